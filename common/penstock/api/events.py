@@ -1,0 +1,83 @@
+"""The event stream of a replica: msgpack over ZMQ PUB with sequence numbers, and a ROUTER socket for replay.
+
+A message on the PUB socket is `[TOPIC, seq (8 bytes, big endian), payload]`, the payload being one `EventBatch`. Sequence numbers of an epoch
+start at 0 and have no gaps, so that a subscriber that sees one knows that it has missed something.
+
+The replay socket takes `[start_seq (8 bytes)]` from a DEALER and answers `[seq, payload]` messages in order up to the newest, then
+`[END_OF_REPLAY, b""]`. Where the buffer no longer reaches back to `start_seq`, or `start_seq` lies in the future (the subscriber knew another
+epoch), the first answer is a *snapshot*: a batch that begins with `AllBlocksCleared` and stores every block that is cached now, under the
+sequence number of the last event that it includes. Replay is therefore always complete.
+"""
+
+from typing import Final
+
+import msgspec
+
+from penstock.api.load_report import LoadReport
+
+TOPIC: Final = b"penstock"
+END_OF_REPLAY: Final = b"\xff" * 8
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored"):
+    """Full blocks became reusable. Hashes are those of `penstock.prompt.hashing`: a block's hash holds its whole prefix."""
+
+    block_hashes: list[bytes]
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag="BlockRemoved"):
+    """Blocks were evicted."""
+
+    block_hashes: list[bytes]
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
+    """The whole prefix cache was reset."""
+
+
+class RequestFinished(msgspec.Struct, frozen=True, tag="RequestFinished"):
+    """A request has left the engine, whatever the reason; `request_id` is the `x-request-id` that it came with."""
+
+    request_id: str
+    reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that the prefix cache supplied."""
+    output_tokens: int
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared | RequestFinished | LoadReport
+
+
+class EventBatch(msgspec.Struct, frozen=True):
+    """Everything that one engine step, or one moment between steps, has to say."""
+
+    epoch: int
+    """Start of the engine, milliseconds since the Unix epoch; the same number as in its load reports."""
+    time: float
+    """Unix time in seconds."""
+    events: list[Event]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(EventBatch)
+
+
+def encode(batch: EventBatch) -> bytes:
+    """The payload of one message."""
+    return _encoder.encode(batch)
+
+
+def decode(payload: bytes) -> EventBatch:
+    """The batch of a payload; raises `msgspec.MsgspecError` on anything else."""
+    return _decoder.decode(payload)
+
+
+def encode_seq(seq: int) -> bytes:
+    """A sequence number as it stands in a message frame."""
+    return seq.to_bytes(8, "big")
+
+
+def decode_seq(frame: bytes) -> int:
+    """The sequence number in a message frame."""
+    return int.from_bytes(frame, "big")

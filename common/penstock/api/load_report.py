@@ -1,0 +1,244 @@
+"""The load report of a replica and its ORCA codec: one codec for the response header, `/load` and the event stream.
+
+ORCA is `xds.data.orca.v3.OrcaLoadReport`. Penstock's own figures travel under `named_metrics`; `application_utilization` is set too, so that
+Envoy's client-side weighted round robin works without a picker. Decoding is tolerant of the field's dialects (three format words or none,
+`=` or `:`), since reports of other engines arrive in the same header.
+"""
+
+import base64
+import binascii
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Literal, get_args
+
+import msgspec
+
+Format = Literal["TEXT", "JSON", "BIN"]
+WaitingReason = Literal["capacity", "lora", "grammar", "remote_kv"]
+WAITING_REASONS: tuple[WaitingReason, ...] = get_args(WaitingReason)
+
+MAX_REPORT_BYTES = 16_384
+_WAITING = "num_requests_waiting_by_reason."
+_NAMED = "named_metrics."
+
+
+class LoadReportError(ValueError):
+    """A load report that cannot be read; the message says what is wrong with it."""
+
+
+class LoadReport(msgspec.Struct, frozen=True, tag="LoadReport"):
+    """One replica's load at one moment.
+
+    A report replaces every older one of the same `epoch` (smaller `seq`); a new `epoch` says that the engine has restarted.
+    """
+
+    epoch: int
+    """Start of the engine, milliseconds since the Unix epoch."""
+    seq: int
+    """Rises with every report of an epoch."""
+    num_requests_running: int = 0
+    num_requests_waiting: dict[WaitingReason, int] = {}
+    """Waiting requests by what they wait for; reasons with none are left out."""
+    max_num_seqs: int = 0
+    kv_cache_usage_perc: float = 0.0
+    """Share of the KV blocks that running requests hold, 0 to 1; cached but free blocks count as free."""
+    kv_blocks_total: int = 0
+    kv_blocks_reclaimable: int = 0
+    """Free blocks, those that hold evictable cached prefixes included."""
+    prefill_backlog_tokens: int = 0
+    """Prompt tokens accepted and not yet computed, of waiting and running requests."""
+    prefill_tokens_per_s: float = 0.0
+    """Measured prefill speed (moving average over steps that prefilled); 0 until one was seen."""
+    decode_step_s: float = 0.0
+    """Measured time of a step at the present batch (moving average), seconds; 0 until one was seen."""
+    prompt_tokens_per_s: float = 0.0
+    """Prompt tokens computed, averaged over the last seconds: the demand on a prefill pool."""
+    generation_tokens_per_s: float = 0.0
+    """Tokens sampled, averaged over the last seconds: the demand on a decode pool."""
+
+    @property
+    def waiting(self) -> int:
+        """All waiting requests, whatever they wait for."""
+        return sum(self.num_requests_waiting.values())
+
+    @property
+    def application_utilization(self) -> float:
+        """The tighter of batch width and KV memory, plus what waits; may exceed 1 (ORCA allows it)."""
+        width = max(self.max_num_seqs, 1)
+        return max(self.num_requests_running / width, self.kv_cache_usage_perc) + self.waiting / width
+
+    def metrics(self) -> dict[str, float]:
+        """The figures under `named_metrics`, waiting requests both as a total and by reason."""
+        out: dict[str, float] = {}
+        for name in _FIELDS:
+            out[name] = getattr(self, name)
+        out["num_requests_waiting"] = self.waiting
+        for reason, count in self.num_requests_waiting.items():
+            out[_WAITING + reason] = count
+        return out
+
+    @staticmethod
+    def from_metrics(metrics: Mapping[str, float]) -> "LoadReport":
+        """A report of ours from decoded `named_metrics`; raises `LoadReportError` where `epoch` or `seq` is missing."""
+        if "epoch" not in metrics or "seq" not in metrics:
+            raise LoadReportError("no epoch or seq: not a report of a Penstock engine")
+        waiting: dict[WaitingReason, int] = {
+            reason: int(metrics[_WAITING + reason]) for reason in WAITING_REASONS if metrics.get(_WAITING + reason)
+        }
+        known = {name: kind(metrics[name]) for name, kind in _FIELDS.items() if name in metrics}
+        return LoadReport(num_requests_waiting=waiting, **known)
+
+
+# The scalar fields and their kinds, in wire order; `num_requests_waiting` is spelled out by reason.
+_FIELDS: dict[str, type[int] | type[float]] = {
+    field.name: field.type for field in msgspec.structs.fields(LoadReport) if field.type in (int, float)
+}
+
+
+def encode(report: LoadReport, form: Format) -> str:
+    """The value of the `endpoint-load-metrics` header, format word included."""
+    metrics = report.metrics()
+    if form == "TEXT":
+        parts = [f"application_utilization={report.application_utilization:.6g}"]
+        parts += [f"{_NAMED}{name}={value:.17g}" for name, value in metrics.items()]
+        return "TEXT " + ", ".join(parts)
+    if form == "JSON":
+        body = {"application_utilization": report.application_utilization, "named_metrics": metrics}
+        return "JSON " + json.dumps(body, separators=(",", ":"))
+    return "BIN " + base64.b64encode(_to_proto(report.application_utilization, metrics)).decode()
+
+
+def decode(value: str) -> LoadReport:
+    """The Penstock report in a header value; raises `LoadReportError` for anything else, other engines' reports included."""
+    return LoadReport.from_metrics(decode_metrics(value))
+
+
+def decode_metrics(value: str) -> dict[str, float]:
+    """The figures of any engine's report: standard ORCA fields by their names, `named_metrics` without prefix.
+
+    Raises `LoadReportError` on an unreadable report and on values that are not finite or are negative, as Envoy drops those too.
+    """
+    if len(value) > MAX_REPORT_BYTES:
+        raise LoadReportError(f"report of {len(value)} bytes; at most {MAX_REPORT_BYTES} are read")
+    word, _, rest = value.strip().partition(" ")
+    match word.upper():
+        case "TEXT":
+            metrics = _from_text(rest)
+        case "JSON":
+            metrics = _from_json(rest)
+        case "BIN":
+            metrics = _from_bin(rest)
+        case _:  # the dialect without a format word
+            metrics = _from_json(value) if value.lstrip().startswith("{") else _from_text(value)
+    for name, figure in metrics.items():
+        if not math.isfinite(figure) or figure < 0:
+            raise LoadReportError(f"{name} is {figure}")
+    return metrics
+
+
+def _from_text(text: str) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, separator, figure = item.partition("=") if "=" in item else item.partition(":")
+        name = name.strip().removeprefix(_NAMED)
+        if not separator or not name:
+            raise LoadReportError(f"{item!r} is not name=value")
+        if name in metrics:
+            raise LoadReportError(f"{name} occurs twice")
+        try:
+            metrics[name] = float(figure)
+        except ValueError:
+            raise LoadReportError(f"{item!r} is not a number") from None
+    return metrics
+
+
+def _from_json(text: str) -> dict[str, float]:
+    try:
+        body = msgspec.json.decode(text, type=dict[str, float | dict[str, float]])
+    except msgspec.MsgspecError as error:
+        raise LoadReportError(f"not a JSON load report: {error}") from None
+    metrics: dict[str, float] = {}
+    for name, figure in body.items():
+        metrics.update(figure if isinstance(figure, dict) else {name: figure})
+    return metrics
+
+
+# --- the protobuf form, without the protobuf library: doubles and map<string, double> are all there is ---
+
+_SCALARS = {1: "cpu_utilization", 2: "mem_utilization", 6: "rps_fractional", 7: "eps", 9: "application_utilization"}
+_MAPS = (4, 5, 8)  # request_cost, utilization, named_metrics
+_NAMED_METRICS = 8
+_DOUBLE, _BYTES, _VARINT = 1, 2, 0
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _to_proto(utilization: float, metrics: Mapping[str, float]) -> bytes:
+    out = bytearray(struct.pack("<Bd", 9 << 3 | _DOUBLE, utilization))
+    for name, value in metrics.items():
+        key = name.encode()
+        entry = bytes([1 << 3 | _BYTES]) + _varint(len(key)) + key + struct.pack("<Bd", 2 << 3 | _DOUBLE, value)
+        out += bytes([_NAMED_METRICS << 3 | _BYTES]) + _varint(len(entry)) + entry
+    return bytes(out)
+
+
+def _proto_fields(data: bytes) -> Iterator[tuple[int, float | bytes | int]]:
+    """(field number, value) pairs of one message; raises `LoadReportError` where the bytes end too early."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        number = shift = 0
+        while True:
+            byte = data[at]
+            at += 1
+            number |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return number
+            shift += 7
+
+    try:
+        while at < len(data):
+            field, wire = divmod(varint(), 8)
+            if wire == _DOUBLE:
+                yield field, struct.unpack_from("<d", data, at)[0]
+                at += 8
+            elif wire == _VARINT:
+                yield field, varint()
+            elif wire == _BYTES:
+                size = varint()
+                if at + size > len(data):
+                    raise LoadReportError("truncated protobuf")
+                yield field, data[at : at + size]
+                at += size
+            else:
+                raise LoadReportError(f"protobuf wire type {wire}")
+    except (IndexError, struct.error):
+        raise LoadReportError("truncated protobuf") from None
+
+
+def _from_bin(text: str) -> dict[str, float]:
+    try:
+        data = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except binascii.Error as error:
+        raise LoadReportError(f"not base64: {error}") from None
+    metrics: dict[str, float] = {}
+    for field, value in _proto_fields(data):
+        if isinstance(value, float) and field in _SCALARS:
+            metrics[_SCALARS[field]] = value
+        elif isinstance(value, bytes) and field in _MAPS:
+            entry = dict(_proto_fields(value))
+            name, figure = entry.get(1, b""), entry.get(2, 0.0)
+            if not isinstance(name, bytes) or not isinstance(figure, float):
+                raise LoadReportError("malformed map entry")
+            metrics[name.decode(errors="replace")] = figure
+    return metrics

@@ -1,0 +1,106 @@
+"""The three columnar messages between the scheduler and every rank, keyed by `step_id`.
+
+A plan says how many tokens of which row, never positions, slots, lengths or sampled ids: the runner derives those from its own state
+(`num_computed[row]`, the row's tokens), so that a plan can be made and submitted before the previous step's result is known.
+
+A row is a stable integer from a request's admission to its release; nothing is condensed. All arrays are numpy, int32 unless said.
+"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from penstock.engine.sampling import SamplingParams
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
+
+
+class Admission(msgspec.Struct, frozen=True, array_like=True):
+    """A request takes a row: a new one, or one that resumes after preemption. Sent once; later plans carry changes alone."""
+
+    row: int
+    token_ids: Int32
+    """[n]: all tokens known, the prompt and what was generated before a preemption."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Tokens whose KV the prefix cache supplies; the first chunk starts here."""
+    sampling: SamplingParams
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """One step. Applied in the order: releases, admissions, block appends, then the rows run."""
+
+    step_id: int
+    released: Int32
+    """[x]: rows whose requests ended or were preempted since the last plan; their state is dropped first."""
+    admissions: list[Admission]
+    append_rows: list[Int32]
+    """Per KV group, [a]: the row whose block table grows, in the order of the appends."""
+    append_blocks: list[Int32]
+    """Per KV group, [a]: the block appended; an admission's whole table (cached blocks first) comes this way too."""
+    rows: Int32
+    """[r]: rows that run, decodes first."""
+    num_new_tokens: Int32
+    """[r]: tokens of each."""
+    samples: Bool
+    """[r]: whether the row reaches its last known token, so that its sampled token counts. False in the middle of a prompt."""
+
+
+class SampleInputs(msgspec.Struct, frozen=True, array_like=True):
+    """What sampling needs beyond the plan, sent while the forward pass runs."""
+
+    step_id: int
+
+
+class SampledLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Logprobs of the plan's rows that asked for them and sampled in this step (natural logarithm)."""
+
+    plan_rows: Int32
+    """[m]: indexes into the plan's `rows`."""
+    sampled: Float32
+    """[m]: of the sampled token."""
+    ranks: Int32
+    """[m]: 0 for the likeliest."""
+    top_ids: Int32
+    """[m, k], likeliest first; -1 pads."""
+    top_logprobs: Float32
+    """[m, k]."""
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """What a step produced, in the order of the plan's rows."""
+
+    step_id: int
+    token_ids: Int32
+    """[r, 1]: sampled tokens; a second dimension for the drafts that verification accepts."""
+    counts: Int32
+    """[r]: how many of them count: 0 where the plan did not sample."""
+    logprobs: SampledLogprobs | None = None
+    failed: dict[int, str] = {}
+    """Index into the plan's rows → what is wrong with that request alone (logits that are not finite, say)."""
+
+
+def empty(*shape: int) -> Int32:
+    """An int32 array without elements, or with undefined ones where a shape is given."""
+    return np.empty(shape or (0,), dtype=np.int32)
+
+
+_DTYPES = {"i": np.int32, "f": np.float32, "b": np.bool_}
+
+
+def enc_hook(value: Any) -> Any:
+    """msgspec hook: a numpy array as (kind, shape, bytes)."""
+    if isinstance(value, np.ndarray):
+        array: npt.NDArray[Any] = value
+        return (array.dtype.kind, array.shape, array.tobytes())
+    raise TypeError(f"{type(value).__name__} has no place in a plan")
+
+
+def dec_hook(_kind: type, value: Any) -> Any:
+    """msgspec hook: the inverse of `enc_hook`."""
+    kind, shape, data = value
+    return np.frombuffer(data, dtype=_DTYPES[kind]).reshape(shape)

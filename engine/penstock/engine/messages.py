@@ -1,0 +1,150 @@
+"""What frontend and core say to each other over ZMQ (msgpack).
+
+Requests are known by an integer that the frontend draws (`index`); the core answers with one columnar frame a step, so that the cost of egress
+does not grow with an object a token.
+"""
+
+from enum import IntEnum
+
+import msgspec
+
+from penstock.api.load_report import LoadReport
+from penstock.engine.sampling import SamplingParams
+
+
+class FinishReason(IntEnum):
+    """Why a request ended; `str` values for the API are in `FINISH_REASONS`."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+
+FINISH_REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+    FinishReason.ERROR: "error",
+}
+
+
+# --- frontend → core ---
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag="add"):
+    """One sequence to generate; `n` choices of a client's request are `n` of these."""
+
+    index: int
+    """Unique among the live requests of this frontend."""
+    request_id: str
+    """The client's `x-request-id`, for events and logs."""
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    arrival_time: float
+    """Unix time in seconds."""
+    priority: int = 0
+    """Smaller is served first; ties by arrival."""
+    cache_salt: str | None = None
+
+
+class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
+    """The clients are gone, or a stop string ended the text; unknown and finished indexes are ignored."""
+
+    indexes: list[int]
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
+    """Forget every cached block that no request holds."""
+
+
+CoreInput = AddRequest | AbortRequests | ResetPrefixCache
+
+
+# --- core → frontend ---
+
+
+class CoreReady(msgspec.Struct, frozen=True, tag="ready"):
+    """The first forward pass has been made; sent once."""
+
+    epoch: int
+    max_model_len: int
+    num_blocks: int
+    load_seconds: float
+
+
+class CoreFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """The core cannot start or cannot go on; the last message before its process ends."""
+
+    message: str
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """A request was scheduled for the first time in this step."""
+
+    index: int
+    cached_tokens: int
+    """Prompt tokens that the prefix cache supplied."""
+    scheduled_time: float
+    """Unix time in seconds; queue time ends here."""
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """A request ended in this step."""
+
+    index: int
+    reason: FinishReason
+    stop_token_id: int | None = None
+    """The token that ended it, which is in `token_ids` too."""
+    error: str | None = None
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Columns parallel to the frame's tokens, of the requests that asked: arrays as little-endian bytes."""
+
+    positions: bytes
+    """int32 [m]: which tokens of the frame."""
+    sampled: bytes
+    """float32 [m]: natural logarithm of the sampled token's probability."""
+    ranks: bytes
+    """int32 [m]: the sampled token's rank, 0 for the likeliest."""
+    width: int
+    """k: alternatives a token."""
+    top_ids: bytes
+    """int32 [m, k], likeliest first; -1 pads."""
+    top_logprobs: bytes
+    """float32 [m, k]."""
+
+
+class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
+    """What one step produced, for all requests of one frontend. Arrays are little-endian bytes."""
+
+    engine_index: int
+    step_id: int
+    time: float
+    """Unix time in seconds."""
+    indexes: bytes
+    """int64 [r]: the requests with new tokens."""
+    offsets: bytes
+    """int32 [r + 1]: request i has tokens `token_ids[offsets[i]:offsets[i + 1]]` (CSR)."""
+    token_ids: bytes
+    """int32 [offsets[-1]]."""
+    started: list[Started]
+    finished: list[Finished]
+    logprobs: Logprobs | None = None
+
+
+class CoreStats(msgspec.Struct, frozen=True, tag="stats"):
+    """Sent on change, at most every 50 ms, and once a second while idle: the proof that the step loop turns."""
+
+    report: LoadReport
+    steps: int
+    """Steps since the start."""
+    preemptions: int
+    prefix_queries: int
+    """Prompt tokens looked up in the prefix cache since the start."""
+    prefix_hits: int
+    """Prompt tokens found there since the start."""
+
+
+CoreOutput = CoreReady | CoreFailed | StepOutputs | CoreStats

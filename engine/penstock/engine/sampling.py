@@ -1,0 +1,29 @@
+"""How a request's tokens are chosen: the part of a request that travels from the frontend to the sampler."""
+
+import msgspec
+
+GREEDY_TEMPERATURE = 1e-5
+"""Below this the choice is the argmax."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """Validated by the frontend; the core and the runner trust it."""
+
+    max_tokens: int
+    """Tokens to generate at most, already capped by the model's context."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    min_p: float = 0.0
+    seed: int = 0
+    """Key of the counter RNG. The frontend draws one where the client gave none, so that every request is reproducible from its log line."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ends the output; the model's end-of-sequence ids are among them unless `ignore_eos`."""
+    logprobs: int | None = None
+    """Number of top alternatives to report with each sampled token; None: no logprobs, 0: the sampled token's alone."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the choice is the argmax."""
+        return self.temperature < GREEDY_TEMPERATURE
