@@ -1,0 +1,65 @@
+"""The engine's configuration: one typed tree, made once at start. The CLI flags and the InferenceModel's fields are views of it."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+DType = Literal["bfloat16", "float16", "float32"]
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message names the flag and what to change."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoint and how it is served."""
+
+    path: Path
+    """Local folder in Hugging Face format."""
+    served_names: tuple[str, ...]
+    architecture: str
+    """`architectures[0]` of config.json."""
+    dtype: DType
+    max_model_len: int
+    """Tokens of prompt and output together."""
+    eos_token_ids: tuple[int, ...]
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Paged KV cache and prefix cache."""
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    """None: from `memory_bytes`."""
+    memory_bytes: int | None = None
+    """None: a share of the device's memory."""
+    enable_prefix_caching: bool = True
+    hash_seed: str = "penstock"
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a step."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    long_prefill_token_threshold: int = 0
+    """Prompt tokens of one request in a step at most; 0: no cap."""
+    max_num_waiting: int = 1024
+    """Requests in the queue beyond which new ones are refused with 503."""
+    watermark: float = 0.01
+    """Share of the blocks kept free when a request is admitted, so that running ones can grow before any is preempted."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the core process needs; travels to it as msgpack."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    device: Literal["cpu"] = "cpu"
+    depth: int = 1
+    """Plans in flight: 1 waits for each step's result, 2 plans the next step while one runs."""
+    threads: int = 1
+    """OpenMP threads of the core; more than one pays only on cores that nobody else uses."""
+    seed: int = 0
