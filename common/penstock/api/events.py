@@ -1,18 +1,17 @@
 """The event stream of a replica: msgpack over ZMQ PUB with sequence numbers, and a ROUTER socket for replay.
 
-A message on the PUB socket is `[TOPIC, seq (8 bytes, big endian), payload]`, the payload being one `EventBatch`. Sequence numbers of an epoch
-start at 0 and have no gaps, so that a subscriber that sees one knows that it has missed something.
+A message on the PUB socket is `[TOPIC, seq (8 bytes, big endian), payload]`, the payload being one `EventBatch`. Sequence
+numbers of an epoch start at 0 and have no gaps, so that a subscriber that sees one knows that it has missed something.
 
-The replay socket takes `[start_seq (8 bytes)]` from a DEALER and answers `[seq, payload]` messages in order up to the newest, then
-`[END_OF_REPLAY, b""]`. Where the buffer no longer reaches back to `start_seq`, or `start_seq` lies in the future (the subscriber knew another
-epoch), the first answer is a *snapshot*: a batch that begins with `AllBlocksCleared` and stores every block that is cached now, under the
-sequence number of the last event that it includes. Replay is therefore always complete.
+The replay socket takes `[start_seq (8 bytes)]` from a DEALER and answers `[seq, payload]` messages in order up to the newest,
+then `[END_OF_REPLAY, b""]`. Where the buffer no longer reaches back to `start_seq`, or `start_seq` lies in the future (the
+subscriber knew another epoch), the first answer is a *snapshot*: a batch that begins with `AllBlocksCleared` and stores every
+block that is cached now, under the sequence number of the last event that it includes. Replay is therefore always complete.
 """
 
 from typing import Final
 
 import msgspec
-
 from penstock.api.load_report import LoadReport
 
 TOPIC: Final = b"penstock"

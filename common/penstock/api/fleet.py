@@ -1,4 +1,5 @@
-"""What exists (models, pools, replicas), as discovery hands it to the picker, and how loaded it is, as the picker hands it to the autoscaler.
+"""What exists (models, pools, replicas), as discovery hands it to the picker, and how loaded it is, as the picker hands it to
+the autoscaler.
 
 The same types are the file format of local discovery (`penstock gateway --discovery file:PATH`) and of the gateway's `/pools`.
 """
@@ -6,7 +7,6 @@ The same types are the file format of local discovery (`penstock gateway --disco
 from typing import Literal
 
 import msgspec
-
 from penstock.api.load_report import LoadReport
 
 Role = Literal["Both", "Prefill", "Decode"]
@@ -95,7 +95,8 @@ class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolsView(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of `GET /pools`; with `?after=VERSION&timeout=SECONDS` it is withheld until `version` differs or the time is over."""
+    """The answer of `GET /pools`; with `?after=VERSION&timeout=SECONDS` it is withheld until `version` differs or the time is
+    over."""
 
     gateway: str
     """Name of the gateway process, so that the autoscaler can sum over several."""

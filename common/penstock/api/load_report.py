@@ -1,12 +1,11 @@
 """The load report of a replica and its ORCA codec: one codec for the response header, `/load` and the event stream.
 
-ORCA is `xds.data.orca.v3.OrcaLoadReport`. Penstock's own figures travel under `named_metrics`; `application_utilization` is set too, so that
-Envoy's client-side weighted round robin works without a picker. Decoding is tolerant of the field's dialects (three format words or none,
-`=` or `:`), since reports of other engines arrive in the same header.
+ORCA is `xds.data.orca.v3.OrcaLoadReport`. Penstock's own figures travel under `named_metrics`; `application_utilization` is set
+too, so that Envoy's client-side weighted round robin works without a picker. Decoding is tolerant of the field's dialects
+(three format words or none, `=` or `:`), since reports of other engines arrive in the same header.
 """
 
 import base64
-import binascii
 import json
 import math
 import struct
@@ -87,14 +86,15 @@ class LoadReport(msgspec.Struct, frozen=True, tag="LoadReport"):
         waiting: dict[WaitingReason, int] = {
             reason: int(metrics[_WAITING + reason]) for reason in WAITING_REASONS if metrics.get(_WAITING + reason)
         }
-        known = {name: kind(metrics[name]) for name, kind in _FIELDS.items() if name in metrics}
-        return LoadReport(num_requests_waiting=waiting, **known)
+        known = {name: metrics[name] for name in _FIELDS if name in metrics}
+        try:
+            return msgspec.convert({**known, "num_requests_waiting": waiting}, LoadReport)
+        except msgspec.ValidationError as error:
+            raise LoadReportError(f"not a report of a Penstock engine: {error}") from None
 
 
-# The scalar fields and their kinds, in wire order; `num_requests_waiting` is spelled out by reason.
-_FIELDS: dict[str, type[int] | type[float]] = {
-    field.name: field.type for field in msgspec.structs.fields(LoadReport) if field.type in (int, float)
-}
+# The scalar fields in wire order; `num_requests_waiting` is spelled out by reason.
+_FIELDS = tuple(field.name for field in msgspec.structs.fields(LoadReport) if field.type in (int, float))
 
 
 def encode(report: LoadReport, form: Format) -> str:
@@ -118,7 +118,8 @@ def decode(value: str) -> LoadReport:
 def decode_metrics(value: str) -> dict[str, float]:
     """The figures of any engine's report: standard ORCA fields by their names, `named_metrics` without prefix.
 
-    Raises `LoadReportError` on an unreadable report and on values that are not finite or are negative, as Envoy drops those too.
+    Raises `LoadReportError` on an unreadable report and on values that are not finite or are negative, as Envoy drops those
+    too.
     """
     if len(value) > MAX_REPORT_BYTES:
         raise LoadReportError(f"report of {len(value)} bytes; at most {MAX_REPORT_BYTES} are read")
@@ -229,7 +230,7 @@ def _proto_fields(data: bytes) -> Iterator[tuple[int, float | bytes | int]]:
 def _from_bin(text: str) -> dict[str, float]:
     try:
         data = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # binascii.Error is one
         raise LoadReportError(f"not base64: {error}") from None
     metrics: dict[str, float] = {}
     for field, value in _proto_fields(data):

@@ -1,6 +1,7 @@
 """Chained block hashes: the name of a KV block holds its tokens and its whole prefix, so equal names mean equal KV.
 
-Engine and picker must agree to the bit. SHA-256 over packed little-endian u32 is collision-safe between tenants at 0.5 µs a block.
+Engine and picker must agree to the bit. SHA-256 over packed little-endian u32 is collision-safe between tenants at 0.5 µs a
+block.
 """
 
 import hashlib
@@ -42,7 +43,8 @@ class BlockHasher:
         self.root = root_hash(seed)
 
     def extend(self, hashes: list[bytes], tokens: Sequence[int], extra: ExtraKeys) -> None:
-        """Appends the hashes of the full blocks of `tokens` that `hashes` does not cover yet (earlier blocks are not hashed again)."""
+        """Appends the hashes of the full blocks of `tokens` that `hashes` does not cover yet (earlier blocks are not hashed
+        again)."""
         size = self.block_size
         lora = extra.lora.encode() if extra.lora is not None else b""
         parent = hashes[-1] if hashes else self.root
