@@ -1,0 +1,170 @@
+"""Generates the private package `penstock.gateway._pb` from the descriptors of Envoy's API in `xds-protos`.
+
+Usage: `python gateway/protogen.py OUTDIR`, in an environment of its own (`requirements/protogen.txt`): xds-protos must not be
+installed where Penstock runs, since it overwrites modules of other packages.
+
+What is generated collides with nobody: files live under `penstock/gateway/_pb/`, and protobuf packages get the prefix
+`penstock_pb.`, so that another copy of Envoy's or Google's protos in the process has other names in protobuf's descriptor pool.
+The wire never sees the prefix: messages carry no names, gRPC method paths are generated without it, and
+`penstock.gateway.xds.anys.pack` leaves it out of type URLs.
+"""
+
+import importlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from google.protobuf import descriptor_pb2
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.message import Message
+from grpc_tools import protoc
+
+FOLDER = "penstock/gateway/_pb/"
+PACKAGE = "penstock_pb."
+LIBRARY = "google/protobuf/"  # the protobuf library's own files stay what they are
+
+ROOTS = (
+    "envoy/service/discovery/v3/ads",
+    "envoy/service/ext_proc/v3/external_processor",
+    "envoy/config/bootstrap/v3/bootstrap",
+    "envoy/config/cluster/v3/cluster",
+    "envoy/config/endpoint/v3/endpoint",
+    "envoy/config/listener/v3/listener",
+    "envoy/config/route/v3/route",
+    "envoy/extensions/access_loggers/file/v3/file",
+    "envoy/extensions/access_loggers/stream/v3/stream",
+    "envoy/extensions/filters/http/ext_proc/v3/ext_proc",
+    "envoy/extensions/filters/http/header_mutation/v3/header_mutation",
+    "envoy/extensions/filters/http/router/v3/router",
+    "envoy/extensions/filters/http/upstream_codec/v3/upstream_codec",
+    "envoy/extensions/filters/network/http_connection_manager/v3/http_connection_manager",
+    "envoy/extensions/http/early_header_mutation/header_mutation/v3/header_mutation",
+    "envoy/extensions/load_balancing_policies/override_host/v3/override_host",
+    "envoy/extensions/load_balancing_policies/round_robin/v3/round_robin",
+    "envoy/extensions/resource_monitors/downstream_connections/v3/downstream_connections",
+    "envoy/extensions/retry/host/previous_hosts/v3/previous_hosts",
+    "envoy/extensions/upstreams/http/v3/http_protocol_options",
+    "xds/data/orca/v3/orca_load_report",
+)
+
+
+def main(outdir: Path) -> None:
+    """Replaces `outdir` by the generated package."""
+    files = _closure(importlib.import_module(root.replace("/", ".") + "_pb2").DESCRIPTOR for root in ROOTS)
+    descriptors = [_rename(_prune(file)) for file in files]
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        _compile(descriptors, scratch)
+        shutil.rmtree(outdir, ignore_errors=True)
+        shutil.copytree(scratch / FOLDER, outdir)
+
+
+def _closure(roots: Iterator[FileDescriptor]) -> list[FileDescriptor]:
+    """The roots and every file that their types come from, dependencies first."""
+    found: dict[str, FileDescriptor] = {}
+
+    def visit(file: FileDescriptor) -> None:
+        if file.name in found:
+            return
+        used = _used_files(file)
+        for dependency in file.dependencies:
+            if dependency.name in used:
+                visit(dependency)
+        found[file.name] = file
+
+    for root in roots:
+        visit(root)
+    return list(found.values())
+
+
+def _type_names(message: Message) -> Iterator[str]:
+    """Every reference to a type in a descriptor, each as `.package.Type`."""
+    for field, value in message.ListFields():
+        if field.name in ("type_name", "input_type", "output_type"):
+            yield value
+        elif field.message_type and field.name != "options":
+            for child in value if field.is_repeated else [value]:
+                yield from _type_names(child)
+
+
+def _used_files(file: FileDescriptor) -> set[str]:
+    """The files that `file` needs for its types: most of Envoy's imports serve annotations only."""
+    proto = descriptor_pb2.FileDescriptorProto()
+    file.CopyToProto(proto)
+    names = (name.removeprefix(".") for name in _type_names(proto))
+    return {_file_of(file, name) for name in names}
+
+
+def _file_of(file: FileDescriptor, type_name: str) -> str:
+    return file.pool.FindFileContainingSymbol(type_name).name
+
+
+def _prune(file: FileDescriptor) -> descriptor_pb2.FileDescriptorProto:
+    """The file without custom options (validation rules, annotations) and without the imports that only these need."""
+    proto = descriptor_pb2.FileDescriptorProto()
+    file.CopyToProto(proto)
+    used = _used_files(file)
+    if file.public_dependencies:
+        raise ValueError(f"{file.name}: public imports are not supported")
+    del proto.dependency[:]
+    proto.dependency.extend(dependency.name for dependency in file.dependencies if dependency.name in used)
+    _strip_options(proto)
+    return proto
+
+
+def _strip_options(message: Message) -> None:
+    for field, value in message.ListFields():
+        if field.name == "options" and field.message_type:
+            for option, _ in value.ListFields():
+                if option.is_extension:
+                    value.ClearExtension(option)
+            value.DiscardUnknownFields()
+        elif field.message_type:
+            for child in value if field.is_repeated else [value]:
+                _strip_options(child)
+
+
+def _rename(proto: descriptor_pb2.FileDescriptorProto) -> descriptor_pb2.FileDescriptorProto:
+    """The file under its private name, with private package and references."""
+    if proto.name.startswith(LIBRARY):
+        return proto
+    proto.name = FOLDER + proto.name
+    proto.package = PACKAGE + proto.package
+    renamed = [name if name.startswith(LIBRARY) else FOLDER + name for name in proto.dependency]
+    del proto.dependency[:]
+    proto.dependency.extend(renamed)
+    _rename_types(proto)
+    return proto
+
+
+def _rename_types(message: Message) -> None:
+    for field, value in message.ListFields():
+        if field.name in ("type_name", "input_type", "output_type"):
+            if not value.startswith(".google.protobuf."):
+                setattr(message, field.name, f".{PACKAGE}{value.removeprefix('.')}")
+        elif field.message_type and field.name != "options":
+            for child in value if field.is_repeated else [value]:
+                _rename_types(child)
+
+
+def _compile(descriptors: list[descriptor_pb2.FileDescriptorProto], out: Path) -> None:
+    """Runs protoc into `out`; raises RuntimeError when it fails."""
+    descriptor_set = out / "descriptors.pb"
+    descriptor_set.write_bytes(descriptor_pb2.FileDescriptorSet(file=descriptors).SerializeToString())
+    names = [proto.name for proto in descriptors if proto.name.startswith(FOLDER)]
+    with_services = [proto.name for proto in descriptors if proto.service]
+    common = ["protoc", f"--descriptor_set_in={descriptor_set}"]
+    for arguments in ([f"--python_out={out}", f"--pyi_out={out}", *names], [f"--grpc_python_out={out}", *with_services]):
+        if protoc.main([*common, *arguments]) != 0:
+            raise RuntimeError("protoc failed; its message is above")
+    for stub in out.rglob("*_pb2_grpc.py"):
+        # Method paths are the one place where a package's name is on the wire.
+        stub.write_text(stub.read_text().replace(f"'{PACKAGE}", "'").replace(f"'/{PACKAGE}", "'/"))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: protogen.py OUTDIR")
+    main(Path(sys.argv[1]))
