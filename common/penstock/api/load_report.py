@@ -88,7 +88,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="LoadReport"):
         }
         known = {name: metrics[name] for name in _FIELDS if name in metrics}
         try:
-            return msgspec.convert({**known, "num_requests_waiting": waiting}, LoadReport)
+            return msgspec.convert({**known, "num_requests_waiting": waiting}, LoadReport, strict=False)
         except msgspec.ValidationError as error:
             raise LoadReportError(f"not a report of a Penstock engine: {error}") from None
 
