@@ -12,5 +12,5 @@ def type_url(kind: type[Message] | Message) -> str:
 
 
 def pack(message: Message) -> Any:
-    """The message with its public type URL; equal messages give equal bytes (maps are sorted), so a hash of them can be a version."""
+    """The message with its public type URL; equal messages give equal bytes (maps sorted), so a hash can be a version."""
     return Any(type_url=type_url(message), value=message.SerializeToString(deterministic=True))

@@ -1,0 +1,146 @@
+"""A list-watch cache: the objects of one resource, kept current, and what changed.
+
+It never empties for want of an API server: while that is away, the last known objects stay.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from types import MappingProxyType
+
+import aiohttp
+from kubernetes.aio.client import ApiClient, ApiException
+from penstock.kube.backoff import Backoff
+from penstock.kube.client import Object, Resource, list_all, watch
+
+log = logging.getLogger(__name__)
+
+GONE = 410
+# What a server, a network or a proxy in between can do to us. Anything else is a bug of ours and ends the cache loudly.
+TROUBLE = (ApiException, aiohttp.ClientError, TimeoutError, OSError, json.JSONDecodeError)
+
+Key = tuple[str, str]
+"""Namespace (empty for cluster-wide resources) and name."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One object's change; `old` is None when it appeared, `new` is None when it went."""
+
+    key: Key
+    old: Object | None
+    new: Object | None
+
+
+def key_of(item: Object) -> Key:
+    """The key under which the cache holds an object."""
+    return item["metadata"].get("namespace", ""), item["metadata"]["name"]
+
+
+def trimmed(item: Object) -> Object:
+    """A copy without `managedFields`, which are often half of an object and of no use to a reader."""
+    metadata = {name: value for name, value in item["metadata"].items() if name != "managedFields"}
+    return {**item, "metadata": metadata}
+
+
+class Cache:
+    """The objects of one resource that match a selector. Treat them as read-only: they are shared.
+
+    Callbacks run on the event loop, one change at a time, after the cache holds the new state; they must not block.
+    """
+
+    def __init__(
+        self,
+        api: ApiClient,
+        resource: Resource,
+        *,
+        namespace: str | None = None,
+        label_selector: str = "",
+        trim: Callable[[Object], Object] = trimmed,
+        silence_s: float = 150.0,
+        backoff: Backoff | None = None,
+    ) -> None:
+        """
+        Args:
+            namespace: None for all namespaces.
+            trim: Makes the copy that is kept from what the server sent.
+            silence_s: After so long without an event or a bookmark (about one a minute) the watch is taken for dead.
+        """
+        self.synced = asyncio.Event()
+        """Set after the first complete list, and never cleared."""
+        self._api = api
+        self._resource = resource
+        self._path = resource.path(namespace)
+        self._selectors = {"labelSelector": label_selector} if label_selector else {}
+        self._trim = trim
+        self._silence_s = silence_s
+        self._backoff = backoff or Backoff()
+        self._objects: dict[Key, Object] = {}
+        self._callbacks: list[Callable[[Change], None]] = []
+        self._version: str | None = None
+        """Where the next watch begins; None: list first."""
+
+    @property
+    def objects(self) -> Mapping[Key, Object]:
+        """A live view of everything the cache holds."""
+        return MappingProxyType(self._objects)
+
+    def subscribe(self, callback: Callable[[Change], None]) -> None:
+        """Calls back for every change from now on."""
+        self._callbacks.append(callback)
+
+    async def run(self) -> None:
+        """Keeps the cache current until cancelled, whatever the API server does."""
+        while True:
+            try:
+                if self._version is None:
+                    await self._relist()
+                began = time.monotonic()
+                await self._watch(self._version or "")
+                if time.monotonic() - began >= 1.0:
+                    continue  # the server's ordinary time limit; one that hangs up at once gets the back-off
+            except TROUBLE as error:
+                if isinstance(error, ApiException) and error.status == GONE:
+                    self._version = None
+                reason = f"{error.status} {error.reason}" if isinstance(error, ApiException) else repr(error)
+                log.warning("watching %s: %s; %d objects stay as they are", self._path, reason, len(self._objects))
+            await asyncio.sleep(self._backoff.next())
+
+    async def _relist(self) -> None:
+        items, version = await list_all(self._api, self._path, self._selectors)
+        current = {key_of(item): item for item in items}
+        for key in [key for key in self._objects if key not in current]:
+            self._apply(key, None)
+        for key, item in current.items():
+            self._apply(key, item)
+        self._version = version
+        self._backoff.reset()
+        self.synced.set()
+
+    async def _watch(self, version: str) -> None:
+        # Watches of many caches that began together should not all end together.
+        query = {**self._selectors, "resourceVersion": version, "timeoutSeconds": str(Random().randint(300, 600))}
+        async for kind, item in watch(self._api, self._path, query, self._silence_s):
+            if kind != "BOOKMARK":
+                self._apply(key_of(item), None if kind == "DELETED" else item)
+            self._version = item["metadata"]["resourceVersion"]
+            self._backoff.reset()
+
+    def _apply(self, key: Key, item: Object | None) -> None:
+        old = self._objects.get(key)
+        if old is not None and item is not None:
+            if old["metadata"].get("uid") != item["metadata"].get("uid"):
+                self._apply(key, None)  # another object of the same name: its predecessor's end was missed
+                old = None
+            elif old["metadata"].get("resourceVersion") == item["metadata"].get("resourceVersion"):
+                return  # a new list repeats what did not change
+        if item is not None:
+            self._objects[key] = self._trim(item)
+        elif self._objects.pop(key, None) is None:
+            return
+        for callback in self._callbacks:
+            callback(Change(key, old, self._objects.get(key)))

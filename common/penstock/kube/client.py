@@ -1,0 +1,105 @@
+"""A connection to the API server, and the raw requests that the cache needs: list and watch as plain dicts, for any resource."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from kubernetes.aio.client import ApiClient, ApiException, Configuration
+from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
+
+Object = dict[str, Any]
+"""A Kubernetes object as JSON."""
+
+PAGE = 500
+"""Objects a list request asks for; kubectl's and client-go's figure."""
+
+
+@dataclass(frozen=True)
+class Resource:
+    """What a path of the API server names."""
+
+    group: str
+    """Empty for the core group."""
+    version: str
+    plural: str
+
+    def path(self, namespace: str | None) -> str:
+        """The collection's path, in one namespace or (None) in all."""
+        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        return f"{root}/{self.plural}" if namespace is None else f"{root}/namespaces/{namespace}/{self.plural}"
+
+
+PODS = Resource("", "v1", "pods")
+
+
+async def connect(kubeconfig: str | None = None) -> ApiClient:
+    """A client with the pod's service account where there is one, else with `kubeconfig` or kubectl's usual file.
+
+    Raises:
+        ConfigException: neither is there.
+    """
+    configuration = Configuration()
+    if kubeconfig is None:
+        with suppress(ConfigException):  # not in a pod; kubectl's file is next, and says what is wrong when it is missing too
+            load_incluster_config(client_configuration=configuration)
+            return ApiClient(configuration)
+    await load_kube_config(config_file=kubeconfig, client_configuration=configuration)
+    return ApiClient(configuration)
+
+
+async def get(api: ApiClient, path: str, query: dict[str, str], limits: aiohttp.ClientTimeout) -> aiohttp.ClientResponse:
+    """GETs `path` and returns the open response; the caller releases it.
+
+    Raises:
+        ApiException: the server answered with an error.
+        aiohttp.ClientError, TimeoutError: no answer.
+    """
+    request = await api.param_serialize(
+        "GET", path, query_params=list(query.items()), header_params={"Accept": "application/json"}, auth_settings=["BearerToken"]
+    )
+    response = (await api.call_api(*request, _request_timeout=limits)).response
+    if response.status != 200:
+        body = await response.text()
+        raise ApiException(status=response.status, reason=response.reason, body=body)
+    return response
+
+
+async def list_all(api: ApiClient, path: str, query: dict[str, str]) -> tuple[list[Object], str]:
+    """Every object of a collection, page by page, and the resource version to watch from. Errors are those of `get`."""
+    items: list[Object] = []
+    token = ""
+    while True:
+        page = {**query, "limit": str(PAGE), **({"continue": token} if token else {})}
+        async with await get(api, path, page, aiohttp.ClientTimeout(total=60)) as response:
+            answer = json.loads(await response.read())
+        # Items of a list carry neither kind nor apiVersion.
+        common = {"apiVersion": answer.get("apiVersion"), "kind": str(answer.get("kind", "")).removesuffix("List")}
+        items.extend({**common, **item} for item in answer.get("items") or [])
+        token = answer["metadata"].get("continue") or ""
+        if not token:
+            return items, answer["metadata"]["resourceVersion"]
+
+
+async def watch(api: ApiClient, path: str, query: dict[str, str], silence_s: float) -> AsyncIterator[tuple[str, Object]]:
+    """Events (`ADDED`, `MODIFIED`, `DELETED`, `BOOKMARK`) with their objects until the server ends the watch.
+
+    Args:
+        query: Selectors, `resourceVersion`, `timeoutSeconds`.
+        silence_s: A connection that is silent for so long is taken for dead.
+
+    Raises:
+        ApiException: the server refused, or ended the watch with an error; status 410 asks for a new list.
+        aiohttp.ClientError, TimeoutError, ValueError: the connection broke, was silent for too long, or spoke nonsense.
+    """
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=silence_s)
+    query = {**query, "watch": "true", "allowWatchBookmarks": "true"}
+    async with await get(api, path, query, timeout) as response:
+        async for line in response.content:
+            event = json.loads(line)
+            if event["type"] == "ERROR":
+                status = event["object"]
+                raise ApiException(status=status.get("code"), reason=status.get("reason"), body=status.get("message"))
+            yield event["type"], event["object"]
