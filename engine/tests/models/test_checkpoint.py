@@ -1,0 +1,119 @@
+"""What a checkpoint folder says, and how it is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from penstock.engine.config import ConfigError
+from penstock.engine.loading.checkpoint import read_model_config, resolve
+from penstock.engine.models.config import parse_decoder_config
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def folder(path: Path, config: dict, files: tuple[str, ...] = ("model.safetensors",)) -> Path:
+    (path / "config.json").write_text(json.dumps(config))
+    for name in files:
+        (path / name).write_bytes(b"")
+    return path
+
+
+def test_reads_a_checkpoint(tmp_path):
+    config = read_model_config(folder(tmp_path, LLAMA), served_names=("tiny", "alias"))
+    assert (config.architecture, config.dtype, config.max_model_len) == ("LlamaForCausalLM", "bfloat16", 256)
+    assert (config.served_names, config.eos_token_ids) == (("tiny", "alias"), (2,))
+
+
+def test_the_callers_choices_win(tmp_path):
+    config = read_model_config(folder(tmp_path, LLAMA), served_names=(), dtype="float32", max_model_len=100)
+    assert (config.dtype, config.max_model_len, config.served_names) == ("float32", 100, (str(tmp_path),))
+
+
+def test_generation_config_decides_what_ends_a_text(tmp_path):
+    folder(tmp_path, LLAMA)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    assert read_model_config(tmp_path, served_names=()).eos_token_ids == (2, 7)
+
+
+def test_both_spellings_mean_the_same():
+    old = LLAMA | {"rope_theta": 500000.0, "rope_scaling": LLAMA3 | {"rope_type": "llama3"}}
+    new = LLAMA | {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 500000.0}, "dtype": "bfloat16"}
+    del new["torch_dtype"]
+    assert parse_decoder_config(old) == parse_decoder_config(new)
+    assert parse_decoder_config(new).rope.theta == 500000.0
+
+
+def test_linear_scaling_lengthens_the_context():
+    assert parse_decoder_config(LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}}).max_position_embeddings == 1024
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, r"'GPT2LMHeadModel' is not supported \(supported: LlamaForCausalLM"),
+        ({"architectures": None}, "architectures is missing"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling has the type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "lacks factor, low_freq_factor"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
+        ({"hidden_size": None}, "hidden_size must be a positive"),
+        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"torch_dtype": "float64"}, "dtype 'float64'"),
+    ],
+)
+def test_refuses_by_name(tmp_path, change, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        read_model_config(folder(tmp_path, LLAMA | change), served_names=())
+
+
+def test_refuses_more_context_than_the_checkpoint_has(tmp_path):
+    with pytest.raises(ConfigError, match=r"--max-model-len 257: .* 256 tokens"):
+        read_model_config(folder(tmp_path, LLAMA), served_names=(), max_model_len=257)
+
+
+def test_pickled_weights_are_named_and_never_loaded(tmp_path):
+    with pytest.raises(ConfigError, match=r"no \*.safetensors file; pytorch_model.bin would have to be unpickled"):
+        read_model_config(folder(tmp_path, LLAMA, ("pytorch_model.bin",)), served_names=())
+
+
+def test_refuses_a_folder_without_a_model(tmp_path):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        read_model_config(tmp_path, served_names=())
+    (tmp_path / "config.json").write_text("[1")
+    with pytest.raises(ConfigError, match=r"config\.json: "):
+        read_model_config(tmp_path, served_names=())
+
+
+def test_resolves_paths_and_refuses_the_rest(tmp_path):
+    assert resolve(str(tmp_path)) == resolve(tmp_path.as_uri()) == tmp_path.resolve()
+    for uri, sentence in (
+        (str(tmp_path / "nothing"), "does not exist"),
+        ("s3://bucket/model", "unknown scheme 's3'"),
+        ("hf://name", "expected hf://organisation/name"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            resolve(uri)
+    with pytest.raises(ConfigError, match="revision"):
+        resolve(str(tmp_path), revision="v1")
+
+
+def test_needs_no_torch():
+    code = "import sys, penstock.engine.loading.checkpoint; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
