@@ -1,0 +1,72 @@
+"""What the autoscaler knows of a pool: the `/pools` views of all gateway processes, pooled. Pure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.api.fleet import PoolsView, ReplicaLoad
+from penstock.api.load_report import LoadReport
+
+
+@dataclass(frozen=True)
+class ReplicaSignal:
+    """One replica, as the best informed gateway sees it."""
+
+    uid: str
+    ready: bool
+    cordoned: bool
+    in_flight: int
+    """Requests that the gateways sent there and that have not ended."""
+    report: LoadReport | None
+    report_age_s: float | None
+
+
+@dataclass(frozen=True)
+class PoolSignals:
+    """One pool, from all gateways together."""
+
+    held: int
+    """Requests that wait at the gateways for a replica."""
+    replicas: tuple[ReplicaSignal, ...]
+
+
+def pool_signals(views: Iterable[PoolsView], pool_id: str) -> PoolSignals | None:
+    """The pool as the gateways see it together; None where no gateway knows it, which is not the same as an empty pool.
+
+    Of several reports of one replica the newest counts (a newer epoch, then a higher sequence number); held requests and
+    requests in flight add up, since each gateway process knows its own.
+    """
+    pools = [pool for view in views for pool in view.pools if pool.id == pool_id]
+    if not pools:
+        return None
+    seen: dict[tuple[str, int], list[ReplicaLoad]] = {}
+    for pool in pools:
+        for replica in pool.replicas:
+            seen.setdefault((replica.uid, replica.port), []).append(replica)
+    return PoolSignals(
+        held=sum(pool.held for pool in pools),
+        replicas=tuple(_merge(seen[key]) for key in sorted(seen)),
+    )
+
+
+def _merge(sightings: Sequence[ReplicaLoad]) -> ReplicaSignal:
+    reports = [(s.report, s.report_age_s) for s in sightings if s.report is not None]
+    report, age = max(reports, key=lambda pair: (pair[0].epoch, pair[0].seq), default=(None, None))
+    return ReplicaSignal(
+        uid=sightings[0].uid,
+        ready=any(s.ready for s in sightings),
+        cordoned=any(s.cordoned for s in sightings),
+        in_flight=sum(s.in_flight for s in sightings),
+        report=report,
+        report_age_s=age,
+    )
+
+
+def choose_victims(signals: PoolSignals, count: int) -> list[str]:
+    """The replicas to give up when a pool shrinks by `count`: those not ready first, then least in flight, then least KV in
+    use."""
+
+    def loss(replica: ReplicaSignal) -> tuple[bool, int, float, str]:
+        used = replica.report.kv_cache_usage_perc if replica.report else 0.0
+        return (replica.ready, replica.in_flight, used, replica.uid)
+
+    return [replica.uid for replica in sorted(signals.replicas, key=loss)[:count]]
