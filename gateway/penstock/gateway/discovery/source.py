@@ -1,0 +1,36 @@
+"""Where the gateway learns what exists."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Protocol
+
+from penstock.api.fleet import Fleet
+
+
+class Discovery(Protocol):
+    """A source of fleets."""
+
+    def watch(self) -> AsyncIterator[Fleet]:
+        """Yields the fleet as soon as it is known completely, and again after each change. Trouble with the source is logged and
+        yields nothing: what was known last goes on being true. Never ends by itself."""
+        ...
+
+
+def discovery_from(source: str, namespace: str | None) -> Discovery:
+    """What `--discovery` names: `kubernetes`, or `file:PATH`.
+
+    Args:
+        namespace: Kubernetes only; None for all namespaces.
+
+    Raises:
+        ValueError: neither of them.
+    """
+    if source == "kubernetes":
+        from penstock.gateway.discovery.kubernetes import KubernetesDiscovery  # a second of imports that a file does not need
+
+        return KubernetesDiscovery(namespace)
+    if source.startswith("file:") and len(source) > len("file:"):
+        from penstock.gateway.discovery.file import FileDiscovery
+
+        return FileDiscovery(Path(source.removeprefix("file:")))
+    raise ValueError(f"discovery: {source!r} is neither 'kubernetes' nor 'file:PATH'")

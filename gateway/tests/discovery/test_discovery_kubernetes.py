@@ -1,0 +1,128 @@
+"""Discovery from the API server's objects."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from kubernetes.aio.client import ApiClient, Configuration
+from penstock.gateway.discovery.kubernetes import KubernetesDiscovery, fleet_of, seconds, trimmed_pod
+
+Object = dict[str, Any]
+PORTS = {"http": 8000, "events": 5557, "replay": 5558}
+
+
+def model(name: str, *names: str, created: str = "2026-01-01T00:00:00Z", **spec: Any) -> Object:
+    return {
+        "metadata": {"namespace": "d", "name": name, "creationTimestamp": created, "uid": name, "resourceVersion": "1"},
+        "spec": {"served": {"name": names[0], "aliases": list(names[1:])}, "pools": [{"name": "p"}], **spec},
+    }
+
+
+def pod(
+    name: str, *, ip: str | None = "10.0.0.1", ready: str = "True", of: str = "m", pool: str = "p", **metadata: Any
+) -> Object:
+    ports = [
+        {"name": "http", "containerPort": 8000},
+        {"name": "events", "containerPort": 5557},
+        {"name": "replay", "containerPort": 5558},
+    ]
+    status: Object = {"phase": "Running", "conditions": [{"type": "Ready", "status": ready}]}
+    if ip is not None:
+        status["podIP"] = ip
+    marks = {"penstock.dev/model": of, "penstock.dev/pool": pool}
+    full = {"namespace": "d", "name": name, "uid": f"u-{name}", "resourceVersion": "1", "labels": marks, **metadata}
+    return trimmed_pod({"metadata": full, "spec": {"containers": [{"name": "engine", "ports": ports}]}, "status": status})
+
+
+def test_models_give_pools_and_pods_give_replicas() -> None:
+    routing = {"policy": "RoundRobin", "holdTimeout": "1m30s"}
+    fleet = fleet_of([model("m", "llama", "l", routing=routing)], [pod("b"), pod("a", ready="False")])
+    assert (fleet.models[0].served_names, fleet.models[0].policy, fleet.models[0].hold_timeout_s) == (
+        ["llama", "l"],
+        "RoundRobin",
+        90,
+    )
+    assert [(pool.id, pool.model, pool.role) for pool in fleet.pools] == [("d/m/p", "d/m", "Both")]
+    assert [(it.name, it.ready) for it in fleet.replicas] == [("a", False), ("b", True)]
+    first = fleet.replicas[1]
+    assert (first.uid, first.pool, first.endpoint) == ("u-b", "d/m/p", "10.0.0.1:8000")
+    assert (first.events_port, first.replay_port) == (5557, 5558)
+        "u-b",
+        "d/m/p",
+        "10.0.0.1:8000",
+        5557,
+        5558,
+    )
+
+
+def test_what_must_not_be_picked_says_so() -> None:
+    going = pod("going", deletionTimestamp="2026-01-01T00:00:00Z")
+    victim = pod("victim", annotations={"penstock.dev/cordoned": "true"})
+    fleet = fleet_of([model("m", "m")], [going, victim])
+    assert [(it.terminating, it.cordoned) for it in fleet.replicas] == [(True, False), (False, True)]
+
+
+def test_pods_that_are_no_replicas_are_left_out() -> None:
+    ended = pod("ended")
+    ended["status"]["phase"] = "Failed"
+    portless = pod("portless")
+    portless["spec"]["containers"][0]["ports"] = []
+    strangers = [pod("no-address", ip=None), pod("of-no-model", of="gone"), pod("of-no-pool", pool="gone"), ended, portless]
+    assert fleet_of([model("m", "m")], strangers).replicas == []
+
+
+def test_the_oldest_claim_to_a_name_wins() -> None:
+    old = model("z-old", "llama", created="2025-01-01T00:00:00Z")
+    new = model("a-new", "llama", "mine", created="2026-01-01T00:00:00Z")
+    assert [(it.id, it.served_names) for it in fleet_of([new, old], []).models] == [("d/a-new", ["mine"]), ("d/z-old", ["llama"])]
+
+
+def test_one_unreadable_model_does_not_take_the_others_along(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = fleet_of([model("bad", "b", routing={"holdTimeout": "soon"}), model("good", "g")], [])
+    assert [it.id for it in fleet.models] == ["d/good"]
+    assert "d/bad is left out" in caplog.text and "'soon' is not a duration" in caplog.text
+
+
+@pytest.mark.parametrize(("text", "value"), [("250ms", 0.25), ("30s", 30), ("1h30m", 5400), ("0s", 0)])
+def test_durations(text: str, value: float) -> None:
+    assert seconds(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "5", "m", "5 m", "-1s", "1d"])
+def test_not_durations(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a duration"):
+        seconds(text)
+
+
+async def test_yields_nothing_before_both_lists_are_complete() -> None:
+    pods_may_answer = asyncio.Event()
+
+    def answer(request: web.Request, kind: str, items: list[Object]) -> web.Response:
+        if "watch" in request.query:
+            return web.Response(status=500)
+        return web.json_response({"kind": kind, "metadata": {"resourceVersion": "5"}, "items": items})
+
+    async def models(request: web.Request) -> web.Response:
+        return answer(request, "InferenceModelList", [model("m", "m")])
+
+    async def pods(request: web.Request) -> web.Response:
+        await pods_may_answer.wait()
+        return answer(request, "PodList", [pod("a")])
+
+    app = web.Application()
+    app.router.add_get("/apis/penstock.dev/v1alpha1/namespaces/d/inferencemodels", models)
+    app.router.add_get("/api/v1/namespaces/d/pods", pods)
+    async with TestServer(app) as server:
+
+        async def connect() -> ApiClient:
+            return ApiClient(Configuration(host=str(server.make_url("")).rstrip("/")))
+
+        fleets = KubernetesDiscovery("d", connect).watch()
+        first = asyncio.ensure_future(anext(fleets))
+        await asyncio.sleep(0.2)
+        assert not first.done()
+        pods_may_answer.set()
+        assert [it.name for it in (await asyncio.wait_for(first, 5)).replicas] == ["a"]
+        await fleets.aclose()  # type: ignore[attr-defined]
