@@ -49,12 +49,6 @@ def test_models_give_pools_and_pods_give_replicas() -> None:
     first = fleet.replicas[1]
     assert (first.uid, first.pool, first.endpoint) == ("u-b", "d/m/p", "10.0.0.1:8000")
     assert (first.events_port, first.replay_port) == (5557, 5558)
-        "u-b",
-        "d/m/p",
-        "10.0.0.1:8000",
-        5557,
-        5558,
-    )
 
 
 def test_what_must_not_be_picked_says_so() -> None:
