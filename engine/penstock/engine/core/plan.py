@@ -1,17 +1,17 @@
 """The three columnar messages between the scheduler and every rank, keyed by `step_id`.
 
-A plan says how many tokens of which row, never positions, slots, lengths or sampled ids: the runner derives those from its own state
-(`num_computed[row]`, the row's tokens), so that a plan can be made and submitted before the previous step's result is known.
+A plan says how many tokens of which row, never positions, slots, lengths or sampled ids: the runner derives those from its own
+state (`num_computed[row]`, the row's tokens), so that a plan can be made and submitted before the previous step's result is known.
 
-A row is a stable integer from a request's admission to its release; nothing is condensed. All arrays are numpy, int32 unless said.
+A row is a stable integer from a request's admission to its release; nothing is condensed. All arrays are numpy, int32 unless
+said.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-
 from penstock.engine.sampling import SamplingParams
 
 Int32 = npt.NDArray[np.int32]
@@ -95,7 +95,7 @@ _DTYPES = {"i": np.int32, "f": np.float32, "b": np.bool_}
 def enc_hook(value: Any) -> Any:
     """msgspec hook: a numpy array as (kind, shape, bytes)."""
     if isinstance(value, np.ndarray):
-        array: npt.NDArray[Any] = value
+        array = cast(npt.NDArray[Any], value)
         return (array.dtype.kind, array.shape, array.tobytes())
     raise TypeError(f"{type(value).__name__} has no place in a plan")
 

@@ -1,0 +1,68 @@
+"""The row table against a dictionary of lists."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from penstock.engine.core.plan import Admission, StepPlan, empty
+from penstock.engine.core.row_table import RowTable
+from penstock.engine.sampling import SamplingParams
+
+
+def ints(values) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def plan(*, released=(), admissions=(), appends=(), runs=()) -> StepPlan:
+    """`appends` are (row, block), `runs` are (row, tokens, samples)."""
+    return StepPlan(
+        step_id=0,
+        released=ints(released),
+        admissions=list(admissions),
+        append_rows=[ints([row for row, _ in appends])],
+        append_blocks=[ints([block for _, block in appends])],
+        rows=ints([row for row, _, _ in runs]),
+        num_new_tokens=ints([count for _, count, _ in runs]),
+        samples=np.array([samples for _, _, samples in runs], np.bool_),
+    )
+
+
+def admit(row: int, tokens: list[int], computed: int = 0) -> Admission:
+    return Admission(row, ints(tokens), len(tokens), computed, SamplingParams(max_tokens=1))
+
+
+@pytest.mark.req("IB-01", "IB-04", "AS-05")
+def test_a_request_runs_from_admission_to_release():
+    table = RowTable(4, 40, [4])
+    starts = table.apply(plan(admissions=[admit(2, [5, 6, 7, 8, 9])], appends=[(2, 11), (2, 3)], runs=[(2, 4, False)]))
+    assert starts.tolist() == [0]
+    assert (table.num_tokens[2], table.num_computed[2]) == (5, 4)
+    assert table.block_tables[0][2, :3].tolist() == [11, 3, 0]
+    # The last prompt token runs and samples: the sampled token counts before it is known.
+    assert table.apply(plan(runs=[(2, 1, True)])).tolist() == [4]
+    assert (table.num_tokens[2], table.num_computed[2]) == (6, 5)
+    assert table.apply(plan(runs=[(2, 1, True)])).tolist() == [5]
+    table.write_sampled(ints([2, 2]), ints([5, 6]), ints([70, 71]))
+    assert table.token_ids[2, :7].tolist() == [5, 6, 7, 8, 9, 70, 71]
+    # A new tenant in the same plan as the release finds nothing of the old one.
+    table.apply(plan(released=[2], admissions=[admit(2, [1])], appends=[(2, 9)], runs=[(2, 1, True)]))
+    assert table.block_tables[0][2].tolist() == [9] + [0] * 9
+    assert (table.num_tokens[2], table.num_computed[2], table.num_blocks[0][2]) == (2, 1, 1)
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 999)), max_size=8), max_size=5))
+def test_appends_keep_their_order_within_each_row(steps):
+    table, expected = RowTable(4, 160, [4]), {row: [] for row in range(4)}
+    for appends in steps:
+        table.apply(plan(appends=appends))
+        for row, block in appends:
+            expected[row].append(block)
+    for row, blocks in expected.items():
+        assert table.block_tables[0][row, : len(blocks)].tolist() == blocks
+        assert table.num_blocks[0][row] == len(blocks)
+
+
+def test_an_empty_plan_changes_nothing():
+    table = RowTable(2, 8, [4])
+    assert len(table.apply(plan())) == 0
+    assert empty().size == 0 and not table.num_tokens.any()
