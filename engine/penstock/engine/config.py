@@ -1,4 +1,4 @@
-"""The engine's configuration: one typed tree, made once at start. The CLI flags and the InferenceModel's fields are views of it."""
+"""The engine's configuration: one typed tree, made once at start. CLI flags and the InferenceModel's fields are views of it."""
 
 from pathlib import Path
 from typing import Literal

@@ -1,13 +1,12 @@
 """What frontend and core say to each other over ZMQ (msgpack).
 
-Requests are known by an integer that the frontend draws (`index`); the core answers with one columnar frame a step, so that the cost of egress
-does not grow with an object a token.
+Requests are known by an integer that the frontend draws (`index`); the core answers with one columnar frame a step, so that
+egress does not cost an object a token.
 """
 
 from enum import IntEnum
 
 import msgspec
-
 from penstock.api.load_report import LoadReport
 from penstock.engine.sampling import SamplingParams
 
@@ -55,7 +54,7 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
-    """Forget every cached block that no request holds."""
+    """Forget every cached block; refused, with a line in the log, while requests hold any."""
 
 
 CoreInput = AddRequest | AbortRequests | ResetPrefixCache
@@ -87,6 +86,10 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens that the prefix cache supplied."""
     scheduled_time: float
     """Unix time in seconds; queue time ends here."""
+
+
+QUEUE_FULL = "the queue is full"
+"""`Finished.error` of a request that the core refused at once because `max_num_waiting` others wait: retriable elsewhere."""
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):

@@ -1,7 +1,8 @@
 """The three columnar messages between the scheduler and every rank, keyed by `step_id`.
 
 A plan says how many tokens of which row, never positions, slots, lengths or sampled ids: the runner derives those from its own
-state (`num_computed[row]`, the row's tokens), so that a plan can be made and submitted before the previous step's result is known.
+state (`num_computed[row]`, the row's tokens), so that a plan can be made and submitted before the previous step's result is
+known.
 
 A row is a stable integer from a request's admission to its release; nothing is condensed. All arrays are numpy, int32 unless
 said.
