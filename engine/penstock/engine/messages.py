@@ -5,9 +5,12 @@ egress does not cost an object a token.
 """
 
 from enum import IntEnum
+from pathlib import Path
+from typing import Any
 
 import msgspec
 from penstock.api.load_report import LoadReport
+from penstock.engine.config import EngineConfig
 from penstock.engine.sampling import SamplingParams
 
 
@@ -29,6 +32,21 @@ FINISH_REASONS = {
 
 
 # --- frontend → core ---
+
+
+class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
+    """How a core starts: the first thing on its standard input, which the frontend then keeps open. Its end is the frontend's
+    end, and the core's."""
+
+    config: EngineConfig
+    engine_index: int
+    address: str
+    """The frontend's ROUTER socket; the core's DEALER has the identity `core_identity(engine_index)`."""
+    events_address: str | None
+    """Where the event stream is published; None: nowhere."""
+    replay_address: str | None
+    runner: str
+    """`module:Class` of the model runner."""
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
@@ -151,3 +169,49 @@ class CoreStats(msgspec.Struct, frozen=True, tag="stats"):
 
 
 CoreOutput = CoreReady | CoreFailed | StepOutputs | CoreStats
+
+
+# --- the wire ---
+
+
+def core_identity(engine_index: int) -> bytes:
+    """The ZMQ identity of a core."""
+    return engine_index.to_bytes(2, "little")
+
+
+def _enc_hook(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no place in a message")
+
+
+def _dec_hook(kind: type, value: Any) -> Any:
+    if kind is Path:
+        return Path(value)
+    raise TypeError(f"{kind.__name__} has no place in a message")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+_start_decoder = msgspec.msgpack.Decoder(CoreStart, dec_hook=_dec_hook)
+_input_decoder = msgspec.msgpack.Decoder(CoreInput)
+_output_decoder = msgspec.msgpack.Decoder(CoreOutput)
+
+
+def encode(message: CoreStart | CoreInput | CoreOutput) -> bytes:
+    """One message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode_start(data: bytes) -> CoreStart:
+    """The inverse of `encode`; raises `msgspec.MsgspecError` on anything else, as the next two do."""
+    return _start_decoder.decode(data)
+
+
+def decode_input(data: bytes) -> CoreInput:
+    """A message from the frontend."""
+    return _input_decoder.decode(data)
+
+
+def decode_output(data: bytes) -> CoreOutput:
+    """A message from the core."""
+    return _output_decoder.decode(data)

@@ -17,7 +17,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """0: all tokens."""
     min_p: float = 0.0
     seed: int = 0
-    """Key of the counter RNG. The frontend draws one where the client gave none, so that a log line suffices to repeat a request."""
+    """Key of the counter RNG. The frontend draws one where the client gave none, and logs it: any request can be repeated."""
     stop_token_ids: tuple[int, ...] = ()
     """Ends the output; the model's end-of-sequence ids are among them unless `ignore_eos`."""
     logprobs: int | None = None
