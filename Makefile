@@ -46,11 +46,14 @@ up: setup ## start the local system and show it working; Ctrl-C stops it
 demo: setup ## the same, ask one question through the gateway, and stop
 	@$(BIN)/penstock demo -f examples/tiny.yaml
 
-.PHONY: test e2e gpu requirements
+.PHONY: test e2e e2e-build gpu requirements
 test: setup ## every test that needs no GPU and no cluster
 	@$(BIN)/python -m pytest -m "not gpu"
 
-e2e: setup ## the cluster tier: a real Kubernetes control plane, pods as processes
+e2e-build: setup ## build the Kubernetes control plane from its Go modules (once, about five minutes)
+	@$(BIN)/python -m e2e.cluster build
+
+e2e: e2e-build ## the cluster tier: a real Kubernetes control plane, pods as processes
 	@$(BIN)/python -m pytest e2e
 
 gpu: setup ## what needs a CUDA device (skips by name elsewhere)

