@@ -1,0 +1,173 @@
+"""Bookings: requests that were sent to a replica, so that picks made since its last report count.
+
+A booking is *pending* from the pick to the response headers, then *unreported* until a report that includes it, then *running*
+until its end. Only pending and unreported work is added to what a replica reports, so that the lost end of a running request
+distorts no estimate.
+"""
+
+import enum
+from collections import Counter, defaultdict
+
+from penstock.gateway.picker.candidates import Booked, ReplicaKey
+
+EXPIRY_S = 3600.0
+"""Longer than any answer; a booking that expires is an end that nobody told us of."""
+
+
+class State(enum.Enum):
+    """Where a booking stands."""
+
+    PENDING = "pending"
+    UNREPORTED = "unreported"
+    RUNNING = "running"
+    RELEASED = "released"
+
+
+class Booking:
+    """One request at one replica."""
+
+    __slots__ = ("awaited", "key", "made_at", "prefill_tokens", "request_id", "responded_at", "state")
+
+    def __init__(self, request_id: str, key: ReplicaKey, prefill_tokens: int, made_at: float) -> None:
+        self.request_id = request_id
+        self.key = key
+        self.prefill_tokens = prefill_tokens
+        self.made_at = made_at
+        self.state = State.PENDING
+        self.awaited: tuple[int, int] | None = None
+        """(epoch, seq) of the report that includes this request; None where its response carried no report."""
+        self.responded_at = 0.0
+
+
+class _Account:
+    """The bookings of one replica."""
+
+    def __init__(self) -> None:
+        self.bookings: dict[str, list[Booking]] = {}
+        self.counts: Counter[State] = Counter()
+        self.unreported: set[Booking] = set()
+        self.prefill_tokens = 0  # of pending and unreported bookings
+
+
+class Bookings:
+    """All bookings of a gateway process. Time is an argument (monotonic seconds)."""
+
+    def __init__(self) -> None:
+        self._accounts: defaultdict[ReplicaKey, _Account] = defaultdict(_Account)
+        self.released: Counter[str] = Counter()
+        """How many bookings each cause has ended."""
+
+    def book(self, request_id: str, key: ReplicaKey, prefill_tokens: int, now: float) -> Booking:
+        """A pending booking of `prefill_tokens` (those that are not resident) at `key`."""
+        booking = Booking(request_id, key, prefill_tokens, now)
+        self._open(booking)
+        return booking
+
+    def outstanding(self, key: ReplicaKey) -> Booked:
+        """What the reports of `key` do not include yet."""
+        account = self._accounts.get(key)
+        if account is None:
+            return Booked()
+        return Booked(account.counts[State.PENDING] + account.counts[State.UNREPORTED], account.prefill_tokens)
+
+    def count(self, key: ReplicaKey, *states: State) -> int:
+        """Open bookings of `key` in `states`; in any where none is given."""
+        account = self._accounts.get(key)
+        if account is None:
+            return 0
+        return sum(account.counts[state] for state in states) if states else account.counts.total()
+
+    def total(self, state: State) -> int:
+        """Open bookings of all replicas in `state`."""
+        return sum(account.counts[state] for account in self._accounts.values())
+
+    def move(self, booking: Booking, key: ReplicaKey) -> None:
+        """Another replica than the picked one took the request: the booking follows it."""
+        if booking.state is State.RELEASED or booking.key == key:
+            return
+        self._close(booking)
+        booking.key = key
+        self._open(booking)
+
+    def responded(self, booking: Booking, report: tuple[int, int] | None, now: float) -> None:
+        """Response headers have come, with the load report (epoch, seq) or with none."""
+        if booking.state is State.PENDING:
+            booking.awaited, booking.responded_at = report, now
+            self._set(booking, State.UNREPORTED)
+
+    def reported(self, key: ReplicaKey, epoch: int, seq: int, asked_at: float) -> None:
+        """A load report of `key` was received.
+
+        Args:
+            key: The replica.
+            epoch: The report's.
+            seq: The report's.
+            asked_at: When it was asked for (a poll) or received (a push): it includes all that was answered before.
+        """
+        account = self._accounts.get(key)
+        if account is None or not account.unreported:
+            return
+        for booking in [b for b in account.unreported if _includes(b, epoch, seq, asked_at)]:
+            self._set(booking, State.RUNNING)
+
+    def release(self, booking: Booking, by: str) -> None:
+        """Ends a booking; one that has ended already is left as it is. `by` is a word for the metric."""
+        if booking.state is State.RELEASED:
+            return
+        self._close(booking)
+        booking.state = State.RELEASED
+        self.released[by] += 1
+
+    def finished(self, key: ReplicaKey, request_id: str) -> None:
+        """The replica says that a request has ended. An unknown one is somebody else's."""
+        account = self._accounts.get(key)
+        same = account.bookings.get(request_id) if account else None
+        if same:
+            self.release(same[0], "finished")  # of several with one id, the oldest
+
+    def release_all(self, key: ReplicaKey, by: str) -> None:
+        """Ends all bookings of a replica that is gone or has restarted."""
+        account = self._accounts.get(key)
+        for booking in [b for same in account.bookings.values() for b in same] if account else []:
+            self.release(booking, by)
+
+    def expire(self, now: float) -> None:
+        """Ends the bookings that nothing else has ended."""
+        for account in list(self._accounts.values()):
+            for booking in [b for same in account.bookings.values() for b in same if now - b.made_at >= EXPIRY_S]:
+                self.release(booking, "expired")
+
+    def _open(self, booking: Booking) -> None:
+        account = self._accounts[booking.key]
+        account.bookings.setdefault(booking.request_id, []).append(booking)
+        self._count(account, booking, 1)
+
+    def _close(self, booking: Booking) -> None:
+        account = self._accounts[booking.key]
+        self._count(account, booking, -1)
+        same = account.bookings[booking.request_id]
+        same.remove(booking)
+        if not same:
+            del account.bookings[booking.request_id]
+        if not account.bookings:
+            del self._accounts[booking.key]
+
+    def _set(self, booking: Booking, state: State) -> None:
+        account = self._accounts[booking.key]
+        self._count(account, booking, -1)
+        booking.state = state
+        self._count(account, booking, 1)
+
+    @staticmethod
+    def _count(account: _Account, booking: Booking, sign: int) -> None:
+        account.counts[booking.state] += sign
+        if booking.state is not State.RUNNING:
+            account.prefill_tokens += sign * booking.prefill_tokens
+        if booking.state is State.UNREPORTED:
+            (account.unreported.add if sign > 0 else account.unreported.discard)(booking)
+
+
+def _includes(booking: Booking, epoch: int, seq: int, asked_at: float) -> bool:
+    if booking.awaited is None:
+        return asked_at > booking.responded_at
+    return (epoch, seq) >= booking.awaited

@@ -1,0 +1,97 @@
+"""The choice: one replica, an ordered list to fall back on, and reasons that a person can read."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.gateway.picker.candidates import Candidate, Rejected
+from penstock.gateway.picker.policies import POLICIES, Ranked, spread
+from penstock.gateway.picker.request import RequestView
+
+MAX_ENDPOINTS = 3
+"""Length of the fallback list: the pick and two more. Envoy's route retries as often."""
+NOISE = 0.001
+"""Scores (seconds, for `Cost`) closer than this are equal where a policy tolerates differences at all."""
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request goes. `ranked` is in order of preference; its head is the pick."""
+
+    policy: str
+    ranked: list[Ranked]
+    rejected: list[Rejected]
+    reasons: list[str]
+
+    @property
+    def picked(self) -> Candidate:
+        """The replica that the request goes to first."""
+        return self.ranked[0].candidate
+
+    @property
+    def endpoints(self) -> list[str]:
+        """The ordered list for Envoy: replicas of the pick's pool, since a list cannot cross clusters."""
+        same_pool = (r.candidate.endpoint for r in self.ranked if r.candidate.pool == self.picked.pool)
+        return list(same_pool)[:MAX_ENDPOINTS]
+
+
+def choose(request: RequestView, candidates: Sequence[Candidate], rejected: Sequence[Rejected], policy: str, turn: int) -> Choice:
+    """Ranks `candidates` by `policy`.
+
+    Args:
+        request: The request.
+        candidates: At least one; all of them may be picked.
+        rejected: Those that may not, for the record.
+        policy: A name in `POLICIES`; any other is a ValueError.
+        turn: Number of the pick among those of the model.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"routing policy {policy!r} does not exist; there are {', '.join(POLICIES)}")
+    rule = POLICIES[policy]
+    ranked = rule.rank(request, candidates, turn)
+    last_resort = all(candidate.suspect for candidate in candidates)
+    best = min(entry.score for entry in ranked if entry.candidate.suspect == last_resort)
+    limit = best + max(NOISE, abs(best) * rule.tolerance) if rule.tolerance else best
+
+    def order(entry: Ranked) -> tuple[object, ...]:
+        candidate = entry.candidate
+        tie = spread(request.id, candidate)
+        if entry.score <= limit:  # as good as the best: the one with less on its way, then by lot
+            return (candidate.suspect, 0, candidate.booked.requests, tie)
+        return (candidate.suspect, 1, entry.score, tie)
+
+    ranked.sort(key=order)
+    return Choice(policy=policy, ranked=ranked, rejected=list(rejected), reasons=_reasons(request, ranked))
+
+
+def _reasons(request: RequestView, ranked: Sequence[Ranked]) -> list[str]:
+    pick = ranked[0].candidate
+    reasons = [f"{pick.name} is the only candidate" if len(ranked) == 1 else _comparison(ranked[0], ranked[1])]
+    if request.tokens_unknown is not None:
+        reasons.append(f"chosen without residency: {request.tokens_unknown}")
+    elif pick.resident_tokens:
+        reasons.append(f"{pick.resident_tokens} of {request.prompt_tokens} prompt tokens are resident at {pick.name}")
+    else:
+        reasons.append(f"none of the {request.prompt_tokens} prompt tokens is resident at {pick.name}")
+    if pick.report is None:
+        reasons.append(f"{pick.name} has not reported its load yet; assumed average")
+    else:
+        reasons.append(
+            f"{pick.name} reported {pick.report.num_requests_running} running and {pick.report.waiting} waiting"
+            f" {pick.report_age_s:.1f} s ago; {pick.booked.requests} more on their way"
+        )
+    if pick.suspect:
+        reasons.append("every candidate has recently failed to answer; the best of them")
+    return reasons
+
+
+def _comparison(first: Ranked, second: Ranked) -> str:
+    """One sentence on why `first` comes before `second`, with the term that differs most."""
+    a, b = first.candidate.name, second.candidate.name
+    if first.candidate.suspect != second.candidate.suspect:
+        return f"{a} before {b}, which has recently failed to answer"
+    differences = {name: second.terms[name] - value for name, value in first.terms.items() if name != "ttft_s"}
+    name = max(differences, key=lambda term: abs(differences[term]), default="")
+    if not name or not differences[name]:
+        return f"{a} before {b}: equal, by lot"
+    figures = f"{first.terms[name]:.4g} against {second.terms[name]:.4g}"
+    return f"{a} ({first.score:.4g}) before {b} ({second.score:.4g}), mostly by {name}: {figures}"

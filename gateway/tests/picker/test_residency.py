@@ -1,0 +1,62 @@
+"""The residency index against one set of blocks a replica."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.gateway.picker.candidates import ReplicaKey
+from penstock.gateway.residency.index import ResidencyIndex
+
+KEYS = [ReplicaKey(uid, 8000) for uid in "abcd"]
+BLOCKS = [bytes([n]) * 32 for n in range(12)]
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "store", "store", "remove", "clear", "drop"]),
+        st.sampled_from(KEYS),
+        st.lists(st.sampled_from(BLOCKS), max_size=8),
+    ),
+    max_size=40,
+)
+
+
+def naive_prefix(own: set[bytes], hashes: list[bytes]) -> int:
+    return next((at for at, block in enumerate(hashes) if block not in own), len(hashes))
+
+
+@pytest.mark.req("RT-19", "RT-20", "RT-24", "RT-27")
+@given(operations, st.lists(st.sampled_from(BLOCKS), max_size=10))
+def test_any_history_scores_as_the_sets_do(history: list[tuple[str, ReplicaKey, list[bytes]]], query: list[bytes]) -> None:
+    index = ResidencyIndex()
+    sets: dict[ReplicaKey, set[bytes]] = {key: set() for key in KEYS}
+    for verb, key, blocks in history:
+        match verb:
+            case "store":
+                index.store(key, blocks)
+                sets[key] |= set(blocks)
+            case "remove":
+                index.remove(key, blocks)
+                sets[key] -= set(blocks)
+            case _:
+                getattr(index, verb)(key)
+                sets[key].clear()
+    expected = {key: naive_prefix(own, query) for key, own in sets.items()}
+    assert index.longest_prefix(query) == {key: depth for key, depth in expected.items() if depth}
+    assert len(index) == len(set().union(*sets.values()))
+    assert {key: index.blocks(key) for key in KEYS} == {key: len(own) for key, own in sets.items()}
+
+
+def test_a_bit_that_is_given_out_again_carries_nothing_over() -> None:
+    index = ResidencyIndex()
+    old, new = KEYS[:2]
+    index.store(old, BLOCKS)
+    index.drop(old)
+    index.store(new, BLOCKS[:1])
+    assert index.longest_prefix(BLOCKS) == {new: 1}
+
+
+def test_emptying_one_replica_leaves_the_others() -> None:
+    index = ResidencyIndex()
+    for key in KEYS[:2]:
+        index.store(key, BLOCKS)
+    index.clear(KEYS[0])
+    assert index.longest_prefix(BLOCKS) == {KEYS[1]: 12}
