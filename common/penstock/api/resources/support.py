@@ -1,0 +1,65 @@
+"""Which fields nothing implements yet. They are part of the API, and refused by name until something honours them."""
+
+from collections.abc import Iterator
+
+from penstock.api.resources.model import InferenceModelSpec
+from penstock.api.resources.pools import Pool
+
+
+def unsupported(spec: InferenceModelSpec) -> list[str]:
+    """Paths of the fields that are set and that this version cannot honour, with a word on what works; empty: all is honoured."""
+    return [*_source(spec), *_engine(spec), *_rest(spec), *(path for pool in spec.pools for path in _pool(pool))]
+
+
+def _source(spec: InferenceModelSpec) -> Iterator[str]:
+    source = spec.source
+    scheme = source.uri.partition("://")[0] if "://" in source.uri else "file"
+    if scheme not in ("file", "hf"):
+        yield f"spec.source.uri ({scheme}://; hf://, file:// and plain paths work)"
+    elif source.uri.startswith("file://") and not source.uri.startswith("file:///"):
+        yield "spec.source.uri (a relative path, which only `penstock up` can resolve; write file:///PATH)"
+    if source.revision is not None:
+        yield "spec.source.revision"
+    if source.cache is not None:
+        yield "spec.source.cache"
+
+
+def _engine(spec: InferenceModelSpec) -> Iterator[str]:
+    engine = spec.engine
+    for name in ("quantization", "speculative"):
+        if getattr(engine, name) is not None:
+            yield f"spec.engine.{name}"
+    if engine.connector.type != "none":
+        yield f"spec.engine.connector.type ({engine.connector.type}; only none works)"
+    if engine.limits.memory_percent is not None:
+        yield "spec.engine.limits.memoryPercent (use extraArgs: --kv-cache-memory-bytes)"
+
+
+def _rest(spec: InferenceModelSpec) -> Iterator[str]:
+    if spec.canary is not None:
+        yield "spec.canary"
+    if spec.lora is not None:
+        yield "spec.lora"
+    if spec.routing.weights is not None:
+        yield "spec.routing.weights"
+    if spec.routing.priority is not None:
+        yield "spec.routing.priority"
+    if spec.rollout.allow_downtime:
+        yield "spec.rollout.allowDowntime"
+
+
+def _pool(pool: Pool) -> Iterator[str]:
+    path = f"spec.pools[{pool.name}]"
+    if pool.role != "Both":
+        yield f"{path}.role ({pool.role}; only Both works)"
+    if pool.cost is not None:
+        yield f"{path}.cost"
+    if pool.accelerator is not None:
+        yield f"{path}.accelerator (the engine runs on CPU)"
+    for name in ("tensor", "pipeline", "data"):
+        if getattr(pool.parallelism, name) != 1:
+            yield f"{path}.parallelism.{name} (only 1 works)"
+    if pool.parallelism.expert.enabled or pool.parallelism.expert.redundant:
+        yield f"{path}.parallelism.expert"
+    if pool.scaling is not None and pool.scaling.slo is not None:
+        yield f"{path}.scaling.slo"
