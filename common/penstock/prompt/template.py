@@ -1,0 +1,71 @@
+"""Chat templates: sandboxed Jinja with the conventions that checkpoints in Hugging Face format rely on."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from penstock.prompt.errors import BundleError, PromptError
+
+# What the expressions of a template raise on messages that its author did not foresee.
+_RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the model writes, for training masks; to a server it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - typed by Jinja
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Args:
+        source: Jinja source.
+        special_tokens: `bos_token`, `eos_token`, … as variables of the template.
+        now: The clock of `strftime_now`.
+
+    Raises `BundleError` where the source does not compile.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise BundleError(f"the chat template does not compile: {error}") from None
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The prompt's text; raises `PromptError` where the template refuses the messages."""
+        try:
+            return self._template.render(**self._special_tokens, messages=messages, **variables)
+        except _RENDER_ERRORS as error:
+            raise PromptError(f"the model's chat template refuses these messages: {error}", "messages") from None
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: Jinja's own filter escapes for HTML, which would put other tokens into prompts."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
