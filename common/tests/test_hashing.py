@@ -6,6 +6,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from penstock.prompt.hashing import BlockHasher, ExtraKeys
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=70)

@@ -10,6 +10,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from penstock.prompt.errors import BundleError, PromptError
 
 # What the expressions of a template raise on messages that its author did not foresee.

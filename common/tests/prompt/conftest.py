@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from penstock.prompt.bundle import PromptBundle
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from penstock.prompt.bundle import PromptBundle
 
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
     {%- if message.role not in ['system', 'user', 'assistant'] %}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import BundleError
 from penstock.prompt.processor import PromptProcessor

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import PromptError
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, PromptProcessor
