@@ -50,7 +50,7 @@ demo: setup ## the same, ask one question through the gateway, and stop
 test: setup ## every test that needs no GPU and no cluster
 	@$(BIN)/python -m pytest -m "not gpu"
 
-e2e-build: setup ## build the Kubernetes control plane from its Go modules (once, about five minutes)
+e2e-build: setup ## build the Kubernetes control plane from its Go modules (once, about six minutes)
 	@$(BIN)/python -m e2e.cluster build
 
 e2e: e2e-build ## the cluster tier: a real Kubernetes control plane, pods as processes

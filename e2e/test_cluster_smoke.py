@@ -75,6 +75,11 @@ def main_status(cluster: Cluster, namespace: str, name: str) -> dict[str, Any]:
     return statuses[0]
 
 
+def expect_success(cluster: Cluster, namespace: str, name: str) -> None:
+    done = "--for=jsonpath={.status.phase}=Succeeded"
+    cluster.kubectl("wait", done, f"pod/{name}", f"--namespace={namespace}", "--timeout=15s")
+
+
 def process_of(status: dict[str, Any]) -> int:
     return int(status["containerID"].removeprefix("process://"))
 
@@ -101,6 +106,12 @@ def test_deployment_serves_scales_and_goes(cluster: Cluster, namespace: str) -> 
 
     cluster_ip = cluster.get("service", "web-ip", namespace)["spec"]["clusterIP"]
     assert eventually(lambda: get_text(f"http://{cluster_ip}:8000/")) in answers
+
+    urls = [f"http://{host}:8000/" for host in ("web", "web-ip", f"web.{namespace}.svc", f"web-ip.{namespace}.svc.cluster.local")]
+    fetch = f"import urllib.request\nfor url in {urls}: assert urllib.request.urlopen(url).read().startswith(b'I am web-')"
+    cluster.apply(pod("asks", container("python3", "-c", fetch), restartPolicy="Never"), namespace=namespace)
+    expect_success(cluster, namespace, "asks")
+    cluster.kubectl("delete", "pod/asks", f"--namespace={namespace}")
 
     cluster.kubectl("scale", "deployment/web", "--replicas=3", f"--namespace={namespace}")
     eventually(lambda: listed(3))
@@ -215,8 +226,7 @@ def test_service_account_may_do_what_its_role_says(cluster: Cluster, namespace: 
 def test_pod_finds_the_api_server_with_its_token(cluster: Cluster, namespace: str) -> None:
     main = container("python3", "-c", LIST_PODS)
     cluster.apply(pod("asks", main, restartPolicy="Never"), namespace=namespace)
-    done = "--for=jsonpath={.status.phase}=Succeeded"
-    cluster.kubectl("wait", done, "pod/asks", f"--namespace={namespace}", "--timeout=15s")
+    expect_success(cluster, namespace, "asks")
 
 
 def test_nothing_is_left_of_a_cluster_that_did_not_start(cluster: Cluster, tmp_path: Path) -> None:

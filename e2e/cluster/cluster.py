@@ -16,6 +16,7 @@ import yaml
 from e2e.cluster import build, network
 from e2e.cluster.commands import CommandError, TestbedError, check_machine, run
 from e2e.cluster.control_plane import ControlPlane
+from e2e.cluster.dns import start_dns
 from e2e.cluster.phases import Phases
 from e2e.cluster.pki import Pki
 from e2e.cluster.processes import Processes
@@ -71,6 +72,8 @@ class Cluster:
                 self.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
         with phases("controllers and scheduler"):
             plane.start_controllers()
+        with phases("DNS"):
+            start_dns(self.processes, self._pki)
 
     def stop(self) -> None:
         """Stop everything and throw the state away, but for the logs. Safe to repeat, and from any process."""

@@ -33,6 +33,7 @@ class Pki:
         run("openssl", "genrsa", "-out", self.folder / "service-account.key", "2048")
         run("openssl", "rsa", "-in", self.folder / "service-account.key", "-pubout", "-out", self.folder / "service-account.pub")
         self.create_client("admin", "/O=system:masters/CN=admin")
+        self.create_client("coredns", "/O=system:masters/CN=coredns")
         for component in ("kube-controller-manager", "kube-scheduler", "kube-proxy"):
             self.create_client(component, f"/CN=system:{component}")
 

@@ -8,5 +8,5 @@ It does: command, args, env (valueFrom, envFrom), init containers and sidecars, 
 postStart and preStop hooks, termination grace, restartPolicy with back-off, readiness gates, Events, extended resources, and
 the volumes emptyDir, hostPath, configMap, secret, downwardAPI and projected (so service account tokens work).
 
-It does not: pull images, limit cpu or memory, switch users, serve logs and exec, mount claims, refresh volumes, resolve names.
+It does not: pull images, limit cpu or memory, switch users, serve logs and exec, mount claims, refresh volumes.
 """

@@ -6,8 +6,12 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from e2e.cluster import network
 from e2e.cluster.kubelet.api import Object
 from e2e.cluster.kubelet.inputs import Inputs, expand
+
+# Each container has these of its own. (Where the machine is itself a container, they are mounted there.)
+OWN_FILES = {Path("/etc/hosts"), Path("/etc/hostname"), Path("/etc/resolv.conf")}
 
 
 class Addresses:
@@ -88,6 +92,7 @@ def container_command(
         folder.mkdir(parents=True)
     base.chmod(0o755)
     (upper / "etc/hosts").write_text(_hosts(inputs))
+    (upper / "etc/resolv.conf").write_text(_resolver(inputs.namespace))
     outside = [
         f"echo {shlex.quote(inputs.host_name)} >/proc/sys/kernel/hostname",
         f"mount -t overlay overlay -o lowerdir=/,upperdir={upper},workdir={work} {root}",
@@ -110,7 +115,7 @@ def mount_points() -> list[Path]:
     found: list[Path] = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         point = Path(line.split()[4].encode().decode("unicode_escape"))  # spaces are written as \040
-        if point != Path("/") and point.exists():
+        if point != Path("/") and point.exists() and point not in OWN_FILES:
             found.append(point)
     outermost = [point for point in found if not any(other in point.parents for other in found)]
     return sorted(set(outermost))
@@ -120,6 +125,11 @@ def _hosts(inputs: Inputs) -> str:
     lines = ["127.0.0.1 localhost", f"{inputs.address} {inputs.host_name}"]
     lines += [f"{alias['ip']} {' '.join(alias['hostnames'])}" for alias in inputs.pod["spec"].get("hostAliases", [])]
     return "\n".join(lines) + "\n"
+
+
+def _resolver(namespace: str) -> str:
+    domains = [f"{namespace}.svc.cluster.local", "svc.cluster.local", "cluster.local"]
+    return f"nameserver {network.GATEWAY}\nsearch {' '.join(domains)}\noptions ndots:5\n"
 
 
 def _volume_mount(mount: Object, environment: dict[str, str]) -> list[str]:
