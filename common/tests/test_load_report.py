@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from penstock.api import events, load_report
 from penstock.api.load_report import WAITING_REASONS, LoadReport, LoadReportError
 

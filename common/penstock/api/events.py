@@ -12,6 +12,7 @@ block that is cached now, under the sequence number of the last event that it in
 from typing import Final
 
 import msgspec
+
 from penstock.api.load_report import LoadReport
 
 TOPIC: Final = b"penstock"

@@ -7,6 +7,7 @@ The same types are the file format of local discovery (`penstock gateway --disco
 from typing import Literal
 
 import msgspec
+
 from penstock.api.load_report import LoadReport
 
 Role = Literal["Both", "Prefill", "Decode"]

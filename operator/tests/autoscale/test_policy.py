@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from penstock.api.load_report import LoadReport
 from penstock.operator.autoscale.policy import Decision, Limits, Memory, Observation, Settings, decide
 from penstock.operator.autoscale.signals import PoolSignals, ReplicaSignal

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import httpx
 import msgspec
+
 from penstock.api.fleet import PoolsView
 from penstock.operator.autoscale.policy import Decision, Limits, Memory, Observation, Settings, decide
 from penstock.operator.autoscale.signals import PoolSignals, choose_victims, pool_signals

@@ -1,0 +1,118 @@
+"""`penstock up` and `penstock demo`: the whole system on one machine."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import shutil
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.live import Live
+
+from penstock.api.fleet import PoolsView
+from penstock.operator.local.demo import ask
+from penstock.operator.local.models import load_models
+from penstock.operator.local.runtime import LocalError, LocalRuntime, run_folder
+from penstock.operator.local.view import example_request, render, summary
+
+REFRESH_S = 0.5
+
+Job = Callable[[LocalRuntime, Console], Awaitable[None]]
+"""What to do once the system serves."""
+
+
+def up(argv: list[str]) -> int:
+    """Runs the models of a file on this machine, in the foreground, until Ctrl-C."""
+    arguments = _parser("up", up.__doc__).parse_args(argv)
+    return _run(arguments.filename, arguments.port, watch)
+
+
+def demo(argv: list[str]) -> int:
+    """Starts the models of a file, asks one question through the gateway, prints the answer, and stops everything."""
+    parser = _parser("demo", demo.__doc__)
+    parser.add_argument("--question", default="What does json.loads do?", help="(default: %(default)s)")
+    arguments = parser.parse_args(argv)
+
+    async def job(runtime: LocalRuntime, out: Console) -> None:
+        await ask(runtime, arguments.question, out)
+
+    return _run(arguments.filename, arguments.port, job)
+
+
+def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"penstock {name}", description=description)
+    parser.add_argument("-f", "--filename", type=Path, required=True, help="YAML file with InferenceModels")
+    parser.add_argument("--port", type=int, default=8080, help="where the gateway listens on 127.0.0.1 (default: %(default)s)")
+    return parser
+
+
+def _run(filename: Path, port: int, job: Job) -> int:
+    out = Console(stderr=True)  # progress; standard output is for the answer alone
+    logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
+    folder = run_folder()
+    try:
+        asyncio.run(_serve(filename, port, folder, job, out))
+    except LocalError as error:
+        out.print(f"[red]penstock: {error}[/red]\n[dim]logs are kept in {folder}[/dim]", soft_wrap=True, highlight=False)
+        return 1
+    except KeyboardInterrupt:
+        out.print("stopped", style="dim")
+    shutil.rmtree(folder)
+    return 0
+
+
+async def _serve(filename: Path, port: int, folder: Path, job: Job, out: Console) -> None:
+    """Starts everything, waits until it serves, does the job, stops everything; SIGTERM ends it as Ctrl-C does."""
+    main_task = asyncio.current_task()
+    assert main_task is not None
+    terminated = False
+
+    def terminate() -> None:
+        nonlocal terminated
+        terminated = True
+        main_task.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+    runtime = LocalRuntime(load_models(filename), folder, port)
+    began = time.monotonic()
+    try:
+        async with runtime.running():
+            with out.status("starting engines, gateway and Envoy"):
+                await runtime.wait_ready()
+            out.print(f"[green]ready[/green] in {time.monotonic() - began:.1f} s: {summary(runtime)}", highlight=False)
+            await job(runtime, out)
+    except asyncio.CancelledError:
+        if not terminated:
+            raise
+
+
+async def watch(runtime: LocalRuntime, out: Console) -> None:
+    """Shows the live view until cancelled; on something that is no terminal, a line whenever something has changed."""
+    async with httpx.AsyncClient(timeout=5.0) as client:
+        if not out.is_terminal:
+            out.print(f"gateway {runtime.endpoints.url}\ntry it: {example_request(runtime)}", soft_wrap=True, highlight=False)
+        shown = summary(runtime)
+        with Live(console=out, auto_refresh=False) if out.is_terminal else contextlib.nullcontext() as live:
+            while True:
+                runtime.check_services()
+                if live is not None:
+                    live.update(render(runtime, await _pools(client, runtime)), refresh=True)
+                elif shown != summary(runtime):
+                    shown = summary(runtime)
+                    out.print(shown, highlight=False)
+                await asyncio.sleep(REFRESH_S)
+
+
+async def _pools(client: httpx.AsyncClient, runtime: LocalRuntime) -> PoolsView | None:
+    """What the gateway knows; None while it does not answer, which the view shows as dashes."""
+    try:
+        answer = await client.get(f"{runtime.endpoints.gateway}/pools")
+        return msgspec.json.decode(answer.raise_for_status().content, type=PoolsView)
+    except (httpx.HTTPError, msgspec.MsgspecError):
+        return None

@@ -1,0 +1,41 @@
+"""Addresses and ports of the local runtime."""
+
+import errno
+import itertools
+import os
+import socket
+from collections.abc import Iterator
+
+_PROBE_PORT = 8000
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port of `host` that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a listener could be opened there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise
+    return True
+
+
+def addresses() -> Iterator[str]:
+    """Loopback addresses that no other local system uses: those of a 127.N.0.0/16 chosen by process ID, skipping ones in use.
+
+    Raises OSError where the system has only 127.0.0.1 on its loopback (macOS: `ifconfig lo0 alias` adds others).
+    """
+    network = 1 + os.getpid() % 250
+    for high, low in itertools.product(range(256), range(1, 255)):
+        address = f"127.{network}.{high}.{low}"
+        if port_is_free(address, _PROBE_PORT):
+            yield address

@@ -1,0 +1,191 @@
+"""A pod as a process on this machine: the part of a kubelet that a Deployment's pod template needs.
+
+The process gets an address of its own in 127.0.0.0/8, so that every pod may listen on the same port and the container spec is
+the very one that runs on Kubernetes.
+"""
+
+import asyncio
+import ctypes
+import logging
+import os
+import re
+import signal
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+logger = logging.getLogger(__name__)
+
+PROBE_PERIOD_S = 0.2
+BACKOFF_FIRST_S = 1.0
+BACKOFF_MOST_S = 30.0
+KILL_MARGIN_S = 5.0
+_PR_SET_PDEATHSIG = 1
+_VARIABLE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
+
+
+class Phase(Enum):
+    """What a person wants to know of a pod."""
+
+    STARTING = "Starting"
+    READY = "Ready"
+    NOT_READY = "NotReady"
+    TERMINATING = "Terminating"
+    CRASHED = "CrashLoopBackOff"
+
+
+def _die_with_parent() -> None:
+    """In the child, before exec: SIGTERM when the thread that started it is gone, so that a killed parent leaves nothing."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+async def spawn(command: list[str], log: Path, env: Mapping[str, str] | None = None) -> asyncio.subprocess.Process:
+    """Starts a process in a session of its own whose output goes to `log`; it dies with this process."""
+    with log.open("ab") as out:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+
+
+async def terminate(process: asyncio.subprocess.Process, grace_s: float) -> None:
+    """SIGTERM to the process, SIGKILL to its whole group when the grace period is over; returns when it is gone."""
+    if process.returncode is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), grace_s)
+        except TimeoutError:
+            logger.warning("process %d did not end in %.0f s and is killed", process.pid, grace_s)
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # nothing of its group is left, which is what was wanted
+    await process.wait()
+
+
+@dataclass(eq=False)
+class Pod:
+    """One process that is restarted when it ends, probed for readiness, and stopped with grace.
+
+    Args:
+        name: As on Kubernetes: the workload's name and a suffix.
+        address: Its own address in 127.0.0.0/8.
+        template: The Deployment's `spec.template`.
+        template_hash: Tells pods of an old template from those of the new one.
+        log: Where its output goes.
+    """
+
+    name: str
+    address: str
+    template: dict[str, Any]
+    template_hash: str
+    log: Path
+    uid: str = field(default_factory=lambda: str(uuid.uuid4()))
+    created: float = field(default_factory=time.monotonic)
+    phase: Phase = Phase.STARTING
+    cordoned: bool = False
+    message: str = ""
+    """Why it is not ready: the last words of the process."""
+    restarts: int = 0
+    _process: asyncio.subprocess.Process | None = None
+    _task: asyncio.Task[None] | None = None
+
+    @property
+    def container(self) -> dict[str, Any]:
+        """The container that is run: the pod's first."""
+        return self.template["spec"]["containers"][0]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The pod's labels."""
+        return self.template["metadata"]["labels"]
+
+    def port(self, name: str) -> int:
+        """The number of a named container port."""
+        return next(port["containerPort"] for port in self.container["ports"] if port["name"] == name)
+
+    def command(self) -> tuple[list[str], dict[str, str]]:
+        """The command line and the environment, `$(VAR)` and field references resolved; ValueError for what means nothing
+        here."""
+        fields = {"status.podIP": self.address, "metadata.name": self.name, "metadata.uid": self.uid}
+        env: dict[str, str] = {}
+        for entry in self.container.get("env", []):
+            if "value" in entry:
+                env[entry["name"]] = _VARIABLE.sub(lambda match: env.get(match[1], match[0]), entry["value"])
+                continue
+            path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+            if path not in fields:
+                raise ValueError(f"env {entry['name']} of {self.name}: only values and fieldRefs {sorted(fields)} work locally")
+            env[entry["name"]] = fields[path]
+        words = [*self.container.get("command", []), *self.container.get("args", [])]
+        return [_VARIABLE.sub(lambda match: env.get(match[1], match[0]), word) for word in words], env
+
+    def start(self) -> None:
+        """Begins to run and supervise the process."""
+        self._task = asyncio.create_task(self._supervise(), name=f"pod {self.name}")
+
+    async def stop(self) -> None:
+        """Lets the process end by itself within its grace period, then ends it."""
+        self.phase = Phase.TERMINATING
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._process is not None:
+            await terminate(self._process, float(self.template["spec"].get("terminationGracePeriodSeconds", 30)))
+
+    async def _supervise(self) -> None:
+        backoff = BACKOFF_FIRST_S
+        while True:
+            command, env = self.command()
+            began = time.monotonic()
+            self._process = await spawn(command, self.log, env)
+            probing = asyncio.create_task(self._probe())
+            try:
+                code = await self._process.wait()
+            finally:
+                probing.cancel()
+                await asyncio.gather(probing, return_exceptions=True)
+            self.phase, self.restarts = Phase.CRASHED, self.restarts + 1
+            self.message = f"exit status {code}: {self.last_words()}"
+            logger.warning("%s ended with %s", self.name, self.message)
+            if time.monotonic() - began > BACKOFF_MOST_S:
+                backoff = BACKOFF_FIRST_S
+            await asyncio.sleep(backoff)
+            backoff = min(backoff * 2, BACKOFF_MOST_S)
+            self.phase = Phase.STARTING
+
+    async def _probe(self) -> None:
+        """Follows the readiness probe; a pod without one is ready once it runs."""
+        probe = self.container.get("readinessProbe", {}).get("httpGet")
+        if probe is None:
+            self.phase = Phase.READY
+            return
+        port = probe["port"] if isinstance(probe["port"], int) else self.port(probe["port"])
+        url = f"http://{self.address}:{port}{probe['path']}"
+        async with httpx.AsyncClient(timeout=2.0) as client:
+            while True:
+                try:
+                    ready = (await client.get(url)).status_code < 400
+                except httpx.HTTPError:
+                    ready = False
+                if ready:
+                    self.phase, self.message = Phase.READY, ""
+                elif self.phase is Phase.READY:
+                    self.phase, self.message = Phase.NOT_READY, "the readiness probe fails"
+                await asyncio.sleep(PROBE_PERIOD_S)
+
+    def last_words(self) -> str:
+        """The last line that the process wrote."""
+        lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
+        return lines[-1].strip() if lines else "it said nothing"

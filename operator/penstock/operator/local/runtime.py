@@ -1,0 +1,237 @@
+"""The local system: engine replicas as processes, a gateway, Envoy and the autoscaler, from the same desired state as on
+Kubernetes."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+import httpx
+import msgspec
+
+from penstock.api import labels
+from penstock.api.fleet import Fleet, Model, Replica
+from penstock.operator.autoscale.loop import Autoscaler, PoolScale
+from penstock.operator.autoscale.policy import Decision, Settings
+from penstock.operator.local import network
+from penstock.operator.local.deployment import LocalDeployment
+from penstock.operator.local.models import LocalModel
+from penstock.operator.local.pod import Phase, Pod, spawn, terminate
+
+logger = logging.getLogger(__name__)
+
+STEP_S = 0.2
+GATEWAY_GRACE_S = 5.0
+START_TIMEOUT_S = 60.0
+
+
+class LocalError(RuntimeError):
+    """The local system cannot start or go on; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where the parts of the local system listen."""
+
+    url: str
+    """What clients use: Envoy's listener."""
+    gateway: str
+    """The gateway's HTTP port: `/pools`, `/debug/decisions`, `/metrics`."""
+
+
+class LocalRuntime:
+    """Runs models on this machine.
+
+    Args:
+        models: What to run, with the objects that `desired` makes of them.
+        folder: For logs, sockets and the fleet file.
+        port: Envoy's listener on 127.0.0.1.
+        settings: Of the autoscaling policy.
+    """
+
+    def __init__(self, models: Sequence[LocalModel], folder: Path, port: int, settings: Settings | None = None) -> None:
+        self.models = models
+        self.folder = folder
+        self.logs = folder / "logs"
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.decisions: dict[str, Decision] = {}
+        addresses = network.addresses()
+        self._own_address = next(addresses)
+        self.deployments = {
+            pool_id: LocalDeployment(manifest, addresses, self.logs)
+            for model in models
+            for pool_id, manifest in model.deployments.items()
+        }
+        self.endpoints = Endpoints(f"http://127.0.0.1:{port}", f"http://{self._own_address}:9090")
+        self._port = port
+        self._settings = settings or Settings()
+        self._fleet = Fleet()
+        self.services: dict[str, asyncio.subprocess.Process] = {}
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Starts everything, keeps it in its desired state inside the block, and leaves no process behind.
+
+        Raises:
+            LocalError: the port is taken, or gateway or Envoy do not start.
+        """
+        if not network.port_is_free("127.0.0.1", self._port):
+            raise LocalError(f"port {self._port} of 127.0.0.1 is in use; choose another with --port")
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            self._step()
+            tasks.append(asyncio.create_task(self._keep(), name="local runtime"))
+            await self._start_services()
+            autoscaler = Autoscaler(self._gateways, self, self._settings)
+            tasks.append(asyncio.create_task(autoscaler.run(), name="autoscaler"))
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._close()
+
+    async def wait_ready(self) -> None:
+        """Returns when every model serves; raises `LocalError` when a pod cannot start."""
+        while not all(self._serves(model) for model in self.models):
+            for deployment in self.deployments.values():
+                for pod in deployment.pods:
+                    if pod.phase is Phase.CRASHED:
+                        raise LocalError(f"{pod.name} cannot start: {pod.message}")
+            self.check_services()
+            await asyncio.sleep(STEP_S)
+
+    def _serves(self, model: LocalModel) -> bool:
+        pools = [self.deployments[pool_id] for pool_id in model.deployments]
+        return all(pool.ready >= min(pool.replicas, 1) for pool in pools)
+
+    async def _keep(self) -> None:
+        while True:
+            self._step()
+            await asyncio.sleep(STEP_S)
+
+    def _step(self) -> None:
+        for deployment in self.deployments.values():
+            deployment.step()
+        fleet = self._observe()
+        if fleet != self._fleet:
+            self._fleet = fleet
+            partial = self.folder / "fleet.json.part"
+            partial.write_bytes(msgspec.json.encode(fleet))
+            partial.rename(self.folder / "fleet.json")
+
+    def _observe(self) -> Fleet:
+        models = [
+            Model(id=m.id, served_names=list(m.served_names), policy=m.policy, hold_timeout_s=m.hold_timeout_s)
+            for m in self.models
+        ]
+        replicas = [
+            replica(pool_id, pod)
+            for pool_id, deployment in self.deployments.items()
+            for pod in [*deployment.pods, *deployment.leaving]
+        ]
+        return Fleet(models=models, pools=[pool for m in self.models for pool in m.pools], replicas=replicas)
+
+    async def _start_services(self) -> None:
+        penstock = [sys.executable, "-m", "penstock.cli"]
+        grpc_port = 9002
+        gateway = ["gateway", "--discovery", f"file:{self.folder / 'fleet.json'}", "--host", self._own_address, "--name", "local"]
+        gateway += ["--grpc-port", str(grpc_port), "--http-port", "9090"]
+        gateway += ["--listener-host", "127.0.0.1", "--listener-port", str(self._port)]
+        self.services["gateway"] = await spawn([*penstock, *gateway], self.logs / "gateway.log")
+        envoy = [
+            "envoy",
+            "--xds",
+            f"{self._own_address}:{grpc_port}",
+            "--admin-port",
+            str(network.free_port()),
+            "--concurrency",
+            "1",
+        ]
+        self.services["envoy"] = await spawn([*penstock, *envoy], self.logs / "envoy.log")
+        deadline = monotonic() + START_TIMEOUT_S
+        async with httpx.AsyncClient(timeout=2.0) as client:
+            while True:
+                with contextlib.suppress(httpx.HTTPError):
+                    await client.get(f"{self.endpoints.url}/v1/models")
+                    return
+                self.check_services()
+                if monotonic() > deadline:
+                    raise LocalError(f"gateway and Envoy did not answer within {START_TIMEOUT_S:.0f} s; see {self.logs}")
+                await asyncio.sleep(STEP_S)
+
+    def check_services(self) -> None:
+        """Raises `LocalError` when gateway or Envoy has ended."""
+        for name, process in self.services.items():
+            if process.returncode is not None:
+                words = (self.logs / f"{name}.log").read_text(errors="replace").strip().splitlines()
+                raise LocalError(f"{name} ended with status {process.returncode}: {words[-1] if words else 'it said nothing'}")
+
+    async def _close(self) -> None:
+        """Engines first, so that Envoy carries their last answers out."""
+        await asyncio.gather(*(deployment.close() for deployment in self.deployments.values()))
+        for name in ("envoy", "gateway"):
+            if name in self.services:
+                await terminate(self.services[name], GATEWAY_GRACE_S)
+
+    # --- the autoscaler's view of this machine ---
+
+    async def _gateways(self) -> Sequence[str]:
+        return [self.endpoints.gateway]
+
+    async def pools(self) -> Sequence[PoolScale]:
+        """See `Actuator`."""
+        now = monotonic()
+        return [
+            PoolScale(
+                pool_id=pool_id,
+                limits=limits,
+                dry_run=model.dry_run(pool_id),
+                replicas=self.deployments[pool_id].replicas,
+                pending_ages_s=tuple(now - pod.created for pod in self.deployments[pool_id].pods if pod.phase is not Phase.READY),
+            )
+            for model in self.models
+            for pool_id, limits in model.limits.items()
+        ]
+
+    async def scale(self, pool_id: str, replicas: int, victims: Sequence[str]) -> None:
+        """See `Actuator`. Victims are cordoned, given time for the picker to notice, and then let go."""
+        deployment = self.deployments[pool_id]
+        for pod in deployment.pods:
+            pod.cordoned = pod.uid in victims
+        if victims:
+            self._step()
+            await asyncio.sleep(2 * STEP_S)
+        deployment.scale(replicas, victims)
+
+    async def record(self, pool_id: str, current: int, decision: Decision, *, acted: bool) -> None:
+        """See `Actuator`."""
+        self.decisions[pool_id] = decision
+
+
+def replica(pool_id: str, pod: Pod) -> Replica:
+    """The pod as the gateway's discovery sees it."""
+    return Replica(
+        uid=pod.uid,
+        name=pod.name,
+        pool=pool_id,
+        host=pod.address,
+        port=pod.port(labels.HTTP_PORT),
+        events_port=pod.port(labels.EVENTS_PORT),
+        replay_port=pod.port(labels.REPLAY_PORT),
+        ready=pod.phase is Phase.READY,
+        terminating=pod.phase is Phase.TERMINATING,
+        cordoned=pod.cordoned,
+    )
+
+
+def run_folder() -> Path:
+    """A fresh folder for one run, under the user's runtime or temporary directory."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(tempfile.mkdtemp(prefix="penstock-", dir=base if base and Path(base).is_dir() else None))
