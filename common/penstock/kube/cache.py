@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import aiohttp
 from kubernetes.aio.client import ApiClient, ApiException
+
 from penstock.kube.backoff import Backoff
 from penstock.kube.client import Object, Resource, list_all, watch
 

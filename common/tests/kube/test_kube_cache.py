@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import ApiClient, Configuration
+
 from penstock.kube.backoff import Backoff
 from penstock.kube.cache import Cache, Change
 from penstock.kube.client import PODS
@@ -98,7 +99,7 @@ async def api() -> AsyncIterator[tuple[FakeApi, ApiClient]]:
 
 async def until(condition: Any) -> None:
     async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - the conditions are about several parties
+        while not condition():
             await asyncio.sleep(0.005)
 
 

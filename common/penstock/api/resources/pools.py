@@ -76,6 +76,8 @@ class Scaling(Part):
     """Never more replicas."""
     warm: int | None = Field(default=None, ge=0, le=1000)
     """Spare replicas kept ready beyond the demand."""
+    down_window: Duration = "5m"
+    """A pool shrinks no further than to the most that was recommended in this time."""
     slo: Slo | None = None
     """Goals that the size is derived from."""
     scale_to_zero_after: Duration | None = None
