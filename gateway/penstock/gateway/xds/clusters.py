@@ -1,0 +1,106 @@
+"""One Envoy cluster a pool, and the endpoints in it."""
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+from google.protobuf.wrappers_pb2 import UInt32Value
+from penstock.api import headers
+from penstock.api.fleet import Pool, Replica
+from penstock.gateway._pb.envoy.config.cluster.v3.circuit_breaker_pb2 import CircuitBreakers
+from penstock.gateway._pb.envoy.config.cluster.v3.cluster_pb2 import Cluster, LoadBalancingPolicy, UpstreamConnectionOptions
+from penstock.gateway._pb.envoy.config.core.v3.address_pb2 import Address, SocketAddress, TcpKeepalive
+from penstock.gateway._pb.envoy.config.core.v3.config_source_pb2 import AggregatedConfigSource, ApiVersion, ConfigSource
+from penstock.gateway._pb.envoy.config.core.v3.extension_pb2 import TypedExtensionConfig
+from penstock.gateway._pb.envoy.config.core.v3.health_check_pb2 import HealthStatus
+from penstock.gateway._pb.envoy.config.core.v3.protocol_pb2 import Http1ProtocolOptions
+from penstock.gateway._pb.envoy.config.core.v3.protocol_pb2 import HttpProtocolOptions as CommonHttpOptions
+from penstock.gateway._pb.envoy.config.endpoint.v3.endpoint_components_pb2 import Endpoint, LbEndpoint, LocalityLbEndpoints
+from penstock.gateway._pb.envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
+from penstock.gateway._pb.envoy.extensions.load_balancing_policies.override_host.v3.override_host_pb2 import OverrideHost
+from penstock.gateway._pb.envoy.extensions.load_balancing_policies.round_robin.v3.round_robin_pb2 import RoundRobin
+from penstock.gateway._pb.envoy.extensions.upstreams.http.v3.http_protocol_options_pb2 import HttpProtocolOptions
+from penstock.gateway._pb.envoy.type.metadata.v3.metadata_pb2 import MetadataKey
+from penstock.gateway._pb.envoy.type.v3.percent_pb2 import Percent
+from penstock.gateway.xds.anys import pack
+
+ADS = ConfigSource(ads=AggregatedConfigSource(), resource_api_version=ApiVersion.V3)
+
+CONNECT_TIMEOUT = timedelta(seconds=2)
+UPSTREAM_IDLE_TIMEOUT = timedelta(seconds=30)
+"""Well below an engine's own limit: else Envoy would now and then send a request into a connection that is being closed."""
+NO_LIMIT = 1_000_000
+"""Envoy's circuit breakers default to 1,024 requests and 3 retries; how much is too much is the picker's decision."""
+
+
+def cluster(pool: Pool) -> Cluster:
+    """The pool's cluster: only the picker's destinations, in the picker's order; round robin over healthy ones after that."""
+    return Cluster(
+        name=pool.id,
+        type=Cluster.EDS,
+        eds_cluster_config=Cluster.EdsClusterConfig(eds_config=ADS, service_name=pool.id),
+        connect_timeout=CONNECT_TIMEOUT,
+        load_balancing_policy=_override_host(),
+        # With no healthy endpoint the fallback answers 503 instead of trying the unhealthy ones.
+        common_lb_config=Cluster.CommonLbConfig(healthy_panic_threshold=Percent(value=0)),
+        circuit_breakers=_no_circuit_breakers(),
+        typed_extension_protocol_options={"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": pack(_http1())},
+        # Streams may be silent for long, so a node that vanished is noticed below HTTP.
+        upstream_connection_options=UpstreamConnectionOptions(
+            tcp_keepalive=TcpKeepalive(
+                keepalive_time=UInt32Value(value=30),
+                keepalive_interval=UInt32Value(value=5),
+                keepalive_probes=UInt32Value(value=3),
+            )
+        ),
+    )
+
+
+def load_assignment(pool: Pool, replicas: Iterable[Replica]) -> ClusterLoadAssignment:
+    """The pool's endpoints, with or without any, ordered by address.
+
+    Replicas that are not to be picked stay members, since a destination must be one when the request arrives; their health keeps
+    the fallback away from them.
+    """
+    members = sorted(replicas, key=lambda replica: (replica.host, replica.port))
+    endpoints = [LbEndpoint(endpoint=_endpoint(replica), health_status=_health(replica)) for replica in members]
+    return ClusterLoadAssignment(cluster_name=pool.id, endpoints=[LocalityLbEndpoints(lb_endpoints=endpoints)])
+
+
+def _override_host() -> LoadBalancingPolicy:
+    source = OverrideHost.OverrideHostSource
+    key = MetadataKey(key=headers.METADATA_NAMESPACE, path=[MetadataKey.PathSegment(key=headers.DESTINATION)])
+    policy = OverrideHost(
+        override_host_sources=[source(header=headers.DESTINATION), source(metadata=key)],
+        fallback_policy=_policy("envoy.load_balancing_policies.round_robin", RoundRobin()),
+    )
+    return _policy("envoy.load_balancing_policies.override_host", policy)
+
+
+def _policy(name: str, config: OverrideHost | RoundRobin) -> LoadBalancingPolicy:
+    extension = TypedExtensionConfig(name=name, typed_config=pack(config))
+    return LoadBalancingPolicy(policies=[LoadBalancingPolicy.Policy(typed_extension_config=extension)])
+
+
+def _no_circuit_breakers() -> CircuitBreakers:
+    limit = UInt32Value(value=NO_LIMIT)
+    thresholds = CircuitBreakers.Thresholds(
+        max_connections=limit, max_pending_requests=limit, max_requests=limit, max_retries=limit
+    )
+    return CircuitBreakers(thresholds=[thresholds])
+
+
+def _http1() -> HttpProtocolOptions:
+    return HttpProtocolOptions(
+        common_http_protocol_options=CommonHttpOptions(idle_timeout=UPSTREAM_IDLE_TIMEOUT),
+        explicit_http_config=HttpProtocolOptions.ExplicitHttpConfig(http_protocol_options=Http1ProtocolOptions()),
+    )
+
+
+def _endpoint(replica: Replica) -> Endpoint:
+    return Endpoint(address=Address(socket_address=SocketAddress(address=replica.host, port_value=replica.port)))
+
+
+def _health(replica: Replica) -> HealthStatus:
+    if replica.terminating or replica.cordoned:
+        return HealthStatus.DRAINING
+    return HealthStatus.HEALTHY if replica.ready else HealthStatus.UNHEALTHY

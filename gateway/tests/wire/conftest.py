@@ -1,0 +1,179 @@
+"""A real Envoy, engines that are small HTTP servers, and processes that never outlive their test."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from penstock.api import headers
+from penstock.api.fleet import Fleet, Model, Pool, Replica
+
+POOL = "default/tiny/main"
+MODEL = "default/tiny"
+
+
+@dataclass
+class Engine:
+    """What Envoy and the picker see of an engine: its endpoints, and how it fails."""
+
+    name: str
+    host: str
+    port: int
+    chunks: int = 3
+    pause_s: float = 0.0
+    """Before each chunk of a stream."""
+    refuse: str = ""
+    """`retriable`: 503 that says nothing was done; `plain`: one that does not; `reset`: the connection breaks."""
+    requests: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
+    finished: int = 0
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def replica(self, **changes: Any) -> Replica:
+        known: dict[str, Any] = {
+            "uid": f"uid-{self.name}", "name": self.name, "pool": POOL, "host": self.host, "port": self.port,
+            "events_port": 1, "replay_port": 2, "ready": True,
+        }  # fmt: skip
+        return Replica(**{**known, **changes})
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        self.requests.append(({name.lower(): value for name, value in request.headers.items()}, body))
+        if self.refuse == "reset":
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if self.refuse:
+            marks = {headers.RETRIABLE: "true"} if self.refuse == "retriable" else {}
+            return web.json_response({"error": {"message": "draining"}}, status=503, headers={"retry-after": "7", **marks})
+        load = {headers.LOAD: "TEXT named_metrics.num_requests_running=1"} if headers.LOAD_FORMAT in request.headers else {}
+        if b'"stream": true' not in body and b'"stream":true' not in body:
+            return web.json_response({"id": self.name, "object": "chat.completion", "choices": [_CHOICE]}, headers=load)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", **load})
+        await response.prepare(request)
+        for index in range(self.chunks):
+            await asyncio.sleep(self.pause_s)
+            await response.write(_CHUNK % index)
+        await response.write(b"data: [DONE]\n\n")
+        self.finished += 1
+        return response
+
+
+_CHOICE = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "hello"}}
+_CHUNK = (
+    b'data: {"id":"x","object":"chat.completion.chunk","created":1,"model":"tiny",'
+    b'"choices":[{"index":0,"delta":{"content":"%d "},"finish_reason":null}]}\n\n'
+)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Callable[[str], Any]]:
+    """`await engine(name)` starts one more engine."""
+    runners: list[web.AppRunner] = []
+
+    async def start(name: str) -> Engine:
+        its = Engine(name, "127.0.0.1", free_port())
+        app = web.Application(client_max_size=64 * 1024 * 1024)
+        app.router.add_post("/v1/chat/completions", its.complete)
+        app.router.add_get("/load", _not_here)
+        app.router.add_get("/prompt-bundle", _not_here)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, its.host, its.port).start()
+        runners.append(runner)
+        return its
+
+    yield start
+    for runner in runners:
+        await runner.cleanup()
+
+
+async def _not_here(_: web.Request) -> web.Response:
+    return web.Response(status=404)
+
+
+def fleet_of(*replicas: Replica, hold_timeout_s: float = 1.0) -> Fleet:
+    """One model `tiny` with one pool and these replicas."""
+    model = Model(id=MODEL, served_names=["tiny"], policy="RoundRobin", hold_timeout_s=hold_timeout_s)
+    return Fleet(models=[model], pools=[Pool(id=POOL, model=MODEL)], replicas=list(replicas))
+
+
+def free_port() -> int:
+    """A port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Processes:
+    """Starts commands of `penstock` and ends them all, whatever happens."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: list[subprocess.Popen[bytes]] = []
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        # From this, the main thread: Envoy dies with the thread that started it.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with (self._folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "penstock.cli", *arguments], stdout=log, stderr=log, env=environment
+            )
+        self._running.append(process)
+        return process
+
+    def log(self, name: str) -> str:
+        return (self._folder / f"{name}.log").read_text()
+
+    def stop(self) -> None:
+        for process in self._running:
+            process.kill()
+        for process in self._running:
+            process.wait()
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    all_of_them = Processes(tmp_path)
+    yield all_of_them
+    all_of_them.stop()
+
+
+async def until_open(port: int, process: subprocess.Popen[bytes], limit_s: float = 30.0) -> None:
+    """Waits until something listens; fails at once when the process that should has ended."""
+    async with asyncio.timeout(limit_s):
+        while True:
+            assert process.poll() is None, f"it ended with {process.returncode}"
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except ConnectionRefusedError:
+                await asyncio.sleep(0.05)
+                continue
+            writer.close()
+            return
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+@pytest.fixture(name="fleet_of")
+def fleet_of_fixture() -> Callable[..., Fleet]:
+    return fleet_of
+
+
+@pytest.fixture
+def ports() -> Callable[[int], list[int]]:
+    return lambda count: [free_port() for _ in range(count)]

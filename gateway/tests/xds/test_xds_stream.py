@@ -1,0 +1,102 @@
+"""The state-of-the-world protocol, message by message."""
+
+import pytest
+from penstock.api.fleet import Fleet, Pool, Replica
+from penstock.gateway._pb.envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
+from penstock.gateway.xds.listener import ListenerSettings
+from penstock.gateway.xds.resources import CLUSTERS, ENDPOINTS, LISTENERS, ROUTES, Snapshot, snapshot
+from penstock.gateway.xds.stream import AdsStream
+
+SETTINGS = ListenerSettings(host="0.0.0.0", port=8080)
+
+
+def world(pools: int = 1, replicas: int = 1) -> Snapshot:
+    ids = [f"d/m/{n}" for n in range(pools)]
+    members = [
+        Replica(uid=f"{n}", name=f"{n}", pool=ids[0], host=f"10.0.0.{n}", port=1, events_port=2, replay_port=3, ready=True)
+        for n in range(replicas)
+    ]
+    return snapshot(Fleet(pools=[Pool(id=name, model="d/m") for name in ids], replicas=members), SETTINGS)
+
+
+def ask(kind: str, *names: str, after: DiscoveryResponse | None = None, refuse: str = "", version: str = "") -> DiscoveryRequest:
+    request = DiscoveryRequest(type_url=kind, resource_names=names, version_info=version)
+    if after is not None:
+        request.version_info, request.response_nonce = after.version_info, after.nonce
+    if refuse:
+        request.error_detail.message = refuse
+    return request
+
+
+def names(response: DiscoveryResponse) -> int:
+    return len(response.resources)
+
+
+def subscribed(stream: AdsStream, snap: Snapshot) -> dict[str, DiscoveryResponse]:
+    """A stream that has everything and has acknowledged it."""
+    answers = {}
+    for kind, wanted in ((CLUSTERS, ()), (ENDPOINTS, ("d/m/0",)), (LISTENERS, ()), (ROUTES, ("penstock",))):
+        (answers[kind],), _ = stream.on_request(ask(kind, *wanted), snap)
+        assert stream.on_request(ask(kind, *wanted, after=answers[kind]), snap) == ([], False)
+    return answers
+
+
+def test_nothing_before_the_first_fleet_and_everything_asked_for_after() -> None:
+    stream = AdsStream()
+    assert stream.on_request(ask(CLUSTERS), None) == ([], False)
+    assert stream.on_request(ask(LISTENERS), None) == ([], False)
+    assert [it.type_url for it in stream.on_snapshot(world())] == [CLUSTERS, LISTENERS]
+
+
+def test_an_empty_fleet_is_an_answer() -> None:
+    (answer,), _ = AdsStream().on_request(ask(CLUSTERS), world(pools=0, replicas=0))
+    assert names(answer) == 0 and answer.version_info
+
+
+def test_only_what_changed_is_sent_and_in_an_order_that_makes_before_it_breaks() -> None:
+    stream = AdsStream()
+    subscribed(stream, world())
+    assert list(stream.on_snapshot(world())) == []
+    assert [it.type_url for it in stream.on_snapshot(world(replicas=2))] == [ENDPOINTS]
+    # A changed cluster waits for its endpoints, even for those it had.
+    assert [it.type_url for it in stream.on_snapshot(world(pools=2, replicas=2))] == [CLUSTERS, ENDPOINTS]
+
+
+def test_more_names_get_more_endpoints() -> None:
+    stream = AdsStream()
+    answers = subscribed(stream, world(pools=2))
+    (answer,), _ = stream.on_request(ask(ENDPOINTS, "d/m/0", "d/m/1", after=answers[ENDPOINTS]), world(pools=2))
+    assert names(answer) == 2
+
+
+def test_a_refused_version_is_counted_logged_and_not_repeated(caplog: pytest.LogCaptureFixture) -> None:
+    stream = AdsStream()
+    answers = subscribed(stream, world())
+    (changed,) = stream.on_snapshot(world(replicas=2))
+    refusal = ask(ENDPOINTS, "d/m/0", after=answers[ENDPOINTS], refuse="no such port")
+    refusal.response_nonce = changed.nonce
+    assert stream.on_request(refusal, world(replicas=2)) == ([], True)
+    assert "no such port" in caplog.text
+    assert list(stream.on_snapshot(world(replicas=2))) == []
+    assert [it.type_url for it in stream.on_snapshot(world(replicas=3))] == [ENDPOINTS]
+
+
+def test_word_about_an_earlier_response_is_ignored() -> None:
+    stream = AdsStream()
+    answers = subscribed(stream, world())
+    list(stream.on_snapshot(world(replicas=2)))
+    assert stream.on_request(ask(ENDPOINTS, after=answers[ENDPOINTS]), world(replicas=2)) == ([], False)
+    assert list(stream.on_snapshot(world(replicas=2))) == [], "the names are still those of before"
+
+
+def test_after_a_reconnection_only_news_is_sent() -> None:
+    before = subscribed(AdsStream(), world())
+    stream = AdsStream()
+    assert stream.on_request(ask(CLUSTERS, version=before[CLUSTERS].version_info), world()) == ([], False)
+    (news,), _ = stream.on_request(ask(ENDPOINTS, "d/m/0", version=before[ENDPOINTS].version_info), world(replicas=2))
+    assert names(news) == 1
+
+
+def test_an_unknown_type_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    assert AdsStream().on_request(ask("type.googleapis.com/x.Y"), world()) == ([], False)
+    assert "type.googleapis.com/x.Y" in caplog.text
