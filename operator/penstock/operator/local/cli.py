@@ -17,7 +17,7 @@ from rich.live import Live
 
 from penstock.api.fleet import PoolsView
 from penstock.operator.local.demo import ask
-from penstock.operator.local.models import load_models
+from penstock.operator.local.models import LocalModel, ModelFileError, load_models
 from penstock.operator.local.runtime import LocalError, LocalRuntime, run_folder
 from penstock.operator.local.view import example_request, render, summary
 
@@ -54,10 +54,15 @@ def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
 
 def _run(filename: Path, port: int, job: Job) -> int:
     out = Console(stderr=True)  # progress; standard output is for the answer alone
+    try:
+        models = load_models(filename)
+    except ModelFileError as error:
+        out.print(f"[red]penstock: {error}[/red]", soft_wrap=True, highlight=False)
+        return 2
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
     folder = run_folder()
     try:
-        asyncio.run(_serve(filename, port, folder, job, out))
+        asyncio.run(_serve(models, port, folder, job, out))
     except LocalError as error:
         out.print(f"[red]penstock: {error}[/red]\n[dim]logs are kept in {folder}[/dim]", soft_wrap=True, highlight=False)
         return 1
@@ -67,7 +72,7 @@ def _run(filename: Path, port: int, job: Job) -> int:
     return 0
 
 
-async def _serve(filename: Path, port: int, folder: Path, job: Job, out: Console) -> None:
+async def _serve(models: list[LocalModel], port: int, folder: Path, job: Job, out: Console) -> None:
     """Starts everything, waits until it serves, does the job, stops everything; SIGTERM ends it as Ctrl-C does."""
     main_task = asyncio.current_task()
     assert main_task is not None
@@ -79,7 +84,7 @@ async def _serve(filename: Path, port: int, folder: Path, job: Job, out: Console
         main_task.cancel()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
-    runtime = LocalRuntime(load_models(filename), folder, port)
+    runtime = LocalRuntime(models, folder, port)
     began = time.monotonic()
     try:
         async with runtime.running():

@@ -22,7 +22,7 @@ async def ask(runtime: LocalRuntime, question: str, out: Console) -> None:
         LocalError: the gateway answered with an error.
     """
     body = {
-        "model": runtime.models[0].served_names[0],
+        "model": runtime.models[0].model.served_names[0],
         "messages": [{"role": "user", "content": question}],
         "max_tokens": MAX_TOKENS,
         "temperature": 0,

@@ -16,7 +16,7 @@ import httpx
 import msgspec
 
 from penstock.api import labels
-from penstock.api.fleet import Fleet, Model, Replica
+from penstock.api.fleet import Fleet, Replica
 from penstock.operator.autoscale.loop import Autoscaler, PoolScale
 from penstock.operator.autoscale.policy import Decision, Settings
 from penstock.operator.local import network
@@ -127,10 +127,7 @@ class LocalRuntime:
             partial.rename(self.folder / "fleet.json")
 
     def _observe(self) -> Fleet:
-        models = [
-            Model(id=m.id, served_names=list(m.served_names), policy=m.policy, hold_timeout_s=m.hold_timeout_s)
-            for m in self.models
-        ]
+        models = [local.model for local in self.models]
         replicas = [
             replica(pool_id, pod)
             for pool_id, deployment in self.deployments.items()
@@ -192,7 +189,7 @@ class LocalRuntime:
             PoolScale(
                 pool_id=pool_id,
                 limits=limits,
-                dry_run=model.dry_run(pool_id),
+                dry_run=pool_id in model.dry_runs,
                 replicas=self.deployments[pool_id].replicas,
                 pending_ages_s=tuple(now - pod.created for pod in self.deployments[pool_id].pods if pod.phase is not Phase.READY),
             )

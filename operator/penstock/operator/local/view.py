@@ -19,7 +19,7 @@ _COLOURS = {
 
 def example_request(runtime: LocalRuntime) -> str:
     """A request to paste into a shell."""
-    model = runtime.models[0].served_names[0]
+    model = runtime.models[0].model.served_names[0]
     body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "What does json.loads do?"}}]}}'
     return f"curl -N {runtime.endpoints.url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
 

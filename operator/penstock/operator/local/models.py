@@ -1,0 +1,105 @@
+"""The InferenceModels of a YAML file, as the local runtime runs them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from penstock.api.fleet import Model
+from penstock.api.fleet import Pool as FleetPool
+from penstock.api.resources import InferenceModel, LoraAdapter, seconds, unsupported
+from penstock.operator.autoscale.policy import Limits
+from penstock.operator.desired import deployment, pool_id
+
+
+class ModelFileError(ValueError):
+    """The file cannot be run; the message names the place and what to change."""
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """One model: what the gateway must know of it, and the Deployments that make its replicas."""
+
+    model: Model
+    pools: list[FleetPool]
+    deployments: dict[str, dict[str, Any]]
+    """By pool ID."""
+    limits: dict[str, Limits]
+    """Of the pools that the autoscaler sizes, by pool ID."""
+    dry_runs: frozenset[str]
+    """Those of them that it only explains."""
+
+
+def load_models(path: Path) -> list[LocalModel]:
+    """The models of a YAML file.
+
+    Raises:
+        ModelFileError: the file cannot be read, holds something else, breaks a rule or uses a field that does nothing yet.
+    """
+    try:
+        documents = [document for document in yaml.safe_load_all(path.read_text()) if document is not None]
+    except (OSError, yaml.YAMLError) as error:
+        raise ModelFileError(f"{path}: {error}") from None
+    models = [_local(model) for model in _parse(path, documents)]
+    if not models:
+        raise ModelFileError(f"{path} holds no InferenceModel")
+    return models
+
+
+def _parse(path: Path, documents: list[Any]) -> Iterator[InferenceModel]:
+    for number, document in enumerate(documents, 1):
+        place = f"{path}, document {number}"
+        if not isinstance(document, dict):
+            raise ModelFileError(f"{place} is no Kubernetes resource")
+        if document.get("kind") == LoraAdapter.__name__:
+            raise ModelFileError(f"{place}: LoraAdapter: adapters do nothing yet")
+        try:
+            model = InferenceModel.parse(_absolute(document))
+        except ValidationError as error:
+            faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+            raise ModelFileError(f"{place}: {faults}") from None
+        except ValueError as error:
+            raise ModelFileError(f"{place}: {error}") from None
+        if fields := unsupported(model.spec):
+            raise ModelFileError(f"{place}: these fields do nothing yet, remove them: {', '.join(fields)}")
+        yield model
+
+
+def _absolute(document: dict[str, Any]) -> dict[str, Any]:
+    """The resource with a relative `file://` path made absolute, since replicas run in this directory."""
+    source = document.get("spec", {}).get("source", {})
+    uri = source.get("uri") if isinstance(source, dict) else None
+    if not isinstance(uri, str) or not uri.startswith("file://") or uri.startswith("file:///"):
+        return document
+    resolved = {**source, "uri": f"file://{Path(uri.removeprefix('file://')).resolve()}"}
+    return {**document, "spec": {**document["spec"], "source": resolved}}
+
+
+def _local(model: InferenceModel) -> LocalModel:
+    spec = model.spec
+    model_id = f"{model.metadata.namespace}/{model.metadata.name}"
+    scaled = {pool_id(model, pool): pool.scaling for pool in spec.pools if pool.scaling is not None}
+    return LocalModel(
+        model=Model(
+            id=model_id,
+            served_names=model.served_names,
+            policy=spec.routing.policy,
+            hold_timeout_s=seconds(spec.routing.hold_timeout),
+        ),
+        pools=[FleetPool(id=pool_id(model, pool), model=model_id, role=pool.role) for pool in spec.pools],
+        deployments={pool_id(model, pool): deployment(model, pool) for pool in spec.pools},
+        limits={
+            key: Limits(
+                min_replicas=scaling.min,
+                max_replicas=scaling.max,
+                warm=scaling.warm or 0,
+                scale_to_zero_after_s=seconds(scaling.scale_to_zero_after) if scaling.scale_to_zero_after else None,
+                down_window_s=seconds(scaling.down_window),
+            )
+            for key, scaling in scaled.items()
+        },
+        dry_runs=frozenset(key for key, scaling in scaled.items() if scaling.mode == "DryRun"),
+    )
