@@ -1,6 +1,7 @@
 """One cluster for all tests of a session; each test may have a Kubernetes namespace of its own in it."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from uuid import uuid4
@@ -59,6 +60,9 @@ def cluster(request: pytest.FixtureRequest, report: Write, phases: Phases, termi
             if request.session.testsfailed:
                 for name, tail in cluster.log_tails():
                     report(f"---- {name}\n{tail}")
+                report(f"the whole logs stay in {cluster.processes.logs}")
+        if not request.session.testsfailed:
+            shutil.rmtree(cluster.state)
     except TestbedError as problem:
         pytest.exit(str(problem), returncode=pytest.ExitCode.USAGE_ERROR)
 

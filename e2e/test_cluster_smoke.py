@@ -1,5 +1,6 @@
 """The testbed itself: what the other tests rely on, each shown once."""
 
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -238,7 +239,9 @@ def test_nothing_is_left_of_a_cluster_that_did_not_start(cluster: Cluster, tmp_p
     assert not network.namespaces(name)
     assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if name.encode() in read_bytes(path)]
     assert "FAILED: manifests applied" in lines[3]
-    assert [path.name for path in (Cluster(name).state).iterdir()] == ["logs"]
+    state = Cluster(name).state
+    assert [path.name for path in state.iterdir()] == ["logs"]
+    shutil.rmtree(state)
 
 
 def read_bytes(path: Path) -> bytes:
