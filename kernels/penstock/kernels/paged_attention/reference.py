@@ -1,0 +1,100 @@
+"""Causal attention over a paged cache, in torch, with the same bits whatever else is in the batch.
+
+Each query and key/value head is one item of a batched product of fixed shape [queries a key head, d] × [d, tile]; an item's
+tiles are taken in the order of the keys' positions and combined by online softmax (Milakov and Gimelshein, 2018) in float32. So
+an item's result is a function of its own query and keys: neighbours, chunks, cached prefixes and the order of physical blocks
+change how many items there are, never one of them.
+"""
+
+import torch
+
+from penstock.kernels.paged_attention.batch import DecodeTile, PagedBatch, Prefill
+
+
+def paged_attention(q: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, scale: float) -> torch.Tensor:
+    """Attends each query to the keys of its request up to its own position.
+
+    Args:
+        q: [n, heads, d].
+        kv_cache: [blocks, 2, kv_heads, block_size, d], this step's keys and values included. What lies outside the requests'
+            tokens may be anything, NaN as well.
+        batch: Which of the n tokens and which blocks are whose.
+        scale: Of the scores, 1/√d as a rule.
+
+    Returns:
+        [n, heads, d] in q's dtype.
+    """
+    kv_heads, head_size = kv_cache.shape[2], kv_cache.shape[4]
+    grouped = (q.float() * scale).view(q.shape[0], kv_heads, -1, head_size)
+    out = torch.empty_like(grouped)
+    if batch.decode_tokens.numel():
+        out[batch.decode_tokens] = _decode(grouped[batch.decode_tokens], kv_cache, batch.decode_tiles)
+    for prefill in batch.prefills:
+        chunk = slice(prefill.start, prefill.start + prefill.length)
+        out[chunk] = _prefill(grouped[chunk], kv_cache, prefill)
+    return out.to(q.dtype).view(q.shape)
+
+
+def _decode(q: torch.Tensor, kv_cache: torch.Tensor, tiles: list[DecodeTile]) -> torch.Tensor:
+    """One query a request: each item has keys of its own. q, result: [n, kv_heads, group, d]."""
+    kv_heads, group, head_size = q.shape[1:]
+    state = _Softmax(q.reshape(-1, group, head_size))
+    for tile in tiles:
+        keys, values = _gather(kv_cache, tile.block_ids, tile.num_rows)
+        if tile.beyond is not None:
+            values.masked_fill_(tile.beyond[:, None, :, None], 0.0)
+        masked = None if tile.beyond is None else tile.beyond.repeat_interleave(kv_heads, 0)[:, None]
+        state.add(slice(0, tile.num_rows * kv_heads), keys.flatten(0, 1), values.flatten(0, 1), masked)
+    return state.result().view(q.shape)
+
+
+def _prefill(q: torch.Tensor, kv_cache: torch.Tensor, prefill: Prefill) -> torch.Tensor:
+    """Several queries of one request share its keys. q, result: [n, kv_heads, group, d]."""
+    heads = [_Softmax(q[:, head].contiguous()) for head in range(q.shape[1])]
+    for tile in prefill.tiles:
+        keys, values = _gather(kv_cache, tile.block_ids, 1)
+        if tile.beyond is not None:
+            values.masked_fill_(tile.beyond[:, None], 0.0)
+        masked = None if tile.future is None else tile.future[:, None]
+        count = prefill.length - tile.first
+        for head, state in enumerate(heads):
+            k, v = (part[:, head].expand(count, -1, -1) for part in (keys, values))
+            state.add(slice(tile.first, prefill.length), k, v, masked)
+    return torch.stack([state.result() for state in heads], dim=1)
+
+
+def _gather(kv_cache: torch.Tensor, block_ids: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a tile, each [rows, kv_heads, keys, d] float32."""
+    _, _, kv_heads, block_size, head_size = kv_cache.shape
+    blocks = kv_cache.index_select(0, block_ids).view(rows, -1, 2, kv_heads, block_size, head_size)
+    both = torch.empty(2, rows, kv_heads, blocks.shape[1], block_size, head_size)
+    both.copy_(blocks.permute(2, 0, 3, 1, 4, 5))
+    keys, values = both.flatten(3, 4)
+    return keys, values
+
+
+class _Softmax:
+    """Online softmax of items [i, group, d]: running maximum, sum and weighted values."""
+
+    def __init__(self, q: torch.Tensor) -> None:
+        self.q = q
+        self.maximum = q.new_full(q.shape[:2], float("-inf"))
+        self.total = q.new_zeros(q.shape[:2])
+        self.values = torch.zeros_like(q)
+
+    def add(self, items: slice, keys: torch.Tensor, values: torch.Tensor, masked: torch.Tensor | None) -> None:
+        """Takes in a tile: keys and values [i, keys, d], masked [i, 1, keys], but never the very first key of an item."""
+        scores = torch.bmm(self.q[items], keys.transpose(1, 2))
+        if masked is not None:
+            scores.masked_fill_(masked, float("-inf"))
+        old = self.maximum[items]
+        new = torch.maximum(old, scores.amax(-1))
+        weights = torch.exp(scores - new[..., None])
+        shrink = torch.exp(old - new)
+        self.maximum[items] = new
+        self.total[items] = self.total[items] * shrink + weights.sum(-1)
+        self.values[items] = self.values[items] * shrink[..., None] + torch.bmm(weights, values)
+
+    def result(self) -> torch.Tensor:
+        """[i, group, d]."""
+        return self.values / self.total[..., None]

@@ -1,0 +1,63 @@
+"""What happens before attention: queries and keys are normalised and rotated, keys and values written into the paged cache."""
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.kernels.rms_norm.reference import rms_norm
+from penstock.kernels.rope.reference import rope
+
+
+@dataclass(frozen=True)
+class QKNorm:
+    """RMSNorm of each head's query and key, as Qwen3 has it."""
+
+    q_weight: torch.Tensor
+    """[d]"""
+    k_weight: torch.Tensor
+    """[d]"""
+    eps: float
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The step's rotary angles."""
+
+    cos: torch.Tensor
+    """[n, d/2], float32."""
+    sin: torch.Tensor
+    """[n, d/2], float32."""
+
+
+def prepare_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    rotary: Rotary,
+    qk_norm: QKNorm | None,
+) -> torch.Tensor:
+    """Returns the rotated queries; keys and values go to their slots of the cache.
+
+    Args:
+        q: [n, heads, d].
+        k: [n, kv_heads, d].
+        v: [n, kv_heads, d].
+        kv_cache: [blocks, 2, kv_heads, block_size, d]: keys at 0, values at 1 of the second dimension. Changed.
+        slot_mapping: [n], int64: block · block_size + offset in the block, of each token; no slot twice.
+        rotary: Of the n tokens.
+        qk_norm: None where the model has none.
+
+    Returns:
+        [n, heads, d] in q's dtype.
+    """
+    if qk_norm is not None:
+        q = rms_norm(q, qk_norm.q_weight, qk_norm.eps)
+        k = rms_norm(k, qk_norm.k_weight, qk_norm.eps)
+    block_size = kv_cache.shape[3]
+    block = torch.div(slot_mapping, block_size, rounding_mode="floor")
+    offset = slot_mapping - block * block_size
+    kv_cache[block, 0, :, offset] = rope(k, rotary.cos, rotary.sin).to(kv_cache.dtype)
+    kv_cache[block, 1, :, offset] = v.to(kv_cache.dtype)
+    return rope(q, rotary.cos, rotary.sin)
