@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from penstock.engine.config import ConfigError
 from penstock.engine.loading.checkpoint import read_model_config, resolve
 from penstock.engine.models.config import parse_decoder_config

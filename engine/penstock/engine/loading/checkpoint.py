@@ -9,6 +9,7 @@ from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 import msgspec
+
 from penstock.engine.config import ConfigError, DType, ModelConfig
 from penstock.engine.models.config import parse_decoder_config
 from penstock.engine.models.registry import check_architecture
@@ -96,8 +97,8 @@ def read_model_config(
     check_architecture(architectures[0])
     longest = parse_decoder_config(raw).max_position_embeddings
     weight_files(path)
-    if max_model_len is not None and not 1 <= max_model_len <= longest:
-        raise ConfigError(f"--max-model-len {max_model_len}: the checkpoint is made for 1 to {longest} tokens")
+    if max_model_len is not None and not 2 <= max_model_len <= longest:
+        raise ConfigError(f"--max-model-len {max_model_len}: the checkpoint is made for 2 to {longest} tokens")
     return ModelConfig(
         path=path,
         served_names=tuple(served_names) or (str(path),),

@@ -1,13 +1,14 @@
 """The shape of a dense decoder, read from a checkpoint's `config.json`. No torch: the frontend reads it too.
 
 Both spellings of Hugging Face's configuration are understood: `torch_dtype`, `rope_theta` and `rope_scaling` as written before
-transformers 5, `dtype` and `rope_parameters` as written since. What the models here do not do is refused by the name of its field.
+transformers 5, `dtype` and `rope_parameters` as written since. What is not implemented is refused by the name of its field.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+
 from penstock.engine.config import ConfigError
 
 ROPE_TYPES = ("default", "linear", "llama3")

@@ -1,0 +1,42 @@
+"""What a step's forward pass carries besides tokens: where each request's keys and values lie. Passed on explicitly."""
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.engine.models.layers.attention import Attention
+from penstock.kernels.ops import Ops
+from penstock.kernels.paged_attention.batch import PagedBatch
+from penstock.kernels.prepare_kv.reference import Rotary
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """One step's; all cache traffic passes through `attend`."""
+
+    ops: Ops
+    kv_caches: list[torch.Tensor]
+    """Per layer, [blocks, 2, kv_heads, block_size, head_size]."""
+    slot_mapping: torch.Tensor
+    """[n], int64: block · block_size + offset."""
+    batch: PagedBatch
+
+    def attend(self, layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Writes the step's keys and values, then attends.
+
+        Args:
+            layer: Whose cache.
+            q: [n, heads · head_size].
+            k: [n, kv_heads · head_size].
+            v: [n, kv_heads · head_size].
+            rotary: The angles of the n tokens.
+
+        Returns:
+            [n, heads · head_size].
+        """
+        q = q.view(-1, layer.num_heads, layer.head_size)
+        k, v = (x.view(-1, layer.num_kv_heads, layer.head_size) for x in (k, v))
+        cache = self.kv_caches[layer.index]
+        # The write comes first: a token attends to itself and to its chunk's earlier tokens through the cache.
+        q = self.ops.prepare_kv(q, k, v, cache, self.slot_mapping, rotary, layer.qk_norm)
+        return self.ops.paged_attention(q, cache, self.batch, layer.scale).flatten(1)

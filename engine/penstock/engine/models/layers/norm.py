@@ -1,0 +1,30 @@
+"""RMSNorm with its weight."""
+
+import torch
+
+from penstock.engine.models.layers.weight import Weight, Weights
+from penstock.kernels.ops import Ops
+
+
+class RMSNorm:
+    """Of the last dimension, of `size` elements."""
+
+    def __init__(self, name: str, size: int, eps: float, ops: Ops, dtype: torch.dtype) -> None:
+        self.weight = torch.empty(size, dtype=dtype)
+        self.eps = eps
+        self._name, self._ops = name, ops
+
+    def weights(self) -> Weights:
+        """Under `name.weight`."""
+        return {f"{self._name}.weight": Weight(tuple(self.weight.shape), self._load)}
+
+    def _load(self, value: torch.Tensor) -> None:
+        self.weight.copy_(value)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, size] → [n, size]."""
+        return self._ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normalised sum and the sum, each [n, size]."""
+        return self._ops.add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,0 +1,166 @@
+"""Llama (Touvron et al., 2023), versions 2 and 3, and what is built like it."""
+
+from typing import ClassVar
+
+import torch
+
+from penstock.engine.attention.context import ForwardContext
+from penstock.engine.models.build import Build
+from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
+from penstock.engine.models.layers.norm import RMSNorm
+from penstock.engine.models.layers.rotary import RotaryEmbedding
+from penstock.engine.models.layers.vocab import LMHead, VocabEmbedding
+from penstock.engine.models.layers.weight import Weights, prefixed
+from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
+
+
+class LlamaAttention:
+    """Grouped-query attention."""
+
+    def __init__(self, config: DecoderConfig, build: Build, index: int, qk_norm: bool) -> None:
+        q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        shard, method, dtype, bias = build.shard, build.linear_method, build.dtype, config.attention_bias
+        self.qkv_proj = QKVParallelLinear(config.hidden_size, q_size, kv_size, bias, shard, method(), dtype)
+        self.o_proj = RowParallelLinear("o_proj", q_size, config.hidden_size, bias, shard, method(), dtype)
+        self.norms = [
+            RMSNorm(name, config.head_size, config.rms_norm_eps, build.ops, dtype)
+            for name in (("q_norm", "k_norm") if qk_norm else ())
+        ]
+        self.attention = Attention(
+            index=index,
+            num_heads=shard.size(config.num_heads, "num_attention_heads"),
+            num_kv_heads=shard.size(config.num_kv_heads, "num_key_value_heads"),
+            head_size=config.head_size,
+            scale=config.head_size**-0.5,
+            qk_norm=QKNorm(self.norms[0].weight, self.norms[1].weight, config.rms_norm_eps) if qk_norm else None,
+        )
+
+    def weights(self) -> Weights:
+        """The layer's, without a prefix."""
+        found = self.qkv_proj.weights() | self.o_proj.weights()
+        for norm in self.norms:
+            found |= norm.weights()
+        return found
+
+    def finish(self) -> None:
+        """After loading."""
+        self.qkv_proj.finish()
+        self.o_proj.finish()
+
+    def __call__(self, hidden: torch.Tensor, rotary: Rotary, ctx: ForwardContext) -> torch.Tensor:
+        """[n, hidden] → [n, hidden]."""
+        q, k, v = self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=-1)
+        return self.o_proj(ctx.attend(self.attention, q, k, v, rotary))
+
+
+class LlamaMLP:
+    """Gated MLP."""
+
+    def __init__(self, config: DecoderConfig, build: Build) -> None:
+        sizes, bias, shard = (config.hidden_size, config.intermediate_size), config.mlp_bias, build.shard
+        self.gate_up_proj = GateUpParallelLinear(sizes[0], sizes[1], bias, shard, build.linear_method(), build.dtype)
+        self.down_proj = RowParallelLinear("down_proj", sizes[1], sizes[0], bias, shard, build.linear_method(), build.dtype)
+        self._silu_mul = build.ops.silu_mul
+
+    def weights(self) -> Weights:
+        """The layer's, without a prefix."""
+        return self.gate_up_proj.weights() | self.down_proj.weights()
+
+    def finish(self) -> None:
+        """After loading."""
+        self.gate_up_proj.finish()
+        self.down_proj.finish()
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] → [n, hidden]."""
+        return self.down_proj(self._silu_mul(self.gate_up_proj(hidden)))
+
+
+class LlamaDecoderLayer:
+    """Attention and MLP, each normalised before and added to the residual stream after."""
+
+    def __init__(self, config: DecoderConfig, build: Build, index: int, qk_norm: bool) -> None:
+        self.input_layernorm, self.post_attention_layernorm = (
+            RMSNorm(name, config.hidden_size, config.rms_norm_eps, build.ops, build.dtype)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        )
+        self.self_attn = LlamaAttention(config, build, index, qk_norm)
+        self.mlp = LlamaMLP(config, build)
+
+    def weights(self) -> Weights:
+        """The layer's, without a prefix."""
+        norms = self.input_layernorm.weights() | self.post_attention_layernorm.weights()
+        return norms | prefixed("self_attn", self.self_attn.weights()) | prefixed("mlp", self.mlp.weights())
+
+    def finish(self) -> None:
+        """After loading."""
+        self.self_attn.finish()
+        self.mlp.finish()
+
+    def __call__(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, rotary: Rotary, ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last output and the residual stream (none in the first layer), [n, hidden] each, to the same after this layer."""
+        if residual is None:
+            hidden, residual = self.input_layernorm(hidden), hidden
+        else:
+            hidden, residual = self.input_layernorm.add(hidden, residual)
+        hidden = self.self_attn(hidden, rotary, ctx)
+        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class LlamaForCausalLM:
+    """Embedding, decoder layers, final norm and LM head."""
+
+    qk_norm: ClassVar[bool] = False
+
+    def __init__(self, config: DecoderConfig, build: Build) -> None:
+        self.config = config
+        self.rotary = RotaryEmbedding(config.rope, config.head_size, build.max_model_len)
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build.dtype)
+        self.layers = [LlamaDecoderLayer(config, build, index, self.qk_norm) for index in range(config.num_layers)]
+        self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps, build.ops, build.dtype)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, build.shard, build.linear_method(), build.dtype)
+
+    def weights(self) -> Weights:
+        """Every tensor that the checkpoint must have, by name."""
+        found = self.embed_tokens.weights() | self.norm.weights()
+        for index, layer in enumerate(self.layers):
+            found |= prefixed(f"layers.{index}", layer.weights())
+        found = prefixed("model", found)
+        return found if self.config.tie_word_embeddings else found | self.lm_head.weights()
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor may be there and is not needed: angles that we compute, and the copy of a tied weight."""
+        return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
+
+    def finish(self) -> None:
+        """After loading."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.tie(self.embed_tokens)
+        for layer in self.layers:
+            layer.finish()
+        self.lm_head.finish()
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """Hidden states after the final norm.
+
+        Args:
+            input_ids: [n], int64.
+            positions: [n], int64: of each token in its request.
+            ctx: The caches, and which tokens are whose.
+
+        Returns:
+            [n, hidden].
+        """
+        hidden, residual, rotary = self.embed_tokens(input_ids), None, self.rotary(positions)
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, rotary, ctx)
+        return self.norm(hidden) if residual is None else self.norm.add(hidden, residual)[0]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] → [n, vocab] in float32."""
+        return self.lm_head(hidden).float()
