@@ -1,0 +1,103 @@
+"""The rows that the runner holds between steps, and the tensors of a step derived from them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from penstock.engine.core.plan import Int32, StepPlan
+from penstock.engine.core.row_table import RowTable
+from penstock.engine.runner.sampler.params import SamplingBatch, SamplingTable
+from penstock.kernels.paged_attention.batch import PagedBatch
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """A step of n tokens of r requests, m of which sample."""
+
+    input_ids: torch.Tensor
+    """[n], int64."""
+    positions: torch.Tensor
+    """[n], int64."""
+    slot_mapping: torch.Tensor
+    """[n], int64: block · block_size + offset."""
+    batch: PagedBatch
+    logits_indices: torch.Tensor
+    """[m], int64: the tokens whose hidden states go through the LM head."""
+    sampled_rows: Int32
+    """[m]: indexes into the plan's rows."""
+    sampled_positions: Int32
+    """[m]: where in its request each sampled token belongs."""
+
+
+class InputBatch:
+    """Changes only by what a plan says: admissions, releases and appended blocks.
+
+    Args:
+        max_num_seqs: Rows.
+        max_model_len: Tokens of a row at most.
+        block_size: Tokens of a KV block.
+        vocab_size: Tokens are checked against it at admission.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+        self.rows = RowTable(max_num_seqs, max_model_len, [block_size])
+        self.sampling = SamplingTable(max_num_seqs)
+        self._block_size, self._vocab_size, self._max_model_len = block_size, vocab_size, max_model_len
+        self._refused: dict[int, str] = {}
+
+    def apply(self, plan: StepPlan) -> StepInputs:
+        """Takes in a plan and returns its step."""
+        starts = self.rows.apply(plan)
+        for row in plan.released.tolist():
+            self._refused.pop(row, None)
+        for admission in plan.admissions:
+            self.sampling.admit(admission.row, admission.sampling)
+            self._check_tokens(admission.row, len(admission.token_ids))
+        return self._inputs(plan, starts)
+
+    def refused(self, plan: StepPlan) -> dict[int, str]:
+        """Index into the plan's rows → why that request cannot be served."""
+        if not self._refused:
+            return {}
+        return {index: self._refused[row] for index, row in enumerate(plan.rows.tolist()) if row in self._refused}
+
+    def sampling_batch(self, plan: StepPlan, inputs: StepInputs) -> SamplingBatch:
+        """Parameters of the step's m logits rows."""
+        return self.sampling.batch(plan.rows[inputs.sampled_rows], inputs.sampled_positions)
+
+    def write_sampled(self, plan: StepPlan, inputs: StepInputs, token_ids: Int32) -> None:
+        """Puts sampled tokens, [m], where the next step finds them."""
+        # A row whose context is full may sample once more before anybody knows that it ended; that token has no place.
+        fits = inputs.sampled_positions < self._max_model_len
+        rows = plan.rows[inputs.sampled_rows]
+        self.rows.write_sampled(rows[fits], inputs.sampled_positions[fits], token_ids[fits])
+
+    def _check_tokens(self, row: int, count: int) -> None:
+        """Refuses a row with tokens outside the vocabulary, and makes it harmless for the step that it is in."""
+        self._refused.pop(row, None)
+        tokens = self.rows.token_ids[row, :count]
+        outside = (tokens < 0) | (tokens >= self._vocab_size)
+        if outside.any():
+            first = int(np.argmax(outside))
+            self._refused[row] = f"token {tokens[first]} at position {first} is outside the vocabulary of {self._vocab_size}"
+            tokens[outside] = 0
+
+    def _inputs(self, plan: StepPlan, starts: Int32) -> StepInputs:
+        query_start_loc = np.concatenate(([0], np.cumsum(plan.num_new_tokens))).astype(np.int32)
+        request = np.repeat(np.arange(len(plan.rows)), plan.num_new_tokens)
+        positions = starts[request] + np.arange(query_start_loc[-1]) - query_start_loc[request]
+        seq_lens = starts + plan.num_new_tokens
+        num_blocks = -(-int(seq_lens.max(initial=0)) // self._block_size)
+        table = self.rows.block_tables[0][plan.rows, :num_blocks]
+        slots = table[request, positions // self._block_size].astype(np.int64) * self._block_size + positions % self._block_size
+        sampled = np.flatnonzero(plan.samples).astype(np.int32)
+        return StepInputs(
+            input_ids=torch.from_numpy(self.rows.token_ids[plan.rows[request], positions].astype(np.int64)),
+            positions=torch.from_numpy(positions.astype(np.int64)),
+            slot_mapping=torch.from_numpy(slots),
+            batch=PagedBatch(self._block_size, query_start_loc, seq_lens, table),
+            logits_indices=torch.from_numpy(query_start_loc[1:][sampled].astype(np.int64) - 1),
+            sampled_rows=sampled,
+            sampled_positions=seq_lens[sampled],
+        )

@@ -1,0 +1,39 @@
+"""Log probabilities of the model's own distribution: before temperature and filters, as OpenAI's API reports them."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class RowLogprobs(NamedTuple):
+    """Of m logits rows."""
+
+    sampled: torch.Tensor
+    """[m], float32: of the sampled token."""
+    ranks: torch.Tensor
+    """[m], int64: how many tokens are likelier."""
+    top_ids: torch.Tensor
+    """[m, k], int64, likeliest first; -1 past a row's own number."""
+    top_logprobs: torch.Tensor
+    """[m, k], float32; -inf past a row's own number."""
+
+
+def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: torch.Tensor) -> RowLogprobs:
+    """Log probabilities of the sampled tokens and of the likeliest ones.
+
+    Args:
+        logits: [m, vocab], float32, as the model gave them.
+        token_ids: [m], int64: the sampled tokens.
+        counts: [m], int64: alternatives that each row asked for.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    sampled = logprobs.gather(-1, token_ids[:, None])
+    width = min(int(counts.max()), logits.shape[-1])
+    top_logprobs, top_ids = logprobs.topk(width, dim=-1)
+    unasked = torch.arange(width) >= counts[:, None]
+    return RowLogprobs(
+        sampled.squeeze(-1),
+        (logprobs > sampled).sum(-1),
+        top_ids.masked_fill(unasked, -1),
+        top_logprobs.masked_fill(unasked, float("-inf")),
+    )

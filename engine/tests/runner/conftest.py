@@ -1,0 +1,207 @@
+"""Tiny random checkpoints, and a driver that plays the scheduler with hand-made plans."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from penstock.engine.core.plan import Admission, SampleInputs, StepPlan, StepResult
+from penstock.engine.loading.checkpoint import read_model_config
+from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.sampling import SamplingParams
+
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 320
+NUM_BLOCKS = 128
+
+_LLAMA = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "initializer_range": 0.2}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CONFIGS = {
+    "llama": ("Llama", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "llama-7to1-llama3-tied": (
+        "Llama",
+        {
+            "hidden_size": 112,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "head_dim": 80,
+            "rope_parameters": _LLAMA3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama-mha-linear-bias": (
+        "Llama",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 96,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "qwen3": ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}),
+}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`checkpoint(name)`: the folder of one of CONFIGS with random weights; each made once."""
+    transformers = pytest.importorskip("transformers")
+    made: dict[str, Path] = {}
+
+    def make(name: str, max_shard_size: str = "1GB") -> Path:
+        key = f"{name}-{max_shard_size}"
+        if key not in made:
+            family, fields = CONFIGS[name]
+            config = getattr(transformers, f"{family}Config")(
+                **(_LLAMA | {"max_position_embeddings": MAX_MODEL_LEN} | fields), eos_token_id=None, bos_token_id=None
+            )
+            torch.manual_seed(len(made))
+            model = getattr(transformers, f"{family}ForCausalLM")(config)
+            for parameter_name, parameter in model.named_parameters():
+                if "norm" in parameter_name or "bias" in parameter_name:
+                    torch.nn.init.normal_(parameter, 0.5, 0.3)
+            made[key] = tmp_path_factory.mktemp(key)
+            model.save_pretrained(made[key], max_shard_size=max_shard_size)
+        return made[key]
+
+    return make
+
+
+def make_runner(path: Path, dtype: str = "float32", max_num_seqs: int = 16) -> ModelRunner:
+    """A loaded runner with its cache."""
+    runner = ModelRunner(
+        EngineConfig(
+            model=read_model_config(path, served_names=(), dtype=dtype, max_model_len=MAX_MODEL_LEN),
+            cache=CacheConfig(block_size=BLOCK_SIZE),
+            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+        )
+    )
+    runner.load()
+    runner.initialize_kv_cache(NUM_BLOCKS)
+    return runner
+
+
+@pytest.fixture(scope="session")
+def loaded(checkpoint) -> Callable[..., ModelRunner]:
+    """`loaded(name, dtype)`: one runner each for the whole run; tests give it their own rows and blocks through a Driver."""
+    made: dict[tuple[str, str], ModelRunner] = {}
+
+    def get(name: str, dtype: str = "float32") -> ModelRunner:
+        if (name, dtype) not in made:
+            made[name, dtype] = make_runner(checkpoint(name), dtype)
+        return made[name, dtype]
+
+    return get
+
+
+@pytest.fixture
+def build_runner() -> Callable[..., ModelRunner]:
+    """`make_runner`, for tests that need one of their own."""
+    return make_runner
+
+
+@dataclass
+class Sequence:
+    """A request as the driver sees it."""
+
+    row: int
+    tokens: list[int]
+    blocks: list[int]
+    computed: int
+    sampling: SamplingParams
+    outputs: list[int] = field(default_factory=list)
+
+
+class Driver:
+    """Plays the scheduler for one runner: gives out rows and blocks and counts tokens."""
+
+    def __init__(self, runner: ModelRunner, seed: int = 0, poison: bool = True) -> None:
+        self.runner = runner
+        self._free = list(np.random.default_rng(seed).permutation(np.arange(1, NUM_BLOCKS)))
+        self._rows = list(range(runner.config.scheduler.max_num_seqs))
+        self._step = 0
+        self._admissions: list[Admission] = []
+        self._appends: list[tuple[int, int]] = []
+        # Rows that earlier drivers left.
+        self._released: list[int] = list(self._rows)
+        if poison:
+            for cache in runner.kv_caches:
+                cache.fill_(float("nan"))
+
+    def admit(
+        self, prompt: list[int], sampling: SamplingParams | None = None, cached: "Sequence | None" = None, blocks: int = 0
+    ) -> Sequence:
+        """Takes a row, with the first `blocks` blocks of another sequence where `cached` is given."""
+        sampling = sampling or SamplingParams(max_tokens=100, temperature=0.0)
+        shared = cached.blocks[:blocks] if cached else []
+        sequence = Sequence(self._rows.pop(0), list(prompt), [], len(shared) * BLOCK_SIZE, sampling)
+        self._admissions.append(Admission(sequence.row, np.array(prompt, np.int32), len(prompt), sequence.computed, sampling))
+        for block in shared:
+            self._append(sequence, block)
+        return sequence
+
+    def release(self, sequence: Sequence) -> None:
+        """Frees the row, not the blocks."""
+        self._released.append(sequence.row)
+        self._rows.insert(0, sequence.row)
+
+    def plan(self, work: list[tuple[Sequence, int]]) -> StepPlan:
+        """A step of so many tokens of each sequence; a sequence that reaches its last known token samples."""
+        for sequence, count in work:
+            while len(sequence.blocks) * BLOCK_SIZE < sequence.computed + count:
+                self._append(sequence, int(self._free.pop()))
+        samples = [sequence.computed + count == len(sequence.tokens) for sequence, count in work]
+        self._step += 1
+        plan = StepPlan(
+            step_id=self._step,
+            released=np.array(self._released, np.int32),
+            admissions=self._admissions,
+            append_rows=[np.array([row for row, _ in self._appends], np.int32)],
+            append_blocks=[np.array([block for _, block in self._appends], np.int32)],
+            rows=np.array([sequence.row for sequence, _ in work], np.int32),
+            num_new_tokens=np.array([count for _, count in work], np.int32),
+            samples=np.array(samples, np.bool_),
+        )
+        self._released, self._admissions, self._appends = [], [], []
+        for sequence, count in work:
+            sequence.computed += count
+        return plan
+
+    def step(self, work: list[tuple[Sequence, int]]) -> StepResult:
+        """Plans, runs and samples; sampled tokens join their sequences."""
+        plan = self.plan(work)
+        self.runner.execute(plan)
+        result = self.runner.sample(SampleInputs(plan.step_id))
+        for (sequence, _), token, count in zip(work, result.token_ids[:, 0].tolist(), result.counts.tolist(), strict=True):
+            sequence.tokens += [token] * count
+            sequence.outputs += [token] * count
+        return result
+
+    def generate(self, sequence: Sequence, count: int, chunk: int = 10**6) -> list[int]:
+        """Runs one sequence alone, `chunk` tokens a step at most, until it has `count` outputs."""
+        while len(sequence.outputs) < count:
+            self.step([(sequence, min(chunk, len(sequence.tokens) - sequence.computed))])
+        return sequence.outputs
+
+    def _append(self, sequence: Sequence, block: int) -> None:
+        sequence.blocks.append(block)
+        self._appends.append((sequence.row, block))
+
+
+@pytest.fixture
+def driver() -> type[Driver]:
+    """The class."""
+    return Driver

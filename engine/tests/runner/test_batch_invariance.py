@@ -1,0 +1,107 @@
+"""A request's results have the same bits whatever its neighbours, chunks, cached prefix and physical blocks. The cache is
+poisoned with NaN before each run, so that nothing outside the request's own tokens can be read unnoticed."""
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.sampling import SamplingParams
+
+VOCAB = 257
+PARAMS = SamplingParams(max_tokens=100, temperature=0.8, top_p=0.95, seed=11, logprobs=VOCAB)
+VARIANTS = [("llama", "float32"), ("llama-7to1-llama3-tied", "float32"), ("llama-mha-linear-bias", "float32")]
+VARIANTS += [("qwen3", "float32"), ("llama", "bfloat16"), ("qwen3", "bfloat16"), ("llama", "float16")]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+class Trace:
+    """The sampled tokens of one sequence and all their log probabilities."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[np.ndarray] = []
+
+    def add(self, result, index: int) -> None:
+        if result.counts[index]:
+            where = result.logprobs.plan_rows.tolist().index(index)
+            self.tokens.append(int(result.token_ids[index, 0]))
+            order = np.argsort(result.logprobs.top_ids[where])
+            self.logprobs.append(result.logprobs.top_logprobs[where][order])
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Trace)
+            and self.tokens == other.tokens
+            and all(np.array_equal(a, b) for a, b in zip(self.logprobs, other.logprobs, strict=True))
+        )
+
+
+def run_alone(play, tokens, chunk=1000, outputs=6, **cached) -> tuple[Trace, object]:
+    trace, sequence = Trace(), play.admit(tokens, PARAMS, **cached)
+    while len(trace.tokens) < outputs:
+        trace.add(play.step([(sequence, min(chunk, len(sequence.tokens) - sequence.computed))]), 0)
+    return trace, sequence
+
+
+@pytest.fixture(params=VARIANTS, ids="-".join)
+def runner(request, loaded):
+    return loaded(*request.param)
+
+
+@pytest.fixture
+def expected(runner, driver) -> Trace:
+    return run_alone(driver(runner), prompt(1, 200))[0]
+
+
+@pytest.mark.req("CHK-05", "CHK-06")
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64, 129])
+def test_chunks(runner, driver, expected, chunk):
+    assert run_alone(driver(runner, seed=chunk), prompt(1, 200), chunk)[0] == expected
+
+
+def test_cached_prefix(runner, driver, expected):
+    play = driver(runner)
+    _, first = run_alone(play, prompt(1, 200)[:180] + prompt(9, 10))
+    for blocks in (1, 8, 11):
+        assert run_alone(play, prompt(1, 200), cached=first, blocks=blocks)[0] == expected
+
+
+@pytest.mark.req("SMP-13")
+@pytest.mark.parametrize("crowd", [1, 2, 4, 9])
+def test_neighbours(runner, driver, expected, crowd):
+    """Others prefill, decode and end around it, before and after it in the batch."""
+    play, rng = driver(runner, seed=crowd), np.random.default_rng(crowd)
+    others = [play.admit(prompt(100 + i, int(rng.integers(2, 120))), PARAMS) for i in range(crowd)]
+    sequence, trace = play.admit(prompt(1, 200), PARAMS), Trace()
+    while len(trace.tokens) < 6:
+        work = [(other, int(rng.integers(1, len(other.tokens) - other.computed + 1))) for other in others]
+        index = int(rng.integers(0, len(work) + 1))
+        remaining = len(sequence.tokens) - sequence.computed
+        work.insert(index, (sequence, min(remaining, int(rng.integers(1, 90)))))
+        trace.add(play.step(work), index)
+        if rng.random() < 0.2:
+            gone = others.pop()
+            play.release(gone)
+            others.append(play.admit(prompt(int(rng.integers(200, 300)), 30), PARAMS))
+    assert trace == expected
+
+
+def test_resumes_after_preemption(runner, driver, expected):
+    """All tokens known so far are computed again, in another row and other blocks."""
+    play = driver(runner, seed=5)
+    trace, sequence = run_alone(play, prompt(1, 200), outputs=3)
+    play.release(sequence)
+    play.admit(prompt(2, 5), PARAMS)
+    resumed, _ = run_alone(play, sequence.tokens, chunk=50, outputs=3)
+    assert trace.tokens + resumed.tokens == expected.tokens
+    assert all(np.array_equal(a, b) for a, b in zip(trace.logprobs + resumed.logprobs, expected.logprobs, strict=True))
+
+
+def test_the_poison_is_there(loaded, driver):
+    """Without it the tests above would show nothing of what is read."""
+    play = driver(loaded("llama"))
+    play.step([(play.admit(prompt(1, 20), PARAMS), 20)])
+    assert all(torch.isnan(cache).any() and torch.isfinite(cache).any() for cache in play.runner.kv_caches)

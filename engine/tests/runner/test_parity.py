@@ -1,0 +1,75 @@
+"""Logits and greedy tokens equal Hugging Face transformers', on tiny random checkpoints of every family."""
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.sampling import SamplingParams
+
+NAMES = ["llama", "llama-7to1-llama3-tied", "llama-mha-linear-bias", "qwen3"]
+PROMPT, OUTPUTS, VOCAB = 150, 12, 257
+ALL_LOGPROBS = SamplingParams(max_tokens=100, temperature=0.0, logprobs=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint):
+    """`reference(name)`: transformers' model in float32."""
+    transformers = pytest.importorskip("transformers")
+
+    def load(name: str):
+        model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint(name), attn_implementation="eager")
+        return model.float().eval()
+
+    return load
+
+
+def prompt(seed: int, length: int = PROMPT) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+@torch.no_grad()
+def reference_logprobs(model, tokens: list[int]) -> torch.Tensor:
+    return torch.log_softmax(model(torch.tensor([tokens])).logits[0].float(), -1)
+
+
+def by_token(result) -> torch.Tensor:
+    """The first row's log probabilities in the order of the vocabulary."""
+    found = torch.empty(VOCAB)
+    found[torch.tensor(result.logprobs.top_ids[0]).long()] = torch.tensor(result.logprobs.top_logprobs[0])
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.req("ATT-08", "ATT-31", "LP-01")
+def test_logprobs_equal_transformers(name, loaded, driver, reference):
+    play, tokens = driver(loaded(name)), prompt(1)
+    expected = reference_logprobs(reference(name), tokens)
+    sequence = play.admit(tokens[:-4], ALL_LOGPROBS)
+    results = [play.step([(sequence, 100)]), play.step([(sequence, PROMPT - 104)])]
+    assert results[0].counts.tolist() == [0]
+    torch.testing.assert_close(by_token(results[1]), expected[PROMPT - 5], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_equal_transformers(name, loaded, driver, reference):
+    play, tokens = driver(loaded(name)), prompt(2)
+    model = reference(name)
+    with torch.no_grad():
+        expected = model.generate(torch.tensor([tokens]), max_new_tokens=OUTPUTS, do_sample=False)[0, PROMPT:].tolist()
+    assert play.generate(play.admit(tokens), OUTPUTS) == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_bfloat16_is_close(name, loaded, driver, reference):
+    """Teacher-forced: each position's log probabilities near float32's, and the same choice but for near-ties."""
+    play, tokens = driver(loaded(name, "bfloat16")), prompt(3, 80)
+    expected = reference_logprobs(reference(name), tokens)
+    sequence = play.admit(tokens[:60], ALL_LOGPROBS)
+    play.step([(sequence, 59)])
+    for position in range(59, 79):
+        sequence.tokens = tokens[: position + 1]
+        play.runner._batch.rows.token_ids[sequence.row, position] = tokens[position]
+        got = by_token(play.step([(sequence, 1)]))
+        torch.testing.assert_close(got, expected[position], rtol=0, atol=0.25)
+        chosen = int(got.argmax())
+        assert expected[position].max() - expected[position, chosen] < 0.1
