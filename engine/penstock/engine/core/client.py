@@ -143,7 +143,8 @@ class CoreClient:
         if self._exited is None or self._exited.done():
             raise CoreError(self._obituary())
         try:
-            await self._socket.send_multipart([self._identity, messages.encode(message)])
+            await self._socket.send(self._identity, zmq.SNDMORE)
+            await self._socket.send(messages.encode(message))
         except zmq.ZMQError as error:
             raise CoreError(f"the engine core does not answer: {error}") from error
 

@@ -90,6 +90,11 @@ def empty(*shape: int) -> Int32:
     return np.empty(shape or (0,), dtype=np.int32)
 
 
+def ints(array: Int32) -> list[int]:
+    """The elements as Python's integers."""
+    return cast("list[int]", array.tolist())
+
+
 _DTYPES = {"i": np.int32, "f": np.float32, "b": np.bool_}
 
 

@@ -1,0 +1,159 @@
+"""The blocks of KV cache: who holds them, which are free, and which can be found by the hash of their content.
+
+A free block keeps its content and its hash until it is handed out again: the free list is at the same time the eviction queue
+of the prefix cache, least recently used first.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from penstock.engine.cache.events import BlockEvents
+
+NULL_BLOCK = 0
+"""Stands for "no block" in block tables; never handed out, never freed."""
+
+
+class FreeList:
+    """Doubly linked list over the integers 0 … n-1, every operation O(1): links are two plain lists, n is the sentinel."""
+
+    def __init__(self, size: int) -> None:
+        self._next = [*range(1, size + 1), 0]
+        self._previous = [size, *range(size)]
+        self._sentinel = size
+        self.count = size
+
+    def pop_first(self) -> int:
+        """Takes the head; raises `IndexError` on an empty list."""
+        block = self._next[self._sentinel]
+        if block == self._sentinel:
+            raise IndexError("no free block")
+        self.remove(block)
+        return block
+
+    def remove(self, block: int) -> None:
+        """Takes a member from wherever it stands."""
+        before, after = self._previous[block], self._next[block]
+        self._next[before], self._previous[after] = after, before
+        self._next[block] = self._previous[block] = -1
+        self.count -= 1
+
+    def append(self, block: int) -> None:
+        """Puts a block that is not a member at the tail."""
+        last, end = self._previous[self._sentinel], self._sentinel
+        self._next[last] = self._previous[end] = block
+        self._next[block], self._previous[block] = end, last
+        self.count += 1
+
+    def __iter__(self) -> Iterator[int]:
+        """Head to tail."""
+        block = self._next[self._sentinel]
+        while block != self._sentinel:
+            yield block
+            block = self._next[block]
+
+
+class BlockPool:
+    """Blocks 0 … `num_blocks` - 1, of which block 0 is the null block.
+
+    Args:
+        num_blocks: All blocks, the null block included.
+        num_groups: KV groups: a hash names separate blocks in each.
+        events: Hears of blocks stored and removed; group 0 speaks for all.
+    """
+
+    def __init__(self, num_blocks: int, num_groups: int, events: BlockEvents) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks is {num_blocks}; the null block and one more are the least")
+        self.num_blocks = num_blocks
+        self.free_list = FreeList(num_blocks)
+        self.free_list.remove(NULL_BLOCK)
+        self.ref_counts = [0] * num_blocks
+        self._names: list[tuple[int, bytes] | None] = [None] * num_blocks
+        # Several blocks may hold the same tokens, computed side by side; any of them is a hit.
+        self._cached: list[dict[bytes, list[int]]] = [{} for _ in range(num_groups)]
+        self._events = events
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds, cached or not."""
+        return self.free_list.count
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody holds, the null block not counted."""
+        return self.num_blocks - 1 - self.num_free
+
+    def get_new_blocks(self, count: int) -> list[int]:
+        """Takes `count` free blocks, least recently used first, and forgets what they cached.
+
+        Raises:
+            ValueError: There are not that many; nothing was taken.
+        """
+        if count > self.num_free:
+            raise ValueError(f"{count} blocks wanted, {self.num_free} free")
+        blocks = [self.free_list.pop_first() for _ in range(count)]
+        for block in blocks:
+            self._evict(block)
+            self.ref_counts[block] = 1
+        return blocks
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        """One more holder for each; free ones leave the eviction queue."""
+        for block in blocks:
+            if self.ref_counts[block] == 0:
+                self.free_list.remove(block)
+            self.ref_counts[block] += 1
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """One holder less for each; those without any join the eviction queue in this order."""
+        for block in blocks:
+            if self.ref_counts[block] < 1:
+                raise ValueError(f"block {block} is freed and nobody holds it")
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] == 0:
+                self.free_list.append(block)
+
+    def lookup(self, group: int, block_hash: bytes) -> int | None:
+        """A block with this content, or None."""
+        blocks = self._cached[group].get(block_hash)
+        return blocks[0] if blocks else None
+
+    def num_free_among(self, blocks: Iterable[int]) -> int:
+        """How many of these nobody holds: touching them uses up free blocks."""
+        return sum(self.ref_counts[block] == 0 for block in blocks)
+
+    def cache(self, group: int, block: int, block_hash: bytes) -> None:
+        """Publishes a full block, once, under the hash of its content."""
+        if self._names[block] is not None:
+            raise ValueError(f"block {block} is cached already")
+        self._names[block] = (group, block_hash)
+        same = self._cached[group].setdefault(block_hash, [])
+        same.append(block)
+        if group == 0 and len(same) == 1:
+            self._events.stored(block_hash)
+
+    def cached_hashes(self) -> Sequence[bytes]:
+        """Hashes that a look-up finds now."""
+        return list(self._cached[0])
+
+    def reset(self) -> bool:
+        """Forgets all content; False, and nothing done, while anybody holds a block."""
+        if self.num_used:
+            return False
+        for cached in self._cached:
+            cached.clear()
+        self._names = [None] * self.num_blocks
+        self._events.cleared()
+        return True
+
+    def _evict(self, block: int) -> None:
+        name = self._names[block]
+        if name is None:
+            return
+        group, block_hash = name
+        self._names[block] = None
+        same = self._cached[group][block_hash]
+        same.remove(block)
+        if not same:
+            del self._cached[group][block_hash]
+            if group == 0:
+                self._events.removed(block_hash)

@@ -1,0 +1,53 @@
+"""Admission: may this request start now, and if not, why not.
+
+One rule a file. The first rule that refuses ends the step's admissions, since all of today's rules are about capacity, which
+the requests behind the first one would take from it.
+"""
+
+from typing import Protocol
+
+from penstock.api.load_report import WaitingReason
+from penstock.engine.cache.kv_manager import CacheHit, KVCacheManager
+from penstock.engine.core.request import Request
+
+
+class Candidate:
+    """The first waiting request, and the step as far as it is planned.
+
+    Args:
+        request: It holds no row and no blocks.
+        kv: Where its cached prefix is looked up, once, when the first rule asks for it.
+        num_running: Requests that have a row.
+        token_budget: Tokens left in this step.
+        reserved_blocks: Blocks that running requests still need for tokens they already have.
+    """
+
+    def __init__(
+        self, request: Request, kv: KVCacheManager, *, num_running: int, token_budget: int, reserved_blocks: int
+    ) -> None:
+        self.request = request
+        self.num_running = num_running
+        self.token_budget = token_budget
+        self.reserved_blocks = reserved_blocks
+        self._kv = kv
+        self._hit: CacheHit | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known."""
+        return len(self.request.token_ids)
+
+    @property
+    def hit(self) -> CacheHit:
+        """Its cached prefix."""
+        if self._hit is None:
+            self._hit = self._kv.lookup(self.request, self.num_tokens)
+        return self._hit
+
+
+class AdmissionRule(Protocol):
+    """One reason to wait."""
+
+    def refuses(self, candidate: Candidate) -> WaitingReason | None:
+        """Why the candidate must wait; None: this rule lets it start."""
+        ...

@@ -1,0 +1,67 @@
+"""Egress: what a step produced for all requests, as the one columnar frame that goes to the frontend."""
+
+import msgspec
+import numpy as np
+from penstock.engine.core.plan import Bool, Int32, SampledLogprobs, empty
+from penstock.engine.core.tenancy import Int64
+from penstock.engine.messages import Finished, Logprobs, Started, StepOutputs
+
+
+class RequestOutputs(msgspec.Struct, frozen=True):
+    """One token each for some requests, and whatever began or ended."""
+
+    indexes: Int64
+    """[m]: the requests."""
+    token_ids: Int32
+    """[m]."""
+    started: list[Started]
+    finished: list[Finished]
+    logprobs: Logprobs | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not (len(self.indexes) or self.started or self.finished)
+
+    def frame(self, engine_index: int, step_id: int, now: float) -> StepOutputs:
+        """The message; `now` is Unix time in seconds."""
+        count = len(self.indexes)
+        return StepOutputs(
+            engine_index=engine_index,
+            step_id=step_id,
+            time=now,
+            indexes=self.indexes.astype("<i8").tobytes(),
+            offsets=np.arange(count + 1, dtype="<i4").tobytes(),
+            token_ids=self.token_ids.astype("<i4").tobytes(),
+            started=self.started,
+            finished=self.finished,
+            logprobs=self.logprobs,
+        )
+
+
+def no_tokens() -> tuple[Int64, Int32]:
+    """The token columns of outputs without tokens."""
+    return np.empty(0, np.int64), empty()
+
+
+def logprob_columns(logprobs: SampledLogprobs | None, accepted: Bool) -> Logprobs | None:
+    """The logprobs of tokens that are sent.
+
+    Args:
+        logprobs: Of the plan's rows that asked for them.
+        accepted: [r], for each of the plan's rows whether its token is sent; the frame has the tokens in this order.
+    """
+    if logprobs is None:
+        return None
+    sent = accepted[logprobs.plan_rows]
+    if not sent.any():
+        return None
+    positions = np.cumsum(accepted) - 1
+    return Logprobs(
+        positions=positions[logprobs.plan_rows[sent]].astype("<i4").tobytes(),
+        sampled=logprobs.sampled[sent].astype("<f4").tobytes(),
+        ranks=logprobs.ranks[sent].astype("<i4").tobytes(),
+        width=logprobs.top_ids.shape[1],
+        top_ids=logprobs.top_ids[sent].astype("<i4").tobytes(),
+        top_logprobs=logprobs.top_logprobs[sent].astype("<f4").tobytes(),
+    )

@@ -1,0 +1,87 @@
+"""A request inside the core."""
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+from penstock.engine.messages import AddRequest, FinishReason
+from penstock.engine.sampling import SamplingParams
+from penstock.prompt.hashing import BlockHasher, ExtraKeys
+
+
+class RequestStatus(IntEnum):
+    """Where a request stands. Everything after PREEMPTED is finished and stays so."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED_STOPPED = 3
+    FINISHED_LENGTH_CAPPED = 4
+    FINISHED_ABORTED = 5
+    FINISHED_ERROR = 6
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request has ended."""
+        return self > RequestStatus.PREEMPTED
+
+
+FINISHED_STATUS = {
+    FinishReason.STOP: RequestStatus.FINISHED_STOPPED,
+    FinishReason.LENGTH: RequestStatus.FINISHED_LENGTH_CAPPED,
+    FinishReason.ABORT: RequestStatus.FINISHED_ABORTED,
+    FinishReason.ERROR: RequestStatus.FINISHED_ERROR,
+}
+
+
+class Request:
+    """One sequence from arrival to end.
+
+    While it has a row, the row table holds its tokens and progress; otherwise `token_ids` does, and nothing is computed.
+    """
+
+    __slots__ = (
+        "_extra_keys",
+        "arrival_time",
+        "block_hashes",
+        "index",
+        "key",
+        "num_cached_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "priority",
+        "request_id",
+        "row",
+        "sampling",
+        "status",
+        "token_ids",
+    )
+
+    def __init__(self, message: AddRequest, ordinal: int) -> None:
+        self.index = message.index
+        self.request_id = message.request_id
+        self.token_ids = message.prompt_token_ids
+        """Tokens known when it last had no row: the prompt, and what was generated before a preemption."""
+        self.num_prompt_tokens = len(message.prompt_token_ids)
+        self.sampling: SamplingParams = message.sampling
+        self.arrival_time = message.arrival_time
+        self.priority = message.priority
+        self.key = (message.priority, message.arrival_time, ordinal)
+        """The order in which requests are served: the smallest first, and the largest preempted first."""
+        self.status = RequestStatus.WAITING
+        self.row = -1
+        """Its row while RUNNING."""
+        self.num_cached_tokens = -1
+        """Prompt tokens that the prefix cache supplied when it first ran; -1 before."""
+        self.num_preemptions = 0
+        self.block_hashes: list[bytes] = []
+        """Of its full blocks, as far as anybody asked."""
+        self._extra_keys = ExtraKeys(cache_salt=message.cache_salt)
+
+    def extend_hashes(self, hasher: BlockHasher, token_ids: Sequence[int]) -> None:
+        """Hashes the full blocks of `token_ids`, all tokens from the first one, that are not hashed yet."""
+        hasher.extend(self.block_hashes, token_ids, self._extra_keys)
+
+
+def order(request: Request) -> tuple[int, float, int]:
+    """The sort key of requests."""
+    return request.key

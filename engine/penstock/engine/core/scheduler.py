@@ -1,0 +1,369 @@
+"""The scheduler: which rows run how many tokens in the next step.
+
+There are no phases. A request is tokens known and tokens computed, and a step closes gaps between the two under one token budget:
+running requests first, those that lack a single token as one array operation before the rest, then waiting ones. What is
+planned counts as computed at once, so that the next step can be planned while this one runs; `update` corrects that.
+
+No torch, no clock, no input or output: time is an argument.
+"""
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import msgspec
+import numpy as np
+from penstock.api.events import Event, RequestFinished
+from penstock.api.load_report import WaitingReason
+from penstock.engine.cache.kv_manager import KVCacheManager
+from penstock.engine.config import ConfigError, SchedulerConfig
+from penstock.engine.core.admission.kv_blocks import KVBlocks
+from penstock.engine.core.admission.max_num_seqs import MaxNumSeqs
+from penstock.engine.core.admission.rule import AdmissionRule, Candidate
+from penstock.engine.core.admission.token_budget import TokenBudget
+from penstock.engine.core.outputs import RequestOutputs, logprob_columns, no_tokens
+from penstock.engine.core.plan import Admission, Bool, Int32, StepPlan, StepResult, ints
+from penstock.engine.core.request import FINISHED_STATUS, Request, RequestStatus, order
+from penstock.engine.core.request_queue import RequestQueue
+from penstock.engine.core.row_table import RowTable
+from penstock.engine.core.step_draft import StepDraft
+from penstock.engine.core.tenancy import Int64, Tenancy
+from penstock.engine.messages import FINISH_REASONS, QUEUE_FULL, AddRequest, Finished, FinishReason, Logprobs, Started
+from penstock.prompt.hashing import BlockHasher
+
+
+class Flight(msgspec.Struct, frozen=True):
+    """A plan whose result is still to come, and who had its rows when it was made."""
+
+    step_id: int
+    rows: Int32
+    starts: Int32
+    """[r]: position of each row's first new token."""
+    ends: Int32
+    """[r]: and the one after its last: where its sampled token belongs."""
+    tenancies: Int64
+
+
+class Scheduler:
+    """All requests of one engine core, from arrival to end.
+
+    Args:
+        config: Limits of a step.
+        max_model_len: Tokens of prompt and output together.
+        kv: The cache, big enough for one request of that length.
+        hasher: Names the cache's blocks.
+    """
+
+    def __init__(self, config: SchedulerConfig, max_model_len: int, kv: KVCacheManager, hasher: BlockHasher) -> None:
+        usable, needed = kv.pool.num_blocks - 1, kv.blocks_for(max_model_len)
+        if usable < needed:
+            raise ConfigError(
+                f"a sequence of --max-model-len {max_model_len} needs {needed} KV blocks of {kv.block_size} tokens, and there "
+                f"are {usable}: lower --max-model-len to {usable // kv.num_groups * kv.block_size}, or give the cache more memory"
+            )
+        self.config = config
+        self.table = RowTable(config.max_num_seqs, max_model_len, [kv.block_size] * kv.num_groups)
+        self.kv = kv
+        self.num_preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._max_model_len = max_model_len
+        self._hasher = hasher
+        self._rules: list[AdmissionRule] = [MaxNumSeqs(config.max_num_seqs), TokenBudget(), KVBlocks(kv)]
+        self._tenancy = Tenancy(config.max_num_seqs, max_model_len)
+        self._requests: dict[int, Request] = {}
+        self._waiting = RequestQueue()
+        self._waiting_reason: WaitingReason = "capacity"
+        self._running: list[Request] = []
+        self._running_rows: Int32 | None = None
+        self._released: list[int] = []
+        self._in_flight: deque[Flight] = deque()
+        self._next_step_id = 0
+        self._ordinal = 0
+        self._started: list[Started] = []
+        self._finished: list[Finished] = []
+        self._ended: list[RequestFinished] = []
+
+    # --- what there is to do ---
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return len(self._running)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans whose results are still to come."""
+        return len(self._in_flight)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether anything waits or runs."""
+        return bool(self._requests)
+
+    def waiting(self) -> dict[WaitingReason, int]:
+        """Waiting requests by what they wait for; all of them wait for what the first one waits for."""
+        return {self._waiting_reason: len(self._waiting)} if self._waiting else {}
+
+    def prefill_backlog(self) -> int:
+        """Tokens known and not yet computed, of waiting and running requests; those that only decode have none."""
+        gaps = self.table.num_tokens - self.table.num_computed
+        return int(gaps[gaps > 1].sum()) + sum(len(request.token_ids) for request in self._waiting)
+
+    # --- input ---
+
+    def add(self, message: AddRequest) -> None:
+        """Takes a request in. One that cannot be served ends at once with an error, which `take_outputs` tells.
+
+        Raises:
+            ValueError: The index belongs to a request that lives.
+        """
+        if message.index in self._requests:
+            raise ValueError(f"request {message.index} is there already")
+        self._ordinal += 1
+        request = Request(message, self._ordinal)
+        if error := self._why_refused(request):
+            self._end(request, FinishReason.ERROR, request.num_prompt_tokens, error=error)
+            return
+        if self.kv.enable_prefix_caching:
+            request.extend_hashes(self._hasher, request.token_ids)
+        self._requests[request.index] = request
+        self._waiting.push(request)
+
+    def abort(self, indexes: Iterable[int]) -> None:
+        """Ends requests in whatever state; unknown ones are ignored."""
+        for index in indexes:
+            if request := self._requests.get(index):
+                self._finish(request, FinishReason.ABORT)
+
+    def _why_refused(self, request: Request) -> str | None:
+        if not request.num_prompt_tokens:
+            return "the prompt has no tokens"
+        if request.num_prompt_tokens >= self._max_model_len:
+            return f"the prompt has {request.num_prompt_tokens} tokens; the context is {self._max_model_len}, output included"
+        if request.sampling.max_tokens < 1:
+            return f"max_tokens is {request.sampling.max_tokens}; it must be at least 1"
+        if len(self._waiting) - len(self._tenancy.free_rows) >= self.config.max_num_waiting:
+            return QUEUE_FULL
+        return None
+
+    # --- the step ---
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plans the next step; None where no row can run. `now` is Unix time in seconds."""
+        draft = StepDraft(self.config.max_num_batched_tokens)
+        rows = self._rows()
+        known = self.table.num_tokens[rows]
+        gaps = known - self.table.num_computed[rows]
+        # A row at its limit ends when the token in flight is known: that token needs no step of its own.
+        self._schedule_decodes(draft, rows[(gaps == 1) & (known < self._tenancy.limits[rows])])
+        self._schedule_chunks(draft, rows[gaps > 1])
+        if not draft.preempted:
+            self._schedule_waiting(draft, now)
+        return None if draft.is_empty else self._submit(draft)
+
+    def _schedule_decodes(self, draft: StepDraft, rows: Int32) -> None:
+        draft.grant_decodes(rows)
+        # Only a row whose blocks are all full needs another one.
+        crossing = draft.decodes[self.table.num_computed[draft.decodes] % self.kv.block_size == 0]
+        for row in ints(crossing):
+            if request := self._tenancy.requests[row]:
+                self._grow(draft, request, int(self.table.num_computed[row]) + 1)
+
+    def _schedule_chunks(self, draft: StepDraft, rows: Int32) -> None:
+        for row in ints(rows):
+            request = self._tenancy.requests[row]
+            if draft.token_budget == 0:
+                return
+            if request is None:  # preempted in this step
+                continue
+            computed, known = int(self.table.num_computed[row]), int(self.table.num_tokens[row])
+            count = self._chunk(known - computed, draft.token_budget)
+            if self._grow(draft, request, computed + count):
+                draft.grant_chunk(row, count, samples=computed + count == known)
+                draft.reserved_blocks += self.kv.blocks_for(known) - self.kv.blocks_for(computed + count)
+
+    def _schedule_waiting(self, draft: StepDraft, now: float) -> None:
+        while self._waiting:
+            candidate = Candidate(
+                self._waiting.peek(),
+                self.kv,
+                num_running=self.num_running,
+                token_budget=draft.token_budget,
+                reserved_blocks=draft.reserved_blocks,
+            )
+            for rule in self._rules:
+                if reason := rule.refuses(candidate):
+                    self._waiting_reason = reason
+                    return
+            self._admit(draft, candidate, now)
+
+    def _chunk(self, gap: int, budget: int) -> int:
+        threshold = self.config.long_prefill_token_threshold
+        return min(gap, budget, threshold) if threshold else min(gap, budget)
+
+    def _admit(self, draft: StepDraft, candidate: Candidate, now: float) -> None:
+        request, hit, known = self._waiting.pop(), candidate.hit, candidate.num_tokens
+        count = self._chunk(known - hit.num_tokens, draft.token_budget)
+        blocks = self.kv.allocate(request, hit.num_tokens + count, hit)
+        assert blocks is not None, "the admission rule counted blocks that are not there"
+        row = self._tenancy.move_in(request)
+        request.row, request.status = row, RequestStatus.RUNNING
+        insort(self._running, request, key=order)
+        self._running_rows = None
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = hit.num_tokens
+            self.prefix_queries += known
+            self.prefix_hits += hit.num_tokens
+            self._started.append(Started(request.index, hit.num_tokens, now))
+        tokens = np.array(request.token_ids, np.int32)
+        draft.admissions.append(Admission(row, tokens, request.num_prompt_tokens, hit.num_tokens, request.sampling))
+        draft.appends[row] = blocks
+        draft.grant_chunk(row, count, samples=hit.num_tokens + count == known)
+        draft.reserved_blocks += self.kv.blocks_for(known) - self.kv.blocks_for(hit.num_tokens + count)
+
+    def _grow(self, draft: StepDraft, request: Request, num_tokens: int) -> bool:
+        """Makes room for a running request's tokens, at the cost of those served after it; False: at its own."""
+        while (blocks := self.kv.allocate(request, num_tokens)) is None:
+            victim = self._running[-1]
+            self._preempt(draft, victim)
+            if victim is request:
+                return False
+        draft.appends[request.row] = blocks
+        return True
+
+    def _preempt(self, draft: StepDraft, request: Request) -> None:
+        """Takes a request's row and blocks; it keeps its tokens and computes them anew when there is room."""
+        row = request.row
+        draft.take_back(row)
+        # A token in flight is not known here: it is sampled again, from the same counter of random numbers.
+        request.token_ids = self.table.token_ids[row, : self._tenancy.num_known[row]].tolist()
+        if self.kv.enable_prefix_caching:
+            request.extend_hashes(self._hasher, request.token_ids)
+        self._release(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.push(request)
+
+    def _submit(self, draft: StepDraft) -> StepPlan:
+        plan = draft.build(self._next_step_id, self._released, self.kv.num_groups)
+        self._next_step_id += 1
+        self._released = []
+        starts = self.table.apply(plan)
+        tenancies = self._tenancy.tenancies[plan.rows]
+        self._in_flight.append(Flight(plan.step_id, plan.rows, starts, starts + plan.num_new_tokens, tenancies))
+        return plan
+
+    # --- the result ---
+
+    def update(self, result: StepResult) -> RequestOutputs:
+        """Takes in what the oldest plan in flight produced. What it holds for requests that have left since is ignored.
+
+        Raises:
+            ValueError: The result is another step's.
+        """
+        flight = self._in_flight.popleft()
+        if flight.step_id != result.step_id:
+            raise ValueError(f"the result of step {result.step_id} came while step {flight.step_id} was awaited")
+        live = self._tenancy.tenancies[flight.rows] == flight.tenancies
+        for at, error in result.failed.items():
+            if live[at] and (request := self._tenancy.requests[int(flight.rows[at])]):
+                live[at] = False
+                self._finish(request, FinishReason.ERROR, error=error)
+        self._commit(flight, live)
+        accepted = live & (result.counts > 0)
+        rows, positions, tokens = flight.rows[accepted], flight.ends[accepted], result.token_ids[accepted, 0]
+        indexes = self._tenancy.indexes[rows]
+        self.table.write_sampled(rows, positions, tokens)
+        self._tenancy.num_known[rows] = positions + 1
+        self._finish_ended(rows, tokens)
+        return self._outputs(indexes, tokens, logprob_columns(result.logprobs, accepted))
+
+    def _commit(self, flight: Flight, live: Bool) -> None:
+        """Publishes the blocks that this step has filled."""
+        if not self.kv.enable_prefix_caching:
+            return
+        size = self.kv.block_size
+        for at in np.flatnonzero(live & (flight.ends // size > flight.starts // size)).tolist():
+            row, upto = int(flight.rows[at]), int(flight.ends[at])
+            request = self._tenancy.requests[row]
+            assert request is not None
+            # An array is a sequence in all that hashing needs: a length, slices and their items.
+            request.extend_hashes(self._hasher, cast("Sequence[int]", self.table.token_ids[row, :upto]))
+            self.kv.commit(request, upto)
+
+    def _finish_ended(self, rows: Int32, tokens: Int32) -> None:
+        stopped = self._tenancy.stops(rows, tokens)
+        capped = self._tenancy.num_known[rows] >= self._tenancy.limits[rows]
+        for at in np.flatnonzero(stopped | capped).tolist():
+            request = self._tenancy.requests[int(rows[at])]
+            assert request is not None
+            if stopped[at]:
+                self._finish(request, FinishReason.STOP, stop_token_id=int(tokens[at]))
+            else:
+                self._finish(request, FinishReason.LENGTH)
+
+    def _outputs(self, indexes: Int64, tokens: Int32, logprobs: Logprobs | None) -> RequestOutputs:
+        started, finished = self._started, self._finished
+        self._started, self._finished = [], []
+        return RequestOutputs(indexes, tokens, started, finished, logprobs)
+
+    # --- the end ---
+
+    def take_outputs(self) -> RequestOutputs:
+        """What happened outside of steps: aborts and refusals."""
+        return self._outputs(*no_tokens(), None)
+
+    def take_events(self) -> list[Event]:
+        """Events for the stream since the last call: blocks, then requests that ended."""
+        ended, self._ended = self._ended, []
+        return [*self.kv.events.take(), *ended]
+
+    def _finish(
+        self, request: Request, reason: FinishReason, *, stop_token_id: int | None = None, error: str | None = None
+    ) -> None:
+        num_tokens = len(request.token_ids)
+        if request.status is RequestStatus.RUNNING:
+            num_tokens = int(self._tenancy.num_known[request.row])
+            self._release(request)
+        else:
+            self._waiting.remove(request)
+        del self._requests[request.index]
+        self._end(request, reason, num_tokens, stop_token_id=stop_token_id, error=error)
+
+    def _end(
+        self,
+        request: Request,
+        reason: FinishReason,
+        num_tokens: int,
+        *,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+    ) -> None:
+        request.status = FINISHED_STATUS[reason]
+        self._finished.append(Finished(request.index, reason, stop_token_id, error))
+        self._ended.append(
+            RequestFinished(
+                request_id=request.request_id,
+                reason=FINISH_REASONS[reason],
+                prompt_tokens=request.num_prompt_tokens,
+                cached_tokens=max(request.num_cached_tokens, 0),
+                output_tokens=num_tokens - request.num_prompt_tokens,
+            )
+        )
+
+    def _release(self, request: Request) -> None:
+        self.kv.free(request)
+        self._tenancy.move_out(request.row)
+        self._released.append(request.row)
+        del self._running[bisect_left(self._running, request.key, key=order)]
+        self._running_rows = None
+        request.row = -1
+
+    def _rows(self) -> Int32:
+        """[n]: rows of running requests in the order in which they are served."""
+        if self._running_rows is None:
+            self._running_rows = np.fromiter((request.row for request in self._running), np.int32, len(self._running))
+        return self._running_rows

@@ -1,0 +1,188 @@
+"""Scheduler, cache and fake runner as a machine that a test steps, with all invariants checked at every step."""
+
+from collections import Counter, deque
+from pathlib import Path
+
+import numpy as np
+from fake_runner import FakeRunner
+from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, RequestFinished
+from penstock.engine.cache.block_pool import NULL_BLOCK
+from penstock.engine.cache.kv_manager import KVCacheManager
+from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.engine.core.outputs import RequestOutputs
+from penstock.engine.core.plan import SampleInputs, StepPlan
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.messages import AddRequest, Finished
+from penstock.engine.sampling import SamplingParams
+from penstock.prompt.hashing import BlockHasher
+
+
+def make_config(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_model_len: int = 64,
+    max_num_seqs: int = 8,
+    budget: int = 16,
+    threshold: int = 0,
+    caching: bool = True,
+    watermark: float = 0.0,
+    max_num_waiting: int = 1000,
+    depth: int = 1,
+) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(
+            path=Path("/nowhere"),
+            served_names=("m",),
+            architecture="Fake",
+            dtype="float32",
+            max_model_len=max_model_len,
+            eos_token_ids=(),
+        ),
+        cache=CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=caching),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            long_prefill_token_threshold=threshold,
+            max_num_waiting=max_num_waiting,
+            watermark=watermark,
+        ),
+        depth=depth,
+    )
+
+
+def make_scheduler(config: EngineConfig) -> Scheduler:
+    assert config.cache.num_blocks is not None
+    kv = KVCacheManager(
+        config.cache.num_blocks,
+        config.cache.block_size,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        watermark=config.scheduler.watermark,
+    )
+    return Scheduler(config.scheduler, config.model.max_model_len, kv, BlockHasher(config.cache.block_size, "test"))
+
+
+def make_request(
+    index: int, prompt: list[int], max_tokens: int = 8, *, stop: tuple[int, ...] = (), priority: int = 0, salt: str | None = None
+) -> AddRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stop)
+    return AddRequest(index, f"r{index}", prompt, sampling, arrival_time=float(index), priority=priority, cache_salt=salt)
+
+
+class Machine:
+    """`step` plans, runs and, once `depth` plans are in flight, retires one."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.scheduler = make_scheduler(config)
+        self.runner = FakeRunner(config)
+        assert config.cache.num_blocks is not None
+        self.runner.initialize_kv_cache(config.cache.num_blocks)
+        self.streams: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[float]] = {}
+        self.finished: dict[int, Finished] = {}
+        self.ended: dict[str, RequestFinished] = {}
+        self.cached_tokens: dict[int, int] = {}
+        self.plans: list[StepPlan] = []
+        self.live_hashes: set[bytes] = set()
+        self._results: deque = deque()
+
+    def add(self, *requests: AddRequest) -> None:
+        for request in requests:
+            self.scheduler.add(request)
+            self._take(self.scheduler.take_outputs())
+
+    def abort(self, *indexes: int) -> None:
+        self.scheduler.abort(indexes)
+        self._take(self.scheduler.take_outputs())
+
+    def step(self) -> StepPlan | None:
+        preemptions = self.scheduler.num_preemptions
+        plan = self.scheduler.schedule(now=0.0)
+        if plan is not None:
+            self._check_plan(plan, preempted=self.scheduler.num_preemptions > preemptions)
+            self.plans.append(plan)
+            self.runner.execute(plan)
+            self._results.append(self.runner.sample(SampleInputs(plan.step_id)))
+        if self._results and (plan is None or len(self._results) >= self.config.depth):
+            self._take(self.scheduler.update(self._results.popleft()))
+        self._check_state()
+        return plan
+
+    def run(self, limit: int = 10_000) -> "Machine":
+        for _ in range(limit):
+            if not (self.scheduler.has_requests or self._results):
+                break
+            self.step()
+        else:
+            raise AssertionError(f"still not done after {limit} steps")
+        return self
+
+    def check_no_leak(self) -> None:
+        pool = self.scheduler.kv.pool
+        assert pool.num_used == 0 and not any(pool.ref_counts)
+        assert self.scheduler.num_running == 0 and not self.scheduler.waiting() and not self.scheduler.has_requests
+        assert sorted(self.scheduler._tenancy.free_rows) == list(range(self.config.scheduler.max_num_seqs))
+        assert {event.request_id for event in self.ended.values()} == {f"r{index}" for index in self.finished}
+
+    def _take(self, outputs: RequestOutputs) -> None:
+        for index, token in zip(outputs.indexes.tolist(), outputs.token_ids.tolist(), strict=True):
+            assert index not in self.finished, "a token after the end"
+            self.streams.setdefault(index, []).append(token)
+        if outputs.logprobs is not None:
+            positions = np.frombuffer(outputs.logprobs.positions, "<i4")
+            for position, value in zip(positions, np.frombuffer(outputs.logprobs.sampled, "<f4"), strict=True):
+                self.logprobs.setdefault(int(outputs.indexes[position]), []).append(float(value))
+        for started in outputs.started:
+            assert started.index not in self.cached_tokens, "started twice"
+            self.cached_tokens[started.index] = started.cached_tokens
+        for finished in outputs.finished:
+            assert finished.index not in self.finished, "ended twice"
+            self.finished[finished.index] = finished
+        self._take_events()
+
+    def _take_events(self) -> None:
+        for event in self.scheduler.take_events():
+            match event:
+                case BlockStored(hashes):
+                    assert not self.live_hashes.intersection(hashes)
+                    self.live_hashes.update(hashes)
+                case BlockRemoved(hashes):
+                    assert self.live_hashes.issuperset(hashes)
+                    self.live_hashes.difference_update(hashes)
+                case AllBlocksCleared():
+                    self.live_hashes.clear()
+                case RequestFinished():
+                    assert event.request_id not in self.ended
+                    self.ended[event.request_id] = event
+
+    def _check_plan(self, plan: StepPlan, *, preempted: bool) -> None:
+        limits = self.config.scheduler
+        assert 0 < plan.num_new_tokens.sum() <= limits.max_num_batched_tokens
+        assert (plan.num_new_tokens > 0).all() and len(set(plan.rows.tolist())) == len(plan.rows)
+        assert self.scheduler.num_running <= limits.max_num_seqs
+        assert not (preempted and plan.admissions), "a step that preempted admits nobody"
+        if limits.long_prefill_token_threshold:
+            assert plan.num_new_tokens.max() <= limits.long_prefill_token_threshold
+        assert {admission.row for admission in plan.admissions} <= set(plan.rows.tolist())
+
+    def _check_state(self) -> None:
+        scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        holders: Counter[int] = Counter()
+        for request in scheduler._requests.values():
+            (table,) = scheduler.kv.tables(request)
+            holders.update(table)
+            assert NULL_BLOCK not in table
+            if request.row >= 0:
+                count = scheduler.table.num_blocks[0][request.row]
+                assert scheduler.table.block_tables[0][request.row, :count].tolist() == list(table)
+                assert 0 <= scheduler.table.num_computed[request.row] <= scheduler.table.num_tokens[request.row]
+                assert scheduler.table.num_tokens[request.row] <= scheduler._tenancy.limits[request.row]
+            else:
+                assert not table, "a request without a row holds no blocks"
+        assert {block: count for block, count in enumerate(pool.ref_counts) if count} == dict(holders)
+        free = list(pool.free_list)
+        assert len(free) == len(set(free)) == pool.num_free
+        assert not set(free) & set(holders) and len(free) + len(holders) == pool.num_blocks - 1
+        self._take_events()
+        assert self.live_hashes == set(pool.cached_hashes()), "the event stream tells another story than the cache"

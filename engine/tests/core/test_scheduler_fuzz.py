@@ -1,0 +1,95 @@
+"""Token streams do not depend on anything but the request: not on neighbours, chunks, preemption, cache hits, aborts or depth.
+
+Every example also passes the machine's invariants at every step.
+"""
+
+import pytest
+from fake_runner import FAILING_TOKEN, VOCAB, reference
+from harness import Machine, make_config, make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.engine.messages import FinishReason
+
+BLOCK, MAX_LEN = 4, 48
+
+configs = st.fixed_dictionaries(
+    {
+        # 13 blocks are the null block and one sequence of full length: the tightest pool there is.
+        "num_blocks": st.sampled_from([13, 14, 18, 25, 60, 200]),
+        "max_num_seqs": st.integers(1, 6),
+        "budget": st.sampled_from([1, 3, 7, 16, 64]),
+        "threshold": st.sampled_from([0, 0, 1, 5]),
+        "caching": st.booleans(),
+        "watermark": st.sampled_from([0.0, 0.1]),
+        "depth": st.integers(1, 3),
+    }
+)
+# Few distinct prefixes, so that prompts share blocks.
+prompts = st.builds(
+    lambda root, shared, tail: ([root] * shared + tail) or [root],
+    st.integers(0, 2),
+    st.integers(0, 24),
+    st.lists(st.integers(0, VOCAB - 1), max_size=20),
+)
+requests = st.lists(
+    st.fixed_dictionaries(
+        {
+            "prompt": prompts,
+            "max_tokens": st.integers(1, 24),
+            "stop": st.lists(st.integers(0, VOCAB - 1), max_size=6).map(tuple),
+            "priority": st.sampled_from([0, 0, 0, 1, 2]),
+            "arrives": st.integers(0, 12),
+            "aborted": st.none() | st.none() | st.integers(0, 30),
+            "fails": st.sampled_from([False] * 9 + [True]),
+        }
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+@pytest.mark.req("RL-07", "RL-10", "RL-17", "SCH-02", "SCH-03", "SCH-05", "SCH-07", "SCH-22", "SCH-24", "CHK-01", "CHK-05")
+@pytest.mark.req("KV-08", "KV-09", "KV-13", "KV-14", "KV-29", "PC-10", "PC-12", "PC-15", "PC-17", "PC-19", "PC-24")
+@pytest.mark.req("PRE-06", "PRE-08", "PRE-14", "PRE-16", "AS-05", "AS-10", "AS-11", "AS-12", "AS-15", "AS-17")
+@settings(max_examples=250, deadline=None)
+@given(configs, requests)
+def test_every_stream_is_that_of_the_request_alone(config, wanted):
+    machine = Machine(make_config(block_size=BLOCK, max_model_len=MAX_LEN, **config))
+    for one in wanted:
+        one["prompt"] = one["prompt"][: MAX_LEN - 2] + ([FAILING_TOKEN] if one["fails"] else [])
+    for step in range(31):
+        for index, one in enumerate(wanted):
+            if one["arrives"] == step:
+                request = make_request(index, one["prompt"], one["max_tokens"], stop=one["stop"], priority=one["priority"])
+                machine.add(request)
+        machine.abort(*[index for index, one in enumerate(wanted) if one["aborted"] == step])
+        machine.step()
+    machine.run()
+    machine.check_no_leak()
+    for index, one in enumerate(wanted):
+        stream, finished = machine.streams.get(index, []), machine.finished[index]
+        expected = reference(one["prompt"], one["max_tokens"], one["stop"], MAX_LEN)
+        assert machine.ended[f"r{index}"].output_tokens == len(stream)
+        assert machine.logprobs.get(index, []) == [-float(token) for token in stream]
+        if one["fails"] and finished.reason is not FinishReason.ABORT:
+            assert finished.reason is FinishReason.ERROR and stream == []
+        elif finished.reason is FinishReason.ABORT:
+            assert one["aborted"] is not None and stream == expected[: len(stream)]
+        else:
+            assert stream == expected
+            stopped = expected[-1] in one["stop"]
+            assert finished.reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+            assert finished.stop_token_id == (expected[-1] if stopped else None)
+
+
+@pytest.mark.req("PRE-14", "SCH-33")
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 3), st.lists(st.integers(20, MAX_LEN - 1), min_size=2, max_size=6))
+def test_requests_that_do_not_fit_together_all_finish(depth, lengths):
+    """Each may take the whole pool, so that they preempt one another until one is done; and never for ever."""
+    machine = Machine(make_config(num_blocks=13, block_size=BLOCK, max_model_len=MAX_LEN, budget=16, depth=depth, caching=False))
+    machine.add(*[make_request(index, [index], length) for index, length in enumerate(lengths)])
+    machine.run(limit=2_000)
+    machine.check_no_leak()
+    for index, length in enumerate(lengths):
+        assert machine.streams[index] == reference([index], length, (), MAX_LEN)
