@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from penstock.api.fleet import Fleet, Model, Pool, Replica
 from penstock.gateway.discovery.file import FileDiscovery
 from penstock.gateway.discovery.source import discovery_from
@@ -34,7 +35,7 @@ async def silent(fleets: AsyncIterator[Fleet], caplog: pytest.LogCaptureFixture,
     """A pending read of the next fleet, after the file's fault was logged."""
     task = asyncio.ensure_future(anext(fleets))
     async with asyncio.timeout(3):
-        while reason not in caplog.text:  # noqa: ASYNC110 - a log has no event
+        while reason not in caplog.text:
             await asyncio.sleep(0.02)
     assert not task.done()
     return task

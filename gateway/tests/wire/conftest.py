@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+
 from penstock.api import headers
 from penstock.api.fleet import Fleet, Model, Pool, Replica
 

@@ -9,6 +9,8 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
+
 from penstock.api import headers
 from penstock.api.fleet import Pool
 from penstock.gateway._pb.envoy.config.core.v3.base_pb2 import HeaderValue
@@ -20,7 +22,6 @@ from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc 
 )
 from penstock.gateway.xds.listener import ListenerSettings
 from penstock.gateway.xds.server import AdsServicer
-from prometheus_client import CollectorRegistry
 
 POOL = "default/tiny/main"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -131,7 +132,7 @@ class Rig:
 
 async def eventually(holds: Callable[[], Awaitable[bool]], limit_s: float = 20.0) -> None:
     async with asyncio.timeout(limit_s):
-        while not await holds():  # noqa: ASYNC110 - what Envoy knows can only be asked
+        while not await holds():
             await asyncio.sleep(0.02)
 
 

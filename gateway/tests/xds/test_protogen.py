@@ -1,6 +1,7 @@
 """The generated protobuf package: private names in the process, public names on the wire."""
 
 from google.protobuf import descriptor_pb2, descriptor_pool, duration_pb2
+
 from penstock.gateway._pb.envoy.config.core.v3 import address_pb2
 from penstock.gateway._pb.envoy.config.listener.v3 import listener_pb2
 from penstock.gateway._pb.envoy.config.route.v3 import route_components_pb2

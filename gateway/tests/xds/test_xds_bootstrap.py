@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from penstock.gateway.envoy import host_port
 from penstock.gateway.xds.bootstrap import bootstrap
 

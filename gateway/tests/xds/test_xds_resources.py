@@ -2,6 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from penstock.api.fleet import Fleet, Model, Pool, Replica
 from penstock.gateway._pb.envoy.config.core.v3.health_check_pb2 import HealthStatus
 from penstock.gateway._pb.envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment

@@ -1,6 +1,7 @@
 """The state-of-the-world protocol, message by message."""
 
 import pytest
+
 from penstock.api.fleet import Fleet, Pool, Replica
 from penstock.gateway._pb.envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
 from penstock.gateway.xds.listener import ListenerSettings

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
+
 from penstock.api.fleet import Fleet, Model
 
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
+
 from penstock.api.fleet import Fleet
 from penstock.gateway.discovery.claims import check, oldest_claims
 

@@ -2,14 +2,15 @@
 
 import asyncio
 import logging
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from datetime import datetime
 from typing import Any
 
 from kubernetes.aio.client import ApiClient
+
 from penstock.api import labels
 from penstock.api.fleet import Fleet, Model, Pool, Replica
+from penstock.api.resources import seconds
 from penstock.gateway.discovery.claims import oldest_claims
 from penstock.kube.cache import Cache, Change
 from penstock.kube.client import PODS, Object, Resource, connect
@@ -18,7 +19,6 @@ log = logging.getLogger(__name__)
 
 MODELS = Resource(labels.GROUP, labels.VERSION, "inferencemodels")
 PORTS = (labels.HTTP_PORT, labels.EVENTS_PORT, labels.REPLAY_PORT)
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class KubernetesDiscovery:
@@ -102,6 +102,7 @@ def _id(item: Object) -> str:
 
 
 def _model(item: Object) -> tuple[Model, list[Pool]]:
+    # Not `InferenceModel.parse`, which refuses fields that it does not know: a gateway must go on serving under a newer CRD.
     spec: dict[str, Any] = item["spec"]
     served, routing = spec["served"], spec.get("routing", {})
     model = Model(
@@ -138,15 +139,3 @@ def _replica(pod: Object) -> Replica | None:
         terminating="deletionTimestamp" in metadata,
         cordoned=metadata.get("annotations", {}).get(labels.CORDONED) == "true",
     )
-
-
-def seconds(duration: str) -> float:
-    """Seconds of a Kubernetes duration such as `5m`, `1h30m` or `250ms`.
-
-    Raises:
-        ValueError: not a duration.
-    """
-    parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h)", duration)
-    if not parts or "".join(number + unit for number, unit in parts) != duration:
-        raise ValueError(f"{duration!r} is not a duration such as 30s, 5m or 1h30m")
-    return sum(float(number) * _UNITS[unit] for number, unit in parts)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 
 from google.protobuf.wrappers_pb2 import UInt32Value
+
 from penstock.api import headers
 from penstock.api.fleet import Pool, Replica
 from penstock.gateway._pb.envoy.config.cluster.v3.circuit_breaker_pb2 import CircuitBreakers

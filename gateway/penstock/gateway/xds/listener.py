@@ -6,6 +6,7 @@ from datetime import timedelta
 from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 from google.protobuf.wrappers_pb2 import BoolValue, UInt32Value
+
 from penstock.api import headers
 from penstock.gateway._pb.envoy.config.accesslog.v3.accesslog_pb2 import AccessLog
 from penstock.gateway._pb.envoy.config.common.mutation_rules.v3.mutation_rules_pb2 import HeaderMutation as Mutation

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from google.protobuf.any_pb2 import Any
+
 from penstock.api.fleet import Fleet, Replica
 from penstock.gateway._pb.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from penstock.gateway._pb.envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment

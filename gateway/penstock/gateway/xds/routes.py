@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 
 from google.protobuf.wrappers_pb2 import UInt32Value, UInt64Value
+
 from penstock.api import headers
 from penstock.api.fleet import Model
 from penstock.gateway._pb.envoy.config.route.v3.route_components_pb2 import (

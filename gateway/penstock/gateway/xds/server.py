@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
+from prometheus_client import CollectorRegistry, Counter
+
 from penstock.api import metrics
 from penstock.api.fleet import Fleet
 from penstock.gateway._pb.envoy.service.discovery.v3.ads_pb2_grpc import AggregatedDiscoveryServiceServicer
@@ -11,7 +13,6 @@ from penstock.gateway._pb.envoy.service.discovery.v3.discovery_pb2 import Discov
 from penstock.gateway.xds.listener import ListenerSettings
 from penstock.gateway.xds.resources import Snapshot, snapshot
 from penstock.gateway.xds.stream import AdsStream
-from prometheus_client import CollectorRegistry, Counter
 
 _Inbox = asyncio.Queue[DiscoveryRequest | Snapshot | None]
 """A stream's requests and the snapshots it has to follow, in order of arrival; None ends it."""
