@@ -146,22 +146,10 @@ class Processes:
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
     all_of_them = Processes(tmp_path)
-    yield all_of_them
-    all_of_them.stop()
-
-
-async def until_open(port: int, process: subprocess.Popen[bytes], limit_s: float = 30.0) -> None:
-    """Waits until something listens; fails at once when the process that should has ended."""
-    async with asyncio.timeout(limit_s):
-        while True:
-            assert process.poll() is None, f"it ended with {process.returncode}"
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-            except ConnectionRefusedError:
-                await asyncio.sleep(0.05)
-                continue
-            writer.close()
-            return
+    try:
+        yield all_of_them
+    finally:
+        all_of_them.stop()
 
 
 @pytest.fixture
@@ -175,6 +163,11 @@ def fleet_of_fixture() -> Callable[..., Fleet]:
     return fleet_of
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def ports() -> Callable[[int], list[int]]:
     return lambda count: [free_port() for _ in range(count)]
+
+
+@pytest.fixture(scope="session")
+def make_processes() -> Callable[[Path], Processes]:
+    return Processes

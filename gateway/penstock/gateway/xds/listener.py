@@ -35,6 +35,9 @@ from penstock.gateway.xds.replies import local_replies
 from penstock.gateway.xds.routes import IDLE_TIMEOUT, ROUTE_NAME
 
 LISTENER_NAME = "penstock"
+PICKER_TIMEOUT = timedelta(seconds=10)
+"""For a picker that hangs when response headers pass it. FULL_DUPLEX_STREAMED requests have no such limit: the picker owns the
+deadlines of holding and picking."""
 
 # What is logged of a request: how it was decided and what became of it, and nothing of what was asked (no query, no body).
 ACCESS_LOG = {
@@ -130,8 +133,7 @@ def _picker() -> ExternalProcessor:
             receiving_namespaces=MetadataOptions.MetadataNamespaces(untyped=[headers.METADATA_NAMESPACE]),
         ),
         response_attributes=["upstream.address", "xds.cluster_name", "response.code"],
-        # The picker owns the deadlines of holding and picking; this one is for a picker that hangs.
-        message_timeout=IDLE_TIMEOUT,
+        message_timeout=PICKER_TIMEOUT,
         status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
     )
 
