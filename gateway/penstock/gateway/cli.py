@@ -3,6 +3,6 @@
 
 def envoy(argv: list[str]) -> int:
     """Run Envoy under a gateway: penstock envoy --xds HOST:PORT."""
-    from penstock.gateway.envoy import run
+    from penstock.gateway.envoy import main
 
-    run(argv)
+    return main(argv)

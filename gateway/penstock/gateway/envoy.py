@@ -10,7 +10,7 @@ from typing import NoReturn
 from penstock.gateway.xds.bootstrap import bootstrap
 
 
-def run(argv: Sequence[str]) -> NoReturn:
+def main(argv: Sequence[str]) -> NoReturn:
     """Replaces this process by Envoy.
 
     Envoy asks the kernel for SIGTERM when the thread that started it ends: whoever spawns `penstock envoy` does so from a thread
