@@ -1,0 +1,62 @@
+"""Incremental detokenisation: complete characters alone, each token decoded once."""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+_PRIME_MIN, _PRIME_MAX = 4, 24
+# A character has at most four bytes: so many tokens without text are bytes that will never be a character.
+_MAX_PENDING = 64
+_REPLACEMENT = "\ufffd"
+
+
+class Detokenizer:
+    """The text of one growing sequence. Special tokens have no text.
+
+    Args:
+        tokenizer: Shared by all sequences.
+        special_ids: Ids of the special tokens.
+        prompt: The prompt's token ids, since the first token's text may depend on what stands before it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int], prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = special_ids
+        self._stream = DecodeStream(self._prime(prompt), skip_special_tokens=True)
+        self._pending: list[int] = []
+
+    def step(self, token_id: int) -> str:
+        """The text that a token completes: empty in the middle of a character."""
+        if token_id in self._special_ids:  # not fed: the stream would decode a long run of them again at each step
+            return ""
+        self._pending.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception as error:
+            # The library raises plain Exception where text that it has given out changes with a later token.
+            if not str(error).startswith("Invalid prefix"):
+                raise
+            return self.flush()
+        if text is not None:
+            self._pending.clear()
+            return text
+        return self.flush() if len(self._pending) >= _MAX_PENDING else ""
+
+    def flush(self) -> str:
+        """The text of a character that was never completed: U+FFFD, as in a decode of the whole."""
+        if not self._pending:
+            return ""
+        text = self._tokenizer.decode(self._pending, skip_special_tokens=True)
+        self._pending.clear()
+        self._stream = DecodeStream(skip_special_tokens=True)
+        return text
+
+    def _prime(self, prompt: Sequence[int]) -> list[int]:
+        """The shortest end of the prompt that is whole characters; a long one would be decoded for nothing."""
+        end = [token for token in prompt[-_PRIME_MAX:] if token not in self._special_ids]
+        for length in range(min(_PRIME_MIN, len(end)), len(end) + 1):
+            tail = end[len(end) - length :]
+            if _REPLACEMENT not in self._tokenizer.decode(tail):
+                return tail
+        return []

@@ -1,0 +1,39 @@
+"""Stop strings: found across the borders of tokens and chunks, and never shown, not even in part."""
+
+from collections.abc import Sequence
+
+
+class StopBuffer:
+    """Holds back as much text as could be the beginning of a stop string.
+
+    Of several matches the one that is complete first counts, the longest of those that end together: so the result does not
+    depend on how the text is cut into pieces.
+
+    Args:
+        stops: Stop strings, none of them empty; with none, text passes at once.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._hold = max((len(stop) for stop in stops), default=1) - 1
+        self._tail = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """Takes new text; returns what may be shown and the stop string that was found, if any. Not to be fed after that."""
+        if not self._stops:
+            return text, None
+        # A match cannot begin in what was released: as many characters as the longest stop string have been seen from there.
+        window = self._tail + text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := window.find(stop)) >= 0]
+        if found:
+            _, start, stop = min(found)
+            self._tail = ""
+            return window[:start], stop
+        cut = max(len(window) - self._hold, 0)
+        self._tail = window[cut:]
+        return window[:cut], None
+
+    def flush(self) -> str:
+        """The text held back, once it is known that no more comes."""
+        tail, self._tail = self._tail, ""
+        return tail
