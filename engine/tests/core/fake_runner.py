@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Sequence
 
 import numpy as np
+
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.plan import SampledLogprobs, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.row_table import RowTable

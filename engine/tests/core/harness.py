@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from fake_runner import FakeRunner
+
 from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, RequestFinished
 from penstock.engine.cache.block_pool import NULL_BLOCK
 from penstock.engine.cache.kv_manager import KVCacheManager

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from penstock.engine.core.plan import Admission, StepPlan, empty
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.sampling import SamplingParams

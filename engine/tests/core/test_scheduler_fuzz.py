@@ -8,6 +8,7 @@ from fake_runner import FAILING_TOKEN, VOCAB, reference
 from harness import Machine, make_config, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from penstock.engine.messages import FinishReason
 
 BLOCK, MAX_LEN = 4, 48

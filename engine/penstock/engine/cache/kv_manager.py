@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+
 from penstock.engine.cache.block_pool import BlockPool
 from penstock.engine.cache.events import BlockEvents
 from penstock.engine.cache.full_attention import FullAttentionManager

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import zmq
 import zmq.asyncio
+
 from penstock.engine import messages
 from penstock.engine.config import EngineConfig
 from penstock.engine.messages import (

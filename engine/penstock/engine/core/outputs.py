@@ -2,6 +2,7 @@
 
 import msgspec
 import numpy as np
+
 from penstock.engine.core.plan import Bool, Int32, SampledLogprobs, empty
 from penstock.engine.core.tenancy import Int64
 from penstock.engine.messages import Finished, Logprobs, Started, StepOutputs

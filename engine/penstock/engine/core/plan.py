@@ -13,6 +13,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
 from penstock.engine.sampling import SamplingParams
 
 Int32 = npt.NDArray[np.int32]

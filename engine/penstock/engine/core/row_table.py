@@ -6,6 +6,7 @@ A row is a stable integer from a request's admission to its release. Host work p
 from collections.abc import Sequence
 
 import numpy as np
+
 from penstock.engine.core.plan import Int32, StepPlan
 
 

@@ -14,6 +14,7 @@ from typing import cast
 
 import msgspec
 import numpy as np
+
 from penstock.api.events import Event, RequestFinished
 from penstock.api.load_report import WaitingReason
 from penstock.engine.cache.kv_manager import KVCacheManager

@@ -1,6 +1,7 @@
 """A step while the scheduler decides on it: what was granted can still be taken back."""
 
 import numpy as np
+
 from penstock.engine.core.plan import Admission, Int32, StepPlan, empty
 
 

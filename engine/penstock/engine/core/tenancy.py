@@ -2,6 +2,7 @@
 
 import numpy as np
 import numpy.typing as npt
+
 from penstock.engine.core.plan import Bool, Int32
 from penstock.engine.core.request import Request
 

@@ -1,0 +1,140 @@
+"""The engine core: scheduler, executor and measurements behind one step. No sockets, no asyncio."""
+
+import logging
+import time
+from collections import deque
+
+import msgspec
+import numpy as np
+
+from penstock.api.events import Event
+from penstock.api.load_report import LoadReport
+from penstock.engine.cache.kv_manager import KVCacheManager
+from penstock.engine.config import EngineConfig
+from penstock.engine.core.executor import Executor
+from penstock.engine.core.load import LoadMeter
+from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.messages import AbortRequests, AddRequest, CoreInput, CoreStats, ResetPrefixCache, StepOutputs
+from penstock.prompt.hashing import BlockHasher
+
+_log = logging.getLogger(__name__)
+
+
+class _Submitted(msgspec.Struct, frozen=True):
+    plan: StepPlan
+    time: float
+
+
+class EngineCore:
+    """One replica's step loop, one step a call.
+
+    Args:
+        config: Its `depth` is the number of plans in flight.
+        executor: Runs the plans.
+        num_blocks: KV blocks of the executor's runner.
+        epoch: Start of the engine, milliseconds since the Unix epoch.
+        engine_index: The core's number among those of its frontend.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor, num_blocks: int, epoch: int, engine_index: int = 0) -> None:
+        cache = config.cache
+        kv = KVCacheManager(
+            num_blocks,
+            cache.block_size,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            watermark=config.scheduler.watermark,
+        )
+        hasher = BlockHasher(cache.block_size, cache.hash_seed)
+        self.scheduler = Scheduler(config.scheduler, config.model.max_model_len, kv, hasher)
+        self.num_steps = 0
+        self._depth = config.depth
+        self._executor = executor
+        self._epoch = epoch
+        self._engine_index = engine_index
+        self._meter = LoadMeter()
+        self._submitted: deque[_Submitted] = deque()
+        self._last_end = 0.0
+        self._seq = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.scheduler.has_requests or bool(self._submitted)
+
+    def handle(self, message: CoreInput) -> None:
+        """Takes in what the frontend says."""
+        match message:
+            case AddRequest():
+                self.scheduler.add(message)
+            case AbortRequests(indexes):
+                self.scheduler.abort(indexes)
+            case ResetPrefixCache():
+                if not self.scheduler.kv.reset():
+                    _log.warning("the prefix cache was not reset: requests hold %d blocks", self.scheduler.kv.pool.num_used)
+
+    def step(self) -> StepOutputs | None:
+        """Fills the pipeline and retires the oldest plan, if there is one; None where there is nothing to tell.
+
+        Raises:
+            Exception: Whatever the runner raised; the core cannot go on then.
+        """
+        while len(self._submitted) < self._depth and (plan := self.scheduler.schedule(time.time())):
+            self._executor.submit(plan)
+            self._executor.sample(SampleInputs(plan.step_id))
+            self._submitted.append(_Submitted(plan, time.perf_counter()))
+        if self._submitted:
+            result = self._executor.collect()
+            outputs = self.scheduler.update(result)
+            self._observe(self._submitted.popleft(), result)
+        elif self.scheduler.has_requests:
+            raise RuntimeError(f"no request can run: {self.scheduler.num_running} running, {self.scheduler.waiting()} waiting")
+        else:
+            outputs = self.scheduler.take_outputs()
+        return None if outputs.is_empty else outputs.frame(self._engine_index, self.num_steps, time.time())
+
+    def take_events(self) -> list[Event]:
+        """What the event stream must tell since the last call."""
+        return self.scheduler.take_events()
+
+    def stats(self) -> CoreStats:
+        """The state of the core, with a new load report."""
+        scheduler, now = self.scheduler, time.perf_counter()
+        pool = scheduler.kv.pool
+        report = LoadReport(
+            epoch=self._epoch,
+            seq=self._seq,
+            num_requests_running=scheduler.num_running,
+            num_requests_waiting=scheduler.waiting(),
+            max_num_seqs=scheduler.config.max_num_seqs,
+            kv_cache_usage_perc=scheduler.kv.usage,
+            kv_blocks_total=pool.num_blocks - 1,
+            kv_blocks_reclaimable=pool.num_free,
+            prefill_backlog_tokens=scheduler.prefill_backlog(),
+            prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
+            decode_step_s=self._meter.decode_step_s,
+            prompt_tokens_per_s=self._meter.prompt_tokens_per_s(now),
+            generation_tokens_per_s=self._meter.generation_tokens_per_s(now),
+        )
+        self._seq += 1
+        return CoreStats(
+            report=report,
+            steps=self.num_steps,
+            preemptions=scheduler.num_preemptions,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+        )
+
+    def _observe(self, submitted: _Submitted, result: StepResult) -> None:
+        now, plan = time.perf_counter(), submitted.plan
+        # With several plans in flight a step begins when the one before it ends.
+        seconds = now - max(submitted.time, self._last_end)
+        self._last_end = now
+        self.num_steps += 1
+        chunks = (plan.num_new_tokens > 1) | ~plan.samples
+        self._meter.observe(
+            now,
+            seconds=seconds,
+            prefill_tokens=int(np.sum(plan.num_new_tokens[chunks])),
+            sampled_tokens=int(np.sum(result.counts)),
+        )

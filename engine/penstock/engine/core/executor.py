@@ -1,0 +1,106 @@
+"""Executors: where a plan runs. The core submits plans and collects results in the same order; how many may be in flight is its
+business."""
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
+
+
+class Runner(Protocol):
+    """A model on one device, with its KV cache and its rows."""
+
+    def load(self) -> None:
+        """Reads the weights; raises `ConfigError` where the checkpoint cannot be served."""
+        ...
+
+    def kv_bytes_per_block(self) -> int:
+        """Bytes of one KV block over all layers."""
+        ...
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocates the cache."""
+        ...
+
+    def warm_up(self) -> None:
+        """Makes a forward pass, so that the first request does not pay for what is done once."""
+        ...
+
+    def execute(self, plan: StepPlan) -> None:
+        """Applies the plan and runs the forward pass."""
+        ...
+
+    def sample(self, inputs: SampleInputs) -> StepResult:
+        """Samples the step executed last."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs plans in the order in which they are submitted."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Begins a step."""
+        ...
+
+    def sample(self, inputs: SampleInputs) -> None:
+        """Sends what the sampling of the step submitted last needs; while its forward pass runs, where that runs elsewhere."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Waits for the oldest step; raises what its runner raised."""
+        ...
+
+    def close(self) -> None:
+        """Ends whatever runs plans; nothing may be in flight."""
+        ...
+
+
+class InlineExecutor:
+    """Runs each step at once, in the caller's thread: nothing overlaps."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._results: deque[StepResult] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Runs the forward pass."""
+        self._runner.execute(plan)
+
+    def sample(self, inputs: SampleInputs) -> None:
+        """Samples."""
+        self._results.append(self._runner.sample(inputs))
+
+    def collect(self) -> StepResult:
+        """The oldest result."""
+        return self._results.popleft()
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class ThreadExecutor:
+    """Runs steps in one thread of their own, so that the next one is planned meanwhile: torch releases the interpreter's lock."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="runner")
+        self._executing: deque[Future[None]] = deque()
+        self._sampling: deque[Future[StepResult]] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queues the forward pass."""
+        self._executing.append(self._thread.submit(self._runner.execute, plan))
+
+    def sample(self, inputs: SampleInputs) -> None:
+        """Queues the sampling behind it."""
+        self._sampling.append(self._thread.submit(self._runner.sample, inputs))
+
+    def collect(self) -> StepResult:
+        """Waits for the oldest step."""
+        self._executing.popleft().result()
+        return self._sampling.popleft().result()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown()

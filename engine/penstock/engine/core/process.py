@@ -1,0 +1,175 @@
+"""The core's process: the step loop between sockets.
+
+It reads a `CoreStart` from its standard input, which stays open as long as the frontend lives: the end of it is the end of this
+process, whatever it is doing. Signals meant for the whole process group are the frontend's to handle, who lets running requests
+finish first.
+"""
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from importlib import import_module
+from typing import BinaryIO
+
+import zmq
+
+from penstock.api.events import Event
+from penstock.engine import messages
+from penstock.engine.config import ConfigError, EngineConfig
+from penstock.engine.core.core import EngineCore
+from penstock.engine.core.executor import Executor, InlineExecutor, Runner, ThreadExecutor
+from penstock.engine.core.memory import num_kv_blocks, total_memory
+from penstock.engine.core.publisher import EventPublisher
+from penstock.engine.messages import CoreFailed, CoreOutput, CoreReady, CoreStart
+
+REPORT_INTERVAL_S = 0.05
+"""Between two reports while something changes."""
+HEARTBEAT_S = 1.0
+"""Between two reports while nothing does."""
+
+_log = logging.getLogger(__name__)
+
+
+class CoreLoop:
+    """Turns the engine core: inputs in, one step, outputs and events out; sleeps in poll while there is nothing to do.
+
+    Args:
+        core: What is turned.
+        socket: The DEALER to the frontend.
+        publisher: Of the event stream, if anybody may subscribe to it.
+    """
+
+    def __init__(self, core: EngineCore, socket: "zmq.Socket[bytes]", publisher: EventPublisher | None) -> None:
+        self._core = core
+        self._socket = socket
+        self._publisher = publisher
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        if publisher is not None:
+            self._poller.register(publisher.replay_socket, zmq.POLLIN)
+        self._last_report = -HEARTBEAT_S
+        self._changed = True
+
+    def turn(self) -> None:
+        """One turn: waits for input only when there is no other work."""
+        # Everything that the cache has said is published before a replay reads the cache.
+        if dict(self._poller.poll(self._patience_ms())):
+            while self._socket.poll(0):
+                self._core.handle(messages.decode_input(self._socket.recv()))
+                self._changed = True
+            if self._publisher is not None:
+                self._publish([])
+                self._publisher.serve_replay(self._core.scheduler.kv.pool.cached_hashes)
+        self._changed |= self._core.has_work
+        if outputs := self._core.step():
+            self._send(outputs)
+        self._report()
+
+    def _patience_ms(self) -> int:
+        if self._core.has_work:
+            return 0
+        interval = REPORT_INTERVAL_S if self._changed else HEARTBEAT_S
+        return max(0, round(1000 * (self._last_report + interval - time.monotonic())))
+
+    def _report(self) -> None:
+        """Tells the frontend and the event stream; load at most every `REPORT_INTERVAL_S` and at least every `HEARTBEAT_S`."""
+        now, news = time.monotonic(), list[Event]()
+        if now - self._last_report >= (REPORT_INTERVAL_S if self._changed else HEARTBEAT_S):
+            stats = self._core.stats()
+            self._send(stats)
+            news.append(stats.report)
+            self._last_report, self._changed = now, False
+        self._publish(news)
+
+    def _publish(self, news: list[Event]) -> None:
+        batch = [*self._core.take_events(), *news]
+        if batch and self._publisher is not None:
+            self._publisher.publish(batch, time.time())
+
+    def _send(self, message: CoreOutput) -> None:
+        self._socket.send(messages.encode(message))
+
+
+def build_runner(config: EngineConfig, path: str) -> tuple[Runner, int]:
+    """A runner with its weights and cache that has made its first forward pass, and the number of its KV blocks.
+
+    Args:
+        config: The engine's.
+        path: `module:Class`.
+    """
+    module, _, name = path.partition(":")
+    runner: Runner = getattr(import_module(module), name)(config)
+    runner.load()
+    num_blocks = num_kv_blocks(config, runner.kv_bytes_per_block(), total_memory())
+    runner.initialize_kv_cache(num_blocks)
+    runner.warm_up()
+    return runner, num_blocks
+
+
+def run(start: CoreStart, socket: "zmq.Socket[bytes]", context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    """Serves for ever; raises what makes that impossible."""
+    began = time.time()
+    epoch = int(began * 1000)
+    publisher = None
+    if start.events_address is not None and start.replay_address is not None:
+        # Bound before the weights are loaded: a port that is taken should not cost the wait.
+        publisher = EventPublisher(context, epoch, start.events_address, start.replay_address)
+    runner, num_blocks = build_runner(start.config, start.runner)
+    executor: Executor = InlineExecutor(runner) if start.config.depth == 1 else ThreadExecutor(runner)
+    core = EngineCore(start.config, executor, num_blocks, epoch, start.engine_index)
+    loop = CoreLoop(core, socket, publisher)
+    ready = CoreReady(epoch, start.config.model.max_model_len, num_blocks, time.time() - began)
+    socket.send(messages.encode(ready))
+    _log.info("ready after %.1f s with %d KV blocks of %d tokens", ready.load_seconds, num_blocks, start.config.cache.block_size)
+    # What exists now stays: no collection need look at it again.
+    gc.collect()
+    gc.freeze()
+    while True:
+        loop.turn()
+
+
+def main() -> int:
+    """Runs the core described on standard input; returns 1 when it fails."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s core: %(message)s")
+    start = read_start(sys.stdin.buffer)
+    threading.Thread(target=_end_with_frontend, name="frontend-watch", daemon=True).start()
+    context = zmq.Context[zmq.Socket[bytes]]()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, messages.core_identity(start.engine_index))
+    socket.set_hwm(0)
+    socket.connect(start.address)
+    try:
+        run(start, socket, context)
+    except ConfigError as error:
+        socket.send(messages.encode(CoreFailed(str(error))))
+    except Exception as error:
+        socket.send(messages.encode(CoreFailed(f"{type(error).__name__}: {error}")))
+        raise
+    finally:
+        context.destroy(linger=1000)
+    return 1
+
+
+def read_start(stream: BinaryIO) -> CoreStart:
+    """The start message: four bytes of length, little endian, then msgpack. Raises `EOFError` where the stream ends before."""
+    size = stream.read(4)
+    body = stream.read(int.from_bytes(size, "little"))
+    if len(size) < 4 or len(body) < int.from_bytes(size, "little"):
+        raise EOFError("standard input holds no start message: this module is started by penstock.engine.core.client")
+    return messages.decode_start(body)
+
+
+def _end_with_frontend() -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

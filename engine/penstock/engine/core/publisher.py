@@ -1,0 +1,99 @@
+"""The event stream of `penstock.api.events`: numbered batches on a PUB socket, and their replay on a ROUTER socket."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from penstock.api import events
+from penstock.api.events import AllBlocksCleared, BlockStored, Event, EventBatch
+from penstock.engine.config import ConfigError
+
+BUFFERED_BATCHES = 1024
+
+
+class ReplayBuffer:
+    """The newest batches with their sequence numbers."""
+
+    def __init__(self, size: int) -> None:
+        self._payloads: deque[bytes] = deque(maxlen=size)
+        self.next_seq = 0
+
+    def append(self, payload: bytes) -> int:
+        """Keeps a batch and returns its number."""
+        self._payloads.append(payload)
+        self.next_seq += 1
+        return self.next_seq - 1
+
+    def since(self, start: int) -> list[tuple[int, bytes]] | None:
+        """All batches from number `start` on; None where some of them are gone or `start` lies in the future."""
+        first = self.next_seq - len(self._payloads)
+        if not first <= start <= self.next_seq:
+            return None
+        return [(seq, self._payloads[seq - first]) for seq in range(start, self.next_seq)]
+
+
+class EventPublisher:
+    """Both sockets. Single-threaded: the step loop publishes, polls `replay_socket` and calls `serve_replay`.
+
+    Args:
+        context: Of the sockets.
+        epoch: Milliseconds since the Unix epoch.
+        events_address: To bind the PUB socket to.
+        replay_address: To bind the ROUTER socket to.
+
+    Raises:
+        ConfigError: An address cannot be bound.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", epoch: int, events_address: str, replay_address: str) -> None:
+        self._epoch = epoch
+        self._buffer = ReplayBuffer(BUFFERED_BATCHES)
+        self._time = epoch / 1000
+        self._pub = context.socket(zmq.PUB)
+        self.replay_socket = context.socket(zmq.ROUTER)
+        # A whole replay must fit; a subscriber that does not read it loses it, and asks again.
+        self.replay_socket.set_hwm(2 * BUFFERED_BATCHES)
+        _bind(self._pub, events_address, "--events-port")
+        _bind(self.replay_socket, replay_address, "--replay-port")
+
+    def publish(self, batch: list[Event], now: float) -> None:
+        """Sends one batch; `now` is Unix time in seconds."""
+        self._time = now
+        payload = events.encode(EventBatch(self._epoch, now, batch))
+        seq = self._buffer.append(payload)
+        self._pub.send_multipart([events.TOPIC, events.encode_seq(seq), payload])
+
+    def serve_replay(self, cached_hashes: Callable[[], Sequence[bytes]]) -> None:
+        """Answers the requests that have arrived; malformed ones get no answer.
+
+        Args:
+            cached_hashes: Every block cached now, for snapshots: nothing may have changed since the last `publish`.
+        """
+        while self.replay_socket.poll(0):
+            peer, *frames = self.replay_socket.recv_multipart()
+            # A REQ socket puts an empty frame before its request.
+            if not frames or len(frames[-1]) != 8:
+                continue
+            for seq, payload in self._replay(events.decode_seq(frames[-1]), cached_hashes):
+                self.replay_socket.send_multipart([peer, *frames[:-1], events.encode_seq(seq), payload])
+            self.replay_socket.send_multipart([peer, *frames[:-1], events.END_OF_REPLAY, b""])
+
+    def close(self) -> None:
+        """Closes both sockets, whatever is still to be sent."""
+        self._pub.close(linger=0)
+        self.replay_socket.close(linger=0)
+
+    def _replay(self, start: int, cached_hashes: Callable[[], Sequence[bytes]]) -> list[tuple[int, bytes]]:
+        batches = self._buffer.since(start)
+        if batches is not None:
+            return batches
+        snapshot: list[Event] = [AllBlocksCleared(), BlockStored(list(cached_hashes()))]
+        return [(self._buffer.next_seq - 1, events.encode(EventBatch(self._epoch, self._time, snapshot)))]
+
+
+def _bind(socket: "zmq.Socket[bytes]", address: str, flag: str) -> None:
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"{flag}: {address} cannot be bound: {error}") from error
