@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MODELS = Path(__file__).parents[1] / "models"
 TINY = MODELS / "penstock-tiny"
+DRAFT = MODELS / "penstock-draft"
 
 QUESTIONS = [
     (
@@ -47,7 +48,7 @@ def user(question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}]
 
 
-@pytest.mark.parametrize("folder", [TINY], ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", [TINY, DRAFT], ids=lambda path: path.name)
 def test_a_folder_fits_the_repository_and_loads_in_bfloat16(folder):
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 8_000_000
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
@@ -56,6 +57,12 @@ def test_a_folder_fits_the_repository_and_loads_in_bfloat16(folder):
     assert model.config.tie_word_embeddings
     assert model.config.num_key_value_heads < model.config.num_attention_heads
     assert model.generation_config.eos_token_id == AutoTokenizer.from_pretrained(folder, local_files_only=True).eos_token_id
+
+
+def test_the_draft_shares_the_tokenizer_and_is_much_smaller():
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (DRAFT / name).read_bytes() == (TINY / name).read_bytes()
+    assert (DRAFT / "model.safetensors").stat().st_size < 0.4 * (TINY / "model.safetensors").stat().st_size
 
 
 @pytest.mark.parametrize(("question", "words"), QUESTIONS, ids=[question for question, _ in QUESTIONS])
