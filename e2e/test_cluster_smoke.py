@@ -135,13 +135,15 @@ def get_text(url: str) -> str:
 
 
 def test_process_that_dies_is_started_again(cluster: Cluster, namespace: str) -> None:
-    cluster.apply(pod("mortal", container("sh", "-c", "sleep 1; exit 3")), namespace=namespace)
+    main = container("sh", "-c", "sleep 1; echo it hurts; exit 3", terminationMessagePolicy="FallbackToLogsOnError")
+    cluster.apply(pod("mortal", main), namespace=namespace)
 
     def backs_off() -> None:
         status = main_status(cluster, namespace, "mortal")
         assert status["restartCount"] >= 1
         assert status["state"].get("waiting", {}).get("reason") == "CrashLoopBackOff"
-        assert status["lastState"]["terminated"]["exitCode"] == 3
+        ended = status["lastState"]["terminated"]
+        assert (ended["exitCode"], ended["message"]) == (3, "it hurts\n")
 
     eventually(backs_off)
 

@@ -25,6 +25,8 @@ DEFAULT_GRACE = 30  # seconds
 # The first restart is at once; the next after FIRST_BACKOFF seconds, doubling. A kubelet has 10 s and 300 s: tests need not wait.
 FIRST_BACKOFF = 1.0
 LONGEST_BACKOFF = 30.0
+LAST_WORDS_BYTES = 2048  # a kubelet's limit, together with 80 lines
+LAST_WORDS_LINES = 80
 
 
 class Container:
@@ -45,6 +47,8 @@ class Container:
         self._stopping: Process | None = None
         self._delay = 0.0
         self._launched_at = 0.0
+        self._log = pod.logs / f"{self.name}.log"  # of all its processes, one after the other
+        self._log_start = 0  # where the present process's part of it begins
         self._environment: dict[str, str] = {}
 
     @property
@@ -74,7 +78,8 @@ class Container:
         self._environment = self.pod.inputs.environment(self.spec)
         base = self.pod.folder / "roots" / f"{self.name}-{self.restarts}-{time.time_ns()}"
         command = container_command(self.pod.netns, base, self.spec, self.pod.volumes, self.pod.inputs, self._environment)
-        with (self.pod.logs / f"{self.name}.log").open("ab") as log:
+        with self._log.open("ab") as log:
+            self._log_start = log.tell()
             return subprocess.Popen(
                 command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
@@ -174,11 +179,20 @@ class Container:
         logger.info("%s: %s ended with %d", self.pod.id, self.name, code)
         started = self.state["running"]["startedAt"]
         ended = {"exitCode": code, "reason": "Error" if code else "Completed", "startedAt": started, "finishedAt": timestamp()}
-        self.state = {"terminated": ended | {"containerID": f"process://{process.pid}"}}
+        self.state = {"terminated": ended | {"containerID": f"process://{process.pid}"} | self._last_words(code)}
         if self.pod.ending is not None or not self._starts_again(code):
             self.finished = True
         else:
             self._back_off()
+
+    def _last_words(self, code: int) -> Object:
+        """The termination message. Only the policy that takes it from the log is known here."""
+        if code == 0 or self.spec.get("terminationMessagePolicy") != "FallbackToLogsOnError":
+            return {}
+        with self._log.open("rb") as log:
+            log.seek(max(self._log_start, log.seek(0, 2) - LAST_WORDS_BYTES))
+            lines = log.read().decode(errors="replace").splitlines(keepends=True)
+        return {"message": "".join(lines[-LAST_WORDS_LINES:])}
 
     def _starts_again(self, code: int) -> bool:
         if self.sidecar:
