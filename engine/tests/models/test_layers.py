@@ -1,0 +1,102 @@
+"""Linear layers in shards, their methods' bits, and rotary angles."""
+
+import pytest
+import torch
+
+from penstock.engine.models.config import RopeConfig
+from penstock.engine.models.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
+from penstock.engine.models.layers.linear_method import PrepackedLinearMethod, UnquantizedLinearMethod, linear_method
+from penstock.engine.models.layers.rotary import inverse_frequencies
+from penstock.engine.models.layers.shard import Shard
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WORLD = 2
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def fill(layer, values: dict[str, torch.Tensor]):
+    for name, (shape, load) in layer.weights().items():
+        assert tuple(values[name].shape) == shape
+        load(values[name])
+    layer.finish()
+    return layer
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["chosen", "plain"])
+def test_a_rows_bits_do_not_depend_on_the_others(dtype, kind):
+    method = linear_method(dtype)() if kind == "chosen" else UnquantizedLinearMethod()
+    method.create(96, 259, bias=True, dtype=dtype)
+    method.load_shard("weight", torch.randn(259, 96), 0)
+    method.load_shard("bias", torch.randn(259), 0)
+    method.finish()
+    x = torch.randn(300, 96).to(dtype)
+    whole = method.apply(x)
+    for count in (1, 2, 3, 4, 7, 16, 33, 128):
+        assert torch.equal(method.apply(x[100 : 100 + count]), whole[100 : 100 + count]), count
+
+
+def test_falls_back_by_name_where_onednn_cannot(monkeypatch, caplog):
+    def refuse(self: PrepackedLinearMethod) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(PrepackedLinearMethod, "finish", refuse)
+    assert linear_method(torch.float32) is UnquantizedLinearMethod
+    assert "no such instruction" in caplog.text
+
+
+def test_shards_of_columns_are_parts_and_of_rows_add_up():
+    hidden, inner = 32, 24
+    values = {f"{name}_proj.weight": torch.randn(inner, hidden).double() for name in ("gate", "up")}
+    values["down_proj.weight"], values["down_proj.bias"] = torch.randn(hidden, inner).double(), torch.randn(hidden).double()
+    x = torch.randn(5, hidden).double()
+    gate, up = (x @ values[f"{name}_proj.weight"].T for name in ("gate", "up"))
+    total = torch.zeros(5, hidden).double()
+    for rank in range(WORLD):
+        shard = Shard(rank, WORLD)
+        gate_up = fill(GateUpParallelLinear(hidden, inner, False, shard, UnquantizedLinearMethod(), torch.float64), values)
+        part = slice(rank * inner // WORLD, (rank + 1) * inner // WORLD)
+        torch.testing.assert_close(gate_up(x), torch.cat((gate[:, part], up[:, part]), -1))
+        down = RowParallelLinear("down_proj", inner, hidden, True, shard, UnquantizedLinearMethod(), torch.float64)
+        total += fill(down, values)(gate[:, part] * up[:, part])
+    torch.testing.assert_close(total, (gate * up) @ values["down_proj.weight"].T + values["down_proj.bias"])
+
+
+def test_qkv_says_how_to_split():
+    layer = QKVParallelLinear(16, 32, 8, True, Shard(1, WORLD), UnquantizedLinearMethod(), torch.float32)
+    assert layer.sizes == [16, 4, 4]
+    assert {name: weight.shape for name, weight in layer.weights().items() if "k_proj" in name} == {
+        "k_proj.weight": (8, 16),
+        "k_proj.bias": (8,),
+    }
+
+
+def test_refuses_sizes_that_do_not_divide():
+    with pytest.raises(ValueError, match="the outputs of gate_proj 9 cannot be divided among 2"):
+        GateUpParallelLinear(8, 9, False, Shard(0, WORLD), UnquantizedLinearMethod(), torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3"])
+def test_frequencies_equal_transformers(kind):
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = RopeConfig(
+        type=kind, theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=512
+    )
+    parameters = {"rope_type": kind, "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = transformers.LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        max_position_embeddings=4096,
+        rope_parameters=parameters | {"original_max_position_embeddings": 512},
+    )
+    if kind == "default":
+        expected = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq
+    else:
+        expected = ROPE_INIT_FUNCTIONS[kind](config, "cpu")[0]
+    torch.testing.assert_close(inverse_frequencies(rope, 64), expected, rtol=1e-6, atol=0)

@@ -1,0 +1,244 @@
+"""The runner's side of the contract: what it derives from plans, what it leaves, and what fails alone."""
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.config import ConfigError
+from penstock.engine.core.plan import Admission, SampleInputs, StepPlan, empty
+from penstock.engine.runner.input_batch import InputBatch
+from penstock.engine.sampling import SamplingParams
+
+VOCAB = 257
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+def plan(rows, counts, samples, admissions=(), appends=(), released=(), step_id=1) -> StepPlan:
+    return StepPlan(
+        step_id=step_id,
+        released=np.array(released, np.int32),
+        admissions=list(admissions),
+        append_rows=[np.array([row for row, _ in appends], np.int32)],
+        append_blocks=[np.array([block for _, block in appends], np.int32)],
+        rows=np.array(rows, np.int32),
+        num_new_tokens=np.array(counts, np.int32),
+        samples=np.array(samples, np.bool_),
+    )
+
+
+def admission(row: int, tokens: list[int], computed: int = 0, sampling: SamplingParams = GREEDY) -> Admission:
+    return Admission(row, np.array(tokens, np.int32), len(tokens), computed, sampling)
+
+
+@pytest.mark.req("MR-05", "MR-07", "ATT-09")
+def test_derives_a_mixed_step_from_the_plan():
+    """Rows 3, 0 and 5 with 2, 5 and 3 tokens, of which 4, 0 and 16 are there already."""
+    batch = InputBatch(max_num_seqs=6, max_model_len=40, block_size=4, vocab_size=100)
+    rows = {3: (6, 4, [9, 7]), 0: (5, 0, [2, 1]), 5: (20, 16, [10, 11, 12, 13, 14])}
+    step = plan(
+        [3, 0, 5],
+        [2, 5, 3],
+        [True, True, False],
+        [admission(row, [row * 10 + i for i in range(length)], computed) for row, (length, computed, _) in rows.items()],
+        [(row, block) for row, (_, _, blocks) in rows.items() for block in blocks],
+    )
+    inputs = batch.apply(step)
+    assert inputs.positions.tolist() == [4, 5, 0, 1, 2, 3, 4, 16, 17, 18]
+    assert inputs.input_ids.tolist() == [34, 35, 0, 1, 2, 3, 4, 66, 67, 68]
+    assert inputs.slot_mapping.tolist() == [28, 29, 8, 9, 10, 11, 4, 56, 57, 58]
+    assert inputs.batch.query_start_loc.tolist() == [0, 2, 7, 10]
+    assert inputs.batch.seq_lens.tolist() == [6, 5, 19]
+    assert inputs.batch.block_table.tolist() == [[9, 7, 0, 0, 0], [2, 1, 0, 0, 0], [10, 11, 12, 13, 14]]
+    assert inputs.logits_indices.tolist() == [1, 6]
+    assert (inputs.sampled_rows.tolist(), inputs.sampled_positions.tolist()) == ([0, 1], [6, 5])
+
+
+@pytest.mark.req("IB-04")
+def test_a_rows_next_tenant_inherits_nothing():
+    batch = InputBatch(max_num_seqs=1, max_model_len=40, block_size=4, vocab_size=100)
+    loud = SamplingParams(max_tokens=9, temperature=2.0, top_k=3, top_p=0.5, min_p=0.1, seed=7, logprobs=4)
+    batch.apply(plan([0], [9], [True], [admission(0, [200] * 9, sampling=loud)], [(0, 5), (0, 6), (0, 7)]))
+    step = plan([0], [2], [True], [admission(0, [1, 2])], [(0, 8)], released=[0])
+    inputs = batch.apply(step)
+    assert inputs.batch.block_table.tolist() == [[8]] and inputs.input_ids.tolist() == [1, 2]
+    assert batch.refused(step) == {}
+    params = batch.sampling_batch(step, inputs)
+    assert [column.tolist() for column in vars(params).values()] == [[True], [1.0], [0], [1.0], [0.0], [0], [2], [-1]]
+
+
+@pytest.mark.req("MR-01")
+def test_a_step_is_sampled_once_before_the_next(loaded, driver):
+    runner = loaded("llama")
+    play = driver(runner)
+    sequence = play.admit(prompt(1, 5))
+    first = play.plan([(sequence, 5)])
+    assert runner.execute(first) is None
+    with pytest.raises(RuntimeError, match="has not been sampled"):
+        runner.execute(first)
+    with pytest.raises(RuntimeError, match=f"step {first.step_id} waits"):
+        runner.sample(SampleInputs(first.step_id + 1))
+    assert runner.sample(SampleInputs(first.step_id)).step_id == first.step_id
+    with pytest.raises(RuntimeError, match="none waits"):
+        runner.sample(SampleInputs(first.step_id))
+
+
+def test_plans_need_not_know_sampled_tokens(loaded, driver):
+    """The decode's plan is made before the prompt's step has run; the runner takes the token from its own rows."""
+    runner = loaded("llama")
+    play = driver(runner)
+    expected = play.generate(play.admit(prompt(1, 20)), 3)
+    play = driver(runner)
+    sequence = play.admit(prompt(1, 20))
+    plans = [play.plan([(sequence, 20)])]
+    for _ in range(2):
+        sequence.tokens.append(-1)
+        plans.append(play.plan([(sequence, 1)]))
+    got = []
+    for step in plans:
+        runner.execute(step)
+        got.append(int(runner.sample(SampleInputs(step.step_id)).token_ids[0, 0]))
+    assert got == expected
+
+
+def test_a_full_context_may_sample_once_more(loaded, driver):
+    """The scheduler may not know yet that the last token ended it."""
+    runner = loaded("llama")
+    limit = runner.config.model.max_model_len
+    play = driver(runner)
+    sequence = play.admit(prompt(1, limit))
+    assert play.step([(sequence, limit)]).counts.tolist() == [1]
+
+
+def test_a_plan_without_rows_gives_an_empty_result(loaded, driver):
+    runner = loaded("llama")
+    runner.execute(driver(runner).plan([]))
+    result = runner.sample(SampleInputs(1))
+    assert (result.token_ids.shape, result.counts.shape, result.logprobs, result.failed) == ((0, 1), (0,), None, {})
+
+
+@pytest.mark.req("MR-07", "CHK-06")
+def test_only_sampling_rows_go_through_the_lm_head(loaded, driver, monkeypatch):
+    runner, heads = loaded("llama"), []
+    play, compute = driver(runner), runner.model.compute_logits
+    monkeypatch.setattr(runner.model, "compute_logits", lambda hidden: heads.append(len(hidden)) or compute(hidden))
+    first, second, third = (play.admit(prompt(i, 40)) for i in range(3))
+    result = play.step([(first, 40), (second, 20), (third, 40)])
+    assert (heads, result.counts.tolist(), int(result.token_ids[1, 0])) == ([2], [1, 0, 1], -1)
+    play.step([(second, 10)])
+    assert heads == [2]
+
+
+@pytest.mark.req("MR-10")
+def test_prefill_and_decode_call_the_model_alike(loaded, driver, monkeypatch):
+    runner, calls = loaded("llama"), []
+    play, forward = driver(runner), runner.model.forward
+    monkeypatch.setattr(
+        runner.model, "forward", lambda ids, positions, ctx: calls.append(len(ids)) or forward(ids, positions, ctx)
+    )
+    play.generate(play.admit(prompt(1, 7)), 3)
+    assert calls == [7, 1, 1]
+
+
+def test_a_request_with_logits_that_are_not_finite_fails_alone(loaded, driver, monkeypatch):
+    runner = loaded("llama")
+    play = driver(runner)
+    expected = play.step([(play.admit(prompt(1, 9)), 9)]).token_ids.tolist()
+    play, compute = driver(runner), runner.model.compute_logits
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden)
+        logits[0, 7], logits[2, 3] = float("nan"), float("inf")
+        return logits
+
+    monkeypatch.setattr(runner.model, "compute_logits", broken)
+    asks = SamplingParams(max_tokens=5, temperature=1.0, top_p=0.9, logprobs=2)
+    work = [(play.admit(prompt(i, 9), asks), 9) for i in (0, 2)]
+    work.insert(1, (play.admit(prompt(1, 9)), 9))
+    result = play.step(work)
+    assert result.failed == {
+        0: "the model's logits are not finite (1 NaN and 0 infinite of 257)",
+        2: "the model's logits are not finite (0 NaN and 1 infinite of 257)",
+    }
+    assert (result.counts.tolist(), [result.token_ids[1].tolist()]) == ([0, 1, 0], expected)
+
+
+def test_a_request_with_unknown_tokens_fails_alone(loaded, driver):
+    runner = loaded("llama")
+    play = driver(runner)
+    good = [(play.admit(prompt(i, 9)), 9) for i in range(2)]
+    expected = play.step(good).token_ids[:, 0].tolist()
+    play = driver(runner)
+    work = [(play.admit(prompt(0, 9)), 9), (play.admit([1, 2, VOCAB, 4]), 4), (play.admit(prompt(1, 9)), 9)]
+    result = play.step(work)
+    assert result.failed == {1: "token 257 at position 2 is outside the vocabulary of 257"}
+    assert result.counts.tolist() == [1, 0, 1] and result.token_ids[[0, 2], 0].tolist() == expected
+
+
+@pytest.mark.req("LP-03", "LP-04")
+def test_each_request_gets_the_logprobs_that_it_asked_for(loaded, driver):
+    play = driver(loaded("llama"))
+    asked = [None, 0, 3, 1]
+    params = [SamplingParams(max_tokens=5, temperature=1.5, seed=3, logprobs=count) for count in asked]
+    result = play.step([(play.admit(prompt(1, 12), sampling), 12) for sampling in params])
+    found = result.logprobs
+    assert found.plan_rows.tolist() == [1, 2, 3]
+    assert (found.top_ids >= 0).sum(1).tolist() == [0, 3, 1]
+    # One prompt and one seed: the same token and distribution for all, and the alternatives are a common list's start.
+    assert len(set(result.token_ids[:, 0].tolist())) == 1
+    assert np.all(found.sampled == found.sampled[0]) and np.all(found.ranks == found.ranks[0])
+    assert found.top_ids[2, 0] == found.top_ids[1, 0] and np.all(np.diff(found.top_logprobs[1]) <= 0)
+
+
+def test_warm_up_leaves_nothing_behind(checkpoint, build_runner, driver):
+    runner = build_runner(checkpoint("llama"))
+    runner.warm_up()
+    expected = driver(runner).runner._batch
+    assert expected.rows.num_tokens.sum() == 0
+    warm = driver(runner)
+    cold_runner = build_runner(checkpoint("llama"))
+    cold = driver(cold_runner)
+    assert warm.generate(warm.admit(prompt(1, 30)), 4) == cold.generate(cold.admit(prompt(1, 30)), 4)
+
+
+def test_warm_up_names_weights_that_are_not_finite(checkpoint, build_runner):
+    runner = build_runner(checkpoint("llama"))
+    runner.model.norm.weight[3] = float("nan")
+    with pytest.raises(RuntimeError, match="warm-up: the model's logits are not finite"):
+        runner.warm_up()
+
+
+def test_a_block_is_one_range_of_bytes(checkpoint, build_runner):
+    runner = build_runner(checkpoint("llama"), "bfloat16")
+    runner.initialize_kv_cache(5)
+    storage = runner.kv_caches[0].untyped_storage()
+    assert storage.nbytes() == 5 * runner.kv_bytes_per_block() == 5 * 2 * 2 * 2 * 16 * 16 * 2
+    runner.kv_caches[1][3] = 1.0
+    filled = torch.tensor([], dtype=torch.bfloat16).set_(storage).view(5, -1).count_nonzero(1).tolist()
+    assert filled == [0, 0, 0, runner.kv_bytes_per_block() // 4, 0]
+
+
+def test_loads_sharded_checkpoints(checkpoint, build_runner, driver):
+    path = checkpoint("llama", max_shard_size="100KB")
+    assert len(list(path.glob("*.safetensors"))) > 1
+    play = driver(build_runner(path))
+    assert play.step([(play.admit(prompt(1, 5)), 5)]).failed == {}
+
+
+def test_refuses_a_checkpoint_that_does_not_fit(checkpoint, build_runner, tmp_path):
+    """A Llama without a head of its own, said to be untied."""
+    source = checkpoint("llama-7to1-llama3-tied")
+    for file in source.iterdir():
+        text = file.read_bytes()
+        if file.name == "config.json":
+            text = text.replace(b'"tie_word_embeddings": true', b'"tie_word_embeddings": false')
+        (tmp_path / file.name).write_bytes(text)
+    with pytest.raises(ConfigError, match=r"lacks the tensors lm_head\.weight"):
+        build_runner(tmp_path)
+
+
+def test_empty_arrays_are_int32():
+    assert empty().dtype == np.int32

@@ -1,0 +1,179 @@
+"""The sampler's stages, its draws' distribution, and that rows do not disturb each other."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.runner.sampler.logprobs import gather_logprobs
+from penstock.engine.runner.sampler.params import SamplingTable
+from penstock.engine.runner.sampler.philox import Purpose, philox, uniform
+from penstock.engine.runner.sampler.sampler import describe_not_finite, sample
+from penstock.engine.runner.sampler.temperature import apply_temperature
+from penstock.engine.sampling import SamplingParams
+
+LOGITS = torch.tensor([4.0, 3.0, 2.5, 2.0, 1.5, 1.0, 0.5, 0.0])
+DRAWS = 20_000
+
+
+def draw(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> list[int]:
+    """Tokens of rows with these logits [m, vocab], parameters and positions."""
+    table = SamplingTable(len(params))
+    for row, each in enumerate(params):
+        table.admit(row, each)
+    batch = table.batch(np.arange(len(params), dtype=np.int32), np.array(positions, np.int32))
+    return sample(logits, batch).tolist()
+
+
+def frequencies(params: SamplingParams, draws: int = DRAWS) -> np.ndarray:
+    """How often each token comes at as many positions of one request."""
+    table = SamplingTable(1)
+    table.admit(0, params)
+    batch = table.batch(np.zeros(draws, np.int32), np.arange(draws, dtype=np.int32))
+    return np.bincount(sample(LOGITS.expand(draws, -1), batch).numpy(), minlength=len(LOGITS))
+
+
+def chi_square_accepts(counts: np.ndarray, expected: np.ndarray) -> bool:
+    """Whether counts fit probabilities at a level of about 1e-4 (Wilson and Hilferty's approximation); none where none is due."""
+    possible = expected > 0
+    if counts[~possible].any():
+        return False
+    due = expected[possible] * counts.sum()
+    degrees = max(1, int(possible.sum()) - 1)
+    statistic = float(((counts[possible] - due) ** 2 / due).sum())
+    limit = degrees * (1 - 2 / (9 * degrees) + 3.72 * math.sqrt(2 / (9 * degrees))) ** 3
+    return statistic < limit
+
+
+def filtered(kept: int, temperature: float = 1.0) -> np.ndarray:
+    """The distribution over the first `kept` tokens, which are the likeliest."""
+    weights = np.exp(LOGITS.double().numpy() / temperature)
+    weights[kept:] = 0
+    return weights / weights.sum()
+
+
+@pytest.mark.req("SMP-07")
+@pytest.mark.parametrize(("temperature", "top"), [(0.5, 0.824), (1.0, 0.524), (2.0, 0.306)])
+def test_temperature(temperature, top):
+    scaled = apply_temperature(LOGITS[None], torch.tensor([temperature]))
+    assert scaled.softmax(-1)[0, 0].item() == pytest.approx(top, abs=6e-4)
+    counts = frequencies(SamplingParams(max_tokens=1, temperature=temperature, seed=5))
+    assert chi_square_accepts(counts, filtered(8, temperature))
+
+
+@pytest.mark.req("SMP-08", "SMP-09", "SMP-21")
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"top_k": 3}, 3),
+        ({"top_k": 1}, 1),
+        ({"top_k": 8}, 8),
+        ({"top_k": 100}, 8),
+        # 0.524, 0.193, 0.117, 0.071, …
+        ({"top_p": 0.5}, 1),
+        ({"top_p": 0.53}, 2),
+        ({"top_p": 0.75}, 3),
+        ({"top_p": 1e-9}, 1),
+        # Of the top 3's own distribution: 0.63, 0.23, 0.14.
+        ({"top_k": 3, "top_p": 0.8}, 2),
+        # e^-2 = 0.135 is kept, e^-2.5 = 0.082 is not.
+        ({"min_p": 0.1}, 4),
+        ({"min_p": 1.0}, 1),
+    ],
+)
+def test_filters_keep_the_right_tokens_and_their_proportions(params, kept):
+    counts = frequencies(SamplingParams(max_tokens=1, temperature=1.0, seed=9, **params))
+    assert np.count_nonzero(counts) == kept
+    assert chi_square_accepts(counts, filtered(kept))
+
+
+@pytest.mark.req("SMP-01")
+def test_min_p_sees_the_distribution_after_temperature():
+    """Flattened by 4, e^-1 = 0.37 of the top is what the fifth … last have; unflattened only two tokens would pass."""
+    counts = frequencies(SamplingParams(max_tokens=1, temperature=4.0, min_p=0.36, seed=2))
+    assert np.count_nonzero(counts) == 8
+
+
+def test_ties_at_the_kth_place_go_to_the_smallest_ids():
+    logits = torch.zeros(200, 6)
+    params = [SamplingParams(max_tokens=1, temperature=1.0, top_k=2, seed=i) for i in range(200)]
+    assert set(draw(logits, params, [0] * 200)) == {0, 1}
+    assert draw(logits[:1], [SamplingParams(max_tokens=1, temperature=0.0)], [0]) == [0]
+
+
+def row_params() -> st.SearchStrategy[SamplingParams]:
+    return st.builds(
+        SamplingParams,
+        max_tokens=st.just(1),
+        temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+        top_p=st.sampled_from([1.0, 0.9, 0.3]),
+        top_k=st.sampled_from([0, 1, 5, 40]),
+        min_p=st.sampled_from([0.0, 0.05]),
+        seed=st.integers(-(2**63), 2**64),
+    )
+
+
+@pytest.mark.req("SMP-05", "SMP-06", "SMP-13")
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(row_params(), st.integers(0, 1000)), min_size=1, max_size=8), st.integers(0, 2**32))
+def test_a_rows_token_does_not_depend_on_its_neighbours(rows, seed):
+    logits = torch.randn(len(rows), 67, generator=torch.Generator().manual_seed(seed)) * 3
+    together = draw(logits, [params for params, _ in rows], [position for _, position in rows])
+    for row, (params, position) in enumerate(rows):
+        assert draw(logits[row : row + 1], [params], [position]) == [together[row]]
+        if params.greedy:
+            assert together[row] == int(logits[row].argmax())
+
+
+@pytest.mark.req("SMP-04")
+def test_greedy_rows_neither_sort_nor_draw(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "sort", None)
+    monkeypatch.setattr(torch, "softmax", None)
+    params = SamplingParams(max_tokens=1, temperature=0.0, top_p=0.5, top_k=3)
+    assert draw(LOGITS.expand(2, -1), [params] * 2, [0, 1]) == [0, 0]
+
+
+def test_philox_gives_the_published_numbers():
+    """Known answers of the authors' Random123 library."""
+    pi = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0]
+    cases = [
+        ([0] * 6, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 6, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (pi, [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
+    ]
+    for words, expected in cases:
+        c0, c1, c2, c3, k0, k1 = (torch.tensor([word]) for word in words)
+        assert [int(word) for word in philox((c0, c1, c2, c3), (k0, k1))] == expected
+
+
+def test_uniform_numbers_are_uniform_and_differ_by_seed_and_position():
+    count = 20_000
+    for seeds, positions in (
+        (torch.full((count,), 3), torch.arange(count)),
+        (torch.arange(count), torch.full((count,), 3)),
+    ):
+        numbers = uniform(seeds, positions, Purpose.SAMPLE)
+        assert len(numbers.unique()) == count and numbers.min() >= 0 and numbers.max() < 1
+        assert chi_square_accepts(numbers.histc(20, 0, 1).numpy(), np.full(20, 0.05))
+
+
+@pytest.mark.req("LP-01", "LP-03")
+def test_logprobs_and_ranks():
+    logits = torch.stack((LOGITS, LOGITS.flip(0)))
+    found = gather_logprobs(logits, torch.tensor([2, 7]), torch.tensor([3, 1]))
+    exact = LOGITS.double().log_softmax(-1)
+    torch.testing.assert_close(found.sampled.double(), exact[[2, 0]], rtol=0, atol=1e-6)
+    assert (found.ranks.tolist(), found.top_ids.tolist()) == ([2, 0], [[0, 1, 2], [7, -1, -1]])
+    torch.testing.assert_close(found.top_logprobs[0].double(), exact[:3], rtol=0, atol=1e-6)
+
+
+def test_names_what_is_not_finite():
+    logits = torch.zeros(4, 5)
+    logits[1, 2], logits[3, 0], logits[3, 1] = float("nan"), float("inf"), float("-inf")
+    assert describe_not_finite(logits) == {
+        1: "the model's logits are not finite (1 NaN and 0 infinite of 5)",
+        3: "the model's logits are not finite (0 NaN and 2 infinite of 5)",
+    }

@@ -1,0 +1,96 @@
+"""Paged attention against dense attention in float64, and against itself in other batches."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kernels.ops import ops_for
+from penstock.kernels.paged_attention.batch import PagedBatch
+
+OPS = ops_for("cpu")
+NUM_BLOCKS = 64
+
+shapes = st.sampled_from([(1, 1, 64), (2, 1, 32), (7, 1, 80), (2, 4, 96), (3, 2, 128)])
+"""Queries a key head, key heads, head size."""
+requests = st.lists(st.tuples(st.integers(0, 300), st.sampled_from([1, 1, 1, 2, 5, 17, 130])), min_size=1, max_size=5)
+"""Computed tokens and new tokens of each."""
+
+
+class Case:
+    """Requests with random queries, keys and values in random blocks of a cache that is NaN elsewhere."""
+
+    def __init__(self, shape, lengths, block_size, seed) -> None:
+        self.group, self.kv_heads, self.head_size = shape
+        self.lengths, self.block_size = lengths, block_size
+        self.rng = np.random.default_rng(seed)
+        self.keys, self.values = ([self._random(a + b, self.kv_heads) for a, b in lengths] for _ in range(2))
+        self.queries = [self._random(new, self.group * self.kv_heads) for _, new in lengths]
+
+    def _random(self, length: int, heads: int) -> torch.Tensor:
+        return torch.from_numpy(self.rng.standard_normal((length, heads, self.head_size), np.float32))
+
+    def run(self, chosen: list[int], skip: int = 0) -> list[torch.Tensor]:
+        """Results of the chosen requests in one batch; `skip` of each request's queries (not its last) came in an earlier one."""
+        tables, parts, lens = [], [], []
+        num_blocks = sum(-(-sum(self.lengths[i]) // self.block_size) for i in chosen) + 2
+        cache = torch.full((num_blocks, 2, self.kv_heads, self.block_size, self.head_size), float("nan"))
+        free = list(self.rng.permutation(np.arange(1, num_blocks)))
+        for i in chosen:
+            length = sum(self.lengths[i])
+            table = [int(free.pop()) for _ in range(-(-length // self.block_size))]
+            for position in range(length):
+                block, offset = table[position // self.block_size], position % self.block_size
+                cache[block, 0, :, offset], cache[block, 1, :, offset] = self.keys[i][position], self.values[i][position]
+            tables.append(table)
+            parts.append(self.queries[i][min(skip, self.lengths[i][1] - 1) :])
+            lens.append(length)
+        block_table = np.zeros((len(chosen), max(map(len, tables))), np.int32)
+        for row, table in enumerate(tables):
+            block_table[row, : len(table)] = table
+        starts = np.concatenate(([0], np.cumsum([len(part) for part in parts]))).astype(np.int32)
+        batch = PagedBatch(self.block_size, starts, np.array(lens, np.int32), block_table)
+        out = OPS.paged_attention(torch.cat(parts), cache, batch, self.head_size**-0.5)
+        return list(out.split([len(part) for part in parts]))
+
+    def dense(self, i: int) -> torch.Tensor:
+        computed, new = self.lengths[i]
+        repeat = (x.double().repeat_interleave(self.group, 1) for x in (self.keys[i], self.values[i]))
+        keys, values = repeat
+        scores = torch.einsum("qhd,khd->hqk", self.queries[i].double(), keys) * self.head_size**-0.5
+        future = torch.arange(computed + new) > torch.arange(computed, computed + new)[:, None]
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, float("-inf")).softmax(-1), values)
+
+
+cases = st.builds(Case, shapes, requests, st.sampled_from([8, 16, 32, 256]), st.integers(0, 2**32))
+
+
+@pytest.mark.req("ATT-06", "ATT-07", "ATT-08", "ATT-29")
+@settings(max_examples=40, deadline=None)
+@given(cases)
+def test_equals_dense_attention(case):
+    for i, out in enumerate(case.run(list(range(len(case.lengths))))):
+        torch.testing.assert_close(out.double(), case.dense(i), rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases, st.integers(0, 4), st.integers(0, 130))
+def test_bits_depend_on_the_request_alone(case, which, skip):
+    """In a crowd in any order, alone, and with a part of the queries in an earlier batch."""
+    which %= len(case.lengths)
+    order = case.rng.permutation(len(case.lengths)).tolist()
+    crowd = case.run(order)[order.index(which)]
+    (alone,) = case.run([which])
+    (later,) = case.run([which], skip=skip)
+    assert torch.equal(crowd, alone)
+    assert torch.equal(alone[-len(later) :], later)
+
+
+def test_bfloat16_is_rounded_once():
+    case = Case((2, 2, 64), [(40, 3)], 16, 0)
+    for name in ("queries", "keys", "values"):
+        setattr(case, name, [x.bfloat16() for x in getattr(case, name)])
+    (out,) = case.run([0])
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), case.dense(0), rtol=2**-8, atol=1e-3)
