@@ -107,7 +107,9 @@ class Cache:
             except TROUBLE as error:
                 if isinstance(error, ApiException) and error.status == GONE:
                     self._version = None
-                reason = f"{error.status} {error.reason}" if isinstance(error, ApiException) else repr(error)
+                reason = (
+                    f"{error.status} {error.reason}" if isinstance(error, ApiException) else f"{type(error).__name__}: {error}"
+                )
                 log.warning("watching %s: %s; %d objects stay as they are", self._path, reason, len(self._objects))
             await asyncio.sleep(self._backoff.next())
 
