@@ -372,6 +372,23 @@ async def test_a_pool_has_a_cluster_before_it_has_replicas(serving: Any, client:
     await eventually(serves)
 
 
+async def test_what_is_applied_can_be_picked_at_once(
+    serving: Any, engine: Any, client: aiohttp.ClientSession, fleet_of: Any
+) -> None:
+    rig, first, second = serving
+    fleet = fleet_of(first.replica(), second.replica())
+    for number in range(20):
+        its = await engine(f"new-{number}")
+        pool = f"default/tiny/new-{number}"
+        fleet.pools.append(Pool(id=pool, model="default/tiny"))
+        fleet.replicas.append(its.replica(pool=pool))
+        rig.ads.update(fleet)
+        assert await rig.ads.applied(5.0)
+        rig.picker.pool, rig.picker.destinations = pool, its.endpoint
+        async with client.post(rig.url + PATH, json=BODY) as response:
+            assert (response.status, (await response.json())["id"]) == (200, its.name)
+
+
 async def test_the_access_log_tells_the_decision_and_not_the_prompt(serving: Any, client: aiohttp.ClientSession) -> None:
     rig, first, second = serving
     async with client.post(rig.url + PATH + "?secret=1", json={**BODY, "user": "secret"}) as response:

@@ -101,3 +101,29 @@ def test_after_a_reconnection_only_news_is_sent() -> None:
 def test_an_unknown_type_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert AdsStream().on_request(ask("type.googleapis.com/x.Y"), world()) == ([], False)
     assert "type.googleapis.com/x.Y" in caplog.text
+
+
+def test_settled_means_that_every_endpoint_was_answered() -> None:
+    stream, snap = AdsStream(), world(pools=2)
+    assert not stream.settled(snap), "it has not even asked"
+    (clusters,), _ = stream.on_request(ask(CLUSTERS), snap)
+    stream.on_request(ask(CLUSTERS, after=clusters), snap)
+    (endpoints,), _ = stream.on_request(ask(ENDPOINTS, "d/m/0"), snap)
+    stream.on_request(ask(ENDPOINTS, "d/m/0", after=endpoints), snap)
+    assert not stream.settled(snap), "the endpoints of the second pool are not even asked for"
+    (endpoints,), _ = stream.on_request(ask(ENDPOINTS, "d/m/0", "d/m/1", after=endpoints), snap)
+    assert not stream.settled(snap), "sent, not yet taken"
+    stream.on_request(ask(ENDPOINTS, "d/m/0", "d/m/1", after=endpoints), snap)
+    assert stream.settled(snap)
+    grown = world(pools=2, replicas=2)
+    assert not stream.settled(grown)
+    (endpoints,) = stream.on_snapshot(grown)
+    stream.on_request(ask(ENDPOINTS, "d/m/0", "d/m/1", after=endpoints, refuse="no"), grown)
+    assert stream.settled(grown), "a refusal is an answer"
+
+
+def test_without_clusters_no_endpoints_are_waited_for() -> None:
+    stream, snap = AdsStream(), world(pools=0, replicas=0)
+    (clusters,), _ = stream.on_request(ask(CLUSTERS), snap)
+    stream.on_request(ask(CLUSTERS, after=clusters), snap)
+    assert stream.settled(snap)

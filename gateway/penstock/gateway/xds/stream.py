@@ -17,6 +17,8 @@ class _Subscription:
     version: str = ""
     """Sent last, whether or not Envoy liked it; empty when nothing was."""
     nonce: str = ""
+    answered: str = ""
+    """The nonce of the response that Envoy last took or refused."""
 
 
 class AdsStream:
@@ -49,13 +51,27 @@ class AdsStream:
         if known is None:
             # A new stream. After a reconnection Envoy says what it has, and needs nothing if that is what we would send.
             known = self._subscriptions[kind] = _Subscription(names, version=request.version_info)
-        known.names = names
+        known.names, known.answered = names, request.response_nonce
         return list(self._changed(kind, snapshot)), refused
 
-    def on_snapshot(self, snapshot: Snapshot) -> Iterator[DiscoveryResponse]:
+    def on_snapshot(self, snapshot: Snapshot | None) -> Iterator[DiscoveryResponse]:
         """What changed for this Envoy, in an order that never names what does not exist yet."""
         for kind in ORDER:
             yield from self._changed(kind, snapshot)
+
+    def settled(self, snapshot: Snapshot) -> bool:
+        """Whether this Envoy has taken (or refused) all of the snapshot's clusters and endpoints."""
+        for kind, names in ((CLUSTERS, None), (ENDPOINTS, tuple(sorted(snapshot.resources[CLUSTERS])))):
+            subscription = self._subscriptions.get(kind)
+            if subscription is None or subscription.names != names:
+                # Without clusters Envoy asks for no endpoints.
+                if kind == ENDPOINTS and not names:
+                    continue
+                return False
+            current = subscription.version == version_of(snapshot.select(kind, names))
+            if not current or subscription.answered != subscription.nonce:
+                return False
+        return True
 
     def _changed(self, kind: str, snapshot: Snapshot | None) -> Iterator[DiscoveryResponse]:
         subscription = self._subscriptions.get(kind)
