@@ -1,0 +1,44 @@
+"""Reads of a request's body what a pick needs; the engine is the judge of everything else in it."""
+
+from typing import Any, NamedTuple
+
+import orjson
+
+from penstock.gateway.extproc.call import Refused
+
+MAX_BODY_BYTES = 20 * 1024 * 1024
+"""The engine's limit."""
+
+
+class Body(NamedTuple):
+    """A parsed body."""
+
+    model: str
+    stream: bool
+    max_tokens: int | None
+    fields: dict[str, Any]
+
+
+def parse_body(raw: bytes) -> Body:
+    """The body of a chat or completion request; raises `Refused` with 400 where it names no model."""
+    if not raw:
+        raise Refused(400, "the request has no body; send a JSON object", "invalid_body")
+    try:
+        fields = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise Refused(400, f"the body is not JSON: {error}", "invalid_json") from None
+    if not isinstance(fields, dict):
+        raise Refused(400, "the body must be a JSON object", "invalid_body")
+    model = fields.get("model")
+    if model is None:
+        raise Refused(400, "model is missing: name the model that shall answer", "missing_model", param="model")
+    if not isinstance(model, str) or not model:
+        raise Refused(400, "model must be a non-empty string", "invalid_type", param="model")
+    limit = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    return Body(model, fields.get("stream") is True, limit if type(limit) is int and limit >= 0 else None, fields)
+
+
+def too_large() -> Refused:
+    """The refusal of a body beyond the limit."""
+    message = f"the body is larger than {MAX_BODY_BYTES // 2**20} MiB"
+    return Refused(413, message, "body_too_large", code="request_too_large")

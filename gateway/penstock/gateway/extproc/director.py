@@ -1,0 +1,179 @@
+"""Decides what becomes of each request: reads it, finds its model, holds it while there is nobody, picks, books."""
+
+import logging
+import time
+
+import orjson
+
+from penstock.api import headers, load_report
+from penstock.api.fleet import Model
+from penstock.api.load_report import LoadReport, LoadReportError
+from penstock.gateway.extproc.body import Body, parse_body
+from penstock.gateway.extproc.call import Answered, Call, Refused, ResponseHead, Routed
+from penstock.gateway.extproc.decisions import DecisionLog
+from penstock.gateway.extproc.holding import HoldingArea, no_ready_replica
+from penstock.gateway.http.metrics import PickerMetrics
+from penstock.gateway.load.prompts import PromptLibrary
+from penstock.gateway.picker.bookings import State
+from penstock.gateway.picker.candidates import Candidate, Rejected
+from penstock.gateway.picker.choice import Choice, choose
+from penstock.gateway.picker.policies import POLICIES
+from penstock.gateway.picker.request import RequestView
+from penstock.gateway.picker.state import FleetState
+from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH
+
+MODELS_PATH = "/v1/models"
+_METHODS = {CHAT_PATH: "POST", COMPLETIONS_PATH: "POST", MODELS_PATH: "GET"}
+EXPLAIN = "explain"
+_UNAVAILABLE = ("502", "503", "504")
+
+log = logging.getLogger(__name__)
+
+
+class PickDirector:
+    """See `penstock.gateway.extproc.exchange.Director`."""
+
+    def __init__(
+        self, state: FleetState, prompts: PromptLibrary, holding: HoldingArea, decisions: DecisionLog, metrics: PickerMetrics
+    ) -> None:
+        self._state = state
+        self._prompts = prompts
+        self._holding = holding
+        self._decisions = decisions
+        self._metrics = metrics
+
+    def preview(self, call: Call) -> None:
+        """Refuses paths that do not exist before their bodies have come."""
+        method = _METHODS.get(call.path)
+        if method is None:
+            message = f"{call.path} does not exist here; there are {', '.join(_METHODS)}"
+            raise self._counted(Refused(404, message, "unknown_path"))
+        if call.method != method:
+            message = f"{call.path} takes {method}, not {call.method}"
+            raise self._counted(Refused(405, message, "method_not_allowed"))
+
+    async def route(self, call: Call) -> Routed | Answered:
+        """See `Director`."""
+        try:
+            if call.path == MODELS_PATH:
+                return self._models()
+            return await self._pick(call)
+        except Refused as refused:
+            raise self._counted(refused) from None
+
+    async def _pick(self, call: Call) -> Routed:
+        body = parse_body(call.body)
+        model = self._state.model(body.model)
+        if model is None:
+            names = ", ".join(sorted(self._state.served_names)) or "none yet"
+            raise Refused(404, f"model {body.model!r} does not exist; there are: {names}", "model_not_found", param="model")
+        if model.policy not in POLICIES:
+            raise Refused(503, f"model {body.model!r} asks for an unknown routing policy, {model.policy!r}", "unknown_policy")
+        came = time.monotonic()
+        request, candidates, rejected = await self._candidates(call, body, model)
+        decided = time.monotonic()
+        choice = choose(request, candidates, rejected, model.policy, self._state.turn(model))
+        picked = choice.picked
+        fresh = request.prompt_tokens - picked.resident_tokens
+        booking = self._state.bookings.book(request.id, picked.key, fresh, decided)
+        self._decisions.add(request, choice, decided - came, time.time())
+        self._metrics.picks.labels(pool=picked.pool, policy=choice.policy).inc()
+        self._metrics.pick_seconds.observe(time.monotonic() - decided)
+        explain = call.headers.get(headers.DECISION) == EXPLAIN
+        return Routed(
+            endpoints=choice.endpoints,
+            pool=picked.pool,
+            booking=booking,
+            explanation=_one_line(choice) if explain else None,
+        )
+
+    async def _candidates(self, call: Call, body: Body, model: Model) -> tuple[RequestView, list[Candidate], list[Rejected]]:
+        """The request with its tokens, and those that may take it; waits while there is nobody."""
+        deadline = time.monotonic() + model.hold_timeout_s
+        while True:
+            if not self._anybody(model):
+                if call.subset is not None:
+                    raise no_ready_replica(model, "that the gateway allows")
+                async with self._holding.hold(model, len(call.body)):
+                    while not self._anybody(model):
+                        await self._holding.changed(model, deadline)
+            request, found = await self._look(call, body, model)
+            if found[0]:
+                return request, *found
+            if call.subset is not None:
+                raise no_ready_replica(model, "that the gateway allows")
+
+    def _anybody(self, model: Model) -> bool:
+        return any(r.ready and not r.terminating and not r.cordoned for r in self._state.replicas_of(model))
+
+    async def _look(self, call: Call, body: Body, model: Model) -> tuple[RequestView, tuple[list[Candidate], list[Rejected]]]:
+        replicas = self._state.replicas_of(model)
+        tokenized = await self._prompts.tokenize(replicas, call.path, call.body, body.fields)
+        request = RequestView(
+            id=call.headers.get(headers.REQUEST_ID, ""),
+            path=call.path,
+            model=body.model,
+            prompts=tokenized.prompts,
+            block_size=tokenized.block_size,
+            tokens_unknown=tokenized.unknown,
+            max_tokens=body.max_tokens,
+            stream=body.stream,
+        )
+        now = time.monotonic()
+        comparable = tokenized.comparable
+        return request, self._state.candidates(model, request, now, subset=call.subset, comparable=comparable)
+
+    def responded(self, routed: Routed, head: ResponseHead) -> list[tuple[str, str]]:
+        """See `Director`."""
+        now, state, booking = time.monotonic(), self._state, routed.booking
+        served = state.key_at(head.served) if head.served else None
+        if served is not None and served != booking.key:
+            state.suspect(booking.key, now)
+            state.bookings.move(booking, served)
+        report = _report(head)
+        status = head.headers.get(":status", "")
+        if status.startswith("2") and head.headers.get("content-type", "").startswith("text/event-stream"):
+            state.bookings.responded(booking, (report.epoch, report.seq) if report else None, now)
+        else:  # complete, or refused: nothing runs on
+            state.bookings.release(booking, "answered" if status.startswith("2") else "error_status")
+        if report is not None:
+            state.reported(booking.key, report, now)
+        if status in _UNAVAILABLE:
+            state.suspect(booking.key, now)
+        added = [(headers.REPLICA, booking.key.uid)]
+        if routed.explanation is not None:
+            added.append((headers.DECISION, routed.explanation))
+        return added
+
+    def closed(self, routed: Routed) -> None:
+        """A stream that ends before the response headers was reset. Later the end of the stream is not the end of the request."""
+        if routed.booking.state is State.PENDING:
+            self._state.bookings.release(routed.booking, "reset")
+
+    def _models(self) -> Answered:
+        data = [
+            {"id": name, "object": "model", "created": int(model.created), "owned_by": "penstock"}
+            for name, model in self._state.served_names.items()
+        ]
+        return Answered(status=200, body=orjson.dumps({"object": "list", "data": data}), reason="models")
+
+    def _counted(self, refused: Refused) -> Refused:
+        self._metrics.refusals.labels(reason=refused.reason).inc()
+        return refused
+
+
+def _report(head: ResponseHead) -> LoadReport | None:
+    """The load report on a response; None where there is none of ours."""
+    value = head.headers.get(headers.LOAD)
+    if value is None:
+        return None
+    try:
+        return load_report.decode(value)
+    except LoadReportError as error:
+        log.info("unreadable load report of %s: %s", head.served, error)
+        return None
+
+
+def _one_line(choice: Choice) -> str:
+    """The reasons as the value of a header."""
+    return "; ".join(choice.reasons).encode("ascii", "replace").decode().replace("\n", " ")
