@@ -1,0 +1,154 @@
+"""The gateway process: discovery, the picker behind ext_proc, Envoy's control plane and HTTP on one event loop."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import aiohttp
+import grpc
+from aiohttp import web
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from prometheus_client import CollectorRegistry
+
+from penstock.gateway._pb.envoy.service.discovery.v3.ads_pb2_grpc import add_AggregatedDiscoveryServiceServicer_to_server
+from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc import add_ExternalProcessorServicer_to_server
+from penstock.gateway.discovery.source import Discovery
+from penstock.gateway.extproc.decisions import DecisionLog
+from penstock.gateway.extproc.director import PickDirector
+from penstock.gateway.extproc.health import Health
+from penstock.gateway.extproc.holding import HoldingArea
+from penstock.gateway.extproc.service import ExtProcService
+from penstock.gateway.http.metrics import PickerMetrics, StateCollector
+from penstock.gateway.http.server import GatewayHttp
+from penstock.gateway.load.follower import FleetFollower
+from penstock.gateway.load.poller import LoadPoller
+from penstock.gateway.load.prompts import PromptLibrary
+from penstock.gateway.picker.state import FleetState
+from penstock.gateway.xds.listener import ListenerSettings
+from penstock.gateway.xds.server import AdsServicer
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 20.0
+"""How long requests that wait for their response headers may keep a stopping gateway; those that stream need it no more."""
+EXPIRY_TICK_S = 10.0
+MAX_STREAMS = 100_000
+"""Held requests are open streams: gRPC's own default must not bound them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings:
+    """What the flags of `penstock gateway` say."""
+
+    name: str
+    host: str
+    grpc_port: int
+    http_port: int
+    listener: ListenerSettings
+
+
+class Gateway:
+    """All parts of one gateway process. Ports of 0 are chosen by the system; `start` sets `grpc_port` and `http_port`."""
+
+    def __init__(self, settings: GatewaySettings, discovery: Discovery) -> None:
+        self._settings = settings
+        self._discovery = discovery
+        self._registry = CollectorRegistry()
+        self._follower = FleetFollower(FleetState())
+        self._decisions = DecisionLog()
+        self._holding = HoldingArea(self._follower)
+        self._health = Health()
+        self._ads = AdsServicer(settings.listener, self._registry)
+        self._http = GatewayHttp(settings.name, self._follower, self._decisions, self._registry)
+        self._registry.register(StateCollector(self._follower))
+        self.grpc_port = settings.grpc_port
+        self.http_port = settings.http_port
+
+    async def run(self, stop: asyncio.Event, started: asyncio.Event | None = None) -> None:
+        """Serves until `stop` is set, then drains. An end of discovery or of a background task is an error that ends this."""
+        async with contextlib.AsyncExitStack() as stack:
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            stack.push_async_callback(self._follower.close)
+            prompts = PromptLibrary(session, self._follower.state)
+            stack.callback(prompts.close)
+            director = PickDirector(self._follower.state, prompts, self._holding, self._decisions, PickerMetrics(self._registry))
+            extproc = ExtProcService(director)
+            await stack.enter_async_context(self._serve_http())
+            await stack.enter_async_context(self._serve_grpc(extproc))
+            log.info("gateway %s: gRPC on port %d, HTTP on port %d", self._settings.name, self.grpc_port, self.http_port)
+            if started is not None:
+                started.set()
+            await self._work(stop, session, prompts)
+            await self._drain(extproc)
+
+    async def _work(self, stop: asyncio.Event, session: aiohttp.ClientSession, prompts: PromptLibrary) -> None:
+        """Runs the background tasks until `stop`."""
+        jobs = (self._follow(), LoadPoller(session, self._follower.state).run(), prompts.run(), self._expire())
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(job) for job in jobs]
+            await stop.wait()
+            for task in tasks:
+                task.cancel()
+
+    async def _follow(self) -> None:
+        async for fleet in self._discovery.watch():
+            self._follower.update(fleet)
+            self._ads.update(fleet)
+            await self._health.ready(True)
+        raise RuntimeError("discovery has ended by itself")
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRY_TICK_S)
+            self._follower.state.bookings.expire(asyncio.get_running_loop().time())
+
+    async def _drain(self, extproc: ExtProcService) -> None:
+        """Refuses what is held and waits for requests that have no response headers yet."""
+        log.info("stopping: %d requests in progress", extproc.open)
+        self._http.stopping = True
+        await self._health.ready(False)
+        self._holding.close()
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                await extproc.idle.wait()
+        except TimeoutError:
+            log.warning("%d requests had no response headers after %.0f s", extproc.open, DRAIN_S)
+
+    @contextlib.asynccontextmanager
+    async def _serve_grpc(self, extproc: ExtProcService) -> AsyncIterator[None]:
+        server = grpc.aio.server(options=[("grpc.max_concurrent_streams", MAX_STREAMS), ("grpc.so_reuseport", 0)])
+        add_ExternalProcessorServicer_to_server(extproc, server)
+        add_AggregatedDiscoveryServiceServicer_to_server(self._ads, server)
+        add_HealthServicer_to_server(self._health.servicer, server)
+        host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
+        self.grpc_port = server.add_insecure_port(f"{host}:{self._settings.grpc_port}")
+        await self._health.start()
+        await server.start()
+        try:
+            yield
+        finally:
+            await server.stop(grace=0.5)
+
+    @contextlib.asynccontextmanager
+    async def _serve_http(self) -> AsyncIterator[None]:
+        runner = web.AppRunner(self._http.application(), access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, self._settings.host, self._settings.http_port)
+            await site.start()
+            self.http_port = runner.addresses[0][1]
+            yield
+        finally:
+            await runner.cleanup()
+
+
+async def serve(settings: GatewaySettings, discovery: Discovery) -> None:
+    """Runs a gateway until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await Gateway(settings, discovery).run(stop)
