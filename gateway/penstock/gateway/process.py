@@ -4,15 +4,18 @@ import asyncio
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import aiohttp
 import grpc
+import msgspec
 from aiohttp import web
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from prometheus_client import CollectorRegistry
 
+from penstock.api.fleet import Fleet
 from penstock.gateway._pb.envoy.service.discovery.v3.ads_pb2_grpc import add_AggregatedDiscoveryServiceServicer_to_server
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc import add_ExternalProcessorServicer_to_server
 from penstock.gateway.discovery.source import Discovery
@@ -34,6 +37,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_S = 20.0
 """How long requests that wait for their response headers may keep a stopping gateway; those that stream need it no more."""
+APPLY_LIMIT_S = 2.0
 EXPIRY_TICK_S = 10.0
 MAX_STREAMS = 100_000
 """Held requests are open streams: gRPC's own default must not bound them."""
@@ -94,16 +98,22 @@ class Gateway:
                 task.cancel()
 
     async def _follow(self) -> None:
+        known: frozenset[tuple[str, str]] = frozenset()
         async for fleet in self._discovery.watch():
-            self._follower.update(fleet)
             self._ads.update(fleet)
+            # What has gone counts at once; what is new may be picked only when every Envoy knows it as a destination.
+            self._follower.update(_without_new(fleet, known))
+            if not await self._ads.applied(APPLY_LIMIT_S):
+                log.warning("an Envoy has not confirmed the fleet within %.0f s", APPLY_LIMIT_S)
+            self._follower.update(fleet)
+            known = frozenset((replica.pool, replica.endpoint) for replica in fleet.replicas)
             await self._health.ready(True)
         raise RuntimeError("discovery has ended by itself")
 
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(EXPIRY_TICK_S)
-            self._follower.state.bookings.expire(asyncio.get_running_loop().time())
+            self._follower.state.bookings.expire(time.monotonic())
 
     async def _drain(self, extproc: ExtProcService) -> None:
         """Refuses what is held and waits for requests that have no response headers yet."""
@@ -143,6 +153,15 @@ class Gateway:
             yield
         finally:
             await runner.cleanup()
+
+
+def _without_new(fleet: Fleet, known: frozenset[tuple[str, str]]) -> Fleet:
+    """The fleet with only those replicas ready that are in `known` (pool, endpoint)."""
+    replicas = [
+        replica if (replica.pool, replica.endpoint) in known else msgspec.structs.replace(replica, ready=False)
+        for replica in fleet.replicas
+    ]
+    return msgspec.structs.replace(fleet, replicas=replicas)
 
 
 async def serve(settings: GatewaySettings, discovery: Discovery) -> None:

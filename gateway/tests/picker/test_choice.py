@@ -169,10 +169,10 @@ def test_a_full_replica_costs_the_wait_for_a_row() -> None:
 
 
 def test_the_fallback_list_is_ordered_and_stays_in_the_pool_of_the_pick() -> None:
-    loads = [candidate(at, report=report(prefill_backlog_tokens=1000 * at)) for at in range(1, 6)]
+    loads = [candidate(at, report=report(prefill_backlog_tokens=1000 * at)) for at in range(1, 7)]
     stranger = msgspec.structs.replace(loads[1], pool="default/m/other")
     choice = pick([loads[0], stranger, *loads[2:]])
-    assert choice.endpoints == ["10.0.0.1:8000", "10.0.0.3:8000", "10.0.0.4:8000"]
+    assert choice.endpoints == ["10.0.0.1:8000", "10.0.0.3:8000", "10.0.0.4:8000", "10.0.0.5:8000"]
 
 
 def test_a_suspect_comes_last_and_yet_serves_alone() -> None:

@@ -8,8 +8,8 @@ from penstock.gateway.picker.candidates import Candidate, Rejected
 from penstock.gateway.picker.policies import POLICIES, Ranked, spread
 from penstock.gateway.picker.request import RequestView
 
-MAX_ENDPOINTS = 3
-"""Length of the fallback list: the pick and two more. Envoy's route retries as often."""
+MAX_ENDPOINTS = 4
+"""Length of the fallback list: the pick, and one for each retry of Envoy's route."""
 NOISE = 0.001
 """Scores (seconds, for `Cost`) closer than this are equal where a policy tolerates differences at all."""
 
