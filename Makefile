@@ -62,6 +62,10 @@ gpu: setup ## what needs a CUDA device (skips by name elsewhere)
 requirements: setup ## which requirement rows have a test
 	@$(BIN)/python docs/requirements/coverage.py
 
+.PHONY: bench-scheduler
+bench-scheduler: setup ## the scheduler's own time a step, at 1 to 1,024 running decodes
+	@$(BIN)/python benchmarks/bench_scheduler.py
+
 .PHONY: lint types format lock
 lint: setup ## ruff and the import contracts
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports

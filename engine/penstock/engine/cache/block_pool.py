@@ -4,51 +4,13 @@ A free block keeps its content and its hash until it is handed out again: the fr
 of the prefix cache, least recently used first.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 from penstock.engine.cache.events import BlockEvents
 
 NULL_BLOCK = 0
 """Stands for "no block" in block tables; never handed out, never freed."""
-
-
-class FreeList:
-    """Doubly linked list over the integers 0 … n-1, every operation O(1): links are two plain lists, n is the sentinel."""
-
-    def __init__(self, size: int) -> None:
-        self._next = [*range(1, size + 1), 0]
-        self._previous = [size, *range(size)]
-        self._sentinel = size
-        self.count = size
-
-    def pop_first(self) -> int:
-        """Takes the head; raises `IndexError` on an empty list."""
-        block = self._next[self._sentinel]
-        if block == self._sentinel:
-            raise IndexError("no free block")
-        self.remove(block)
-        return block
-
-    def remove(self, block: int) -> None:
-        """Takes a member from wherever it stands."""
-        before, after = self._previous[block], self._next[block]
-        self._next[before], self._previous[after] = after, before
-        self._next[block] = self._previous[block] = -1
-        self.count -= 1
-
-    def append(self, block: int) -> None:
-        """Puts a block that is not a member at the tail."""
-        last, end = self._previous[self._sentinel], self._sentinel
-        self._next[last] = self._previous[end] = block
-        self._next[block], self._previous[block] = end, last
-        self.count += 1
-
-    def __iter__(self) -> Iterator[int]:
-        """Head to tail."""
-        block = self._next[self._sentinel]
-        while block != self._sentinel:
-            yield block
-            block = self._next[block]
 
 
 class BlockPool:
@@ -64,8 +26,9 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}; the null block and one more are the least")
         self.num_blocks = num_blocks
-        self.free_list = FreeList(num_blocks)
-        self.free_list.remove(NULL_BLOCK)
+        # An ordered dictionary is a hash table over a doubly linked list, in C: head, tail and middle are all O(1).
+        self.free_list = OrderedDict[int, None].fromkeys(range(1, num_blocks))
+        """Blocks that nobody holds, least recently used first."""
         self.ref_counts = [0] * num_blocks
         self._names: list[tuple[int, bytes] | None] = [None] * num_blocks
         # Several blocks may hold the same tokens, computed side by side; any of them is a hit.
@@ -75,7 +38,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that nobody holds, cached or not."""
-        return self.free_list.count
+        return len(self.free_list)
 
     @property
     def num_used(self) -> int:
@@ -90,7 +53,7 @@ class BlockPool:
         """
         if count > self.num_free:
             raise ValueError(f"{count} blocks wanted, {self.num_free} free")
-        blocks = [self.free_list.pop_first() for _ in range(count)]
+        blocks = [self.free_list.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             self._evict(block)
             self.ref_counts[block] = 1
@@ -100,7 +63,7 @@ class BlockPool:
         """One more holder for each; free ones leave the eviction queue."""
         for block in blocks:
             if self.ref_counts[block] == 0:
-                self.free_list.remove(block)
+                del self.free_list[block]
             self.ref_counts[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
@@ -110,7 +73,7 @@ class BlockPool:
                 raise ValueError(f"block {block} is freed and nobody holds it")
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
-                self.free_list.append(block)
+                self.free_list[block] = None
 
     def lookup(self, group: int, block_hash: bytes) -> int | None:
         """A block with this content, or None."""

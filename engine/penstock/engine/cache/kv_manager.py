@@ -104,19 +104,23 @@ class KVCacheManager:
         Returns:
             Per group the blocks appended, cached ones first; None, and nothing changed, where the pool has too few.
         """
-        cached: list[list[int]] = hit.blocks if hit is not None else [[] for _ in self._groups]
-        missing = [
-            group.num_missing(request.index, num_tokens) - len(blocks) for group, blocks in zip(self._groups, cached, strict=True)
-        ]
-        if sum(missing) + sum(self.pool.num_free_among(blocks) for blocks in cached) > self.pool.num_free:
-            return None
         if hit is not None:
-            for group, blocks in zip(self._groups, cached, strict=True):
-                group.adopt(request.index, blocks)
-        return [
-            blocks + group.append(request.index, count)
-            for group, blocks, count in zip(self._groups, cached, missing, strict=True)
-        ]
+            return self._begin(request, num_tokens, hit)
+        missing = [group.num_missing(request.index, num_tokens) for group in self._groups]
+        if sum(missing) > self.pool.num_free:
+            return None
+        return [group.append(request.index, count) for group, count in zip(self._groups, missing, strict=True)]
+
+    def _begin(self, request: CachedSequence, num_tokens: int, hit: CacheHit) -> list[list[int]] | None:
+        new = self.blocks_for(num_tokens) - sum(len(blocks) for blocks in hit.blocks)
+        # Cached blocks that nobody holds are free ones too, and taken first, so that a request never evicts its own hits.
+        if new + sum(self.pool.num_free_among(blocks) for blocks in hit.blocks) > self.pool.num_free:
+            return None
+        for group, blocks in zip(self._groups, hit.blocks, strict=True):
+            group.adopt(request.index, blocks)
+        grown = self.allocate(request, num_tokens)
+        assert grown is not None
+        return [cached + appended for cached, appended in zip(hit.blocks, grown, strict=True)]
 
     def commit(self, request: CachedSequence, upto: int) -> None:
         """Publishes the request's full blocks below token `upto`: computed, retired and accepted."""

@@ -9,8 +9,7 @@ No torch, no clock, no input or output: time is an argument.
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -291,8 +290,7 @@ class Scheduler:
             row, upto = int(flight.rows[at]), int(flight.ends[at])
             request = self._tenancy.requests[row]
             assert request is not None
-            # An array is a sequence in all that hashing needs: a length, slices and their items.
-            request.extend_hashes(self._hasher, cast("Sequence[int]", self.table.token_ids[row, :upto]))
+            request.extend_hashes(self._hasher, self.table.token_ids[row, :upto].data)
             self.kv.commit(request, upto)
 
     def _finish_ended(self, rows: Int32, tokens: Int32) -> None:

@@ -1,0 +1,129 @@
+"""Speeds and rates of the load report, the number of blocks, the replay buffer and the executors."""
+
+import threading
+
+import pytest
+from fake_runner import FakeRunner, reference
+from harness import Machine, make_config, make_request
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.engine.config import CacheConfig, ConfigError
+from penstock.engine.core.core import EngineCore
+from penstock.engine.core.executor import InlineExecutor, ThreadExecutor
+from penstock.engine.core.load import RATE_WINDOW_S, LoadMeter, Rate
+from penstock.engine.core.memory import num_kv_blocks
+from penstock.engine.core.publisher import ReplayBuffer
+from penstock.engine.messages import ResetPrefixCache
+
+
+def test_a_steady_rate_is_read_as_it_is_and_fades_when_it_ends():
+    rate = Rate()
+    assert rate.at(0.0) == 0
+    for step in range(1000):
+        rate.add(5, step * 0.1)
+    assert rate.at(99.9) == pytest.approx(50, rel=0.02)
+    assert rate.at(99.9 + RATE_WINDOW_S) == pytest.approx(50 / 2.718, rel=0.03)
+
+
+def test_prefill_speed_weighs_steps_by_their_tokens_and_decode_steps_do_not_count():
+    meter = LoadMeter()
+    assert meter.prefill_tokens_per_s == 0 and meter.decode_step_s == 0
+    for step in range(200):
+        meter.observe(step, seconds=0.5, prefill_tokens=1000, sampled_tokens=4)
+        meter.observe(step, seconds=0.02, prefill_tokens=0, sampled_tokens=4)
+        meter.observe(step, seconds=0.01, prefill_tokens=2, sampled_tokens=1)
+    assert meter.prefill_tokens_per_s == pytest.approx(1002 / 0.51, rel=0.05)
+    assert meter.decode_step_s == pytest.approx(0.02)
+    assert meter.prompt_tokens_per_s(199) == pytest.approx(1002, rel=0.15)
+
+
+def with_cache(**cache):
+    config = make_config(max_model_len=64)
+    return type(config)(model=config.model, cache=CacheConfig(block_size=4, **cache), scheduler=config.scheduler)
+
+
+@pytest.mark.req("MEM-05", "KV-04")
+def test_blocks_come_from_the_number_the_bytes_or_a_tenth_of_memory():
+    assert num_kv_blocks(with_cache(num_blocks=17), 1000, 0) == 17
+    assert num_kv_blocks(with_cache(memory_bytes=50_999), 1000, 0) == 50
+    assert num_kv_blocks(with_cache(), 1000, 400_000) == 40
+    with pytest.raises(
+        ConfigError, match=r"--kv-cache-memory-bytes 16,999 / 1,000 bytes a block = 16 blocks, .* 64 / 4 tokens = 16"
+    ):
+        num_kv_blocks(with_cache(memory_bytes=16_999), 1000, 0)
+    with pytest.raises(ConfigError, match=r"10% of 100,000 bytes .* fits --max-model-len 36, or --kv-cache-memory-bytes 17000"):
+        num_kv_blocks(with_cache(), 1000, 100_000)
+
+
+@given(st.integers(1, 5), st.integers(0, 12), st.integers(0, 15))
+def test_the_replay_buffer_gives_everything_from_a_number_on_or_nothing(size, written, start):
+    buffer = ReplayBuffer(size)
+    for seq in range(written):
+        assert buffer.append(b"%d" % seq) == seq
+    expected = [(seq, b"%d" % seq) for seq in range(start, written)]
+    complete = max(written - size, 0) <= start <= written
+    assert buffer.since(start) == (expected if complete else None)
+
+
+@pytest.mark.req("AS-01", "AS-03", "AS-17", "IPC-06")
+@pytest.mark.parametrize(("executor", "depth", "overlaps"), [(InlineExecutor, 1, False), (ThreadExecutor, 2, True)])
+def test_a_step_is_planned_while_another_runs_at_depth_two_alone(executor, depth, overlaps):
+    config = make_config(depth=depth)
+    runner = FakeRunner(config)
+    runner.initialize_kv_cache(64)
+    submitted, waited = threading.Semaphore(0), []
+    execute, running = runner.execute, executor(runner)
+
+    def watched(plan):
+        # The second plan is there before the first has run, or it never is.
+        if plan.step_id == 1:
+            waited.append(submitted.acquire(timeout=0.2))
+        execute(plan)
+
+    runner.execute = watched
+    core = EngineCore(config, running, 64, epoch=0)
+    submit = running.submit
+
+    def counted(plan):
+        if plan.step_id == 2:
+            submitted.release()
+        submit(plan)
+
+    running.submit = counted
+    core.handle(make_request(0, [1, 2, 3], 6))
+    frames = []
+    while core.has_work:
+        frames.append(core.step())
+    running.close()
+    assert waited == [overlaps]
+    tokens = [token for frame in frames if frame for token in memoryview(frame.token_ids).cast("i")]
+    assert tokens == reference([1, 2, 3], 6)
+
+
+def test_the_core_reports_what_the_scheduler_has():
+    config = make_config(max_num_seqs=2)
+    runner = FakeRunner(config)
+    runner.initialize_kv_cache(64)
+    core = EngineCore(config, InlineExecutor(runner), 64, epoch=7)
+    for index in range(3):
+        core.handle(make_request(index, [index] * 9, 4))
+    assert core.stats().report.prefill_backlog_tokens == 27
+    core.step()
+    stats = core.stats()
+    report = stats.report
+    assert (report.epoch, report.seq, report.num_requests_running, report.num_requests_waiting) == (7, 1, 2, {"capacity": 1})
+    assert (report.kv_blocks_total, report.kv_blocks_reclaimable) == (63, 58)
+    assert report.kv_cache_usage_perc == pytest.approx(5 / 63) and report.max_num_seqs == 2
+    assert stats.steps == 1 and stats.prefix_queries == 18
+    core.handle(ResetPrefixCache())
+    assert core.scheduler.kv.pool.cached_hashes(), "a reset while requests hold blocks is refused"
+    while core.has_work:
+        core.step()
+    core.handle(ResetPrefixCache())
+    assert not core.scheduler.kv.pool.cached_hashes()
+
+
+def test_nothing_to_do_is_nothing_to_tell():
+    machine = Machine(make_config())
+    assert machine.scheduler.schedule(0.0) is None and machine.scheduler.take_outputs().is_empty
