@@ -1,0 +1,77 @@
+"""What a pod says about itself, in words that a person can use."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from penstock.api import labels
+
+Object = dict[str, Any]
+
+MAX_QUOTE: Final = 512
+# A container that waits for these is being made; for anything else it waits because something is wrong.
+_MAKING: Final = ("ContainerCreating", "PodInitializing")
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why a pod is not ready, if it is more than being young."""
+
+    pod: str
+    reason: str
+    """One CamelCase word: `EngineExited`, `Unschedulable`, `ImagePullBackOff`, …"""
+    message: str
+    exited: bool
+    """The engine itself ended with an error."""
+
+
+def is_ready(pod: Object) -> bool:
+    """Ready by its condition, and not about to go."""
+    conditions = pod.get("status", {}).get("conditions", [])
+    return is_live(pod) and any(it["type"] == "Ready" and it["status"] == "True" for it in conditions)
+
+
+def is_live(pod: Object) -> bool:
+    """Neither terminating nor ended."""
+    return "deletionTimestamp" not in pod["metadata"] and pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
+
+
+def revision(pod: Object) -> str:
+    """The revision that the pod runs."""
+    return str(pod["metadata"].get("labels", {}).get(labels.REVISION, ""))
+
+
+def trouble(pod: Object) -> Trouble | None:
+    """What keeps the pod from being ready; None where it is ready, terminating, or merely starting."""
+    name, status = pod["metadata"]["name"], pod.get("status", {})
+    if "deletionTimestamp" in pod["metadata"] or is_ready(pod):
+        return None
+    if status.get("phase") == "Failed":
+        reason = status.get("reason", "PodFailed")
+        return Trouble(name, reason, f"pod {name} failed: {status.get('message', reason)}", exited=False)
+    for condition in status.get("conditions", []):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            message = f"pod {name} cannot be scheduled: {condition.get('message', '')}"
+            return Trouble(name, condition.get("reason", "Unschedulable"), message, exited=False)
+    return next(_containers(name, status), None)
+
+
+def _containers(pod: str, status: Object) -> Iterator[Trouble]:
+    for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
+        waiting = container.get("state", {}).get("waiting", {})
+        ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated") or {}
+        failed = ended.get("exitCode", 0) != 0 and not container.get("ready", False)
+        reason = waiting.get("reason", "")
+        if failed:
+            # Not `CrashLoopBackOff`: between two tries the reason would be another one, and flap.
+            yield Trouble(pod, "EngineExited", f"pod {pod}: {_last_words(container['name'], ended)}", exited=True)
+        elif reason and reason not in _MAKING:
+            yield Trouble(pod, reason, f"pod {pod}: {waiting.get('message', reason)}", exited=False)
+
+
+def _last_words(container: str, ended: Object) -> str:
+    """The last line of what the container said; that is where a program states what it died of."""
+    lines = [line.strip() for line in ended.get("message", "").splitlines() if line.strip()]
+    if lines:
+        return lines[-1] if len(lines[-1]) <= MAX_QUOTE else f"{lines[-1][:MAX_QUOTE]}…"
+    return f"container {container} exited with {ended.get('exitCode')} ({ended.get('reason', 'Error')})"
