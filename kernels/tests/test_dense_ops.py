@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from penstock.kernels.ops import ops_for
+from penstock.kernels.cpu import build
+from penstock.kernels.ops import REFERENCE, native_ops, ops_for
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
 from penstock.kernels.rope.reference import rope
 
-OPS = ops_for("cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 
@@ -24,25 +24,26 @@ def norm64(x, weight, eps):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_rms_norm(dtype):
+def test_rms_norm(ops_in, dtype):
+    ops = ops_in(dtype)
     x, residual, weight = torch.randn(5, 96).to(dtype) * 30, torch.randn(5, 96).to(dtype), torch.randn(96).to(dtype)
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(OPS.rms_norm(x, weight, 1e-5).double(), norm64(x, weight, 1e-5), rtol=tolerance, atol=tolerance)
-    out, total = OPS.add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5).double(), norm64(x, weight, 1e-5), rtol=tolerance, atol=tolerance)
+    out, total = ops.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, x + residual)
     torch.testing.assert_close(out.double(), norm64(total, weight, 1e-5), rtol=tolerance, atol=tolerance)
 
 
-def test_rms_norm_of_zeros_is_zero():
-    assert torch.equal(OPS.rms_norm(torch.zeros(1, 8), torch.ones(8), 1e-6), torch.zeros(1, 8))
+def test_rms_norm_of_zeros_is_zero(ops_in):
+    assert torch.equal(ops_in(torch.float32).rms_norm(torch.zeros(1, 8), torch.ones(8), 1e-6), torch.zeros(1, 8))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_silu_mul(dtype):
-    x = torch.randn(4, 64).to(dtype)
+def test_silu_mul(ops_in, dtype):
+    x = (torch.randn(4, 74) * 30).to(dtype)
     gate, up = x.double().chunk(2, -1)
     expected = gate / (1 + torch.exp(-gate)) * up
-    torch.testing.assert_close(OPS.silu_mul(x).double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(ops_in(dtype).silu_mul(x).double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 def test_rope_rotates_each_pair_by_its_angle():
@@ -55,24 +56,64 @@ def test_rope_rotates_each_pair_by_its_angle():
 
 
 @pytest.mark.parametrize("normalised", [False, True])
-def test_prepare_kv_writes_the_tokens_slots_and_no_other(normalised):
-    q, k, v = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+def test_prepare_kv_writes_the_tokens_slots_and_no_other(ops_in, normalised):
+    ops = ops_in(torch.float32)
+    q, k, v = (part.view(3, -1, 8) for part in torch.randn(3, 64).split([32, 16, 16], -1))
     cache = torch.full((5, 2, 2, 4, 8), math.pi)
     slots = torch.tensor([4 * 3 + 2, 4 * 1 + 0, 4 * 3 + 3])
     angles = torch.randn(3, 4)
     rotary = Rotary(angles.cos(), angles.sin())
     qk_norm = QKNorm(torch.randn(8), torch.randn(8), 1e-6) if normalised else None
-    out = OPS.prepare_kv(q, k, v, cache, slots, rotary, qk_norm)
+    out = ops.prepare_kv(q, k, v, cache, slots, rotary, qk_norm)
     if qk_norm is not None:
-        q, k = OPS.rms_norm(q, qk_norm.q_weight, 1e-6), OPS.rms_norm(k, qk_norm.k_weight, 1e-6)
-    assert torch.equal(out, rope(q, rotary.cos, rotary.sin))
+        q, k = REFERENCE.rms_norm(q, qk_norm.q_weight, 1e-6), REFERENCE.rms_norm(k, qk_norm.k_weight, 1e-6)
+    torch.testing.assert_close(out, rope(q, rotary.cos, rotary.sin), rtol=1e-5, atol=1e-6)
     expected = torch.full_like(cache, math.pi)
     for token, (block, offset) in enumerate([(3, 2), (1, 0), (3, 3)]):
         expected[block, 0, :, offset] = rope(k, rotary.cos, rotary.sin)[token]
         expected[block, 1, :, offset] = v[token]
-    assert torch.equal(cache, expected)
+    torch.testing.assert_close(cache, expected, rtol=1e-5, atol=1e-6)
+    untouched = expected == math.pi
+    assert torch.equal(cache[untouched], expected[untouched]) and torch.equal(cache[:, 1], expected[:, 1])
 
 
 def test_there_are_no_kernels_for_other_devices():
     with pytest.raises(ValueError, match="'tpu'"):
-        ops_for("tpu")
+        ops_for("tpu", torch.float32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_native_bits_do_not_depend_on_the_rows_place(native, dtype):
+    """The rows' addresses are aligned differently, and neighbours come and go."""
+    ops, x, weight = native(dtype), torch.randn(9, 74).to(dtype), torch.randn(37).to(dtype)
+    norms, gates = ops.rms_norm(x.view(18, 37), weight, 1e-5), ops.silu_mul(x)
+    for first in range(8):
+        assert torch.equal(ops.rms_norm(x.view(18, 37)[first : first + 1], weight, 1e-5), norms[first : first + 1])
+        assert torch.equal(ops.silu_mul(x[first : first + 2]), gates[first : first + 2])
+
+
+def test_native_refuses_another_dtype(native):
+    with pytest.raises(TypeError, match=r"for torch\.float32, not torch\.bfloat16"):
+        native(torch.float32).silu_mul(torch.zeros(1, 4, dtype=torch.bfloat16))
+
+
+def test_a_build_is_kept(native, tmp_path):
+    first = build.library(tmp_path)
+    stamp = first.stat().st_mtime_ns
+    assert build.library(tmp_path) == first and first.stat().st_mtime_ns == stamp
+    assert list(tmp_path.iterdir()) == [first]
+
+
+@pytest.mark.req("ATT-29")
+def test_says_why_the_reference_runs(monkeypatch, caplog):
+    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
+    assert ops_for("cpu", torch.float32) is REFERENCE
+    assert "no C++ compiler (no-such-compiler)" in caplog.text
+    assert ops_for("cpu", torch.float16) is REFERENCE
+
+
+def test_a_compilers_complaint_is_passed_on(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "FLAGS", ("-no-such-flag",))
+    with pytest.raises(build.BuildError, match="no-such-flag"):
+        native_ops(torch.float32, tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -6,11 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.ops import ops_for
+from penstock.kernels.ops import Ops
 from penstock.kernels.paged_attention.batch import PagedBatch
-
-OPS = ops_for("cpu")
-NUM_BLOCKS = 64
 
 shapes = st.sampled_from([(1, 1, 64), (2, 1, 32), (7, 1, 80), (2, 4, 96), (3, 2, 128)])
 """Queries a key head, key heads, head size."""
@@ -31,11 +28,15 @@ class Case:
     def _random(self, length: int, heads: int) -> torch.Tensor:
         return torch.from_numpy(self.rng.standard_normal((length, heads, self.head_size), np.float32))
 
-    def run(self, chosen: list[int], skip: int = 0) -> list[torch.Tensor]:
+    def run(self, ops: Ops, chosen: list[int], skip: int = 0) -> list[torch.Tensor]:
         """Results of the chosen requests in one batch; `skip` of each request's queries (not its last) came in an earlier one."""
         tables, parts, lens = [], [], []
         num_blocks = sum(-(-sum(self.lengths[i]) // self.block_size) for i in chosen) + 2
-        cache = torch.full((num_blocks, 2, self.kv_heads, self.block_size, self.head_size), float("nan"))
+        # A layer's strided view of pages that hold two.
+        pages = torch.full(
+            (num_blocks, 2, 2, self.kv_heads, self.block_size, self.head_size), float("nan"), dtype=self.keys[0].dtype
+        )
+        cache = pages[:, 1]
         free = list(self.rng.permutation(np.arange(1, num_blocks)))
         for i in chosen:
             length = sum(self.lengths[i])
@@ -51,7 +52,7 @@ class Case:
             block_table[row, : len(table)] = table
         starts = np.concatenate(([0], np.cumsum([len(part) for part in parts]))).astype(np.int32)
         batch = PagedBatch(self.block_size, starts, np.array(lens, np.int32), block_table)
-        out = OPS.paged_attention(torch.cat(parts), cache, batch, self.head_size**-0.5)
+        out = ops.paged_attention(torch.cat(parts), cache, batch, self.head_size**-0.5)
         return list(out.split([len(part) for part in parts]))
 
     def dense(self, i: int) -> torch.Tensor:
@@ -69,28 +70,29 @@ cases = st.builds(Case, shapes, requests, st.sampled_from([8, 16, 32, 256]), st.
 @pytest.mark.req("ATT-06", "ATT-07", "ATT-08", "ATT-29")
 @settings(max_examples=40, deadline=None)
 @given(cases)
-def test_equals_dense_attention(case):
-    for i, out in enumerate(case.run(list(range(len(case.lengths))))):
+def test_equals_dense_attention(ops_in, case):
+    for i, out in enumerate(case.run(ops_in(torch.float32), list(range(len(case.lengths))))):
         torch.testing.assert_close(out.double(), case.dense(i), rtol=1e-4, atol=1e-5)
 
 
 @settings(max_examples=40, deadline=None)
 @given(cases, st.integers(0, 4), st.integers(0, 130))
-def test_bits_depend_on_the_request_alone(case, which, skip):
+def test_bits_depend_on_the_request_alone(ops_in, case, which, skip):
     """In a crowd in any order, alone, and with a part of the queries in an earlier batch."""
     which %= len(case.lengths)
+    ops = ops_in(torch.float32)
     order = case.rng.permutation(len(case.lengths)).tolist()
-    crowd = case.run(order)[order.index(which)]
-    (alone,) = case.run([which])
-    (later,) = case.run([which], skip=skip)
+    crowd = case.run(ops, order)[order.index(which)]
+    (alone,) = case.run(ops, [which])
+    (later,) = case.run(ops, [which], skip=skip)
     assert torch.equal(crowd, alone)
     assert torch.equal(alone[-len(later) :], later)
 
 
-def test_bfloat16_is_rounded_once():
+def test_bfloat16_is_rounded_once(ops_in):
     case = Case((2, 2, 64), [(40, 3)], 16, 0)
     for name in ("queries", "keys", "values"):
         setattr(case, name, [x.bfloat16() for x in getattr(case, name)])
-    (out,) = case.run([0])
+    (out,) = case.run(ops_in(torch.bfloat16), [0])
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), case.dense(0), rtol=2**-8, atol=1e-3)

@@ -11,8 +11,10 @@ import torch
 from penstock.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.core.plan import Admission, SampleInputs, StepPlan, StepResult
 from penstock.engine.loading.checkpoint import read_model_config
+from penstock.engine.runner import model_runner
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.sampling import SamplingParams
+from penstock.kernels.ops import REFERENCE
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 320
@@ -80,29 +82,32 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
-def make_runner(path: Path, dtype: str = "float32", max_num_seqs: int = 16) -> ModelRunner:
-    """A loaded runner with its cache."""
+def make_runner(path: Path, dtype: str = "float32", form: str = "best") -> ModelRunner:
+    """A loaded runner with its cache; `form` "reference": as without a compiler."""
     runner = ModelRunner(
         EngineConfig(
             model=read_model_config(path, served_names=(), dtype=dtype, max_model_len=MAX_MODEL_LEN),
             cache=CacheConfig(block_size=BLOCK_SIZE),
-            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+            scheduler=SchedulerConfig(max_num_seqs=16),
         )
     )
-    runner.load()
+    with pytest.MonkeyPatch.context() as patch:
+        if form == "reference":
+            patch.setattr(model_runner, "ops_for", lambda device, dtype: REFERENCE)
+        runner.load()
     runner.initialize_kv_cache(NUM_BLOCKS)
     return runner
 
 
 @pytest.fixture(scope="session")
 def loaded(checkpoint) -> Callable[..., ModelRunner]:
-    """`loaded(name, dtype)`: one runner each for the whole run; tests give it their own rows and blocks through a Driver."""
-    made: dict[tuple[str, str], ModelRunner] = {}
+    """`loaded(name, dtype, form)`: one runner each for the whole run, shared; a Driver starts afresh."""
+    made: dict[tuple[str, str, str], ModelRunner] = {}
 
-    def get(name: str, dtype: str = "float32") -> ModelRunner:
-        if (name, dtype) not in made:
-            made[name, dtype] = make_runner(checkpoint(name), dtype)
-        return made[name, dtype]
+    def get(name: str, dtype: str = "float32", form: str = "best") -> ModelRunner:
+        if (name, dtype, form) not in made:
+            made[name, dtype, form] = make_runner(checkpoint(name), dtype, form)
+        return made[name, dtype, form]
 
     return get
 

@@ -11,6 +11,11 @@ VOCAB = 257
 PARAMS = SamplingParams(max_tokens=100, temperature=0.8, top_p=0.95, seed=11, logprobs=VOCAB)
 VARIANTS = [("llama", "float32"), ("llama-7to1-llama3-tied", "float32"), ("llama-mha-linear-bias", "float32")]
 VARIANTS += [("qwen3", "float32"), ("llama", "bfloat16"), ("qwen3", "bfloat16"), ("llama", "float16")]
+VARIANTS += [
+    ("llama", "float32", "reference"),
+    ("qwen3", "bfloat16", "reference"),
+    ("llama-7to1-llama3-tied", "float32", "reference"),
+]
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -40,9 +40,10 @@ def by_token(result) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("form", ["best", "reference"])
 @pytest.mark.req("ATT-08", "ATT-31", "LP-01")
-def test_logprobs_equal_transformers(name, loaded, driver, reference):
-    play, tokens = driver(loaded(name)), prompt(1)
+def test_logprobs_equal_transformers(name, form, loaded, driver, reference):
+    play, tokens = driver(loaded(name, "float32", form)), prompt(1)
     expected = reference_logprobs(reference(name), tokens)
     sequence = play.admit(tokens[:-4], ALL_LOGPROBS)
     results = [play.step([(sequence, 100)]), play.step([(sequence, PROMPT - 104)])]

@@ -1,15 +1,24 @@
 """The operations of a model step, each in the form that suits the device; chosen once at start."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from penstock.kernels.cpu.build import BuildError, library
+from penstock.kernels.cpu.native import DTYPES, NativeOps
 from penstock.kernels.paged_attention.batch import PagedBatch
 from penstock.kernels.paged_attention.reference import paged_attention
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary, prepare_kv
 from penstock.kernels.rms_norm.reference import add_rms_norm, rms_norm
 from penstock.kernels.silu_mul.reference import silu_mul
+
+log = logging.getLogger(__name__)
+
+CACHE = Path("~/.cache/penstock/kernels")
+"""Where compiled operations are kept."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +45,27 @@ REFERENCE = Ops(
 )
 
 
-def ops_for(device: str) -> Ops:
+def native_ops(dtype: torch.dtype, cache: Path) -> Ops:
+    """The compiled form; BuildError where it cannot be had."""
+    if dtype not in DTYPES:
+        raise BuildError(f"{dtype} has no compiled form")
+    native = NativeOps(library(cache), dtype)
+    return Ops(
+        form="native",
+        rms_norm=native.rms_norm,
+        add_rms_norm=native.add_rms_norm,
+        silu_mul=native.silu_mul,
+        prepare_kv=native.prepare_kv,
+        paged_attention=native.paged_attention,
+    )
+
+
+def ops_for(device: str, dtype: torch.dtype) -> Ops:
     """The best form there is on a device; ValueError where there is none."""
     if device != "cpu":
         raise ValueError(f"no kernels for the device {device!r} (supported: cpu)")
-    return REFERENCE
+    try:
+        return native_ops(dtype, CACHE.expanduser())
+    except BuildError as error:
+        log.warning("kernels: torch's reference, several times slower than the native ones (%s)", error)
+        return REFERENCE

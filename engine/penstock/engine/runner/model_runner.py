@@ -53,7 +53,7 @@ class ModelRunner:
     def load(self) -> None:
         """Builds the model and reads its weights; ConfigError where the checkpoint does not fit."""
         torch.set_num_threads(self.config.threads)
-        self._ops = ops_for(self.config.device)
+        self._ops = ops_for(self.config.device, self._dtype)
         build = Build(
             ops=self._ops,
             linear_method=linear_method(self._dtype),

@@ -1,0 +1,115 @@
+"""The compiled operations as torch functions; the references document arguments and results."""
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from penstock.kernels.paged_attention.batch import PagedBatch
+from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+_SIGNATURES = {
+    "penstock_rms_norm": [c_int, *[c_void_p] * 3, *[c_int64] * 2, c_float],
+    "penstock_add_rms_norm": [c_int, *[c_void_p] * 5, *[c_int64] * 2, c_float],
+    "penstock_silu_mul": [c_int, *[c_void_p] * 2, *[c_int64] * 2],
+    "penstock_prepare_kv": [
+        *[c_int, *[c_void_p] * 3, *[c_int64] * 3, *[c_void_p] * 2, c_int64],
+        *[*[c_void_p] * 5, c_float, *[c_int64] * 5],
+    ],
+    "penstock_paged_attention": [c_int, *[c_void_p] * 3, c_int64, *[c_void_p] * 3, *[c_int64] * 6, c_float],
+}
+
+
+class NativeOps:
+    """Of one dtype; tensors of another are an error of the caller.
+
+    Args:
+        library: What `build.library` returned.
+        dtype: One of DTYPES.
+    """
+
+    def __init__(self, library: Path, dtype: torch.dtype) -> None:
+        loaded = ctypes.CDLL(str(library))
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = arguments, None
+        self._library, self._dtype, self._code = loaded, dtype, DTYPES[dtype]
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See the reference."""
+        x = self._checked(x)
+        out = torch.empty_like(x)
+        size = x.shape[-1]
+        pointers = (x.data_ptr(), self._checked(weight).data_ptr(), out.data_ptr())
+        self._library.penstock_rms_norm(self._code, *pointers, x.numel() // size, size, eps)
+        return out
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See the reference."""
+        x, residual = self._checked(x), self._checked(residual)
+        out, total = torch.empty_like(x), torch.empty_like(x)
+        pointers = (tensor.data_ptr() for tensor in (x, residual, self._checked(weight), out, total))
+        self._library.penstock_add_rms_norm(self._code, *pointers, x.shape[0], x.shape[1], eps)
+        return out, total
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See the reference."""
+        gate_up = self._checked(gate_up)
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, size)
+        self._library.penstock_silu_mul(self._code, gate_up.data_ptr(), out.data_ptr(), rows, size)
+        return out
+
+    def prepare_kv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        rotary: Rotary,
+        qk_norm: QKNorm | None,
+    ) -> torch.Tensor:
+        """See the reference."""
+        # Slices of one projection's result: rows may lie apart, a row's heads side by side.
+        q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
+        out = torch.empty(q.shape, dtype=self._dtype)
+        block_stride, kv_heads, block_size = self._cache_layout(kv_cache)
+        weights = (None, None) if qk_norm is None else (qk_norm.q_weight.data_ptr(), qk_norm.k_weight.data_ptr())
+        self._library.penstock_prepare_kv(
+            *(self._code, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0)),
+            *(out.data_ptr(), kv_cache.data_ptr(), block_stride, slot_mapping.data_ptr()),
+            *(rotary.cos.data_ptr(), rotary.sin.data_ptr(), *weights, 0.0 if qk_norm is None else qk_norm.eps),
+            *(q.shape[0], q.shape[1], kv_heads, block_size, q.shape[2]),
+        )
+        return out
+
+    def paged_attention(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, scale: float) -> torch.Tensor:
+        """See the reference."""
+        q = self._checked(q)
+        out = torch.empty_like(q)
+        block_stride, kv_heads, block_size = self._cache_layout(kv_cache)
+        starts, lens, table = (np.ascontiguousarray(x) for x in (batch.query_start_loc, batch.seq_lens, batch.block_table))
+        self._library.penstock_paged_attention(
+            *(self._code, q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), block_stride),
+            *(starts.ctypes.data, lens.ctypes.data, table.ctypes.data, table.shape[1]),
+            *(len(lens), q.shape[1], kv_heads, block_size, q.shape[2], scale),
+        )
+        return out
+
+    def _checked(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self._dtype:
+            raise TypeError(f"these operations are for {self._dtype}, not {x.dtype}")
+        return x.contiguous()
+
+    def _cache_layout(self, kv_cache: torch.Tensor) -> tuple[int, int, int]:
+        """Elements between blocks, key heads, tokens a block; a block's own elements must lie side by side."""
+        if kv_cache.dtype != self._dtype or not kv_cache[0].is_contiguous():
+            raise TypeError(f"the cache must be {self._dtype} with each block in one piece")
+        return kv_cache.stride(0), kv_cache.shape[2], kv_cache.shape[3]

@@ -1,0 +1,327 @@
+// The operations of a model step on a CPU, in one thread, behind a C ABI. No dependencies: the compiler's vector extensions alone.
+//
+// Every reduction runs in one fixed order over vectors of 16 lanes, whatever the pointers' alignment and the rest of the batch, so that a
+// token's result has the same bits in any batch. Hence no -ffast-math: it would let the compiler choose the order.
+//
+// dtype: 0 is float32, 1 is bfloat16. Sizes and strides are in elements.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+constexpr int kLanes = 16;
+constexpr int kKeyTile = 64;    // keys that a query meets at a time; part of the result's bits
+constexpr int kQueryTile = 32;  // tokens that share a converted tile of keys; not part of the bits
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t IntVec __attribute__((vector_size(64)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float widen(float x) { return x; }
+inline float widen(BFloat16 x) {
+  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+inline void narrow(float x, float* out) { *out = x; }
+inline void narrow(float x, BFloat16* out) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  out->bits = nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+inline Vec load(const float* p) {
+  Vec out;
+  std::memcpy(&out, p, sizeof out);
+  return out;
+}
+inline void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
+inline Vec splat(float x) { return Vec{} + x; }
+
+// In a tree of fixed shape: halves are added until one lane is left.
+inline float sum(Vec x) {
+  typedef float Half __attribute__((vector_size(32)));
+  typedef float Quarter __attribute__((vector_size(16)));
+  Half halves[2];
+  std::memcpy(halves, &x, sizeof halves);
+  const Half half = halves[0] + halves[1];
+  Quarter quarters[2];
+  std::memcpy(quarters, &half, sizeof quarters);
+  const Quarter four = quarters[0] + quarters[1];
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// e^x for x <= 0 with a relative error of about 1e-7: 2^n times a polynomial (Cephes' expf); 0 below the smallest normal number.
+inline Vec exp_nonpositive(Vec x) {
+  const Vec low = splat(-87.0f);
+  const IntVec tiny = x < low;
+  const Vec clamped = tiny ? low : x;
+  const Vec shifted = clamped * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the rounded quotient
+  const Vec n = shifted - 12582912.0f;
+  const Vec r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+  Vec p = splat(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = p * r + c;
+  const Vec value = p * r * r + r + 1.0f;
+  const IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
+  Vec scale;
+  std::memcpy(&scale, &exponent, sizeof scale);
+  return tiny ? Vec{} : value * scale;
+}
+
+inline int64_t round_up(int64_t x) { return (x + kLanes - 1) / kLanes * kLanes; }
+
+// n elements to float, the rest up to whole vectors 0.
+template <typename T>
+inline void widen_row(const T* x, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = widen(x[i]);
+  for (int64_t i = n; i < round_up(n); ++i) out[i] = 0.0f;
+}
+
+// The factor that normalises a padded row.
+inline float inverse_rms(const float* row, int64_t d, float eps) {
+  Vec squares{};
+  for (int64_t i = 0; i < d; i += kLanes) squares += load(row + i) * load(row + i);
+  return 1.0f / std::sqrt(sum(squares) / static_cast<float>(d) + eps);
+}
+
+template <typename T>
+void rms_norm(const T* x, const T* residual, const T* weight, T* out, T* total, int64_t n, int64_t d, float eps) {
+  std::vector<float> row(round_up(d));
+  for (int64_t t = 0; t < n; ++t, x += d, out += d) {
+    if (residual == nullptr) {
+      widen_row(x, d, row.data());
+    } else {
+      for (int64_t i = 0; i < d; ++i) narrow(widen(x[i]) + widen(residual[i]), &total[i]);
+      widen_row(total, d, row.data());
+      residual += d, total += d;
+    }
+    const float factor = inverse_rms(row.data(), d, eps);
+    for (int64_t i = 0; i < d; ++i) narrow(row[i] * factor * widen(weight[i]), &out[i]);
+  }
+}
+
+template <typename T>
+void silu_mul(const T* x, T* out, int64_t n, int64_t d) {
+  std::vector<float> row(2 * round_up(d));
+  float *gate = row.data(), *up = gate + round_up(d);
+  for (int64_t t = 0; t < n; ++t, x += 2 * d, out += d) {
+    widen_row(x, d, gate);
+    widen_row(x + d, d, up);
+    for (int64_t i = 0; i < d; i += kLanes) {
+      // Of -|g|, which cannot overflow; a NaN stays one.
+      const Vec g = load(gate + i), e = exp_nonpositive(g < 0.0f ? g : -g);
+      store(gate + i, g * (g < 0.0f ? e : splat(1.0f)) / (1.0f + e) * load(up + i));
+    }
+    for (int64_t i = 0; i < d; ++i) narrow(gate[i], &out[i]);
+  }
+}
+
+// One head: normalise where there is a weight, rotate, write.
+template <typename T>
+void rotate(const T* x, const T* weight, float eps, const float* cos, const float* sin, int64_t d, float* row, T* out) {
+  widen_row(x, d, row);
+  if (weight != nullptr) {
+    const float factor = inverse_rms(row, d, eps);
+    for (int64_t i = 0; i < d; ++i) row[i] = row[i] * factor * widen(weight[i]);
+  }
+  const int64_t half = d / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    narrow(row[i] * cos[i] - row[i + half] * sin[i], &out[i]);
+    narrow(row[i + half] * cos[i] + row[i] * sin[i], &out[i + half]);
+  }
+}
+
+struct CacheShape {
+  int64_t block_stride, kv_heads, block_size, d;
+  int64_t offset(int64_t block, int64_t kind, int64_t head, int64_t token) const {
+    return block * block_stride + ((kind * kv_heads + head) * block_size + token) * d;
+  }
+};
+
+template <typename T>
+void prepare_kv(const T* q, const T* k, const T* v, int64_t q_stride, int64_t k_stride, int64_t v_stride, T* q_out, T* cache,
+                CacheShape shape, const int64_t* slots, const float* cos, const float* sin, const T* q_weight, const T* k_weight,
+                float eps, int64_t n, int64_t heads) {
+  const int64_t d = shape.d;
+  std::vector<float> row(round_up(d));
+  for (int64_t t = 0; t < n; ++t, cos += d / 2, sin += d / 2) {
+    for (int64_t h = 0; h < heads; ++h)
+      rotate(q + t * q_stride + h * d, q_weight, eps, cos, sin, d, row.data(), q_out + (t * heads + h) * d);
+    const int64_t block = slots[t] / shape.block_size, token = slots[t] % shape.block_size;
+    for (int64_t h = 0; h < shape.kv_heads; ++h) {
+      rotate(k + t * k_stride + h * d, k_weight, eps, cos, sin, d, row.data(), cache + shape.offset(block, 0, h, token));
+      std::memcpy(cache + shape.offset(block, 1, h, token), v + t * v_stride + h * d, d * sizeof(T));
+    }
+  }
+}
+
+// Online softmax of one query: running maximum, sum and weighted values.
+struct State {
+  float maximum, total;
+};
+
+// Scores of N keys: as many independent chains of additions, each in the same order whatever N.
+template <int N>
+inline void score(const float* query, const float* keys, int64_t width, float* scores) {
+  Vec products[N] = {};
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const Vec q = load(query + i);
+    for (int j = 0; j < N; ++j) products[j] += q * load(keys + j * width + i);
+  }
+  for (int j = 0; j < N; ++j) scores[j] = sum(products[j]);
+}
+
+// Adds weighted values to N vectors of the accumulator: again N chains, each over the keys in order.
+template <int N>
+inline void accumulate(const float* weights, const float* values, int64_t width, int64_t count, float shrink, float* acc) {
+  Vec total[N];
+  for (int i = 0; i < N; ++i) total[i] = load(acc + i * kLanes) * shrink;
+  for (int64_t j = 0; j < count; ++j)
+    for (int i = 0; i < N; ++i) total[i] += weights[j] * load(values + j * width + i * kLanes);
+  for (int i = 0; i < N; ++i) store(acc + i * kLanes, total[i]);
+}
+
+constexpr int kChains = 4;  // enough to hide an addition's latency; not part of the bits
+
+// Takes in `count` keys, rows of `width` floats in `keys` and `values`; `query` is scaled.
+inline void attend_tile(const float* query, const float* keys, const float* values, int64_t width, int64_t count, State* state,
+                        float* acc) {
+  alignas(64) float scores[kKeyTile];
+  int64_t j = 0;
+  for (; j + kChains <= count; j += kChains) score<kChains>(query, keys + j * width, width, scores + j);
+  for (; j < count; ++j) score<1>(query, keys + j * width, width, scores + j);
+  std::fill(scores + count, scores + kKeyTile, kMinusInfinity);
+  const float maximum = std::max(state->maximum, *std::max_element(scores, scores + count));
+  Vec total{};
+  for (j = 0; j < kKeyTile; j += kLanes) {
+    const Vec weights = exp_nonpositive(load(scores + j) - maximum);
+    store(scores + j, weights);
+    total += weights;
+  }
+  const float shrink = exp_nonpositive(splat(state->maximum - maximum))[0];
+  state->maximum = maximum;
+  state->total = state->total * shrink + sum(total);
+  int64_t i = 0;
+  for (; i + kChains * kLanes <= width; i += kChains * kLanes) accumulate<kChains>(scores, values + i, width, count, shrink, acc + i);
+  for (; i < width; i += kLanes) accumulate<1>(scores, values + i, width, count, shrink, acc + i);
+}
+
+template <typename T>
+struct Attention {
+  const T* q;
+  T* out;
+  const T* cache;
+  CacheShape shape;
+  int64_t heads;
+  float scale;
+  int64_t width, group;
+  std::vector<float> queries, keys, values, acc;
+  std::vector<State> states;
+
+  Attention(const T* q, T* out, const T* cache, CacheShape shape, int64_t heads, float scale)
+      : q(q), out(out), cache(cache), shape(shape), heads(heads), scale(scale), width(round_up(shape.d)),
+        group(heads / shape.kv_heads), queries(kQueryTile * group * width), keys(kKeyTile * width), values(kKeyTile * width),
+        acc(queries.size()), states(kQueryTile * group) {}
+
+  // Queries [first, first + count) of the batch, at positions from `position` on, against one key head.
+  void run(int64_t first, int64_t count, int64_t position, const int32_t* blocks, int64_t head) {
+    for (int64_t t = 0; t < count; ++t)
+      for (int64_t g = 0; g < group; ++g) {
+        float* query = &queries[(t * group + g) * width];
+        widen_row(q + ((first + t) * heads + head * group + g) * shape.d, shape.d, query);
+        for (int64_t i = 0; i < shape.d; ++i) query[i] *= scale;
+        states[t * group + g] = {kMinusInfinity, 0.0f};
+      }
+    std::fill(acc.begin(), acc.begin() + count * group * width, 0.0f);
+    for (int64_t start = 0; start < position + count; start += kKeyTile) {
+      const int64_t present = std::min<int64_t>(kKeyTile, position + count - start);
+      convert(start, present, blocks, head);
+      for (int64_t t = std::max<int64_t>(0, start - position); t < count; ++t) {
+        const int64_t visible = std::min<int64_t>(present, position + t + 1 - start);
+        for (int64_t row = t * group; row < (t + 1) * group; ++row)
+          attend_tile(&queries[row * width], keys.data(), values.data(), width, visible, &states[row], &acc[row * width]);
+      }
+    }
+    for (int64_t row = 0; row < count * group; ++row) {
+      T* target = out + ((first + row / group) * heads + head * group + row % group) * shape.d;
+      for (int64_t i = 0; i < shape.d; ++i) narrow(acc[row * width + i] / states[row].total, &target[i]);
+    }
+  }
+
+  void convert(int64_t start, int64_t count, const int32_t* blocks, int64_t head) {
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t block = blocks[(start + j) / shape.block_size], token = (start + j) % shape.block_size;
+      widen_row(cache + shape.offset(block, 0, head, token), shape.d, &keys[j * width]);
+      widen_row(cache + shape.offset(block, 1, head, token), shape.d, &values[j * width]);
+    }
+  }
+};
+
+template <typename T>
+void paged_attention(const T* q, T* out, const T* cache, CacheShape shape, const int32_t* query_start_loc, const int32_t* seq_lens,
+                     const int32_t* block_table, int64_t table_width, int64_t requests, int64_t heads, float scale) {
+  Attention<T> attention(q, out, cache, shape, heads, scale);
+  for (int64_t r = 0; r < requests; ++r) {
+    const int64_t begin = query_start_loc[r], end = query_start_loc[r + 1], computed = seq_lens[r] - (end - begin);
+    for (int64_t head = 0; head < shape.kv_heads; ++head)
+      for (int64_t first = begin; first < end; first += kQueryTile)
+        attention.run(first, std::min<int64_t>(kQueryTile, end - first), computed + first - begin, block_table + r * table_width, head);
+  }
+}
+
+}  // namespace
+
+#define PENSTOCK_BOTH(call)  \
+  if (dtype == 0) {          \
+    using T = float;         \
+    call;                    \
+  } else {                   \
+    using T = BFloat16;      \
+    call;                    \
+  }
+#define IN(x) static_cast<const T*>(x)
+#define OUT(x) static_cast<T*>(x)
+
+extern "C" {
+
+void penstock_rms_norm(int dtype, const void* x, const void* weight, void* out, int64_t n, int64_t d, float eps) {
+  PENSTOCK_BOTH(rms_norm<T>(IN(x), nullptr, IN(weight), OUT(out), nullptr, n, d, eps))
+}
+
+void penstock_add_rms_norm(int dtype, const void* x, const void* residual, const void* weight, void* out, void* total, int64_t n,
+                           int64_t d, float eps) {
+  PENSTOCK_BOTH(rms_norm<T>(IN(x), IN(residual), IN(weight), OUT(out), OUT(total), n, d, eps))
+}
+
+void penstock_silu_mul(int dtype, const void* x, void* out, int64_t n, int64_t d) { PENSTOCK_BOTH(silu_mul<T>(IN(x), OUT(out), n, d)) }
+
+void penstock_prepare_kv(int dtype, const void* q, const void* k, const void* v, int64_t q_stride, int64_t k_stride, int64_t v_stride,
+                         void* q_out, void* cache, int64_t block_stride, const int64_t* slots, const float* cos, const float* sin,
+                         const void* q_weight, const void* k_weight, float eps, int64_t n, int64_t heads, int64_t kv_heads,
+                         int64_t block_size, int64_t d) {
+  const CacheShape shape{block_stride, kv_heads, block_size, d};
+  PENSTOCK_BOTH(prepare_kv<T>(IN(q), IN(k), IN(v), q_stride, k_stride, v_stride, OUT(q_out), OUT(cache), shape, slots, cos, sin,
+                              IN(q_weight), IN(k_weight), eps, n, heads))
+}
+
+void penstock_paged_attention(int dtype, const void* q, void* out, const void* cache, int64_t block_stride,
+                              const int32_t* query_start_loc, const int32_t* seq_lens, const int32_t* block_table, int64_t table_width,
+                              int64_t requests, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d, float scale) {
+  const CacheShape shape{block_stride, kv_heads, block_size, d};
+  PENSTOCK_BOTH(paged_attention<T>(IN(q), OUT(out), IN(cache), shape, query_start_loc, seq_lens, block_table, table_width, requests,
+                                   heads, scale))
+}
+
+}  // extern "C"
