@@ -15,6 +15,7 @@ REQUEST_SUCCESS: Final = "penstock_request_success"  # label finished_reason
 PREEMPTIONS: Final = "penstock_num_preemptions"
 TIME_TO_FIRST_TOKEN: Final = "penstock_time_to_first_token_seconds"
 INTER_TOKEN_LATENCY: Final = "penstock_inter_token_latency_seconds"
+TIME_PER_OUTPUT_TOKEN: Final = "penstock_request_time_per_output_token_seconds"
 E2E_LATENCY: Final = "penstock_e2e_request_latency_seconds"
 PREFIX_CACHE_QUERIES: Final = "penstock_prefix_cache_queries"
 PREFIX_CACHE_HITS: Final = "penstock_prefix_cache_hits"

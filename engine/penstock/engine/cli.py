@@ -1,0 +1,140 @@
+"""`penstock serve`. Light to import: `penstock --help` loads it."""
+
+import argparse
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.engine.frontend.serve import ServeConfig
+
+
+def serve(argv: list[str]) -> int:
+    """Serves a model: one replica with an OpenAI-compatible API.
+
+    Returns 0 after a signal, 1 when the engine failed, 2 when it cannot be started as asked.
+    """
+    args = _parser().parse_args(argv)
+    # Heavy, hence here.
+    import uvloop
+
+    from penstock.engine.config import ConfigError
+    from penstock.engine.core.client import CoreError
+    from penstock.engine.frontend.serve import serve as run
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        return uvloop.run(run(_config(args)))
+    except ConfigError as error:
+        sys.stderr.write(f"penstock serve: {error}\n")
+        return 2
+    except CoreError as error:
+        sys.stderr.write(f"penstock serve: {error}\n")
+        return 1
+
+
+def _config(args: argparse.Namespace) -> "ServeConfig":
+    """The typed tree that the flags are a view of; raises `ConfigError` for a model that cannot be served."""
+    from penstock.engine.config import CacheConfig, EngineConfig, SchedulerConfig
+    from penstock.engine.frontend.serve import ServeConfig
+    from penstock.engine.loading.checkpoint import read_model_config, resolve
+
+    names = args.served_model_name or [args.model]
+    model = read_model_config(resolve(args.model), served_names=names, dtype=args.dtype, max_model_len=args.max_model_len)
+    engine = EngineConfig(
+        model=model,
+        cache=CacheConfig(
+            block_size=args.block_size,
+            num_blocks=args.num_gpu_blocks_override,
+            memory_bytes=args.kv_cache_memory_bytes,
+            enable_prefix_caching=args.enable_prefix_caching,
+            hash_seed=args.hash_seed,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            long_prefill_token_threshold=args.long_prefill_token_threshold,
+        ),
+        seed=args.seed,
+    )
+    return ServeConfig(
+        engine=engine,
+        host=args.host,
+        port=args.port,
+        events_port=args.events_port,
+        replay_port=args.replay_port,
+        shutdown_timeout=args.shutdown_timeout,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penstock serve",
+        description="Serves a model: one replica with an OpenAI-compatible API.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder in Hugging Face format, file://… or hf://org/name")
+    _add_server_flags(parser)
+    _add_engine_flags(parser)
+    return parser
+
+
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on, for HTTP and events")
+    add("--port", type=_port, default=8000, help="HTTP port")
+    add("--events-port", type=_port, default=5557, help="port of the event stream (ZMQ PUB)")
+    add("--replay-port", type=_port, default=5558, help="port for the replay of events (ZMQ ROUTER)")
+    add(
+        "--served-model-name", nargs="+", metavar="NAME", help="names that requests may give (None: MODEL); answers say the first"
+    )
+    add("--shutdown-timeout", type=_seconds, default=120.0, help="seconds that running requests get after SIGTERM")
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("engine").add_argument
+    add("--dtype", choices=["auto", "bfloat16", "float32", "float16"], default="auto", help="auto: the checkpoint's")
+    add("--device", choices=["auto", "cpu"], default="auto", help="where the model runs")
+    add("--max-model-len", type=_positive, help="tokens of prompt and output together (None: the checkpoint's)")
+    add("--max-num-seqs", type=_positive, default=256, help="sequences in a step at most")
+    add("--max-num-batched-tokens", type=_positive, default=2048, help="tokens in a step at most")
+    add("--long-prefill-token-threshold", type=_count, default=0, help="prompt tokens of one request in a step; 0: no cap")
+    add("--block-size", type=_positive, default=16, help="tokens in a KV block")
+    add("--num-gpu-blocks-override", type=_positive, help="KV blocks (None: from memory)")
+    add("--kv-cache-memory-bytes", type=_positive, help="memory for the KV cache (None: 10 %% of the machine's)")
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse the KV of equal prefixes")
+    add("--hash-seed", default="penstock", help="names the hash space of KV blocks; equal in all replicas of a model")
+    add("--seed", type=_count, default=0, help="of the seeds drawn for requests that bring none")
+
+
+def _integer(text: str, least: int, most: int | None = None) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if number < least or (most is not None and number > most):
+        raise argparse.ArgumentTypeError(f"{number} is not {f'{least} to {most}' if most is not None else f'at least {least}'}")
+    return number
+
+
+def _positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def _count(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _port(text: str) -> int:
+    return _integer(text, 1, 65535)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 on")
+    return seconds

@@ -1,0 +1,219 @@
+"""The engine as the HTTP server sees it: requests in, text out, and whether it can go on."""
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from enum import Enum
+from typing import Protocol
+
+import msgspec
+
+from penstock.api.load_report import LoadReport
+from penstock.engine.config import ModelConfig
+from penstock.engine.core.client import CoreError
+from penstock.engine.frontend.detokenizer import Detokenizer
+from penstock.engine.frontend.egress import Egress
+from penstock.engine.frontend.errors import unavailable
+from penstock.engine.frontend.generation import Choice, Generation
+from penstock.engine.frontend.metrics import EngineMetrics
+from penstock.engine.frontend.progress import Progress
+from penstock.engine.frontend.vocabulary import Vocabulary
+from penstock.engine.messages import AddRequest, CoreReady, CoreStats, StepOutputs
+from penstock.engine.sampling import SamplingParams
+from penstock.prompt.processor import PromptProcessor
+
+log = logging.getLogger(__name__)
+
+
+class Core(Protocol):
+    """What is used of `CoreClient`."""
+
+    async def start(self) -> CoreReady: ...
+    async def add(self, request: AddRequest) -> None: ...
+    async def abort(self, indexes: Sequence[int]) -> None: ...
+    def outputs(self) -> AsyncIterator[StepOutputs | CoreStats]: ...
+    async def close(self) -> None: ...
+
+
+class State(Enum):
+    """Of the engine; only `READY` takes requests."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A validated request."""
+
+    request_id: str
+    prompts: list[list[int]]
+    sampling: list[SamplingParams]
+    """One a prompt; choice k of a prompt adds k to its seed."""
+    n: int
+    stream: bool
+    stops: tuple[str, ...]
+    client_stop_token_ids: frozenset[int]
+    priority: int
+    cache_salt: str | None
+    arrival: float
+    """Unix time in seconds."""
+
+
+class AsyncLLM:
+    """One core, and the requests that it works on.
+
+    Args:
+        core: The client of the core, not yet started.
+        model: The model served.
+        processor: Its tokenizer.
+        seed: Of the seeds drawn for requests that bring none.
+    """
+
+    def __init__(self, core: Core, model: ModelConfig, processor: PromptProcessor, seed: int = 0) -> None:
+        self.model = model
+        self.processor = processor
+        self.vocabulary = Vocabulary(processor.tokenizer)
+        self.metrics = EngineMetrics()
+        self.state = State.STARTING
+        self.failed = asyncio.Event()
+        self._core = core
+        self._egress = Egress(self.metrics)
+        self._random = random.Random(seed)
+        self._numbers = itertools.count()
+        self._progress = Progress(time.monotonic())
+        self._failure = ""
+        self._aborts: list[int] = []
+        self._abort_wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Starts the core and returns when it has made its first forward pass; raises `CoreError` when it cannot."""
+        ready = await self._core.start()
+        log.info("core ready: %d KV blocks, loaded in %.1f s", ready.num_blocks, ready.load_seconds)
+        self._progress = Progress(time.monotonic())
+        self._tasks = [asyncio.create_task(self._drain_outputs()), asyncio.create_task(self._send_aborts())]
+        self.state = State.READY
+
+    def cut_off(self) -> None:
+        """Ends every request with an error that sends its client to another replica."""
+        self._egress.fail_all(unavailable("the engine has shut down", "draining"))
+
+    async def close(self) -> None:
+        """Ends the core, and with it every request."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._core.close()
+
+    @property
+    def load(self) -> LoadReport | None:
+        """The newest load report; None before the first."""
+        return self.metrics.stats.report if self.metrics.stats is not None else None
+
+    def draw_seed(self) -> int:
+        """A seed for a request that brings none."""
+        return self._random.getrandbits(63)
+
+    def unhealthy(self) -> str | None:
+        """Why the process should be restarted, or None."""
+        if self.state is State.FAILED:
+            return self._failure
+        if self.state is State.STARTING:
+            return None
+        return self._progress.stuck(working=len(self._egress) > 0, now=time.monotonic())
+
+    def require_ready(self) -> None:
+        """Raises a retriable 503 unless requests are taken."""
+        if self.state is State.STARTING:
+            raise unavailable("the engine is loading its model", "not_ready")
+        if self.state is State.DRAINING:
+            raise unavailable("the engine is shutting down", "draining")
+        if self.state is State.FAILED:
+            raise unavailable(f"the engine has failed: {self._failure}", "engine_dead")
+
+    @asynccontextmanager
+    async def generate(self, spec: GenerationSpec) -> AsyncIterator[Generation]:
+        """Runs a request; leaving the context ends whatever of it still runs, as when the client has gone."""
+        self.require_ready()
+        generation, adds = self._make(spec)
+        self._egress.add(generation)
+        try:
+            for add in adds:
+                await self._core.add(add)
+            yield generation
+        except CoreError as error:
+            raise unavailable(f"the engine has failed: {error}", "engine_dead") from error
+        finally:
+            self._abort(self._egress.forget(generation))
+
+    def _make(self, spec: GenerationSpec) -> tuple[Generation, list[AddRequest]]:
+        choices: list[Choice] = []
+        adds: list[AddRequest] = []
+        for prompt, sampling in zip(spec.prompts, spec.sampling, strict=True):
+            for k in range(spec.n):
+                index = next(self._numbers)
+                choices.append(
+                    Choice(
+                        index=index,
+                        number=len(choices),
+                        prompt_tokens=len(prompt),
+                        detokenizer=Detokenizer(self.processor.tokenizer, self.vocabulary.special_ids, prompt),
+                        stops=spec.stops,
+                        stop_token_ids=spec.client_stop_token_ids,
+                        num_logprobs=sampling.logprobs,
+                    )
+                )
+                adds.append(
+                    AddRequest(
+                        index=index,
+                        request_id=spec.request_id,
+                        prompt_token_ids=prompt,
+                        sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + k) % 2**63),
+                        arrival_time=spec.arrival,
+                        priority=spec.priority,
+                        cache_salt=spec.cache_salt,
+                    )
+                )
+        return Generation(choices, spec.n, spec.stream, spec.arrival), adds
+
+    def _abort(self, indexes: list[int]) -> None:
+        """One message for all that have gathered when the task gets its turn."""
+        if indexes:
+            self._aborts += indexes
+            self._abort_wake.set()
+
+    async def _send_aborts(self) -> None:
+        while True:
+            await self._abort_wake.wait()
+            self._abort_wake.clear()
+            indexes, self._aborts = self._aborts, []
+            await self._core.abort(indexes)
+
+    async def _drain_outputs(self) -> None:
+        try:
+            async for message in self._core.outputs():
+                now = time.monotonic()
+                if isinstance(message, CoreStats):
+                    self.metrics.stats = message
+                    self._progress.stats(message, len(self._egress) > 0, now)
+                else:
+                    self._progress.heard(now)
+                    self._abort(await self._egress.process(message))
+        except CoreError as error:
+            self._fail(str(error))
+        except Exception as error:  # a frame that cannot be read: nothing after it can be trusted either
+            log.exception("the output loop failed")
+            self._fail(f"the frontend cannot read the engine core's output: {error}")
+
+    def _fail(self, reason: str) -> None:
+        log.error("engine failed: %s", reason)
+        self.state = State.FAILED
+        self._failure = reason
+        self._egress.fail_all(unavailable(f"the engine has failed: {reason}", "engine_dead"))
+        self.failed.set()

@@ -1,0 +1,172 @@
+"""One pass a step over the core's columnar frame, for all requests."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.engine.frontend.errors import ApiError, unavailable
+from penstock.engine.frontend.generation import Choice, Generation, TokenLogprob
+from penstock.engine.frontend.metrics import EngineMetrics
+from penstock.engine.messages import FINISH_REASONS, QUEUE_FULL, Finished, FinishReason, Logprobs, StepOutputs
+
+log = logging.getLogger(__name__)
+
+SLICE = 128
+"""Requests of a frame between which other tasks get their turn."""
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+class Egress:
+    """The live choices by their number in the core.
+
+    Args:
+        metrics: Counts what passes.
+    """
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        self._metrics = metrics
+        self._live: dict[int, tuple[Choice, Generation]] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def add(self, generation: Generation) -> None:
+        """Expects output for a request; call it before the core hears of it."""
+        for choice in generation.choices:
+            self._live[choice.index] = (choice, generation)
+
+    def forget(self, generation: Generation) -> list[int]:
+        """Drops what is left of a request; returns the choices that the core still works on."""
+        gone = [choice.index for choice in generation.choices if self._live.pop(choice.index, None) is not None]
+        self._metrics.finished["abort"] += len(gone)
+        return gone
+
+    def fail_all(self, error: ApiError) -> None:
+        """Ends every request with an error."""
+        live, self._live = self._live, {}
+        self._metrics.finished["error"] += len(live)
+        for _, generation in live.values():
+            generation.fail(error)
+
+    async def process(self, frame: StepOutputs) -> list[int]:
+        """Hands a frame's tokens to their requests; returns the choices that the core is to abort.
+
+        Output for choices that are not live any more is ignored.
+        """
+        for started in frame.started:
+            if (live := self._live.get(started.index)) is not None:
+                self._start(live[0], started.cached_tokens)
+        aborts: list[int] = []
+        gaps: list[float] = []
+        columns = _Columns(frame)
+        finished = {end.index: end for end in frame.finished}
+        for at, index in enumerate(columns.indexes):
+            if at % SLICE == SLICE - 1:
+                await asyncio.sleep(0)
+            if (live := self._live.get(index)) is None:
+                continue
+            choice, generation = live
+            end = finished.pop(index, None)
+            tokens = range(columns.offsets[at], columns.offsets[at + 1])
+            self._time(choice, generation, frame.time, len(tokens), gaps)
+            if _advance(choice, columns, tokens, end):
+                if end is None:
+                    aborts.append(index)
+                self._finished(choice, generation)
+            elif end is not None:
+                aborts += self._end(choice, generation, end)
+            generation.notify()
+        for index, end in finished.items():  # ended without a token in this frame
+            if (live := self._live.get(index)) is not None:
+                aborts += self._end(*live, end)
+                live[1].notify()
+        self._metrics.itl.observe(gaps)
+        return aborts
+
+    def _start(self, choice: Choice, cached_tokens: int) -> None:
+        choice.cached_tokens = cached_tokens
+        self._metrics.prompt_tokens["local_cache"] += cached_tokens
+        self._metrics.prompt_tokens["computed"] += choice.prompt_tokens - cached_tokens
+
+    def _time(self, choice: Choice, generation: Generation, now: float, tokens: int, gaps: list[float]) -> None:
+        """Latencies by the core's clock; tokens of one step have no time between them."""
+        if tokens == 0:
+            return
+        self._metrics.generation_tokens += tokens
+        if choice.num_tokens == 0:
+            choice.first_time = now
+            self._metrics.ttft.observe([now - generation.arrival])
+        else:
+            gaps.append(now - choice.last_time)
+        gaps.extend([0.0] * (tokens - 1))
+        choice.last_time = now
+
+    def _end(self, choice: Choice, generation: Generation, end: Finished) -> list[int]:
+        """Ends a choice as the core says; one that failed takes its request with it."""
+        if end.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            choice.finish(FINISH_REASONS[end.reason], end.stop_token_id)
+            self._finished(choice, generation)
+            return []
+        del self._live[choice.index]
+        self._metrics.finished[FINISH_REASONS[end.reason]] += 1
+        if end.error == QUEUE_FULL:
+            generation.fail(unavailable("the engine's queue is full; try again later", "queue_full"))
+        else:
+            message = end.error or "the engine core aborted the request"
+            log.error("request failed: %s", message)
+            generation.fail(ApiError(500, message, "server_error"))
+        return self.forget(generation)
+
+    def _finished(self, choice: Choice, generation: Generation) -> None:
+        del self._live[choice.index]
+        assert choice.finish_reason is not None
+        self._metrics.finished[choice.finish_reason] += 1
+        self._metrics.e2e.observe([choice.last_time - generation.arrival])
+        if choice.num_tokens > 1:
+            self._metrics.tpot.observe([(choice.last_time - choice.first_time) / (choice.num_tokens - 1)])
+
+
+class _Columns:
+    """A frame's arrays as Python lists, which cost less than arrays where each element is looked at."""
+
+    def __init__(self, frame: StepOutputs) -> None:
+        self.indexes: list[int] = np.frombuffer(frame.indexes, dtype="<i8").tolist()
+        self.offsets: list[int] = np.frombuffer(frame.offsets, dtype="<i4").tolist()
+        self.token_ids: list[int] = np.frombuffer(frame.token_ids, dtype="<i4").tolist()
+        self._logprobs = frame.logprobs
+        if frame.logprobs is not None:
+            self._read(frame.logprobs)
+
+    def _read(self, columns: Logprobs) -> None:
+        positions: list[int] = np.frombuffer(columns.positions, dtype="<i4").tolist()
+        self._row_of = {position: row for row, position in enumerate(positions)}
+        shape = (len(positions), columns.width)
+        self._sampled: list[float] = np.frombuffer(columns.sampled, dtype="<f4").tolist()
+        self._top_ids: list[list[int]] = np.frombuffer(columns.top_ids, dtype="<i4").reshape(shape).tolist()
+        self._top: list[list[float]] = np.frombuffer(columns.top_logprobs, dtype="<f4").reshape(shape).tolist()
+
+    def logprob(self, position: int, choice: Choice) -> TokenLogprob | None:
+        """Of the token at a position of the frame, as many alternatives as its request asked for."""
+        if self._logprobs is None or choice.num_logprobs is None:
+            return None
+        row = self._row_of[position]
+        width = choice.num_logprobs
+        top = [
+            (token, max(logprob, _LEAST_LOGPROB))
+            for token, logprob in zip(self._top_ids[row][:width], self._top[row][:width], strict=True)
+            if token >= 0
+        ]
+        return TokenLogprob(self.token_ids[position], max(self._sampled[row], _LEAST_LOGPROB), top, choice.characters)
+
+
+def _advance(choice: Choice, columns: _Columns, positions: Sequence[int], end: Finished | None) -> bool:
+    """Adds tokens until a stop string is complete, and says whether one is; tokens after it do not count."""
+    for position in positions:
+        logprob = columns.logprob(position, choice)
+        if end is not None and end.stop_token_id is not None and position == positions[-1]:
+            choice.add_stop_token(logprob)
+        elif choice.add_token(columns.token_ids[position], logprob):
+            return True
+    return False

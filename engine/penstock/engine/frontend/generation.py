@@ -1,0 +1,183 @@
+"""A client's request while it is generated: its choices, and what of them has not been sent yet.
+
+There is no queue of chunks: what a slow client has not taken is merged into one delta, so that it can neither stall the others
+nor hold more than the request's own output.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from penstock.engine.frontend.detokenizer import Detokenizer
+from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.stop import StopBuffer
+
+
+class TokenLogprob(NamedTuple):
+    """One generated token with its logprob and the likeliest alternatives (natural logarithm)."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+    text_offset: int
+    """Characters generated before this token."""
+
+
+class Delta(NamedTuple):
+    """What is new of a choice."""
+
+    text: str
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None
+    """`stop` or `length`; None: there is more to come."""
+    stop_reason: str | int | None
+    """The stop string or the client's stop token that ended it."""
+
+
+class Choice:
+    """One sequence of a request.
+
+    Args:
+        index: Its number in the core.
+        number: Its number in the answer.
+        prompt_tokens: Length of its prompt.
+        detokenizer: Primed with that prompt.
+        stops: Stop strings.
+        stop_token_ids: Those of the client, which are reported as `stop_reason`.
+        num_logprobs: Alternatives to report with each token; None: no logprobs.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        number: int,
+        prompt_tokens: int,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        stop_token_ids: frozenset[int],
+        num_logprobs: int | None,
+    ) -> None:
+        self.index = index
+        self.number = number
+        self.prompt_tokens = prompt_tokens
+        self.num_logprobs = num_logprobs
+        self.cached_tokens = 0
+        self.num_tokens = 0
+        self.first_time = 0.0
+        """Of the first token, as `last_time` is of the newest: Unix time in seconds by the core's clock."""
+        self.last_time = 0.0
+        self.finish_reason: str | None = None
+        self._stop_reason: str | int | None = None
+        self._detokenizer = detokenizer
+        self._stops = StopBuffer(stops)
+        self._stop_token_ids = stop_token_ids
+        self._characters = 0
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._last_taken = False
+
+    @property
+    def characters(self) -> int:
+        """Length of the text decoded so far, held back or not."""
+        return self._characters
+
+    def add_token(self, token_id: int, logprob: TokenLogprob | None) -> bool:
+        """Takes one token; True where it completes a stop string, which ends the choice."""
+        return self._add(self._detokenizer.step(token_id), logprob)
+
+    def add_stop_token(self, logprob: TokenLogprob | None) -> None:
+        """Takes the token that ended the sequence: it counts, and has no text."""
+        self._add("", logprob)
+
+    def finish(self, reason: str, stop_token_id: int | None) -> None:
+        """Ends a choice whose last token the core has sent; text held back is released."""
+        if self._show(self._detokenizer.flush()):
+            return
+        self._text.append(self._stops.flush())
+        self.finish_reason = reason
+        self._stop_reason = stop_token_id if stop_token_id in self._stop_token_ids else None
+
+    def take(self) -> Delta | None:
+        """What is new since the last call; None where nothing is."""
+        text, logprobs, done = "".join(self._text), self._logprobs, self.finish_reason is not None
+        if self._last_taken or not (text or logprobs or done):
+            return None
+        self._text, self._logprobs, self._last_taken = [], [], done
+        return Delta(text, logprobs, self.finish_reason, self._stop_reason)
+
+    def _add(self, text: str, logprob: TokenLogprob | None) -> bool:
+        self.num_tokens += 1
+        if logprob is not None:
+            self._logprobs.append(logprob)
+        return self._show(text)
+
+    def _show(self, text: str) -> bool:
+        if not text:
+            return False
+        self._characters += len(text)
+        shown, stop = self._stops.feed(text)
+        if shown:
+            self._text.append(shown)
+        if stop is not None:
+            self.finish_reason, self._stop_reason = "stop", stop
+        return stop is not None
+
+
+class Usage(NamedTuple):
+    """Token counts of an answer. A prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Generation:
+    """All choices of one request, and the handler that waits for them.
+
+    Args:
+        choices: Prompt by prompt, `n` of each.
+        n: Choices a prompt.
+        stream: Whether the handler wants to know of every token, or of the end alone.
+        arrival: Unix time in seconds.
+    """
+
+    def __init__(self, choices: list[Choice], n: int, stream: bool, arrival: float) -> None:
+        self.choices = choices
+        self.arrival = arrival
+        self._n = n
+        self._stream = stream
+        self._error: ApiError | None = None
+        self._wake = asyncio.Event()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has come to its end."""
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def usage(self) -> Usage:
+        """Counts so far."""
+        firsts = self.choices[:: self._n]
+        return Usage(
+            prompt_tokens=sum(choice.prompt_tokens for choice in firsts),
+            completion_tokens=sum(choice.num_tokens for choice in self.choices),
+            cached_tokens=sum(choice.cached_tokens for choice in firsts),
+        )
+
+    def notify(self) -> None:
+        """Something has changed."""
+        if self._stream or self.finished:
+            self._wake.set()
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the request with an error."""
+        if not self.finished:
+            self._error = error
+            self._wake.set()
+
+    async def changed(self) -> None:
+        """Waits for something new, the first token at the earliest; raises the `ApiError` that ended the request."""
+        await self._wake.wait()
+        self._wake.clear()
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,192 @@
+"""The bodies of `/v1/chat/completions` and `/v1/completions`: every parameter that is accepted is honoured, every other one is a
+400 that names it.
+
+A parameter that is not supported may still be given with the value that means its absence (`frequency_penalty: 0`).
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+import orjson
+from msgspec import Meta
+
+from penstock.engine.frontend.errors import ApiError
+
+MAX_CHOICES: Final = 128
+"""`n` times prompts of one request."""
+MAX_TOP_LOGPROBS: Final = 20
+
+_StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+_Count = Annotated[int, Meta(ge=1)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a stream carries besides text."""
+
+    include_usage: bool = False
+
+
+class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both APIs share. Ranges are OpenAI's; `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`, `priority` and `cache_salt`
+    are vLLM's."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: _Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] = 0
+    """-1 and 0: all tokens."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    stop: _StopString | Annotated[list[_StopString], Meta(max_length=16)] = msgspec.field(default_factory=list)
+    """At most 16 strings (OpenAI: 4)."""
+    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=128)] = msgspec.field(
+        default_factory=list
+    )
+    ignore_eos: bool = False
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    user: str | None = None
+    """Accepted and of no effect, as `metadata` is."""
+    metadata: dict[str, str] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/v1/chat/completions`; `penstock.prompt` checks the messages."""
+
+    messages: Any
+    max_completion_tokens: _Count | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+
+    @property
+    def output_limit(self) -> int | None:
+        """Tokens at most; None: as many as fit into the context."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives a token; None: no logprobs."""
+        return self.top_logprobs if self.logprobs else None
+
+
+class CompletionRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/v1/completions`; `penstock.prompt` checks the prompt."""
+
+    prompt: Any
+    max_tokens: _Count | None = None
+    """None: 16, as OpenAI has it, or what fits."""
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @property
+    def output_limit(self) -> int | None:
+        """Tokens at most."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives a token; None: no logprobs."""
+        return self.logprobs
+
+
+_T = TypeVar("_T", bound=_Request)
+
+# Not supported, with the values that change nothing; `null` always is one. Anything else is refused.
+_NEUTRAL_SHARED: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+}
+_NEUTRAL_CHAT = _NEUTRAL_SHARED | {
+    "audio": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "reasoning_effort": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_NEUTRAL_COMPLETION = _NEUTRAL_SHARED | {"echo": (False,), "suffix": ("",)}
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """The body as an object; `ApiError` 400 for anything else."""
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return body
+
+
+def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
+    """Checks everything but the messages; `ApiError` 400 names the field."""
+    request = _convert(body, ChatRequest, _NEUTRAL_CHAT)
+    if request.top_logprobs and not request.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    if None not in (request.max_tokens, request.max_completion_tokens) and request.max_tokens != request.max_completion_tokens:
+        raise ApiError(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
+    return request
+
+
+def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
+    """Checks everything but the prompt; `ApiError` 400 names the field."""
+    return _convert(body, CompletionRequest, _NEUTRAL_COMPLETION)
+
+
+def _convert(body: Mapping[str, Any], kind: type[_T], neutral: Mapping[str, tuple[Any, ...]]) -> _T:
+    fields: dict[str, Any] = {}
+    for name, value in body.items():
+        if name in neutral:
+            if value is not None and not any(type(value) is type(v) and value == v for v in _spellings(neutral[name])):
+                raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+        elif name not in kind.__struct_fields__:
+            raise ApiError(400, f"there is no parameter {name}", param=name, code="unknown_parameter")
+        elif value is not None:  # null is absence
+            fields[name] = value
+    try:
+        request = msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        message, param = _locate(str(error))
+        raise ApiError(400, message, param=param) from None
+    if "stream_options" in fields and not request.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    return request
+
+
+def _spellings(values: tuple[Any, ...]) -> list[Any]:
+    """0 may also be written 0.0; but `false` is no number."""
+    return [*values, *(float(value) for value in values if type(value) is int)]
+
+
+def _locate(error: str) -> tuple[str, str | None]:
+    """msgspec says "… - at `$.stop[0]`" for wrong values, and names the field itself where one is missing or unknown."""
+    text, _, path = error.partition(" - at `$")
+    param = path.rstrip("`").lstrip(".").replace("[...]", "")
+    if not path:
+        param = error.split("`")[1] if "`" in error else ""
+    elif "unknown field" in text:
+        param = f"{param}.{text.split('`')[1]}"
+    return (f"{param}: {text}" if param else text), param or None

@@ -1,0 +1,135 @@
+"""The frontend process: starts everything, waits for the end, and ends it in order."""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from penstock.engine.config import ConfigError, EngineConfig
+from penstock.engine.core.client import CoreClient
+from penstock.engine.frontend.async_llm import AsyncLLM, State
+from penstock.engine.frontend.server import ApiServer
+from penstock.prompt.bundle import PromptBundle
+from penstock.prompt.errors import BundleError
+from penstock.prompt.processor import PromptProcessor
+
+log = logging.getLogger(__name__)
+
+# How long handlers get to tell their clients that the core is gone.
+_LAST_WORDS_S = 2.0
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the frontend needs beside the engine's configuration."""
+
+    engine: EngineConfig
+    host: str
+    port: int
+    events_port: int
+    replay_port: int
+    shutdown_timeout: float
+    """Seconds that running requests get after SIGTERM."""
+
+
+async def serve(config: ServeConfig) -> int:
+    """Serves until a signal or the core's end; returns the exit status.
+
+    0 after SIGTERM or SIGINT, 1 when the core died or requests had to be cut off. Raises `ConfigError` for a port that is taken
+    and for tokenizer files that cannot be used, `CoreError` where the core cannot start.
+    """
+    signals = _Signals()
+    host = _zmq_host(config.host)
+    core = CoreClient(
+        config.engine,
+        events_address=f"tcp://{host}:{config.events_port}",
+        replay_address=f"tcp://{host}:{config.replay_port}",
+    )
+    try:
+        llm = AsyncLLM(core, config.engine.model, _processor(config.engine), config.engine.seed)
+        server = ApiServer(llm)
+        runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=_LAST_WORDS_S)
+        await runner.setup()
+        try:
+            # Before the model is loaded: probes get answers from the start, and a port that is taken is found at once.
+            await web.TCPSite(runner, config.host, config.port).start()
+            return await _run(llm, server, signals, config)
+        except OSError as error:
+            raise ConfigError(f"--host {config.host} --port {config.port}: {error.strerror}") from error
+        finally:
+            await runner.cleanup()
+            await llm.close()
+    finally:
+        await core.close()
+
+
+async def _run(llm: AsyncLLM, server: ApiServer, signals: "_Signals", config: ServeConfig) -> int:
+    starting = asyncio.create_task(llm.start())
+    stopping = asyncio.create_task(signals.stop.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        return 0
+    await starting
+    log.info("serving %s on http://%s:%d", config.engine.model.served_names[0], config.host, config.port)
+    await _any(signals.stop.wait(), llm.failed.wait())
+    if not llm.failed.is_set():
+        llm.state = State.DRAINING
+        log.info("draining: running requests have %.0f s", config.shutdown_timeout)
+        await _any(server.drained(), llm.failed.wait(), signals.now.wait(), seconds=config.shutdown_timeout)
+    if server.idle and not llm.failed.is_set():
+        return 0
+    if not llm.failed.is_set():
+        log.warning("cutting off the requests that still run")
+        llm.cut_off()
+    await _any(server.drained(), seconds=_LAST_WORDS_S)
+    return 1
+
+
+async def _any(*waits: Coroutine[Any, Any, Any], seconds: float | None = None) -> None:
+    """Waits until one of several is over, or the time."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+class _Signals:
+    """SIGTERM or SIGINT: `stop`, which drains. SIGINT after that: `now`."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.now = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.stop.set)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+
+    def _interrupt(self) -> None:
+        (self.now if self.stop.is_set() else self.stop).set()
+
+
+def _processor(engine: EngineConfig) -> PromptProcessor:
+    try:
+        bundle = PromptBundle.from_checkpoint(
+            engine.model.path,
+            served_names=engine.model.served_names,
+            block_size=engine.cache.block_size,
+            hash_seed=engine.cache.hash_seed,
+            max_model_len=engine.model.max_model_len,
+        )
+        return PromptProcessor(bundle)
+    except BundleError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _zmq_host(host: str) -> str:
+    """ZMQ binds to addresses, not to names."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror}") from None
+    return f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])
