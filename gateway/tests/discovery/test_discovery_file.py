@@ -61,6 +61,7 @@ async def test_follows_the_file_and_survives_a_bad_one(tmp_path: Path, caplog: p
         (Fleet(replicas=fleet("127.0.0.1").replicas), "replicas: '127.0.0.1' is in pool 'd/m/p'"),
         (Fleet(pools=fleet().pools), "pools: 'd/m/p' is of model 'd/m'"),
         (fleet("127.0.0.1", "127.0.0.1"), "replicas: '127.0.0.1:8000' occurs 2 times"),
+        (fleet("localhost"), "'localhost' has host 'localhost', which is not an IP address"),
     ],
 )
 async def test_says_what_is_wrong(tmp_path: Path, caplog: pytest.LogCaptureFixture, bad: Fleet, names: str) -> None:

@@ -193,6 +193,7 @@ async def test_a_body_that_ends_in_trailers_arrives_whole(serving: Any) -> None:
     assert [its for engine in (first, second) for _, its in engine.requests] == [body]
 
 
+@pytest.mark.req("RT-41")
 async def test_a_refused_connection_goes_to_the_next(
     shared: Stack, engine: Any, fleet_of: Any, ports: Any, client: aiohttp.ClientSession
 ) -> None:
@@ -216,6 +217,7 @@ async def test_a_refusal_that_did_nothing_goes_to_the_next(serving: Any, client:
     assert first.requests, "it was picked, too"
 
 
+@pytest.mark.req("RT-41")
 async def test_without_a_replica_a_request_is_held_and_then_refused(
     shared: Stack, fleet_of: Any, client: aiohttp.ClientSession
 ) -> None:

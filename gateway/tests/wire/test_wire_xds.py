@@ -11,7 +11,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock.api import headers
+from penstock.api import headers, metrics
 from penstock.api.fleet import Pool
 from penstock.gateway._pb.envoy.config.core.v3.base_pb2 import HeaderValue
 from penstock.gateway._pb.envoy.service.discovery.v3.ads_pb2_grpc import add_AggregatedDiscoveryServiceServicer_to_server
@@ -370,6 +370,18 @@ async def test_a_pool_has_a_cluster_before_it_has_replicas(serving: Any, client:
             return response.status == 200
 
     await eventually(serves)
+
+
+async def test_what_envoy_refuses_is_counted_and_changes_nothing(
+    serving: Any, client: aiohttp.ClientSession, fleet_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig, first, second = serving
+    rig.ads.update(fleet_of(first.replica(), second.replica(host="not-an-address")))
+    assert await rig.ads.applied(5.0), "a refusal is an answer"
+    assert rig.registry.get_sample_value(f"{metrics.XDS_NACKS}_total", {"type": "ClusterLoadAssignment"}) == 1
+    assert "not-an-address" in caplog.text
+    async with client.post(rig.url + PATH, json=BODY) as response:
+        assert (await response.json())["id"] == "first"
 
 
 async def test_what_is_applied_can_be_picked_at_once(

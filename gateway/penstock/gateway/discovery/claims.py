@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from ipaddress import ip_address
 
 import msgspec
 
@@ -20,7 +21,7 @@ def oldest_claims(models: Iterable[Model]) -> list[Model]:
 
 
 def check(fleet: Fleet) -> None:
-    """Raises ValueError that names what is wrong: something twice, or a reference to nothing."""
+    """Raises ValueError that names what is wrong: something twice, a reference to nothing, or a host that is no address."""
     models = _unique("models", (model.id for model in fleet.models))
     pools = _unique("pools", (pool.id for pool in fleet.pools))
     _unique("replicas", (f"{replica.uid}:{replica.port}" for replica in fleet.replicas))
@@ -30,6 +31,10 @@ def check(fleet: Fleet) -> None:
     for replica in fleet.replicas:
         if replica.pool not in pools:
             raise ValueError(f"replicas: {replica.name!r} is in pool {replica.pool!r}, which is not among pools")
+        try:
+            ip_address(replica.host)
+        except ValueError:  # Envoy would refuse the endpoints of all pools for its sake
+            raise ValueError(f"replicas: {replica.name!r} has host {replica.host!r}, which is not an IP address") from None
 
 
 def _unique(field: str, keys: Iterable[str]) -> set[str]:
