@@ -178,7 +178,7 @@ def pod_template(model: InferenceModel, pool: Pool, rendering: Rendering) -> Obj
         "spec": {
             "automountServiceAccountToken": False,
             "terminationGracePeriodSeconds": math.ceil(seconds(model.spec.drain_timeout)) + DRAIN_MARGIN_S,
-            "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+            "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
             "containers": [_engine(model, rendering)],
         },
     }

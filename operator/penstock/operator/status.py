@@ -242,7 +242,7 @@ def _ready(observed: Observed) -> Verdict:
     if waiting or not observed.pools:
         reason, cause = _cause(observed)
         return Verdict(False, reason or "Starting", cause or "no replica is ready yet")
-    return Verdict(True, "Serving", f"{observed.ready} of {_plural(observed.wanted)} are ready")
+    return Verdict(True, "Serving", f"{observed.ready} of {observed.wanted} replicas ready")
 
 
 def _cause(observed: Observed) -> tuple[str, str]:
@@ -280,7 +280,7 @@ def _pods_ready(observed: Observed) -> Verdict:
         return Verdict(False, "Starting", counts)
     if not observed.pools:
         return Verdict(False, "NothingStarted", "no replica was started")
-    return Verdict(True, "AllReady", f"{observed.wanted} of {_plural(observed.wanted)} are ready")
+    return Verdict(True, "AllReady", f"{observed.wanted} of {observed.wanted} replicas ready")
 
 
 def _serving(observed: Observed) -> Verdict:
