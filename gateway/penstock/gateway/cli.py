@@ -35,7 +35,7 @@ def gateway(argv: list[str]) -> int:
     )
     try:
         uvloop.run(serve(settings, discovery_from(options.discovery, options.namespace)))
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # a port that is taken, a flag; anything else is worth a traceback
         sys.stderr.write(f"penstock gateway: {error}\n")
         return 1
     return 0

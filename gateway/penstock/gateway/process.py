@@ -89,13 +89,17 @@ class Gateway:
             await self._drain(extproc)
 
     async def _work(self, stop: asyncio.Event, session: aiohttp.ClientSession, prompts: PromptLibrary) -> None:
-        """Runs the background tasks until `stop`."""
-        jobs = (self._follow(), LoadPoller(session, self._follower.state).run(), prompts.run(), self._expire())
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(job) for job in jobs]
-            await stop.wait()
+        """Runs the background tasks until `stop`; the first that fails ends this with its error."""
+        jobs = (self._follow(), LoadPoller(session, self._follower.state).run(), prompts.run(), self._expire(), stop.wait())
+        tasks = [asyncio.ensure_future(job) for job in jobs]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self) -> None:
         known: frozenset[tuple[str, str]] = frozenset()

@@ -20,6 +20,8 @@ from penstock.api.events import BlockStored
 from penstock.api.fleet import Fleet, Model, Pool, PoolsView, Replica
 from penstock.api.load_report import LoadReport
 from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from penstock.gateway._pb.envoy.service.discovery.v3.ads_pb2_grpc import AggregatedDiscoveryServiceStub
+from penstock.gateway._pb.envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import (
     HttpBody,
     HttpHeaders,
@@ -415,3 +417,41 @@ async def test_stopping_waits_for_requests_without_an_answer_and_refuses_held_on
     await routed.respond()
     await routed.end()
     await asyncio.wait_for(asyncio.shield(world.task), 5)
+
+
+async def test_a_new_replica_is_picked_only_when_every_envoy_knows_it(world: World) -> None:
+    ads = AggregatedDiscoveryServiceStub(world.channel).StreamAggregatedResources()
+    clusters = "type.googleapis.com/envoy.config.cluster.v3.Cluster"
+    endpoints = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
+    await ads.write(DiscoveryRequest(type_url=clusters))
+    world.fleet()
+    response = await ads.read()
+    await ads.write(DiscoveryRequest(type_url=clusters, version_info=response.version_info, response_nonce=response.nonce))
+    await ads.write(DiscoveryRequest(type_url=endpoints, resource_names=["ns/tiny/p"]))
+    response = await ads.read()
+    acknowledged = DiscoveryRequest(type_url=endpoints, resource_names=["ns/tiny/p"], response_nonce=response.nonce)
+    acknowledged.version_info = response.version_info
+    await ads.write(acknowledged)
+    asked = asyncio.create_task(Stream(world).ask(completion()))
+    await until(lambda: world.state.held)
+    world.fleet(world.replicas[0])
+    response = await ads.read()
+    await asyncio.sleep(0.2)
+    assert not asked.done()
+    acknowledged.version_info, acknowledged.response_nonce = response.version_info, response.nonce
+    await ads.write(acknowledged)
+    assert destinations(await asyncio.wait_for(asked, 1.0)) == [world.replicas[0].endpoint]
+    ads.cancel()
+
+
+async def test_a_failing_background_task_ends_the_gateway_with_its_error() -> None:
+    class Broken:
+        async def watch(self) -> AsyncIterator[Fleet]:
+            raise ValueError("no such fleet")
+            yield
+
+    settings = GatewaySettings(
+        name="gw", host="127.0.0.1", grpc_port=0, http_port=0, listener=ListenerSettings(host="127.0.0.1", port=1)
+    )
+    with pytest.raises(ValueError, match="no such fleet"):
+        await Gateway(settings, Broken()).run(asyncio.Event())
