@@ -1,0 +1,188 @@
+"""The pass over the core's frames: texts, stops, logprobs, counts, aborts."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from frontend_fakes import logprob_columns, step_frame
+from tokenizers import Tokenizer
+
+from penstock.engine.frontend.detokenizer import Detokenizer
+from penstock.engine.frontend.egress import Egress
+from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.generation import Choice, Generation
+from penstock.engine.frontend.metrics import EngineMetrics
+from penstock.engine.frontend.vocabulary import Vocabulary
+from penstock.engine.messages import QUEUE_FULL, Finished, FinishReason, Started
+
+
+class Bench:
+    """An egress with generations of choices numbered from 0."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.special = Vocabulary(tokenizer).special_ids
+        self.metrics = EngineMetrics()
+        self.egress = Egress(self.metrics)
+        self._next = 0
+
+    def generation(self, n: int = 1, stops: Sequence[str] = (), stream: bool = True, logprobs: int | None = None) -> Generation:
+        choices = [
+            Choice(self._next + k, k, 3, Detokenizer(self.tokenizer, self.special, []), stops, frozenset({9}), logprobs)
+            for k in range(n)
+        ]
+        self._next += n
+        generation = Generation(choices, n, stream, arrival=100.0)
+        self.egress.add(generation)
+        return generation
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text).ids
+
+
+@pytest.fixture
+def bench(byte_level: Tokenizer) -> Bench:
+    return Bench(byte_level)
+
+
+def taken(generation: Generation) -> tuple[str, str | None, str | int | None]:
+    delta = generation.choices[0].take()
+    return (delta.text, delta.finish_reason, delta.stop_reason) if delta else ("", None, None)
+
+
+@pytest.mark.req("EG-16")
+async def test_what_was_not_taken_is_merged_without_loss(bench: Bench) -> None:
+    generation, ids = bench.generation(), bench.ids("the river turns the wheel")
+    assert len(ids) >= 4
+    await bench.egress.process(step_frame({0: ids[:1]}))
+    first = taken(generation)[0]
+    for token in ids[1:]:
+        await bench.egress.process(step_frame({0: [token]}))
+    await bench.egress.process(step_frame({}, [Finished(0, FinishReason.LENGTH)]))
+    assert (first + taken(generation)[0], generation.finished) == ("the river turns the wheel", True)
+    assert generation.choices[0].take() is None
+    assert len(bench.egress) == 0
+
+
+@pytest.mark.req("EG-08", "EG-09", "EG-10", "EG-19")
+async def test_a_stop_string_ends_the_choice_here_and_aborts_it_there_once(bench: Bench) -> None:
+    generation, ids = bench.generation(stops=["wheel"]), bench.ids("the river turns the wheel and more")
+    aborts = [await bench.egress.process(step_frame({0: [token]})) for token in ids]
+    assert [batch for batch in aborts if batch] == [[0]]
+    assert taken(generation) == ("the river turns the ", "stop", "wheel")
+    assert generation.usage.completion_tokens == len(bench.ids("the river turns the wheel"))
+
+
+@pytest.mark.req("EG-17")
+async def test_a_stop_inside_a_burst_cuts_text_logprobs_and_counts_alike(bench: Bench) -> None:
+    generation, ids = bench.generation(stops=["wheel"], logprobs=1), bench.ids("the wheel turns")
+    columns = logprob_columns(range(len(ids)), [[(token, -0.5)] for token in ids])
+    end = Finished(0, FinishReason.LENGTH)
+    assert await bench.egress.process(step_frame({0: ids}, [end], logprobs=columns)) == []  # the core has ended it too
+    delta = generation.choices[0].take()
+    assert delta is not None
+    upto = len(bench.ids("the wheel"))
+    assert (delta.text, delta.finish_reason) == ("the ", "stop")
+    assert [entry.token_id for entry in delta.logprobs] == ids[:upto]
+    assert generation.usage.completion_tokens == upto
+
+
+@pytest.mark.req("EG-06")
+async def test_a_held_tail_comes_with_the_end(bench: Bench) -> None:
+    generation = bench.generation(stops=["the mill"])
+    await bench.egress.process(step_frame({0: bench.ids("the mi")}))
+    assert taken(generation) == ("", None, None)
+    await bench.egress.process(step_frame({}, [Finished(0, FinishReason.LENGTH)]))
+    assert taken(generation) == ("the mi", "length", None)
+
+
+@pytest.mark.req("EG-08")
+@pytest.mark.parametrize(("token", "reason"), [(9, 9), (1, None)])
+async def test_a_stop_token_has_no_text_and_is_named_if_the_client_chose_it(bench: Bench, token: int, reason: int | None) -> None:
+    generation = bench.generation()
+    ids = [*bench.ids("the"), token]
+    await bench.egress.process(step_frame({0: ids}, [Finished(0, FinishReason.STOP, stop_token_id=token)]))
+    assert taken(generation) == ("the", "stop", reason)
+    assert generation.usage.completion_tokens == len(ids)
+
+
+@pytest.mark.req("EG-11")
+async def test_output_for_unknown_choices_is_ignored(bench: Bench) -> None:
+    generation = bench.generation()
+    assert bench.egress.forget(generation) == [0]
+    ended = [Finished(0, FinishReason.ABORT), Finished(44, FinishReason.STOP)]
+    assert await bench.egress.process(step_frame({0: [5], 77: [5]}, ended, [Started(0, 1, 0.0)])) == []
+    assert generation.choices[0].take() is None
+    assert bench.metrics.finished["abort"] == 1
+
+
+async def test_one_request_fails_alone_and_takes_its_other_choices_along(bench: Bench) -> None:
+    failing, other = bench.generation(n=2), bench.generation()
+    aborts = await bench.egress.process(step_frame({2: [5]}, [Finished(0, FinishReason.ERROR, error="logits are NaN")]))
+    assert aborts == [1]
+    with pytest.raises(ApiError, match="logits are NaN") as caught:
+        await failing.changed()
+    assert (caught.value.status, caught.value.retriable) == (500, False)
+    await other.changed()
+    assert len(bench.egress) == 1
+
+
+async def test_a_full_queue_is_retriable(bench: Bench) -> None:
+    generation = bench.generation()
+    await bench.egress.process(step_frame({}, [Finished(0, FinishReason.ERROR, error=QUEUE_FULL)]))
+    with pytest.raises(ApiError) as caught:
+        await generation.changed()
+    assert (caught.value.status, caught.value.retriable) == (503, True)
+
+
+async def test_a_request_that_is_not_streamed_wakes_once(bench: Bench) -> None:
+    generation = bench.generation(n=2, stream=False)
+    waiting = asyncio.create_task(generation.changed())
+    await bench.egress.process(step_frame({0: [70]}, [Finished(0, FinishReason.LENGTH)]))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await bench.egress.process(step_frame({1: [70]}, [Finished(1, FinishReason.LENGTH)]))
+    await waiting
+    assert generation.finished
+
+
+@pytest.mark.req("EG-13", "IPC-12")
+async def test_a_large_frame_lets_others_have_their_turn(bench: Bench) -> None:
+    generations = [bench.generation() for _ in range(1000)]
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    await bench.egress.process(step_frame({at: [70] for at in range(1000)}))
+    task.cancel()
+    assert turns >= 7
+    assert all(generation.choices[0].take() for generation in generations)
+
+
+@pytest.mark.req("MET-01", "MET-02", "MET-03")
+async def test_latencies_are_counted_by_the_cores_clock(bench: Bench) -> None:
+    bench.generation()
+    bench.generation()
+    await bench.egress.process(step_frame({0: [70], 1: [70]}, [Finished(1, FinishReason.LENGTH)], time=100.5))
+    await bench.egress.process(step_frame({0: [70, 71]}, time=100.8))
+    await bench.egress.process(step_frame({0: [70]}, [Finished(0, FinishReason.STOP)], time=101.1))
+    text = {sample.name: sample.value for f in bench.metrics.collect() for sample in f.samples if "le" not in sample.labels}
+    assert text["penstock_time_to_first_token_seconds_count"] == 2
+    assert text["penstock_time_to_first_token_seconds_sum"] == pytest.approx(1.0)
+    assert text["penstock_inter_token_latency_seconds_count"] == 3  # 4 tokens
+    assert text["penstock_inter_token_latency_seconds_sum"] == pytest.approx(0.6)
+    assert text["penstock_request_time_per_output_token_seconds_count"] == 1
+    assert text["penstock_request_time_per_output_token_seconds_sum"] == pytest.approx(0.2)
+    assert text["penstock_generation_tokens_total"] == 5
+
+
+async def test_prompt_tokens_add_up_by_source(bench: Bench) -> None:
+    generation = bench.generation()
+    await bench.egress.process(step_frame({0: [70]}, started=[Started(0, cached_tokens=2, scheduled_time=0.0)]))
+    assert bench.metrics.prompt_tokens == {"local_cache": 2, "computed": 1}
+    assert generation.usage.cached_tokens == 2

@@ -1,0 +1,29 @@
+"""The verdict of `/health`."""
+
+from penstock.api.load_report import LoadReport
+from penstock.engine.frontend.progress import Progress
+from penstock.engine.messages import CoreStats
+
+
+def stats(steps: int) -> CoreStats:
+    return CoreStats(LoadReport(epoch=1, seq=1), steps, 0, 0, 0)
+
+
+def test_silence_is_stuck_whether_idle_or_not() -> None:
+    progress = Progress(0.0)
+    assert progress.stuck(working=False, now=29.0) is None
+    assert "said nothing" in str(progress.stuck(working=False, now=31.0))
+    progress.heard(31.0)
+    assert progress.stuck(working=False, now=60.0) is None
+
+
+def test_reports_without_steps_are_stuck_only_while_there_is_work() -> None:
+    progress = Progress(0.0)
+    for second in range(60):
+        progress.stats(stats(5), working=False, now=float(second))
+    assert progress.stuck(working=False, now=59.0) is None
+    for second in range(60, 100):
+        progress.stats(stats(5), working=True, now=float(second))
+    assert "no step" in str(progress.stuck(working=True, now=99.0))
+    progress.stats(stats(6), working=True, now=100.0)
+    assert progress.stuck(working=True, now=101.0) is None

@@ -1,0 +1,172 @@
+"""Every parameter is honoured or refused by name."""
+
+from typing import Any
+
+import pytest
+
+from penstock.engine.config import ModelConfig
+from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.protocol import parse_chat, parse_completion, parse_json
+from penstock.engine.frontend.requests import check_prompts, sampling_params
+
+CHAT: dict[str, Any] = {"model": "m", "messages": []}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "x"}
+
+
+@pytest.fixture
+def model(tmp_path: Any) -> ModelConfig:
+    return ModelConfig(
+        path=tmp_path, served_names=("m",), architecture="x", dtype="float32", max_model_len=64, eos_token_ids=(1, 2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": None}, "model"),
+        ({"model": 3}, "model"),
+        ({"messages": None}, "messages"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"seed": "1"}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop[1]"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": 1}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": "1"}, "stop_token_ids"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_everything": True}}, "stream_options.include_everything"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"priority": "high"}, "priority"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"user": 1}, "user"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"presence_penalty": False}, "presence_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"prompt": "x"}, "prompt"),
+        ({"echo": False}, "echo"),
+        ({"guided_json": None}, "guided_json"),
+        ({"colour": 1}, "colour"),
+    ],
+)
+def test_bad_chat_parameters_are_named(fields: dict, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_chat({**CHAT, **fields})
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert param.split("[")[0].split(".")[-1] in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_bad_completion_parameters_are_named(fields: dict, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_completion({**COMPLETION, **fields})
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_neutral_values_and_null_are_absence() -> None:
+    neutral = {
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0,
+        "n": 1,
+        "best_of": 1,
+        "logit_bias": {},
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "stop": None,
+        "stream_options": None,
+        "user": "u",
+        "metadata": {"k": "v"},
+    }
+    assert parse_chat({**CHAT, **neutral, "user": None, "metadata": None}) == parse_chat(CHAT)
+    assert parse_chat({**CHAT, **neutral}).user == "u"
+    assert parse_completion({**COMPLETION, "echo": False, "suffix": None}) == parse_completion(COMPLETION)
+
+
+def test_every_sampling_parameter_reaches_the_sampler(model: ModelConfig) -> None:
+    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 11, "max_tokens": 9, "stop_token_ids": [5]}
+    params = sampling_params(parse_chat({**CHAT, **fields, "logprobs": True, "top_logprobs": 3}), 10, model, 100, seed=1)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 7, 0.1)
+    assert (params.seed, params.max_tokens, params.stop_token_ids, params.logprobs) == (11, 9, (5, 1, 2), 3)
+    ignoring = sampling_params(parse_chat({**CHAT, "ignore_eos": True, "seed": -1, "top_k": -1}), 10, model, 100, seed=1)
+    assert (ignoring.stop_token_ids, ignoring.logprobs, ignoring.seed, ignoring.top_k) == ((), None, 2**63 - 1, 0)
+
+
+def test_the_output_is_capped_by_the_context(model: ModelConfig) -> None:
+    def limit(request: Any, prompt: int) -> int:
+        return sampling_params(request, prompt, model, 100, seed=1).max_tokens
+
+    assert limit(parse_chat(CHAT), 10) == 54
+    assert limit(parse_completion(COMPLETION), 10) == 16
+    assert limit(parse_completion(COMPLETION), 60) == 4
+    assert limit(parse_chat({**CHAT, "max_completion_tokens": 5}), 10) == 5
+    assert sampling_params(parse_chat(CHAT), 10, model, 100, seed=77).seed == 77
+
+
+@pytest.mark.parametrize(
+    ("length", "fields", "words"),
+    [(64, {}, ["64 tokens"]), (60, {"max_tokens": 5}, ["60 tokens", "5 are asked for", "65 together", "context is 64"])],
+)
+def test_a_prompt_that_does_not_fit_is_refused_with_the_arithmetic(length: int, fields: dict, words: list[str]) -> None:
+    with pytest.raises(ApiError) as caught:
+        check_prompts([[7] * length], parse_chat({**CHAT, **fields}), 64)
+    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "context_length_exceeded", "messages")
+    assert all(word in caught.value.message for word in words)
+    check_prompts([[7] * (length - 1)], parse_chat({**CHAT, **fields}), 64)
+
+
+def test_choices_are_bounded_and_stop_tokens_are_of_the_vocabulary(model: ModelConfig) -> None:
+    with pytest.raises(ApiError) as caught:
+        check_prompts([[1]] * 65, parse_completion({**COMPLETION, "n": 2}), 64)
+    assert caught.value.param == "prompt"
+    with pytest.raises(ApiError) as caught:
+        sampling_params(parse_chat({**CHAT, "stop_token_ids": [100]}), 10, model, 100, seed=1)
+    assert caught.value.param == "stop_token_ids"
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"a": NaN}', b'{"a":"\\ud800"}', b"[" * 10**5]
+)
+def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_json(data)
+    assert caught.value.status == 400
