@@ -1,5 +1,7 @@
 """The runner's side of the contract: what it derives from plans, what it leaves, and what fails alone."""
 
+from threading import Thread, get_ident
+
 import numpy as np
 import pytest
 import torch
@@ -111,6 +113,18 @@ def test_a_full_context_may_sample_once_more(loaded, driver):
     play = driver(runner)
     sequence = play.admit(prompt(1, limit))
     assert play.step([(sequence, limit)]).counts.tolist() == [1]
+
+
+def test_limits_openmp_in_each_thread_that_runs_steps(loaded, driver, monkeypatch):
+    runner, calls = loaded("llama"), []
+    play = driver(runner)
+    sequence = play.admit(prompt(1, 5))
+    play.step([(sequence, 4)])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: calls.append((get_ident(), count)))
+    worker = Thread(target=lambda: play.generate(sequence, 3))
+    worker.start()
+    worker.join()
+    assert calls == [(worker.ident, 1)] and len(sequence.outputs) == 3
 
 
 def test_a_plan_without_rows_gives_an_empty_result(loaded, driver):

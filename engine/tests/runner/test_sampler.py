@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.engine.runner.sampler.logprobs import gather_logprobs
 from penstock.engine.runner.sampler.params import SamplingTable
 from penstock.engine.runner.sampler.philox import Purpose, philox, uniform
-from penstock.engine.runner.sampler.sampler import describe_not_finite, sample
+from penstock.engine.runner.sampler.sampler import CANDIDATES, apply_filters, describe_not_finite, sample
 from penstock.engine.runner.sampler.temperature import apply_temperature
 from penstock.engine.sampling import SamplingParams
 
@@ -104,6 +104,36 @@ def test_ties_at_the_kth_place_go_to_the_smallest_ids():
     assert draw(logits[:1], [SamplingParams(max_tokens=1, temperature=0.0)], [0]) == [0]
 
 
+def check_filtered(logits: list[float], top_k: int, top_p: float, stays: list[int]) -> None:
+    """By the definition: likeliest first, of equals the smallest id, until k or p is reached; p to float32's precision."""
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))[: top_k or None]
+    assert stays == sorted(order[: len(stays)]) and stays
+    weights = [math.exp(logits[token] - logits[order[0]]) for token in order]
+    mass = [math.fsum(weights[:count]) / math.fsum(weights) for count in (len(stays) - 1, len(stays))]
+    if top_p == 1.0:
+        assert len(stays) == len(order)
+    else:
+        assert (len(stays) == 1 or mass[0] < top_p + 1e-5) and (mass[1] > top_p - 1e-5)
+
+
+@pytest.mark.req("SMP-08", "SMP-09")
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from([0.02, 0.5, 3.0]), st.booleans())
+def test_filters_equal_their_definition_on_large_vocabularies(data, spread, tied):
+    """Flat and steep, with ties and without, beyond the candidates and within."""
+    vocab = CANDIDATES * 4
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))) * spread
+    if tied:
+        logits = (logits * 4).round() / 4
+    top_k = data.draw(st.lists(st.sampled_from([0, 1, 40, 255, 256, 300, 1023, 5000]), min_size=3, max_size=3))
+    top_p = data.draw(st.lists(st.sampled_from([0.0501, 0.3003, 0.9007, 0.9995, 1.0]), min_size=3, max_size=3))
+    kept = apply_filters(logits, torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64))
+    for row in range(3):
+        stays = kept[row].isfinite().nonzero().squeeze(-1).tolist()
+        check_filtered(logits[row].tolist(), top_k[row], top_p[row], stays)
+        assert torch.equal(kept[row, stays], logits[row, stays])
+
+
 def row_params() -> st.SearchStrategy[SamplingParams]:
     return st.builds(
         SamplingParams,
@@ -120,7 +150,7 @@ def row_params() -> st.SearchStrategy[SamplingParams]:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(row_params(), st.integers(0, 1000)), min_size=1, max_size=8), st.integers(0, 2**32))
 def test_a_rows_token_does_not_depend_on_its_neighbours(rows, seed):
-    logits = torch.randn(len(rows), 67, generator=torch.Generator().manual_seed(seed)) * 3
+    logits = torch.randn(len(rows), 367, generator=torch.Generator().manual_seed(seed)) * 3
     together = draw(logits, [params for params, _ in rows], [position for _, position in rows])
     for row, (params, position) in enumerate(rows):
         assert draw(logits[row : row + 1], [params], [position]) == [together[row]]

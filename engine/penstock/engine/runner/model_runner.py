@@ -1,6 +1,7 @@
 """Runs the model on one rank: what the scheduler plans, the runner executes."""
 
 import logging
+import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -48,11 +49,12 @@ class ModelRunner:
         self.decoder_config = parse_decoder_config(read_json(config.model.path / "config.json"))
         self._dtype = _DTYPES[config.model.dtype]
         self._state: ExecuteState | None = None
+        self._thread: int | None = None
         self._batch = self._new_batch()
 
     def load(self) -> None:
         """Builds the model and reads its weights; ConfigError where the checkpoint does not fit."""
-        torch.set_num_threads(self.config.threads)
+        self._limit_threads()
         self._ops = ops_for(self.config.device, self._dtype)
         build = Build(
             ops=self._ops,
@@ -113,6 +115,7 @@ class ModelRunner:
         """
         if self._state is not None:
             raise RuntimeError(f"step {plan.step_id}: step {self._state.plan.step_id} has not been sampled yet")
+        self._limit_threads()
         inputs = self._batch.apply(plan)
         logits = torch.empty(0, self.decoder_config.vocab_size)
         if len(plan.rows):
@@ -149,6 +152,12 @@ class ModelRunner:
         counts = plan.samples.astype(np.int32)
         counts[list(failed)] = 0
         return StepResult(step_id=plan.step_id, token_ids=token_ids, counts=counts, logprobs=logprobs, failed=failed)
+
+    def _limit_threads(self) -> None:
+        """OpenMP counts per calling thread, and an executor may run steps in another thread than the one that loaded."""
+        if self._thread != threading.get_ident():
+            torch.set_num_threads(self.config.threads)
+            self._thread = threading.get_ident()
 
     def _new_batch(self) -> InputBatch:
         scheduler, model = self.config.scheduler, self.config.model

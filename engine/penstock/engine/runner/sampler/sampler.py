@@ -14,6 +14,9 @@ from penstock.engine.runner.sampler.temperature import apply_temperature
 from penstock.engine.runner.sampler.top_k import apply_top_k
 from penstock.engine.runner.sampler.top_p import apply_top_p
 
+CANDIDATES = 256
+"""The likeliest tokens, among which almost every filter ends; sorting them alone costs a fraction of sorting the vocabulary."""
+
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Chooses a token a row.
@@ -39,12 +42,43 @@ def _sample_random(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tenso
     filtered = ((batch.top_k[rows] > 0) | (batch.top_p[rows] < 1.0)).nonzero().squeeze(-1)
     if filtered.numel():
         of = rows[filtered]
-        # Stable, so that among equals the smallest ids stay. Back in vocabulary order for the draw, so that a row draws
-        # the same token whether or not a neighbour made us sort.
-        ordered, order = logits[filtered].sort(dim=-1, descending=True, stable=True)
-        kept = apply_top_p(apply_top_k(ordered, batch.top_k[of]), batch.top_p[of])
-        logits[filtered] = torch.empty_like(kept).scatter_(-1, order, kept)
+        logits[filtered] = apply_filters(logits[filtered], batch.top_k[of], batch.top_p[of])
     return draw(logits, uniform(batch.seed[rows], batch.position[rows], Purpose.SAMPLE))
+
+
+def apply_filters(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Top-k, then top-p, of [m, vocab]; what goes is -inf. A row's result is a function of that row."""
+    filtered, ended = _filter_likeliest(logits, top_k, top_p, min(CANDIDATES, logits.shape[-1]))
+    rest = (~ended).nonzero().squeeze(-1)
+    if rest.numel() and logits.shape[-1] > CANDIDATES:
+        filtered[rest], _ = _filter_likeliest(logits[rest], top_k[rest], top_p[rest], logits.shape[-1])
+    return filtered
+
+
+def _filter_likeliest(
+    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Filters as if the `count` likeliest tokens were all that could stay; and [m], bool: whether that was so."""
+    vocab = logits.shape[-1]
+    ordered, ids = _likeliest(logits, count)
+    likeliest = apply_top_k(ordered, top_k)
+    unlimited = (top_k == 0) | (top_k >= vocab)
+    log_mass = torch.where(unlimited, logits.logsumexp(-1), likeliest.logsumexp(-1))
+    kept = apply_top_p(likeliest, top_p, log_mass)
+    # What equals the last candidate may be outside; so may a part of a larger top-k's mass.
+    lowest = kept.masked_fill(kept.isneginf(), float("inf")).amin(-1)
+    ended = (lowest > ordered[:, -1]) & (unlimited | (top_k <= count))
+    return torch.full_like(logits, float("-inf")).scatter_(-1, ids, kept), ended
+
+
+def _likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` likeliest tokens' logits and ids, each [m, count], in descending order, of equals the smallest id first."""
+    if count == logits.shape[-1]:
+        return torch.sort(logits, dim=-1, descending=True, stable=True)
+    # By id, then stably by logit.
+    ids = logits.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+    ordered, order = torch.sort(logits.gather(-1, ids), dim=-1, descending=True, stable=True)
+    return ordered, ids.gather(-1, order)
 
 
 def describe_not_finite(logits: torch.Tensor) -> dict[int, str]:
