@@ -13,6 +13,11 @@ from penstock.api.load_report import LoadReport
 Role = Literal["Both", "Prefill", "Decode"]
 
 
+def pool_id(namespace: str, model: str, pool: str) -> str:
+    """The fleet-wide name of a pool: `Pool.id`."""
+    return f"{namespace}/{model}/{pool}"
+
+
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
     """One engine process; known by (`uid`, `port`), never by its address, which may be given out again."""
 

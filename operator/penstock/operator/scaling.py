@@ -9,11 +9,13 @@ from kubernetes.aio.client import ApiException
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from penstock.api import labels, metrics
-from penstock.api.resources import Pool, seconds
+from penstock.api.fleet import pool_id
+from penstock.api.resources import Scaling
 from penstock.operator.api import Api, said
 from penstock.operator.apply import SCALE_MANAGER
 from penstock.operator.autoscale.loop import PoolScale
-from penstock.operator.autoscale.policy import Decision, Limits
+from penstock.operator.autoscale.policy import Decision
+from penstock.operator.autoscale.spec import limits
 from penstock.operator.desired import child_name
 from penstock.operator.events import event
 from penstock.operator.pods import is_live, is_ready
@@ -28,18 +30,6 @@ Object = dict[str, Any]
 DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
 VICTIM_COST: Final = "-1000"
 HISTORY: Final = 10
-
-
-def limits(pool: Pool) -> Limits:
-    """What the policy is to keep to."""
-    assert pool.scaling is not None
-    after = pool.scaling.scale_to_zero_after
-    return Limits(
-        min_replicas=pool.scaling.min,
-        max_replicas=pool.scaling.max,
-        warm=pool.scaling.warm or 0,
-        scale_to_zero_after_s=seconds(after) if after is not None else None,
-    )
 
 
 class KubernetesActuator:
@@ -73,9 +63,9 @@ class KubernetesActuator:
             metrics.SCALING_DECISIONS, "Looks of the autoscaler by what bound them", ["constraint"], registry=registry
         )
 
-    def report(self, pool_id: str) -> ScalingStatus | None:
+    def report(self, pool: str) -> ScalingStatus | None:
         """What was last decided for a pool."""
-        return self._reports.get(pool_id)
+        return self._reports.get(pool)
 
     async def pools(self) -> Sequence[PoolScale]:
         """Pools with `scaling` whose Deployment exists."""
@@ -88,22 +78,22 @@ class KubernetesActuator:
             for pool in model.spec.pools:
                 workload = self._children.of(key, "Deployment").get(child_name(key.name, pool.name))
                 if pool.scaling is not None and workload is not None:
-                    scale = self._pool_scale(key, pool, workload)
+                    scale = self._pool_scale(key, pool.name, pool.scaling, workload)
                     found[scale.pool_id] = scale
         self._reports = {pool_id: report for pool_id, report in self._reports.items() if pool_id in found}
         return list(found.values())
 
-    def _pool_scale(self, key: Key, pool: Pool, workload: Object) -> PoolScale:
+    def _pool_scale(self, key: Key, name: str, scaling: Scaling, workload: Object) -> PoolScale:
         now = datetime.now(UTC)
         ages = [
             (now - datetime.fromisoformat(pod["metadata"]["creationTimestamp"])).total_seconds()
-            for pod in self._pods(key, pool.name).values()
+            for pod in self._pods(key, name).values()
             if is_live(pod) and not is_ready(pod)
         ]
         return PoolScale(
-            pool_id=f"{key.namespace}/{key.name}/{pool.name}",
-            limits=limits(pool),
-            dry_run=pool.scaling is not None and pool.scaling.mode == "DryRun",
+            pool_id=pool_id(key.namespace, key.name, name),
+            limits=limits(scaling),
+            dry_run=scaling.mode == "DryRun",
             replicas=workload["spec"].get("replicas", 1),
             pending_ages_s=tuple(ages),
         )
@@ -145,23 +135,24 @@ class KubernetesActuator:
         }
         await self._api.apply(body, SCALE_MANAGER)
 
-    async def record(self, pool_id: str, current: int, decision: Decision, *, acted: bool) -> None:
+    async def record(self, pool_id: str, current: int, decision: Decision, *, acted: bool, dry_run: bool) -> None:
         """Keeps the decision for the model's status, counts it, and posts an Event where it was carried out."""
         namespace, name, pool = pool_id.split("/")
         key = Key("InferenceModel", namespace, name)
         self._desired.labels(namespace, name, pool).set(decision.replicas)
         self._decisions.labels(decision.constraint).inc()
         old = self._reports.get(pool_id)
-        constraint = decision.constraint.title().replace("_", "")
         history = old.decisions if old is not None else ()
         if acted:
-            history = (f"{timestamp()} {current} to {decision.replicas} ({constraint}): {decision.reason}", *history)[:HISTORY]
+            history = (f"{timestamp()} {current} to {decision.replicas} ({decision.constraint}): {decision.reason}", *history)[
+                :HISTORY
+            ]
         new = ScalingStatus(
             current=current,
             desired=decision.replicas,
-            constraint=constraint,
+            constraint=decision.constraint,
             reason=decision.reason,
-            active=decision.constraint != "no_data",
+            active=decision.constraint != "NoData" and not dry_run,
             decisions=history,
         )
         if old is not None and not acted and _gist(old) == _gist(new):

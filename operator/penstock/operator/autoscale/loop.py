@@ -43,7 +43,7 @@ class Actuator(Protocol):
         """Sets the pool's size; where it shrinks, the replicas with the UIDs `victims` go, after they have been cordoned."""
         ...
 
-    async def record(self, pool_id: str, current: int, decision: Decision, *, acted: bool) -> None:
+    async def record(self, pool_id: str, current: int, decision: Decision, *, acted: bool, dry_run: bool) -> None:
         """Makes the decision visible: status, metrics, and an Event where something was done."""
         ...
 
@@ -78,8 +78,8 @@ class Autoscaler:
                 views = await self._views(client)
                 try:
                     await self._look(views)
-                except (OSError, httpx.HTTPError) as error:
-                    logger.warning("autoscaler: this look failed, keeping all sizes: %s", error)
+                except Exception:
+                    logger.exception("autoscaler: this look failed; all sizes stay as they are")
                 # With no gateway to wait at, the tick is ours to keep.
                 await asyncio.sleep(max(0.0, (0.5 if views else self._tick_s) - (time.monotonic() - started)))
 
@@ -133,4 +133,4 @@ class Autoscaler:
             victims = choose_victims(signals, shrinks_by) if signals is not None else []
             logger.info("autoscaler: %s %d → %d: %s", pool.pool_id, pool.replicas, decision.replicas, decision.reason)
             await self._actuator.scale(pool.pool_id, decision.replicas, victims)
-        await self._actuator.record(pool.pool_id, pool.replicas, decision, acted=acts)
+        await self._actuator.record(pool.pool_id, pool.replicas, decision, acted=acts, dry_run=pool.dry_run)

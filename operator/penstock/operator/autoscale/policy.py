@@ -15,7 +15,7 @@ from penstock.operator.autoscale.signals import PoolSignals, ReplicaSignal
 
 T = TypeVar("T")
 
-Constraint = Literal["demand", "tolerance", "min", "max", "up_rate", "down_window", "panic", "pending", "no_data"]
+Constraint = Literal["Demand", "Tolerance", "Min", "Max", "UpRate", "DownWindow", "Panic", "Pending", "NoData"]
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def decide(seen: Observation, limits: Limits, settings: Settings, memory: Memory
     memory = _learn(seen, memory)
     if seen.signals is None:
         kept = min(max(seen.replicas, limits.min_replicas), limits.max_replicas)
-        return Decision(kept, "no_data", "no gateway answered; nothing shrinks"), memory
+        return Decision(kept, "NoData", "no gateway answered; nothing shrinks"), memory
     signals = seen.signals
     load = _load(signals, settings, memory)
     ready = sum(r.ready and not r.cordoned for r in signals.replicas)
@@ -227,48 +227,48 @@ def _wanted(demand: float, now: float, held: int, limits: Limits, memory: Memory
 def _stay(case: _Case) -> Decision:
     size = case.seen.replicas
     if case.wanted > case.limits.max_replicas:
-        return case.settle(size, "max", f", more than max {case.limits.max_replicas}")
+        return case.settle(size, "Max", f", more than max {case.limits.max_replicas}")
     if case.wanted < case.limits.min_replicas:
-        return case.settle(size, "min", f"; min is {case.limits.min_replicas}")
-    return case.settle(size, "demand", "")
+        return case.settle(size, "Min", f"; min is {case.limits.min_replicas}")
+    return case.settle(size, "Demand", "")
 
 
 def _grow(case: _Case) -> Decision:
     size, limits, settings = case.seen.replicas, case.limits, case.settings
     urgent = case.held or case.panicking or size < limits.min_replicas or size == 0
     if not urgent and case.demand - size <= settings.tolerance * size:
-        return case.settle(size, "tolerance", f", within {settings.tolerance:.0%} of {size}")
+        return case.settle(size, "Tolerance", f", within {settings.tolerance:.0%} of {size}")
     base = min(count for _, count in case.memory.sizes)
     ceiling = max(math.floor(base * settings.max_up_factor), base + settings.max_up_step, limits.min_replicas)
     if case.bounded > ceiling:
         pace = f"; growth is limited to {ceiling} in {settings.up_period_s:.0f} s"
-        return case.settle(max(ceiling, size), "up_rate", pace)
+        return case.settle(max(ceiling, size), "UpRate", pace)
     if case.wanted > limits.max_replicas:
-        return case.settle(case.bounded, "max", f"; max is {limits.max_replicas}")
+        return case.settle(case.bounded, "Max", f"; max is {limits.max_replicas}")
     if case.wanted < limits.min_replicas:
-        return case.settle(case.bounded, "min", f"; min is {limits.min_replicas}")
-    return case.settle(case.bounded, "panic" if case.panicking else "demand", f", {size} are asked for")
+        return case.settle(case.bounded, "Min", f"; min is {limits.min_replicas}")
+    return case.settle(case.bounded, "Panic" if case.panicking else "Demand", f", {size} are asked for")
 
 
 def _shrink(case: _Case) -> Decision:
     size, limits, now = case.seen.replicas, case.limits, case.seen.now
     if size > limits.max_replicas:
-        return case.settle(limits.max_replicas, "max", f"; max is {limits.max_replicas}")
+        return case.settle(limits.max_replicas, "Max", f"; max is {limits.max_replicas}")
     if case.load.unknown:
-        return case.settle(size, "no_data", f", but the load of {case.load.unknown} ready replicas is unknown; nothing shrinks")
+        return case.settle(size, "NoData", f", but the load of {case.load.unknown} ready replicas is unknown; nothing shrinks")
     if case.panicking:
-        return case.settle(size, "panic", f"; nothing shrinks for {case.memory.panic_until - now:.0f} s after a burst")
+        return case.settle(size, "Panic", f"; nothing shrinks for {case.memory.panic_until - now:.0f} s after a burst")
     patience = case.settings.cold_start_factor * case.memory.cold_start_s
     if any(age < patience for age in case.seen.pending_ages_s):
-        return case.settle(size, "pending", f"; {len(case.seen.pending_ages_s)} replicas are starting")
+        return case.settle(size, "Pending", f"; {len(case.seen.pending_ages_s)} replicas are starting")
     watched = now - (case.memory.started_at if case.memory.started_at is not None else now)
     highest = max(count for _, count in case.memory.recommended)
     floor = size if watched < limits.down_window_s else min(max(highest, case.bounded), size)
     if floor > case.bounded:
-        return case.settle(floor, "down_window", f"; the most of the last {limits.down_window_s:.0f} s counts")
+        return case.settle(floor, "DownWindow", f"; the most of the last {limits.down_window_s:.0f} s counts")
     if case.wanted < limits.min_replicas:
-        return case.settle(case.bounded, "min", f"; min is {limits.min_replicas}")
-    return case.settle(case.bounded, "demand", f", {size} are asked for")
+        return case.settle(case.bounded, "Min", f"; min is {limits.min_replicas}")
+    return case.settle(case.bounded, "Demand", f", {size} are asked for")
 
 
 def _mean(samples: tuple[tuple[float, float], ...], since: float) -> float:

@@ -11,11 +11,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import httpx
-import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from penstock.api.fleet import PoolsView
 from penstock.operator.local.demo import ask
 from penstock.operator.local.models import LocalModel, ModelFileError, load_models
 from penstock.operator.local.runtime import LocalError, LocalRuntime, run_folder
@@ -107,17 +105,8 @@ async def watch(runtime: LocalRuntime, out: Console) -> None:
             while True:
                 runtime.check_services()
                 if live is not None:
-                    live.update(render(runtime, await _pools(client, runtime)), refresh=True)
+                    live.update(render(runtime, await runtime.view(client)), refresh=True)
                 elif shown != summary(runtime):
                     shown = summary(runtime)
                     out.print(shown, highlight=False)
                 await asyncio.sleep(REFRESH_S)
-
-
-async def _pools(client: httpx.AsyncClient, runtime: LocalRuntime) -> PoolsView | None:
-    """What the gateway knows; None while it does not answer, which the view shows as dashes."""
-    try:
-        answer = await client.get(f"{runtime.endpoints.gateway}/pools")
-        return msgspec.json.decode(answer.raise_for_status().content, type=PoolsView)
-    except (httpx.HTTPError, msgspec.MsgspecError):
-        return None

@@ -8,11 +8,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from penstock.api.fleet import Model
-from penstock.api.fleet import Pool as FleetPool
+from penstock.api import fleet
 from penstock.api.resources import InferenceModel, LoraAdapter, seconds, unsupported
 from penstock.operator.autoscale.policy import Limits
-from penstock.operator.desired import deployment, pool_id
+from penstock.operator.autoscale.spec import limits
+from penstock.operator.desired import Rendering, TemplateError, deployment
+from penstock.operator.overlay import OverlayError
 
 
 class ModelFileError(ValueError):
@@ -23,8 +24,8 @@ class ModelFileError(ValueError):
 class LocalModel:
     """One model: what the gateway must know of it, and the Deployments that make its replicas."""
 
-    model: Model
-    pools: list[FleetPool]
+    model: fleet.Model
+    pools: list[fleet.Pool]
     deployments: dict[str, dict[str, Any]]
     """By pool ID."""
     limits: dict[str, Limits]
@@ -43,7 +44,10 @@ def load_models(path: Path) -> list[LocalModel]:
         documents = [document for document in yaml.safe_load_all(path.read_text()) if document is not None]
     except (OSError, yaml.YAMLError) as error:
         raise ModelFileError(f"{path}: {error}") from None
-    models = [_local(model) for model in _parse(path, documents)]
+    try:
+        models = [_local(model) for model in _parse(path, documents)]
+    except (TemplateError, OverlayError) as error:
+        raise ModelFileError(f"{path}: {error}") from None
     if not models:
         raise ModelFileError(f"{path} holds no InferenceModel")
     return models
@@ -57,7 +61,7 @@ def _parse(path: Path, documents: list[Any]) -> Iterator[InferenceModel]:
         if document.get("kind") == LoraAdapter.__name__:
             raise ModelFileError(f"{place}: LoraAdapter: adapters do nothing yet")
         try:
-            model = InferenceModel.parse(_absolute(document))
+            model = InferenceModel.parse(_absolute(document, path.parent))
         except ValidationError as error:
             faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
             raise ModelFileError(f"{place}: {faults}") from None
@@ -68,38 +72,29 @@ def _parse(path: Path, documents: list[Any]) -> Iterator[InferenceModel]:
         yield model
 
 
-def _absolute(document: dict[str, Any]) -> dict[str, Any]:
-    """The resource with a relative `file://` path made absolute, since replicas run in this directory."""
+def _absolute(document: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The resource with a relative `file://` path, which is relative to the file that holds it, made absolute."""
     source = document.get("spec", {}).get("source", {})
     uri = source.get("uri") if isinstance(source, dict) else None
     if not isinstance(uri, str) or not uri.startswith("file://") or uri.startswith("file:///"):
         return document
-    resolved = {**source, "uri": f"file://{Path(uri.removeprefix('file://')).resolve()}"}
+    resolved = {**source, "uri": f"file://{(folder / uri.removeprefix('file://')).resolve()}"}
     return {**document, "spec": {**document["spec"], "source": resolved}}
 
 
 def _local(model: InferenceModel) -> LocalModel:
     spec = model.spec
+    ids = {pool.name: fleet.pool_id(model.metadata.namespace, model.metadata.name, pool.name) for pool in spec.pools}
     model_id = f"{model.metadata.namespace}/{model.metadata.name}"
-    scaled = {pool_id(model, pool): pool.scaling for pool in spec.pools if pool.scaling is not None}
     return LocalModel(
-        model=Model(
+        model=fleet.Model(
             id=model_id,
             served_names=model.served_names,
             policy=spec.routing.policy,
             hold_timeout_s=seconds(spec.routing.hold_timeout),
         ),
-        pools=[FleetPool(id=pool_id(model, pool), model=model_id, role=pool.role) for pool in spec.pools],
-        deployments={pool_id(model, pool): deployment(model, pool) for pool in spec.pools},
-        limits={
-            key: Limits(
-                min_replicas=scaling.min,
-                max_replicas=scaling.max,
-                warm=scaling.warm or 0,
-                scale_to_zero_after_s=seconds(scaling.scale_to_zero_after) if scaling.scale_to_zero_after else None,
-                down_window_s=seconds(scaling.down_window),
-            )
-            for key, scaling in scaled.items()
-        },
-        dry_runs=frozenset(key for key, scaling in scaled.items() if scaling.mode == "DryRun"),
+        pools=[fleet.Pool(id=ids[pool.name], model=model_id, role=pool.role) for pool in spec.pools],
+        deployments={ids[pool.name]: deployment(model, pool, Rendering(image="")) for pool in spec.pools},
+        limits={ids[pool.name]: limits(pool.scaling) for pool in spec.pools if pool.scaling is not None},
+        dry_runs=frozenset(ids[pool.name] for pool in spec.pools if pool.scaling is not None and pool.scaling.mode == "DryRun"),
     )

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -46,14 +47,17 @@ def _die_with_parent() -> None:
 
 
 async def spawn(command: list[str], log: Path, env: Mapping[str, str] | None = None) -> asyncio.subprocess.Process:
-    """Starts a process in a session of its own whose output goes to `log`; it dies with this process."""
+    """Starts a process in a session of its own whose output goes to `log`; it dies with this process.
+
+    Commands are looked up beside this Python first, so that `penstock` is this very one.
+    """
     with log.open("ab") as out:
         return await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **(env or {})},
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )

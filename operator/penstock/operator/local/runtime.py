@@ -16,7 +16,7 @@ import httpx
 import msgspec
 
 from penstock.api import labels
-from penstock.api.fleet import Fleet, Replica
+from penstock.api.fleet import Fleet, PoolsView, Replica
 from penstock.operator.autoscale.loop import Autoscaler, PoolScale
 from penstock.operator.autoscale.policy import Decision, Settings
 from penstock.operator.local import network
@@ -98,18 +98,32 @@ class LocalRuntime:
             await self._close()
 
     async def wait_ready(self) -> None:
-        """Returns when every model serves; raises `LocalError` when a pod cannot start."""
-        while not all(self._serves(model) for model in self.models):
-            for deployment in self.deployments.values():
-                for pod in deployment.pods:
-                    if pod.phase is Phase.CRASHED:
-                        raise LocalError(f"{pod.name} cannot start: {pod.message}")
-            self.check_services()
-            await asyncio.sleep(STEP_S)
+        """Returns when every replica serves and the gateway has heard from it; raises `LocalError` when a pod cannot start."""
+        async with httpx.AsyncClient(timeout=5.0) as client:
+            while not (self._pods_ready() and await self._gateway_knows(client)):
+                for deployment in self.deployments.values():
+                    for pod in deployment.pods:
+                        if pod.phase is Phase.CRASHED:
+                            raise LocalError(f"{pod.name} cannot start: {pod.message}")
+                self.check_services()
+                await asyncio.sleep(STEP_S)
 
-    def _serves(self, model: LocalModel) -> bool:
-        pools = [self.deployments[pool_id] for pool_id in model.deployments]
-        return all(pool.ready >= min(pool.replicas, 1) for pool in pools)
+    def _pods_ready(self) -> bool:
+        return all(deployment.ready >= deployment.replicas for deployment in self.deployments.values())
+
+    async def _gateway_knows(self, client: httpx.AsyncClient) -> bool:
+        view = await self.view(client)
+        replicas = [replica for pool in (view.pools if view else []) for replica in pool.replicas]
+        known = {replica.uid for replica in replicas if replica.ready and replica.report is not None}
+        return all(pod.uid in known for deployment in self.deployments.values() for pod in deployment.pods)
+
+    async def view(self, client: httpx.AsyncClient) -> PoolsView | None:
+        """What the gateway knows of the replicas; None while it does not answer."""
+        try:
+            answer = await client.get(f"{self.endpoints.gateway}/pools")
+            return msgspec.json.decode(answer.raise_for_status().content, type=PoolsView)
+        except (httpx.HTTPError, msgspec.MsgspecError):
+            return None
 
     async def _keep(self) -> None:
         while True:
@@ -207,7 +221,7 @@ class LocalRuntime:
             await asyncio.sleep(2 * STEP_S)
         deployment.scale(replicas, victims)
 
-    async def record(self, pool_id: str, current: int, decision: Decision, *, acted: bool) -> None:
+    async def record(self, pool_id: str, current: int, decision: Decision, *, acted: bool, dry_run: bool) -> None:
         """See `Actuator`."""
         self.decisions[pool_id] = decision
 
