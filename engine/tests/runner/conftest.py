@@ -82,13 +82,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
-def make_runner(path: Path, dtype: str = "float32", form: str = "best") -> ModelRunner:
+def make_runner(path: Path, dtype: str = "float32", form: str = "best", scheduler: SchedulerConfig | None = None) -> ModelRunner:
     """A loaded runner with its cache; `form` "reference": as without a compiler."""
     runner = ModelRunner(
         EngineConfig(
             model=read_model_config(path, served_names=(), dtype=dtype, max_model_len=MAX_MODEL_LEN),
             cache=CacheConfig(block_size=BLOCK_SIZE),
-            scheduler=SchedulerConfig(max_num_seqs=16),
+            scheduler=scheduler or SchedulerConfig(max_num_seqs=16),
         )
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -112,7 +112,7 @@ def loaded(checkpoint) -> Callable[..., ModelRunner]:
     return get
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def build_runner() -> Callable[..., ModelRunner]:
     """`make_runner`, for tests that need one of their own."""
     return make_runner
