@@ -254,6 +254,19 @@ async def test_a_deleted_model_is_left_to_the_garbage_collector(world: World, ke
     assert len(world.api.calls) == calls
 
 
+async def test_children_do_not_come_back_when_the_garbage_collector_is_faster_than_the_watch(world: World, key: Key) -> None:
+    await world.apply(world.make.resource())
+    await world.settle(key)
+    await world.api.delete(world.live("InferenceModel"))
+    await world.api.delete(world.live("Service"))
+    calls = len(world.api.calls)
+    await world.reconciler.reconcile(key)
+    assert len(world.api.calls) == calls
+    await world.apply(world.make.resource(uid="a-new-one"))
+    with pytest.raises(Exception, match="is not this model's"):
+        await world.reconciler.reconcile(key)
+
+
 async def test_an_older_version_from_the_watch_does_not_undo_our_own_write(world: World, key: Key) -> None:
     await world.apply(world.make.resource())
     stale = world.live("InferenceModel")

@@ -68,14 +68,16 @@ async def test_victims_are_cordoned_and_cheapest_and_pardoned_when_the_pool_grow
 
 async def test_decisions_are_told_once(actuator: Any, api: Any, changed: list[Key]) -> None:
     assert actuator.report(ID) is None
-    await actuator.record(ID, 2, Decision(3, "demand", "3 are needed", {}), acted=True)
-    await actuator.record(ID, 3, Decision(3, "down_window", "was 3 lately", {}), acted=False)
-    await actuator.record(ID, 3, Decision(3, "down_window", "was 3 a moment ago", {}), acted=False)
+    await actuator.record(ID, 2, Decision(3, "Demand", "3 are needed", {}), acted=True, dry_run=False)
+    await actuator.record(ID, 3, Decision(3, "DownWindow", "was 3 lately", {}), acted=False, dry_run=False)
+    await actuator.record(ID, 3, Decision(3, "DownWindow", "was 3 a moment ago", {}), acted=False, dry_run=False)
     report = actuator.report(ID)
     assert (report.current, report.desired, report.constraint, report.reason) == (3, 3, "DownWindow", "was 3 lately")
     assert len(report.decisions) == 1
     assert "2 to 3 (Demand): 3 are needed" in report.decisions[0]
     assert len(changed) == 2
     assert [event["message"] for event in api.events] == ["pool main: 2 to 3 replicas: 3 are needed"]
-    await actuator.record(ID, 3, Decision(3, "no_data", "no gateway answered", {}), acted=False)
+    await actuator.record(ID, 3, Decision(3, "NoData", "no gateway answered", {}), acted=False, dry_run=False)
     assert actuator.report(ID).active is False
+    await actuator.record(ID, 3, Decision(4, "Demand", "4 are needed", {}), acted=False, dry_run=True)
+    assert actuator.report(ID).active is False, "a dry run acts on nothing"

@@ -55,6 +55,13 @@ class Api(Protocol):
         ...
 
 
+class Refused(ApiException):
+    """The server's refusal in one line; the client's own text has several."""
+
+    def __str__(self) -> str:
+        return f"{self.status}: {said(self)}"
+
+
 class ServerApi:
     """`Api` over a connection."""
 
@@ -123,7 +130,7 @@ class ServerApi:
         response = (await self._client.call_api(*request, _request_timeout=TIMEOUT_S)).response
         data = await response.read()
         if response.status >= 300:
-            raise ApiException(status=response.status, reason=response.reason, body=data.decode(errors="replace"))
+            raise Refused(status=response.status, reason=response.reason, body=data.decode(errors="replace"))
         return json.loads(data)
 
 

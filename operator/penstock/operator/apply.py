@@ -26,6 +26,10 @@ class NotOwned(Exception):
     """An object of the child's name exists and is someone else's; the message names it and says what to do."""
 
 
+class OwnerGone(Exception):
+    """The model is deleted, or another one has its name by now: what it owned must not come back."""
+
+
 class Applier:
     """Applies children through `api`, comparing with what `children` knows."""
 
@@ -45,11 +49,17 @@ class Applier:
 
         Raises:
             NotOwned: a name is taken; objects before it have been applied.
+            OwnerGone: the model itself is no more.
             ApiException: the server refused one.
         """
+        owner_checked = False
         for item in wanted:
             live = self._children.of(key, item["kind"]).get(item["metadata"]["name"])
             if live is None:
+                # The garbage collector may be at work, and the watch of the models late to say why.
+                if not owner_checked and not await self._owner_lives(key, uid):
+                    raise OwnerGone(str(key))
+                owner_checked = True
                 live = await self._api.get(item["kind"], key.namespace, item["metadata"]["name"])
             if live is not None and not owned(live, uid):
                 name = f"{item['kind']} {item['metadata']['name']}"
@@ -59,6 +69,10 @@ class Applier:
             else:
                 await self._send(item, live)
         await self._prune(key, uid, {(item["kind"], item["metadata"]["name"]) for item in wanted})
+
+    async def _owner_lives(self, key: Key, uid: str) -> bool:
+        owner = await self._api.get(key.kind, key.namespace, key.name)
+        return owner is not None and owner["metadata"]["uid"] == uid and "deletionTimestamp" not in owner["metadata"]
 
     async def _send(self, item: Object, live: Object | None) -> None:
         marked = stamped(item)

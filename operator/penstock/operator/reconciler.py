@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from penstock.api import labels, metrics
 from penstock.api.resources import InferenceModel, LoraAdapter, unsupported
 from penstock.operator.api import Api, said
-from penstock.operator.apply import MANAGER, Applier, NotOwned
+from penstock.operator.apply import MANAGER, Applier, NotOwned, OwnerGone
 from penstock.operator.desired import Rendering, TemplateError, child_name, children, revision_of, size
 from penstock.operator.events import event, turns
 from penstock.operator.overlay import OverlayError
@@ -85,6 +85,8 @@ class Reconciler:
                 await self._applier.apply(key, model.metadata.uid, wanted, sizes)
             except (TemplateError, OverlayError) as error:
                 refusal = Refusal("ForbiddenTemplate" if isinstance(error, TemplateError) else "InvalidTemplate", str(error))
+            except OwnerGone:
+                return  # the watch will say so too
             except NotOwned as error:
                 refusal, failure = Refusal("NotOwned", str(error)), error  # nothing tells when the other object goes
             except ApiException as error:
