@@ -1,6 +1,7 @@
 """Speeds and rates of the load report, the number of blocks, the replay buffer and the executors."""
 
 import threading
+import time
 
 import pytest
 from fake_runner import FakeRunner, reference
@@ -127,3 +128,26 @@ def test_the_core_reports_what_the_scheduler_has():
 def test_nothing_to_do_is_nothing_to_tell():
     machine = Machine(make_config())
     assert machine.scheduler.schedule(0.0) is None and machine.scheduler.take_outputs().is_empty
+
+
+@pytest.mark.parametrize("executor", [InlineExecutor, ThreadExecutor])
+def test_a_step_s_time_holds_the_forward_pass_whoever_runs_it(executor):
+    config = make_config()
+    runner = FakeRunner(config)
+    runner.initialize_kv_cache(64)
+    execute = runner.execute
+
+    def slow(plan):
+        time.sleep(0.02)
+        execute(plan)
+
+    runner.execute = slow
+    running = executor(runner)
+    core = EngineCore(config, running, 64, epoch=0)
+    core.handle(make_request(0, [1, 2, 3], 4))
+    while core.has_work:
+        core.step()
+    running.close()
+    report = core.stats().report
+    assert report.decode_step_s >= 0.02
+    assert 0 < report.prefill_tokens_per_s <= 3 / 0.02

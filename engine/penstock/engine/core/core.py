@@ -80,9 +80,9 @@ class EngineCore:
             Exception: Whatever the runner raised; the core cannot go on then.
         """
         while len(self._submitted) < self._depth and (plan := self.scheduler.schedule(time.time())):
+            self._submitted.append(_Submitted(plan, time.perf_counter()))
             self._executor.submit(plan)
             self._executor.sample(SampleInputs(plan.step_id))
-            self._submitted.append(_Submitted(plan, time.perf_counter()))
         if self._submitted:
             result = self._executor.collect()
             outputs = self.scheduler.update(result)

@@ -64,24 +64,23 @@ def _run(filename: Path, port: int, job: Job) -> int:
     except LocalError as error:
         out.print(f"[red]penstock: {error}[/red]\n[dim]logs are kept in {folder}[/dim]", soft_wrap=True, highlight=False)
         return 1
-    except KeyboardInterrupt:
-        out.print("stopped", style="dim")
     shutil.rmtree(folder)
     return 0
 
 
 async def _serve(models: list[LocalModel], port: int, folder: Path, job: Job, out: Console) -> None:
-    """Starts everything, waits until it serves, does the job, stops everything; SIGTERM ends it as Ctrl-C does."""
-    main_task = asyncio.current_task()
+    """Starts everything, waits until it serves, does the job, stops everything; Ctrl-C or SIGTERM ends it early."""
+    loop, main_task = asyncio.get_running_loop(), asyncio.current_task()
     assert main_task is not None
-    terminated = False
+    interrupted = asyncio.Event()
 
-    def terminate() -> None:
-        nonlocal terminated
-        terminated = True
+    def interrupt() -> None:
+        interrupted.set()
         main_task.cancel()
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+    # Explicitly, since a shell starts background jobs with SIGINT ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
     runtime = LocalRuntime(models, folder, port)
     began = time.monotonic()
     try:
@@ -91,8 +90,9 @@ async def _serve(models: list[LocalModel], port: int, folder: Path, job: Job, ou
             out.print(f"[green]ready[/green] in {time.monotonic() - began:.1f} s: {summary(runtime)}", highlight=False)
             await job(runtime, out)
     except asyncio.CancelledError:
-        if not terminated:
+        if not interrupted.is_set():
             raise
+        out.print("stopped", style="dim")
 
 
 async def watch(runtime: LocalRuntime, out: Console) -> None:
