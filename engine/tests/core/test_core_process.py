@@ -93,7 +93,7 @@ async def test_streams_come_back_and_nobody_dies_with_a_failing_request(depth):
         assert frontend.finished[7].reason is FinishReason.ERROR and "64 tokens" in frontend.finished[7].error
 
 
-@pytest.mark.req("RL-17")
+@pytest.mark.req("RL-17", "KV-31")
 async def test_abort_ends_a_running_request_and_frees_its_blocks():
     async with running() as client:
         frontend = Frontend()
@@ -121,7 +121,6 @@ async def test_a_full_queue_refuses_by_name():
         assert len(refused) == 5 and not any(frontend.streams[index] for index in refused)
 
 
-@pytest.mark.req("MET-01")
 async def test_stats_beat_while_idle_and_cost_next_to_nothing():
     async with running() as client:
         frontend = Frontend()
@@ -267,7 +266,7 @@ class Subscriber:
                     self.reports.append(event)
 
 
-@pytest.mark.req("PC-23", "PC-24", "PC-14", "PC-07", "PC-20")
+@pytest.mark.req("PC-24", "PC-14", "PC-07", "PC-20")
 async def test_the_event_stream_tells_what_is_cached_and_replays_it(tmp_path):
     addresses = {"events_address": f"ipc://{tmp_path}/events", "replay_address": f"ipc://{tmp_path}/replay"}
     context = zmq.asyncio.Context()

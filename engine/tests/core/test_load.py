@@ -125,6 +125,34 @@ def test_the_core_reports_what_the_scheduler_has():
     assert not core.scheduler.kv.pool.cached_hashes()
 
 
+@pytest.mark.req("RL-19")
+def test_a_step_submits_sends_what_sampling_needs_and_waits_and_an_idle_one_does_nothing():
+    calls = []
+
+    class Recorder(InlineExecutor):
+        def submit(self, plan):
+            calls.append("submit")
+            super().submit(plan)
+
+        def sample(self, inputs):
+            calls.append("sample")
+            super().sample(inputs)
+
+        def collect(self):
+            calls.append("collect")
+            return super().collect()
+
+    config = make_config()
+    runner = FakeRunner(config)
+    runner.initialize_kv_cache(64)
+    core = EngineCore(config, Recorder(runner), 64, epoch=0)
+    assert core.step() is None and not calls
+    core.handle(make_request(0, [1], 2))
+    while core.has_work:
+        core.step()
+    assert calls == ["submit", "sample", "collect"] * 2
+
+
 def test_nothing_to_do_is_nothing_to_tell():
     machine = Machine(make_config())
     assert machine.scheduler.schedule(0.0) is None and machine.scheduler.take_outputs().is_empty

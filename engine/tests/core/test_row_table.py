@@ -1,5 +1,6 @@
 """The row table against a dictionary of lists."""
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -61,6 +62,16 @@ def test_appends_keep_their_order_within_each_row(steps):
     for row, blocks in expected.items():
         assert table.block_tables[0][row, : len(blocks)].tolist() == blocks
         assert table.num_blocks[0][row] == len(blocks)
+
+
+@pytest.mark.req("IB-02", "IB-08")
+def test_each_group_has_a_table_for_its_own_block_size():
+    table = RowTable(3, 40, [4, 16])
+    assert table.token_ids.shape == (3, 40) and table.token_ids.dtype == np.int32
+    assert [blocks.shape for blocks in table.block_tables] == [(3, 10), (3, 3)]
+    appends = {"append_rows": [ints([1, 1]), ints([1])], "append_blocks": [ints([7, 8]), ints([9])]}
+    table.apply(msgspec.structs.replace(plan(), **appends))
+    assert table.block_tables[0][1, :3].tolist() == [7, 8, 0] and table.block_tables[1][1].tolist() == [9, 0, 0]
 
 
 def test_an_empty_plan_changes_nothing():

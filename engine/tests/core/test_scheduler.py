@@ -131,7 +131,7 @@ def test_a_decode_of_lower_priority_gives_up_its_grant_to_a_chunk_of_higher():
     assert machine.streams[0] == reference([1] * 20, 20) and machine.streams[1] == reference([2] * 20, 20)
 
 
-@pytest.mark.req("PRE-10", "CHK-09", "SCH-11")
+@pytest.mark.req("PRE-10", "PRE-12", "CHK-09", "SCH-11")
 def test_a_prompt_starts_only_when_all_of_it_fits_also_beside_prompts_that_are_half_computed():
     machine = Machine(make_config(num_blocks=13, max_model_len=48, budget=8))
     machine.add(make_request(0, [1] * 32, 2), make_request(1, [2] * 20, 2))

@@ -62,9 +62,23 @@ class KVCacheManager:
         return len(self._groups)
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks that requests can hold: all but the null block."""
+        return self.pool.num_blocks - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds, those with evictable content included."""
+        return self.pool.num_free
+
+    @property
     def usage(self) -> float:
-        """Share of the usable blocks that requests hold, 0 to 1; cached but free blocks count as free."""
-        return self.pool.num_used / (self.pool.num_blocks - 1)
+        """Share of the blocks that requests hold, 0 to 1; cached but free blocks count as free."""
+        return self.pool.num_used / self.num_blocks
+
+    def cached_hashes(self) -> Sequence[bytes]:
+        """Hashes of all blocks that a look-up finds now."""
+        return self.pool.cached_hashes()
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks, over all groups, that hold this many tokens."""

@@ -71,7 +71,7 @@ class EngineCore:
                 self.scheduler.abort(indexes)
             case ResetPrefixCache():
                 if not self.scheduler.kv.reset():
-                    _log.warning("the prefix cache was not reset: requests hold %d blocks", self.scheduler.kv.pool.num_used)
+                    _log.warning("the prefix cache was not reset: %d requests hold blocks", self.scheduler.num_running)
 
     def step(self) -> StepOutputs | None:
         """Fills the pipeline and retires the oldest plan, if there is one; None where there is nothing to tell.
@@ -100,7 +100,6 @@ class EngineCore:
     def stats(self) -> CoreStats:
         """The state of the core, with a new load report."""
         scheduler, now = self.scheduler, time.perf_counter()
-        pool = scheduler.kv.pool
         report = LoadReport(
             epoch=self._epoch,
             seq=self._seq,
@@ -108,8 +107,8 @@ class EngineCore:
             num_requests_waiting=scheduler.waiting(),
             max_num_seqs=scheduler.config.max_num_seqs,
             kv_cache_usage_perc=scheduler.kv.usage,
-            kv_blocks_total=pool.num_blocks - 1,
-            kv_blocks_reclaimable=pool.num_free,
+            kv_blocks_total=scheduler.kv.num_blocks,
+            kv_blocks_reclaimable=scheduler.kv.num_free_blocks,
             prefill_backlog_tokens=scheduler.prefill_backlog(),
             prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
             decode_step_s=self._meter.decode_step_s,

@@ -63,7 +63,7 @@ class CoreLoop:
                 self._changed = True
             if self._publisher is not None:
                 self._publish([])
-                self._publisher.serve_replay(self._core.scheduler.kv.pool.cached_hashes)
+                self._publisher.serve_replay(self._core.scheduler.kv.cached_hashes)
         self._changed |= self._core.has_work
         if outputs := self._core.step():
             self._send(outputs)

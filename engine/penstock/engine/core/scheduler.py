@@ -56,7 +56,7 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, max_model_len: int, kv: KVCacheManager, hasher: BlockHasher) -> None:
-        usable, needed = kv.pool.num_blocks - 1, kv.blocks_for(max_model_len)
+        usable, needed = kv.num_blocks, kv.blocks_for(max_model_len)
         if usable < needed:
             raise ConfigError(
                 f"a sequence of --max-model-len {max_model_len} needs {needed} KV blocks of {kv.block_size} tokens, and there "
