@@ -1,0 +1,275 @@
+"""`penstock serve` on a random Llama, judged by the official client."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from frontend_process import Server, command, free_ports, make_llama, serving
+from openai import AsyncOpenAI, OpenAI
+
+from penstock.prompt.bundle import PromptBundle
+from penstock.prompt.processor import PromptProcessor
+
+MESSAGES: Any = [{"role": "user", "content": "the river turns the wheel"}]
+
+
+@pytest.fixture(scope="module")
+def llama(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"), tokenizer_files)
+
+
+@pytest.fixture(scope="module")
+def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(llama, tmp_path_factory.mktemp("log") / "serve.log") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as one:
+        yield one
+
+
+def load(server: Server) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{server.url}/load", timeout=10) as response:
+        return json.load(response)
+
+
+def wait_idle(server: Server) -> dict[str, Any]:
+    """The load report once nothing runs or waits."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        report = load(server)
+        if report["num_requests_running"] == 0 and not report["num_requests_waiting"]:
+            return report
+        time.sleep(0.05)
+    raise AssertionError(f"still busy: {report}")
+
+
+def wait_unready(server: Server) -> None:
+    """Returns once a signal has reached the server."""
+    deadline = time.monotonic() + 10
+    while httpx.get(f"{server.url}/ready").status_code != 503:
+        assert time.monotonic() < deadline, "still ready"
+
+
+def greedy(client: OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0, **fields)
+
+
+def reference_text(llama: Path, max_new_tokens: int) -> str:
+    """transformers' greedy answer to MESSAGES."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    bundle = PromptBundle.from_checkpoint(llama, served_names=("tiny",), block_size=16, hash_seed="", max_model_len=4096)
+    processor = PromptProcessor(bundle)
+    [prompt] = processor.tokens_of("/v1/chat/completions", {"messages": MESSAGES})
+    inputs = torch.tensor([prompt])
+    out = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_new_tokens, do_sample=False)
+    return processor.tokenizer.decode(out[0, len(prompt) :].tolist())
+
+
+def test_greedy_answers_equal_transformers_streamed_and_not(client: OpenAI, llama: Path) -> None:
+    expected = reference_text(llama, 24)
+    answer = greedy(client, max_tokens=24)
+    assert answer.choices[0].message.content == expected
+    assert answer.usage.completion_tokens == 24 and answer.choices[0].finish_reason == "length"
+    chunks = list(greedy(client, max_tokens=24, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage.completion_tokens == 24
+    assert chunks[-1].usage.prompt_tokens == answer.usage.prompt_tokens
+
+
+def test_a_repeated_prompt_comes_from_the_cache_and_says_so(client: OpenAI) -> None:
+    prompt: Any = [{"role": "user", "content": "a prompt of its own, long enough for more than one block of the cache " * 2}]
+    answers = [client.chat.completions.create(model="tiny", messages=prompt, temperature=0, max_tokens=8) for _ in range(2)]
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]  # type: ignore[union-attr]
+    assert cached[0] == 0 and cached[1] >= 16 and cached[1] % 16 == 0
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+
+
+@pytest.mark.req("EG-05", "EG-08")
+def test_stop_strings_cut_the_text_at_their_beginning(client: OpenAI) -> None:
+    whole = greedy(client, max_tokens=40).choices[0].message.content
+    stop = whole[len(whole) // 2 :][:3]
+    expected = whole[: whole.index(stop)]
+    answer = greedy(client, max_tokens=40, stop=[stop, "never there"])
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (expected, "stop")
+    assert answer.choices[0].stop_reason == stop
+    assert answer.usage.completion_tokens < 40
+    streamed = greedy(client, max_tokens=40, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == expected
+
+
+def test_choices_and_prompts_fan_out(client: OpenAI) -> None:
+    answer = client.completions.create(model="tiny", prompt=["the river", "the mill"], n=2, seed=5, max_tokens=12)
+    texts = [choice.text for choice in answer.choices]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert len(set(texts)) == 4
+    assert answer.usage is not None and answer.usage.completion_tokens == sum(12 for _ in texts)
+    streamed: dict[int, str] = {}
+    for chunk in client.completions.create(
+        model="tiny", prompt=["the river", "the mill"], n=2, seed=5, max_tokens=12, stream=True
+    ):
+        streamed[chunk.choices[0].index] = streamed.get(chunk.choices[0].index, "") + chunk.choices[0].text
+    assert [streamed[at] for at in range(4)] == texts
+
+
+def test_seeds_make_answers_repeatable_whatever_runs_beside(client: OpenAI, server: Server) -> None:
+    def ask(seed: int) -> str:
+        return client.completions.create(model="tiny", prompt="the wheel", seed=seed, max_tokens=16).choices[0].text
+
+    alone = [ask(seed) for seed in range(4)]
+
+    async def crowd() -> list[str]:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as many:
+            tasks = [many.completions.create(model="tiny", prompt="the wheel", seed=seed, max_tokens=16) for seed in range(4)]
+            return [answer.choices[0].text for answer in await asyncio.gather(*tasks)]
+
+    assert asyncio.run(crowd()) == alone
+    assert len(set(alone)) > 1
+
+
+def test_logprobs_of_both_apis_agree_with_each_other(client: OpenAI) -> None:
+    chat = greedy(client, max_tokens=6, logprobs=True, top_logprobs=3)
+    content = chat.choices[0].logprobs.content
+    assert len(content) == 6
+    for entry in content:
+        assert len(entry.top_logprobs) == 3 and entry.logprob == entry.top_logprobs[0].logprob <= 0
+        assert bytes(entry.bytes).decode(errors="replace") == entry.token
+    assert b"".join(bytes(entry.bytes) for entry in content).decode(errors="replace") == chat.choices[0].message.content
+    streamed = greedy(client, max_tokens=6, logprobs=True, stream=True)
+    alone = [entry for chunk in streamed if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    assert [entry.logprob for entry in alone] == [entry.logprob for entry in content]
+    assert all(entry.top_logprobs == [] for entry in alone)
+
+    text = client.completions.create(model="tiny", prompt="the mill", temperature=0, max_tokens=6, logprobs=2)
+    columns = text.choices[0].logprobs
+    assert columns is not None and columns.top_logprobs and columns.token_logprobs and columns.tokens
+    assert len(columns.tokens) == len(columns.token_logprobs) == len(columns.text_offset or []) == 6
+    assert all(name in top for name, top in zip(columns.tokens, columns.top_logprobs, strict=True))
+
+
+def test_min_p_and_top_k_of_one_are_greedy(client: OpenAI) -> None:
+    expected = greedy(client, max_tokens=12).choices[0].message.content
+    for extra in ({"top_k": 1}, {"min_p": 1.0}):
+        answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=12, seed=3, extra_body=extra)
+        assert answer.choices[0].message.content == expected
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=12, seed=3, top_p=1e-6)
+    assert answer.choices[0].message.content == expected
+
+
+def test_errors_are_the_clients_own_types(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt-4", messages=MESSAGES)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as penalty:
+        client.chat.completions.create(model="tiny", messages=MESSAGES, frequency_penalty=1)
+    assert penalty.value.param == "frequency_penalty"
+    with pytest.raises(openai.BadRequestError) as tools:
+        client.chat.completions.create(model="tiny", messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert tools.value.param == "tools"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="tiny", prompt="the mill " * 5000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=4096)
+    assert [model.id for model in client.models.list()] == ["tiny", "random"]
+
+
+@pytest.mark.req("EG-12")
+def test_a_client_that_disconnects_frees_its_blocks(client: OpenAI, server: Server) -> None:
+    stream = greedy(client, max_tokens=4000, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    stream.close()
+    report = wait_idle(server)
+    assert report["kv_blocks_reclaimable"] == report["kv_blocks_total"]
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4000, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=0.05)
+    report = wait_idle(server)
+    assert report["kv_blocks_reclaimable"] == report["kv_blocks_total"]
+
+
+@pytest.mark.req("IPC-01")
+def test_the_frontend_has_no_torch(server: Server) -> None:
+    assert "torch" in Path(f"/proc/{server.core_pid()}/maps").read_text()
+    assert "torch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+
+
+def test_sigterm_finishes_what_runs_and_refuses_what_comes(llama: Path, tmp_path: Path) -> None:
+    with serving(llama, tmp_path / "log") as server:
+        core = server.core_pid()
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            stream = greedy(
+                client, max_tokens=450, stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True}
+            )
+            next(stream)
+            server.process.send_signal(signal.SIGTERM)
+            wait_unready(server)
+            refused = httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "x"})
+            assert (refused.status_code, refused.headers["x-penstock-retriable"]) == (503, "true")
+            assert [chunk.usage.completion_tokens for chunk in stream if chunk.usage] == [450]
+        assert server.process.wait(timeout=20) == 0
+        assert not Path(f"/proc/{core}").exists()
+
+
+@pytest.mark.req("EG-20", "IPC-11")
+def test_the_cores_death_ends_streams_with_an_error_and_the_process(llama: Path, tmp_path: Path) -> None:
+    with serving(llama, tmp_path / "log") as server:
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            stream = greedy(client, max_tokens=4000, stream=True, extra_body={"ignore_eos": True})
+            next(stream)
+            os.kill(server.core_pid(), signal.SIGKILL)
+            with pytest.raises(openai.APIError, match="signal 9"):
+                list(stream)
+        assert server.process.wait(timeout=20) == 1
+
+
+def test_two_interrupts_end_at_once(llama: Path, tmp_path: Path) -> None:
+    with serving(llama, tmp_path / "log") as server:
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            stream = greedy(client, max_tokens=4000, stream=True, extra_body={"ignore_eos": True})
+            next(stream)
+            server.process.send_signal(signal.SIGINT)
+            wait_unready(server)
+            server.process.send_signal(signal.SIGINT)
+            with pytest.raises(openai.APIError, match="shut down"):
+                list(stream)
+        assert server.process.wait(timeout=20) == 1
+
+
+@pytest.mark.parametrize(
+    ("break_it", "flags", "words"),
+    [
+        (lambda path: (path / "config.json").unlink(), [], "config.json"),
+        (lambda path: (path / "tokenizer.json").unlink(), [], "tokenizer.json"),
+        (lambda path: None, ["--max-model-len", "100000"], "--max-model-len"),
+        (lambda path: None, ["--kv-cache-memory-bytes", "1000"], "too small"),
+    ],
+    ids=["no config", "no tokenizer", "too long", "no memory"],
+)
+def test_what_cannot_be_served_is_said_in_a_sentence(
+    llama: Path, tmp_path: Path, break_it: Any, flags: list[str], words: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(llama, model)
+    break_it(model)
+    done = subprocess.run(command(model, *free_ports(3), *flags), capture_output=True, text=True, timeout=120)
+    assert done.returncode in (1, 2)
+    [sentence] = [line for line in done.stderr.splitlines() if line.startswith("penstock serve: ")]
+    assert words in sentence and "Traceback" not in done.stderr
