@@ -203,6 +203,20 @@ def test_baselines_do_what_they_are_called() -> None:
     assert min(map(anywhere.count, set(anywhere))) > 60
 
 
+def test_costs_that_differ_by_noise_are_ties_broken_by_bookings_then_residency_then_lot() -> None:
+    fast = report(prefill_tokens_per_s=1e6)
+    holder, other = candidate(1, report=fast, resident_tokens=384), candidate(2, report=fast)
+    for n in range(20):
+        choice = pick([holder, other], ident=str(n))
+        assert choice.picked is holder
+        assert "as good as equal, and m-p-1 holds more of the prompt" in choice.reasons[0]
+    booked = msgspec.structs.replace(holder, booked=Booked(1, 16))
+    assert pick([booked, other]).picked is other
+    twins = [candidate(1, report=fast), other]
+    assert {pick(twins, ident=str(n)).picked.name for n in range(20)} == {"m-p-1", "m-p-2"}
+    assert "by lot" in pick(twins).reasons[0]
+
+
 def test_an_unknown_policy_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'Costly' does not exist; there are Cost"):
         pick([candidate(1)], "Costly")

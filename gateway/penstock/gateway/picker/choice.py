@@ -55,17 +55,18 @@ def choose(request: RequestView, candidates: Sequence[Candidate], rejected: Sequ
     def order(entry: Ranked) -> tuple[object, ...]:
         candidate = entry.candidate
         tie = spread(request.id, candidate)
-        if entry.score <= limit:  # as good as the best: the one with less on its way, then by lot
-            return (candidate.suspect, 0, candidate.booked.requests, tie)
+        if entry.score <= limit:  # as good as the best: less on its way, then more of the prompt in its cache, then by lot
+            return (candidate.suspect, 0, candidate.booked.requests, -candidate.resident_tokens, tie)
         return (candidate.suspect, 1, entry.score, tie)
 
     ranked.sort(key=order)
-    return Choice(policy=policy, ranked=ranked, rejected=list(rejected), reasons=_reasons(request, ranked))
+    reasons = _reasons(request, ranked, limit)
+    return Choice(policy=policy, ranked=ranked, rejected=list(rejected), reasons=reasons)
 
 
-def _reasons(request: RequestView, ranked: Sequence[Ranked]) -> list[str]:
+def _reasons(request: RequestView, ranked: Sequence[Ranked], limit: float) -> list[str]:
     pick = ranked[0].candidate
-    reasons = [f"{pick.name} is the only candidate" if len(ranked) == 1 else _comparison(ranked[0], ranked[1])]
+    reasons = [f"{pick.name} is the only candidate" if len(ranked) == 1 else _comparison(ranked[0], ranked[1], limit)]
     if request.tokens_unknown is not None:
         reasons.append(f"chosen without residency: {request.tokens_unknown}")
     elif pick.resident_tokens:
@@ -84,14 +85,21 @@ def _reasons(request: RequestView, ranked: Sequence[Ranked]) -> list[str]:
     return reasons
 
 
-def _comparison(first: Ranked, second: Ranked) -> str:
-    """One sentence on why `first` comes before `second`, with the term that differs most."""
-    a, b = first.candidate.name, second.candidate.name
-    if first.candidate.suspect != second.candidate.suspect:
+def _comparison(first: Ranked, second: Ranked, limit: float) -> str:
+    """One sentence on why `first` comes before `second`: a tie and what broke it, or the term that differs most."""
+    one, other = first.candidate, second.candidate
+    a, b = one.name, other.name
+    if one.suspect != other.suspect:
         return f"{a} before {b}, which has recently failed to answer"
+    scores = f"{a} ({first.score:.4g}) before {b} ({second.score:.4g})"
+    if second.score <= limit:
+        if one.booked.requests != other.booked.requests:
+            return f"{scores}: as good as equal, and {a} has fewer requests on their way"
+        if one.resident_tokens != other.resident_tokens:
+            return f"{scores}: as good as equal, and {a} holds more of the prompt"
+        return f"{scores}: as good as equal, by lot"
     differences = {name: second.terms[name] - value for name, value in first.terms.items() if name != "ttft_s"}
     name = max(differences, key=lambda term: abs(differences[term]), default="")
     if not name or not differences[name]:
-        return f"{a} before {b}: equal, by lot"
-    figures = f"{first.terms[name]:.4g} against {second.terms[name]:.4g}"
-    return f"{a} ({first.score:.4g}) before {b} ({second.score:.4g}), mostly by {name}: {figures}"
+        return scores
+    return f"{scores}, mostly by {name}: {first.terms[name]:.4g} against {second.terms[name]:.4g}"
