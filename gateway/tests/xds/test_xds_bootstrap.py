@@ -28,6 +28,13 @@ def test_the_admin_interface_is_only_there_when_asked_for_and_only_local() -> No
     assert admin["address"]["socket_address"] == {"address": "127.0.0.1", "port_value": 9901}
 
 
+def test_a_gateway_that_comes_late_or_moves_is_found_within_seconds() -> None:
+    config = bootstrap(xds_host="g", xds_port=1, node_id="n", admin_port=None)
+    (service,) = config["dynamic_resources"]["ads_config"]["grpc_services"]
+    assert service["envoy_grpc"]["retry_policy"]["retry_back_off"]["max_interval"] == "2s"
+    assert config["static_resources"]["clusters"][0]["dns_refresh_rate"] == "1s"
+
+
 def test_bad_arguments_are_named() -> None:
     result = subprocess.run([sys.executable, "-m", "penstock.cli", "envoy", "--xds", "nowhere"], capture_output=True, text=True)
     assert result.returncode == 2

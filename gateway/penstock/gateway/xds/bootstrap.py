@@ -8,6 +8,10 @@ GATEWAY_CLUSTER = "penstock_gateway"
 _EXTENSIONS = "type.googleapis.com/envoy.extensions"
 _MAX_CLIENT_CONNECTIONS = 50_000
 _NO_LIMIT = 1_000_000
+# Envoy's own figures reach 30 s, and as long an Envoy that started before its gateway would serve nobody.
+_RECONNECT = {"retry_back_off": {"base_interval": "0.25s", "max_interval": "2s"}}
+_LOOK_UP = "1s"
+"""How often the gateway's name is looked up: a new gateway pod has a new address."""
 
 
 def bootstrap(*, xds_host: str, xds_port: int, node_id: str, admin_port: int | None) -> dict[str, Any]:
@@ -25,7 +29,7 @@ def bootstrap(*, xds_host: str, xds_port: int, node_id: str, admin_port: int | N
             "ads_config": {
                 "api_type": "GRPC",
                 "transport_api_version": "V3",
-                "grpc_services": [{"envoy_grpc": {"cluster_name": GATEWAY_CLUSTER}}],
+                "grpc_services": [{"envoy_grpc": {"cluster_name": GATEWAY_CLUSTER, "retry_policy": _RECONNECT}}],
             },
             "cds_config": subscription,
             "lds_config": subscription,
@@ -53,6 +57,7 @@ def _gateway_cluster(host: str, port: int) -> dict[str, Any]:
         "name": GATEWAY_CLUSTER,
         "type": "STRICT_DNS",
         "connect_timeout": "1s",
+        "dns_refresh_rate": _LOOK_UP,
         "load_assignment": {"cluster_name": GATEWAY_CLUSTER, "endpoints": [{"lb_endpoints": [endpoint]}]},
         "circuit_breakers": {"thresholds": [limits]},
         "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2},
