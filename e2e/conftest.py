@@ -11,6 +11,7 @@ import pytest
 from e2e.cluster.cluster import REPOSITORY, Cluster, running
 from e2e.cluster.commands import TestbedError
 from e2e.cluster.phases import Phases
+from e2e.system import System, install
 
 Write = Callable[[str], None]
 
@@ -65,6 +66,12 @@ def cluster(request: pytest.FixtureRequest, report: Write, phases: Phases, termi
             shutil.rmtree(cluster.state)
     except TestbedError as problem:
         pytest.exit(str(problem), returncode=pytest.ExitCode.USAGE_ERROR)
+
+
+@pytest.fixture(scope="session")
+def system(cluster: Cluster, phases: Phases) -> System:
+    """Penstock installed in it: operator, gateway and Envoy."""
+    return install(cluster, phases)
 
 
 @pytest.fixture

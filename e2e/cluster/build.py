@@ -4,6 +4,7 @@ The programs are kept in ~/.cache/penstock/k8s-<version>, each stamped with the 
 The first build takes about six minutes on two cores, modules included; later ones find everything there.
 """
 
+import compileall
 import fcntl
 import hashlib
 import os
@@ -11,8 +12,10 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +74,14 @@ def build(console: Console) -> Path:
             for name in missing:
                 _compile(go, name, console)
     return folder
+
+
+def compile_python(sources: Iterable[Path]) -> None:
+    """Byte code of the environment and of those folders, as an image would have it: what a container compiles by itself goes with
+    it, and compiling torch at every start takes longer than starting."""
+    for folder in (Path(sysconfig.get_path("purelib")), *sources):
+        # The result says whether all could be compiled; some packages carry files that are not for this Python.
+        compileall.compile_dir(folder, quiet=2, workers=0)  # one a core
 
 
 def _is_built(name: str) -> bool:

@@ -59,6 +59,8 @@ class Cluster:
     def start(self, manifests: Sequence[Path], phases: Phases) -> None:
         """Start the control plane. The manifests (CRDs, say) are applied before the controllers start: the garbage collector then
         knows their kinds from its first moment, where one made later is found only at a rediscovery, up to 40 s after."""
+        with phases("byte code"):
+            build.compile_python(sorted(REPOSITORY.glob("*/penstock")))
         with phases("keys and certificates"):
             self._pki.create()
         plane = ControlPlane(self.state, self.programs, self.processes, self._pki)

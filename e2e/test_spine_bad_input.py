@@ -1,0 +1,134 @@
+"""Bad resources: what cannot be is refused at apply, what is only found out later is said in a condition and an Event."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e import models
+from e2e.cluster.cluster import Cluster
+from e2e.cluster.commands import CommandError
+from e2e.cluster.phases import Phases
+from e2e.system import System
+from e2e.waiting import eventually
+
+BOTH, PREFILL, DECODE = ({"name": role.lower(), "role": role} for role in ("Both", "Prefill", "Decode"))
+
+REFUSED_AT_APPLY = {
+    "replicas and scaling": (
+        {"pools": [BOTH | {"scaling": {"min": 1, "max": 2}}]},
+        "replicas is for a model with one pool and no scaling: remove replicas",
+    ),
+    "replicas of two pools": ({"pools": [BOTH, BOTH | {"name": "more"}]}, "keep one pool"),
+    "prefill without decode": ({"replicas": None, "pools": [PREFILL]}, "at least one Prefill and one Decode"),
+    "both halves and a whole": ({"replicas": None, "pools": [BOTH, PREFILL, DECODE]}, "give every pool the role Both"),
+    "min above max": (
+        {"replicas": None, "pools": [{"name": "cpu", "scaling": {"min": 3, "max": 2}}]},
+        "min must not be above max",
+    ),
+    "a source of no kind": ({"source": {"uri": "ftp://host/model"}}, "uri must be an absolute path or begin with hf://"),
+    "a flag that Penstock sets": ({"engine": {"extraArgs": ["--port=1"]}}, "extraArgs may not set --host, --port"),
+    "a field that does not exist": ({"replica": 2}, 'unknown field "spec.replica"'),
+    "a wrong type": ({"replicas": "two"}, 'spec.replicas in body must be of type integer: "string"'),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_AT_APPLY)
+def test_what_cannot_be_is_refused_at_apply(cluster: Cluster, case: str) -> None:
+    fields, sentence = REFUSED_AT_APPLY[case]
+    resource = models.small("refused", **fields)
+    with pytest.raises(CommandError) as refusal:
+        cluster.apply(resource)
+    assert sentence in str(refusal.value)
+
+
+def test_field_that_nothing_honours_is_named_and_nothing_runs(system: System, namespace: str) -> None:
+    cluster, name = system.cluster, "eager"
+    engine = {"speculative": {"method": "ngram"}, "quantization": {"weights": "fp8_per_tensor_static"}}
+    with models.applied(cluster, namespace, models.small(name, engine=engine)):
+
+        def refused() -> dict[str, Any]:
+            found = models.conditions(cluster, namespace, name)
+            assert found["Accepted"]["status"] == "False"
+            return found
+
+        found = eventually(refused)
+        assert found["Accepted"]["reason"] == "UnsupportedField"
+        for field in ("spec.engine.speculative", "spec.engine.quantization"):
+            assert field in found["Accepted"]["message"]
+        assert found["Ready"]["status"] == "False"
+        assert [item["kind"] for item in models.belongings(cluster, namespace, name)] == ["InferenceModel"]
+
+
+def not_safetensors(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"pickled")
+
+
+def unknown_architecture(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"], config["model_type"] = ["MysteryForCausalLM"], "mystery"
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def truncated(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+
+
+BROKEN_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing": (shutil.rmtree, "{folder}"),
+    "pickled": (not_safetensors, "safetensors"),
+    "unknown": (unknown_architecture, "MysteryForCausalLM"),
+    "truncated": (truncated, "model.safetensors"),
+}
+
+
+def test_model_that_cannot_be_loaded_says_why(system: System, namespace: str, tmp_path: Path, phases: Phases) -> None:
+    cluster, resources = system.cluster, []
+    for name, (breaks, _) in BROKEN_MODELS.items():
+        shutil.copytree(models.DEMO_MODEL, tmp_path / name)
+        breaks(tmp_path / name)
+        resources.append(models.with_source(models.small(name), f"file://{tmp_path / name}"))
+    with phases("four broken models applied → said why"), models.applied(cluster, namespace, *resources):
+        for name, (_, words) in BROKEN_MODELS.items():
+            expected = words.format(folder=tmp_path / name)
+            eventually(lambda name=name, expected=expected: expect_said(cluster, namespace, name, expected), seconds=60)
+
+
+def expect_said(cluster: Cluster, namespace: str, name: str, words: str) -> None:
+    found = models.conditions(cluster, namespace, name)
+    assert found["Ready"]["status"] == "False"
+    assert found["ModelAvailable"]["status"] == "False", found["ModelAvailable"]
+    assert words in found["ModelAvailable"]["message"], found["ModelAvailable"]
+    assert words in found["Ready"]["message"], found["Ready"]
+    warnings = [event["message"] for event in models.events(cluster, namespace, name) if event["type"] == "Warning"]
+    assert any(words in message for message in warnings), warnings
+
+
+@pytest.mark.req("XC-04")
+def test_old_replica_goes_on_serving_when_the_new_model_cannot_be_loaded(
+    system: System, namespace: str, tmp_path: Path, phases: Phases
+) -> None:
+    cluster, name = system.cluster, "careful"
+    good, nowhere = models.small(name), str(tmp_path / "nowhere")
+
+    def ask() -> str:
+        answer = system.openai().completions.create(model=name, prompt="json.loads", max_tokens=8, temperature=0)
+        return answer.choices[0].text
+
+    with models.applied(cluster, namespace, good):
+        models.wait_until_ready(cluster, namespace, name)
+        text = eventually(ask)
+        with phases("a model that is not there applied over a good one → said why"):
+            cluster.apply(models.with_source(good, nowhere), namespace=namespace)
+            eventually(lambda: expect_said(cluster, namespace, name, nowhere), seconds=60)
+        assert models.conditions(cluster, namespace, name)["Serving"]["status"] == "True"
+        assert ask() == text
+        with phases("the good one applied again → Ready"):
+            cluster.apply(good, namespace=namespace)
+            models.wait_until_ready(cluster, namespace, name, seconds=60)
+        assert ask() == text

@@ -1,0 +1,79 @@
+"""The cluster stays as the resource says: drift is put right, the scale subresource works, and nothing is left in the end."""
+
+import pytest
+
+from e2e import models
+from e2e.cluster.cluster import Cluster
+from e2e.cluster.phases import Phases
+from e2e.system import System
+from e2e.waiting import eventually
+from penstock.api import labels
+
+
+def expect_pods(cluster: Cluster, namespace: str, name: str, count: int) -> None:
+    models.ready_pods(cluster, namespace, name, count)
+    assert cluster.get(models.KIND, name, namespace)["status"]["ready"] == f"{count}/{count}"
+
+
+def test_scale_drift_and_deletion(system: System, namespace: str, phases: Phases) -> None:
+    cluster, name = system.cluster, "upkeep"
+    there = f"--namespace={namespace}"
+    with models.applied(cluster, namespace, models.small(name)):
+        with phases("a model of one replica applied → Ready"):
+            models.wait_until_ready(cluster, namespace, name)
+            eventually(lambda: expect_pods(cluster, namespace, name, 1))
+        with phases("kubectl scale → two replicas ready"):
+            cluster.kubectl("scale", f"{models.KIND}/{name}", "--replicas=2", there)
+            eventually(lambda: expect_pods(cluster, namespace, name, 2), seconds=60)
+        columns = cluster.kubectl("get", models.KIND, name, there).splitlines()[1].split()
+        assert columns[:4] == [name, name, "2/2", "2"]
+
+        (workload,) = cluster.list("deployments", namespace, f"{labels.MODEL}={name}")
+        with phases("its Deployment deleted → back and ready"):
+            cluster.kubectl("delete", "deployment", workload["metadata"]["name"], there)
+            eventually(lambda: expect_another(cluster, namespace, workload), seconds=30)
+            eventually(lambda: expect_pods(cluster, namespace, name, 2), seconds=90)
+        (service,) = cluster.list("services", namespace, f"{labels.MODEL}={name}")
+        with phases("its Service bent → straight again"):
+            bend = '{"spec": {"publishNotReadyAddresses": true, "selector": {"penstock.dev/model": "another"}}}'
+            cluster.kubectl("patch", "service", service["metadata"]["name"], there, f"--patch={bend}")
+            eventually(lambda: expect_selector(cluster, service), seconds=30)
+
+        kinds = {item["kind"] for item in models.belongings(cluster, namespace, name)}
+        assert kinds == models.KINDS
+        with phases("the model deleted, nothing left"):
+            cluster.kubectl("delete", models.KIND, name, there)
+            eventually(lambda: models.expect_gone(cluster, namespace, name), seconds=60)
+
+
+def expect_another(cluster: Cluster, namespace: str, workload: models.Object) -> None:
+    new = cluster.get("deployment", workload["metadata"]["name"], namespace)
+    assert new["metadata"]["uid"] != workload["metadata"]["uid"]
+
+
+def expect_selector(cluster: Cluster, service: models.Object) -> None:
+    metadata = service["metadata"]
+    assert cluster.get("service", metadata["name"], metadata["namespace"])["spec"]["selector"] == service["spec"]["selector"]
+
+
+@pytest.mark.req("XC-01")
+def test_scale_of_a_pool_without_replicas_is_left_to_others(system: System, namespace: str) -> None:
+    cluster, name = system.cluster, "hands-off"
+    with models.applied(cluster, namespace, models.small(name, replicas=None)):
+        models.wait_until_ready(cluster, namespace, name)
+        (workload,) = cluster.list("deployments", namespace, f"{labels.MODEL}={name}")
+        cluster.kubectl("scale", "deployment", workload["metadata"]["name"], "--replicas=2", f"--namespace={namespace}")
+        eventually(lambda: expect_pods(cluster, namespace, name, 2), seconds=60)
+        # A change of the spec makes the operator apply the Deployment anew: that must not reset its scale.
+        patch = '{"spec": {"drainTimeout": "31s"}}'
+        cluster.kubectl("patch", models.KIND, name, f"--namespace={namespace}", "--type=merge", f"--patch={patch}")
+        eventually(lambda: expect_rolled_out(cluster, namespace, name, workload), seconds=90)
+        expect_pods(cluster, namespace, name, 2)
+
+
+def expect_rolled_out(cluster: Cluster, namespace: str, name: str, before: models.Object) -> None:
+    after = cluster.get("deployment", before["metadata"]["name"], namespace)
+    old, new = (it["spec"]["template"]["metadata"]["labels"][labels.REVISION] for it in (before, after))
+    assert new != old
+    for pod in models.ready_pods(cluster, namespace, name, 2).values():
+        assert pod["metadata"]["labels"][labels.REVISION] == new
