@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from fake_runner import FakeRunner, reference
+from fake_runner import SLOW_TOKEN, FakeRunner, reference
 from harness import Machine, make_config, make_request
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,6 +100,21 @@ def test_a_step_is_planned_while_another_runs_at_depth_two_alone(executor, depth
     assert waited == [overlaps]
     tokens = [token for frame in frames if frame for token in memoryview(frame.token_ids).cast("i")]
     assert tokens == reference([1, 2, 3], 6)
+
+
+def test_steps_that_overlap_are_not_counted_twice():
+    config = make_config(depth=2)
+    runner = FakeRunner(config)
+    runner.initialize_kv_cache(64)
+    executor = ThreadExecutor(runner)
+    core = EngineCore(config, executor, 64, epoch=0)
+    core.handle(make_request(0, [SLOW_TOKEN], 12))
+    start = time.perf_counter()
+    while core.has_work:
+        core.step()
+    elapsed = time.perf_counter() - start
+    executor.close()
+    assert 0.02 <= core.stats().report.decode_step_s <= 1.3 * elapsed / core.num_steps
 
 
 def test_the_core_reports_what_the_scheduler_has():

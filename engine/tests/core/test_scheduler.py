@@ -11,6 +11,7 @@ from harness import Machine, make_config, make_request, make_scheduler
 from penstock.engine.config import ConfigError
 from penstock.engine.core import plan as plan_module
 from penstock.engine.core.request import RequestStatus
+from penstock.engine.core.step_draft import StepDraft
 from penstock.engine.messages import QUEUE_FULL, FinishReason
 from penstock.prompt.hashing import BlockHasher
 
@@ -114,6 +115,20 @@ def test_a_preempted_request_resumes_from_what_is_left_of_its_own_blocks():
     assert machine.streams[1] == reference([2] * 31, 10)
 
 
+@pytest.mark.req("PRE-06")
+def test_what_a_draft_takes_back_leaves_nothing_behind():
+    draft = StepDraft(10)
+    draft.grant_decodes(np.array([4, 2, 7], np.int32))
+    draft.grant_chunk(5, 6, samples=False)
+    draft.appends |= {2: [[11]], 5: [[12, 13]], 7: [[14]]}
+    assert draft.token_budget == 1 and not draft.preempted
+    draft.take_back(2)
+    draft.take_back(5)
+    assert draft.token_budget == 8 and draft.preempted
+    plan = draft.build(0, [2, 5], 1)
+    assert plan.rows.tolist() == [4, 7] and plan.append_rows[0].tolist() == [7] and plan.append_blocks[0].tolist() == [14]
+
+
 @pytest.mark.req("PRE-03", "PRE-06")
 def test_a_decode_of_lower_priority_gives_up_its_grant_to_a_chunk_of_higher():
     machine = Machine(make_config(num_blocks=13, max_model_len=48, budget=6))
@@ -133,11 +148,12 @@ def test_a_decode_of_lower_priority_gives_up_its_grant_to_a_chunk_of_higher():
 
 @pytest.mark.req("PRE-10", "PRE-12", "CHK-09", "SCH-11")
 def test_a_prompt_starts_only_when_all_of_it_fits_also_beside_prompts_that_are_half_computed():
-    machine = Machine(make_config(num_blocks=13, max_model_len=48, budget=8))
+    machine = Machine(make_config(num_blocks=13, max_model_len=48, budget=16, threshold=8))
     machine.add(make_request(0, [1] * 32, 2), make_request(1, [2] * 20, 2))
-    machine.step()
-    # The first holds 2 blocks of its 8, and 10 are free: the second one's 5 would fit now, but not with what the first is owed.
-    assert machine.scheduler.kv.pool.num_used == 2 and machine.scheduler.waiting() == {"capacity": 1}
+    # The first one holds a part of its 8 blocks: the 5 of the second one are free, but not beside what the first is owed.
+    for held in (2, 4):
+        machine.step()
+        assert machine.scheduler.kv.pool.num_used == held and machine.scheduler.waiting() == {"capacity": 1}
     machine.run().check_no_leak()
     assert machine.scheduler.num_preemptions == 0
 
