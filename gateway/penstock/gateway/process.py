@@ -19,6 +19,7 @@ from penstock.api.fleet import Fleet
 from penstock.gateway._pb.envoy.service.discovery.v3.ads_pb2_grpc import add_AggregatedDiscoveryServiceServicer_to_server
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc import add_ExternalProcessorServicer_to_server
 from penstock.gateway.discovery.source import Discovery
+from penstock.gateway.extproc.body import MAX_BODY_BYTES
 from penstock.gateway.extproc.decisions import DecisionLog
 from penstock.gateway.extproc.director import PickDirector
 from penstock.gateway.extproc.health import Health
@@ -39,6 +40,8 @@ DRAIN_S = 20.0
 """How long requests that wait for their response headers may keep a stopping gateway; those that stream need it no more."""
 APPLY_LIMIT_S = 2.0
 EXPIRY_TICK_S = 10.0
+MAX_MESSAGE_BYTES = MAX_BODY_BYTES + 64 * 1024
+"""A buffered body is one message."""
 MAX_STREAMS = 100_000
 """Held requests are open streams: gRPC's own default must not bound them."""
 
@@ -55,19 +58,23 @@ class GatewaySettings:
 
 
 class Gateway:
-    """All parts of one gateway process. Ports of 0 are chosen by the system; `start` sets `grpc_port` and `http_port`."""
+    """All parts of one gateway process. Ports of 0 are chosen by the system: see `grpc_port`, `http_port` once `run` has started."""
 
     def __init__(self, settings: GatewaySettings, discovery: Discovery) -> None:
         self._settings = settings
         self._discovery = discovery
-        self._registry = CollectorRegistry()
-        self._follower = FleetFollower(FleetState())
-        self._decisions = DecisionLog()
+        registry = CollectorRegistry()
+        state = FleetState()
+        decisions = DecisionLog()
+        self._follower = FleetFollower(state)
+        self._poller = LoadPoller(state)
+        self._prompts = PromptLibrary(state)
         self._holding = HoldingArea(self._follower)
+        self._extproc = ExtProcService(PickDirector(state, self._prompts, self._holding, decisions, PickerMetrics(registry)))
+        self._ads = AdsServicer(settings.listener, registry)
         self._health = Health()
-        self._ads = AdsServicer(settings.listener, self._registry)
-        self._http = GatewayHttp(settings.name, self._follower, self._decisions, self._registry)
-        self._registry.register(StateCollector(self._follower))
+        self._http = GatewayHttp(settings.name, self._follower, decisions, registry)
+        registry.register(StateCollector(self._follower))
         self.grpc_port = settings.grpc_port
         self.http_port = settings.http_port
 
@@ -76,21 +83,18 @@ class Gateway:
         async with contextlib.AsyncExitStack() as stack:
             session = await stack.enter_async_context(aiohttp.ClientSession())
             stack.push_async_callback(self._follower.close)
-            prompts = PromptLibrary(session, self._follower.state)
-            stack.callback(prompts.close)
-            director = PickDirector(self._follower.state, prompts, self._holding, self._decisions, PickerMetrics(self._registry))
-            extproc = ExtProcService(director)
+            stack.callback(self._prompts.close)
             await stack.enter_async_context(self._serve_http())
-            await stack.enter_async_context(self._serve_grpc(extproc))
+            await stack.enter_async_context(self._serve_grpc())
             log.info("gateway %s: gRPC on port %d, HTTP on port %d", self._settings.name, self.grpc_port, self.http_port)
             if started is not None:
                 started.set()
-            await self._work(stop, session, prompts)
-            await self._drain(extproc)
+            await self._work(stop, session)
+            await self._drain()
 
-    async def _work(self, stop: asyncio.Event, session: aiohttp.ClientSession, prompts: PromptLibrary) -> None:
+    async def _work(self, stop: asyncio.Event, session: aiohttp.ClientSession) -> None:
         """Runs the background tasks until `stop`; the first that fails ends this with its error."""
-        jobs = (self._follow(), LoadPoller(session, self._follower.state).run(), prompts.run(), self._expire(), stop.wait())
+        jobs = (self._follow(), self._poller.run(session), self._prompts.run(session), self._expire(), stop.wait())
         tasks = [asyncio.ensure_future(job) for job in jobs]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -119,22 +123,27 @@ class Gateway:
             await asyncio.sleep(EXPIRY_TICK_S)
             self._follower.state.bookings.expire(time.monotonic())
 
-    async def _drain(self, extproc: ExtProcService) -> None:
+    async def _drain(self) -> None:
         """Refuses what is held and waits for requests that have no response headers yet."""
-        log.info("stopping: %d requests in progress", extproc.open)
+        log.info("stopping: %d requests in progress", self._extproc.open)
         self._http.stopping = True
         await self._health.ready(False)
         self._holding.close()
         try:
             async with asyncio.timeout(DRAIN_S):
-                await extproc.idle.wait()
+                await self._extproc.idle.wait()
         except TimeoutError:
-            log.warning("%d requests had no response headers after %.0f s", extproc.open, DRAIN_S)
+            log.warning("%d requests had no response headers after %.0f s", self._extproc.open, DRAIN_S)
 
     @contextlib.asynccontextmanager
-    async def _serve_grpc(self, extproc: ExtProcService) -> AsyncIterator[None]:
-        server = grpc.aio.server(options=[("grpc.max_concurrent_streams", MAX_STREAMS), ("grpc.so_reuseport", 0)])
-        add_ExternalProcessorServicer_to_server(extproc, server)
+    async def _serve_grpc(self) -> AsyncIterator[None]:
+        options = [
+            ("grpc.max_concurrent_streams", MAX_STREAMS),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.so_reuseport", 0),
+        ]
+        server = grpc.aio.server(options=options)
+        add_ExternalProcessorServicer_to_server(self._extproc, server)
         add_AggregatedDiscoveryServiceServicer_to_server(self._ads, server)
         add_HealthServicer_to_server(self._health.servicer, server)
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host

@@ -49,6 +49,8 @@ def pick(routed: Routed) -> CommonResponse:
         (headers.POOL, routed.pool),
         (headers.LOAD_FORMAT, "TEXT"),
     ]
+    if routed.request_id is not None:
+        sets.append((headers.REQUEST_ID, routed.request_id))
     return CommonResponse(header_mutation=mutation(sets, headers.CONTROL_HEADERS), clear_route_cache=True)
 
 

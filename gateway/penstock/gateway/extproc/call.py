@@ -35,6 +35,8 @@ class Routed:
     booking: Booking
     explanation: str | None = None
     """Why, where the client asked."""
+    request_id: str | None = None
+    """Made up here, where the request came without one."""
 
 
 @dataclass(frozen=True, kw_only=True)

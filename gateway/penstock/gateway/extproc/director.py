@@ -2,6 +2,7 @@
 
 import logging
 import time
+import uuid
 
 import orjson
 
@@ -63,14 +64,9 @@ class PickDirector:
 
     async def _pick(self, call: Call) -> Routed:
         body = parse_body(call.body)
-        model = self._state.model(body.model)
-        if model is None:
-            names = ", ".join(sorted(self._state.served_names)) or "none yet"
-            raise Refused(404, f"model {body.model!r} does not exist; there are: {names}", "model_not_found", param="model")
-        if model.policy not in POLICIES:
-            raise Refused(503, f"model {body.model!r} asks for an unknown routing policy, {model.policy!r}", "unknown_policy")
         came = time.monotonic()
-        request, candidates, rejected = await self._candidates(call, body, model)
+        request_id = call.headers.get(headers.REQUEST_ID) or uuid.uuid4().hex
+        model, request, candidates, rejected = await self._candidates(call, body, request_id)
         decided = time.monotonic()
         choice = choose(request, candidates, rejected, model.policy, self._state.turn(model))
         picked = choice.picked
@@ -85,32 +81,47 @@ class PickDirector:
             pool=picked.pool,
             booking=booking,
             explanation=_one_line(choice) if explain else None,
+            request_id=None if call.headers.get(headers.REQUEST_ID) else request_id,
         )
 
-    async def _candidates(self, call: Call, body: Body, model: Model) -> tuple[RequestView, list[Candidate], list[Rejected]]:
-        """The request with its tokens, and those that may take it; waits while there is nobody."""
+    def _model(self, name: str) -> Model:
+        """The model that serves `name`; raises `Refused` with 404 where there is none."""
+        model = self._state.model(name)
+        if model is None:
+            names = ", ".join(sorted(self._state.served_names)) or "none yet"
+            raise Refused(404, f"model {name!r} does not exist; there are: {names}", "model_not_found", param="model")
+        if model.policy not in POLICIES:
+            raise Refused(503, f"model {name!r} asks for an unknown routing policy, {model.policy!r}", "unknown_policy")
+        return model
+
+    async def _candidates(
+        self, call: Call, body: Body, request_id: str
+    ) -> tuple[Model, RequestView, list[Candidate], list[Rejected]]:
+        """The model, the request with its tokens, and those that may take it; waits while there is nobody."""
+        model = self._model(body.model)
         deadline = time.monotonic() + model.hold_timeout_s
         while True:
-            if not self._anybody(model):
-                if call.subset is not None:
-                    raise no_ready_replica(model, "that the gateway allows")
+            if not self._anybody(model) and call.subset is None:
                 async with self._holding.hold(model, len(call.body)):
                     while not self._anybody(model):
                         await self._holding.changed(model, deadline)
-            request, found = await self._look(call, body, model)
-            if found[0]:
-                return request, *found
+                        model = self._model(body.model)  # which may be gone, or be another's name by now
+            request, candidates, rejected = await self._look(call, body, model, request_id)
+            if candidates:
+                return model, request, candidates, rejected
             if call.subset is not None:
                 raise no_ready_replica(model, "that the gateway allows")
 
     def _anybody(self, model: Model) -> bool:
         return any(r.ready and not r.terminating and not r.cordoned for r in self._state.replicas_of(model))
 
-    async def _look(self, call: Call, body: Body, model: Model) -> tuple[RequestView, tuple[list[Candidate], list[Rejected]]]:
+    async def _look(
+        self, call: Call, body: Body, model: Model, request_id: str
+    ) -> tuple[RequestView, list[Candidate], list[Rejected]]:
         replicas = self._state.replicas_of(model)
         tokenized = await self._prompts.tokenize(replicas, call.path, call.body, body.fields)
         request = RequestView(
-            id=call.headers.get(headers.REQUEST_ID, ""),
+            id=request_id,
             path=call.path,
             model=body.model,
             prompts=tokenized.prompts,
@@ -119,9 +130,10 @@ class PickDirector:
             max_tokens=body.max_tokens,
             stream=body.stream,
         )
-        now = time.monotonic()
-        comparable = tokenized.comparable
-        return request, self._state.candidates(model, request, now, subset=call.subset, comparable=comparable)
+        candidates, rejected = self._state.candidates(
+            model, request, time.monotonic(), subset=call.subset, comparable=tokenized.comparable
+        )
+        return request, candidates, rejected
 
     def responded(self, routed: Routed, head: ResponseHead) -> list[tuple[str, str]]:
         """See `Director`."""

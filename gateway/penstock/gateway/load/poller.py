@@ -23,24 +23,23 @@ PARALLEL = 32
 class LoadPoller:
     """Keeps every ready replica heard of at least about once a second."""
 
-    def __init__(self, session: aiohttp.ClientSession, state: FleetState) -> None:
-        self._session = session
+    def __init__(self, state: FleetState) -> None:
         self._state = state
         self._limit = asyncio.Semaphore(PARALLEL)
 
-    async def run(self) -> None:
+    async def run(self, session: aiohttp.ClientSession) -> None:
         """Polls until cancelled."""
         while True:
             ready = {key: replica for key, replica in self._state.replicas().items() if replica.ready}
             silent = self._state.reports.silent(list(ready), time.monotonic(), SILENT_S)
-            await asyncio.gather(*(self._poll(ready[key]) for key in silent))
+            await asyncio.gather(*(self._poll(session, ready[key]) for key in silent))
             await asyncio.sleep(TICK_S)
 
-    async def _poll(self, replica: Replica) -> None:
+    async def _poll(self, session: aiohttp.ClientSession, replica: Replica) -> None:
         async with self._limit:
             asked_at = time.monotonic()
             try:
-                async with self._session.get(f"http://{replica.endpoint}/load", timeout=TIMEOUT) as response:
+                async with session.get(f"http://{replica.endpoint}/load", timeout=TIMEOUT) as response:
                     response.raise_for_status()
                     report = msgspec.json.decode(await response.read(), type=LoadReport)
             except aiohttp.ClientConnectorError as error:

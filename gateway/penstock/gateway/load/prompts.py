@@ -52,8 +52,7 @@ class TokenizedPrompts(msgspec.Struct, frozen=True, kw_only=True):
 class PromptLibrary:
     """The prompt processors of the fleet."""
 
-    def __init__(self, session: aiohttp.ClientSession, state: FleetState) -> None:
-        self._session = session
+    def __init__(self, state: FleetState) -> None:
         self._state = state
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
         self._processors: dict[str, PromptProcessor] = {}
@@ -61,7 +60,7 @@ class PromptLibrary:
         """(epoch at the time, digest) of each replica's bundle."""
         self._retry_at: dict[ReplicaKey, float] = {}
 
-    async def run(self) -> None:
+    async def run(self, session: aiohttp.ClientSession) -> None:
         """Fetches the bundles of replicas that became ready or have restarted, until cancelled."""
         while True:
             replicas = self._state.replicas()
@@ -72,7 +71,7 @@ class PromptLibrary:
             self._processors = {digest: self._processors[digest] for digest in used}
             now = time.monotonic()
             wanted = [key for key, replica in replicas.items() if replica.ready and not self._is_current(key)]
-            await asyncio.gather(*(self._fetch(replicas[key]) for key in wanted if self._retry_at.get(key, now) <= now))
+            await asyncio.gather(*(self._fetch(session, replicas[key]) for key in wanted if self._retry_at.get(key, now) <= now))
             await asyncio.sleep(TICK_S)
 
     def close(self) -> None:
@@ -116,13 +115,13 @@ class PromptLibrary:
         heard = self._state.reports.get(key)
         return heard.report.epoch if heard else None
 
-    async def _fetch(self, replica: Replica) -> None:
+    async def _fetch(self, session: aiohttp.ClientSession, replica: Replica) -> None:
         key = key_of(replica)
         epoch = self._epoch(key)
         known = {"if-none-match": ", ".join(f'"{digest}"' for digest in self._processors)} if self._processors else {}
         url = f"http://{replica.endpoint}/prompt-bundle"
         try:
-            async with self._session.get(url, headers=known, timeout=FETCH_TIMEOUT) as response:
+            async with session.get(url, headers=known, timeout=FETCH_TIMEOUT) as response:
                 response.raise_for_status()
                 digest = response.headers.get("etag", "").removeprefix("W/").strip('"')
                 data = await response.read() if response.status == 200 else b""
