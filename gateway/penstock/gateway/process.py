@@ -58,7 +58,7 @@ class GatewaySettings:
 
 
 class Gateway:
-    """All parts of one gateway process. Ports of 0 are chosen by the system: see `grpc_port`, `http_port` once `run` has started."""
+    """All parts of one gateway process. Ports of 0 are chosen by the system: see `grpc_port`, `http_port` once it runs."""
 
     def __init__(self, settings: GatewaySettings, discovery: Discovery) -> None:
         self._settings = settings
