@@ -66,6 +66,10 @@ requirements: setup ## which requirement rows have a test
 bench-scheduler: setup ## the scheduler's own time a step, at 1 to 1,024 running decodes
 	@$(BIN)/python benchmarks/bench_scheduler.py
 
+.PHONY: bench-engine
+bench-engine: setup ## one engine on a CPU: tokens a second and a CPU second, beside transformers
+	@$(BIN)/python benchmarks/bench_engine.py
+
 .PHONY: bench-gateway
 bench-gateway: setup ## what the picker adds to a request: latency and CPU, against Envoy alone
 	@$(BIN)/python benchmarks/bench_gateway.py

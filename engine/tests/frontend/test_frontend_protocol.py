@@ -1,13 +1,19 @@
 """Every parameter is honoured or refused by name."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.frontend.errors import ApiError
-from penstock.engine.frontend.protocol import parse_chat, parse_completion, parse_json
+from penstock.engine.frontend.protocol import ChatRequest, CompletionRequest, parse_chat, parse_completion, parse_json
 from penstock.engine.frontend.requests import check_prompts, sampling_params
+from penstock.prompt.bundle import PromptBundle
+from penstock.prompt.errors import PromptError
+from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, PromptProcessor
 
 CHAT: dict[str, Any] = {"model": "m", "messages": []}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "x"}
@@ -170,3 +176,46 @@ def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse_json(data)
     assert caught.value.status == 400
+
+
+@pytest.fixture(scope="module")
+def processor(tokenizer_files: Path) -> PromptProcessor:
+    bundle = PromptBundle.from_checkpoint(tokenizer_files, served_names=("m",), block_size=4, hash_seed="", max_model_len=64)
+    return PromptProcessor(bundle)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+)
+messages = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "system", "x"]) | values, "content": values}, optional={"name": values}
+    ),
+    max_size=2,
+)
+
+
+def bodies(kind: type, prompts: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """The right fields with values of any kind; `model` is a string."""
+    fields = {name: values for name in kind.__struct_fields__ if name != "model"}
+    return st.fixed_dictionaries({"model": st.just("m")}, optional=fields | prompts)
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+@given(data=st.data())
+def test_no_body_is_an_error_of_ours(path: str, data: st.DataObject, model: ModelConfig, processor: PromptProcessor) -> None:
+    chat = path == CHAT_PATH
+    strategy = bodies(ChatRequest, {"messages": messages}) if chat else bodies(CompletionRequest, {"prompt": values})
+    body = data.draw(strategy)
+    try:
+        request = parse_chat(body) if chat else parse_completion(body)
+        prompts = processor.tokens_of(path, body)
+        check_prompts(prompts, request, 64)
+        for prompt in prompts:
+            assert 1 <= sampling_params(request, len(prompt), model, processor.vocab_size, 1).max_tokens <= 64 - len(prompt)
+    except ApiError as error:
+        assert error.status == 400 and error.param
+    except PromptError as error:
+        assert error.param
