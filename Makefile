@@ -10,8 +10,6 @@ UV := $(BIN)/uv
 UV_VERSION := 0.13.8
 PROTOS := gateway/penstock/gateway/_pb/.stamp
 SETUP := $(VENV)/.setup
-# One thread a process: on a busy two-core machine more of them spend their time at barriers.
-export OMP_NUM_THREADS ?= 1
 
 .PHONY: help
 help: ## list the targets

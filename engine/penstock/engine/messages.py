@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from penstock.api.load_report import LoadReport
 from penstock.engine.config import EngineConfig
 from penstock.engine.sampling import SamplingParams

@@ -1,5 +1,7 @@
 """The runner's side of the contract: what it derives from plans, what it leaves, and what fails alone."""
 
+import os
+from pathlib import Path
 from threading import Thread, get_ident
 
 import numpy as np
@@ -233,6 +235,18 @@ def test_a_block_is_one_range_of_bytes(checkpoint, build_runner):
     runner.kv_caches[1][3] = 1.0
     filled = torch.tensor([], dtype=torch.bfloat16).set_(storage).view(5, -1).count_nonzero(1).tolist()
     assert filled == [0, 0, 0, runner.kv_bytes_per_block() // 4, 0]
+
+
+def test_an_unused_cache_takes_no_memory(checkpoint, build_runner):
+    runner = build_runner(checkpoint("llama"))
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    runner.initialize_kv_cache((1 << 30) // runner.kv_bytes_per_block())
+    assert resident() - before < 1 << 26
+    assert all(not cache[1].any() for cache in runner.kv_caches)
 
 
 def test_loads_sharded_checkpoints(checkpoint, build_runner, driver):

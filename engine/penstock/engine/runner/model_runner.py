@@ -79,7 +79,9 @@ class ModelRunner:
 
         One page holds a block of all layers, so that a block is one range of bytes wherever it travels; layers see strided views.
         """
-        pages = torch.zeros((num_blocks, *self._block_shape()), dtype=self._dtype)
+        # numpy takes zeroed memory from the system, which hands out a page when it is first written; torch would write it all.
+        memory = torch.from_numpy(np.zeros(num_blocks * self.kv_bytes_per_block(), np.uint8))
+        pages = memory.view(self._dtype).view(num_blocks, *self._block_shape())
         self.kv_caches = list(pages.unbind(1))
 
     def warm_up(self) -> None:
