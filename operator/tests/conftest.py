@@ -56,9 +56,11 @@ class Factory:
         """A pod that is ready."""
         return self.pod(name, conditions=[{"type": "Ready", "status": "True"}], **fields)
 
-    def crashed_pod(self, name: str = "p", message: str = "it broke", waiting: bool = True, **fields: Any) -> Object:
+    def crashed_pod(
+        self, name: str = "p", message: str = "it broke", waiting: bool = True, exit_code: int = 1, **fields: Any
+    ) -> Object:
         """A pod whose engine ended with an error; between two tries it waits or runs."""
-        ended = {"terminated": {"exitCode": 1, "reason": "Error", "message": f"INFO loading\n{message}\n"}}
+        ended = {"terminated": {"exitCode": exit_code, "reason": "Error", "message": f"INFO loading\n{message}\n"}}
         state = {"waiting": {"reason": "CrashLoopBackOff"}} if waiting else {"running": {}}
         container = {"name": "engine", "ready": False, "state": state, "lastState": ended}
         return self.pod(name, containerStatuses=[container], **fields)

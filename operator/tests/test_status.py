@@ -62,6 +62,11 @@ def test_a_dead_engines_last_words_are_quoted(make: Any) -> None:
         assert made["Serving"][0] is False
 
 
+def test_a_killed_engine_had_no_last_words(make: Any) -> None:
+    made = judged([make.crashed_pod("tiny-main-x", "request 7 is done", exit_code=137)])
+    assert made["Ready"] == (False, "EngineExited", "pod tiny-main-x: container engine was killed by signal 9 (Error)")
+
+
 def test_an_unschedulable_pod_says_what_is_missing(make: Any) -> None:
     why = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": why}

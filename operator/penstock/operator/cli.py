@@ -16,6 +16,7 @@ def operator(argv: list[str]) -> int:
 
     logging.basicConfig(level=options.log_level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # a line for each change of each object
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each look at a gateway
     rendering = Rendering(image=options.engine_image, allow_privileged_templates=options.allow_privileged_templates)
     asyncio.run(
         run(

@@ -12,6 +12,9 @@ MAX_QUOTE: Final = 512
 # A container that waits for these is being made; for anything else it waits because something is wrong.
 _MAKING: Final = ("ContainerCreating", "PodInitializing")
 
+_SIGNALLED: Final = 128
+"""A process that a signal ended has this and the signal's number as its exit code."""
+
 
 @dataclass(frozen=True)
 class Trouble:
@@ -70,8 +73,11 @@ def _containers(pod: str, status: Object) -> Iterator[Trouble]:
 
 
 def _last_words(container: str, ended: Object) -> str:
-    """The last line of what the container said; that is where a program states what it died of."""
+    """The last line of what the container said; that is where a program states what it died of, unless it was killed."""
+    code, reason = ended.get("exitCode", 0), ended.get("reason", "Error")
+    if code > _SIGNALLED:
+        return f"container {container} was killed by signal {code - _SIGNALLED} ({reason})"
     lines = [line.strip() for line in ended.get("message", "").splitlines() if line.strip()]
     if lines:
         return lines[-1] if len(lines[-1]) <= MAX_QUOTE else f"{lines[-1][:MAX_QUOTE]}…"
-    return f"container {container} exited with {ended.get('exitCode')} ({ended.get('reason', 'Error')})"
+    return f"container {container} exited with {code} ({reason})"
