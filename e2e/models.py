@@ -19,9 +19,8 @@ DEMO_MODEL = REPOSITORY / "examples/models/penstock-tiny"
 
 
 def example() -> Object:
-    """examples/tiny.yaml with the model's path as the nodes have it."""
+    """examples/tiny.yaml."""
     (resource,) = yaml.safe_load_all((REPOSITORY / "examples/tiny.yaml").read_text())
-    resource["spec"]["source"]["uri"] = f"file://{DEMO_MODEL}"
     return resource
 
 

@@ -102,7 +102,8 @@ def container_command(
         f"mount --rbind {volumes.folder} {root}/.volumes",
     ]
     inside = [line for mount in spec.get("volumeMounts", []) for line in _volume_mount(mount, environment)]
-    inside.append(f'umount -l /.volumes; exec /usr/bin/env -C {shlex.quote(spec.get("workingDir", "/"))} "$@"')
+    # An image says where its processes run; here it is where the kubelet does: in the repository.
+    inside.append(f'umount -l /.volumes; exec /usr/bin/env -C {shlex.quote(spec.get("workingDir", str(Path.cwd())))} "$@"')
     enter_root = f'exec {shutil.which("chroot")} {root} /bin/sh -ec {shlex.quote(chr(10).join(inside))} sh "$@"'
     script = "\n".join([*outside, enter_root])
     # Slave, not private: a network namespace that is unmounted on the machine must not live on in the mounts of other pods.

@@ -118,3 +118,12 @@ def test_resolves_paths_and_refuses_the_rest(tmp_path):
 def test_needs_no_torch():
     code = "import sys, penstock.engine.loading.checkpoint; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_relative_file_uri_begins_at_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "models" / "a b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for uri in ("file://./models/a%20b", "file://models/a%20b", "models/a b", f"file://localhost{tmp_path}/models/a%20b"):
+        assert resolve(uri) == tmp_path / "models" / "a b"
+    with pytest.raises(ConfigError, match=f"{tmp_path}/models/none does not exist"):
+        resolve("file://./models/none")

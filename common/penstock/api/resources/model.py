@@ -62,7 +62,8 @@ class Source(Part):
     )
 
     uri: Uri
-    """`hf://ORG/NAME`, `file:///PATH` or a plain path (on the node or in the image), `pvc://CLAIM/PATH`, `s3://BUCKET/PATH`."""
+    """`hf://ORG/NAME`, `file://PATH` or an absolute path, `pvc://CLAIM/PATH`, `s3://BUCKET/PATH`. Paths are those that the engine
+    sees, relative ones from its working directory."""
     revision: str | None = Field(default=None, min_length=1, max_length=128)
     """Branch, tag or commit; resolved once to a commit."""
     load_format: Literal["auto", "safetensors"] = "auto"
@@ -257,7 +258,7 @@ class PoolScalingStatus(Part):
     desired: int = Field(ge=0)
     """Replicas it wants."""
     constraint: str = Field(max_length=64)
-    """What bound the decision: `Min`, `Max`, `Window`, `Rate`, `Pending`, `NoData` … or `None`."""
+    """What bound the decision: `Demand`, `Min`, `Max`, `DownWindow`, `UpRate`, `Pending`, `NoData` …."""
     reason: str = Field(max_length=1024)
     """The decision in a sentence."""
     decisions: list[Sentence] = Field(default=[], max_length=10, json_schema_extra={"x-kubernetes-list-type": "atomic"})

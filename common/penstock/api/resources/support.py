@@ -16,8 +16,6 @@ def _source(spec: InferenceModelSpec) -> Iterator[str]:
     scheme = source.uri.partition("://")[0] if "://" in source.uri else "file"
     if scheme not in ("file", "hf"):
         yield f"spec.source.uri ({scheme}://; hf://, file:// and plain paths work)"
-    elif source.uri.startswith("file://") and not source.uri.startswith("file:///"):
-        yield "spec.source.uri (a relative path, which only `penstock up` can resolve; write file:///PATH)"
     if source.revision is not None:
         yield "spec.source.revision"
     if source.cache is not None:

@@ -24,7 +24,8 @@ def resolve(uri: str, revision: str | None = None) -> Path:
     """Returns the local folder of a model.
 
     Args:
-        uri: A path, `file:///path` or `hf://org/name`; the last is downloaded into Hugging Face's cache unless it is there.
+        uri: A path, `file://` and a path, or `hf://org/name`, which is downloaded into Hugging Face's cache unless it is
+            there. Relative paths begin at the working directory.
         revision: Branch, tag or commit on the Hub.
 
     Raises:
@@ -37,10 +38,16 @@ def resolve(uri: str, revision: str | None = None) -> Path:
         raise ConfigError(f"model {uri!r}: unknown scheme {scheme!r} (known: a path, file://, hf://)")
     if revision is not None:
         raise ConfigError(f"model {uri!r}: a revision ({revision!r}) belongs to hf:// alone; a folder has none")
-    path = Path(unquote(urlsplit(uri).path)) if separator else Path(uri)
+    path = _path(uri) if separator else Path(uri)
     if not path.is_dir():
-        raise ConfigError(f"model {uri!r}: {path} {'is not a folder' if path.exists() else 'does not exist'}")
+        raise ConfigError(f"model {uri!r}: {path.absolute()} {'is not a folder' if path.exists() else 'does not exist'}")
     return path.resolve()
+
+
+def _path(uri: str) -> Path:
+    """Of `file:///absolute` or, as people write it, `file://relative/to/the/working/directory`."""
+    parts = urlsplit(uri)
+    return Path(unquote(parts.path if parts.netloc in ("", "localhost") else parts.netloc + parts.path))
 
 
 def _download(repo: str, revision: str | None) -> Path:

@@ -61,7 +61,7 @@ def _parse(path: Path, documents: list[Any]) -> Iterator[InferenceModel]:
         if document.get("kind") == LoraAdapter.__name__:
             raise ModelFileError(f"{place}: LoraAdapter: adapters do nothing yet")
         try:
-            model = InferenceModel.parse(_absolute(document, path.parent))
+            model = InferenceModel.parse(document)
         except ValidationError as error:
             faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
             raise ModelFileError(f"{place}: {faults}") from None
@@ -70,16 +70,6 @@ def _parse(path: Path, documents: list[Any]) -> Iterator[InferenceModel]:
         if fields := unsupported(model.spec):
             raise ModelFileError(f"{place}: these fields do nothing yet, remove them: {', '.join(fields)}")
         yield model
-
-
-def _absolute(document: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The resource with a relative `file://` path, which is relative to the file that holds it, made absolute."""
-    source = document.get("spec", {}).get("source", {})
-    uri = source.get("uri") if isinstance(source, dict) else None
-    if not isinstance(uri, str) or not uri.startswith("file://") or uri.startswith("file:///"):
-        return document
-    resolved = {**source, "uri": f"file://{(folder / uri.removeprefix('file://')).resolve()}"}
-    return {**document, "spec": {**document["spec"], "source": resolved}}
 
 
 def _local(model: InferenceModel) -> LocalModel:
