@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from penstock.operator.local import network
 from penstock.operator.local.deployment import LocalDeployment
-from penstock.operator.local.pod import Phase, Pod, spawn, terminate
+from penstock.operator.local.pod import Phase, Pod
+from penstock.operator.local.process import Service, spawn, terminate
 
 SERVER = """
 import http.server, os, signal, sys, threading
@@ -50,6 +52,13 @@ def pids(deployment: LocalDeployment) -> list[int]:
     return [pod._process.pid for pod in deployment.pods if pod._process is not None]
 
 
+@pytest.mark.parametrize("port", [8000, 9002, 9090])
+def test_an_address_that_an_engine_or_a_gateway_of_another_system_uses_is_skipped(port: int) -> None:
+    first = next(network.addresses())
+    with socket.create_server((first, port)):
+        assert next(network.addresses()) != first
+
+
 async def test_pods_become_ready_each_at_its_own_address_and_go_with_grace(tmp_path: Path) -> None:
     deployment = LocalDeployment(manifest(2), network.addresses(), tmp_path)
     try:
@@ -71,7 +80,7 @@ async def test_a_killed_pod_comes_back(tmp_path: Path) -> None:
         pod = deployment.pods[0]
         os.kill(pids(deployment)[0], signal.SIGKILL)
         await until(deployment, lambda: pod.phase is Phase.CRASHED)
-        assert "-9" in pod.message
+        assert pod.message == "killed by SIGKILL"
         await until(deployment, lambda: deployment.ready == 1)
         assert (pod.restarts, deployment.pods) == (1, [pod])
     finally:
@@ -144,3 +153,63 @@ def test_what_has_no_meaning_here_is_refused_by_name(tmp_path: Path) -> None:
     template["spec"]["containers"][0]["env"].append({"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}})
     with pytest.raises(ValueError, match="env KEY"):
         Pod("m-p-1", "127.0.0.1", template, "h", tmp_path / "log").command()
+
+
+async def test_a_template_that_names_no_program_is_a_crash_that_says_so(tmp_path: Path) -> None:
+    missing = manifest(1)
+    missing["spec"]["template"]["spec"]["containers"][0]["command"] = ["no-such-program"]
+    deployment = LocalDeployment(missing, network.addresses(), tmp_path)
+    try:
+        await until(deployment, lambda: deployment.pods[:1] != [] and deployment.pods[0].phase is Phase.CRASHED)
+        assert "no-such-program" in deployment.pods[0].message
+    finally:
+        await deployment.close()
+
+
+async def test_what_a_crashed_pod_had_started_goes_with_it(tmp_path: Path) -> None:
+    script = "import subprocess; child = subprocess.Popen(['sleep', '60']); print(child.pid); raise SystemExit(1)"
+    deployment = LocalDeployment(manifest(1, script=script), network.addresses(), tmp_path)
+    try:
+        await until(deployment, lambda: deployment.pods[:1] != [] and deployment.pods[0].phase is Phase.CRASHED)
+        child = Path(f"/proc/{deployment.pods[0].log.read_text().split()[0]}")
+        await until(deployment, lambda: not child.exists() or "(sleep) Z" in (child / "stat").read_text())
+    finally:
+        await deployment.close()
+
+
+async def test_a_pod_that_drains_can_be_ended_at_once(tmp_path: Path) -> None:
+    script = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('drains', flush=True)); print('up', flush=True)"
+    stubborn = manifest(1, script=f"{script}\nwhile True: time.sleep(1)")
+    stubborn["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 60
+    deployment = LocalDeployment(stubborn, network.addresses(), tmp_path)
+    deployment.step()
+    pod = deployment.pods[0]
+    await until(deployment, lambda: pod.log.exists() and "up" in pod.log.read_text())
+    closing = asyncio.create_task(deployment.close())
+    async with asyncio.timeout(10):
+        while "drains" not in pod.log.read_text():
+            await asyncio.sleep(0.05)
+        pod.kill()
+        await closing
+
+
+async def test_a_service_that_ended_is_started_again_and_says_why_it_was_away(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    service = Service("gateway", ["sh", "-c", "echo came; sleep 60; echo went"], log)
+    service.start()
+    try:
+        async with asyncio.timeout(20):
+            while not log.read_text():
+                await asyncio.sleep(0.02)
+            first = service.pid
+            assert first is not None and service.message == ""
+            os.killpg(first, signal.SIGKILL)
+            while not service.message:
+                await asyncio.sleep(0.02)
+            assert service.message == "killed by SIGKILL"
+            while service.message:
+                await asyncio.sleep(0.02)
+        assert (service.restarts, service.pid != first) == (1, True)
+    finally:
+        await service.stop(1.0)

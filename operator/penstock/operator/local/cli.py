@@ -69,19 +69,24 @@ def _run(filename: Path, port: int, job: Job) -> int:
 
 
 async def _serve(models: list[LocalModel], port: int, folder: Path, job: Job, out: Console) -> None:
-    """Starts everything, waits until it serves, does the job, stops everything; Ctrl-C or SIGTERM ends it early."""
+    """Starts everything, waits until it serves, does the job, stops everything; Ctrl-C or SIGTERM ends it early, and
+    once more at once."""
     loop, main_task = asyncio.get_running_loop(), asyncio.current_task()
     assert main_task is not None
     interrupted = asyncio.Event()
+    runtime = LocalRuntime(models, folder, port)
 
     def interrupt() -> None:
+        if interrupted.is_set():
+            runtime.hurry()
+            return
         interrupted.set()
         main_task.cancel()
+        out.print("stopping: running requests may finish; once more ends them at once", style="dim")
 
     # Explicitly, since a shell starts background jobs with SIGINT ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupt)
-    runtime = LocalRuntime(models, folder, port)
     began = time.monotonic()
     try:
         async with runtime.running():
@@ -103,7 +108,7 @@ async def watch(runtime: LocalRuntime, out: Console) -> None:
         shown = summary(runtime)
         with Live(console=out, auto_refresh=False) if out.is_terminal else contextlib.nullcontext() as live:
             while True:
-                runtime.check_services()
+                runtime.check()
                 if live is not None:
                     live.update(render(runtime, await runtime.view(client)), refresh=True)
                 elif shown != summary(runtime):

@@ -6,7 +6,8 @@ import os
 import socket
 from collections.abc import Iterator
 
-_PROBE_PORT = 8000
+_PORTS = (8000, 9002, 9090)
+"""Of an engine and of a gateway."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -37,5 +38,5 @@ def addresses() -> Iterator[str]:
     network = 1 + os.getpid() % 250
     for high, low in itertools.product(range(256), range(1, 255)):
         address = f"127.{network}.{high}.{low}"
-        if port_is_free(address, _PROBE_PORT):
+        if all(port_is_free(address, port) for port in _PORTS):
             yield address

@@ -5,15 +5,9 @@ the very one that runs on Kubernetes.
 """
 
 import asyncio
-import ctypes
-import logging
-import os
 import re
-import signal
-import sys
 import time
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -21,13 +15,9 @@ from typing import Any
 
 import httpx
 
-logger = logging.getLogger(__name__)
+from penstock.operator.local.process import cause_of_end, kill_group, restart_forever, spawn, terminate
 
 PROBE_PERIOD_S = 0.2
-BACKOFF_FIRST_S = 1.0
-BACKOFF_MOST_S = 30.0
-KILL_MARGIN_S = 5.0
-_PR_SET_PDEATHSIG = 1
 _VARIABLE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 
 
@@ -39,43 +29,6 @@ class Phase(Enum):
     NOT_READY = "NotReady"
     TERMINATING = "Terminating"
     CRASHED = "CrashLoopBackOff"
-
-
-def _die_with_parent() -> None:
-    """In the child, before exec: SIGTERM when the thread that started it is gone, so that a killed parent leaves nothing."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-async def spawn(command: list[str], log: Path, env: Mapping[str, str] | None = None) -> asyncio.subprocess.Process:
-    """Starts a process in a session of its own whose output goes to `log`; it dies with this process.
-
-    Commands are looked up beside this Python first, so that `penstock` is this very one.
-    """
-    with log.open("ab") as out:
-        return await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **(env or {})},
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
-
-
-async def terminate(process: asyncio.subprocess.Process, grace_s: float) -> None:
-    """SIGTERM to the process, SIGKILL to its whole group when the grace period is over; returns when it is gone."""
-    if process.returncode is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(process.wait(), grace_s)
-        except TimeoutError:
-            logger.warning("process %d did not end in %.0f s and is killed", process.pid, grace_s)
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # nothing of its group is left, which is what was wanted
-    await process.wait()
 
 
 @dataclass(eq=False)
@@ -137,7 +90,7 @@ class Pod:
 
     def start(self) -> None:
         """Begins to run and supervise the process."""
-        self._task = asyncio.create_task(self._supervise(), name=f"pod {self.name}")
+        self._task = asyncio.create_task(restart_forever(self._run), name=f"pod {self.name}")
 
     async def stop(self) -> None:
         """Lets the process end by itself within its grace period, then ends it."""
@@ -148,26 +101,31 @@ class Pod:
         if self._process is not None:
             await terminate(self._process, float(self.template["spec"].get("terminationGracePeriodSeconds", 30)))
 
-    async def _supervise(self) -> None:
-        backoff = BACKOFF_FIRST_S
-        while True:
-            command, env = self.command()
-            began = time.monotonic()
-            self._process = await spawn(command, self.log, env)
-            probing = asyncio.create_task(self._probe())
-            try:
-                code = await self._process.wait()
-            finally:
-                probing.cancel()
-                await asyncio.gather(probing, return_exceptions=True)
-            self.phase, self.restarts = Phase.CRASHED, self.restarts + 1
-            self.message = f"exit status {code}: {self.last_words()}"
-            logger.warning("%s ended with %s", self.name, self.message)
-            if time.monotonic() - began > BACKOFF_MOST_S:
-                backoff = BACKOFF_FIRST_S
-            await asyncio.sleep(backoff)
-            backoff = min(backoff * 2, BACKOFF_MOST_S)
-            self.phase = Phase.STARTING
+    def kill(self) -> None:
+        """Ends the process at once; a `stop` under way then returns."""
+        if self._process is not None:
+            kill_group(self._process)
+
+    async def _run(self) -> str:
+        self.phase = Phase.STARTING
+        try:
+            reason = cause_of_end(await self._run_process(), self.log)
+        except (OSError, ValueError) as error:  # nothing that could be run
+            reason = str(error)
+        self.phase, self.message, self.restarts = Phase.CRASHED, reason, self.restarts + 1
+        return f"{self.name} ended: {reason}"
+
+    async def _run_process(self) -> int:
+        command, env = self.command()
+        self._process = await spawn(command, self.log, env)
+        probing = asyncio.create_task(self._probe())
+        try:
+            return await self._process.wait()
+        finally:
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
+            if self._process.returncode is not None:
+                kill_group(self._process)  # as a container ends whole, so that the next finds its ports free
 
     async def _probe(self) -> None:
         """Follows the readiness probe; a pod without one is ready once it runs."""
@@ -188,8 +146,3 @@ class Pod:
                 elif self.phase is Phase.READY:
                     self.phase, self.message = Phase.NOT_READY, "the readiness probe fails"
                 await asyncio.sleep(PROBE_PERIOD_S)
-
-    def last_words(self) -> str:
-        """The last line that the process wrote."""
-        lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
-        return lines[-1].strip() if lines else "it said nothing"

@@ -22,7 +22,8 @@ from penstock.operator.autoscale.policy import Decision, Settings
 from penstock.operator.local import network
 from penstock.operator.local.deployment import LocalDeployment
 from penstock.operator.local.models import LocalModel
-from penstock.operator.local.pod import Phase, Pod, spawn, terminate
+from penstock.operator.local.pod import Phase, Pod
+from penstock.operator.local.process import Service
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,8 @@ class LocalRuntime:
         self._port = port
         self._settings = settings or Settings()
         self._fleet = Fleet()
-        self.services: dict[str, asyncio.subprocess.Process] = {}
+        self.services: dict[str, Service] = {}
+        self._tasks: list[asyncio.Task[None]] = []
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -83,18 +85,17 @@ class LocalRuntime:
         """
         if not network.port_is_free("127.0.0.1", self._port):
             raise LocalError(f"port {self._port} of 127.0.0.1 is in use; choose another with --port")
-        tasks: list[asyncio.Task[None]] = []
         try:
             self._step()
-            tasks.append(asyncio.create_task(self._keep(), name="local runtime"))
+            self._tasks.append(asyncio.create_task(self._keep(), name="local runtime"))
             await self._start_services()
             autoscaler = Autoscaler(self._gateways, self, self._settings)
-            tasks.append(asyncio.create_task(autoscaler.run(), name="autoscaler"))
+            self._tasks.append(asyncio.create_task(autoscaler.run(), name="autoscaler"))
             yield
         finally:
-            for task in tasks:
+            for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._close()
 
     async def wait_ready(self) -> None:
@@ -105,7 +106,7 @@ class LocalRuntime:
                     for pod in deployment.pods:
                         if pod.phase is Phase.CRASHED:
                             raise LocalError(f"{pod.name} cannot start: {pod.message}")
-                self.check_services()
+                self._check_start()
                 await asyncio.sleep(STEP_S)
 
     def _pods_ready(self) -> bool:
@@ -155,7 +156,7 @@ class LocalRuntime:
         gateway = ["gateway", "--discovery", f"file:{self.folder / 'fleet.json'}", "--host", self._own_address, "--name", "local"]
         gateway += ["--grpc-port", str(grpc_port), "--http-port", "9090"]
         gateway += ["--listener-host", "127.0.0.1", "--listener-port", str(self._port)]
-        self.services["gateway"] = await spawn([*penstock, *gateway], self.logs / "gateway.log")
+        self._start_service("gateway", [*penstock, *gateway])
         envoy = [
             "envoy",
             "--xds",
@@ -165,31 +166,46 @@ class LocalRuntime:
             "--concurrency",
             "1",
         ]
-        self.services["envoy"] = await spawn([*penstock, *envoy], self.logs / "envoy.log")
+        self._start_service("envoy", [*penstock, *envoy])
         deadline = monotonic() + START_TIMEOUT_S
         async with httpx.AsyncClient(timeout=2.0) as client:
             while True:
                 with contextlib.suppress(httpx.HTTPError):
                     await client.get(f"{self.endpoints.url}/v1/models")
                     return
-                self.check_services()
+                self._check_start()
                 if monotonic() > deadline:
                     raise LocalError(f"gateway and Envoy did not answer within {START_TIMEOUT_S:.0f} s; see {self.logs}")
                 await asyncio.sleep(STEP_S)
 
-    def check_services(self) -> None:
-        """Raises `LocalError` when gateway or Envoy has ended."""
-        for name, process in self.services.items():
-            if process.returncode is not None:
-                words = (self.logs / f"{name}.log").read_text(errors="replace").strip().splitlines()
-                raise LocalError(f"{name} ended with status {process.returncode}: {words[-1] if words else 'it said nothing'}")
+    def _start_service(self, name: str, command: list[str]) -> None:
+        self.services[name] = Service(name, command, self.logs / f"{name}.log")
+        self.services[name].start()
+
+    def _check_start(self) -> None:
+        """Raises `LocalError` when gateway or Envoy could not be started; one that ends later is only started again."""
+        for service in self.services.values():
+            if service.message:
+                raise LocalError(f"{service.name} cannot start: {service.message}")
+
+    def check(self) -> None:
+        """Raises what has ended a background task, which should never happen."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    def hurry(self) -> None:
+        """Ends every engine at once, whatever it still runs: for an end that is under way."""
+        for deployment in self.deployments.values():
+            for pod in [*deployment.pods, *deployment.leaving]:
+                pod.kill()
 
     async def _close(self) -> None:
         """Engines first, so that Envoy carries their last answers out."""
         await asyncio.gather(*(deployment.close() for deployment in self.deployments.values()))
         for name in ("envoy", "gateway"):
             if name in self.services:
-                await terminate(self.services[name], GATEWAY_GRACE_S)
+                await self.services[name].stop(GATEWAY_GRACE_S)
 
     # --- the autoscaler's view of this machine ---
 

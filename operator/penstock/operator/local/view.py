@@ -38,6 +38,9 @@ def render(runtime: LocalRuntime, view: PoolsView | None) -> RenderableType:
             table.add_row(f"  {pod.name}", f"{pod.address}:{pod.port('http')}", state, *_load(loads.get(pod.uid)))
         if decision := runtime.decisions.get(pool_id):
             table.add_row(Text(f"  autoscaler: {decision.constraint}: {decision.reason}", style="dim"))
+    for service in runtime.services.values():
+        if service.message:
+            table.add_row(Text(service.name, style="bold"), "", Text(f"restarts  {service.message}", style="red"))
     hints = Text.assemble(
         ("gateway   ", "dim"),
         (runtime.endpoints.url, "bold cyan"),
@@ -73,4 +76,5 @@ def _load(load: ReplicaLoad | None) -> tuple[str, str, str, str]:
 def summary(runtime: LocalRuntime) -> str:
     """One line that changes when something has happened, for a terminal that is none."""
     pools = [f"{pool_id} {deployment.ready}/{deployment.replicas}" for pool_id, deployment in runtime.deployments.items()]
-    return ", ".join(pools)
+    services = [f"{service.name} restarts ({service.message})" for service in runtime.services.values() if service.message]
+    return ", ".join(pools + services)
