@@ -1,5 +1,6 @@
 """The InferenceModels of a YAML file, as the local runtime runs them."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,10 @@ def _parse(path: Path, documents: list[Any]) -> Iterator[InferenceModel]:
             raise ModelFileError(f"{place}: {error}") from None
         if fields := unsupported(model.spec):
             raise ModelFileError(f"{place}: these fields do nothing yet, remove them: {', '.join(fields)}")
+        if model.spec.source.secret_ref is not None:
+            raise ModelFileError(
+                f"{place}: spec.source.secretRef: there are no Secrets here; set HF_TOKEN in the environment instead"
+            )
         yield model
 
 
@@ -80,6 +85,7 @@ def _local(model: InferenceModel) -> LocalModel:
         model=fleet.Model(
             id=model_id,
             served_names=model.served_names,
+            created=time.time(),
             policy=spec.routing.policy,
             hold_timeout_s=seconds(spec.routing.hold_timeout),
         ),
