@@ -10,7 +10,7 @@ from e2e.cluster.phases import Phases
 from e2e.traffic import openai_client
 
 NAMESPACE = "penstock-system"
-ENVOY, GATEWAY = "penstock-envoy", "penstock-gateway"  # names of the Service and of the Deployment
+ENVOY, GATEWAY, OPERATOR = "penstock-envoy", "penstock-gateway", "penstock-operator"  # what their objects are called
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ import pytest
 
 from e2e import models
 from e2e.cluster.cluster import Cluster
+from e2e.cluster.commands import CommandError
 from e2e.cluster.phases import Phases
-from e2e.system import System
+from e2e.system import NAMESPACE, OPERATOR, System
 from e2e.waiting import eventually
 from penstock.api import labels
 
@@ -77,3 +78,39 @@ def expect_rolled_out(cluster: Cluster, namespace: str, name: str, before: model
     assert new != old
     for pod in models.ready_pods(cluster, namespace, name, 2).values():
         assert pod["metadata"]["labels"][labels.REVISION] == new
+
+
+@pytest.mark.req("XC-07")
+def test_standby_operator_takes_over(system: System, namespace: str, phases: Phases) -> None:
+    cluster, name = system.cluster, "orphan"
+    leader = lease_holder(cluster)
+    (pod,) = (pod for pod in system.pods(OPERATOR) if leader.startswith(pod["metadata"]["name"]))
+    # With force, so that the Lease is not given back: it has to run out.
+    force = ["--grace-period=0", "--force", f"--namespace={NAMESPACE}"]
+    cluster.kubectl("delete", "pod", pod["metadata"]["name"], *force)
+    with (
+        phases("the leading operator killed → the other one judges a new model"),
+        models.applied(cluster, namespace, models.small(name, canary={"of": "another", "weight": 5})),
+    ):
+        accepted = eventually(lambda: models.conditions(cluster, namespace, name)["Accepted"], seconds=60)
+    assert "spec.canary" in accepted["message"]
+    assert lease_holder(cluster) not in ("", leader)
+
+
+def lease_holder(cluster: Cluster) -> str:
+    return cluster.get("lease", OPERATOR, NAMESPACE)["spec"]["holderIdentity"]
+
+
+def test_operator_has_the_rights_it_needs_and_no_more(system: System) -> None:
+    def may(verb: str, kind: str) -> bool:
+        account = f"--as=system:serviceaccount:{NAMESPACE}:{OPERATOR}"
+        try:
+            system.cluster.kubectl("auth", "can-i", verb, kind, account, "--all-namespaces")
+        except CommandError as refusal:
+            assert str(refusal).endswith(": no"), refusal
+            return False
+        return True
+
+    assert may("patch", "deployments.apps")
+    beyond = ("get secrets", "create pods", "create pods/exec", "create roles", "bind roles", "update pods/ephemeralcontainers")
+    assert not [right for right in beyond if may(*right.split())]
