@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def operator(argv: list[str]) -> int:
-    """run the operator and the autoscaler against a Kubernetes API server"""
+    """Runs the operator and the autoscaler against a Kubernetes API server."""
     options = _operator_parser().parse_args(argv)
     import asyncio
     import logging
@@ -67,21 +67,21 @@ def _operator_parser() -> argparse.ArgumentParser:
 
 
 def up(argv: list[str]) -> int:
-    """run everything on this machine as processes: engines, gateway, Envoy, autoscaler"""
+    """Runs everything on this machine as processes: engines, gateway, Envoy, autoscaler."""
     from penstock.operator.local import cli
 
     return cli.up(argv)
 
 
 def demo(argv: list[str]) -> int:
-    """the same, ask one question through the gateway, and stop"""
+    """Runs everything on this machine, asks one question through the gateway, and stops."""
     from penstock.operator.local import cli
 
     return cli.demo(argv)
 
 
 def crds(argv: list[str]) -> int:
-    """print the CustomResourceDefinitions as YAML, or write them to a folder"""
+    """Prints the CustomResourceDefinitions as YAML, or writes them to a folder."""
     parser = argparse.ArgumentParser(prog="penstock crds", description=crds.__doc__)
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="one file a kind there instead")
     options = parser.parse_args(argv)
