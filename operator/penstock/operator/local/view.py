@@ -36,8 +36,6 @@ def render(runtime: LocalRuntime, view: PoolsView | None) -> RenderableType:
             if pod.message:
                 state.append(f"  {pod.message}", style="dim")
             table.add_row(f"  {pod.name}", f"{pod.address}:{pod.port('http')}", state, *_load(loads.get(pod.uid)))
-        if decision := runtime.decisions.get(pool_id):
-            table.add_row(Text(f"  autoscaler: {decision.constraint}: {decision.reason}", style="dim"))
     for service in runtime.services.values():
         if service.message:
             table.add_row(Text(service.name, style="bold"), "", Text(f"restarts  {service.message}", style="red"))
@@ -54,6 +52,10 @@ def render(runtime: LocalRuntime, view: PoolsView | None) -> RenderableType:
         "",
         table,
         "",
+        *(
+            Text(f"autoscaler: {pool_id}: {decision.constraint}: {decision.reason}", style="dim")
+            for pool_id, decision in runtime.decisions.items()
+        ),
         Text("try it:", style="dim"),
         Text(example_request(runtime), no_wrap=False),
         "",
