@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,21 +123,23 @@ def test_rolling_update_loses_no_request(system: System, tiny: str, phases: Phas
     expect_no_loss(answers_of(asking), SHORT)
 
 
-@pytest.mark.req("RT-40")
-def test_killed_engine_comes_back_and_only_its_own_requests_fail(system: System, tiny: str, phases: Phases) -> None:
+@pytest.mark.req("DR-04", "DR-13", "RT-40")
+@pytest.mark.parametrize("part", ["frontend", "core"])
+def test_killed_engine_comes_back_and_only_its_own_requests_fail(system: System, tiny: str, phases: Phases, part: str) -> None:
     cluster = system.cluster
     before = eventually(lambda: models.ready_pods(cluster, tiny, NAME, LEAST))
 
     def back() -> None:
-        pod = models.pods(cluster, tiny, NAME)[victim]
-        (engine,) = pod["status"]["containerStatuses"]
-        assert engine["ready"] and engine["restartCount"] == 1
+        (now,) = models.pods(cluster, tiny, NAME)[victim]["status"]["containerStatuses"]
+        (then,) = before[victim]["status"]["containerStatuses"]
+        assert now["ready"] and now["restartCount"] == then["restartCount"] + 1
 
     with clients(system.url, NAME, 2 * STEADY, SHORT) as asking:
         victim = eventually(lambda: streaming(asking[0]))
-        kill(before[victim])
+        frontend, core = processes(before[victim])
+        os.kill(frontend if part == "frontend" else core, signal.SIGKILL)
         killed = time.monotonic()
-        with phases("an engine killed → back"):
+        with phases(f"an engine's {part} killed → back"):
             eventually(back, seconds=60)
         ready = time.monotonic()
         with phases("that engine ready → answers again"):
@@ -156,10 +159,12 @@ def expect_served_by(asking: list[Client], replica: str, after: float) -> None:
     assert [answer for answer in answers if answer.replica == replica and answer.started > after and answer.complete]
 
 
-def kill(pod: dict[str, Any]) -> None:
-    """SIGKILL to its container's first process."""
+def processes(pod: dict[str, Any]) -> tuple[int, int]:
+    """The process ids of an engine's frontend, which is its container's first process, and of the core that it started."""
     (container,) = pod["status"]["containerStatuses"]
-    os.kill(int(container["containerID"].removeprefix("process://")), signal.SIGKILL)
+    frontend = container["containerID"].removeprefix("process://")
+    (core,) = Path(f"/proc/{frontend}/task/{frontend}/children").read_text().split()
+    return int(frontend), int(core)
 
 
 def test_killed_gateway_cuts_no_running_answer(system: System, tiny: str, phases: Phases) -> None:
