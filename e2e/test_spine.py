@@ -43,6 +43,15 @@ def tiny(system: System, phases: Phases) -> Iterator[str]:
         eventually(lambda: models.expect_gone(cluster, namespace, NAME), seconds=60)
 
 
+@pytest.fixture(scope="module")
+def fixed(system: System, tiny: str) -> str:
+    """The same, held at its least size: what is lost with a replica is load on the others, which would bring another one."""
+    patch = f'[{{"op": "replace", "path": "/spec/pools/0/scaling/max", "value": {LEAST}}}]'
+    system.cluster.kubectl("patch", models.KIND, NAME, f"--namespace={tiny}", "--type=json", f"--patch={patch}")
+    eventually(lambda: models.ready_pods(system.cluster, tiny, NAME, LEAST), seconds=60)
+    return tiny
+
+
 def streaming(client: Client) -> str:
     """Who streams to it, once some of the answer is there."""
     assert client.received > 2
@@ -89,14 +98,14 @@ def test_replica_comes_under_load_and_goes_without_losing_a_request(system: Syst
 
 
 @pytest.mark.req("DR-06", "DR-07")
-def test_deleted_replica_finishes_what_it_answers(system: System, tiny: str, phases: Phases) -> None:
+def test_deleted_replica_finishes_what_it_answers(system: System, fixed: str, phases: Phases) -> None:
     cluster = system.cluster
-    before = eventually(lambda: models.ready_pods(cluster, tiny, NAME, LEAST))
+    before = eventually(lambda: models.ready_pods(cluster, fixed, NAME, LEAST))
     with phases("a replica that answers deleted → gone"), clients(system.url, NAME, STEADY, LONG) as asking:
         replica = eventually(lambda: streaming(asking[0]))
-        cluster.kubectl("delete", "pod", before[replica]["metadata"]["name"], f"--namespace={tiny}", "--wait=false")
+        cluster.kubectl("delete", "pod", before[replica]["metadata"]["name"], f"--namespace={fixed}", "--wait=false")
         deleted = time.monotonic()
-        eventually(lambda: expect_replaced(cluster, tiny, replica), seconds=60)
+        eventually(lambda: expect_replaced(cluster, fixed, replica), seconds=60)
     answers = answers_of(asking)
     expect_no_loss(answers, LONG)
     last = [answer for answer in answers if answer.replica == replica]
@@ -109,28 +118,28 @@ def expect_replaced(cluster: Cluster, namespace: str, replica: str) -> None:
 
 
 @pytest.mark.req("DR-07", "XC-04")
-def test_rolling_update_loses_no_request(system: System, tiny: str, phases: Phases) -> None:
+def test_rolling_update_loses_no_request(system: System, fixed: str, phases: Phases) -> None:
     cluster = system.cluster
-    before = eventually(lambda: models.ready_pods(cluster, tiny, NAME, LEAST))
+    before = eventually(lambda: models.ready_pods(cluster, fixed, NAME, LEAST))
     patch = f'{{"spec": {{"engine": {{"limits": {{"maxNumSeqs": {STEADY + 1}}}}}}}}}'
 
     def expect_all_new() -> None:
-        assert not before.keys() & models.ready_pods(cluster, tiny, NAME, LEAST).keys()
+        assert not before.keys() & models.ready_pods(cluster, fixed, NAME, LEAST).keys()
 
     with phases("spec changed → all replicas replaced"), clients(system.url, NAME, STEADY, SHORT) as asking:
-        cluster.kubectl("patch", models.KIND, NAME, f"--namespace={tiny}", "--type=merge", f"--patch={patch}")
+        cluster.kubectl("patch", models.KIND, NAME, f"--namespace={fixed}", "--type=merge", f"--patch={patch}")
         eventually(expect_all_new, seconds=120)
     expect_no_loss(answers_of(asking), SHORT)
 
 
 @pytest.mark.req("DR-04", "DR-13", "RT-40")
 @pytest.mark.parametrize("part", ["frontend", "core"])
-def test_killed_engine_comes_back_and_only_its_own_requests_fail(system: System, tiny: str, phases: Phases, part: str) -> None:
+def test_killed_engine_comes_back_and_only_its_own_requests_fail(system: System, fixed: str, phases: Phases, part: str) -> None:
     cluster = system.cluster
-    before = eventually(lambda: models.ready_pods(cluster, tiny, NAME, LEAST))
+    before = eventually(lambda: models.ready_pods(cluster, fixed, NAME, LEAST))
 
     def back() -> None:
-        (now,) = models.pods(cluster, tiny, NAME)[victim]["status"]["containerStatuses"]
+        (now,) = models.pods(cluster, fixed, NAME)[victim]["status"]["containerStatuses"]
         (then,) = before[victim]["status"]["containerStatuses"]
         assert now["ready"] and now["restartCount"] == then["restartCount"] + 1
 
@@ -167,7 +176,7 @@ def processes(pod: dict[str, Any]) -> tuple[int, int]:
     return int(frontend), int(core)
 
 
-def test_killed_gateway_cuts_no_running_answer(system: System, tiny: str, phases: Phases) -> None:
+def test_killed_gateway_cuts_no_running_answer(system: System, fixed: str, phases: Phases) -> None:
     gateways = [pod["metadata"]["name"] for pod in system.pods(GATEWAY)]
     with clients(system.url, NAME, STEADY, LONG) as asking:
         for client in asking:
