@@ -141,6 +141,8 @@ class Gateway:
             ("grpc.max_concurrent_streams", MAX_STREAMS),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.so_reuseport", 0),
+            # Envoy pings all the time; by default gRPC takes the third ping of an idle peer for abuse and cuts the connection.
+            ("grpc.http2.max_ping_strikes", 0),
         ]
         server = grpc.aio.server(options=options)
         add_ExternalProcessorServicer_to_server(self._extproc, server)
