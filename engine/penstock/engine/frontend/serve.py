@@ -52,7 +52,7 @@ async def serve(config: ServeConfig) -> int:
     try:
         llm = AsyncLLM(core, config.engine.model, _processor(config.engine), config.engine.seed)
         server = ApiServer(llm)
-        runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=_LAST_WORDS_S)
+        runner = server.runner(_LAST_WORDS_S)
         await runner.setup()
         try:
             # Before the model is loaded: probes get answers from the start, and a port that is taken is found at once.

@@ -50,7 +50,7 @@ class ApiServer:
         self._idle.set()
 
     def app(self) -> web.Application:
-        """The application; run it with `handler_cancellation`, by which a client's disconnect ends its request."""
+        """The application; see `runner`."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._boundary])
         app.on_response_prepare.append(self._add_headers)
         app.add_routes(
@@ -67,6 +67,16 @@ class ApiServer:
             ]
         )
         return app
+
+    def runner(self, shutdown_timeout: float) -> web.AppRunner:
+        """What serves the application: a client's disconnect ends its request, and bodies come as they are.
+
+        Args:
+            shutdown_timeout: Seconds that handlers get when it is cleaned up.
+        """
+        return web.AppRunner(
+            self.app(), handler_cancellation=True, auto_decompress=False, access_log=None, shutdown_timeout=shutdown_timeout
+        )
 
     @property
     def idle(self) -> bool:
@@ -128,7 +138,11 @@ class ApiServer:
         spec = GenerationSpec(
             request_id=request[_REQUEST_ID_KEY],
             prompts=prompts,
-            sampling=[sampling_params(params, len(prompt), model, processor.vocab_size, seed) for prompt in prompts],
+            # Equal prompts of a list differ, unless the client's seed says otherwise.
+            sampling=[
+                sampling_params(params, len(prompt), model, processor.vocab_size, seed + at * params.n)
+                for at, prompt in enumerate(prompts)
+            ],
             n=params.n,
             stream=params.stream,
             stops=params.stops,
@@ -275,6 +289,10 @@ async def _read(request: web.Request) -> bytes:
     if request.content_type != "application/json":
         message = f"the body must be application/json, not {request.content_type}"
         raise ApiError(415, message, param="content-type")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":  # unpacking could make any size out of little
+        message = f"content-encoding {encoding} is not supported: send the body as it is"
+        raise ApiError(415, message, param="content-encoding")
     return await request.read()
 
 

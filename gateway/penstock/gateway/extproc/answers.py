@@ -23,8 +23,8 @@ from penstock.gateway.extproc.call import Answered, Refused, Routed
 
 CHUNK_BYTES = 62_000
 """Envoy takes at most 64 KiB a message."""
-_KINDS = {400: "invalid_request_error", 404: "invalid_request_error", 405: "invalid_request_error", 413: "invalid_request_error"}
-_KINDS |= {429: "rate_limit_error"}
+_KINDS = {400: "invalid_request_error", 404: "invalid_request_error", 405: "invalid_request_error"}
+_KINDS |= {413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error"}
 
 
 def set_header(name: str, value: str) -> HeaderValueOption:

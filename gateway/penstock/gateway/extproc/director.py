@@ -44,7 +44,7 @@ class PickDirector:
         self._metrics = metrics
 
     def preview(self, call: Call) -> None:
-        """Refuses paths that do not exist before their bodies have come."""
+        """Refuses paths that do not exist, and bodies that cannot be read, before the bodies have come."""
         method = _METHODS.get(call.path)
         if method is None:
             message = f"{call.path} does not exist here; there are {', '.join(_METHODS)}"
@@ -52,6 +52,10 @@ class PickDirector:
         if call.method != method:
             message = f"{call.path} takes {method}, not {call.method}"
             raise self._counted(Refused(405, message, "method_not_allowed"))
+        encoding = call.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            message = f"content-encoding {encoding} is not supported: send the body as it is"
+            raise self._counted(Refused(415, message, "unsupported_encoding", param="content-encoding"))
 
     async def route(self, call: Call) -> Routed | Answered:
         """See `Director`."""
