@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from contextlib import asynccontextmanager
@@ -39,6 +40,14 @@ async def running(config=None, **addresses):
         yield client
     finally:
         await client.close()
+
+
+async def test_nothing_lies_in_the_file_system_once_both_ends_have_met(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    async with running() as client:  # whose process might be killed now
+        assert list(tmp_path.iterdir()) == []
+        await client.add(make_request(0, [1, 2, 3], 2))
+        await asyncio.wait_for(Frontend().until(client, 0), 10)
 
 
 class Frontend:

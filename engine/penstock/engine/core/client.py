@@ -102,6 +102,7 @@ class CoreClient:
         message = await self._receive()
         if not isinstance(message, CoreReady):
             raise CoreError(f"the engine core began with {type(message).__name__} instead of CoreReady")
+        self._remove_folder()  # both ends are connected: nothing is left behind, even by a frontend that is killed
         return message
 
     async def add(self, request: AddRequest) -> None:
@@ -138,6 +139,9 @@ class CoreClient:
                 await self._exited
         self._socket.close()
         self._context.term()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _send(self, message: CoreInput) -> None:
