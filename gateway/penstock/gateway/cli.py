@@ -12,10 +12,10 @@ def gateway(argv: list[str]) -> int:
     parser.add_argument("--discovery", default="kubernetes", help="`kubernetes` or file:PATH (default: %(default)s)")
     parser.add_argument("--namespace", help="Kubernetes discovery: only this namespace (default: all)")
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default: %(default)s)")
-    parser.add_argument("--grpc-port", type=int, default=9002, help="ext_proc, ADS and gRPC health (default: %(default)s)")
-    parser.add_argument("--http-port", type=int, default=9090, help="/pools, /metrics, probes, … (default: %(default)s)")
+    parser.add_argument("--grpc-port", type=_port, default=9002, help="ext_proc, ADS and gRPC health (default: %(default)s)")
+    parser.add_argument("--http-port", type=_port, default=9090, help="/pools, /metrics, probes, … (default: %(default)s)")
     parser.add_argument("--listener-host", default="0.0.0.0", help="where Envoy is told to listen (default: %(default)s)")
-    parser.add_argument("--listener-port", type=int, default=8080, help="where Envoy is told to listen (default: %(default)s)")
+    parser.add_argument("--listener-port", type=_port, default=8080, help="where Envoy is told to listen (default: %(default)s)")
     parser.add_argument("--name", default=platform.node(), help="this process's name in /pools (default: the host's)")
     options = parser.parse_args(argv)
 
@@ -39,6 +39,13 @@ def gateway(argv: list[str]) -> int:
         sys.stderr.write(f"penstock gateway: {error}\n")
         return 1
     return 0
+
+
+def _port(text: str) -> int:
+    """A TCP port; 0: any that is free."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
+    return int(text)
 
 
 def envoy(argv: list[str]) -> int:

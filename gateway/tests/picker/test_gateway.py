@@ -20,6 +20,7 @@ from penstock.gateway._pb.envoy.service.discovery.v3.ads_pb2_grpc import Aggrega
 from penstock.gateway._pb.envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
+from penstock.gateway.cli import gateway as gateway_command
 from penstock.gateway.picker.candidates import key_of
 from penstock.gateway.process import Gateway, GatewaySettings
 from penstock.gateway.xds.listener import ListenerSettings
@@ -79,6 +80,39 @@ async def test_a_stream_is_booked_until_its_report_and_runs_until_its_end(world:
     following = world.stream()
     assert world.destinations(await following.ask(world.completion()))[0] == second
     following.call.cancel()
+
+
+async def test_a_connection_lives_through_an_envoys_pings(world: Any) -> None:
+    """gRPC's own limit is two pings of an idle peer. Frames by hand, since clients of gRPC keep to that limit."""
+    settings, ping, goaway = 4, 6, 7
+    reader, writer = await asyncio.open_connection("127.0.0.1", world.gateway.grpc_port)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, settings, 0, 0, 0, 0, 0]))
+    kinds: list[int] = []
+    async with asyncio.timeout(5):
+        for number in range(6):
+            writer.write(bytes([0, 0, 8, ping, 0, 0, 0, 0, 0]) + number.to_bytes(8, "big"))
+            while kinds.count(ping) <= number and goaway not in kinds:
+                head = await reader.readexactly(9)
+                await reader.readexactly(int.from_bytes(head[:3], "big"))
+                kinds.append(head[3])
+    writer.close()
+    assert goaway not in kinds
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br"])
+async def test_encoded_bodies_are_refused_by_name(world: Any, encoding: str) -> None:
+    await world.ready()
+    answer = await world.stream().ask(world.completion(), **{"content-encoding": encoding})
+    status, reason, content, _ = world.error(answer)
+    assert (status, reason, content["param"]) == (415, "unsupported_encoding", "content-encoding")
+    assert encoding in content["message"] and content["type"] == "invalid_request_error"
+
+
+def test_a_port_that_is_none_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--grpc-port", "--http-port", "--listener-port"):
+        with pytest.raises(SystemExit, match="2"):
+            gateway_command([f"{flag}=65536"])
+        assert f"argument {flag}: '65536' is not a port" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ def operator(argv: list[str]) -> int:
     import asyncio
     import logging
 
+    from kubernetes.aio.config import ConfigException
+
     from penstock.operator.desired import Rendering
     from penstock.operator.process import Options, run
 
@@ -18,22 +20,23 @@ def operator(argv: list[str]) -> int:
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # a line for each change of each object
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each look at a gateway
     rendering = Rendering(image=options.engine_image, allow_privileged_templates=options.allow_privileged_templates)
-    asyncio.run(
-        run(
-            Options(
-                rendering=rendering,
-                namespace=options.namespace,
-                system_namespace=options.system_namespace,
-                kubeconfig=options.kubeconfig,
-                leader_elect=options.leader_elect,
-                resync_s=options.resync,
-                http_host=options.http_host,
-                http_port=options.http_port,
-                gateway_url=options.gateway_url,
-                gateway_http_port=options.gateway_http_port,
-            )
-        )
+    settings = Options(
+        rendering=rendering,
+        namespace=options.namespace,
+        system_namespace=options.system_namespace,
+        kubeconfig=options.kubeconfig,
+        leader_elect=options.leader_elect,
+        resync_s=options.resync,
+        http_host=options.http_host,
+        http_port=options.http_port,
+        gateway_url=options.gateway_url,
+        gateway_http_port=options.gateway_http_port,
     )
+    try:
+        asyncio.run(run(settings))
+    except ConfigException as error:
+        sys.stderr.write(f"penstock operator: no API server to go to; see --kubeconfig: {error}\n")
+        return 2
     return 0
 
 

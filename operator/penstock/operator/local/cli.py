@@ -16,6 +16,7 @@ from rich.live import Live
 
 from penstock.operator.local.demo import ask
 from penstock.operator.local.models import LocalModel, ModelFileError, load_models
+from penstock.operator.local.network import NetworkError
 from penstock.operator.local.runtime import LocalError, LocalRuntime, run_folder
 from penstock.operator.local.view import example_request, render, summary
 
@@ -46,8 +47,14 @@ def demo(argv: list[str]) -> int:
 def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"penstock {name}", description=description)
     parser.add_argument("-f", "--filename", type=Path, required=True, help="YAML file with InferenceModels")
-    parser.add_argument("--port", type=int, default=8080, help="where the gateway listens on 127.0.0.1 (default: %(default)s)")
+    parser.add_argument("--port", type=_port, default=8080, help="where the gateway listens on 127.0.0.1 (default: %(default)s)")
     return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 1 to 65535")
+    return int(text)
 
 
 def _run(filename: Path, port: int, job: Job) -> int:
@@ -61,7 +68,7 @@ def _run(filename: Path, port: int, job: Job) -> int:
     folder = run_folder()
     try:
         asyncio.run(_serve(models, port, folder, job, out))
-    except LocalError as error:
+    except (LocalError, NetworkError) as error:
         out.print(f"[red]penstock: {error}[/red]\n[dim]logs are kept in {folder}[/dim]", soft_wrap=True, highlight=False)
         return 1
     shutil.rmtree(folder)

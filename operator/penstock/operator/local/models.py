@@ -1,6 +1,7 @@
 """The InferenceModels of a YAML file, as the local runtime runs them."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,15 @@ def load_models(path: Path) -> list[LocalModel]:
         raise ModelFileError(f"{path}: {error}") from None
     if not models:
         raise ModelFileError(f"{path} holds no InferenceModel")
+    _check_distinct(path, "InferenceModel", [local.model.id for local in models])
+    _check_distinct(path, "served name", [name for local in models for name in local.model.served_names])
     return models
+
+
+def _check_distinct(path: Path, what: str, names: list[str]) -> None:
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise ModelFileError(f"{path} has more than one {what} {', '.join(twice)}")
 
 
 def _parse(path: Path, documents: list[Any]) -> Iterator[InferenceModel]:

@@ -10,6 +10,10 @@ _PORTS = (8000, 9002, 9090)
 """Of an engine and of a gateway."""
 
 
+class NetworkError(RuntimeError):
+    """The local system cannot listen where it has to; the message says what to change."""
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port of `host` that nobody listens on now."""
     with socket.socket() as probe:
@@ -18,7 +22,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def port_is_free(host: str, port: int) -> bool:
-    """Whether a listener could be opened there."""
+    """Whether a listener could be opened there; raises `NetworkError` where it is not allowed at all."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -26,17 +30,20 @@ def port_is_free(host: str, port: int) -> bool:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return False
-            raise
+            raise NetworkError(f"cannot listen on port {port} of {host}: {error.strerror}") from None
     return True
 
 
 def addresses() -> Iterator[str]:
     """Loopback addresses that no other local system uses: those of a 127.N.0.0/16 chosen by process ID, skipping ones in use.
 
-    Raises OSError where the system has only 127.0.0.1 on its loopback (macOS: `ifconfig lo0 alias` adds others).
+    Raises `NetworkError` where the system has only 127.0.0.1 on its loopback (macOS: `ifconfig lo0 alias` adds others), and where
+    all are in use.
     """
     network = 1 + os.getpid() % 250
     for high, low in itertools.product(range(256), range(1, 255)):
         address = f"127.{network}.{high}.{low}"
         if all(port_is_free(address, port) for port in _PORTS):
             yield address
+    ports = ", ".join(map(str, _PORTS))
+    raise NetworkError(f"one of the ports {ports} is in use on every address: another program listens on all of them (0.0.0.0)")

@@ -82,6 +82,7 @@ class LocalRuntime:
 
         Raises:
             LocalError: the port is taken, or gateway or Envoy do not start.
+            NetworkError: this machine does not let us listen.
         """
         if not network.port_is_free("127.0.0.1", self._port):
             raise LocalError(f"port {self._port} of 127.0.0.1 is in use; choose another with --port")
@@ -107,6 +108,7 @@ class LocalRuntime:
                         if pod.phase is Phase.CRASHED:
                             raise LocalError(f"{pod.name} cannot start: {pod.message}")
                 self._check_start()
+                self.check()
                 await asyncio.sleep(STEP_S)
 
     def _pods_ready(self) -> bool:
