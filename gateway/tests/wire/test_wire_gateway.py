@@ -22,6 +22,16 @@ BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 PATH = "/v1/chat/completions"
 
 
+_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+NO_HTTP = [
+    _HEAD.replace(b"1.1", b"1.0") + b"\r\n",
+    _HEAD + b"content-length: -1\r\n\r\n",
+    _HEAD + b"content-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
+    _HEAD + b"x-long: " + b"a" * 100_000 + b"\r\n\r\n",
+    b"hello\r\n\r\n",
+]
+
+
 class Stack:
     """A gateway process, an Envoy, and the fleet file between the test and them."""
 
@@ -172,6 +182,20 @@ async def test_an_unknown_path_is_an_openai_error(serving: Any, client: aiohttp.
     async with client.get(serving[0].url + path) as response:
         assert response.status == 404
         assert (await error_of(response))["message"]
+
+
+@pytest.mark.parametrize("request_", NO_HTTP)
+async def test_what_is_no_http_is_an_openai_error(serving: Any, request_: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", serving[0].port)
+    writer.write(request_)
+    async with asyncio.timeout(5):
+        answer = await reader.read()
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert 400 <= int(head.split()[1]) < 500
+    assert b"content-type: application/json" in head
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error" and error["message"]
 
 
 async def test_a_large_body_arrives_whole(serving: Any, client: aiohttp.ClientSession) -> None:

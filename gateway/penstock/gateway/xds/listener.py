@@ -32,7 +32,7 @@ from penstock.gateway.xds.anys import pack
 from penstock.gateway.xds.bootstrap import GATEWAY_CLUSTER
 from penstock.gateway.xds.clusters import ADS
 from penstock.gateway.xds.replies import local_replies
-from penstock.gateway.xds.routes import IDLE_TIMEOUT, ROUTE_NAME
+from penstock.gateway.xds.routes import IDLE_TIMEOUT, PICKER_FILTER, ROUTE_NAME
 
 LISTENER_NAME = "penstock"
 PICKER_TIMEOUT = timedelta(seconds=10)
@@ -86,7 +86,9 @@ def _connection_manager() -> HttpConnectionManager:
         stat_prefix=LISTENER_NAME,
         rds=Rds(config_source=ADS, route_config_name=ROUTE_NAME),
         http_filters=[
-            HttpFilter(name="envoy.filters.http.ext_proc", typed_config=pack(_picker())),
+            # The route enables it: what is no HTTP has no route, and the answer to it would wait for the picker until the
+            # connection is closed.
+            HttpFilter(name=PICKER_FILTER, typed_config=pack(_picker()), disabled=True),
             HttpFilter(name="envoy.filters.http.router", typed_config=pack(Router(suppress_envoy_headers=True))),
         ],
         early_header_mutation_extensions=[_without_control_headers()],

@@ -16,11 +16,14 @@ from penstock.gateway._pb.envoy.config.route.v3.route_components_pb2 import (
     VirtualHost,
 )
 from penstock.gateway._pb.envoy.config.route.v3.route_pb2 import RouteConfiguration
+from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.ext_proc_pb2 import ExtProcOverrides, ExtProcPerRoute
 from penstock.gateway._pb.envoy.extensions.retry.host.previous_hosts.v3.previous_hosts_pb2 import PreviousHostsPredicate
 from penstock.gateway._pb.envoy.type.matcher.v3.string_pb2 import StringMatcher
 from penstock.gateway.xds.anys import pack
 
 ROUTE_NAME = "penstock"
+PICKER_FILTER = "envoy.filters.http.ext_proc"
+"""The filter that asks the picker: off where the listener has it, on for this route."""
 MAX_BODY_BYTES = 32 * 1024 * 1024
 """What Envoy keeps of a request to send it again; larger ones are served, but not retried."""
 RETRIES = 3
@@ -48,6 +51,7 @@ def route_configuration(models: Iterable[Model]) -> RouteConfiguration:
         match=RouteMatch(prefix="/"),
         route=action,
         request_body_buffer_limit=UInt64Value(value=MAX_BODY_BYTES),
+        typed_per_filter_config={PICKER_FILTER: pack(ExtProcPerRoute(overrides=ExtProcOverrides()))},
     )
     return RouteConfiguration(name=ROUTE_NAME, virtual_hosts=[VirtualHost(name=ROUTE_NAME, domains=["*"], routes=[route])])
 
