@@ -1,5 +1,6 @@
 """What `penstock up` and `penstock operator` say to people who got something wrong."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,21 @@ def test_a_port_that_is_none_is_refused_by_name(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit, match="2"):
         cli.up(["-f", "models.yaml", f"--port={port}"])
     assert f"argument --port: '{port}' is not a port" in capsys.readouterr().err
+
+
+def test_a_taken_port_leaves_no_folder_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(MODEL.format(name="a", served="tiny"))
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runs))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.up(["-f", str(file), f"--port={port}"]) == 1
+    assert f"port {port} of 127.0.0.1 is in use" in capsys.readouterr().err
+    assert list(runs.iterdir()) == []
 
 
 def test_a_program_on_all_addresses_is_said_to_be_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:

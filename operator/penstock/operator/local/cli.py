@@ -69,7 +69,11 @@ def _run(filename: Path, port: int, job: Job) -> int:
     try:
         asyncio.run(_serve(models, port, folder, job, out))
     except (LocalError, NetworkError) as error:
-        out.print(f"[red]penstock: {error}[/red]\n[dim]logs are kept in {folder}[/dim]", soft_wrap=True, highlight=False)
+        out.print(f"[red]penstock: {error}[/red]", soft_wrap=True, highlight=False)
+        if any((folder / "logs").glob("*")):
+            out.print(f"[dim]logs are kept in {folder}[/dim]", soft_wrap=True, highlight=False)
+        else:  # nothing was started
+            shutil.rmtree(folder)
         return 1
     shutil.rmtree(folder)
     return 0
