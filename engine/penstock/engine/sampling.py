@@ -5,6 +5,8 @@ import msgspec
 GREEDY_TEMPERATURE = 1e-5
 """Below this the choice is the argmax."""
 
+MAX_BAD_WORD_TOKENS = 32
+
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Validated by the frontend; the core and the runner trust it."""
@@ -22,6 +24,21 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Ends the output; the model's end-of-sequence ids are among them unless `ignore_eos`."""
     logprobs: int | None = None
     """Number of top alternatives to report with each sampled token; None: no logprobs, 0: the sampled token's alone."""
+
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that the output has."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time that the output has the token."""
+    repetition_penalty: float = 1.0
+    """Of tokens that prompt or output have: positive logits are divided by it, negative ones multiplied."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit); each token once."""
+    min_tokens: int = 0
+    """Tokens before which none of `stop_token_ids` is sampled."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the output never has; each of 1 to `MAX_BAD_WORD_TOKENS`."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that are sampled; none: all of the vocabulary."""
 
     @property
     def greedy(self) -> bool:

@@ -173,12 +173,29 @@ def test_min_p_and_top_k_of_one_are_greedy(client: OpenAI) -> None:
     assert answer.choices[0].message.content == expected
 
 
+@pytest.mark.req("SMP-15", "SMP-16", "SMP-18", "SMP-19", "SMP-20")
+def test_adjustments_of_the_logits_change_what_a_client_gets(client: OpenAI) -> None:
+    def tokens(**extra: Any) -> list[bytes]:
+        answer = greedy(client, max_tokens=20, logprobs=True, extra_body=extra)
+        return [bytes(entry.bytes) for entry in answer.choices[0].logprobs.content]
+
+    plain = tokens()
+    assert len(set(tokens(presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=1000.0))) == 20 > len(set(plain))
+    assert tokens(logit_bias={"70": 100}) == tokens(allowed_token_ids=[70]) == tokens(allowed_token_ids=[70])[:1] * 20
+    word = next(token.decode() for token in plain if token.isascii() and token.strip())
+    assert word.encode() not in tokens(bad_words=[word])
+    # <|end|>, token 1, at once, or as soon as it may.
+    for min_tokens, length in ((0, 1), (7, 8)):
+        answer = greedy(client, max_tokens=20, extra_body={"logit_bias": {"1": 100}, "min_tokens": min_tokens})
+        assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (length, "stop")
+
+
 def test_errors_are_the_clients_own_types(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-4", messages=MESSAGES)
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as penalty:
-        client.chat.completions.create(model="tiny", messages=MESSAGES, frequency_penalty=1)
+        client.chat.completions.create(model="tiny", messages=MESSAGES, frequency_penalty=3)
     assert penalty.value.param == "frequency_penalty"
     with pytest.raises(openai.BadRequestError) as tools:
         client.chat.completions.create(model="tiny", messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}])

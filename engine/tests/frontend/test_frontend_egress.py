@@ -26,9 +26,12 @@ class Bench:
         self.egress = Egress(self.metrics)
         self._next = 0
 
-    def generation(self, n: int = 1, stops: Sequence[str] = (), stream: bool = True, logprobs: int | None = None) -> Generation:
+    def generation(
+        self, n: int = 1, stops: Sequence[str] = (), stream: bool = True, logprobs: int | None = None, min_tokens: int = 0
+    ) -> Generation:
+        ends = frozenset({9})
         choices = [
-            Choice(self._next + k, k, 3, Detokenizer(self.tokenizer, self.special, []), stops, frozenset({9}), logprobs)
+            Choice(self._next + k, k, 3, Detokenizer(self.tokenizer, self.special, []), stops, ends, logprobs, min_tokens)
             for k in range(n)
         ]
         self._next += n
@@ -71,6 +74,15 @@ async def test_a_stop_string_ends_the_choice_here_and_aborts_it_there_once(bench
     assert [batch for batch in aborts if batch] == [[0]]
     assert taken(generation) == ("the river turns the ", "stop", "wheel")
     assert generation.usage.completion_tokens == len(bench.ids("the river turns the wheel"))
+
+
+@pytest.mark.req("SMP-19")
+async def test_no_stop_string_is_looked_for_before_min_tokens(bench: Bench) -> None:
+    first, ids = len(bench.ids("the wheel")), bench.ids("the wheel turns the wheel and more")
+    generation = bench.generation(stops=["wheel"], min_tokens=first)
+    for token in ids:
+        await bench.egress.process(step_frame({0: [token]}))
+    assert taken(generation) == ("the wheel turns the ", "stop", "wheel")
 
 
 @pytest.mark.req("EG-17")

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from penstock.engine.config import ModelConfig
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.protocol import ChatRequest, CompletionRequest, parse_chat, parse_completion, parse_json
-from penstock.engine.frontend.requests import check_prompts, sampling_params
+from penstock.engine.frontend.requests import bad_word_tokens, check_prompts, sampling_params
+from penstock.engine.sampling import SamplingParams
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import PromptError
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, PromptProcessor
@@ -66,9 +67,28 @@ def model(tmp_path: Any) -> ModelConfig:
         ({"priority": "high"}, "priority"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"user": 1}, "user"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty"),
+        ({"frequency_penalty": "1"}, "frequency_penalty"),
+        ({"presence_penalty": -2.1}, "presence_penalty"),
         ({"presence_penalty": False}, "presence_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e30}, "repetition_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"5": -100.5}}, "logit_bias"),
+        ({"logit_bias": {"the": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": None}}, "logit_bias"),
+        ({"logit_bias": [[5, 1]]}, "logit_bias"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 1.5}, "min_tokens"),
+        ({"bad_words": "word"}, "bad_words"),
+        ({"bad_words": ["word", ""]}, "bad_words[1]"),
+        ({"bad_words": ["word"] * 129}, "bad_words"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1, -1]}, "allowed_token_ids[1]"),
+        ({"metadata": {"k": 1}}, "metadata"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -113,6 +133,10 @@ def test_neutral_values_and_null_are_absence() -> None:
         "n": 1,
         "best_of": 1,
         "logit_bias": {},
+        "repetition_penalty": 1,
+        "min_tokens": 0,
+        "bad_words": [],
+        "allowed_token_ids": None,
         "tools": [],
         "tool_choice": "none",
         "response_format": {"type": "text"},
@@ -135,6 +159,52 @@ def test_every_sampling_parameter_reaches_the_sampler(model: ModelConfig) -> Non
     assert (params.seed, params.max_tokens, params.stop_token_ids, params.logprobs) == (11, 9, (5, 1, 2), 3)
     ignoring = sampling_params(parse_chat({**CHAT, "ignore_eos": True, "seed": -1, "top_k": -1}), 10, model, 100, seed=1)
     assert (ignoring.stop_token_ids, ignoring.logprobs, ignoring.seed, ignoring.top_k) == ((), None, 2**63 - 1, 0)
+
+
+def test_every_adjustment_of_the_logits_reaches_the_sampler(model: ModelConfig) -> None:
+    fields = {"presence_penalty": 0.5, "frequency_penalty": -2, "repetition_penalty": 1.1, "min_tokens": 3}
+    lists = {"logit_bias": {"5": 1, "7": -100}, "allowed_token_ids": [9, 5, 9], "max_tokens": 9}
+    params = sampling_params(parse_chat({**CHAT, **fields, **lists}), 10, model, 100, seed=1, bad_words=((3, 4),))
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -2, 1.1)
+    assert (params.logit_bias, params.min_tokens) == (((5, 1.0), (7, -100.0)), 3)
+    assert (params.bad_words, params.allowed_token_ids) == (((3, 4),), (9, 5))
+    plain = sampling_params(parse_chat(CHAT), 10, model, 100, seed=1)
+    assert plain == SamplingParams(max_tokens=54, seed=1, stop_token_ids=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "bad_words", "param"),
+    [
+        ({"logit_bias": {"100": 1}}, (), "logit_bias"),
+        ({"allowed_token_ids": [99, 100]}, (), "allowed_token_ids"),
+        ({"min_tokens": 9, "max_tokens": 8}, (), "min_tokens"),
+        ({"min_tokens": 55}, (), "min_tokens"),
+        # Nothing left to sample: token 2 ends the output, 7 is a bad word.
+        ({"min_tokens": 1, "allowed_token_ids": [2, 5], "stop_token_ids": [5]}, (), "allowed_token_ids"),
+        ({"min_tokens": 1, "allowed_token_ids": [2, 7]}, ((7,),), "allowed_token_ids"),
+    ],
+)
+def test_adjustments_that_cannot_be_made_are_named(model: ModelConfig, fields: dict, bad_words: Any, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        sampling_params(parse_chat({**CHAT, **fields}), 10, model, 100, seed=1, bad_words=bad_words)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.req("SMP-18")
+def test_bad_words_are_tokens_at_the_start_and_after_a_space(processor: PromptProcessor) -> None:
+    tokenizer = processor.tokenizer
+
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    # "wheel" is several tokens at the start of a text and one after a space, "t" one and one.
+    assert len(ids("wheel")) > 1 and len(ids(" wheel")) == 1
+    assert bad_word_tokens(["wheel"], tokenizer) == (ids("wheel"),)
+    assert bad_word_tokens([" t", "t"], tokenizer) == (ids("t"), ids(" t"))
+    for words in (["t", " "], ["t", "水" * 40]):
+        with pytest.raises(ApiError) as caught:
+            bad_word_tokens(words, tokenizer)
+        assert (caught.value.status, caught.value.param) == (400, "bad_words[1]")
 
 
 def test_the_output_is_capped_by_the_context(model: ModelConfig) -> None:
@@ -213,8 +283,10 @@ def test_no_body_is_an_error_of_ours(path: str, data: st.DataObject, model: Mode
         request = parse_chat(body) if chat else parse_completion(body)
         prompts = processor.tokens_of(path, body)
         check_prompts(prompts, request, 64)
+        words = bad_word_tokens(request.bad_words, processor.tokenizer)
         for prompt in prompts:
-            assert 1 <= sampling_params(request, len(prompt), model, processor.vocab_size, 1).max_tokens <= 64 - len(prompt)
+            params = sampling_params(request, len(prompt), model, processor.vocab_size, 1, words)
+            assert 1 <= params.max_tokens <= 64 - len(prompt)
     except ApiError as error:
         assert error.status == 400 and error.param
     except PromptError as error:

@@ -147,13 +147,20 @@ class Driver:
                 cache.fill_(float("nan"))
 
     def admit(
-        self, prompt: list[int], sampling: SamplingParams | None = None, cached: "Sequence | None" = None, blocks: int = 0
+        self,
+        tokens: list[int],
+        sampling: SamplingParams | None = None,
+        cached: "Sequence | None" = None,
+        blocks: int = 0,
+        num_prompt_tokens: int | None = None,
     ) -> Sequence:
-        """Takes a row, with the first `blocks` blocks of another sequence where `cached` is given."""
+        """Takes a row, with the first `blocks` blocks of another sequence where `cached` is given. All tokens are the prompt's
+        unless said: a request that resumes has outputs as well."""
         sampling = sampling or SamplingParams(max_tokens=100, temperature=0.0)
         shared = cached.blocks[:blocks] if cached else []
-        sequence = Sequence(self._rows.pop(0), list(prompt), [], len(shared) * BLOCK_SIZE, sampling)
-        self._admissions.append(Admission(sequence.row, np.array(prompt, np.int32), len(prompt), sequence.computed, sampling))
+        sequence = Sequence(self._rows.pop(0), list(tokens), [], len(shared) * BLOCK_SIZE, sampling)
+        known = np.array(tokens, np.int32)
+        self._admissions.append(Admission(sequence.row, known, num_prompt_tokens or len(tokens), sequence.computed, sampling))
         for block in shared:
             self._append(sequence, block)
         return sequence

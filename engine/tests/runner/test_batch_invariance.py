@@ -8,7 +8,17 @@ import torch
 from penstock.engine.sampling import SamplingParams
 
 VOCAB = 257
-PARAMS = SamplingParams(max_tokens=100, temperature=0.8, top_p=0.95, seed=11, logprobs=VOCAB)
+RANDOM = SamplingParams(max_tokens=100, temperature=0.8, top_p=0.95, seed=11, logprobs=VOCAB)
+PENALISED = SamplingParams(
+    max_tokens=100,
+    temperature=0.0,
+    logprobs=VOCAB,
+    presence_penalty=0.5,
+    frequency_penalty=1.0,
+    repetition_penalty=1.4,
+    logit_bias=((5, 2.0), (9, -3.0)),
+    bad_words=tuple((token, other) for token in range(VOCAB) for other in range(token % 3, VOCAB, 3)),
+)
 VARIANTS = [("llama", "float32"), ("llama-7to1-llama3-tied", "float32"), ("llama-mha-linear-bias", "float32")]
 VARIANTS += [("qwen3", "float32"), ("llama", "bfloat16"), ("qwen3", "bfloat16"), ("llama", "float16")]
 VARIANTS += [
@@ -44,8 +54,8 @@ class Trace:
         )
 
 
-def run_alone(play, tokens, chunk=1000, outputs=6, **cached) -> tuple[Trace, object]:
-    trace, sequence = Trace(), play.admit(tokens, PARAMS, **cached)
+def run_alone(play, tokens, params, chunk=1000, outputs=6, **cached) -> tuple[Trace, object]:
+    trace, sequence = Trace(), play.admit(tokens, params, **cached)
     while len(trace.tokens) < outputs:
         trace.add(play.step([(sequence, min(chunk, len(sequence.tokens) - sequence.computed))]), 0)
     return trace, sequence
@@ -56,31 +66,36 @@ def runner(request, loaded):
     return loaded(*request.param)
 
 
+@pytest.fixture(params=[RANDOM, PENALISED], ids=["random", "penalised"])
+def params(request) -> SamplingParams:
+    return request.param
+
+
 @pytest.fixture
-def expected(runner, driver) -> Trace:
-    return run_alone(driver(runner), prompt(1, 200))[0]
+def expected(runner, driver, params) -> Trace:
+    return run_alone(driver(runner), prompt(1, 200), params)[0]
 
 
 @pytest.mark.req("CHK-05", "CHK-06")
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64, 129])
-def test_chunks(runner, driver, expected, chunk):
-    assert run_alone(driver(runner, seed=chunk), prompt(1, 200), chunk)[0] == expected
+def test_chunks(runner, driver, params, expected, chunk):
+    assert run_alone(driver(runner, seed=chunk), prompt(1, 200), params, chunk)[0] == expected
 
 
-def test_cached_prefix(runner, driver, expected):
+def test_cached_prefix(runner, driver, params, expected):
     play = driver(runner)
-    _, first = run_alone(play, prompt(1, 200)[:180] + prompt(9, 10))
+    _, first = run_alone(play, prompt(1, 200)[:180] + prompt(9, 10), params)
     for blocks in (1, 8, 11):
-        assert run_alone(play, prompt(1, 200), cached=first, blocks=blocks)[0] == expected
+        assert run_alone(play, prompt(1, 200), params, cached=first, blocks=blocks)[0] == expected
 
 
 @pytest.mark.req("SMP-13")
 @pytest.mark.parametrize("crowd", [1, 2, 4, 9])
-def test_neighbours(runner, driver, expected, crowd):
+def test_neighbours(runner, driver, params, expected, crowd):
     """Others prefill, decode and end around it, before and after it in the batch."""
     play, rng = driver(runner, seed=crowd), np.random.default_rng(crowd)
-    others = [play.admit(prompt(100 + i, int(rng.integers(2, 120))), PARAMS) for i in range(crowd)]
-    sequence, trace = play.admit(prompt(1, 200), PARAMS), Trace()
+    others = [play.admit(prompt(100 + i, int(rng.integers(2, 120))), (RANDOM, PENALISED)[i % 2]) for i in range(crowd)]
+    sequence, trace = play.admit(prompt(1, 200), params), Trace()
     while len(trace.tokens) < 6:
         work = [(other, int(rng.integers(1, len(other.tokens) - other.computed + 1))) for other in others]
         index = int(rng.integers(0, len(work) + 1))
@@ -90,17 +105,17 @@ def test_neighbours(runner, driver, expected, crowd):
         if rng.random() < 0.2:
             gone = others.pop()
             play.release(gone)
-            others.append(play.admit(prompt(int(rng.integers(200, 300)), 30), PARAMS))
+            others.append(play.admit(prompt(int(rng.integers(200, 300)), 30), RANDOM))
     assert trace == expected
 
 
-def test_resumes_after_preemption(runner, driver, expected):
+def test_resumes_after_preemption(runner, driver, params, expected):
     """All tokens known so far are computed again, in another row and other blocks."""
     play = driver(runner, seed=5)
-    trace, sequence = run_alone(play, prompt(1, 200), outputs=3)
+    trace, sequence = run_alone(play, prompt(1, 200), params, outputs=3)
     play.release(sequence)
-    play.admit(prompt(2, 5), PARAMS)
-    resumed, _ = run_alone(play, sequence.tokens, chunk=50, outputs=3)
+    play.admit(prompt(2, 5), params)
+    resumed, _ = run_alone(play, sequence.tokens, params, chunk=50, outputs=3, num_prompt_tokens=200)
     assert trace.tokens + resumed.tokens == expected.tokens
     assert all(np.array_equal(a, b) for a, b in zip(trace.logprobs + resumed.logprobs, expected.logprobs, strict=True))
 
@@ -108,5 +123,5 @@ def test_resumes_after_preemption(runner, driver, expected):
 def test_the_poison_is_there(loaded, driver):
     """Without it the tests above would show nothing of what is read."""
     play = driver(loaded("llama"))
-    play.step([(play.admit(prompt(1, 20), PARAMS), 20)])
+    play.step([(play.admit(prompt(1, 20), RANDOM), 20)])
     assert all(torch.isnan(cache).any() and torch.isfinite(cache).any() for cache in play.runner.kv_caches)

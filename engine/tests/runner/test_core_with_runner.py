@@ -1,6 +1,8 @@
 """The real scheduler, cache and runner together: requests get the same tokens alone and in a crowd that is chunked, cached,
 preempted and planned ahead."""
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -15,14 +17,33 @@ VOCAB, OUTPUTS = 257, 24
 SCHEDULER = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, watermark=0.0)
 
 
-def requests() -> list[AddRequest]:
-    """Ten, some with a common prefix, greedy and random in turn."""
+def adjustments(index: int) -> dict[str, Any]:
+    """Each kind on some, several on most. No output ends early: stop tokens stay masked to the last."""
+    fields: dict[str, Any] = {}
+    if index % 2:
+        fields |= {"frequency_penalty": 0.4 * index, "presence_penalty": -0.3}
+    if index % 3:
+        fields |= {"repetition_penalty": 1.0 + index / 10}
+    if index % 4:
+        fields |= {"min_tokens": OUTPUTS, "stop_token_ids": tuple(range(index, VOCAB, 9))}
+    if index % 5:
+        fields |= {"bad_words": tuple((token, other) for token in range(index, VOCAB, 17) for other in range(5, 100, 2))}
+    if index > 5:
+        fields |= {"logit_bias": ((index, 3.0), (index + 1, 2.0)), "allowed_token_ids": tuple(range(index, VOCAB, 3))}
+    return fields
+
+
+def requests(adjusted: bool) -> list[AddRequest]:
+    """Ten, some with a common prefix; greedy and random in turn, or greedy with adjusted logits."""
     rng = np.random.default_rng(0)
     common = rng.integers(0, VOCAB, 64).tolist()
     found = []
     for index in range(10):
         tail = rng.integers(0, VOCAB, int(rng.integers(1, 60))).tolist()
-        sampling = SamplingParams(max_tokens=OUTPUTS, temperature=0.9 * (index % 2), top_p=0.9, seed=index)
+        if adjusted:
+            sampling = SamplingParams(max_tokens=OUTPUTS, temperature=0.0, **adjustments(index))
+        else:
+            sampling = SamplingParams(max_tokens=OUTPUTS, temperature=0.9 * (index % 2), top_p=0.9, seed=index)
         found.append(AddRequest(index, f"r{index}", common * (index % 3 > 0) + tail, sampling, float(index)))
     return found
 
@@ -50,12 +71,17 @@ class Engine:
         return tokens
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "adjusted"])
+def adjusted(request) -> bool:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def alone(checkpoint, build_runner) -> dict[int, list[int]]:
+def alone(checkpoint, build_runner, adjusted) -> dict[int, list[int]]:
     """Each request's tokens with nobody else there and nothing cached."""
     tokens: dict[int, list[int]] = {}
     runner = build_runner(checkpoint("llama"), scheduler=SCHEDULER)
-    for request in requests():
+    for request in requests(adjusted):
         engine = Engine(runner, depth=1, num_blocks=100)
         tokens |= engine.run([request])
     return tokens
@@ -63,13 +89,23 @@ def alone(checkpoint, build_runner) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_blocks", [100, 22])
-@pytest.mark.req("CHK-05", "SMP-13")
-def test_a_crowd_gets_what_each_gets_alone(checkpoint, build_runner, alone, depth, num_blocks):
+@pytest.mark.req("CHK-05", "SMP-13", "SMP-17")
+def test_a_crowd_gets_what_each_gets_alone(checkpoint, build_runner, alone, adjusted, depth, num_blocks):
     engine = Engine(build_runner(checkpoint("llama"), scheduler=SCHEDULER), depth, num_blocks)
     try:
-        assert engine.run(requests()) == alone
+        assert engine.run(requests(adjusted)) == alone
         stats = engine.core.stats()
         assert stats.prefix_hits > 0
         assert (stats.preemptions > 0) == (num_blocks == 22)
     finally:
         engine.executor.close()
+
+
+def test_the_adjustments_change_every_output(checkpoint, build_runner):
+    """Without that the test above would show nothing of them."""
+    runner = build_runner(checkpoint("llama"), scheduler=SCHEDULER)
+    greedy = SamplingParams(max_tokens=OUTPUTS, temperature=0.0)
+    for request in requests(adjusted=True):
+        plain = msgspec.structs.replace(request, sampling=greedy)
+        tokens = [Engine(runner, depth=1, num_blocks=100).run([each])[request.index] for each in (request, plain)]
+        assert (tokens[0] == tokens[1]) == (request.sampling == greedy)

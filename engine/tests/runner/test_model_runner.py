@@ -108,6 +108,28 @@ def test_plans_need_not_know_sampled_tokens(loaded, driver):
     assert got == expected
 
 
+@pytest.mark.req("SMP-17")
+def test_plans_need_not_know_what_penalties_count(loaded, driver):
+    """All plans are made before the first step runs; each step's penalties count the tokens of those before it."""
+    runner = loaded("llama")
+    penalised = SamplingParams(max_tokens=10, temperature=0.0, frequency_penalty=2.0, repetition_penalty=1.5)
+    play = driver(runner)
+    expected = play.generate(play.admit(prompt(1, 20), penalised), 8)
+    plain = driver(runner)
+    assert plain.generate(plain.admit(prompt(1, 20)), 8) != expected
+    play = driver(runner)
+    sequence = play.admit(prompt(1, 20), penalised)
+    plans = [play.plan([(sequence, 20)])]
+    for _ in range(7):
+        sequence.tokens.append(-1)
+        plans.append(play.plan([(sequence, 1)]))
+    got = []
+    for step in plans:
+        runner.execute(step)
+        got.append(int(runner.sample(SampleInputs(step.step_id)).token_ids[0, 0]))
+    assert got == expected
+
+
 def test_a_full_context_may_sample_once_more(loaded, driver):
     """The scheduler may not know yet that the last token ended it."""
     runner = loaded("llama")
@@ -192,6 +214,28 @@ def test_a_request_with_unknown_tokens_fails_alone(loaded, driver):
     result = play.step(work)
     assert result.failed == {1: "token 257 at position 2 is outside the vocabulary of 257"}
     assert result.counts.tolist() == [1, 0, 1] and result.token_ids[[0, 2], 0].tolist() == expected
+
+
+def test_a_request_with_no_token_left_fails_alone(loaded, driver):
+    runner = loaded("llama")
+    play = driver(runner)
+    expected = play.step([(play.admit(prompt(1, 9)), 9)]).token_ids.tolist()
+    play = driver(runner)
+    cornered = SamplingParams(max_tokens=5, temperature=1.0, top_p=0.9, allowed_token_ids=(3,), bad_words=((3,),), logprobs=1)
+    work = [(play.admit(prompt(0, 9), cornered), 9), (play.admit(prompt(1, 9)), 9)]
+    result = play.step(work)
+    assert list(result.failed) == [0] and "no token is left" in result.failed[0]
+    assert (result.counts.tolist(), [result.token_ids[1].tolist()]) == ([0, 1], expected)
+
+
+@pytest.mark.req("LP-01")
+def test_logprobs_are_those_before_adjustments(loaded, driver):
+    play = driver(loaded("llama"))
+    adjusted = SamplingParams(max_tokens=5, temperature=0.0, logprobs=VOCAB, logit_bias=((7, 100.0),), repetition_penalty=9.0)
+    plain = SamplingParams(max_tokens=5, temperature=0.0, logprobs=VOCAB)
+    result = play.step([(play.admit(prompt(1, 12), sampling), 12) for sampling in (plain, adjusted)])
+    assert np.array_equal(*result.logprobs.top_logprobs) and np.array_equal(*result.logprobs.top_ids)
+    assert result.token_ids[1, 0] == 7 != result.token_ids[0, 0]
 
 
 @pytest.mark.req("LP-03", "LP-04")

@@ -60,6 +60,33 @@ def test_greedy_tokens_equal_transformers(name, loaded, driver, reference):
     assert play.generate(play.admit(tokens), OUTPUTS) == expected
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
+        ({"logit_bias": ((9, 8.0), (5, 7.5))}, {"sequence_bias": [[[9], 8.0], [[5], 7.5]]}),
+        ({"min_tokens": OUTPUTS, "stop_token_ids": tuple(range(99))}, {"min_new_tokens": OUTPUTS, "eos_token_id": [*range(99)]}),
+        ({"allowed_token_ids": tuple(range(200, VOCAB))}, {"suppress_tokens": [*range(200)]}),
+    ],
+    ids=["repetition", "bias", "min_tokens", "allowed"],
+)
+@pytest.mark.req("SMP-15", "SMP-18", "SMP-19", "SMP-20")
+def test_adjusted_greedy_tokens_equal_transformers(ours, theirs, loaded, driver, reference):
+    play, tokens = driver(loaded("llama")), prompt(2)
+    inputs = torch.tensor([tokens])
+    with torch.no_grad():
+        expected = (
+            reference("llama")
+            .generate(
+                inputs, attention_mask=torch.ones_like(inputs), pad_token_id=0, max_new_tokens=OUTPUTS, do_sample=False, **theirs
+            )[0, PROMPT:]
+            .tolist()
+        )
+    sampling = SamplingParams(max_tokens=OUTPUTS, temperature=0.0, **ours)
+    assert play.generate(play.admit(tokens, sampling), OUTPUTS) == expected
+    assert play.generate(play.admit(tokens), OUTPUTS) != expected
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_bfloat16_is_close(name, loaded, driver, reference):
     """Teacher-forced: each position's log probabilities near float32's, and the same choice but for near-ties."""

@@ -167,6 +167,7 @@ class AsyncLLM:
                         stops=spec.stops,
                         stop_token_ids=spec.client_stop_token_ids,
                         num_logprobs=sampling.logprobs,
+                        min_tokens=sampling.min_tokens,
                     )
                 )
                 adds.append(

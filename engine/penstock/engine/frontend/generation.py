@@ -45,6 +45,7 @@ class Choice:
         stops: Stop strings.
         stop_token_ids: Those of the client, which are reported as `stop_reason`.
         num_logprobs: Alternatives to report with each token; None: no logprobs.
+        min_tokens: Tokens in whose text no stop string is looked for.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Choice:
         stops: Sequence[str],
         stop_token_ids: frozenset[int],
         num_logprobs: int | None,
+        min_tokens: int = 0,
     ) -> None:
         self.index = index
         self.number = number
@@ -71,6 +73,7 @@ class Choice:
         self._detokenizer = detokenizer
         self._stops = StopBuffer(stops)
         self._stop_token_ids = stop_token_ids
+        self._min_tokens = min_tokens
         self._characters = 0
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
@@ -115,6 +118,9 @@ class Choice:
         if not text:
             return False
         self._characters += len(text)
+        if self.num_tokens <= self._min_tokens:
+            self._text.append(text)
+            return False
         shown, stop = self._stops.feed(text)
         if shown:
             self._text.append(shown)

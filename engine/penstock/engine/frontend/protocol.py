@@ -1,7 +1,7 @@
 """The bodies of `/v1/chat/completions` and `/v1/completions`: every parameter that is accepted is honoured, every other one is a
 400 that names it.
 
-A parameter that is not supported may still be given with the value that means its absence (`frequency_penalty: 0`).
+A parameter that is not supported may still be given with the value that means its absence (`best_of: 1`).
 """
 
 from collections.abc import Mapping
@@ -17,6 +17,8 @@ MAX_CHOICES: Final = 128
 """`n` times prompts of one request."""
 MAX_TOP_LOGPROBS: Final = 20
 
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 _StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 _Count = Annotated[int, Meta(ge=1)]
 
@@ -28,8 +30,8 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both APIs share. Ranges are OpenAI's; `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`, `priority` and `cache_salt`
-    are vLLM's."""
+    """What both APIs share. Ranges are OpenAI's; `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `bad_words`,
+    `allowed_token_ids`, `stop_token_ids`, `ignore_eos`, `priority` and `cache_salt` are vLLM's."""
 
     model: str
     stream: bool = False
@@ -44,9 +46,19 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     stop: _StopString | Annotated[list[_StopString], Meta(max_length=16)] = msgspec.field(default_factory=list)
     """At most 16 strings (OpenAI: 4)."""
-    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=128)] = msgspec.field(
+    stop_token_ids: Annotated[list[_TokenId], Meta(max_length=128)] = msgspec.field(default_factory=list)
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
+    """vLLM: anything above 0. Beyond these bounds nothing changes but that float32 may overflow."""
+    logit_bias: Annotated[dict[_TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] = msgspec.field(
+        default_factory=dict
+    )
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=128)] = msgspec.field(
         default_factory=list
     )
+    allowed_token_ids: Annotated[list[_TokenId], Meta(min_length=1)] | None = None
     ignore_eos: bool = False
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
@@ -103,11 +115,6 @@ _T = TypeVar("_T", bound=_Request)
 # Not supported, with the values that change nothing; `null` always is one. Anything else is refused.
 _NEUTRAL_SHARED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "response_format": ({"type": "text"},),
@@ -167,7 +174,7 @@ def _convert(body: Mapping[str, Any], kind: type[_T], neutral: Mapping[str, tupl
         elif value is not None:  # null is absence
             fields[name] = value
     try:
-        request = msgspec.convert(fields, kind)
+        request = msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
         message, param = _locate(str(error))
         raise ApiError(400, message, param=param) from None
@@ -182,8 +189,9 @@ def _spellings(values: tuple[Any, ...]) -> list[Any]:
 
 
 def _locate(error: str) -> tuple[str, str | None]:
-    """msgspec says "… - at `$.stop[0]`" for wrong values, and names the field itself where one is missing or unknown."""
-    text, _, path = error.partition(" - at `$")
+    """msgspec says "… - at `$.stop[0]`" for wrong values, "… - at `key` in `$.logit_bias`" for wrong keys, and names the field
+    itself where one is missing or unknown."""
+    text, _, path = error.replace("`key` in ", "").partition(" - at `$")
     param = path.rstrip("`").lstrip(".").replace("[...]", "")
     if not path:
         param = error.split("`")[1] if "`" in error else ""

@@ -20,7 +20,7 @@ from penstock.engine.frontend.async_llm import AsyncLLM, GenerationSpec, State
 from penstock.engine.frontend.errors import ApiError, unavailable
 from penstock.engine.frontend.generation import Generation
 from penstock.engine.frontend.protocol import ChatRequest, CompletionRequest, parse_chat, parse_completion, parse_json
-from penstock.engine.frontend.requests import check_prompts, sampling_params
+from penstock.engine.frontend.requests import bad_word_tokens, check_prompts, sampling_params
 from penstock.engine.frontend.responses import DONE, ChatFormat, CompletionFormat, Format
 from penstock.prompt.errors import PromptError
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH
@@ -135,12 +135,13 @@ class ApiServer:
             raise ApiError.from_prompt(error) from None
         check_prompts(prompts, params, model.max_model_len)
         seed = self._llm.draw_seed()
+        bad_words = bad_word_tokens(params.bad_words, processor.tokenizer)
         spec = GenerationSpec(
             request_id=request[_REQUEST_ID_KEY],
             prompts=prompts,
             # Equal prompts of a list differ, unless the client's seed says otherwise.
             sampling=[
-                sampling_params(params, len(prompt), model, processor.vocab_size, seed + at * params.n)
+                sampling_params(params, len(prompt), model, processor.vocab_size, seed + at * params.n, bad_words)
                 for at, prompt in enumerate(prompts)
             ],
             n=params.n,

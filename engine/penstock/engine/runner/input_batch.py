@@ -7,6 +7,8 @@ import torch
 
 from penstock.engine.core.plan import Int32, StepPlan
 from penstock.engine.core.row_table import RowTable
+from penstock.engine.runner.sampler.adjustments import Adjustments
+from penstock.engine.runner.sampler.logits_rows import LogitsRows
 from penstock.engine.runner.sampler.params import SamplingBatch, SamplingTable
 from penstock.kernels.paged_attention.batch import PagedBatch
 
@@ -43,6 +45,7 @@ class InputBatch:
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
         self.rows = RowTable(max_num_seqs, max_model_len, [block_size])
         self.sampling = SamplingTable(max_num_seqs)
+        self.adjustments = Adjustments(max_num_seqs, vocab_size)
         self._block_size, self._vocab_size, self._max_model_len = block_size, vocab_size, max_model_len
         self._refused: dict[int, str] = {}
 
@@ -52,8 +55,11 @@ class InputBatch:
         for row in plan.released.tolist():
             self._refused.pop(row, None)
         for admission in plan.admissions:
-            self.sampling.admit(admission.row, admission.sampling)
-            self._check_tokens(admission.row, len(admission.token_ids))
+            row, count = admission.row, len(admission.token_ids)
+            self.sampling.admit(row, admission.sampling)
+            self._check_tokens(row, count)
+            known = self.rows.token_ids[row, :count]
+            self.adjustments.admit(row, known, admission.num_prompt_tokens, admission.sampling)
         return self._inputs(plan, starts)
 
     def refused(self, plan: StepPlan) -> dict[int, str]:
@@ -66,12 +72,18 @@ class InputBatch:
         """Parameters of the step's m logits rows."""
         return self.sampling.batch(plan.rows[inputs.sampled_rows], inputs.sampled_positions)
 
+    def logits_rows(self, plan: StepPlan, inputs: StepInputs) -> LogitsRows:
+        """What the step's m logits rows stand for."""
+        rows = plan.rows[inputs.sampled_rows]
+        return LogitsRows(rows, inputs.sampled_positions, self.rows.num_prompt_tokens[rows], self.rows.token_ids)
+
     def write_sampled(self, plan: StepPlan, inputs: StepInputs, token_ids: Int32) -> None:
         """Puts sampled tokens, [m], where the next step finds them."""
         # A row whose context is full may sample once more before anybody knows that it ended; that token has no place.
         fits = inputs.sampled_positions < self._max_model_len
         rows = plan.rows[inputs.sampled_rows]
         self.rows.write_sampled(rows[fits], inputs.sampled_positions[fits], token_ids[fits])
+        self.adjustments.observe(self.logits_rows(plan, inputs), token_ids)
 
     def _check_tokens(self, row: int, count: int) -> None:
         """Refuses a row with tokens outside the vocabulary, and makes it harmless for the step that it is in."""

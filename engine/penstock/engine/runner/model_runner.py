@@ -18,6 +18,7 @@ from penstock.engine.models.layers.linear_method import linear_method
 from penstock.engine.models.layers.shard import Shard
 from penstock.engine.models.registry import model_class
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
+from penstock.engine.runner.sampler.adjustments import describe_nothing_left
 from penstock.engine.runner.sampler.logprobs import gather_logprobs
 from penstock.engine.runner.sampler.params import NO_LOGPROBS, SamplingBatch
 from penstock.engine.runner.sampler.sampler import describe_not_finite, sample
@@ -143,11 +144,14 @@ class ModelRunner:
         logprobs = None
         if len(step.sampled_rows):
             not_finite = describe_not_finite(logits)
-            failed |= {int(step.sampled_rows[row]): message for row, message in not_finite.items()}
             # Their own tokens count for nothing; zeros keep them from disturbing what is computed over all rows.
             logits[list(not_finite)] = 0.0
             params = self._batch.sampling_batch(plan, step)
-            tokens = sample(logits, params)
+            adjusted = self._batch.adjustments.apply(logits, self._batch.logits_rows(plan, step))
+            nothing_left = describe_nothing_left(adjusted) if adjusted is not logits else {}
+            adjusted[list(nothing_left)] = 0.0
+            failed |= {int(step.sampled_rows[row]): message for row, message in (nothing_left | not_finite).items()}
+            tokens = sample(adjusted, params)
             token_ids[step.sampled_rows, 0] = tokens.numpy()
             self._batch.write_sampled(plan, step, token_ids[step.sampled_rows, 0])
             logprobs = _logprobs(logits, tokens, params, step)

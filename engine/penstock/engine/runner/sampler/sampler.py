@@ -1,4 +1,4 @@
-"""From logits to tokens, in a fixed order: check, greedy choice, temperature, min-p, top-k, top-p, draw.
+"""From adjusted logits to tokens, in a fixed order: greedy choice, temperature, min-p, top-k, top-p, draw.
 
 Indexed by logits row; each row's token is a function of its own logits, parameters and position.
 """
@@ -22,7 +22,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Chooses a token a row.
 
     Args:
-        logits: [m, vocab], float32 and finite. Not changed.
+        logits: [m, vocab], float32; -inf where masked, which leaves at least one token a row. Not changed.
         batch: The rows' parameters.
 
     Returns:
