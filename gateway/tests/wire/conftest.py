@@ -32,7 +32,8 @@ class Engine:
     pause_s: float = 0.0
     """Before each chunk of a stream."""
     refuse: str = ""
-    """`retriable`: 503 that says nothing was done; `plain`: one that does not; `reset`: the connection breaks."""
+    """`retriable`: 503 that says nothing was done; `plain`: one that does not; `reset`: the connection breaks; `torn`: it does so
+    after the answer's first bytes."""
     requests: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
     finished: int = 0
 
@@ -54,6 +55,13 @@ class Engine:
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
+        if self.refuse == "torn":
+            torn = web.StreamResponse()
+            await torn.prepare(request)
+            await torn.write(_CHUNK % 0)
+            assert request.transport is not None
+            request.transport.close()
+            return torn
         if self.refuse:
             marks = {headers.RETRIABLE: "true"} if self.refuse == "retriable" else {}
             return web.json_response({"error": {"message": "draining"}}, status=503, headers={"retry-after": "7", **marks})

@@ -259,9 +259,13 @@ async def test_any_other_refusal_reaches_the_client_as_it_is(serving: Any, clien
     assert second.requests == []
 
 
-async def test_a_replica_that_breaks_off_is_an_openai_error_and_final(serving: Any, client: aiohttp.ClientSession) -> None:
+@pytest.mark.parametrize("when", ["reset", "torn"])
+async def test_a_replica_that_breaks_off_is_an_openai_error_and_final(
+    serving: Any, client: aiohttp.ClientSession, when: str
+) -> None:
+    # "torn": the head of its answer is still with the picker when the replica dies, so the client has seen nothing of it.
     rig, first, second = serving
-    first.refuse = "reset"
+    first.refuse = when
     async with client.post(rig.url + PATH, json=BODY) as response:
         assert response.status == 503
         assert response.headers["retry-after"] == "1"

@@ -6,6 +6,8 @@ The picker's immediate responses pass here too, and are left as they are.
 import json
 from dataclasses import dataclass
 
+from google.protobuf.wrappers_pb2 import UInt32Value
+
 from penstock.api import headers
 from penstock.api.errors import error_body
 from penstock.gateway._pb.envoy.config.accesslog.v3.accesslog_pb2 import (
@@ -32,6 +34,7 @@ class Reply:
     kind: str
     code: str
     retry: bool = False
+    """Sending it again may help: a 503, whatever status Envoy would give, and `retry-after`."""
 
 
 PICKER_FAILED = "response.code_details.startsWith('ext_proc_error')"
@@ -55,7 +58,8 @@ REPLIES = (
         True,
     ),
     Reply(
-        "response.code == 503",
+        # The second: its head was still with the picker when it died; Envoy calls that a 502.
+        "response.code == 503 || response.code_details.startsWith('upstream_reset')",
         "The replica that was to answer failed before it did; try again.",
         "server_error",
         "replica_failed",
@@ -70,7 +74,7 @@ REPLIES = (
 
 
 def local_replies() -> LocalReplyConfig:
-    """The mapping of every reply that Envoy makes up; statuses stay."""
+    """The mapping of every reply that Envoy makes up."""
     untouched = ResponseMapper(filter=_when(PICKER_ANSWERED))
     return LocalReplyConfig(mappers=[untouched, *(_mapper(reply) for reply in REPLIES)])
 
@@ -79,6 +83,7 @@ def _mapper(reply: Reply) -> ResponseMapper:
     text = json.dumps(error_body(reply.message, reply.kind, code=reply.code))
     return ResponseMapper(
         filter=_when(reply.when),
+        status_code=UInt32Value(value=503) if reply.retry else None,
         body_format_override=SubstitutionFormatString(
             text_format_source=DataSource(inline_string=text), content_type="application/json"
         ),
