@@ -39,11 +39,11 @@ async def test_a_request_goes_where_its_prefix_is_and_says_why(world: Any) -> No
         assert world.destinations(answer) == [world.replicas[1].endpoint, world.replicas[0].endpoint]
         added = await stream.respond()
         assert added[headers.REPLICA] == "u1"
-        assert "63 of 64 prompt tokens are resident at r1" in added[headers.DECISION]
+        assert "48 of 64 prompt tokens are resident at r1" in added[headers.DECISION]
         await stream.end()
     decisions = await world.get("/debug/decisions?n=2")
     assert [d["picked"] for d in decisions] == ["r1", "r1"]
-    assert decisions[0]["candidates"][0]["resident_tokens"] == 63
+    assert decisions[0]["candidates"][0]["resident_tokens"] == 48
     assert decisions[0]["candidates"][1]["terms"]["prefill_s"] == pytest.approx(0.064)
 
 

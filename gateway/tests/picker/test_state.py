@@ -43,7 +43,7 @@ def test_residency_is_of_full_blocks_and_never_the_last_token() -> None:
     state.update(fleet(replica(1)))
     state.event(key_of(replica(1)), BlockStored([b"a", b"b"]), 0.0)
     (whole,), _ = state.candidates(MODEL, request(Prompt(32, (b"a", b"b"))), 0.0)
-    assert whole.resident_tokens == 31
+    assert whole.resident_tokens == 16
     (both,), _ = state.candidates(MODEL, request(Prompt(40, (b"a", b"b")), Prompt(20, (b"a",)), Prompt(20, (b"x",))), 0.0)
     assert both.resident_tokens == 32 + 16
     (other,), _ = state.candidates(MODEL, request(Prompt(32, (b"a", b"b"))), 0.0, comparable=())

@@ -180,11 +180,12 @@ class FleetState:
         )
 
     def _resident_tokens(self, request: RequestView) -> dict[ReplicaKey, int]:
-        """Prompt tokens that each replica's cache would supply; the last token of a prompt is always computed."""
+        """Prompt tokens that each replica's cache would supply: whole blocks, without the last token."""
         tokens: dict[ReplicaKey, int] = {}
         for prompt in request.prompts:
             for key, depth in self.residency.longest_prefix(prompt.block_hashes).items():
-                tokens[key] = tokens.get(key, 0) + min(depth * request.block_size, prompt.tokens - 1)
+                blocks = min(depth, (prompt.tokens - 1) // request.block_size)
+                tokens[key] = tokens.get(key, 0) + blocks * request.block_size
         return tokens
 
     # --- what the autoscaler asks ---
