@@ -229,6 +229,9 @@ async def test_models_and_version(serve: Any) -> None:
     site = await serve()
     models = await (await site.client.get("/v1/models")).json()
     assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("m", 64), ("alias", 64)]
+    assert await (await site.client.get("/v1/models/alias")).json() == models["data"][1]
+    missing = await site.client.get("/v1/models/org/none")
+    assert (missing.status, (await missing.json())["error"]["code"]) == (404, "model_not_found")
     assert (await (await site.client.get("/version")).json())["version"]
 
 

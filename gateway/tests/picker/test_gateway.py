@@ -141,6 +141,9 @@ async def test_models_come_from_the_fleet_and_other_paths_do_not_exist(world: An
     assert answer.immediate_response.status.code == 200
     assert [m["id"] for m in listed["data"]] == ["tiny", "alias"]
     assert listed["data"][0]["created"] == 7
+    one = await world.stream().ask(path="/v1/models/alias")
+    assert orjson.loads(one.immediate_response.body) == listed["data"][1]
+    assert world.error(await world.stream().ask(path="/v1/models/none"))[:2] == (404, "model_not_found")
     assert world.error(await world.stream().ask(path="/metrics"))[:2] == (404, "unknown_path")
     assert world.error(await world.stream().ask(path="/v1/completions"))[:2] == (405, "method_not_allowed")
 

@@ -58,6 +58,7 @@ class ApiServer:
                 web.post(CHAT_PATH, self.chat_completions),
                 web.post(COMPLETIONS_PATH, self.completions),
                 web.get("/v1/models", self.models),
+                web.get("/v1/models/{name:.+}", self.model),
                 web.get("/health", self.health),
                 web.get("/ready", self.ready),
                 web.get("/load", self.load),
@@ -107,9 +108,21 @@ class ApiServer:
 
     async def models(self, _request: web.Request) -> web.Response:
         """`GET /v1/models`: every served name."""
-        model = self._llm.model
-        shared = {"object": "model", "created": self._created, "owned_by": "penstock", "max_model_len": model.max_model_len}
-        return _json({"object": "list", "data": [{"id": name, **shared} for name in model.served_names]})
+        return _json({"object": "list", "data": [self._entry(name) for name in self._llm.model.served_names]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """`GET /v1/models/{name}`."""
+        return _json(self._entry(self._served(request.match_info["name"])))
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        shared = {"object": "model", "created": self._created, "owned_by": "penstock"}
+        return {"id": name, **shared, "max_model_len": self._llm.model.max_model_len}
+
+    def _served(self, name: str) -> str:
+        """The name, if it is one of this model's; else `ApiError` 404."""
+        if name not in self._llm.model.served_names:
+            raise ApiError(404, f"there is no model {name!r} here", param="model", code="model_not_found")
+        return name
 
     async def _spec(
         self,
@@ -124,8 +137,7 @@ class ApiServer:
         body = parse_json(data)
         params = parse(body)
         model, processor = self._llm.model, self._llm.processor
-        if params.model not in model.served_names:
-            raise ApiError(404, f"there is no model {params.model!r} here", param="model", code="model_not_found")
+        self._served(params.model)
         try:
             if len(data) > _INLINE_BYTES:
                 prompts = await asyncio.to_thread(processor.tokens_of, path, body)

@@ -3,6 +3,7 @@
 import logging
 import time
 import uuid
+from urllib.parse import unquote
 
 import orjson
 
@@ -45,7 +46,7 @@ class PickDirector:
 
     def preview(self, call: Call) -> None:
         """Refuses paths that do not exist, and bodies that cannot be read, before the bodies have come."""
-        method = _METHODS.get(call.path)
+        method = "GET" if call.path.startswith(f"{MODELS_PATH}/") else _METHODS.get(call.path)
         if method is None:
             message = f"{call.path} does not exist here; there are {', '.join(_METHODS)}"
             raise self._counted(Refused(404, message, "unknown_path"))
@@ -61,7 +62,10 @@ class PickDirector:
         """See `Director`."""
         try:
             if call.path == MODELS_PATH:
-                return self._models()
+                return _json({"object": "list", "data": [_entry(*item) for item in self._state.served_names.items()]})
+            if call.path.startswith(f"{MODELS_PATH}/"):
+                name = unquote(call.path.removeprefix(f"{MODELS_PATH}/"))
+                return _json(_entry(name, self._model(name)))
             return await self._pick(call)
         except Refused as refused:
             raise self._counted(refused) from None
@@ -166,16 +170,18 @@ class PickDirector:
         if routed.booking.state is State.PENDING:
             self._state.bookings.release(routed.booking, "reset")
 
-    def _models(self) -> Answered:
-        data = [
-            {"id": name, "object": "model", "created": int(model.created), "owned_by": "penstock"}
-            for name, model in self._state.served_names.items()
-        ]
-        return Answered(status=200, body=orjson.dumps({"object": "list", "data": data}), reason="models")
-
     def _counted(self, refused: Refused) -> Refused:
         self._metrics.refusals.labels(reason=refused.reason).inc()
         return refused
+
+
+def _entry(name: str, model: Model) -> dict[str, str | int]:
+    """A served name as OpenAI's API describes a model."""
+    return {"id": name, "object": "model", "created": int(model.created), "owned_by": "penstock"}
+
+
+def _json(body: object) -> Answered:
+    return Answered(status=200, body=orjson.dumps(body), reason="models")
 
 
 def _report(head: ResponseHead) -> LoadReport | None:
