@@ -47,7 +47,8 @@ class PromptProcessor:
                 "context_length_exceeded",
             )
         try:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            # A batch of one: only batches can go without character offsets, which cost a quarter of the time and more.
+            return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeEncodeError):
             raise PromptError(f"{param} is not valid Unicode: it holds half of a surrogate pair", param) from None
 
