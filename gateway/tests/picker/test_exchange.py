@@ -87,6 +87,7 @@ def check_pick(answer: ProcessingResponse, part: str) -> None:
     common = getattr(answer, part).response
     sets = {o.header.key: o.header.raw_value.decode() for o in common.header_mutation.set_headers}
     assert sets == {headers.DESTINATION: ENDPOINTS, headers.POOL: "ns/m/p", headers.LOAD_FORMAT: "TEXT"}
+    assert len(common.header_mutation.set_headers) == len(sets)
     assert all(not o.header.value and o.append_action == 2 for o in common.header_mutation.set_headers)
     assert set(common.header_mutation.remove_headers) | set(sets) >= set(headers.CONTROL_HEADERS)
     assert not set(common.header_mutation.remove_headers) & set(sets)
@@ -129,6 +130,9 @@ def test_trailers_end_the_body_of_a_full_duplex_request() -> None:
 def test_an_empty_body_is_one_empty_chunk() -> None:
     _, answers = play(FixedDirector(), head(), chunk(b"", ends=True))
     assert streamed(answers[1:]) == (b"", [True])
+    _, answers = play(FixedDirector(), head(), TRAILERS)
+    assert answers[1].request_body.response.body_mutation.WhichOneof("mutation") == "streamed_response"
+    assert streamed(answers[1:-1]) == (b"", [False])
 
 
 def test_buffered_answers_headers_at_once_and_picks_in_the_body_answer() -> None:

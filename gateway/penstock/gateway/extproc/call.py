@@ -1,13 +1,12 @@
 """What the Envoy wire and the director say to each other: a request, its destination or its refusal, its response."""
 
-from dataclasses import dataclass, field
+import msgspec
 
 from penstock.gateway.picker.bookings import Booking
 from penstock.gateway.picker.subset import Subset
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
+class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One HTTP request that the gateway asks about. Header names are lower case."""
 
     headers: dict[str, str]
@@ -25,8 +24,7 @@ class Call:
         return self.headers.get(":path", "").partition("?")[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Routed:
+class Routed(msgspec.Struct, frozen=True, kw_only=True):
     """Where a request goes."""
 
     endpoints: list[str]
@@ -39,18 +37,16 @@ class Routed:
     """Made up here, where the request came without one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answered:
+class Answered(msgspec.Struct, frozen=True, kw_only=True):
     """The gateway answers itself."""
 
     status: int
     body: bytes
-    headers: list[tuple[str, str]] = field(default_factory=list)
+    headers: list[tuple[str, str]] = []
     reason: str = "answered"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResponseHead:
+class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
     """The head of a replica's response."""
 
     headers: dict[str, str]

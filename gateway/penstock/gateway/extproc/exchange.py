@@ -11,7 +11,7 @@ from typing import Protocol
 from google.protobuf.struct_pb2 import Value
 
 from penstock.api import headers
-from penstock.gateway._pb.envoy.config.core.v3.base_pb2 import HeaderMap, Metadata
+from penstock.gateway._pb.envoy.config.core.v3.base_pb2 import HeaderMap
 from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import (
     HttpHeaders,
@@ -73,13 +73,13 @@ class Exchange:
         try:
             match message.WhichOneof("request"):
                 case "request_headers":
-                    self._hint(message.metadata_context)
+                    self._hint(message)
                     return await self._request_headers(message)
                 case "request_body":
-                    self._hint(message.metadata_context)
+                    self._hint(message)
                     return await self._request_body(message.request_body.body, message.request_body.end_of_stream)
                 case "request_trailers":
-                    self._hint(message.metadata_context)
+                    self._hint(message)
                     return await self._request_trailers()
                 case "response_headers":
                     return [self._response_headers(message)]
@@ -107,7 +107,7 @@ class Exchange:
         self._director.preview(Call(headers=self._headers))
         if head.end_of_stream:
             outcome = await self._decide()
-            return [self._sent(answers.request_headers(answers.pick(outcome)))] if isinstance(outcome, Routed) else [outcome]
+            return [answers.request_headers(outcome)] if isinstance(outcome, Routed) else [outcome]
         return [] if self._duplex else [answers.request_headers()]
 
     async def _request_body(self, body: bytes, ends: bool) -> list[ProcessingResponse]:
@@ -119,7 +119,7 @@ class Exchange:
         if self._duplex:
             return await self._send_on(ends=True) if ends else []
         outcome = await self._decide(bytes(self._body))
-        return [self._sent(answers.request_body(answers.pick(outcome)))] if isinstance(outcome, Routed) else [outcome]
+        return [answers.request_body(outcome)] if isinstance(outcome, Routed) else [outcome]
 
     async def _request_trailers(self) -> list[ProcessingResponse]:
         if self._decided or not self._duplex:
@@ -134,8 +134,7 @@ class Exchange:
         outcome = await self._decide(body)
         if not isinstance(outcome, Routed):
             return [outcome]
-        head = self._sent(answers.request_headers(answers.pick(outcome)))
-        return [head, *answers.streamed_request_body(body, ends)]
+        return [answers.request_headers(outcome), *answers.streamed_request_body(body, ends)]
 
     async def _decide(self, body: bytes = b"") -> Routed | ProcessingResponse:
         self._decided = True
@@ -149,18 +148,17 @@ class Exchange:
         self._decided = self.over = True
         return answers.immediate(answer)
 
-    def _sent(self, answer: ProcessingResponse) -> ProcessingResponse:
-        return answers.with_destination(answer, self._routed) if self._routed is not None else answer
-
     def _response_headers(self, message: ProcessingRequest) -> ProcessingResponse:
         if self._routed is None:  # answered by the gateway itself
             return answers.response_headers()
         head = ResponseHead(headers=read_headers(message.response_headers.headers), served=_served(message))
         return answers.response_headers(self._director.responded(self._routed, head))
 
-    def _hint(self, metadata: Metadata) -> None:
+    def _hint(self, message: ProcessingRequest) -> None:
         """Callers differ in which message carries the subset: whichever does counts."""
-        fields = metadata.filter_metadata.get(headers.SUBSET_NAMESPACE)
+        if not message.HasField("metadata_context"):
+            return
+        fields = message.metadata_context.filter_metadata.get(headers.SUBSET_NAMESPACE)
         if fields is not None and headers.SUBSET in fields.fields:
             self._subset = parse_subset(_plain(fields.fields[headers.SUBSET]))
 
