@@ -6,6 +6,7 @@ import msgspec
 
 from penstock.gateway.picker.candidates import Rejected
 from penstock.gateway.picker.choice import Choice
+from penstock.gateway.picker.policies import Ranked
 from penstock.gateway.picker.request import RequestView
 
 KEPT = 256
@@ -45,44 +46,63 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     rejected: list[Rejected]
 
 
+class _Kept(msgspec.Struct, frozen=True):
+    """A decision as it was made; what people read is made of it when they do."""
+
+    time: float
+    request_id: str
+    model: str
+    waited_s: float
+    endpoints: list[str]
+    choice: Choice
+
+    def decision(self) -> Decision:
+        choice = self.choice
+        return Decision(
+            time=self.time,
+            request_id=self.request_id,
+            model=self.model,
+            policy=choice.policy,
+            picked=choice.picked.name,
+            endpoints=self.endpoints,
+            prompt_tokens=choice.prompt_tokens,
+            tokens_unknown=choice.tokens_unknown,
+            waited_s=self.waited_s,
+            reasons=choice.reasons,
+            candidates=[_scored(entry) for entry in choice.ranked],
+            rejected=choice.rejected,
+        )
+
+
+def _scored(entry: Ranked) -> Scored:
+    candidate = entry.candidate
+    return Scored(
+        name=candidate.name,
+        pool=candidate.pool,
+        endpoint=candidate.endpoint,
+        score=entry.score,
+        terms=entry.terms,
+        resident_tokens=candidate.resident_tokens,
+        report_age_s=candidate.report_age_s if candidate.report else None,
+        booked_requests=candidate.booked.requests,
+        booked_prefill_tokens=candidate.booked.prefill_tokens,
+    )
+
+
 class DecisionLog:
     """The last decisions of this process; no prompts in them."""
 
     def __init__(self) -> None:
-        self._decisions: deque[Decision] = deque(maxlen=KEPT)
+        self._decisions: deque[_Kept] = deque(maxlen=KEPT)
 
     def add(self, request: RequestView, choice: Choice, waited_s: float, time: float) -> None:
         """Notes a pick made at Unix time `time`."""
-        self._decisions.append(
-            Decision(
-                time=time,
-                request_id=request.id,
-                model=request.model,
-                policy=choice.policy,
-                picked=choice.picked.name,
-                endpoints=choice.endpoints,
-                prompt_tokens=request.prompt_tokens,
-                tokens_unknown=request.tokens_unknown,
-                waited_s=waited_s,
-                reasons=choice.reasons,
-                candidates=[
-                    Scored(
-                        name=entry.candidate.name,
-                        pool=entry.candidate.pool,
-                        endpoint=entry.candidate.endpoint,
-                        score=entry.score,
-                        terms=entry.terms,
-                        resident_tokens=entry.candidate.resident_tokens,
-                        report_age_s=entry.candidate.report_age_s if entry.candidate.report else None,
-                        booked_requests=entry.candidate.booked.requests,
-                        booked_prefill_tokens=entry.candidate.booked.prefill_tokens,
-                    )
-                    for entry in choice.ranked[:CANDIDATES_KEPT]
-                ],
-                rejected=choice.rejected[:CANDIDATES_KEPT],
-            )
-        )
+        endpoints = choice.endpoints
+        if len(choice.ranked) > CANDIDATES_KEPT or len(choice.rejected) > CANDIDATES_KEPT:
+            ranked, rejected = choice.ranked[:CANDIDATES_KEPT], choice.rejected[:CANDIDATES_KEPT]
+            choice = msgspec.structs.replace(choice, ranked=ranked, rejected=rejected)
+        self._decisions.append(_Kept(time, request.id, request.model, waited_s, endpoints, choice))
 
     def last(self, count: int) -> list[Decision]:
         """The newest `count` decisions, newest first."""
-        return list(self._decisions)[::-1][: max(count, 0)]
+        return [kept.decision() for kept in list(self._decisions)[::-1][: max(count, 0)]]

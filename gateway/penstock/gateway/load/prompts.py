@@ -89,7 +89,8 @@ class PromptLibrary:
             raw: The body as it came.
             body: The same, parsed.
         """
-        digests = {key_of(r): self._digests[key_of(r)][1] for r in replicas if r.ready and key_of(r) in self._digests}
+        ready = [key_of(replica) for replica in replicas if replica.ready]
+        digests = {key: self._digests[key][1] for key in ready if key in self._digests}
         if not digests:
             return _guess(raw, "no replica has given its prompt bundle yet")
         digest = Counter(digests.values()).most_common(1)[0][0]

@@ -62,7 +62,7 @@ def why_not(replica: Replica, subset: Subset | None, excluded: Collection[Replic
         return "terminating"
     if replica.cordoned:
         return "cordoned"
-    if key_of(replica) in excluded:
+    if excluded and key_of(replica) in excluded:
         return "excluded"
     if subset is not None and not subset.allows(replica):
         return "outside the gateway's subset"

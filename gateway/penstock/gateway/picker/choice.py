@@ -1,6 +1,7 @@
 """The choice: one replica, an ordered list to fall back on, and reasons that a person can read."""
 
 from collections.abc import Sequence
+from itertools import islice
 
 import msgspec
 
@@ -20,7 +21,11 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     ranked: list[Ranked]
     rejected: list[Rejected]
-    reasons: list[str]
+    limit: float
+    """Scores up to here count as equal to the best."""
+    prompt_tokens: int
+    tokens_unknown: str | None
+    """See `RequestView`, of which nothing else is kept: these go into the log of decisions, prompts do not."""
 
     @property
     def picked(self) -> Candidate:
@@ -31,7 +36,30 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     def endpoints(self) -> list[str]:
         """The ordered list for Envoy: replicas of the pick's pool, since a list cannot cross clusters."""
         same_pool = (r.candidate.endpoint for r in self.ranked if r.candidate.pool == self.picked.pool)
-        return list(same_pool)[:MAX_ENDPOINTS]
+        return list(islice(same_pool, MAX_ENDPOINTS))
+
+    @property
+    def reasons(self) -> list[str]:
+        """Sentences for people, made when somebody asks: few picks are ever read."""
+        pick = self.picked
+        only = len(self.ranked) == 1
+        reasons = [f"{pick.name} is the only candidate" if only else _comparison(self.ranked[0], self.ranked[1], self.limit)]
+        if self.tokens_unknown is not None:
+            reasons.append(f"chosen without residency: {self.tokens_unknown}")
+        elif pick.resident_tokens:
+            reasons.append(f"{pick.resident_tokens} of {self.prompt_tokens} prompt tokens are resident at {pick.name}")
+        else:
+            reasons.append(f"none of the {self.prompt_tokens} prompt tokens is resident at {pick.name}")
+        if pick.report is None:
+            reasons.append(f"{pick.name} has not reported its load yet; assumed average")
+        else:
+            reasons.append(
+                f"{pick.name} reported {pick.report.num_requests_running} running and {pick.report.waiting} waiting"
+                f" {pick.report_age_s:.1f} s ago; {pick.booked.requests} more on their way"
+            )
+        if pick.suspect:
+            reasons.append("every candidate has recently failed to answer; the best of them")
+        return reasons
 
 
 def choose(request: RequestView, candidates: Sequence[Candidate], rejected: Sequence[Rejected], policy: str, turn: int) -> Choice:
@@ -60,29 +88,14 @@ def choose(request: RequestView, candidates: Sequence[Candidate], rejected: Sequ
         return (candidate.suspect, 1, entry.score, tie)
 
     ranked.sort(key=order)
-    reasons = _reasons(request, ranked, limit)
-    return Choice(policy=policy, ranked=ranked, rejected=list(rejected), reasons=reasons)
-
-
-def _reasons(request: RequestView, ranked: Sequence[Ranked], limit: float) -> list[str]:
-    pick = ranked[0].candidate
-    reasons = [f"{pick.name} is the only candidate" if len(ranked) == 1 else _comparison(ranked[0], ranked[1], limit)]
-    if request.tokens_unknown is not None:
-        reasons.append(f"chosen without residency: {request.tokens_unknown}")
-    elif pick.resident_tokens:
-        reasons.append(f"{pick.resident_tokens} of {request.prompt_tokens} prompt tokens are resident at {pick.name}")
-    else:
-        reasons.append(f"none of the {request.prompt_tokens} prompt tokens is resident at {pick.name}")
-    if pick.report is None:
-        reasons.append(f"{pick.name} has not reported its load yet; assumed average")
-    else:
-        reasons.append(
-            f"{pick.name} reported {pick.report.num_requests_running} running and {pick.report.waiting} waiting"
-            f" {pick.report_age_s:.1f} s ago; {pick.booked.requests} more on their way"
-        )
-    if pick.suspect:
-        reasons.append("every candidate has recently failed to answer; the best of them")
-    return reasons
+    return Choice(
+        policy=policy,
+        ranked=ranked,
+        rejected=list(rejected),
+        limit=limit,
+        prompt_tokens=request.prompt_tokens,
+        tokens_unknown=request.tokens_unknown,
+    )
 
 
 def _comparison(first: Ranked, second: Ranked, limit: float) -> str:
@@ -98,8 +111,9 @@ def _comparison(first: Ranked, second: Ranked, limit: float) -> str:
         if one.resident_tokens != other.resident_tokens:
             return f"{scores}: as good as equal, and {a} holds more of the prompt"
         return f"{scores}: as good as equal, by lot"
-    differences = {name: second.terms[name] - value for name, value in first.terms.items() if name != "ttft_s"}
+    mine, others = first.terms, second.terms
+    differences = {name: others[name] - value for name, value in mine.items() if name != "ttft_s"}
     name = max(differences, key=lambda term: abs(differences[term]), default="")
     if not name or not differences[name]:
         return scores
-    return f"{scores}, mostly by {name}: {first.terms[name]:.4g} against {second.terms[name]:.4g}"
+    return f"{scores}, mostly by {name}: {mine[name]:.4g} against {others[name]:.4g}"

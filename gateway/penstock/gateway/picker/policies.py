@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import msgspec
 
 from penstock.gateway.picker.candidates import Candidate
-from penstock.gateway.picker.cost import common_rates, estimate
+from penstock.gateway.picker.cost import Estimate, common_rates, estimate
 from penstock.gateway.picker.request import RequestView
 
 
@@ -21,8 +21,14 @@ class Ranked(msgspec.Struct, frozen=True):
 
     candidate: Candidate
     score: float
-    terms: dict[str, float] = {}
-    """The figures behind the score, for people."""
+    basis: Estimate | dict[str, float] = {}
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The figures behind the score, for people."""
+        if isinstance(self.basis, Estimate):
+            return {**msgspec.structs.asdict(self.basis), "ttft_s": self.basis.ttft_s}
+        return self.basis
 
 
 class Policy(Protocol):
@@ -62,8 +68,7 @@ class Cost:
         ranked: list[Ranked] = []
         for candidate in candidates:
             cost = estimate(request, candidate, rates)
-            terms = {**msgspec.structs.asdict(cost), "ttft_s": cost.ttft_s}
-            ranked.append(Ranked(candidate, cost.cost_s(request.max_tokens), terms))
+            ranked.append(Ranked(candidate, cost.cost_s(request.max_tokens), cost))
         return ranked
 
 

@@ -29,4 +29,4 @@ class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
-        return sum(prompt.tokens for prompt in self.prompts)
+        return sum([prompt.tokens for prompt in self.prompts])
