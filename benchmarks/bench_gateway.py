@@ -4,7 +4,8 @@
 
 Requests are 2 kB chat bodies over kept connections. At a fixed rate they are sent at random times whatever the answers do, and
 latency counts from the intended moment; "closed" is as many as 32 connections get answered. CPU is that of each process, from
-/proc. The backends answer a fixed JSON at once, with a load report when asked.
+/proc; `pick_us` is the picker's own clock around a pick, without tokenising, from its /metrics. The backends answer a fixed JSON
+at once, with a load report when asked.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,11 +28,12 @@ from typing import Any
 
 import grpc
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from penstock.api import headers, load_report
+from penstock.api import headers, load_report, metrics
 from penstock.api.fleet import Fleet, Model, Pool, Replica
 from penstock.api.load_report import LoadReport
 from penstock.prompt.bundle import PromptBundle
@@ -200,6 +203,14 @@ def cpu_s(process: subprocess.Popen[bytes]) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
+def pick_s(http_port: int) -> tuple[float, float]:
+    """(seconds, number) of all picks of a gateway."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/metrics") as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        values = {sample.name: sample.value for family in families for sample in family.samples}
+    return values[f"{metrics.PICK_SECONDS}_sum"], values[f"{metrics.PICK_SECONDS}_count"]
+
+
 def free_port() -> int:
     """A port that nobody listens on at the moment."""
     with socket.socket() as probe:
@@ -262,15 +273,22 @@ async def answering(port: int) -> None:
             await asyncio.sleep(0.1)
 
 
-def measure(name: str, port: int, rate: int, processes: dict[str, subprocess.Popen[bytes]]) -> dict[str, Any]:
-    """One row: latency, throughput and CPU a request."""
+def measure(
+    name: str, port: int, rate: int, processes: dict[str, subprocess.Popen[bytes]], http_port: int | None = None
+) -> dict[str, Any]:
+    """One row: latency, throughput, CPU a request, and where `http_port` is that of a gateway the time of a pick."""
     asyncio.run(answering(port))
+    seconds, picks = pick_s(http_port) if http_port else (0.0, 0.0)
     before = {part: cpu_s(process) for part, process in processes.items()}
     latencies = asyncio.run(load(port, rate))
     count = len(latencies)
     row: dict[str, Any] = {"arm": name, "rate": rate or "closed", "per_s": round(count / SECONDS)}
     row |= {f"p{q}_ms": round(1000 * latencies[min(count * q // 100, count - 1)], 2) for q in (50, 99)}
-    return row | {f"{part}_cpu_us": round((cpu_s(process) - before[part]) / count * 1e6) for part, process in processes.items()}
+    row |= {f"{part}_cpu_us": round((cpu_s(process) - before[part]) / count * 1e6) for part, process in processes.items()}
+    if http_port:
+        later, more = pick_s(http_port)
+        row["pick_us"] = round((later - seconds) / (more - picks) * 1e6)
+    return row
 
 
 def run() -> list[dict[str, Any]]:
@@ -297,7 +315,7 @@ def run() -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
         for rate in (*RATES, CLOSED):
             rows.append(measure("Envoy alone", plain, rate, without))
-            rows.append(measure("with the picker", picked, rate, with_picker))
+            rows.append(measure("with the picker", picked, rate, with_picker, http_port))
         return rows
 
 
@@ -311,7 +329,7 @@ def main() -> int:
     console = Console()
     with console.status("two arms at three loads: about a minute"):
         rows = run()
-    columns = ["arm", "rate", "per_s", "p50_ms", "p99_ms", "envoy_cpu_us", "gateway_cpu_us"]
+    columns = ["arm", "rate", "per_s", "p50_ms", "p99_ms", "envoy_cpu_us", "gateway_cpu_us", "pick_us"]
     table = Table(*columns, title="What the picker adds to a request")
     for row in rows:
         table.add_row(*[str(row.get(column, "")) for column in columns])
