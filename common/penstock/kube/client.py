@@ -1,14 +1,18 @@
 """A connection to the API server, and the raw requests that the cache needs: list and watch as plain dicts, for any resource."""
 
 import json
+import os
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 from kubernetes.aio.client import ApiClient, ApiException, Configuration
-from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
+from kubernetes.aio.config import KUBE_CONFIG_DEFAULT_LOCATION, ConfigException, load_incluster_config, load_kube_config
+from yaml import YAMLError
+
+from penstock.kube.errors import NoApiServer
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON."""
@@ -39,15 +43,35 @@ async def connect(kubeconfig: str | None = None) -> ApiClient:
     """A client with the pod's service account where there is one, else with `kubeconfig` or kubectl's usual file.
 
     Raises:
-        ConfigException: neither is there.
+        NoApiServer: none of them can be used.
     """
     configuration = Configuration()
+    tried: list[str] = []
     if kubeconfig is None:
-        with suppress(ConfigException):  # not in a pod; kubectl's file is next, and says what is wrong when it is missing too
+        try:
             load_incluster_config(client_configuration=configuration)
             return ApiClient(configuration)
-    await load_kube_config(config_file=kubeconfig, client_configuration=configuration)
+        except ConfigException as error:
+            tried.append(f"a pod's ServiceAccount ({str(error).rstrip('.')})")
+    place = kubeconfig or KUBE_CONFIG_DEFAULT_LOCATION
+    if not _exists(place):
+        tried.append(f"the file {place} (not there)")
+        raise NoApiServer(_none_of(tried))
+    try:
+        await load_kube_config(config_file=place, client_configuration=configuration)
+    except (ConfigException, OSError, YAMLError, TypeError, AttributeError) as error:  # the last two: a file of something else
+        tried.append(f"the file {place} ({error!r})")
+        raise NoApiServer(_none_of(tried)) from error
     return ApiClient(configuration)
+
+
+def _exists(kubeconfig: str) -> bool:
+    """Whether there is any file of a list as $KUBECONFIG holds it."""
+    return any(Path(path).expanduser().is_file() for path in kubeconfig.split(os.pathsep))
+
+
+def _none_of(tried: list[str]) -> str:
+    return f"looked for {' and '.join(tried)}"
 
 
 async def get(api: ApiClient, path: str, query: dict[str, str], limits: aiohttp.ClientTimeout) -> aiohttp.ClientResponse:

@@ -24,6 +24,7 @@ def gateway(argv: list[str]) -> int:
     from penstock.gateway.discovery.source import discovery_from
     from penstock.gateway.process import GatewaySettings, serve
     from penstock.gateway.xds.listener import ListenerSettings
+    from penstock.kube.errors import NoApiServer
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = GatewaySettings(
@@ -35,6 +36,9 @@ def gateway(argv: list[str]) -> int:
     )
     try:
         uvloop.run(serve(settings, discovery_from(options.discovery, options.namespace)))
+    except NoApiServer as error:
+        sys.stderr.write(f"penstock gateway: no API server to go to; see --discovery: {error}\n")
+        return 2
     except (OSError, ValueError, RuntimeError) as error:  # a port that is taken, a flag; anything else is worth a traceback
         sys.stderr.write(f"penstock gateway: {error}\n")
         return 1

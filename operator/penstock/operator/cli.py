@@ -11,8 +11,7 @@ def operator(argv: list[str]) -> int:
     import asyncio
     import logging
 
-    from kubernetes.aio.config import ConfigException
-
+    from penstock.kube.errors import NoApiServer
     from penstock.operator.desired import Rendering
     from penstock.operator.process import Options, run
 
@@ -34,7 +33,7 @@ def operator(argv: list[str]) -> int:
     )
     try:
         asyncio.run(run(settings))
-    except ConfigException as error:
+    except NoApiServer as error:
         sys.stderr.write(f"penstock operator: no API server to go to; see --kubeconfig: {error}\n")
         return 2
     return 0

@@ -62,7 +62,7 @@ async def run(options: Options) -> None:
 
     Raises:
         LeadershipLost: another operator may act now.
-        kubernetes.aio.config.ConfigException: no way to reach an API server is configured.
+        NoApiServer: no way to reach an API server is configured.
     """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,0 +1,40 @@
+"""What is said where no API server can be reached for want of configuration."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from penstock.kube import client
+from penstock.kube.errors import NoApiServer
+
+KUBECONFIG = {
+    "apiVersion": "v1",
+    "kind": "Config",
+    "current-context": "here",
+    "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me"}}],
+    "clusters": [{"name": "here", "cluster": {"server": "http://127.0.0.1:1"}}],
+    "users": [{"name": "me", "user": {}}],
+}
+
+
+async def test_a_kubeconfig_is_used(tmp_path: Path) -> None:
+    file = tmp_path / "config"
+    file.write_text(yaml.dump(KUBECONFIG))
+    async with await client.connect(str(file)) as api:
+        assert api.configuration.host == "http://127.0.0.1:1"
+
+
+async def test_outside_a_pod_and_without_a_file_both_places_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setattr(client, "KUBE_CONFIG_DEFAULT_LOCATION", f"{tmp_path / 'a'}:{tmp_path / 'b'}")
+    with pytest.raises(NoApiServer, match=r"^looked for a pod's ServiceAccount \(.+\) and the file .*/a:.*/b \(not there\)$"):
+        await client.connect()
+
+
+@pytest.mark.parametrize("content", ["", "- a list", "{}", "{unclosed", "current-context: nowhere", "\x00"])
+async def test_a_file_that_is_no_kubeconfig_is_named(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "config"
+    file.write_text(content)
+    with pytest.raises(NoApiServer, match=rf"^looked for the file {file} \(.+\)$"):
+        await client.connect(str(file))
