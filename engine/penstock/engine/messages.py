@@ -138,6 +138,28 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     """float32 [m, k]."""
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Columns of prompt tokens, of the requests that asked: arrays as little-endian bytes. A request that was preempted sends
+    them again."""
+
+    indexes: bytes
+    """int64 [p]: the requests."""
+    positions: bytes
+    """int32 [p]: of the token in its prompt."""
+    token_ids: bytes
+    """int32 [p]."""
+    logprobs: bytes
+    """float32 [p]: natural logarithm of the token's probability."""
+    ranks: bytes
+    """int32 [p]: 0 for the likeliest."""
+    width: int
+    """k: alternatives a token."""
+    top_ids: bytes
+    """int32 [p, k], likeliest first; -1 pads."""
+    top_logprobs: bytes
+    """float32 [p, k]."""
+
+
 class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
     """What one step produced, for all requests of one frontend. Arrays are little-endian bytes."""
 
@@ -154,6 +176,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
     started: list[Started]
     finished: list[Finished]
     logprobs: Logprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CoreStats(msgspec.Struct, frozen=True, tag="stats"):

@@ -39,6 +39,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Token sequences that the output never has; each of 1 to `MAX_BAD_WORD_TOKENS`."""
     allowed_token_ids: tuple[int, ...] = ()
     """The only tokens that are sampled; none: all of the vocabulary."""
+    prompt_logprobs: int | None = None
+    """Number of top alternatives to report with each token of the prompt but the first; None: no logprobs, and the prefix cache
+    may supply the prompt."""
 
     @property
     def greedy(self) -> bool:

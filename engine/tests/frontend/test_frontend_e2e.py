@@ -173,6 +173,27 @@ def test_min_p_and_top_k_of_one_are_greedy(client: OpenAI) -> None:
     assert answer.choices[0].message.content == expected
 
 
+@pytest.mark.req("LP-01")
+def test_prompt_logprobs_are_those_of_generation(client: OpenAI) -> None:
+    """Before and after the prefix is cached."""
+    ids = list(range(70, 100))
+    fields: Any = {"model": "tiny", "max_tokens": 1, "logprobs": 0}
+    forced = client.completions.create(prompt=ids[:-1], extra_body={"allowed_token_ids": ids[-1:]}, **fields)
+    columns = forced.choices[0].logprobs
+    assert columns is not None and columns.token_logprobs
+    for _ in range(2):
+        answer = client.completions.create(prompt=ids, n=2, extra_body={"prompt_logprobs": 2}, **fields)
+        first, second = (choice.prompt_logprobs for choice in answer.choices)  # type: ignore[attr-defined]
+        assert first == second and len(first) == 30 and first[0] is None
+        assert first[-1]["99"]["logprob"] == columns.token_logprobs[0]
+        for token, entry in zip(ids[1:], first[1:], strict=True):
+            assert str(token) in entry and len(entry) in (2, 3)
+            assert sorted(each["rank"] for each in entry.values())[:2] == [1, 2]
+    chat = greedy(client, max_tokens=2, extra_body={"prompt_logprobs": 0})
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens and chat.usage.prompt_tokens_details.cached_tokens == 0
+    assert not hasattr(greedy(client, max_tokens=2), "prompt_logprobs")
+
+
 @pytest.mark.req("SMP-15", "SMP-16", "SMP-18", "SMP-19", "SMP-20")
 def test_adjustments_of_the_logits_change_what_a_client_gets(client: OpenAI) -> None:
     def tokens(**extra: Any) -> list[bytes]:

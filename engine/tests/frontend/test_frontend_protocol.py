@@ -88,6 +88,9 @@ def model(tmp_path: Any) -> ModelConfig:
         ({"bad_words": ["word"] * 129}, "bad_words"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": [1, -1]}, "allowed_token_ids[1]"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
         ({"metadata": {"k": 1}}, "metadata"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -163,11 +166,12 @@ def test_every_sampling_parameter_reaches_the_sampler(model: ModelConfig) -> Non
 
 def test_every_adjustment_of_the_logits_reaches_the_sampler(model: ModelConfig) -> None:
     fields = {"presence_penalty": 0.5, "frequency_penalty": -2, "repetition_penalty": 1.1, "min_tokens": 3}
-    lists = {"logit_bias": {"5": 1, "7": -100}, "allowed_token_ids": [9, 5, 9], "max_tokens": 9}
+    lists = {"logit_bias": {"5": 1, "7": -100}, "allowed_token_ids": [9, 5, 9], "max_tokens": 9, "prompt_logprobs": 4}
     params = sampling_params(parse_chat({**CHAT, **fields, **lists}), 10, model, 100, seed=1, bad_words=((3, 4),))
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -2, 1.1)
     assert (params.logit_bias, params.min_tokens) == (((5, 1.0), (7, -100.0)), 3)
     assert (params.bad_words, params.allowed_token_ids) == (((3, 4),), (9, 5))
+    assert params.prompt_logprobs == 4
     plain = sampling_params(parse_chat(CHAT), 10, model, 100, seed=1)
     assert plain == SamplingParams(max_tokens=54, seed=1, stop_token_ids=(1, 2))
 

@@ -120,6 +120,22 @@ def test_resumes_after_preemption(runner, driver, params, expected):
     assert all(np.array_equal(a, b) for a, b in zip(trace.logprobs + resumed.logprobs, expected.logprobs, strict=True))
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 64, 129])
+def test_prompt_logprobs(runner, driver, chunk):
+    """In one chunk alone, and in several beside a neighbour."""
+    asks, scores = SamplingParams(max_tokens=9, temperature=0.0, prompt_logprobs=VOCAB), []
+    play = driver(runner)
+    whole = play.step([(play.admit(prompt(1, 200), asks), 200)]).prompt_logprobs
+    play = driver(runner, seed=chunk)
+    sequence, other = play.admit(prompt(1, 200), asks), play.admit(prompt(2, 20))
+    while sequence.computed < 200:
+        gap = len(other.tokens) - other.computed
+        found = play.step([(other, gap), (sequence, min(chunk, 200 - sequence.computed))]).prompt_logprobs
+        scores += [] if found is None else [found]
+    for name in ("positions", "token_ids", "logprobs", "ranks", "top_ids", "top_logprobs"):
+        assert np.array_equal(np.concatenate([getattr(part, name) for part in scores]), getattr(whole, name)), name
+
+
 def test_the_poison_is_there(loaded, driver):
     """Without it the tests above would show nothing of what is read."""
     play = driver(loaded("llama"))

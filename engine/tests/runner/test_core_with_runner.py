@@ -10,7 +10,7 @@ import pytest
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import InlineExecutor, ThreadExecutor
-from penstock.engine.messages import AddRequest, FinishReason
+from penstock.engine.messages import AddRequest, FinishReason, PromptLogprobs
 from penstock.engine.sampling import SamplingParams
 
 VOCAB, OUTPUTS = 257, 24
@@ -54,6 +54,8 @@ class Engine:
     def __init__(self, runner, depth: int, num_blocks: int) -> None:
         runner.warm_up()
         self.executor = InlineExecutor(runner) if depth == 1 else ThreadExecutor(runner)
+        self.scores: dict[int, dict[int, float]] = {}
+        """By request and position; a score that changes when it comes again is an error."""
         self.core = EngineCore(msgspec.structs.replace(runner.config, depth=depth), self.executor, num_blocks, epoch=1)
 
     def run(self, batch: list[AddRequest]) -> dict[int, list[int]]:
@@ -64,11 +66,20 @@ class Engine:
             frame = self.core.step()
             if frame is None:
                 continue
+            self._take(frame.prompt_logprobs)
             offsets, ids = np.frombuffer(frame.offsets, np.int32), np.frombuffer(frame.token_ids, np.int32)
             for i, index in enumerate(np.frombuffer(frame.indexes, np.int64).tolist()):
                 tokens[index] += ids[offsets[i] : offsets[i + 1]].tolist()
             assert all(ended.reason == FinishReason.LENGTH for ended in frame.finished), frame.finished
         return tokens
+
+    def _take(self, columns: PromptLogprobs | None) -> None:
+        if columns is None:
+            return
+        indexes, positions = np.frombuffer(columns.indexes, np.int64), np.frombuffer(columns.positions, np.int32)
+        logprobs = np.frombuffer(columns.logprobs, np.float32)
+        for index, position, logprob in zip(indexes.tolist(), positions.tolist(), logprobs.tolist(), strict=True):
+            assert self.scores.setdefault(index, {}).setdefault(position, logprob) == logprob
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "adjusted"])
@@ -97,6 +108,31 @@ def test_a_crowd_gets_what_each_gets_alone(checkpoint, build_runner, alone, adju
         stats = engine.core.stats()
         assert stats.prefix_hits > 0
         assert (stats.preemptions > 0) == (num_blocks == 22)
+    finally:
+        engine.executor.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.req("LP-01")
+def test_prompt_logprobs_bypass_what_is_cached(checkpoint, build_runner, depth):
+    """Every prompt token is scored, before and after the prefix is cached, in chunks and through preemptions; the outputs are
+    those of requests that do not ask, which find the cache as ever."""
+    plain = requests(adjusted=False)
+    asking = [
+        msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=1))
+        for request in plain
+    ]
+    engine = Engine(build_runner(checkpoint("llama"), scheduler=SCHEDULER), depth, num_blocks=22)
+    try:
+        tokens, first = engine.run(asking), dict(engine.scores)
+        assert engine.core.stats().preemptions > 0 and engine.core.stats().prefix_hits == 0
+        assert {index: sorted(found) for index, found in first.items()} == {
+            request.index: [*range(1, len(request.prompt_token_ids))] for request in plain
+        }
+        assert engine.run(plain) == tokens and engine.core.stats().prefix_hits > 0
+        engine.scores.clear()
+        assert engine.run(asking[3:]) == {index: found for index, found in tokens.items() if index >= 3}
+        assert engine.scores == {index: found for index, found in first.items() if index >= 3}
     finally:
         engine.executor.close()
 

@@ -238,6 +238,36 @@ def test_logprobs_are_those_before_adjustments(loaded, driver):
     assert result.token_ids[1, 0] == 7 != result.token_ids[0, 0]
 
 
+def test_prompt_logprobs_are_of_those_who_asked_and_cost_nobody_else(loaded, driver, monkeypatch):
+    runner, heads = loaded("llama"), []
+    compute = runner.model.compute_logits
+    monkeypatch.setattr(runner.model, "compute_logits", lambda hidden: heads.append(len(hidden)) or compute(hidden))
+    play = driver(runner)
+    asks = [SamplingParams(max_tokens=5, temperature=0.0, prompt_logprobs=count) for count in (None, 0, 2)]
+    work = [(play.admit(prompt(at, 9), sampling), 9) for at, sampling in enumerate(asks)]
+    found = play.step(work).prompt_logprobs
+    assert found.plan_rows.tolist() == [1] * 8 + [2] * 8 and found.positions.tolist() == [*range(1, 9)] * 2
+    assert (found.top_ids >= 0).sum(1).tolist() == [0] * 8 + [2] * 8
+    assert heads == [3, 16]
+    assert play.step([(sequence, 1) for sequence, _ in work]).prompt_logprobs is None
+    assert heads == [3, 16, 3]
+
+
+def test_a_prompt_with_logits_that_are_not_finite_fails_alone(loaded, driver, monkeypatch):
+    runner = loaded("llama")
+    play, compute = driver(runner), runner.model.compute_logits
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden)
+        logits[1 : len(logits) - 2, 5] = float("nan")  # of the prompts', not of the two that are sampled
+        return logits
+
+    monkeypatch.setattr(runner.model, "compute_logits", broken)
+    asks = SamplingParams(max_tokens=5, temperature=0.0, prompt_logprobs=1)
+    result = play.step([(play.admit(prompt(1, 9)), 9), (play.admit(prompt(2, 9), asks), 9)])
+    assert list(result.failed) == [1] and result.counts.tolist() == [1, 0]
+
+
 @pytest.mark.req("LP-03", "LP-04")
 def test_each_request_gets_the_logprobs_that_it_asked_for(loaded, driver):
     play = driver(loaded("llama"))

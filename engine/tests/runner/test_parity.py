@@ -51,6 +51,26 @@ def test_logprobs_equal_transformers(name, form, loaded, driver, reference):
     torch.testing.assert_close(by_token(results[1]), expected[PROMPT - 5], rtol=0, atol=2e-5)
 
 
+@pytest.mark.req("LP-01")
+def test_prompt_logprobs_equal_transformers(loaded, driver, reference):
+    play, tokens = driver(loaded("llama")), prompt(1)
+    expected = reference_logprobs(reference("llama"), tokens)
+    sequence = play.admit(tokens, SamplingParams(max_tokens=5, temperature=0.0, prompt_logprobs=VOCAB))
+    for count, positions in ((100, range(1, 101)), (49, range(101, 150)), (1, ())):
+        found = play.step([(sequence, count)]).prompt_logprobs
+        assert (found is None) == (not positions)
+        if found is not None:
+            assert found.positions.tolist() == [*positions] and found.token_ids.tolist() == [tokens[at] for at in positions]
+            due = expected[torch.from_numpy(found.positions - 1).long()]
+            given = torch.full_like(due, float("nan")).scatter(
+                1, torch.from_numpy(found.top_ids).long(), torch.from_numpy(found.top_logprobs)
+            )
+            torch.testing.assert_close(given, due, rtol=0, atol=3e-5)
+            own = torch.from_numpy(found.token_ids).long()[:, None]
+            assert torch.equal(torch.from_numpy(found.logprobs)[:, None], given.gather(1, own))
+            assert found.ranks.tolist() == (given > given.gather(1, own)).sum(1).tolist()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_equal_transformers(name, loaded, driver, reference):
     play, tokens = driver(loaded(name)), prompt(2)

@@ -3,9 +3,10 @@
 import msgspec
 import numpy as np
 
+from penstock.engine.core import plan
 from penstock.engine.core.plan import Bool, Int32, SampledLogprobs, empty
 from penstock.engine.core.tenancy import Int64
-from penstock.engine.messages import Finished, Logprobs, Started, StepOutputs
+from penstock.engine.messages import Finished, Logprobs, PromptLogprobs, Started, StepOutputs
 
 
 class RequestOutputs(msgspec.Struct, frozen=True):
@@ -18,11 +19,12 @@ class RequestOutputs(msgspec.Struct, frozen=True):
     started: list[Started]
     finished: list[Finished]
     logprobs: Logprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not (len(self.indexes) or self.started or self.finished)
+        return not (len(self.indexes) or self.started or self.finished or self.prompt_logprobs)
 
     def frame(self, engine_index: int, step_id: int, now: float) -> StepOutputs:
         """The message; `now` is Unix time in seconds."""
@@ -37,6 +39,7 @@ class RequestOutputs(msgspec.Struct, frozen=True):
             started=self.started,
             finished=self.finished,
             logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -61,6 +64,31 @@ def logprob_columns(logprobs: SampledLogprobs | None, accepted: Bool) -> Logprob
     return Logprobs(
         positions=positions[logprobs.plan_rows[sent]].astype("<i4").tobytes(),
         sampled=logprobs.sampled[sent].astype("<f4").tobytes(),
+        ranks=logprobs.ranks[sent].astype("<i4").tobytes(),
+        width=logprobs.top_ids.shape[1],
+        top_ids=logprobs.top_ids[sent].astype("<i4").tobytes(),
+        top_logprobs=logprobs.top_logprobs[sent].astype("<f4").tobytes(),
+    )
+
+
+def prompt_logprob_columns(logprobs: plan.PromptLogprobs | None, live: Bool, indexes: Int64) -> PromptLogprobs | None:
+    """The logprobs of prompt tokens that are sent.
+
+    Args:
+        logprobs: Of the plan's rows that asked for them.
+        live: [r], for each of the plan's rows whether its request is still there.
+        indexes: [r]: the requests.
+    """
+    if logprobs is None:
+        return None
+    sent = live[logprobs.plan_rows]
+    if not sent.any():
+        return None
+    return PromptLogprobs(
+        indexes=indexes[logprobs.plan_rows[sent]].astype("<i8").tobytes(),
+        positions=logprobs.positions[sent].astype("<i4").tobytes(),
+        token_ids=logprobs.token_ids[sent].astype("<i4").tobytes(),
+        logprobs=logprobs.logprobs[sent].astype("<f4").tobytes(),
         ranks=logprobs.ranks[sent].astype("<i4").tobytes(),
         width=logprobs.top_ids.shape[1],
         top_ids=logprobs.top_ids[sent].astype("<i4").tobytes(),

@@ -73,6 +73,25 @@ class SampledLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """[m, k]."""
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Logprobs of prompt tokens, given those before them, that a step has computed for the requests that asked."""
+
+    plan_rows: Int32
+    """[p]: indexes into the plan's `rows`."""
+    positions: Int32
+    """[p]: of the token in its prompt."""
+    token_ids: Int32
+    """[p]."""
+    logprobs: Float32
+    """[p]: of the token."""
+    ranks: Int32
+    """[p]: 0 for the likeliest."""
+    top_ids: Int32
+    """[p, k], likeliest first; -1 pads."""
+    top_logprobs: Float32
+    """[p, k]."""
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What a step produced, in the order of the plan's rows."""
 
@@ -84,6 +103,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: SampledLogprobs | None = None
     failed: dict[int, str] = {}
     """Index into the plan's rows → what is wrong with that request alone (logits that are not finite, say)."""
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 def empty(*shape: int) -> Int32:

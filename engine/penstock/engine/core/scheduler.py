@@ -22,14 +22,23 @@ from penstock.engine.core.admission.kv_blocks import KVBlocks
 from penstock.engine.core.admission.max_num_seqs import MaxNumSeqs
 from penstock.engine.core.admission.rule import AdmissionRule, Candidate
 from penstock.engine.core.admission.token_budget import TokenBudget
-from penstock.engine.core.outputs import RequestOutputs, logprob_columns, no_tokens
+from penstock.engine.core.outputs import RequestOutputs, logprob_columns, no_tokens, prompt_logprob_columns
 from penstock.engine.core.plan import Admission, Bool, Int32, StepPlan, StepResult, ints
 from penstock.engine.core.request import FINISHED_STATUS, Request, RequestStatus, order
 from penstock.engine.core.request_queue import RequestQueue
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.core.step_draft import StepDraft
 from penstock.engine.core.tenancy import Int64, Tenancy
-from penstock.engine.messages import FINISH_REASONS, QUEUE_FULL, AddRequest, Finished, FinishReason, Logprobs, Started
+from penstock.engine.messages import (
+    FINISH_REASONS,
+    QUEUE_FULL,
+    AddRequest,
+    Finished,
+    FinishReason,
+    Logprobs,
+    PromptLogprobs,
+    Started,
+)
 from penstock.prompt.hashing import BlockHasher
 
 
@@ -272,6 +281,7 @@ class Scheduler:
             if live[at] and (request := self._tenancy.requests[int(flight.rows[at])]):
                 live[at] = False
                 self._finish(request, FinishReason.ERROR, error=error)
+        prompt_logprobs = prompt_logprob_columns(result.prompt_logprobs, live, self._tenancy.indexes[flight.rows])
         self._commit(flight, live)
         accepted = live & (result.counts > 0)
         rows, positions, tokens = flight.rows[accepted], flight.ends[accepted], result.token_ids[accepted, 0]
@@ -279,7 +289,7 @@ class Scheduler:
         self.table.write_sampled(rows, positions, tokens)
         self._tenancy.num_known[rows] = positions + 1
         self._finish_ended(rows, tokens)
-        return self._outputs(indexes, tokens, logprob_columns(result.logprobs, accepted))
+        return self._outputs(indexes, tokens, logprob_columns(result.logprobs, accepted), prompt_logprobs)
 
     def _commit(self, flight: Flight, live: Bool) -> None:
         """Publishes the blocks that this step has filled."""
@@ -304,16 +314,22 @@ class Scheduler:
             else:
                 self._finish(request, FinishReason.LENGTH)
 
-    def _outputs(self, indexes: Int64, tokens: Int32, logprobs: Logprobs | None) -> RequestOutputs:
+    def _outputs(
+        self,
+        indexes: Int64,
+        tokens: Int32,
+        logprobs: Logprobs | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
+    ) -> RequestOutputs:
         started, finished = self._started, self._finished
         self._started, self._finished = [], []
-        return RequestOutputs(indexes, tokens, started, finished, logprobs)
+        return RequestOutputs(indexes, tokens, started, finished, logprobs, prompt_logprobs)
 
     # --- the end ---
 
     def take_outputs(self) -> RequestOutputs:
         """What happened outside of steps: aborts and refusals."""
-        return self._outputs(*no_tokens(), None)
+        return self._outputs(*no_tokens())
 
     def take_events(self) -> list[Event]:
         """Events for the stream since the last call: blocks, then requests that ended."""

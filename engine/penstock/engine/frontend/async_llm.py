@@ -18,7 +18,7 @@ from penstock.engine.core.client import CoreError
 from penstock.engine.frontend.detokenizer import Detokenizer
 from penstock.engine.frontend.egress import Egress
 from penstock.engine.frontend.errors import unavailable
-from penstock.engine.frontend.generation import Choice, Generation
+from penstock.engine.frontend.generation import Choice, Generation, PromptLogprob
 from penstock.engine.frontend.metrics import EngineMetrics
 from penstock.engine.frontend.progress import Progress
 from penstock.engine.frontend.vocabulary import Vocabulary
@@ -156,6 +156,7 @@ class AsyncLLM:
         choices: list[Choice] = []
         adds: list[AddRequest] = []
         for prompt, sampling in zip(spec.prompts, spec.sampling, strict=True):
+            scores: list[PromptLogprob | None] = [None] * len(prompt)
             for k in range(spec.n):
                 index = next(self._numbers)
                 choices.append(
@@ -168,6 +169,7 @@ class AsyncLLM:
                         stop_token_ids=spec.client_stop_token_ids,
                         num_logprobs=sampling.logprobs,
                         min_tokens=sampling.min_tokens,
+                        prompt_logprobs=scores if sampling.prompt_logprobs is not None else None,
                     )
                 )
                 adds.append(
@@ -175,7 +177,7 @@ class AsyncLLM:
                         index=index,
                         request_id=spec.request_id,
                         prompt_token_ids=prompt,
-                        sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + k) % 2**63),
+                        sampling=_of_choice(sampling, k),
                         arrival_time=spec.arrival,
                         priority=spec.priority,
                         cache_salt=spec.cache_salt,
@@ -218,3 +220,9 @@ class AsyncLLM:
         self._failure = reason
         self._egress.fail_all(unavailable(f"the engine has failed: {reason}", "engine_dead"))
         self.failed.set()
+
+
+def _of_choice(sampling: SamplingParams, k: int) -> SamplingParams:
+    """Each choice draws its own numbers; the prompt is scored for the first one alone."""
+    prompt_logprobs = sampling.prompt_logprobs if k == 0 else None
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + k) % 2**63, prompt_logprobs=prompt_logprobs)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.engine.frontend.errors import ApiError, unavailable
-from penstock.engine.frontend.generation import Choice, Generation, TokenLogprob
+from penstock.engine.frontend.generation import Choice, Generation, PromptLogprob, TokenLogprob
 from penstock.engine.frontend.metrics import EngineMetrics
-from penstock.engine.messages import FINISH_REASONS, QUEUE_FULL, Finished, FinishReason, Logprobs, StepOutputs
+from penstock.engine.messages import FINISH_REASONS, QUEUE_FULL, Finished, FinishReason, Logprobs, PromptLogprobs, StepOutputs
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,8 @@ class Egress:
         for started in frame.started:
             if (live := self._live.get(started.index)) is not None:
                 self._start(live[0], started.cached_tokens)
+        if frame.prompt_logprobs is not None:
+            self._score_prompts(frame.prompt_logprobs)
         aborts: list[int] = []
         gaps: list[float] = []
         columns = _Columns(frame)
@@ -89,6 +91,22 @@ class Egress:
         choice.cached_tokens = cached_tokens
         self._metrics.prompt_tokens["local_cache"] += cached_tokens
         self._metrics.prompt_tokens["computed"] += choice.prompt_tokens - cached_tokens
+
+    def _score_prompts(self, columns: PromptLogprobs) -> None:
+        indexes: list[int] = np.frombuffer(columns.indexes, dtype="<i8").tolist()
+        positions: list[int] = np.frombuffer(columns.positions, dtype="<i4").tolist()
+        token_ids: list[int] = np.frombuffer(columns.token_ids, dtype="<i4").tolist()
+        logprobs: list[float] = np.frombuffer(columns.logprobs, dtype="<f4").tolist()
+        ranks: list[int] = np.frombuffer(columns.ranks, dtype="<i4").tolist()
+        shape = (len(indexes), columns.width)
+        top_ids: list[list[int]] = np.frombuffer(columns.top_ids, dtype="<i4").reshape(shape).tolist()
+        top: list[list[float]] = np.frombuffer(columns.top_logprobs, dtype="<f4").reshape(shape).tolist()
+        for at, index in enumerate(indexes):
+            live = self._live.get(index)
+            if live is not None and (scores := live[0].prompt_logprobs) is not None:
+                others = _alternatives(top_ids[at], top[at])
+                entry = PromptLogprob(token_ids[at], max(logprobs[at], _LEAST_LOGPROB), ranks[at], others)
+                scores[positions[at]] = entry
 
     def _time(self, choice: Choice, generation: Generation, now: float, tokens: int, gaps: list[float]) -> None:
         """Latencies by the core's clock; tokens of one step have no time between them."""
@@ -153,12 +171,13 @@ class _Columns:
             return None
         row = self._row_of[position]
         width = choice.num_logprobs
-        top = [
-            (token, max(logprob, _LEAST_LOGPROB))
-            for token, logprob in zip(self._top_ids[row][:width], self._top[row][:width], strict=True)
-            if token >= 0
-        ]
+        top = _alternatives(self._top_ids[row][:width], self._top[row][:width])
         return TokenLogprob(self.token_ids[position], max(self._sampled[row], _LEAST_LOGPROB), top, choice.characters)
+
+
+def _alternatives(token_ids: list[int], logprobs: list[float]) -> list[tuple[int, float]]:
+    """Without what pads them."""
+    return [(token, max(logprob, _LEAST_LOGPROB)) for token, logprob in zip(token_ids, logprobs, strict=True) if token >= 0]
 
 
 def _advance(choice: Choice, columns: _Columns, positions: Sequence[int], end: Finished | None) -> bool:

@@ -23,6 +23,16 @@ class TokenLogprob(NamedTuple):
     """Characters generated before this token."""
 
 
+class PromptLogprob(NamedTuple):
+    """A token of the prompt, given those before it, with the likeliest ones in its place (natural logarithm)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """0 for the likeliest."""
+    top: list[tuple[int, float]]
+
+
 class Delta(NamedTuple):
     """What is new of a choice."""
 
@@ -46,6 +56,8 @@ class Choice:
         stop_token_ids: Those of the client, which are reported as `stop_reason`.
         num_logprobs: Alternatives to report with each token; None: no logprobs.
         min_tokens: Tokens in whose text no stop string is looked for.
+        prompt_logprobs: Where those of the prompt gather, by position, in one list for all choices of a prompt; the first token
+            has none. None: not asked for.
     """
 
     def __init__(
@@ -58,11 +70,13 @@ class Choice:
         stop_token_ids: frozenset[int],
         num_logprobs: int | None,
         min_tokens: int = 0,
+        prompt_logprobs: list[PromptLogprob | None] | None = None,
     ) -> None:
         self.index = index
         self.number = number
         self.prompt_tokens = prompt_tokens
         self.num_logprobs = num_logprobs
+        self.prompt_logprobs = prompt_logprobs
         self.cached_tokens = 0
         self.num_tokens = 0
         self.first_time = 0.0

@@ -31,7 +31,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What both APIs share. Ranges are OpenAI's; `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `bad_words`,
-    `allowed_token_ids`, `stop_token_ids`, `ignore_eos`, `priority` and `cache_salt` are vLLM's."""
+    `allowed_token_ids`, `prompt_logprobs`, `stop_token_ids`, `ignore_eos`, `priority` and `cache_salt` are vLLM's."""
 
     model: str
     stream: bool = False
@@ -59,6 +59,7 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         default_factory=list
     )
     allowed_token_ids: Annotated[list[_TokenId], Meta(min_length=1)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     ignore_eos: bool = False
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
@@ -178,6 +179,8 @@ def _convert(body: Mapping[str, Any], kind: type[_T], neutral: Mapping[str, tupl
     except msgspec.ValidationError as error:
         message, param = _locate(str(error))
         raise ApiError(400, message, param=param) from None
+    if request.stream and request.prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs are not given with stream: true", param="prompt_logprobs")
     if "stream_options" in fields and not request.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     return request

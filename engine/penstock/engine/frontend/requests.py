@@ -85,6 +85,7 @@ def sampling_params(
         seed=(request.seed if request.seed is not None else seed) % 2**63,
         stop_token_ids=tuple(dict.fromkeys((*request.stop_token_ids, *eos))),
         logprobs=request.num_logprobs,
+        prompt_logprobs=request.prompt_logprobs,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         repetition_penalty=request.repetition_penalty,

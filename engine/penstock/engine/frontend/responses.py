@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from penstock.engine.frontend.generation import Choice, Delta, TokenLogprob, Usage
+from penstock.engine.frontend.generation import Choice, Delta, PromptLogprob, TokenLogprob, Usage
 from penstock.engine.frontend.vocabulary import Vocabulary
 
 DONE = b"data: [DONE]\n\n"
@@ -60,8 +60,8 @@ class _Format:
         body = (b"%d," % number, middle, b',"logprobs":', logprobs, b',"finish_reason":', reason)
         return self._prefix + b"".join(body) + self._suffix
 
-    def _full(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
-        return orjson.dumps({**self._head, "choices": choices, "usage": _usage(usage)})
+    def _full(self, choices: list[dict[str, Any]], usage: Usage, **more: Any) -> bytes:
+        return orjson.dumps({**self._head, "choices": choices, "usage": _usage(usage), **more})
 
 
 class ChatFormat(_Format):
@@ -81,7 +81,8 @@ class ChatFormat(_Format):
         return self._event(number, middle, delta, logprobs)
 
     def full(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        return self._full([self._choice(choice) for choice in choices], usage)
+        scores = _prompt_logprobs(choices[0], self._vocabulary)
+        return self._full([self._choice(choice) for choice in choices], usage, **scores)
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         delta = choice.take()
@@ -133,6 +134,7 @@ class CompletionFormat(_Format):
             "logprobs": None if choice.num_logprobs is None else self._logprobs(delta.logprobs),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
+            **_prompt_logprobs(choice, self._vocabulary),
         }
 
     def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any]:
@@ -162,4 +164,19 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _prompt_logprobs(choice: Choice, vocabulary: Vocabulary) -> dict[str, Any]:
+    """vLLM's field, where it was asked for: an object a token, the first one's null; keys are token ids, ranks begin with 1."""
+    if choice.prompt_logprobs is None:
+        return {}
+    return {"prompt_logprobs": [entry and _scored(entry, vocabulary) for entry in choice.prompt_logprobs]}
+
+
+def _scored(entry: PromptLogprob, vocabulary: Vocabulary) -> dict[str, Any]:
+    others = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top)]
+    return {
+        str(token_id): {"logprob": logprob, "rank": rank + 1, "decoded_token": vocabulary.text_of(token_id)}
+        for token_id, logprob, rank in [(entry.token_id, entry.logprob, entry.rank), *others]
     }

@@ -7,9 +7,10 @@ import torch
 
 from penstock.engine.core.plan import Int32, StepPlan
 from penstock.engine.core.row_table import RowTable
+from penstock.engine.runner.prompt_logprobs import PromptRows
 from penstock.engine.runner.sampler.adjustments import Adjustments
 from penstock.engine.runner.sampler.logits_rows import LogitsRows
-from penstock.engine.runner.sampler.params import SamplingBatch, SamplingTable
+from penstock.engine.runner.sampler.params import NO_LOGPROBS, SamplingBatch, SamplingTable
 from penstock.kernels.paged_attention.batch import PagedBatch
 
 
@@ -76,6 +77,22 @@ class InputBatch:
         """What the step's m logits rows stand for."""
         rows = plan.rows[inputs.sampled_rows]
         return LogitsRows(rows, inputs.sampled_positions, self.rows.num_prompt_tokens[rows], self.rows.token_ids)
+
+    def prompt_rows(self, plan: StepPlan, inputs: StepInputs) -> PromptRows | None:
+        """The prompt tokens whose logprobs the step gives; None where there are none."""
+        counts = self.sampling.prompt_logprobs[plan.rows]
+        if (counts == NO_LOGPROBS).all():
+            return None
+        request = np.repeat(np.arange(len(plan.rows), dtype=np.int32), plan.num_new_tokens)
+        # Each token's logits are about the one after it.
+        positions = inputs.positions.numpy().astype(np.int32) + 1
+        of_prompt = positions < self.rows.num_prompt_tokens[plan.rows[request]]
+        indices = np.flatnonzero(of_prompt & (counts[request] != NO_LOGPROBS))
+        if not len(indices):
+            return None
+        request, positions = request[indices], positions[indices]
+        tokens = self.rows.token_ids[plan.rows[request], positions]
+        return PromptRows(indices, request, positions, tokens, counts[request])
 
     def write_sampled(self, plan: StepPlan, inputs: StepInputs, token_ids: Int32) -> None:
         """Puts sampled tokens, [m], where the next step finds them."""

@@ -18,6 +18,7 @@ from penstock.engine.models.layers.linear_method import linear_method
 from penstock.engine.models.layers.shard import Shard
 from penstock.engine.models.registry import model_class
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
+from penstock.engine.runner.prompt_logprobs import PromptScores, score_prompts
 from penstock.engine.runner.sampler.adjustments import describe_nothing_left
 from penstock.engine.runner.sampler.logprobs import gather_logprobs
 from penstock.engine.runner.sampler.params import NO_LOGPROBS, SamplingBatch
@@ -37,6 +38,7 @@ class ExecuteState(NamedTuple):
     inputs: StepInputs
     logits: torch.Tensor
     """[m, vocab], float32."""
+    prompts: PromptScores
 
 
 class ModelRunner:
@@ -120,13 +122,15 @@ class ModelRunner:
             raise RuntimeError(f"step {plan.step_id}: step {self._state.plan.step_id} has not been sampled yet")
         self._limit_threads()
         inputs = self._batch.apply(plan)
-        logits = torch.empty(0, self.decoder_config.vocab_size)
+        logits, prompts = torch.empty(0, self.decoder_config.vocab_size), PromptScores()
         if len(plan.rows):
             ctx = ForwardContext(self._ops, self.kv_caches, inputs.slot_mapping, inputs.batch)
             hidden = self.model.forward(inputs.input_ids, inputs.positions, ctx)
             if len(inputs.sampled_rows):
                 logits = self.model.compute_logits(hidden[inputs.logits_indices])
-        self._state = ExecuteState(plan, inputs, logits)
+            if prompt_rows := self._batch.prompt_rows(plan, inputs):
+                prompts = score_prompts(self.model.compute_logits, hidden, prompt_rows)
+        self._state = ExecuteState(plan, inputs, logits, prompts)
 
     @torch.inference_mode()
     def sample(self, inputs: SampleInputs) -> StepResult:
@@ -138,9 +142,9 @@ class ModelRunner:
         if self._state is None or self._state.plan.step_id != inputs.step_id:
             waiting = "none" if self._state is None else f"step {self._state.plan.step_id}"
             raise RuntimeError(f"sampling step {inputs.step_id}: {waiting} waits for it")
-        (plan, step, logits), self._state = self._state, None
+        (plan, step, logits, prompts), self._state = self._state, None
         token_ids = np.full((len(plan.rows), 1), -1, np.int32)
-        failed = self._batch.refused(plan)
+        failed = self._batch.refused(plan) | prompts.failed
         logprobs = None
         if len(step.sampled_rows):
             not_finite = describe_not_finite(logits)
@@ -157,7 +161,7 @@ class ModelRunner:
             logprobs = _logprobs(logits, tokens, params, step)
         counts = plan.samples.astype(np.int32)
         counts[list(failed)] = 0
-        return StepResult(step_id=plan.step_id, token_ids=token_ids, counts=counts, logprobs=logprobs, failed=failed)
+        return StepResult(plan.step_id, token_ids, counts, logprobs, failed, prompts.logprobs)
 
     def _limit_threads(self) -> None:
         """OpenMP counts per calling thread, and an executor may run steps in another thread than the one that loaded."""

@@ -39,9 +39,10 @@ class Candidate:
 
     @property
     def hit(self) -> CacheHit:
-        """Its cached prefix."""
+        """Its cached prefix; none where the prompt's own logprobs are asked for, since a token that is not computed has none."""
         if self._hit is None:
-            self._hit = self._kv.lookup(self.request, self.num_tokens)
+            computes_all = self.request.sampling.prompt_logprobs is not None
+            self._hit = self._kv.lookup(self.request, 1 if computes_all else self.num_tokens)
         return self._hit
 
 

@@ -18,17 +18,18 @@ class RowLogprobs(NamedTuple):
     """[m, k], float32; -inf past a row's own number."""
 
 
-def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: torch.Tensor) -> RowLogprobs:
+def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: torch.Tensor, width: int | None = None) -> RowLogprobs:
     """Log probabilities of the sampled tokens and of the likeliest ones.
 
     Args:
         logits: [m, vocab], float32, as the model gave them.
         token_ids: [m], int64: the sampled tokens.
         counts: [m], int64: alternatives that each row asked for.
+        width: k, at least the greatest of `counts`, which it is unless said; the vocabulary is the most.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     sampled = logprobs.gather(-1, token_ids[:, None])
-    width = min(int(counts.max()), logits.shape[-1])
+    width = min(int(counts.max()) if width is None else width, logits.shape[-1])
     top_logprobs, top_ids = logprobs.topk(width, dim=-1)
     unasked = torch.arange(width) >= counts[:, None]
     return RowLogprobs(

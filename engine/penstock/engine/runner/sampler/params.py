@@ -44,6 +44,8 @@ class SamplingTable:
         self._min_p = np.zeros(max_num_seqs, np.float32)
         self._seed = np.zeros(max_num_seqs, np.int64)
         self._logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
+        self.prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
+        """[rows]: alternatives for each token of the prompt; NO_LOGPROBS where none are asked for."""
 
     def admit(self, row: int, params: SamplingParams) -> None:
         """Sets every parameter of a row."""
@@ -55,6 +57,7 @@ class SamplingTable:
         # The low 64 bits, whatever whole number the client chose.
         self._seed[row] = np.uint64(params.seed & 0xFFFFFFFFFFFFFFFF).astype(np.int64)
         self._logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self.prompt_logprobs[row] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
 
     def batch(self, request_rows: Int32, positions: Int32) -> SamplingBatch:
         """Parameters of logits rows.

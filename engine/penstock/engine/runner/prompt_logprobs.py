@@ -1,0 +1,70 @@
+"""Log probabilities of a prompt's own tokens, each given those before it."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.engine.core.plan import Int32, PromptLogprobs
+from penstock.engine.runner.sampler.logprobs import gather_logprobs
+from penstock.engine.runner.sampler.sampler import describe_not_finite
+
+_ROWS_AT_ONCE = 256
+"""Rows of logits in memory at a time: a long prompt's all together would be many times the size of a step."""
+
+
+class PromptRows(NamedTuple):
+    """p tokens of prompts that a step scores."""
+
+    hidden_indices: npt.NDArray[np.int64]
+    """[p]: of the step's tokens the one before each, whose logits say how likely it is."""
+    plan_rows: Int32
+    """[p]: indexes into the plan's rows."""
+    positions: Int32
+    """[p]: in the prompt."""
+    token_ids: Int32
+    """[p]."""
+    counts: npt.NDArray[np.int64]
+    """[p]: alternatives that the request asked for."""
+
+
+class PromptScores(NamedTuple):
+    """What came of them."""
+
+    logprobs: PromptLogprobs | None = None
+    failed: dict[int, str] = {}  # noqa: RUF012 (never changed)
+    """Index into the plan's rows → what is wrong with that request's logits."""
+
+
+def score_prompts(compute_logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, rows: PromptRows) -> PromptScores:
+    """Scores prompt tokens, a part at a time.
+
+    Args:
+        compute_logits: The LM head, [x, hidden] → [x, vocab] float32; a row's result does not depend on the others.
+        hidden: [n, hidden]: of the step's tokens.
+        rows: What to score; not empty.
+    """
+    failed: dict[int, str] = {}
+    width = int(rows.counts.max())
+    parts = []
+    for start in range(0, len(rows.positions), _ROWS_AT_ONCE):
+        part = slice(start, start + _ROWS_AT_ONCE)
+        logits = compute_logits(hidden[torch.from_numpy(rows.hidden_indices[part])])
+        not_finite = describe_not_finite(logits)
+        logits[list(not_finite)] = 0.0
+        failed |= {int(rows.plan_rows[start + at]): message for at, message in not_finite.items()}
+        token_ids = torch.from_numpy(rows.token_ids[part].astype(np.int64))
+        parts.append(gather_logprobs(logits, token_ids, torch.from_numpy(rows.counts[part]), width))
+    logprobs, ranks, top_ids, top_logprobs = (torch.cat(column).numpy() for column in zip(*parts, strict=True))
+    columns = PromptLogprobs(
+        plan_rows=rows.plan_rows,
+        positions=rows.positions,
+        token_ids=rows.token_ids,
+        logprobs=logprobs,
+        ranks=ranks.astype(np.int32),
+        top_ids=top_ids.astype(np.int32),
+        top_logprobs=top_logprobs,
+    )
+    return PromptScores(columns, failed)
