@@ -30,7 +30,7 @@ class Adjustments:
             BadWords(max_num_seqs, vocab_size),
             MinTokens(max_num_seqs, vocab_size),
             LogitBias(max_num_seqs, vocab_size),
-            RepetitionPenalty(max_num_seqs, vocab_size),
+            RepetitionPenalty(max_num_seqs),
             OutputPenalties(max_num_seqs, vocab_size),
         )
         self._asked = np.zeros(max_num_seqs, np.bool_)

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.engine.core.plan import Int32
+from penstock.engine.runner.sampler.row_lists import spread
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,15 @@ class LogitsRows:
     def num_output_tokens(self) -> Int32:
         """[m]: tokens generated before this one."""
         return self.positions - self.num_prompt_tokens
+
+    def tokens(self, begin: Int32) -> tuple[npt.NDArray[np.int64], Int32]:
+        """The tokens from position `begin`, [m], to the one that is chosen, one row's after the other.
+
+        Returns:
+            [n]: to which of the m each belongs; and [n]: the tokens.
+        """
+        owners, places = spread(self.positions - begin)
+        return owners, self.token_ids[self.request_rows[owners], begin[owners] + places]
 
     def take(self, at: npt.NDArray[np.int64]) -> "LogitsRows":
         """Those at some indexes, [k]."""

@@ -11,18 +11,18 @@ from penstock.engine.sampling import SamplingParams
 def apply_output_penalties(
     logits: torch.Tensor, counts: torch.Tensor, frequency: torch.Tensor, presence: torch.Tensor
 ) -> torch.Tensor:
-    """Subtracts count · frequency, and presence where the count is not 0.
+    """Subtracts count · frequency + presence.
 
     Args:
-        logits: [k, vocab].
-        counts: [k, vocab], int32: of each token in the output so far.
-        frequency: [k].
-        presence: [k].
+        logits: [n], of tokens in the output.
+        counts: [n], int32: how often each is there.
+        frequency: [n].
+        presence: [n].
 
     Returns:
-        [k, vocab].
+        [n].
     """
-    return logits - counts * frequency[:, None] - (counts > 0) * presence[:, None]
+    return logits - counts * frequency - presence
 
 
 class OutputPenalties:
@@ -45,9 +45,12 @@ class OutputPenalties:
         return (self._frequency[rows.request_rows] != 0) | (self._presence[rows.request_rows] != 0)
 
     def apply(self, logits: torch.Tensor, at: torch.Tensor, rows: LogitsRows) -> None:
-        of = rows.request_rows
-        counts, frequency = torch.from_numpy(self._counts[of]), torch.from_numpy(self._frequency[of])
-        logits[at] = apply_output_penalties(logits[at], counts, frequency, torch.from_numpy(self._presence[of]))
+        owners, tokens = rows.tokens(rows.num_prompt_tokens)
+        of = rows.request_rows[owners]
+        counts, frequency = torch.from_numpy(self._counts[of, tokens]), torch.from_numpy(self._frequency[of])
+        penalised = apply_output_penalties(logits[at[owners], tokens], counts, frequency, torch.from_numpy(self._presence[of]))
+        # A token that is there several times gets the same value as often.
+        logits[at[owners], tokens] = penalised
 
     def observe(self, rows: LogitsRows, token_ids: Int32) -> None:
         asked = self.wants(rows)

@@ -8,45 +8,38 @@ from penstock.engine.runner.sampler.logits_rows import LogitsRows
 from penstock.engine.sampling import SamplingParams
 
 
-def apply_repetition_penalty(logits: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
-    """Divides positive logits of seen tokens and multiplies negative ones, so that a penalty above 1 lowers both.
+def apply_repetition_penalty(logits: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
+    """Divides positive logits and multiplies negative ones, so that a penalty above 1 lowers both.
 
     Args:
-        logits: [k, vocab].
-        seen: [k, vocab], bool.
-        penalty: [k], above 0.
+        logits: [n], of tokens that are there.
+        penalty: [n], above 0.
 
     Returns:
-        [k, vocab].
+        [n].
     """
-    factor = torch.where(seen, penalty[:, None], 1.0)
-    return torch.where(logits > 0, logits / factor, logits * factor)
+    return torch.where(logits > 0, logits / penalty, logits * penalty)
 
 
 class RepetitionPenalty:
-    """A byte a token of the vocabulary for each row that has ever had a penalty: memory is given when it is written."""
+    """The row table says which tokens are there."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+    def __init__(self, max_num_seqs: int) -> None:
         self._penalty = np.ones(max_num_seqs, np.float32)
-        self._seen = np.zeros((max_num_seqs, vocab_size), np.bool_)
 
     def admit(self, row: int, token_ids: Int32, num_prompt_tokens: int, params: SamplingParams) -> bool:
-        del num_prompt_tokens
+        del token_ids, num_prompt_tokens
         self._penalty[row] = params.repetition_penalty
-        if params.repetition_penalty == 1.0:
-            return False
-        self._seen[row] = False
-        self._seen[row, token_ids] = True
-        return True
+        return params.repetition_penalty != 1.0
 
     def wants(self, rows: LogitsRows) -> Bool:
         return self._penalty[rows.request_rows] != 1.0
 
     def apply(self, logits: torch.Tensor, at: torch.Tensor, rows: LogitsRows) -> None:
-        seen = torch.from_numpy(self._seen[rows.request_rows])
-        penalty = torch.from_numpy(self._penalty[rows.request_rows])
-        logits[at] = apply_repetition_penalty(logits[at], seen, penalty)
+        owners, tokens = rows.tokens(np.zeros_like(rows.positions))
+        penalty = torch.from_numpy(self._penalty[rows.request_rows[owners]])
+        # A token that is there several times gets the same value as often.
+        logits[at[owners], tokens] = apply_repetition_penalty(logits[at[owners], tokens], penalty)
 
     def observe(self, rows: LogitsRows, token_ids: Int32) -> None:
-        asked = self.wants(rows)
-        self._seen[rows.request_rows[asked], token_ids[asked]] = True
+        """The row table has the tokens."""

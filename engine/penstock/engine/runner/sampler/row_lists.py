@@ -6,6 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 
+def spread(lengths: npt.NDArray[np.integer[Any]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Lists of these lengths [m], one after the other: for each entry its list, [n], and its place in that, [n]."""
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    return owners, np.arange(len(owners)) - (np.cumsum(lengths) - lengths)[owners]
+
+
 class RowLists:
     """A list for each of `max_num_seqs` rows, empty at first; entries are of one dtype."""
 
@@ -19,10 +25,11 @@ class RowLists:
 
     def put(self, row: int, entries: npt.NDArray[Any]) -> bool:
         """Replaces a row's list; says whether it has anything now."""
-        self._stale |= self._lists.pop(row, None) is not None or len(entries) > 0
+        self._lists.pop(row, None)
         self._lengths[row] = len(entries)
         if len(entries):
             self._lists[row] = entries
+            self._stale = True
         return len(entries) > 0
 
     def has(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
@@ -37,10 +44,8 @@ class RowLists:
         """
         if self._stale:
             self._flatten()
-        lengths = self._lengths[rows]
-        owners = np.repeat(np.arange(len(rows)), lengths)
-        within = np.arange(len(owners)) - (np.cumsum(lengths) - lengths)[owners]
-        return owners, self._flat[self._starts[rows][owners] + within]
+        owners, places = spread(self._lengths[rows])
+        return owners, self._flat[self._starts[rows][owners] + places]
 
     def _flatten(self) -> None:
         start = 0
