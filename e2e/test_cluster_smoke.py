@@ -169,9 +169,10 @@ def test_failed_liveness_restarts_and_failed_readiness_does_not(cluster: Cluster
 
     first = eventually(lambda: ready(True, 0))
     uid = cluster.get("pod", "probed", namespace)["metadata"]["uid"]
-    Path(f"/proc/{first}/root/tmp/ready-{uid}").unlink()
+    folder = Path("/proc", str(first), "root", "tmp")  # as the container sees it
+    (folder / f"ready-{uid}").unlink()
     assert eventually(lambda: ready(False, 0)) == first
-    Path(f"/proc/{first}/root/tmp/alive-{uid}").unlink()
+    (folder / f"alive-{uid}").unlink()
     assert eventually(lambda: ready(True, 1)) != first
 
 
