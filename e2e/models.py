@@ -15,12 +15,13 @@ Object = dict[str, Any]
 KIND = "inferencemodel"
 KINDS = {"InferenceModel", "Deployment", "ReplicaSet", "Pod", "Service", "EndpointSlice", "PodDisruptionBudget"}
 """What becomes of a model with more than one replica."""
+EXAMPLE = REPOSITORY / "examples/tiny.yaml"
 DEMO_MODEL = REPOSITORY / "examples/models/penstock-tiny"
 
 
 def example() -> Object:
     """examples/tiny.yaml."""
-    (resource,) = yaml.safe_load_all((REPOSITORY / "examples/tiny.yaml").read_text())
+    (resource,) = yaml.safe_load_all(EXAMPLE.read_text())
     return resource
 
 

@@ -26,17 +26,24 @@ LEAST, MOST = 2, 3  # replicas
 
 @pytest.fixture(scope="module")
 def tiny(system: System, phases: Phases) -> Iterator[str]:
-    """The Kubernetes namespace in which the example runs, made quicker to scale."""
+    """The Kubernetes namespace in which the example runs: applied as it is, then made quicker to scale."""
     cluster, resource = system.cluster, models.example()
     namespace = resource["metadata"]["namespace"]
+    with phases("kubectl apply -f examples/tiny.yaml → Ready"):
+        cluster.kubectl("apply", f"--filename={models.EXAMPLE}")
+        models.wait_until_ready(cluster, namespace, NAME)
+    with phases("all its replicas ready"):
+        first = eventually(lambda: models.ready_pods(cluster, namespace, NAME, LEAST), seconds=60)
     resource["spec"]["engine"]["limits"]["maxNumSeqs"] = STEADY
     (pool,) = resource["spec"]["pools"]
     pool["scaling"] = {"min": LEAST, "max": MOST, "downWindow": "5s"}
-    cluster.apply(resource, namespace=namespace)
-    with phases("the example applied → Ready"):
-        models.wait_until_ready(cluster, namespace, NAME)
-    with phases("all its replicas ready"):
-        eventually(lambda: models.ready_pods(cluster, namespace, NAME, LEAST), seconds=60)
+
+    def expect_all_new() -> None:
+        assert not first.keys() & models.ready_pods(cluster, namespace, NAME, LEAST).keys()
+
+    with phases("made quicker to scale, all replicas replaced"):
+        cluster.apply(resource, namespace=namespace)
+        eventually(expect_all_new, seconds=120)
     yield namespace
     with phases("the example deleted, nothing left"):
         cluster.kubectl("delete", models.KIND, NAME, f"--namespace={namespace}")
