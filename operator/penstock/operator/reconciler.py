@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from pydantic import ValidationError
 
 from penstock.api import labels, metrics
+from penstock.api.fleet import pool_id
 from penstock.api.resources import InferenceModel, LoraAdapter, unsupported
 from penstock.operator.api import Api, said
 from penstock.operator.apply import MANAGER, Applier, NotOwned, OwnerGone
@@ -137,7 +138,7 @@ class Reconciler:
             workload=live,
             pods=pods,
             scaled=scaled,
-            scaling=self._scaling(f"{key.namespace}/{key.name}/{name}") if scaled else None,
+            scaling=self._scaling(pool_id(key.namespace, key.name, name)) if scaled else None,
         )
 
     async def _adapter(self, resource: Object) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from kubernetes.aio.client import ApiClient
 
 from penstock.api import labels
-from penstock.api.fleet import Fleet, Model, Pool, Replica
+from penstock.api.fleet import Fleet, Model, Pool, Replica, pool_id
 from penstock.api.resources import seconds
 from penstock.gateway.discovery.claims import oldest_claims
 from penstock.kube.cache import Cache, Change
@@ -112,7 +112,8 @@ def _model(item: Object) -> tuple[Model, list[Pool]]:
         policy=routing.get("policy", "Cost"),
         hold_timeout_s=seconds(routing.get("holdTimeout", "5m")),
     )
-    pools = [Pool(id=f"{model.id}/{pool['name']}", model=model.id, role=pool.get("role", "Both")) for pool in spec["pools"]]
+    place = item["metadata"]["namespace"], item["metadata"]["name"]
+    pools = [Pool(id=pool_id(*place, pool["name"]), model=model.id, role=pool.get("role", "Both")) for pool in spec["pools"]]
     return model, pools
 
 
@@ -130,7 +131,7 @@ def _replica(pod: Object) -> Replica | None:
     return Replica(
         uid=metadata["uid"],
         name=metadata["name"],
-        pool=f"{metadata['namespace']}/{marks[labels.MODEL]}/{marks[labels.POOL]}",
+        pool=pool_id(metadata["namespace"], marks[labels.MODEL], marks[labels.POOL]),
         host=status["podIP"],
         port=ports[labels.HTTP_PORT],
         events_port=ports[labels.EVENTS_PORT],
