@@ -266,7 +266,7 @@ async def test_a_client_that_goes_aborts_its_request(serve: Any, stream: bool) -
     else:
         task.cancel()
     await until(lambda: site.core.aborted == [[0, 1]])
-    assert site.server.idle
+    assert site.server.active.idle
 
 
 async def test_errors_before_the_first_token_are_statuses(serve: Any) -> None:
@@ -334,7 +334,7 @@ async def test_a_drain_waits_for_what_runs(serve: Any) -> None:
     await site.live()
     site.core.say(step_frame({0: [70]}))
     site.llm.state = State.DRAINING
-    drained = asyncio.create_task(site.server.drained())
+    drained = asyncio.create_task(site.server.active.drained())
     response = await task
     assert not drained.done()
     site.core.say(step_frame({0: [70]}, [Finished(0, FinishReason.LENGTH)]))

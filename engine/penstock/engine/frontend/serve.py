@@ -80,13 +80,13 @@ async def _run(llm: AsyncLLM, server: ApiServer, signals: "_Signals", config: Se
     if not llm.failed.is_set():
         llm.state = State.DRAINING
         log.info("draining: running requests have %.0f s", config.shutdown_timeout)
-        await _any(server.drained(), llm.failed.wait(), signals.now.wait(), seconds=config.shutdown_timeout)
-    if server.idle and not llm.failed.is_set():
+        await _any(server.active.drained(), llm.failed.wait(), signals.now.wait(), seconds=config.shutdown_timeout)
+    if server.active.idle and not llm.failed.is_set():
         return 0
     if not llm.failed.is_set():
         log.warning("cutting off the requests that still run")
         llm.cut_off()
-    await _any(server.drained(), seconds=_LAST_WORDS_S)
+    await _any(server.active.drained(), seconds=_LAST_WORDS_S)
     return 1
 
 

@@ -1,0 +1,62 @@
+"""What the handlers of all endpoints share: reading a request, writing JSON, and the count of requests being answered."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import orjson
+from aiohttp import web
+
+from penstock.engine.frontend.errors import ApiError
+
+MAX_BODY_BYTES: Final = 20 * 2**20
+REQUEST_ID_KEY = web.RequestKey("request_id", str)
+"""The request's name in events and logs: the client's, or one that the server has drawn."""
+
+
+async def read_json(request: web.Request) -> bytes:
+    """The body, as it was sent; `ApiError` 415 for what is not plain JSON."""
+    if request.content_type != "application/json":
+        message = f"the body must be application/json, not {request.content_type}"
+        raise ApiError(415, message, param="content-type")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":  # unpacking could make any size out of little
+        message = f"content-encoding {encoding} is not supported: send the body as it is"
+        raise ApiError(415, message, param="content-encoding")
+    return await request.read()
+
+
+def json_response(body: Any) -> web.Response:
+    """200 with JSON."""
+    return web.Response(body=orjson.dumps(body), content_type="application/json")
+
+
+class Active:
+    """Requests that are being answered: a drain waits for them."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there are none."""
+        return self._count == 0
+
+    async def drained(self) -> None:
+        """Waits until there are none."""
+        await self._idle.wait()
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """One more, for as long as the context lasts."""
+        self._count += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._count -= 1
+            if self._count == 0:
+                self._idle.set()

@@ -1,0 +1,42 @@
+"""Server-sent events: a generation's text as it comes."""
+
+from aiohttp import web
+
+from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.generation import Generation
+from penstock.engine.frontend.responses import DONE, Format
+
+_SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+async def stream(request: web.Request, generation: Generation, answer: Format, include_usage: bool) -> web.StreamResponse:
+    """Sends events as they come. What goes wrong before the first token is a status, later an event."""
+    await generation.changed()
+    response = web.StreamResponse(headers=_SSE)
+    await response.prepare(request)
+    opened: set[int] = set()
+    try:
+        while True:
+            if data := _events(generation, answer, opened):
+                await response.write(data)
+            if generation.finished:
+                break
+            await generation.changed()
+        await response.write((answer.usage_chunk(generation.usage) if include_usage else b"") + DONE)
+    except ApiError as error:
+        response.force_close()
+        await response.write(b"data: " + error.body() + b"\n\n")
+    await response.write_eof()
+    return response
+
+
+def _events(generation: Generation, answer: Format, opened: set[int]) -> bytes:
+    """The events for everything that is new; adds to `opened` the choices that get their first."""
+    events: list[bytes] = []
+    for choice in generation.choices:
+        if choice.num_tokens and choice.number not in opened:
+            opened.add(choice.number)
+            events.append(answer.first(choice.number))
+        if (delta := choice.take()) is not None:
+            events.append(answer.chunk(choice.number, delta))
+    return b"".join(events)
