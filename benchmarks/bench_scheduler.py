@@ -41,7 +41,7 @@ def decoding(batch: int) -> Scheduler:
     for index in range(batch):
         prompt = [index] * (CONTEXT + index % BLOCK)
         sampling = SamplingParams(max_tokens=length, stop_token_ids=(2, 3))
-        scheduler.add(AddRequest(index, f"r{index}", prompt, sampling, float(index)))
+        scheduler.add(AddRequest(index, f"r{index}", prompt, sampling, float(index)), 0.0)
     plan = scheduler.schedule(0.0)
     assert plan is not None and len(plan.rows) == batch
     scheduler.update(result_of(plan))

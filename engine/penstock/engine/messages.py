@@ -121,6 +121,29 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
 
 
+class LifecycleEvent(IntEnum):
+    """A turn in a request's life, stamped in the core."""
+
+    QUEUED = 1
+    """It came; queue time begins."""
+    SCHEDULED = 2
+    """It took a row, for the first time or again after a preemption."""
+    PREEMPTED = 3
+    """It lost its row and waits again."""
+
+
+class Lifecycle(msgspec.Struct, frozen=True, array_like=True):
+    """Columns of what happened to requests since the last frame, in the order in which it happened; nothing is said of those to
+    which nothing happened. A request's times never fall. Arrays as little-endian bytes."""
+
+    indexes: bytes
+    """int64 [e]: the requests."""
+    events: bytes
+    """uint8 [e]: `LifecycleEvent`."""
+    times: bytes
+    """float64 [e]: Unix time in seconds."""
+
+
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     """Columns parallel to the frame's tokens, of the requests that asked: arrays as little-endian bytes."""
 
@@ -177,6 +200,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
     finished: list[Finished]
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    lifecycle: Lifecycle | None = None
 
 
 class CoreStats(msgspec.Struct, frozen=True, tag="stats"):

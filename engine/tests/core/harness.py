@@ -13,7 +13,7 @@ from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, Sched
 from penstock.engine.core.outputs import RequestOutputs
 from penstock.engine.core.plan import SampleInputs, StepPlan
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.messages import AddRequest, Finished
+from penstock.engine.messages import AddRequest, Finished, LifecycleEvent
 from penstock.engine.sampling import SamplingParams
 from penstock.prompt.hashing import BlockHasher
 
@@ -85,12 +85,14 @@ class Machine:
         self.ended: dict[str, RequestFinished] = {}
         self.cached_tokens: dict[int, int] = {}
         self.plans: list[StepPlan] = []
+        self.now = 0.0
+        self.lifecycle: dict[int, list[tuple[LifecycleEvent, float]]] = {}
         self.live_hashes: set[bytes] = set()
         self._results: deque = deque()
 
     def add(self, *requests: AddRequest) -> None:
         for request in requests:
-            self.scheduler.add(request)
+            self.scheduler.add(request, self.now)
             self._take(self.scheduler.take_outputs())
 
     def abort(self, *indexes: int) -> None:
@@ -98,8 +100,9 @@ class Machine:
         self._take(self.scheduler.take_outputs())
 
     def step(self) -> StepPlan | None:
+        self.now += 1
         preemptions = self.scheduler.num_preemptions
-        plan = self.scheduler.schedule(now=0.0)
+        plan = self.scheduler.schedule(self.now)
         if plan is not None:
             self._check_plan(plan, preempted=self.scheduler.num_preemptions > preemptions)
             self.plans.append(plan)
@@ -137,6 +140,10 @@ class Machine:
         for started in outputs.started:
             assert started.index not in self.cached_tokens, "started twice"
             self.cached_tokens[started.index] = started.cached_tokens
+        if (lifecycle := outputs.lifecycle) is not None:
+            columns = np.frombuffer(lifecycle.indexes, "<i8"), lifecycle.events, np.frombuffer(lifecycle.times, "<f8")
+            for index, event, at in zip(*columns, strict=True):
+                self.lifecycle.setdefault(int(index), []).append((LifecycleEvent(event), float(at)))
         for finished in outputs.finished:
             assert finished.index not in self.finished, "ended twice"
             self.finished[finished.index] = finished

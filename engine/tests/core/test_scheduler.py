@@ -117,7 +117,7 @@ def test_a_preempted_request_resumes_from_what_is_left_of_its_own_blocks():
 
 @pytest.mark.req("PRE-06")
 def test_what_a_draft_takes_back_leaves_nothing_behind():
-    draft = StepDraft(10)
+    draft = StepDraft(10, 0.0)
     draft.grant_decodes(np.array([4, 2, 7], np.int32))
     draft.grant_chunk(5, 6, samples=False)
     draft.appends |= {2: [[11]], 5: [[12, 13]], 7: [[14]]}

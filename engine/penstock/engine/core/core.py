@@ -60,13 +60,13 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_requests or bool(self._submitted)
+        return self.scheduler.has_work or bool(self._submitted)
 
     def handle(self, message: CoreInput) -> None:
         """Takes in what the frontend says."""
         match message:
             case AddRequest():
-                self.scheduler.add(message)
+                self.scheduler.add(message, time.time())
             case AbortRequests(indexes):
                 self.scheduler.abort(indexes)
             case ResetPrefixCache():
@@ -87,7 +87,7 @@ class EngineCore:
             result = self._executor.collect()
             outputs = self.scheduler.update(result)
             self._observe(self._submitted.popleft(), result)
-        elif self.scheduler.has_requests:
+        elif self.scheduler.has_work:
             raise RuntimeError(f"no request can run: {self.scheduler.num_running} running, {self.scheduler.waiting()} waiting")
         else:
             outputs = self.scheduler.take_outputs()

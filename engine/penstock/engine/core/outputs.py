@@ -6,7 +6,7 @@ import numpy as np
 from penstock.engine.core import plan
 from penstock.engine.core.plan import Bool, Int32, SampledLogprobs, empty
 from penstock.engine.core.tenancy import Int64
-from penstock.engine.messages import Finished, Logprobs, PromptLogprobs, Started, StepOutputs
+from penstock.engine.messages import Finished, Lifecycle, Logprobs, PromptLogprobs, Started, StepOutputs
 
 
 class RequestOutputs(msgspec.Struct, frozen=True):
@@ -20,11 +20,12 @@ class RequestOutputs(msgspec.Struct, frozen=True):
     finished: list[Finished]
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    lifecycle: Lifecycle | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not (len(self.indexes) or self.started or self.finished or self.prompt_logprobs)
+        return not (len(self.indexes) or self.started or self.finished or self.prompt_logprobs or self.lifecycle)
 
     def frame(self, engine_index: int, step_id: int, now: float) -> StepOutputs:
         """The message; `now` is Unix time in seconds."""
@@ -40,6 +41,7 @@ class RequestOutputs(msgspec.Struct, frozen=True):
             finished=self.finished,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            lifecycle=self.lifecycle,
         )
 
 

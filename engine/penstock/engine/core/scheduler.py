@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from penstock.api.events import Event, RequestFinished
+from penstock.api.events import Event
 from penstock.api.load_report import WaitingReason
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.config import ConfigError, SchedulerConfig
@@ -22,23 +22,16 @@ from penstock.engine.core.admission.kv_blocks import KVBlocks
 from penstock.engine.core.admission.max_num_seqs import MaxNumSeqs
 from penstock.engine.core.admission.rule import AdmissionRule, Candidate
 from penstock.engine.core.admission.token_budget import TokenBudget
-from penstock.engine.core.outputs import RequestOutputs, logprob_columns, no_tokens, prompt_logprob_columns
+from penstock.engine.core.journal import Journal
+from penstock.engine.core.outputs import RequestOutputs, logprob_columns, prompt_logprob_columns
+from penstock.engine.core.pause import PauseState
 from penstock.engine.core.plan import Admission, Bool, Int32, StepPlan, StepResult, ints
-from penstock.engine.core.request import FINISHED_STATUS, Request, RequestStatus, order
+from penstock.engine.core.request import Request, RequestStatus, order
 from penstock.engine.core.request_queue import RequestQueue
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.core.step_draft import StepDraft
 from penstock.engine.core.tenancy import Int64, Tenancy
-from penstock.engine.messages import (
-    FINISH_REASONS,
-    QUEUE_FULL,
-    AddRequest,
-    Finished,
-    FinishReason,
-    Logprobs,
-    PromptLogprobs,
-    Started,
-)
+from penstock.engine.messages import QUEUE_FULL, AddRequest, FinishReason, LifecycleEvent
 from penstock.prompt.hashing import BlockHasher
 
 
@@ -74,6 +67,7 @@ class Scheduler:
         self.config = config
         self.table = RowTable(config.max_num_seqs, max_model_len, [kv.block_size] * kv.num_groups)
         self.kv = kv
+        self.pause_state = PauseState.UNPAUSED
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -90,9 +84,7 @@ class Scheduler:
         self._in_flight: deque[Flight] = deque()
         self._next_step_id = 0
         self._ordinal = 0
-        self._started: list[Started] = []
-        self._finished: list[Finished] = []
-        self._ended: list[RequestFinished] = []
+        self._journal = Journal()
 
     # --- what there is to do ---
 
@@ -111,6 +103,17 @@ class Scheduler:
         """Whether anything waits or runs."""
         return bool(self._requests)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether the next plan might hold anything."""
+        match self.pause_state:
+            case PauseState.UNPAUSED:
+                return bool(self._requests)
+            case PauseState.PAUSED_NEW:
+                return bool(self._running)
+            case PauseState.PAUSED_ALL:
+                return False
+
     def waiting(self) -> dict[WaitingReason, int]:
         """Waiting requests by what they wait for; all of them wait for what the first one waits for."""
         return {self._waiting_reason: len(self._waiting)} if self._waiting else {}
@@ -122,8 +125,12 @@ class Scheduler:
 
     # --- input ---
 
-    def add(self, message: AddRequest) -> None:
+    def add(self, message: AddRequest, now: float) -> None:
         """Takes a request in. One that cannot be served ends at once with an error, which `take_outputs` tells.
+
+        Args:
+            message: The request.
+            now: Unix time in seconds.
 
         Raises:
             ValueError: The index belongs to a request that lives.
@@ -133,12 +140,13 @@ class Scheduler:
         self._ordinal += 1
         request = Request(message, self._ordinal)
         if error := self._why_refused(request):
-            self._end(request, FinishReason.ERROR, request.num_prompt_tokens, error=error)
+            self._journal.ended(request, FinishReason.ERROR, request.num_prompt_tokens, error=error)
             return
         if self.kv.enable_prefix_caching:
             request.extend_hashes(self._hasher, request.token_ids)
         self._requests[request.index] = request
         self._waiting.push(request)
+        self._journal.note(request, LifecycleEvent.QUEUED, now)
 
     def abort(self, indexes: Iterable[int]) -> None:
         """Ends requests in whatever state; unknown ones are ignored."""
@@ -161,15 +169,17 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plans the next step; None where no row can run. `now` is Unix time in seconds."""
-        draft = StepDraft(self.config.max_num_batched_tokens)
+        if self.pause_state is PauseState.PAUSED_ALL:
+            return None
+        draft = StepDraft(self.config.max_num_batched_tokens, now)
         rows = self._rows()
         known = self.table.num_tokens[rows]
         gaps = known - self.table.num_computed[rows]
         # A row at its limit ends when the token in flight is known: that token needs no step of its own.
         self._schedule_decodes(draft, rows[(gaps == 1) & (known < self._tenancy.limits[rows])])
         self._schedule_chunks(draft, rows[gaps > 1])
-        if not draft.preempted:
-            self._schedule_waiting(draft, now)
+        if not draft.preempted and self.pause_state is PauseState.UNPAUSED:
+            self._schedule_waiting(draft)
         return None if draft.is_empty else self._submit(draft)
 
     def _schedule_decodes(self, draft: StepDraft, rows: Int32) -> None:
@@ -193,7 +203,7 @@ class Scheduler:
                 draft.grant_chunk(row, count, samples=computed + count == known)
                 draft.reserved_blocks += self.kv.blocks_for(known) - self.kv.blocks_for(computed + count)
 
-    def _schedule_waiting(self, draft: StepDraft, now: float) -> None:
+    def _schedule_waiting(self, draft: StepDraft) -> None:
         while self._waiting:
             candidate = Candidate(
                 self._waiting.peek(),
@@ -206,13 +216,13 @@ class Scheduler:
                 if reason := rule.refuses(candidate):
                     self._waiting_reason = reason
                     return
-            self._admit(draft, candidate, now)
+            self._admit(draft, candidate)
 
     def _chunk(self, gap: int, budget: int) -> int:
         threshold = self.config.long_prefill_token_threshold
         return min(gap, budget, threshold) if threshold else min(gap, budget)
 
-    def _admit(self, draft: StepDraft, candidate: Candidate, now: float) -> None:
+    def _admit(self, draft: StepDraft, candidate: Candidate) -> None:
         request, hit, known = self._waiting.pop(), candidate.hit, candidate.num_tokens
         count = self._chunk(known - hit.num_tokens, draft.token_budget)
         blocks = self.kv.allocate(request, hit.num_tokens + count, hit)
@@ -225,7 +235,8 @@ class Scheduler:
             request.num_cached_tokens = hit.num_tokens
             self.prefix_queries += known
             self.prefix_hits += hit.num_tokens
-            self._started.append(Started(request.index, hit.num_tokens, now))
+            self._journal.started(request, draft.now)
+        self._journal.note(request, LifecycleEvent.SCHEDULED, draft.now)
         tokens = np.array(request.token_ids, np.int32)
         draft.admissions.append(Admission(row, tokens, request.num_prompt_tokens, hit.num_tokens, request.sampling))
         draft.appends[row] = blocks
@@ -254,6 +265,7 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.num_preemptions += 1
+        self._journal.note(request, LifecycleEvent.PREEMPTED, draft.now)
         self._waiting.push(request)
 
     def _submit(self, draft: StepDraft) -> StepPlan:
@@ -289,7 +301,7 @@ class Scheduler:
         self.table.write_sampled(rows, positions, tokens)
         self._tenancy.num_known[rows] = positions + 1
         self._finish_ended(rows, tokens)
-        return self._outputs(indexes, tokens, logprob_columns(result.logprobs, accepted), prompt_logprobs)
+        return self._journal.take(indexes, tokens, logprob_columns(result.logprobs, accepted), prompt_logprobs)
 
     def _commit(self, flight: Flight, live: Bool) -> None:
         """Publishes the blocks that this step has filled."""
@@ -314,27 +326,15 @@ class Scheduler:
             else:
                 self._finish(request, FinishReason.LENGTH)
 
-    def _outputs(
-        self,
-        indexes: Int64,
-        tokens: Int32,
-        logprobs: Logprobs | None = None,
-        prompt_logprobs: PromptLogprobs | None = None,
-    ) -> RequestOutputs:
-        started, finished = self._started, self._finished
-        self._started, self._finished = [], []
-        return RequestOutputs(indexes, tokens, started, finished, logprobs, prompt_logprobs)
-
     # --- the end ---
 
     def take_outputs(self) -> RequestOutputs:
         """What happened outside of steps: aborts and refusals."""
-        return self._outputs(*no_tokens())
+        return self._journal.take()
 
     def take_events(self) -> list[Event]:
         """Events for the stream since the last call: blocks, then requests that ended."""
-        ended, self._ended = self._ended, []
-        return [*self.kv.events.take(), *ended]
+        return [*self.kv.events.take(), *self._journal.take_events()]
 
     def _finish(
         self, request: Request, reason: FinishReason, *, stop_token_id: int | None = None, error: str | None = None
@@ -346,28 +346,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         del self._requests[request.index]
-        self._end(request, reason, num_tokens, stop_token_id=stop_token_id, error=error)
-
-    def _end(
-        self,
-        request: Request,
-        reason: FinishReason,
-        num_tokens: int,
-        *,
-        stop_token_id: int | None = None,
-        error: str | None = None,
-    ) -> None:
-        request.status = FINISHED_STATUS[reason]
-        self._finished.append(Finished(request.index, reason, stop_token_id, error))
-        self._ended.append(
-            RequestFinished(
-                request_id=request.request_id,
-                reason=FINISH_REASONS[reason],
-                prompt_tokens=request.num_prompt_tokens,
-                cached_tokens=max(request.num_cached_tokens, 0),
-                output_tokens=num_tokens - request.num_prompt_tokens,
-            )
-        )
+        self._journal.ended(request, reason, num_tokens, stop_token_id=stop_token_id, error=error)
 
     def _release(self, request: Request) -> None:
         self.kv.free(request)

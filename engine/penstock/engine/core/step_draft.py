@@ -10,9 +10,11 @@ class StepDraft:
 
     Args:
         token_budget: Tokens of the step at most.
+        now: When it is planned, Unix time in seconds.
     """
 
-    def __init__(self, token_budget: int) -> None:
+    def __init__(self, token_budget: int, now: float) -> None:
+        self.now = now
         self.token_budget = token_budget
         """Tokens left."""
         self.decodes: Int32 = empty()

@@ -1,0 +1,89 @@
+"""What the scheduler has to tell: to the frontend with the next frame, and to the event stream."""
+
+from array import array
+
+from penstock.api.events import RequestFinished
+from penstock.engine.core.outputs import RequestOutputs, no_tokens
+from penstock.engine.core.plan import Int32
+from penstock.engine.core.request import FINISHED_STATUS, Request
+from penstock.engine.core.tenancy import Int64
+from penstock.engine.messages import (
+    FINISH_REASONS,
+    Finished,
+    FinishReason,
+    Lifecycle,
+    LifecycleEvent,
+    Logprobs,
+    PromptLogprobs,
+    Started,
+)
+
+
+class Journal:
+    """Gathers what happens to requests until somebody asks. Times are Unix time in seconds."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._started: list[Started] = []
+        self._finished: list[Finished] = []
+        self._ended: list[RequestFinished] = []
+        self._clear_lifecycle()
+
+    def note(self, request: Request, event: LifecycleEvent, now: float) -> None:
+        """A request was queued, scheduled or preempted."""
+        # A clock that is set back must not turn an interval negative.
+        self._now = max(self._now, now)
+        self._indexes.append(request.index)
+        self._events.append(event)
+        self._times.append(self._now)
+
+    def started(self, request: Request, now: float) -> None:
+        """A request was scheduled for the first time."""
+        self._started.append(Started(request.index, request.num_cached_tokens, now))
+
+    def ended(
+        self,
+        request: Request,
+        reason: FinishReason,
+        num_tokens: int,
+        *,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """A request has come to its end, with `num_tokens` of prompt and output."""
+        request.status = FINISHED_STATUS[reason]
+        self._finished.append(Finished(request.index, reason, stop_token_id, error))
+        self._ended.append(
+            RequestFinished(
+                request_id=request.request_id,
+                reason=FINISH_REASONS[reason],
+                prompt_tokens=request.num_prompt_tokens,
+                cached_tokens=max(request.num_cached_tokens, 0),
+                output_tokens=num_tokens - request.num_prompt_tokens,
+            )
+        )
+
+    def take_events(self) -> list[RequestFinished]:
+        """Ends for the event stream, since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def take(
+        self,
+        indexes: Int64 | None = None,
+        tokens: Int32 | None = None,
+        logprobs: Logprobs | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
+    ) -> RequestOutputs:
+        """Everything since the last call, with a step's tokens if there are any."""
+        started, finished, lifecycle = self._started, self._finished, None
+        self._started, self._finished = [], []
+        if self._indexes:
+            lifecycle = Lifecycle(self._indexes.tobytes(), bytes(self._events), self._times.tobytes())
+            self._clear_lifecycle()
+        if indexes is None or tokens is None:
+            indexes, tokens = no_tokens()
+        return RequestOutputs(indexes, tokens, started, finished, logprobs, prompt_logprobs, lifecycle)
+
+    def _clear_lifecycle(self) -> None:
+        self._indexes, self._events, self._times = array("q"), bytearray(), array("d")
