@@ -73,10 +73,22 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
-    """Forget every cached block; refused, with a line in the log, while requests hold any."""
+    """Forget every cached block; refused while requests hold any."""
 
 
-CoreInput = AddRequest | AbortRequests | ResetPrefixCache
+Command = ResetPrefixCache
+"""What a core can be told to do: carried out by `core.controls`."""
+
+
+class Control(msgspec.Struct, frozen=True, tag="control"):
+    """A command, answered by the `ControlDone` of the same call; at once or when it is done, whatever else happens meanwhile."""
+
+    call_id: int
+    """Unique among the open calls of this frontend."""
+    command: Command
+
+
+CoreInput = AddRequest | AbortRequests | Control
 
 
 # --- core → frontend ---
@@ -216,7 +228,17 @@ class CoreStats(msgspec.Struct, frozen=True, tag="stats"):
     """Prompt tokens found there since the start."""
 
 
-CoreOutput = CoreReady | CoreFailed | StepOutputs | CoreStats
+class ControlDone(msgspec.Struct, frozen=True, tag="control_done"):
+    """A command has been carried out, or could not be."""
+
+    call_id: int
+    result: Any = None
+    """What the command's description says, as msgpack can carry it."""
+    error: str | None = None
+    """Why it was not carried out; None where it was."""
+
+
+CoreOutput = CoreReady | CoreFailed | StepOutputs | CoreStats | ControlDone
 
 
 # --- the wire ---

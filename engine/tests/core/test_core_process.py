@@ -20,8 +20,8 @@ from harness import make_config, make_request
 from penstock.api import events
 from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, RequestFinished
 from penstock.api.load_report import LoadReport
-from penstock.engine.core.client import CoreClient, CoreError
-from penstock.engine.messages import QUEUE_FULL, CoreStats, FinishReason, StepOutputs
+from penstock.engine.core.client import CommandRefused, CoreClient, CoreError
+from penstock.engine.messages import QUEUE_FULL, CoreStats, FinishReason, ResetPrefixCache, StepOutputs
 from penstock.prompt.hashing import BlockHasher
 
 RUNNER = "fake_runner:FakeRunner"
@@ -77,6 +77,13 @@ class Frontend:
         self.finished |= {finished.index: finished for finished in output.finished}
 
 
+async def consume(client: CoreClient, call: asyncio.Task) -> None:
+    """Listens to the core until a call has its answer."""
+    async for _ in client.outputs():
+        if call.done():
+            return
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -118,6 +125,33 @@ async def test_abort_ends_a_running_request_and_frees_its_blocks():
             if isinstance(output, CoreStats) and output.report.num_requests_running == 0:
                 assert output.report.kv_cache_usage_perc == 0
                 break
+
+
+@pytest.mark.req("IPC-04", "PC-21")
+async def test_a_command_is_answered_and_a_refusal_says_why():
+    async with running() as client:
+        await client.add(make_request(0, [SLOW_TOKEN, 1], 60))
+        outputs = client.outputs()
+        async for output in outputs:
+            if isinstance(output, StepOutputs):
+                break
+        refused = asyncio.create_task(client.call(ResetPrefixCache()))
+        await consume(client, refused)
+        with pytest.raises(CommandRefused, match="1 requests hold blocks"):
+            refused.result()
+        await client.abort([0])
+        done = asyncio.create_task(client.call(ResetPrefixCache()))
+        await consume(client, done)
+        assert done.result() is None
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGSTOP)
+        lost = asyncio.create_task(client.call(ResetPrefixCache()))
+        await asyncio.sleep(0)
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(CoreError, match="signal 9"):
+            await consume(client, lost)
+        with pytest.raises(CoreError, match="signal 9"):
+            await lost
 
 
 async def test_a_full_queue_refuses_by_name():
@@ -303,7 +337,7 @@ async def test_the_event_stream_tells_what_is_cached_and_replays_it(tmp_path):
             (snapshot,) = await lost.replay(10**6)
             assert lost.blocks == live.blocks and snapshot >= live.seqs[-1]
             assert all(seq > snapshot for seq in await lost.replay(snapshot + 1))
-            await client.reset_prefix_cache()
-            await live.follow(lambda one: not one.blocks)
+            cleared = asyncio.create_task(client.call(ResetPrefixCache()))
+            await asyncio.gather(live.follow(lambda one: not one.blocks), consume(client, cleared))
     finally:
         context.destroy(linger=0)

@@ -15,7 +15,7 @@ from penstock.engine.core.executor import InlineExecutor, ThreadExecutor
 from penstock.engine.core.load import RATE_WINDOW_S, LoadMeter, Rate
 from penstock.engine.core.memory import num_kv_blocks
 from penstock.engine.core.publisher import ReplayBuffer
-from penstock.engine.messages import ResetPrefixCache
+from penstock.engine.messages import Control, ControlDone, ResetPrefixCache
 
 
 def test_a_steady_rate_is_read_as_it_is_and_fades_when_it_ends():
@@ -132,11 +132,14 @@ def test_the_core_reports_what_the_scheduler_has():
     assert (report.kv_blocks_total, report.kv_blocks_reclaimable) == (63, 58)
     assert report.kv_cache_usage_perc == pytest.approx(5 / 63) and report.max_num_seqs == 2
     assert stats.steps == 1 and stats.prefix_queries == 18
-    core.handle(ResetPrefixCache())
+    core.handle(Control(5, ResetPrefixCache()))
     assert core.scheduler.kv.pool.cached_hashes(), "a reset while requests hold blocks is refused"
+    (refusal,) = core.take_replies()
+    assert refusal.call_id == 5 and "2 requests hold blocks" in str(refusal.error)
     while core.has_work:
         core.step()
-    core.handle(ResetPrefixCache())
+    core.handle(Control(6, ResetPrefixCache()))
+    assert core.take_replies() == [ControlDone(6)] and core.take_replies() == []
     assert not core.scheduler.kv.pool.cached_hashes()
 
 

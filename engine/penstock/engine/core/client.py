@@ -5,12 +5,14 @@ Imports no torch. Frontend ROUTER and core DEALER meet on a Unix socket in a fol
 """
 
 import asyncio
+import itertools
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -20,13 +22,15 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.messages import (
     AbortRequests,
     AddRequest,
+    Command,
+    Control,
+    ControlDone,
     CoreFailed,
     CoreInput,
     CoreOutput,
     CoreReady,
     CoreStart,
     CoreStats,
-    ResetPrefixCache,
     StepOutputs,
 )
 
@@ -37,6 +41,10 @@ _CLOSE_S = 5.0
 
 class CoreError(RuntimeError):
     """The core could not start, failed, or is gone; the message says why."""
+
+
+class CommandRefused(RuntimeError):
+    """The core did not do what it was told; the message says why."""
 
 
 class CoreClient:
@@ -80,6 +88,8 @@ class CoreClient:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._process: asyncio.subprocess.Process | None = None
         self._exited: asyncio.Task[int] | None = None
+        self._call_ids = itertools.count()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
 
     @property
     def pid(self) -> int | None:
@@ -116,16 +126,35 @@ class CoreClient:
         except CoreError:
             return
 
-    async def reset_prefix_cache(self) -> None:
-        """Forgets every cached block if no request holds any."""
-        await self._send(ResetPrefixCache())
+    async def call(self, command: Command) -> Any:
+        """Has the core carry out a command and returns its result; somebody must consume `outputs` meanwhile.
+
+        Raises:
+            CommandRefused: The core could not.
+            CoreError: The core is gone.
+        """
+        call_id = next(self._call_ids)
+        done = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            await self._send(Control(call_id, command))
+            return await done
+        finally:
+            del self._calls[call_id]
 
     async def outputs(self) -> AsyncIterator[StepOutputs | CoreStats]:
         """What the core says, without end; raises `CoreError` when it fails or dies."""
-        while True:
-            message = await self._receive()
-            if isinstance(message, StepOutputs | CoreStats):
-                yield message
+        try:
+            while True:
+                message = await self._receive()
+                if isinstance(message, StepOutputs | CoreStats):
+                    yield message
+                elif isinstance(message, ControlDone):
+                    self._settle(message)
+        except CoreError as error:
+            for call in self._calls.values():
+                if not call.done():
+                    call.set_exception(CoreError(str(error)))
+            raise
 
     async def close(self) -> None:
         """Ends the process, at once and whatever it is doing, and releases everything; safe to call twice."""
@@ -140,6 +169,15 @@ class CoreClient:
         self._socket.close()
         self._context.term()
         self._remove_folder()
+
+    def _settle(self, reply: ControlDone) -> None:
+        call = self._calls.get(reply.call_id)
+        if call is None or call.done():  # whoever asked has gone
+            return
+        if reply.error is None:
+            call.set_result(reply.result)
+        else:
+            call.set_exception(CommandRefused(reply.error))
 
     def _remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

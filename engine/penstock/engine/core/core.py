@@ -1,6 +1,5 @@
 """The engine core: scheduler, executor and measurements behind one step. No sockets, no asyncio."""
 
-import logging
 import time
 from collections import deque
 
@@ -11,14 +10,13 @@ from penstock.api.events import Event
 from penstock.api.load_report import LoadReport
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.config import EngineConfig
+from penstock.engine.core.controls import Controls
 from penstock.engine.core.executor import Executor
 from penstock.engine.core.load import LoadMeter
 from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.messages import AbortRequests, AddRequest, CoreInput, CoreStats, ResetPrefixCache, StepOutputs
+from penstock.engine.messages import AbortRequests, AddRequest, Control, ControlDone, CoreInput, CoreStats, StepOutputs
 from penstock.prompt.hashing import BlockHasher
-
-_log = logging.getLogger(__name__)
 
 
 class _Submitted(msgspec.Struct, frozen=True):
@@ -48,6 +46,7 @@ class EngineCore:
         hasher = BlockHasher(cache.block_size, cache.hash_seed)
         self.scheduler = Scheduler(config.scheduler, config.model.max_model_len, kv, hasher)
         self.num_steps = 0
+        self._controls = Controls(self.scheduler)
         self._depth = config.depth
         self._executor = executor
         self._epoch = epoch
@@ -69,9 +68,8 @@ class EngineCore:
                 self.scheduler.add(message, time.time())
             case AbortRequests(indexes):
                 self.scheduler.abort(indexes)
-            case ResetPrefixCache():
-                if not self.scheduler.kv.reset():
-                    _log.warning("the prefix cache was not reset: %d requests hold blocks", self.scheduler.num_running)
+            case Control():
+                self._controls.handle(message)
 
     def step(self) -> StepOutputs | None:
         """Fills the pipeline and retires the oldest plan, if there is one; None where there is nothing to tell.
@@ -92,6 +90,10 @@ class EngineCore:
         else:
             outputs = self.scheduler.take_outputs()
         return None if outputs.is_empty else outputs.frame(self._engine_index, self.num_steps, time.time())
+
+    def take_replies(self) -> list[ControlDone]:
+        """Answers to commands since the last call."""
+        return self._controls.take_replies()
 
     def take_events(self) -> list[Event]:
         """What the event stream must tell since the last call."""

@@ -67,6 +67,8 @@ class CoreLoop:
         self._changed |= self._core.has_work
         if outputs := self._core.step():
             self._send(outputs)
+        for reply in self._core.take_replies():
+            self._send(reply)
         self._report()
 
     def _patience_ms(self) -> int:
