@@ -26,7 +26,7 @@ def norm64(x, weight, eps):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_rms_norm(ops_in, dtype):
     ops = ops_in(dtype)
-    x, residual, weight = torch.randn(5, 96).to(dtype) * 30, torch.randn(5, 96).to(dtype), torch.randn(96).to(dtype)
+    x, residual, weight = torch.randn(5, 96).to(dtype) * 30, torch.randn(5, 96).to(dtype), torch.randn(96)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5).double(), norm64(x, weight, 1e-5), rtol=tolerance, atol=tolerance)
     out, total = ops.add_rms_norm(x, residual, weight, 1e-5)
@@ -46,6 +46,16 @@ def test_silu_mul(ops_in, dtype):
     torch.testing.assert_close(ops_in(dtype).silu_mul(x).double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gelu_tanh_mul(ops_in, dtype):
+    x = torch.cat((torch.randn(4, 74), torch.randn(4, 74) * 30, torch.full((1, 74), -1e30))).to(dtype)
+    gate, up = x.double().chunk(2, -1)
+    expected = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+    torch.testing.assert_close(
+        ops_in(dtype).gelu_tanh_mul(x).double(), expected, rtol=4 * TOLERANCE[dtype], atol=2 * TOLERANCE[dtype]
+    )
+
+
 def test_rope_rotates_each_pair_by_its_angle():
     """As complex numbers: first half real, second half imaginary."""
     x, angles = torch.randn(6, 3, 10), torch.randn(6, 5)
@@ -55,13 +65,21 @@ def test_rope_rotates_each_pair_by_its_angle():
     torch.testing.assert_close(out.double(), torch.cat((expected.real, expected.imag), -1), rtol=1e-5, atol=1e-5)
 
 
+def test_rope_leaves_what_lies_beyond_the_angles():
+    x, angles = torch.randn(6, 3, 16), torch.randn(6, 5)
+    out = rope(x, angles.cos(), angles.sin())
+    assert torch.equal(out[..., 10:], x[..., 10:])
+    torch.testing.assert_close(out[..., :10], rope(x[..., :10].contiguous(), angles.cos(), angles.sin()))
+
+
+@pytest.mark.parametrize("angles_a_head", [4, 3])
 @pytest.mark.parametrize("normalised", [False, True])
-def test_prepare_kv_writes_the_tokens_slots_and_no_other(ops_in, normalised):
+def test_prepare_kv_writes_the_tokens_slots_and_no_other(ops_in, normalised, angles_a_head):
     ops = ops_in(torch.float32)
     q, k, v = (part.view(3, -1, 8) for part in torch.randn(3, 64).split([32, 16, 16], -1))
     cache = torch.full((5, 2, 2, 4, 8), math.pi)
     slots = torch.tensor([4 * 3 + 2, 4 * 1 + 0, 4 * 3 + 3])
-    angles = torch.randn(3, 4)
+    angles = torch.randn(3, angles_a_head)
     rotary = Rotary(angles.cos(), angles.sin())
     qk_norm = QKNorm(torch.randn(8), torch.randn(8), 1e-6) if normalised else None
     out = ops.prepare_kv(q, k, v, cache, slots, rotary, qk_norm)
@@ -85,16 +103,19 @@ def test_there_are_no_kernels_for_other_devices():
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_native_bits_do_not_depend_on_the_rows_place(native, dtype):
     """The rows' addresses are aligned differently, and neighbours come and go."""
-    ops, x, weight = native(dtype), torch.randn(9, 74).to(dtype), torch.randn(37).to(dtype)
-    norms, gates = ops.rms_norm(x.view(18, 37), weight, 1e-5), ops.silu_mul(x)
+    ops, x, weight = native(dtype), torch.randn(9, 74).to(dtype), torch.randn(37)
+    norms, gates, geglu = ops.rms_norm(x.view(18, 37), weight, 1e-5), ops.silu_mul(x), ops.gelu_tanh_mul(x)
     for first in range(8):
         assert torch.equal(ops.rms_norm(x.view(18, 37)[first : first + 1], weight, 1e-5), norms[first : first + 1])
         assert torch.equal(ops.silu_mul(x[first : first + 2]), gates[first : first + 2])
+        assert torch.equal(ops.gelu_tanh_mul(x[first : first + 2]), geglu[first : first + 2])
 
 
 def test_native_refuses_another_dtype(native):
     with pytest.raises(TypeError, match=r"for torch\.float32, not torch\.bfloat16"):
         native(torch.float32).silu_mul(torch.zeros(1, 4, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match=r"a norm is float32 .* not torch\.bfloat16"):
+        native(torch.float32).rms_norm(torch.zeros(1, 4), torch.ones(4, dtype=torch.bfloat16), 1e-6)
 
 
 def test_a_build_is_kept(native, tmp_path):

@@ -18,7 +18,8 @@ requests = st.lists(st.tuples(st.integers(0, 300), st.sampled_from([1, 1, 1, 2, 
 class Case:
     """Requests with random queries, keys and values in random blocks of a cache that is NaN elsewhere."""
 
-    def __init__(self, shape, lengths, block_size, seed) -> None:
+    def __init__(self, shape, lengths, block_size, seed, softcap=0.0) -> None:
+        self.softcap = softcap
         self.group, self.kv_heads, self.head_size = shape
         self.lengths, self.block_size = lengths, block_size
         self.rng = np.random.default_rng(seed)
@@ -52,7 +53,7 @@ class Case:
             block_table[row, : len(table)] = table
         starts = np.concatenate(([0], np.cumsum([len(part) for part in parts]))).astype(np.int32)
         batch = PagedBatch(self.block_size, starts, np.array(lens, np.int32), block_table)
-        out = ops.paged_attention(torch.cat(parts), cache, batch, self.head_size**-0.5)
+        out = ops.paged_attention(torch.cat(parts), cache, batch, self.head_size**-0.5, self.softcap)
         return list(out.split([len(part) for part in parts]))
 
     def dense(self, i: int) -> torch.Tensor:
@@ -60,11 +61,15 @@ class Case:
         repeat = (x.double().repeat_interleave(self.group, 1) for x in (self.keys[i], self.values[i]))
         keys, values = repeat
         scores = torch.einsum("qhd,khd->hqk", self.queries[i].double(), keys) * self.head_size**-0.5
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
         future = torch.arange(computed + new) > torch.arange(computed, computed + new)[:, None]
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, float("-inf")).softmax(-1), values)
 
 
-cases = st.builds(Case, shapes, requests, st.sampled_from([8, 16, 32, 256]), st.integers(0, 2**32))
+cases = st.builds(
+    Case, shapes, requests, st.sampled_from([8, 16, 32, 256]), st.integers(0, 2**32), st.sampled_from([0.0, 0.7, 50.0])
+)
 
 
 @pytest.mark.req("ATT-06", "ATT-07", "ATT-08", "ATT-29")

@@ -9,11 +9,11 @@ import torch
 
 from penstock.kernels.cpu.build import BuildError, library
 from penstock.kernels.cpu.native import DTYPES, NativeOps
+from penstock.kernels.gated_mul.reference import gelu_tanh_mul, silu_mul
 from penstock.kernels.paged_attention.batch import PagedBatch
 from penstock.kernels.paged_attention.reference import paged_attention
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary, prepare_kv
 from penstock.kernels.rms_norm.reference import add_rms_norm, rms_norm
-from penstock.kernels.silu_mul.reference import silu_mul
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +29,11 @@ class Ops:
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
+    gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
     prepare_kv: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Rotary, QKNorm | None], torch.Tensor
     ]
-    paged_attention: Callable[[torch.Tensor, torch.Tensor, PagedBatch, float], torch.Tensor]
+    paged_attention: Callable[[torch.Tensor, torch.Tensor, PagedBatch, float, float], torch.Tensor]
 
 
 REFERENCE = Ops(
@@ -40,6 +41,7 @@ REFERENCE = Ops(
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
     silu_mul=silu_mul,
+    gelu_tanh_mul=gelu_tanh_mul,
     prepare_kv=prepare_kv,
     paged_attention=paged_attention,
 )
@@ -55,6 +57,7 @@ def native_ops(dtype: torch.dtype, cache: Path) -> Ops:
         rms_norm=native.rms_norm,
         add_rms_norm=native.add_rms_norm,
         silu_mul=native.silu_mul,
+        gelu_tanh_mul=native.gelu_tanh_mul,
         prepare_kv=native.prepare_kv,
         paged_attention=native.paged_attention,
     )

@@ -25,8 +25,7 @@ class LlamaAttention:
         self.qkv_proj = QKVParallelLinear(config.hidden_size, q_size, kv_size, bias, shard, method(), dtype)
         self.o_proj = RowParallelLinear("o_proj", q_size, config.hidden_size, bias, shard, method(), dtype)
         self.norms = [
-            RMSNorm(name, config.head_size, config.rms_norm_eps, build.ops, dtype)
-            for name in (("q_norm", "k_norm") if qk_norm else ())
+            RMSNorm(name, config.head_size, config.rms_norm_eps, build.ops) for name in (("q_norm", "k_norm") if qk_norm else ())
         ]
         self.attention = Attention(
             index=index,
@@ -83,7 +82,7 @@ class LlamaDecoderLayer:
 
     def __init__(self, config: DecoderConfig, build: Build, index: int, qk_norm: bool) -> None:
         self.input_layernorm, self.post_attention_layernorm = (
-            RMSNorm(name, config.hidden_size, config.rms_norm_eps, build.ops, build.dtype)
+            RMSNorm(name, config.hidden_size, config.rms_norm_eps, build.ops)
             for name in ("input_layernorm", "post_attention_layernorm")
         )
         self.self_attn = LlamaAttention(config, build, index, qk_norm)
@@ -122,7 +121,7 @@ class LlamaForCausalLM:
         self.rotary = RotaryEmbedding(config.rope, config.head_size, build.max_model_len)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build.dtype)
         self.layers = [LlamaDecoderLayer(config, build, index, self.qk_norm) for index in range(config.num_layers)]
-        self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps, build.ops, build.dtype)
+        self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps, build.ops)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, build.shard, build.linear_method(), build.dtype)
 
     def weights(self) -> Weights:

@@ -1,6 +1,7 @@
 """The compiled operations as torch functions; the references document arguments and results."""
 
 import ctypes
+from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
@@ -16,11 +17,12 @@ _SIGNATURES = {
     "penstock_rms_norm": [c_int, *[c_void_p] * 3, *[c_int64] * 2, c_float],
     "penstock_add_rms_norm": [c_int, *[c_void_p] * 5, *[c_int64] * 2, c_float],
     "penstock_silu_mul": [c_int, *[c_void_p] * 2, *[c_int64] * 2],
+    "penstock_gelu_tanh_mul": [c_int, *[c_void_p] * 2, *[c_int64] * 2],
     "penstock_prepare_kv": [
         *[c_int, *[c_void_p] * 3, *[c_int64] * 3, *[c_void_p] * 2, c_int64],
-        *[*[c_void_p] * 5, c_float, *[c_int64] * 5],
+        *[*[c_void_p] * 5, c_float, *[c_int64] * 6],
     ],
-    "penstock_paged_attention": [c_int, *[c_void_p] * 3, c_int64, *[c_void_p] * 3, *[c_int64] * 6, c_float],
+    "penstock_paged_attention": [c_int, *[c_void_p] * 3, c_int64, *[c_void_p] * 3, *[c_int64] * 6, *[c_float] * 2],
 }
 
 
@@ -44,7 +46,7 @@ class NativeOps:
         x = self._checked(x)
         out = torch.empty_like(x)
         size = x.shape[-1]
-        pointers = (x.data_ptr(), self._checked(weight).data_ptr(), out.data_ptr())
+        pointers = (x.data_ptr(), _norm_weight(weight).data_ptr(), out.data_ptr())
         self._library.penstock_rms_norm(self._code, *pointers, x.numel() // size, size, eps)
         return out
 
@@ -54,16 +56,23 @@ class NativeOps:
         """See the reference."""
         x, residual = self._checked(x), self._checked(residual)
         out, total = torch.empty_like(x), torch.empty_like(x)
-        pointers = (tensor.data_ptr() for tensor in (x, residual, self._checked(weight), out, total))
+        pointers = (tensor.data_ptr() for tensor in (x, residual, _norm_weight(weight), out, total))
         self._library.penstock_add_rms_norm(self._code, *pointers, x.shape[0], x.shape[1], eps)
         return out, total
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See the reference."""
+        return self._gated_mul(self._library.penstock_silu_mul, gate_up)
+
+    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See the reference."""
+        return self._gated_mul(self._library.penstock_gelu_tanh_mul, gate_up)
+
+    def _gated_mul(self, function: Callable[..., None], gate_up: torch.Tensor) -> torch.Tensor:
         gate_up = self._checked(gate_up)
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, size)
-        self._library.penstock_silu_mul(self._code, gate_up.data_ptr(), out.data_ptr(), rows, size)
+        function(self._code, gate_up.data_ptr(), out.data_ptr(), rows, size)
         return out
 
     def prepare_kv(
@@ -81,16 +90,20 @@ class NativeOps:
         q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
         out = torch.empty(q.shape, dtype=self._dtype)
         block_stride, kv_heads, block_size = self._cache_layout(kv_cache)
-        weights = (None, None) if qk_norm is None else (qk_norm.q_weight.data_ptr(), qk_norm.k_weight.data_ptr())
+        weights = (
+            (None, None) if qk_norm is None else tuple(_norm_weight(x).data_ptr() for x in (qk_norm.q_weight, qk_norm.k_weight))
+        )
         self._library.penstock_prepare_kv(
             *(self._code, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0)),
             *(out.data_ptr(), kv_cache.data_ptr(), block_stride, slot_mapping.data_ptr()),
             *(rotary.cos.data_ptr(), rotary.sin.data_ptr(), *weights, 0.0 if qk_norm is None else qk_norm.eps),
-            *(q.shape[0], q.shape[1], kv_heads, block_size, q.shape[2]),
+            *(q.shape[0], q.shape[1], kv_heads, block_size, q.shape[2], 2 * rotary.cos.shape[1]),
         )
         return out
 
-    def paged_attention(self, q: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, scale: float) -> torch.Tensor:
+    def paged_attention(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, scale: float, softcap: float = 0.0
+    ) -> torch.Tensor:
         """See the reference."""
         q = self._checked(q)
         out = torch.empty_like(q)
@@ -99,7 +112,7 @@ class NativeOps:
         self._library.penstock_paged_attention(
             *(self._code, q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), block_stride),
             *(starts.ctypes.data, lens.ctypes.data, table.ctypes.data, table.shape[1]),
-            *(len(lens), q.shape[1], kv_heads, block_size, q.shape[2], scale),
+            *(len(lens), q.shape[1], kv_heads, block_size, q.shape[2], scale, softcap),
         )
         return out
 
@@ -113,3 +126,9 @@ class NativeOps:
         if kv_cache.dtype != self._dtype or not kv_cache[0].is_contiguous():
             raise TypeError(f"the cache must be {self._dtype} with each block in one piece")
         return kv_cache.stride(0), kv_cache.shape[2], kv_cache.shape[3]
+
+
+def _norm_weight(weight: torch.Tensor) -> torch.Tensor:
+    if weight.dtype != torch.float32:
+        raise TypeError(f"the weight of a norm is float32 whatever the model's dtype, not {weight.dtype}")
+    return weight.contiguous()

@@ -97,7 +97,7 @@ inline float inverse_rms(const float* row, int64_t d, float eps) {
 }
 
 template <typename T>
-void rms_norm(const T* x, const T* residual, const T* weight, T* out, T* total, int64_t n, int64_t d, float eps) {
+void rms_norm(const T* x, const T* residual, const float* weight, T* out, T* total, int64_t n, int64_t d, float eps) {
   std::vector<float> row(round_up(d));
   for (int64_t t = 0; t < n; ++t, x += d, out += d) {
     if (residual == nullptr) {
@@ -108,39 +108,43 @@ void rms_norm(const T* x, const T* residual, const T* weight, T* out, T* total, 
       residual += d, total += d;
     }
     const float factor = inverse_rms(row.data(), d, eps);
-    for (int64_t i = 0; i < d; ++i) narrow(row[i] * factor * widen(weight[i]), &out[i]);
+    for (int64_t i = 0; i < d; ++i) narrow(row[i] * factor * weight[i], &out[i]);
   }
 }
 
-template <typename T>
-void silu_mul(const T* x, T* out, int64_t n, int64_t d) {
+// The gate g times the logistic function of z(g), times the up projection: silu has z = g, gelu's tanh form z = 2 sqrt(2/pi) (g + 0.044715 g^3).
+inline Vec silu_argument(Vec g) { return g; }
+inline Vec gelu_tanh_argument(Vec g) { return 1.5957691216057308f * (g + 0.044715f * g * g * g); }
+
+template <typename T, Vec (*argument)(Vec)>
+void gated_mul(const T* x, T* out, int64_t n, int64_t d) {
   std::vector<float> row(2 * round_up(d));
   float *gate = row.data(), *up = gate + round_up(d);
   for (int64_t t = 0; t < n; ++t, x += 2 * d, out += d) {
     widen_row(x, d, gate);
     widen_row(x + d, d, up);
     for (int64_t i = 0; i < d; i += kLanes) {
-      // Of -|g|, which cannot overflow; a NaN stays one.
-      const Vec g = load(gate + i), e = exp_nonpositive(g < 0.0f ? g : -g);
-      store(gate + i, g * (g < 0.0f ? e : splat(1.0f)) / (1.0f + e) * load(up + i));
+      // Of -|z|, which cannot overflow; a NaN stays one.
+      const Vec g = load(gate + i), z = argument(g), e = exp_nonpositive(z < 0.0f ? z : -z);
+      store(gate + i, g * (z < 0.0f ? e : splat(1.0f)) / (1.0f + e) * load(up + i));
     }
     for (int64_t i = 0; i < d; ++i) narrow(gate[i], &out[i]);
   }
 }
 
-// One head: normalise where there is a weight, rotate, write.
+// One head: normalise where there is a weight, rotate the first 2 * half elements, write.
 template <typename T>
-void rotate(const T* x, const T* weight, float eps, const float* cos, const float* sin, int64_t d, float* row, T* out) {
+void rotate(const T* x, const float* weight, float eps, const float* cos, const float* sin, int64_t d, int64_t half, float* row, T* out) {
   widen_row(x, d, row);
   if (weight != nullptr) {
     const float factor = inverse_rms(row, d, eps);
-    for (int64_t i = 0; i < d; ++i) row[i] = row[i] * factor * widen(weight[i]);
+    for (int64_t i = 0; i < d; ++i) row[i] = row[i] * factor * weight[i];
   }
-  const int64_t half = d / 2;
   for (int64_t i = 0; i < half; ++i) {
     narrow(row[i] * cos[i] - row[i + half] * sin[i], &out[i]);
     narrow(row[i + half] * cos[i] + row[i] * sin[i], &out[i + half]);
   }
+  for (int64_t i = 2 * half; i < d; ++i) narrow(row[i], &out[i]);
 }
 
 struct CacheShape {
@@ -152,16 +156,16 @@ struct CacheShape {
 
 template <typename T>
 void prepare_kv(const T* q, const T* k, const T* v, int64_t q_stride, int64_t k_stride, int64_t v_stride, T* q_out, T* cache,
-                CacheShape shape, const int64_t* slots, const float* cos, const float* sin, const T* q_weight, const T* k_weight,
-                float eps, int64_t n, int64_t heads) {
-  const int64_t d = shape.d;
+                CacheShape shape, const int64_t* slots, const float* cos, const float* sin, const float* q_weight,
+                const float* k_weight, float eps, int64_t n, int64_t heads, int64_t rotary_size) {
+  const int64_t d = shape.d, half = rotary_size / 2;
   std::vector<float> row(round_up(d));
-  for (int64_t t = 0; t < n; ++t, cos += d / 2, sin += d / 2) {
+  for (int64_t t = 0; t < n; ++t, cos += half, sin += half) {
     for (int64_t h = 0; h < heads; ++h)
-      rotate(q + t * q_stride + h * d, q_weight, eps, cos, sin, d, row.data(), q_out + (t * heads + h) * d);
+      rotate(q + t * q_stride + h * d, q_weight, eps, cos, sin, d, half, row.data(), q_out + (t * heads + h) * d);
     const int64_t block = slots[t] / shape.block_size, token = slots[t] % shape.block_size;
     for (int64_t h = 0; h < shape.kv_heads; ++h) {
-      rotate(k + t * k_stride + h * d, k_weight, eps, cos, sin, d, row.data(), cache + shape.offset(block, 0, h, token));
+      rotate(k + t * k_stride + h * d, k_weight, eps, cos, sin, d, half, row.data(), cache + shape.offset(block, 0, h, token));
       std::memcpy(cache + shape.offset(block, 1, h, token), v + t * v_stride + h * d, d * sizeof(T));
     }
   }
@@ -193,15 +197,28 @@ inline void accumulate(const float* weights, const float* values, int64_t width,
   for (int i = 0; i < N; ++i) store(acc + i * kLanes, total[i]);
 }
 
+// s becomes cap * tanh(s / cap).
+inline void soft_cap(float* scores, float cap) {
+  for (int64_t j = 0; j < kKeyTile; j += kLanes) {
+    const Vec s = load(scores + j), e = exp_nonpositive((s < 0.0f ? s : -s) * (2.0f / cap));
+    const Vec capped = cap * (1.0f - e) / (1.0f + e);
+    store(scores + j, s < 0.0f ? -capped : capped);
+  }
+}
+
 constexpr int kChains = 4;  // enough to hide an addition's latency; not part of the bits
 
 // Takes in `count` keys, rows of `width` floats in `keys` and `values`; `query` is scaled.
-inline void attend_tile(const float* query, const float* keys, const float* values, int64_t width, int64_t count, State* state,
-                        float* acc) {
+inline void attend_tile(const float* query, const float* keys, const float* values, int64_t width, int64_t count, float softcap,
+                        State* state, float* acc) {
   alignas(64) float scores[kKeyTile];
   int64_t j = 0;
   for (; j + kChains <= count; j += kChains) score<kChains>(query, keys + j * width, width, scores + j);
   for (; j < count; ++j) score<1>(query, keys + j * width, width, scores + j);
+  if (softcap != 0.0f) {
+    std::fill(scores + count, scores + kKeyTile, 0.0f);
+    soft_cap(scores, softcap);
+  }
   std::fill(scores + count, scores + kKeyTile, kMinusInfinity);
   const float maximum = std::max(state->maximum, *std::max_element(scores, scores + count));
   Vec total{};
@@ -225,13 +242,13 @@ struct Attention {
   const T* cache;
   CacheShape shape;
   int64_t heads;
-  float scale;
+  float scale, softcap;
   int64_t width, group;
   std::vector<float> queries, keys, values, acc;
   std::vector<State> states;
 
-  Attention(const T* q, T* out, const T* cache, CacheShape shape, int64_t heads, float scale)
-      : q(q), out(out), cache(cache), shape(shape), heads(heads), scale(scale), width(round_up(shape.d)),
+  Attention(const T* q, T* out, const T* cache, CacheShape shape, int64_t heads, float scale, float softcap)
+      : q(q), out(out), cache(cache), shape(shape), heads(heads), scale(scale), softcap(softcap), width(round_up(shape.d)),
         group(heads / shape.kv_heads), queries(kQueryTile * group * width), keys(kKeyTile * width), values(kKeyTile * width),
         acc(queries.size()), states(kQueryTile * group) {}
 
@@ -251,7 +268,7 @@ struct Attention {
       for (int64_t t = std::max<int64_t>(0, start - position); t < count; ++t) {
         const int64_t visible = std::min<int64_t>(present, position + t + 1 - start);
         for (int64_t row = t * group; row < (t + 1) * group; ++row)
-          attend_tile(&queries[row * width], keys.data(), values.data(), width, visible, &states[row], &acc[row * width]);
+          attend_tile(&queries[row * width], keys.data(), values.data(), width, visible, softcap, &states[row], &acc[row * width]);
       }
     }
     for (int64_t row = 0; row < count * group; ++row) {
@@ -271,8 +288,8 @@ struct Attention {
 
 template <typename T>
 void paged_attention(const T* q, T* out, const T* cache, CacheShape shape, const int32_t* query_start_loc, const int32_t* seq_lens,
-                     const int32_t* block_table, int64_t table_width, int64_t requests, int64_t heads, float scale) {
-  Attention<T> attention(q, out, cache, shape, heads, scale);
+                     const int32_t* block_table, int64_t table_width, int64_t requests, int64_t heads, float scale, float softcap) {
+  Attention<T> attention(q, out, cache, shape, heads, scale, softcap);
   for (int64_t r = 0; r < requests; ++r) {
     const int64_t begin = query_start_loc[r], end = query_start_loc[r + 1], computed = seq_lens[r] - (end - begin);
     for (int64_t head = 0; head < shape.kv_heads; ++head)
@@ -296,32 +313,38 @@ void paged_attention(const T* q, T* out, const T* cache, CacheShape shape, const
 
 extern "C" {
 
-void penstock_rms_norm(int dtype, const void* x, const void* weight, void* out, int64_t n, int64_t d, float eps) {
-  PENSTOCK_BOTH(rms_norm<T>(IN(x), nullptr, IN(weight), OUT(out), nullptr, n, d, eps))
+void penstock_rms_norm(int dtype, const void* x, const float* weight, void* out, int64_t n, int64_t d, float eps) {
+  PENSTOCK_BOTH(rms_norm<T>(IN(x), nullptr, weight, OUT(out), nullptr, n, d, eps))
 }
 
-void penstock_add_rms_norm(int dtype, const void* x, const void* residual, const void* weight, void* out, void* total, int64_t n,
+void penstock_add_rms_norm(int dtype, const void* x, const void* residual, const float* weight, void* out, void* total, int64_t n,
                            int64_t d, float eps) {
-  PENSTOCK_BOTH(rms_norm<T>(IN(x), IN(residual), IN(weight), OUT(out), OUT(total), n, d, eps))
+  PENSTOCK_BOTH(rms_norm<T>(IN(x), IN(residual), weight, OUT(out), OUT(total), n, d, eps))
 }
 
-void penstock_silu_mul(int dtype, const void* x, void* out, int64_t n, int64_t d) { PENSTOCK_BOTH(silu_mul<T>(IN(x), OUT(out), n, d)) }
+void penstock_silu_mul(int dtype, const void* x, void* out, int64_t n, int64_t d) {
+  PENSTOCK_BOTH((gated_mul<T, silu_argument>(IN(x), OUT(out), n, d)))
+}
+
+void penstock_gelu_tanh_mul(int dtype, const void* x, void* out, int64_t n, int64_t d) {
+  PENSTOCK_BOTH((gated_mul<T, gelu_tanh_argument>(IN(x), OUT(out), n, d)))
+}
 
 void penstock_prepare_kv(int dtype, const void* q, const void* k, const void* v, int64_t q_stride, int64_t k_stride, int64_t v_stride,
                          void* q_out, void* cache, int64_t block_stride, const int64_t* slots, const float* cos, const float* sin,
-                         const void* q_weight, const void* k_weight, float eps, int64_t n, int64_t heads, int64_t kv_heads,
-                         int64_t block_size, int64_t d) {
+                         const float* q_weight, const float* k_weight, float eps, int64_t n, int64_t heads, int64_t kv_heads,
+                         int64_t block_size, int64_t d, int64_t rotary_size) {
   const CacheShape shape{block_stride, kv_heads, block_size, d};
   PENSTOCK_BOTH(prepare_kv<T>(IN(q), IN(k), IN(v), q_stride, k_stride, v_stride, OUT(q_out), OUT(cache), shape, slots, cos, sin,
-                              IN(q_weight), IN(k_weight), eps, n, heads))
+                              q_weight, k_weight, eps, n, heads, rotary_size))
 }
 
 void penstock_paged_attention(int dtype, const void* q, void* out, const void* cache, int64_t block_stride,
                               const int32_t* query_start_loc, const int32_t* seq_lens, const int32_t* block_table, int64_t table_width,
-                              int64_t requests, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d, float scale) {
+                              int64_t requests, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d, float scale, float softcap) {
   const CacheShape shape{block_stride, kv_heads, block_size, d};
   PENSTOCK_BOTH(paged_attention<T>(IN(q), OUT(out), IN(cache), shape, query_start_loc, seq_lens, block_table, table_width, requests,
-                                   heads, scale))
+                                   heads, scale, softcap))
 }
 
 }  // extern "C"

@@ -11,7 +11,9 @@ import torch
 from penstock.kernels.paged_attention.batch import DecodeTile, PagedBatch, Prefill
 
 
-def paged_attention(q: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, scale: float) -> torch.Tensor:
+def paged_attention(
+    q: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, scale: float, softcap: float = 0.0
+) -> torch.Tensor:
     """Attends each query to the keys of its request up to its own position.
 
     Args:
@@ -20,6 +22,7 @@ def paged_attention(q: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, 
             tokens may be anything, NaN as well.
         batch: Which of the n tokens and which blocks are whose.
         scale: Of the scores, 1/√d as a rule.
+        softcap: Where not 0, a score s becomes softcap · tanh(s / softcap), as in Gemma 2.
 
     Returns:
         [n, heads, d] in q's dtype.
@@ -28,17 +31,17 @@ def paged_attention(q: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, 
     grouped = (q.float() * scale).view(q.shape[0], kv_heads, -1, head_size)
     out = torch.empty_like(grouped)
     if batch.decode_tokens.numel():
-        out[batch.decode_tokens] = _decode(grouped[batch.decode_tokens], kv_cache, batch.decode_tiles)
+        out[batch.decode_tokens] = _decode(grouped[batch.decode_tokens], kv_cache, batch.decode_tiles, softcap)
     for prefill in batch.prefills:
         chunk = slice(prefill.start, prefill.start + prefill.length)
-        out[chunk] = _prefill(grouped[chunk], kv_cache, prefill)
+        out[chunk] = _prefill(grouped[chunk], kv_cache, prefill, softcap)
     return out.to(q.dtype).view(q.shape)
 
 
-def _decode(q: torch.Tensor, kv_cache: torch.Tensor, tiles: list[DecodeTile]) -> torch.Tensor:
+def _decode(q: torch.Tensor, kv_cache: torch.Tensor, tiles: list[DecodeTile], softcap: float) -> torch.Tensor:
     """One query a request: each item has keys of its own. q, result: [n, kv_heads, group, d]."""
     kv_heads, group, head_size = q.shape[1:]
-    state = _Softmax(q.reshape(-1, group, head_size))
+    state = _Softmax(q.reshape(-1, group, head_size), softcap)
     for tile in tiles:
         keys, values = _gather(kv_cache, tile.block_ids, tile.num_rows)
         if tile.beyond is not None:
@@ -48,9 +51,9 @@ def _decode(q: torch.Tensor, kv_cache: torch.Tensor, tiles: list[DecodeTile]) ->
     return state.result().view(q.shape)
 
 
-def _prefill(q: torch.Tensor, kv_cache: torch.Tensor, prefill: Prefill) -> torch.Tensor:
+def _prefill(q: torch.Tensor, kv_cache: torch.Tensor, prefill: Prefill, softcap: float) -> torch.Tensor:
     """Several queries of one request share its keys. q, result: [n, kv_heads, group, d]."""
-    heads = [_Softmax(q[:, head].contiguous()) for head in range(q.shape[1])]
+    heads = [_Softmax(q[:, head].contiguous(), softcap) for head in range(q.shape[1])]
     for tile in prefill.tiles:
         keys, values = _gather(kv_cache, tile.block_ids, 1)
         if tile.beyond is not None:
@@ -76,8 +79,9 @@ def _gather(kv_cache: torch.Tensor, block_ids: torch.Tensor, rows: int) -> tuple
 class _Softmax:
     """Online softmax of items [i, group, d]: running maximum, sum and weighted values."""
 
-    def __init__(self, q: torch.Tensor) -> None:
+    def __init__(self, q: torch.Tensor, softcap: float) -> None:
         self.q = q
+        self.softcap = softcap
         self.maximum = q.new_full(q.shape[:2], float("-inf"))
         self.total = q.new_zeros(q.shape[:2])
         self.values = torch.zeros_like(q)
@@ -85,6 +89,8 @@ class _Softmax:
     def add(self, items: slice, keys: torch.Tensor, values: torch.Tensor, masked: torch.Tensor | None) -> None:
         """Takes in a tile: keys and values [i, keys, d], masked [i, 1, keys], but never the very first key of an item."""
         scores = torch.bmm(self.q[items], keys.transpose(1, 2))
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
         if masked is not None:
             scores.masked_fill_(masked, float("-inf"))
         old = self.maximum[items]

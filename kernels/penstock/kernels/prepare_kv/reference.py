@@ -13,20 +13,20 @@ class QKNorm:
     """RMSNorm of each head's query and key, as Qwen3 has it."""
 
     q_weight: torch.Tensor
-    """[d]"""
+    """[d], float32."""
     k_weight: torch.Tensor
-    """[d]"""
+    """[d], float32."""
     eps: float
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """The step's rotary angles."""
+    """The step's rotary angles, for the first r elements of each head."""
 
     cos: torch.Tensor
-    """[n, d/2], float32."""
+    """[n, r/2], float32."""
     sin: torch.Tensor
-    """[n, d/2], float32."""
+    """[n, r/2], float32."""
 
 
 def prepare_kv(

@@ -8,7 +8,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     Args:
         x: [..., d].
-        weight: [d].
+        weight: [d], float32.
         eps: Added to the mean square.
 
     Returns:
@@ -16,7 +16,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
     wide = x.float()
     scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (scaled * weight.float()).to(x.dtype)
+    return (scaled * weight).to(x.dtype)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,7 +25,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     Args:
         x: [n, d]: a sublayer's output.
         residual: [n, d].
-        weight: [d].
+        weight: [d], float32.
         eps: Added to the mean square.
 
     Returns:

@@ -7,19 +7,23 @@ from penstock.kernels.ops import Ops
 
 
 class RMSNorm:
-    """Of the last dimension, of `size` elements."""
+    """Of the last dimension, of `size` elements; the weight is float32 whatever the model's dtype.
 
-    def __init__(self, name: str, size: int, eps: float, ops: Ops, dtype: torch.dtype) -> None:
-        self.weight = torch.empty(size, dtype=dtype)
+    Args:
+        offset: What the model adds to the checkpoint's weight: 1 in Gemma.
+    """
+
+    def __init__(self, name: str, size: int, eps: float, ops: Ops, offset: float = 0.0) -> None:
+        self.weight = torch.empty(size, dtype=torch.float32)
         self.eps = eps
-        self._name, self._ops = name, ops
+        self._name, self._ops, self._offset = name, ops, offset
 
     def weights(self) -> Weights:
         """Under `name.weight`."""
         return {f"{self._name}.weight": Weight(tuple(self.weight.shape), self._load)}
 
     def _load(self, value: torch.Tensor) -> None:
-        self.weight.copy_(value)
+        self.weight.copy_(value).add_(self._offset)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[n, size] → [n, size]."""
