@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021) of a head or its beginning, two halves paired as Hugging Face's checkpoints expect."""
+"""Rotary position embedding (Su et al., 2021), two halves paired as Hugging Face's checkpoints expect."""
 
 import torch
 
