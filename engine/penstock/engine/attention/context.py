@@ -39,4 +39,4 @@ class ForwardContext:
         cache = self.kv_caches[layer.index]
         # The write comes first: a token attends to itself and to its chunk's earlier tokens through the cache.
         q = self.ops.prepare_kv(q, k, v, cache, self.slot_mapping, rotary, layer.qk_norm)
-        return self.ops.paged_attention(q, cache, self.batch, layer.scale).flatten(1)
+        return self.ops.paged_attention(q, cache, self.batch, layer.scale, layer.softcap).flatten(1)

@@ -33,6 +33,7 @@ class LlamaAttention:
             num_kv_heads=shard.size(config.num_kv_heads, "num_key_value_heads"),
             head_size=config.head_size,
             scale=config.head_size**-0.5,
+            softcap=0.0,
             qk_norm=QKNorm(self.norms[0].weight, self.norms[1].weight, config.rms_norm_eps) if qk_norm else None,
         )
 

@@ -15,4 +15,6 @@ class Attention:
     num_kv_heads: int
     head_size: int
     scale: float
+    softcap: float
+    """Of the scores; 0 where there is none."""
     qk_norm: QKNorm | None
