@@ -35,30 +35,12 @@ def serve(argv: list[str]) -> int:
 
 def _config(args: argparse.Namespace) -> "ServeConfig":
     """The typed tree that the flags are a view of; raises `ConfigError` for a model that cannot be served."""
-    from penstock.engine.config import CacheConfig, EngineConfig, SchedulerConfig
+    from penstock.engine.args import EngineArgs
     from penstock.engine.frontend.serve import ServeConfig
-    from penstock.engine.loading.checkpoint import read_model_config, resolve
 
-    names = args.served_model_name or [args.model]
-    model = read_model_config(resolve(args.model), served_names=names, dtype=args.dtype, max_model_len=args.max_model_len)
-    engine = EngineConfig(
-        model=model,
-        cache=CacheConfig(
-            block_size=args.block_size,
-            num_blocks=args.num_gpu_blocks_override,
-            memory_bytes=args.kv_cache_memory_bytes,
-            enable_prefix_caching=args.enable_prefix_caching,
-            hash_seed=args.hash_seed,
-        ),
-        scheduler=SchedulerConfig(
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            long_prefill_token_threshold=args.long_prefill_token_threshold,
-        ),
-        seed=args.seed,
-    )
+    engine = EngineArgs(**{name: getattr(args, name) for name in EngineArgs.__struct_fields__})
     return ServeConfig(
-        engine=engine,
+        engine=engine.config(),
         host=args.host,
         port=args.port,
         events_port=args.events_port,

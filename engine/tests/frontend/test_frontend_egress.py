@@ -95,7 +95,7 @@ async def test_a_stop_inside_a_burst_cuts_text_logprobs_and_counts_alike(bench: 
     assert delta is not None
     upto = len(bench.ids("the wheel"))
     assert (delta.text, delta.finish_reason) == ("the ", "stop")
-    assert [entry.token_id for entry in delta.logprobs] == ids[:upto]
+    assert [entry.token_id for entry in delta.logprobs] == delta.token_ids == ids[:upto]
     assert generation.usage.completion_tokens == upto
 
 

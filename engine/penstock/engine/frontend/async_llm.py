@@ -21,6 +21,7 @@ from penstock.engine.frontend.errors import unavailable
 from penstock.engine.frontend.generation import Choice, Generation, PromptLogprob
 from penstock.engine.frontend.metrics import EngineMetrics
 from penstock.engine.frontend.progress import Progress
+from penstock.engine.frontend.spec import GenerationSpec
 from penstock.engine.frontend.vocabulary import Vocabulary
 from penstock.engine.messages import AddRequest, CoreReady, CoreStats, StepOutputs
 from penstock.engine.sampling import SamplingParams
@@ -46,23 +47,6 @@ class State(Enum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
-
-
-class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A validated request."""
-
-    request_id: str
-    prompts: list[list[int]]
-    sampling: list[SamplingParams]
-    """One a prompt; choice k of a prompt adds k to its seed."""
-    n: int
-    stream: bool
-    stops: tuple[str, ...]
-    client_stop_token_ids: frozenset[int]
-    priority: int
-    cache_salt: str | None
-    arrival: float
-    """Unix time in seconds."""
 
 
 class AsyncLLM:
@@ -138,7 +122,7 @@ class AsyncLLM:
             raise unavailable(f"the engine has failed: {self._failure}", "engine_dead")
 
     @asynccontextmanager
-    async def generate(self, spec: GenerationSpec) -> AsyncIterator[Generation]:
+    async def running(self, spec: GenerationSpec) -> AsyncIterator[Generation]:
         """Runs a request; leaving the context ends whatever of it still runs, as when the client has gone."""
         self.require_ready()
         generation, adds = self._make(spec)

@@ -162,6 +162,7 @@ class _Columns:
         self._row_of = {position: row for row, position in enumerate(positions)}
         shape = (len(positions), columns.width)
         self._sampled: list[float] = np.frombuffer(columns.sampled, dtype="<f4").tolist()
+        self._ranks: list[int] = np.frombuffer(columns.ranks, dtype="<i4").tolist()
         self._top_ids: list[list[int]] = np.frombuffer(columns.top_ids, dtype="<i4").reshape(shape).tolist()
         self._top: list[list[float]] = np.frombuffer(columns.top_logprobs, dtype="<f4").reshape(shape).tolist()
 
@@ -172,7 +173,8 @@ class _Columns:
         row = self._row_of[position]
         width = choice.num_logprobs
         top = _alternatives(self._top_ids[row][:width], self._top[row][:width])
-        return TokenLogprob(self.token_ids[position], max(self._sampled[row], _LEAST_LOGPROB), top, choice.characters)
+        sampled = max(self._sampled[row], _LEAST_LOGPROB)
+        return TokenLogprob(self.token_ids[position], sampled, top, choice.characters, self._ranks[row])
 
 
 def _alternatives(token_ids: list[int], logprobs: list[float]) -> list[tuple[int, float]]:
@@ -183,9 +185,9 @@ def _alternatives(token_ids: list[int], logprobs: list[float]) -> list[tuple[int
 def _advance(choice: Choice, columns: _Columns, positions: Sequence[int], end: Finished | None) -> bool:
     """Adds tokens until a stop string is complete, and says whether one is; tokens after it do not count."""
     for position in positions:
-        logprob = columns.logprob(position, choice)
+        token_id, logprob = columns.token_ids[position], columns.logprob(position, choice)
         if end is not None and end.stop_token_id is not None and position == positions[-1]:
-            choice.add_stop_token(logprob)
-        elif choice.add_token(columns.token_ids[position], logprob):
+            choice.add_stop_token(token_id, logprob)
+        elif choice.add_token(token_id, logprob):
             return True
     return False

@@ -21,6 +21,8 @@ class TokenLogprob(NamedTuple):
     top: list[tuple[int, float]]
     text_offset: int
     """Characters generated before this token."""
+    rank: int
+    """0 for the likeliest."""
 
 
 class PromptLogprob(NamedTuple):
@@ -37,6 +39,8 @@ class Delta(NamedTuple):
     """What is new of a choice."""
 
     text: str
+    token_ids: list[int]
+    """Of every new token, those whose text is held back included; `num_tokens` counts the same."""
     logprobs: list[TokenLogprob]
     finish_reason: str | None
     """`stop` or `length`; None: there is more to come."""
@@ -90,6 +94,7 @@ class Choice:
         self._min_tokens = min_tokens
         self._characters = 0
         self._text: list[str] = []
+        self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._last_taken = False
 
@@ -100,11 +105,11 @@ class Choice:
 
     def add_token(self, token_id: int, logprob: TokenLogprob | None) -> bool:
         """Takes one token; True where it completes a stop string, which ends the choice."""
-        return self._add(self._detokenizer.step(token_id), logprob)
+        return self._add(token_id, self._detokenizer.step(token_id), logprob)
 
-    def add_stop_token(self, logprob: TokenLogprob | None) -> None:
+    def add_stop_token(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Takes the token that ended the sequence: it counts, and has no text."""
-        self._add("", logprob)
+        self._add(token_id, "", logprob)
 
     def finish(self, reason: str, stop_token_id: int | None) -> None:
         """Ends a choice whose last token the core has sent; text held back is released."""
@@ -116,14 +121,17 @@ class Choice:
 
     def take(self) -> Delta | None:
         """What is new since the last call; None where nothing is."""
-        text, logprobs, done = "".join(self._text), self._logprobs, self.finish_reason is not None
-        if self._last_taken or not (text or logprobs or done):
+        text, done = "".join(self._text), self.finish_reason is not None
+        # Tokens without text yet, as of a character half done, come with the text or the end.
+        if self._last_taken or not (text or self._logprobs or done):
             return None
-        self._text, self._logprobs, self._last_taken = [], [], done
-        return Delta(text, logprobs, self.finish_reason, self._stop_reason)
+        delta = Delta(text, self._token_ids, self._logprobs, self.finish_reason, self._stop_reason)
+        self._text, self._token_ids, self._logprobs, self._last_taken = [], [], [], done
+        return delta
 
-    def _add(self, text: str, logprob: TokenLogprob | None) -> bool:
+    def _add(self, token_id: int, text: str, logprob: TokenLogprob | None) -> bool:
         self.num_tokens += 1
+        self._token_ids.append(token_id)
         if logprob is not None:
             self._logprobs.append(logprob)
         return self._show(text)

@@ -29,13 +29,10 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
-class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both APIs share. Ranges are OpenAI's; `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `bad_words`,
-    `allowed_token_ids`, `prompt_logprobs`, `stop_token_ids`, `ignore_eos`, `priority` and `cache_salt` are vLLM's."""
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are chosen, and how many. Ranges are OpenAI's; `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
+    `bad_words`, `allowed_token_ids`, `prompt_logprobs`, `stop_token_ids` and `ignore_eos` are vLLM's."""
 
-    model: str
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
     max_tokens: _Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -61,16 +58,24 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     allowed_token_ids: Annotated[list[_TokenId], Meta(min_length=1)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     ignore_eos: bool = False
-    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    user: str | None = None
-    """Accepted and of no effect, as `metadata` is."""
-    metadata: dict[str, str] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class _Request(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both APIs share; `priority` and `cache_salt` are vLLM's."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    user: str | None = None
+    """Accepted and of no effect, as `metadata` is."""
+    metadata: dict[str, str] | None = None
 
 
 class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,12 +8,12 @@ from typing import Any
 
 from aiohttp import web
 
-from penstock.engine.frontend.async_llm import AsyncLLM, GenerationSpec
+from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.exchange import REQUEST_ID_KEY, Active, json_response, read_json
 from penstock.engine.frontend.protocol import ChatRequest, CompletionRequest, parse_chat, parse_completion, parse_json
-from penstock.engine.frontend.requests import bad_word_tokens, check_prompts, sampling_params
 from penstock.engine.frontend.responses import ChatFormat, CompletionFormat, Format
+from penstock.engine.frontend.spec import GenerationSpec, generation_spec
 from penstock.engine.frontend.streaming import stream
 from penstock.prompt.errors import PromptError
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH
@@ -101,31 +101,15 @@ class OpenAIRoutes:
                 prompts = processor.tokens_of(path, body)
         except PromptError as error:
             raise ApiError.from_prompt(error) from None
-        check_prompts(prompts, params, model.max_model_len)
-        seed = self._llm.draw_seed()
-        bad_words = bad_word_tokens(params.bad_words, processor.tokenizer)
-        spec = GenerationSpec(
-            request_id=request[REQUEST_ID_KEY],
-            prompts=prompts,
-            # Equal prompts of a list differ, unless the client's seed says otherwise.
-            sampling=[
-                sampling_params(params, len(prompt), model, processor.vocab_size, seed + at * params.n, bad_words)
-                for at, prompt in enumerate(prompts)
-            ],
-            n=params.n,
-            stream=params.stream,
-            stops=params.stops,
-            client_stop_token_ids=frozenset(params.stop_token_ids),
-            priority=params.priority,
-            cache_salt=params.cache_salt,
-            arrival=arrival,
+        spec = generation_spec(
+            prompts, params, model, processor, seed=self._llm.draw_seed(), request_id=request[REQUEST_ID_KEY], arrival=arrival
         )
         return spec, params
 
     async def _answer(
         self, request: web.Request, spec: GenerationSpec, answer: Format, include_usage: bool
     ) -> web.StreamResponse:
-        async with self._llm.generate(spec) as generation:
+        async with self._llm.running(spec) as generation:
             if spec.stream:
                 response = await stream(request, generation, answer, include_usage)
             else:

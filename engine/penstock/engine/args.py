@@ -1,0 +1,54 @@
+"""The engine's settings as people give them: the flags of `penstock serve` and the keyword arguments of `LLM` alike."""
+
+from typing import Literal
+
+import msgspec
+
+from penstock.engine.config import CacheConfig, DType, EngineConfig, SchedulerConfig
+
+
+class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """Named as the flags, with their defaults; `docs/engine/serve.md` says what they do."""
+
+    model: str
+    """A folder in Hugging Face format, `file://…` or `hf://org/name`."""
+    served_model_name: list[str] | None = None
+    """None: the model as it was given."""
+    dtype: DType | Literal["auto"] = "auto"
+    device: Literal["auto", "cpu"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    long_prefill_token_threshold: int = 0
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    hash_seed: str = "penstock"
+    seed: int = 0
+
+    def config(self) -> EngineConfig:
+        """The typed tree that they are a view of; reads the checkpoint's configuration.
+
+        Raises `ConfigError` for a model that cannot be served.
+        """
+        from penstock.engine.loading.checkpoint import read_model_config, resolve  # heavy for `penstock --help`
+
+        names = self.served_model_name or [self.model]
+        model = read_model_config(resolve(self.model), served_names=names, dtype=self.dtype, max_model_len=self.max_model_len)
+        return EngineConfig(
+            model=model,
+            cache=CacheConfig(
+                block_size=self.block_size,
+                num_blocks=self.num_gpu_blocks_override,
+                memory_bytes=self.kv_cache_memory_bytes,
+                enable_prefix_caching=self.enable_prefix_caching,
+                hash_seed=self.hash_seed,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                long_prefill_token_threshold=self.long_prefill_token_threshold,
+            ),
+            seed=self.seed,
+        )

@@ -1,0 +1,67 @@
+"""A request that has passed every check, whichever way it came."""
+
+import msgspec
+
+from penstock.engine.config import ModelConfig
+from penstock.engine.frontend.protocol import ChatRequest, CompletionRequest
+from penstock.engine.frontend.requests import bad_word_tokens, check_prompts, sampling_params
+from penstock.engine.sampling import SamplingParams
+from penstock.prompt.processor import PromptProcessor
+
+
+class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What `AsyncLLM` runs."""
+
+    request_id: str
+    prompts: list[list[int]]
+    sampling: list[SamplingParams]
+    """One a prompt; choice k of a prompt adds k to its seed."""
+    n: int
+    stream: bool
+    stops: tuple[str, ...]
+    client_stop_token_ids: frozenset[int]
+    priority: int
+    cache_salt: str | None
+    arrival: float
+    """Unix time in seconds."""
+
+
+def generation_spec(
+    prompts: list[list[int]],
+    request: ChatRequest | CompletionRequest,
+    model: ModelConfig,
+    processor: PromptProcessor,
+    *,
+    seed: int,
+    request_id: str,
+    arrival: float,
+) -> GenerationSpec:
+    """What the engine runs for a checked body and its tokens; `ApiError` 400 for what cannot be served.
+
+    Args:
+        prompts: Token ids.
+        request: The checked body.
+        model: The model served.
+        processor: Its tokenizer.
+        seed: For a request that brings none.
+        request_id: Its name in events and logs.
+        arrival: Unix time in seconds.
+    """
+    check_prompts(prompts, request, model.max_model_len)
+    bad_words = bad_word_tokens(request.bad_words, processor.tokenizer)
+    return GenerationSpec(
+        request_id=request_id,
+        prompts=prompts,
+        # Equal prompts of a list differ, unless the client's seed says otherwise.
+        sampling=[
+            sampling_params(request, len(prompt), model, processor.vocab_size, seed + at * request.n, bad_words)
+            for at, prompt in enumerate(prompts)
+        ],
+        n=request.n,
+        stream=request.stream,
+        stops=request.stops,
+        client_stop_token_ids=frozenset(request.stop_token_ids),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        arrival=arrival,
+    )
