@@ -131,6 +131,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     stop_token_id: int | None = None
     """The token that ended it, which is in `token_ids` too."""
     error: str | None = None
+    code: str | None = None
+    """A word for machines, of an error that is the engine's and not the request's: it is retriable elsewhere."""
 
 
 class LifecycleEvent(IntEnum):

@@ -49,10 +49,11 @@ class Journal:
         *,
         stop_token_id: int | None = None,
         error: str | None = None,
+        code: str | None = None,
     ) -> None:
         """A request has come to its end, with `num_tokens` of prompt and output."""
         request.status = FINISHED_STATUS[reason]
-        self._finished.append(Finished(request.index, reason, stop_token_id, error))
+        self._finished.append(Finished(request.index, reason, stop_token_id, error, code))
         self._ended.append(
             RequestFinished(
                 request_id=request.request_id,

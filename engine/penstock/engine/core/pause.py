@@ -1,6 +1,8 @@
-"""Whether the scheduler may plan."""
+"""Whether the scheduler may plan, and whether it takes requests."""
 
 from enum import IntEnum
+
+import msgspec
 
 
 class PauseState(IntEnum):
@@ -11,3 +13,11 @@ class PauseState(IntEnum):
     """Running requests go on; nobody is admitted, preempted ones included."""
     PAUSED_ALL = 2
     """Nothing is planned. Plans in flight still come home."""
+
+
+class Closed(msgspec.Struct, frozen=True):
+    """Why no request is taken."""
+
+    error: str
+    code: str
+    """See `messages.Finished`."""

@@ -24,7 +24,7 @@ from penstock.engine.core.admission.rule import AdmissionRule, Candidate
 from penstock.engine.core.admission.token_budget import TokenBudget
 from penstock.engine.core.journal import Journal
 from penstock.engine.core.outputs import RequestOutputs, logprob_columns, prompt_logprob_columns
-from penstock.engine.core.pause import PauseState
+from penstock.engine.core.pause import Closed, PauseState
 from penstock.engine.core.plan import Admission, Bool, Int32, StepPlan, StepResult, ints
 from penstock.engine.core.request import Request, RequestStatus, order
 from penstock.engine.core.request_queue import RequestQueue
@@ -68,6 +68,8 @@ class Scheduler:
         self.table = RowTable(config.max_num_seqs, max_model_len, [kv.block_size] * kv.num_groups)
         self.kv = kv
         self.pause_state = PauseState.UNPAUSED
+        self.closed: Closed | None = None
+        """Why no request is taken; None: they are."""
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -140,7 +142,8 @@ class Scheduler:
         self._ordinal += 1
         request = Request(message, self._ordinal)
         if error := self._why_refused(request):
-            self._journal.ended(request, FinishReason.ERROR, request.num_prompt_tokens, error=error)
+            code = self.closed.code if self.closed else None
+            self._journal.ended(request, FinishReason.ERROR, request.num_prompt_tokens, error=error, code=code)
             return
         if self.kv.enable_prefix_caching:
             request.extend_hashes(self._hasher, request.token_ids)
@@ -154,7 +157,20 @@ class Scheduler:
             if request := self._requests.get(index):
                 self._finish(request, FinishReason.ABORT)
 
+    def fail_all(self, error: str, code: str) -> None:
+        """Ends every request with an error that another replica may not have."""
+        for request in list(self._requests.values()):
+            self._finish(request, FinishReason.ERROR, error=error, code=code)
+
+    def preempt_all(self, now: float) -> None:
+        """Takes every row and block; the requests wait, and lose nothing but time. No plan may be in flight: its tokens would
+        be lost."""
+        while self._running:
+            self._preempt(StepDraft(0, now), self._running[-1])
+
     def _why_refused(self, request: Request) -> str | None:
+        if self.closed:
+            return self.closed.error
         if not request.num_prompt_tokens:
             return "the prompt has no tokens"
         if request.num_prompt_tokens >= self._max_model_len:
@@ -303,6 +319,15 @@ class Scheduler:
         self._finish_ended(rows, tokens)
         return self._journal.take(indexes, tokens, logprob_columns(result.logprobs, accepted), prompt_logprobs)
 
+    def fail_step(self, error: str, code: str) -> RequestOutputs:
+        """Takes in that the oldest plan in flight came to nothing: its requests end with an error."""
+        flight = self._in_flight.popleft()
+        live = self._tenancy.tenancies[flight.rows] == flight.tenancies
+        for row in ints(flight.rows[live]):
+            if request := self._tenancy.requests[row]:
+                self._finish(request, FinishReason.ERROR, error=error, code=code)
+        return self._journal.take()
+
     def _commit(self, flight: Flight, live: Bool) -> None:
         """Publishes the blocks that this step has filled."""
         if not self.kv.enable_prefix_caching:
@@ -337,7 +362,13 @@ class Scheduler:
         return [*self.kv.events.take(), *self._journal.take_events()]
 
     def _finish(
-        self, request: Request, reason: FinishReason, *, stop_token_id: int | None = None, error: str | None = None
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+        code: str | None = None,
     ) -> None:
         num_tokens = len(request.token_ids)
         if request.status is RequestStatus.RUNNING:
@@ -346,7 +377,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         del self._requests[request.index]
-        self._journal.ended(request, reason, num_tokens, stop_token_id=stop_token_id, error=error)
+        self._journal.ended(request, reason, num_tokens, stop_token_id=stop_token_id, error=error, code=code)
 
     def _release(self, request: Request) -> None:
         self.kv.free(request)
