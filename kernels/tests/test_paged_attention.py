@@ -15,13 +15,17 @@ requests = st.lists(st.tuples(st.integers(0, 300), st.sampled_from([1, 1, 1, 2, 
 """Computed tokens and new tokens of each."""
 
 
-class Case:
-    """Requests with random queries, keys and values in random blocks of a cache that is NaN elsewhere."""
+windows = st.none() | st.sampled_from([1, 2, 15, 64, 100, 128, 400])
 
-    def __init__(self, shape, lengths, block_size, seed, softcap=0.0) -> None:
+
+class Case:
+    """Requests with random queries, keys and values in random blocks of a cache that is NaN elsewhere: also in blocks that lie
+    outside the window of a request's first query."""
+
+    def __init__(self, shape, lengths, block_size, seed, window=None, softcap=0.0) -> None:
         self.softcap = softcap
         self.group, self.kv_heads, self.head_size = shape
-        self.lengths, self.block_size = lengths, block_size
+        self.lengths, self.block_size, self.window = lengths, block_size, window
         self.rng = np.random.default_rng(seed)
         self.keys, self.values = ([self._random(a + b, self.kv_heads) for a, b in lengths] for _ in range(2))
         self.queries = [self._random(new, self.group * self.kv_heads) for _, new in lengths]
@@ -40,19 +44,20 @@ class Case:
         cache = pages[:, 1]
         free = list(self.rng.permutation(np.arange(1, num_blocks)))
         for i in chosen:
-            length = sum(self.lengths[i])
+            length, part = sum(self.lengths[i]), self.queries[i][min(skip, self.lengths[i][1] - 1) :]
+            first = 0 if self.window is None else max(0, length - len(part) - self.window + 1)
             table = [int(free.pop()) for _ in range(-(-length // self.block_size))]
-            for position in range(length):
+            for position in range(first, length):
                 block, offset = table[position // self.block_size], position % self.block_size
                 cache[block, 0, :, offset], cache[block, 1, :, offset] = self.keys[i][position], self.values[i][position]
-            tables.append(table)
-            parts.append(self.queries[i][min(skip, self.lengths[i][1] - 1) :])
+            tables.append([0] * (first // self.block_size) + table[first // self.block_size :])
+            parts.append(part)
             lens.append(length)
         block_table = np.zeros((len(chosen), max(map(len, tables))), np.int32)
         for row, table in enumerate(tables):
             block_table[row, : len(table)] = table
         starts = np.concatenate(([0], np.cumsum([len(part) for part in parts]))).astype(np.int32)
-        batch = PagedBatch(self.block_size, starts, np.array(lens, np.int32), block_table)
+        batch = PagedBatch(self.block_size, starts, np.array(lens, np.int32), block_table, self.window)
         out = ops.paged_attention(torch.cat(parts), cache, batch, self.head_size**-0.5, self.softcap)
         return list(out.split([len(part) for part in parts]))
 
@@ -63,13 +68,13 @@ class Case:
         scores = torch.einsum("qhd,khd->hqk", self.queries[i].double(), keys) * self.head_size**-0.5
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        future = torch.arange(computed + new) > torch.arange(computed, computed + new)[:, None]
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, float("-inf")).softmax(-1), values)
+        back = torch.arange(computed, computed + new)[:, None] - torch.arange(computed + new)
+        unseen = (back < 0) | (back >= (self.window or computed + new))
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, float("-inf")).softmax(-1), values)
 
 
-cases = st.builds(
-    Case, shapes, requests, st.sampled_from([8, 16, 32, 256]), st.integers(0, 2**32), st.sampled_from([0.0, 0.7, 50.0])
-)
+softcaps = st.sampled_from([0.0, 0.7, 50.0])
+cases = st.builds(Case, shapes, requests, st.sampled_from([8, 16, 32, 256]), st.integers(0, 2**32), windows, softcaps)
 
 
 @pytest.mark.req("ATT-06", "ATT-07", "ATT-08", "ATT-29")

@@ -22,7 +22,7 @@ _SIGNATURES = {
         *[c_int, *[c_void_p] * 3, *[c_int64] * 3, *[c_void_p] * 2, c_int64],
         *[*[c_void_p] * 5, c_float, *[c_int64] * 6],
     ],
-    "penstock_paged_attention": [c_int, *[c_void_p] * 3, c_int64, *[c_void_p] * 3, *[c_int64] * 6, *[c_float] * 2],
+    "penstock_paged_attention": [c_int, *[c_void_p] * 3, c_int64, *[c_void_p] * 3, *[c_int64] * 7, *[c_float] * 2],
 }
 
 
@@ -112,7 +112,7 @@ class NativeOps:
         self._library.penstock_paged_attention(
             *(self._code, q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), block_stride),
             *(starts.ctypes.data, lens.ctypes.data, table.ctypes.data, table.shape[1]),
-            *(len(lens), q.shape[1], kv_heads, block_size, q.shape[2], scale, softcap),
+            *(len(lens), q.shape[1], kv_heads, block_size, q.shape[2], batch.window or 0, scale, softcap),
         )
         return out
 

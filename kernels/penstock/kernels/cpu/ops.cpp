@@ -189,10 +189,11 @@ inline void score(const float* query, const float* keys, int64_t width, float* s
 
 // Adds weighted values to N vectors of the accumulator: again N chains, each over the keys in order.
 template <int N>
-inline void accumulate(const float* weights, const float* values, int64_t width, int64_t count, float shrink, float* acc) {
+inline void accumulate(const float* weights, const float* values, int64_t width, int64_t begin, int64_t count, float shrink,
+                       float* acc) {
   Vec total[N];
   for (int i = 0; i < N; ++i) total[i] = load(acc + i * kLanes) * shrink;
-  for (int64_t j = 0; j < count; ++j)
+  for (int64_t j = begin; j < count; ++j)
     for (int i = 0; i < N; ++i) total[i] += weights[j] * load(values + j * width + i * kLanes);
   for (int i = 0; i < N; ++i) store(acc + i * kLanes, total[i]);
 }
@@ -208,19 +209,21 @@ inline void soft_cap(float* scores, float cap) {
 
 constexpr int kChains = 4;  // enough to hide an addition's latency; not part of the bits
 
-// Takes in `count` keys, rows of `width` floats in `keys` and `values`; `query` is scaled.
-inline void attend_tile(const float* query, const float* keys, const float* values, int64_t width, int64_t count, float softcap,
-                        State* state, float* acc) {
+// Takes in the keys [begin, count) of a tile, rows of `width` floats in `keys` and `values`; `query` is scaled.
+inline void attend_tile(const float* query, const float* keys, const float* values, int64_t width, int64_t begin, int64_t count,
+                        float softcap, State* state, float* acc) {
   alignas(64) float scores[kKeyTile];
-  int64_t j = 0;
+  int64_t j = begin;
   for (; j + kChains <= count; j += kChains) score<kChains>(query, keys + j * width, width, scores + j);
   for (; j < count; ++j) score<1>(query, keys + j * width, width, scores + j);
   if (softcap != 0.0f) {
+    std::fill(scores, scores + begin, 0.0f);
     std::fill(scores + count, scores + kKeyTile, 0.0f);
     soft_cap(scores, softcap);
   }
+  std::fill(scores, scores + begin, kMinusInfinity);
   std::fill(scores + count, scores + kKeyTile, kMinusInfinity);
-  const float maximum = std::max(state->maximum, *std::max_element(scores, scores + count));
+  const float maximum = std::max(state->maximum, *std::max_element(scores + begin, scores + count));
   Vec total{};
   for (j = 0; j < kKeyTile; j += kLanes) {
     const Vec weights = exp_nonpositive(load(scores + j) - maximum);
@@ -231,8 +234,9 @@ inline void attend_tile(const float* query, const float* keys, const float* valu
   state->maximum = maximum;
   state->total = state->total * shrink + sum(total);
   int64_t i = 0;
-  for (; i + kChains * kLanes <= width; i += kChains * kLanes) accumulate<kChains>(scores, values + i, width, count, shrink, acc + i);
-  for (; i < width; i += kLanes) accumulate<1>(scores, values + i, width, count, shrink, acc + i);
+  for (; i + kChains * kLanes <= width; i += kChains * kLanes)
+    accumulate<kChains>(scores, values + i, width, begin, count, shrink, acc + i);
+  for (; i < width; i += kLanes) accumulate<1>(scores, values + i, width, begin, count, shrink, acc + i);
 }
 
 template <typename T>
@@ -243,14 +247,18 @@ struct Attention {
   CacheShape shape;
   int64_t heads;
   float scale, softcap;
+  int64_t window;  // keys that a query sees, itself included; 0: all before it
   int64_t width, group;
   std::vector<float> queries, keys, values, acc;
   std::vector<State> states;
 
-  Attention(const T* q, T* out, const T* cache, CacheShape shape, int64_t heads, float scale, float softcap)
-      : q(q), out(out), cache(cache), shape(shape), heads(heads), scale(scale), softcap(softcap), width(round_up(shape.d)),
+  Attention(const T* q, T* out, const T* cache, CacheShape shape, int64_t heads, int64_t window, float scale, float softcap)
+      : q(q), out(out), cache(cache), shape(shape), heads(heads), scale(scale), softcap(softcap), window(window), width(round_up(shape.d)),
         group(heads / shape.kv_heads), queries(kQueryTile * group * width), keys(kKeyTile * width), values(kKeyTile * width),
         acc(queries.size()), states(kQueryTile * group) {}
+
+  // The first key that a query at this position sees.
+  int64_t window_begin(int64_t position) const { return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0; }
 
   // Queries [first, first + count) of the batch, at positions from `position` on, against one key head.
   void run(int64_t first, int64_t count, int64_t position, const int32_t* blocks, int64_t head) {
@@ -262,13 +270,17 @@ struct Attention {
         states[t * group + g] = {kMinusInfinity, 0.0f};
       }
     std::fill(acc.begin(), acc.begin() + count * group * width, 0.0f);
-    for (int64_t start = 0; start < position + count; start += kKeyTile) {
+    // Tiles begin at multiples of their size, wherever the window does, so that a query's tiles are the same in every chunk.
+    const int64_t oldest = window_begin(position);
+    for (int64_t start = oldest / kKeyTile * kKeyTile; start < position + count; start += kKeyTile) {
       const int64_t present = std::min<int64_t>(kKeyTile, position + count - start);
-      convert(start, present, blocks, head);
+      convert(start, std::max<int64_t>(0, oldest - start), present, blocks, head);
       for (int64_t t = std::max<int64_t>(0, start - position); t < count; ++t) {
-        const int64_t visible = std::min<int64_t>(present, position + t + 1 - start);
+        const int64_t begin = std::max<int64_t>(0, window_begin(position + t) - start);
+        const int64_t end = std::min<int64_t>(present, position + t + 1 - start);
+        if (begin >= end) break;  // this query's window has left the tile behind, and so have those after it
         for (int64_t row = t * group; row < (t + 1) * group; ++row)
-          attend_tile(&queries[row * width], keys.data(), values.data(), width, visible, softcap, &states[row], &acc[row * width]);
+          attend_tile(&queries[row * width], keys.data(), values.data(), width, begin, end, softcap, &states[row], &acc[row * width]);
       }
     }
     for (int64_t row = 0; row < count * group; ++row) {
@@ -277,8 +289,8 @@ struct Attention {
     }
   }
 
-  void convert(int64_t start, int64_t count, const int32_t* blocks, int64_t head) {
-    for (int64_t j = 0; j < count; ++j) {
+  void convert(int64_t start, int64_t begin, int64_t count, const int32_t* blocks, int64_t head) {
+    for (int64_t j = begin; j < count; ++j) {
       const int64_t block = blocks[(start + j) / shape.block_size], token = (start + j) % shape.block_size;
       widen_row(cache + shape.offset(block, 0, head, token), shape.d, &keys[j * width]);
       widen_row(cache + shape.offset(block, 1, head, token), shape.d, &values[j * width]);
@@ -288,8 +300,9 @@ struct Attention {
 
 template <typename T>
 void paged_attention(const T* q, T* out, const T* cache, CacheShape shape, const int32_t* query_start_loc, const int32_t* seq_lens,
-                     const int32_t* block_table, int64_t table_width, int64_t requests, int64_t heads, float scale, float softcap) {
-  Attention<T> attention(q, out, cache, shape, heads, scale, softcap);
+                     const int32_t* block_table, int64_t table_width, int64_t requests, int64_t heads, int64_t window, float scale,
+                     float softcap) {
+  Attention<T> attention(q, out, cache, shape, heads, window, scale, softcap);
   for (int64_t r = 0; r < requests; ++r) {
     const int64_t begin = query_start_loc[r], end = query_start_loc[r + 1], computed = seq_lens[r] - (end - begin);
     for (int64_t head = 0; head < shape.kv_heads; ++head)
@@ -341,10 +354,11 @@ void penstock_prepare_kv(int dtype, const void* q, const void* k, const void* v,
 
 void penstock_paged_attention(int dtype, const void* q, void* out, const void* cache, int64_t block_stride,
                               const int32_t* query_start_loc, const int32_t* seq_lens, const int32_t* block_table, int64_t table_width,
-                              int64_t requests, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d, float scale, float softcap) {
+                              int64_t requests, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d, int64_t window, float scale,
+                              float softcap) {
   const CacheShape shape{block_stride, kv_heads, block_size, d};
   PENSTOCK_BOTH(paged_attention<T>(IN(q), OUT(out), IN(cache), shape, query_start_loc, seq_lens, block_table, table_width, requests,
-                                   heads, scale, softcap))
+                                   heads, window, scale, softcap))
 }
 
 }  // extern "C"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,27 +14,29 @@ KV_TILE = 128
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """One tile of all requests with one query, the longest first, so that those that reach the tile are a prefix."""
+    """One tile of all requests with one query, the longest first, so that those that reach the tile, and whose window has not
+    left it behind, stand side by side."""
 
-    num_rows: int
+    rows: slice
     block_ids: torch.Tensor
-    """[num_rows · blocks a tile], int64."""
-    beyond: torch.Tensor | None
-    """[num_rows, keys], bool: True past the request's last token; None where no such key is in the tile."""
+    """[rows · blocks a tile], int64."""
+    unseen: torch.Tensor | None
+    """[rows, keys], bool: True past the request's last token and before its window; None where no such key is in the tile."""
 
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """One tile of a request with several queries, in the order of their positions, so that those that reach it are a suffix."""
+    """One tile of a request with several queries, in the order of their positions, so that those that see any of its keys stand
+    side by side."""
 
-    first: int
-    """The first query, counted in the chunk, that reaches the tile."""
+    queries: slice
+    """Counted in the chunk."""
     block_ids: torch.Tensor
     """[blocks a tile], int64."""
-    future: torch.Tensor | None
-    """[queries from `first`, keys], bool: True where the key lies after the query; None where none does."""
-    beyond: torch.Tensor | None
-    """[keys], bool: True past the request's last token; None where no such key is in the tile."""
+    unseen: torch.Tensor | None
+    """[queries, keys], bool: True where the key lies after the query or before its window; None where none does."""
+    foreign: torch.Tensor | None
+    """[keys], bool: True where no query of the chunk sees the key, so that anything may lie there; None where there is none."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """A step's requests, each with its queries side by side in the flat batch."""
+    """A step's requests, each with its queries side by side in the flat batch, as layers of one KV group see them."""
 
     block_size: int
     query_start_loc: npt.NDArray[np.int32]
@@ -55,7 +58,10 @@ class PagedBatch:
     seq_lens: npt.NDArray[np.int32]
     """[r]: tokens with keys in the cache, this step's included."""
     block_table: npt.NDArray[np.int32]
-    """[r, b]: the request's blocks in order; entries past its last block are any valid block."""
+    """[r, b]: the request's blocks in order; entries past its last block or before its first query's window are any valid
+    block, whose content is never seen."""
+    window: int | None = None
+    """Keys that a query sees, itself included: the one at position i those of (i - window, i]. None: all before it."""
 
     @cached_property
     def tile_blocks(self) -> int:
@@ -72,11 +78,15 @@ class PagedBatch:
         """The tiles of the requests with one query."""
         rows, keys = self._decode_rows, self.tile_blocks * self.block_size
         lens, table = self.seq_lens[rows], self._padded_table(rows)
+        begins, longest = self._window_begins(lens - 1), int(lens.max(initial=0))
         tiles: list[DecodeTile] = []
-        for start in range(0, int(lens.max(initial=0)), keys):
-            count = int(np.count_nonzero(lens > start))
-            beyond = np.arange(start, start + keys) >= lens[:count, None]
-            tiles.append(DecodeTile(count, self._ids(table[:count], start), _mask(beyond)))
+        for start in range(int(begins.min(initial=longest)) // keys * keys, longest, keys):
+            seen = slice(int(np.count_nonzero(begins >= start + keys)), int(np.count_nonzero(lens > start)))
+            if seen.start >= seen.stop:
+                continue
+            at = np.arange(start, start + keys)
+            unseen = (at >= lens[seen, None]) | (at < begins[seen, None])
+            tiles.append(DecodeTile(seen, self._ids(table[seen], start), _mask(unseen)))
         return tiles
 
     @cached_property
@@ -91,13 +101,19 @@ class PagedBatch:
     def _prefill_tiles(self, row: np.intp, length: int) -> list[PrefillTile]:
         keys, seq_len = self.tile_blocks * self.block_size, int(self.seq_lens[row])
         positions, table = np.arange(seq_len - length, seq_len), self._padded_table(np.array([row]))
+        begins = self._window_begins(positions)
         tiles: list[PrefillTile] = []
-        for start in range(0, seq_len, keys):
-            first = max(0, start - int(positions[0]))
-            key_positions = np.arange(start, start + keys)
-            future = key_positions > positions[first:, None]
-            tiles.append(PrefillTile(first, self._ids(table, start), _mask(future), _mask(key_positions >= seq_len)))
+        for start in range(int(begins[0]) // keys * keys, seq_len, keys):
+            queries = slice(max(0, start - int(positions[0])), int(np.count_nonzero(begins < start + keys)))
+            at = np.arange(start, start + keys)
+            unseen = (at > positions[queries, None]) | (at < begins[queries, None])
+            foreign = (at >= seq_len) | (at < begins[0])
+            tiles.append(PrefillTile(queries, self._ids(table, start), _mask(unseen), _mask(foreign)))
         return tiles
+
+    def _window_begins(self, positions: npt.NDArray[np.signedinteger[Any]]) -> npt.NDArray[np.signedinteger[Any]]:
+        """The first key that queries at these positions see."""
+        return np.zeros_like(positions) if self.window is None else np.maximum(positions - self.window + 1, 0)
 
     @cached_property
     def _decode_rows(self) -> npt.NDArray[np.intp]:

@@ -14,7 +14,7 @@ from penstock.kernels.paged_attention.batch import DecodeTile, PagedBatch, Prefi
 def paged_attention(
     q: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, scale: float, softcap: float = 0.0
 ) -> torch.Tensor:
-    """Attends each query to the keys of its request up to its own position.
+    """Attends each query to the keys of its request up to its own position, from the first or as far back as the batch's window.
 
     Args:
         q: [n, heads, d].
@@ -43,11 +43,12 @@ def _decode(q: torch.Tensor, kv_cache: torch.Tensor, tiles: list[DecodeTile], so
     kv_heads, group, head_size = q.shape[1:]
     state = _Softmax(q.reshape(-1, group, head_size), softcap)
     for tile in tiles:
-        keys, values = _gather(kv_cache, tile.block_ids, tile.num_rows)
-        if tile.beyond is not None:
-            values.masked_fill_(tile.beyond[:, None, :, None], 0.0)
-        masked = None if tile.beyond is None else tile.beyond.repeat_interleave(kv_heads, 0)[:, None]
-        state.add(slice(0, tile.num_rows * kv_heads), keys.flatten(0, 1), values.flatten(0, 1), masked)
+        keys, values = _gather(kv_cache, tile.block_ids, tile.rows.stop - tile.rows.start)
+        if tile.unseen is not None:
+            values.masked_fill_(tile.unseen[:, None, :, None], 0.0)
+        masked = None if tile.unseen is None else tile.unseen.repeat_interleave(kv_heads, 0)[:, None]
+        items = slice(tile.rows.start * kv_heads, tile.rows.stop * kv_heads)
+        state.add(items, keys.flatten(0, 1), values.flatten(0, 1), masked)
     return state.result().view(q.shape)
 
 
@@ -56,13 +57,13 @@ def _prefill(q: torch.Tensor, kv_cache: torch.Tensor, prefill: Prefill, softcap:
     heads = [_Softmax(q[:, head].contiguous(), softcap) for head in range(q.shape[1])]
     for tile in prefill.tiles:
         keys, values = _gather(kv_cache, tile.block_ids, 1)
-        if tile.beyond is not None:
-            values.masked_fill_(tile.beyond[:, None], 0.0)
-        masked = None if tile.future is None else tile.future[:, None]
-        count = prefill.length - tile.first
+        if tile.foreign is not None:
+            values.masked_fill_(tile.foreign[:, None], 0.0)
+        masked = None if tile.unseen is None else tile.unseen[:, None]
+        count = tile.queries.stop - tile.queries.start
         for head, state in enumerate(heads):
             k, v = (part[:, head].expand(count, -1, -1) for part in (keys, values))
-            state.add(slice(tile.first, prefill.length), k, v, masked)
+            state.add(tile.queries, k, v, masked)
     return torch.stack([state.result() for state in heads], dim=1)
 
 
@@ -87,7 +88,7 @@ class _Softmax:
         self.values = torch.zeros_like(q)
 
     def add(self, items: slice, keys: torch.Tensor, values: torch.Tensor, masked: torch.Tensor | None) -> None:
-        """Takes in a tile: keys and values [i, keys, d], masked [i, 1, keys], but never the very first key of an item."""
+        """Takes in a tile: keys and values [i, keys, d], masked [i, 1, keys], but never all keys of an item's first tile."""
         scores = torch.bmm(self.q[items], keys.transpose(1, 2))
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
