@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.engine.cache.kv_manager import KVCacheManager
+from penstock.engine.cache.layout import full_attention
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.plan import StepPlan, StepResult
 from penstock.engine.core.scheduler import Scheduler
@@ -35,8 +36,10 @@ def decoding(batch: int) -> Scheduler:
     """A scheduler whose `batch` requests have all been prefilled; the prompts differ in length, so that blocks fill at
     different steps."""
     length = CONTEXT + BLOCK + WARM_UP + STEPS + 2
-    kv = KVCacheManager(1 + batch * -(-length // BLOCK), BLOCK, enable_prefix_caching=True, watermark=0.0)
-    config = SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=batch * (CONTEXT + BLOCK), max_num_waiting=batch)
+    budget = batch * (CONTEXT + BLOCK)
+    config = SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=budget, max_num_waiting=batch)
+    num_blocks = 1 + batch * -(-length // BLOCK)
+    kv = KVCacheManager(num_blocks, full_attention(BLOCK), enable_prefix_caching=True, watermark=0.0, max_in_flight=budget)
     scheduler = Scheduler(config, length, kv, BlockHasher(BLOCK, "bench"))
     for index in range(batch):
         prompt = [index] * (CONTEXT + index % BLOCK)

@@ -63,3 +63,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     """OpenMP threads of the core; more than one pays only on cores that nobody else uses."""
     seed: int = 0
+
+    @property
+    def max_in_flight(self) -> int:
+        """Tokens of one request at most that are planned and not yet retired."""
+        return self.depth * self.scheduler.max_num_batched_tokens

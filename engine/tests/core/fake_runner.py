@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.engine.cache.layout import KVGroup, KVLayout, full_attention
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.plan import SampledLogprobs, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.row_table import RowTable
@@ -35,11 +36,17 @@ def reference(prompt: list[int], max_tokens: int, stop_token_ids: Sequence[int] 
 
 
 class FakeRunner:
-    """The runner's interface over an array of (token, position) pairs."""
+    """The runner's interface over an array of (token, position) pairs for each KV group, all in the same blocks.
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._block_size = config.cache.block_size
-        self.table = RowTable(config.scheduler.max_num_seqs, config.model.max_model_len, [self._block_size])
+    Each group must read what it wrote, as far back as it sees; the tokens are those of group 0, or the row's where that has a
+    window.
+    """
+
+    def __init__(self, config: EngineConfig, groups: Sequence[KVGroup] = ()) -> None:
+        self._groups = groups or full_attention(config.cache.block_size)
+        self.table = RowTable(
+            config.scheduler.max_num_seqs, config.model.max_model_len, [group.block_size for group in self._groups]
+        )
         self._plan: StepPlan | None = None
         self._next: list[tuple[int, int, int]] = []
         self.prefilled = 0
@@ -47,24 +54,26 @@ class FakeRunner:
     def load(self) -> None:
         pass
 
-    def kv_bytes_per_block(self) -> int:
-        return 1 << 20
+    def kv_layout(self) -> KVLayout:
+        return KVLayout(tuple(self._groups), 1 << 20)
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        self._kv = np.full((num_blocks, self._block_size, 2), -1, np.int64)
+        self._kv = np.full((num_blocks, max(group.block_size for group in self._groups), 3), -1, np.int64)
 
     def warm_up(self) -> None:
         pass
 
     def execute(self, plan: StepPlan) -> None:
-        starts, table = self.table.apply(plan), self.table.block_tables[0]
+        starts = self.table.apply(plan)
         self._plan, self._starts = plan, starts
         for row, start, count in zip(plan.rows, starts, plan.num_new_tokens, strict=True):
             positions = np.arange(start, start + count)
-            blocks = table[row, positions // self._block_size]
-            assert blocks.all(), "a token would be written to the null block"
             tokens = self.table.token_ids[row, positions]
-            self._kv[blocks, positions % self._block_size] = np.stack([tokens, positions], axis=1)
+            for number, group in enumerate(self._groups):
+                blocks = self.table.block_tables[number][row, positions // group.block_size]
+                assert blocks.all(), "a token would be written to the null block"
+                content = np.stack([tokens, positions, np.full(count, number)], axis=1)
+                self._kv[blocks, positions % group.block_size] = content
             self.prefilled += int(count)
 
     def sample(self, inputs: SampleInputs) -> StepResult:
@@ -73,7 +82,7 @@ class FakeRunner:
         token_ids, counts, failed = np.zeros((len(plan.rows), 1), np.int32), np.zeros(len(plan.rows), np.int32), {}
         ends = self._starts + plan.num_new_tokens
         for at, (row, end) in enumerate(zip(plan.rows, ends, strict=True)):
-            tokens = self._read(row, end)
+            tokens = self._read(row, self._starts[at], end)
             if FAILING_TOKEN in tokens:
                 failed[at] = "the logits are not finite"
             elif CRASHING_TOKEN in tokens:
@@ -86,11 +95,18 @@ class FakeRunner:
         self.table.write_sampled(plan.rows[rows], ends[rows], token_ids[rows, 0])
         return StepResult(plan.step_id, token_ids, counts, self._logprobs(token_ids[:, 0], counts), failed)
 
-    def _read(self, row: int, end: int) -> np.ndarray:
-        positions = np.arange(end)
-        content = self._kv[self.table.block_tables[0][row, positions // self._block_size], positions % self._block_size]
-        assert (content[:, 1] == positions).all(), f"row {row} reads KV of other positions: {content[:, 1].tolist()}"
-        return content[:, 0]
+    def _read(self, row: int, start: int, end: int) -> np.ndarray:
+        """The row's first `end` tokens, as the step that begins at `start` sees them."""
+        found = self.table.token_ids[row, :end].copy()
+        for number, group in enumerate(self._groups):
+            positions = np.arange(0 if group.window is None else max(0, start - group.window + 1), end)
+            blocks = self.table.block_tables[number][row, positions // group.block_size]
+            content = self._kv[blocks, positions % group.block_size]
+            assert (content[:, 1] == positions).all(), f"row {row} reads KV of other positions: {content[:, 1].tolist()}"
+            assert (content[:, 2] == number).all(), f"row {row} reads KV of other groups: {content[:, 2].tolist()}"
+            assert group.window is None or (content[:, 0] == found[positions]).all(), f"row {row} reads KV of other tokens"
+            found[positions] = content[:, 0]
+        return found
 
     def _logprobs(self, token_ids: np.ndarray, counts: np.ndarray) -> SampledLogprobs:
         """The sampled token stands for its own logprob, so that a test sees which came where."""

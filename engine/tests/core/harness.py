@@ -1,6 +1,7 @@
 """Scheduler, cache and fake runner as a machine that a test steps, with all invariants checked at every step."""
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from fake_runner import FakeRunner
 from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, RequestFinished
 from penstock.engine.cache.block_pool import NULL_BLOCK
 from penstock.engine.cache.kv_manager import KVCacheManager
+from penstock.engine.cache.layout import KVGroup, full_attention
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.engine.core.outputs import RequestOutputs
 from penstock.engine.core.plan import SampleInputs, StepPlan
@@ -52,13 +54,14 @@ def make_config(
     )
 
 
-def make_scheduler(config: EngineConfig) -> Scheduler:
+def make_scheduler(config: EngineConfig, groups: Sequence[KVGroup] = ()) -> Scheduler:
     assert config.cache.num_blocks is not None
     kv = KVCacheManager(
         config.cache.num_blocks,
-        config.cache.block_size,
+        groups or full_attention(config.cache.block_size),
         enable_prefix_caching=config.cache.enable_prefix_caching,
         watermark=config.scheduler.watermark,
+        max_in_flight=config.max_in_flight,
     )
     return Scheduler(config.scheduler, config.model.max_model_len, kv, BlockHasher(config.cache.block_size, "test"))
 
@@ -73,10 +76,11 @@ def make_request(
 class Machine:
     """`step` plans, runs and, once `depth` plans are in flight, retires one."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, groups: Sequence[KVGroup] = ()) -> None:
         self.config = config
-        self.scheduler = make_scheduler(config)
-        self.runner = FakeRunner(config)
+        self.groups = groups or full_attention(config.cache.block_size)
+        self.scheduler = make_scheduler(config, self.groups)
+        self.runner = FakeRunner(config, self.groups)
         assert config.cache.num_blocks is not None
         self.runner.initialize_kv_cache(config.cache.num_blocks)
         self.streams: dict[int, list[int]] = {}
@@ -178,16 +182,21 @@ class Machine:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         holders: Counter[int] = Counter()
         for request in scheduler._requests.values():
-            (table,) = scheduler.kv.tables(request)
-            holders.update(table)
-            assert NULL_BLOCK not in table
+            for number, (group, table) in enumerate(zip(self.groups, scheduler.kv.tables(request), strict=True)):
+                live = [block for block in table if block != NULL_BLOCK]
+                holders.update(live)
+                assert group.window is not None or len(live) == len(table)
+                assert len(live) <= group.max_blocks(len(table) * group.block_size, self.config.max_in_flight)
+                assert request.row >= 0 or not table, "a request without a row holds no blocks"
+                if request.row >= 0:
+                    count = scheduler.table.num_blocks[number][request.row]
+                    known = scheduler.table.block_tables[number][request.row, :count].tolist()
+                    # A row keeps the numbers of blocks that windows have left behind; nobody reads there.
+                    assert len(known) == len(table)
+                    assert all(held in (block, NULL_BLOCK) for held, block in zip(table, known, strict=True))
             if request.row >= 0:
-                count = scheduler.table.num_blocks[0][request.row]
-                assert scheduler.table.block_tables[0][request.row, :count].tolist() == list(table)
                 assert 0 <= scheduler.table.num_computed[request.row] <= scheduler.table.num_tokens[request.row]
                 assert scheduler.table.num_tokens[request.row] <= scheduler._tenancy.limits[request.row]
-            else:
-                assert not table, "a request without a row holds no blocks"
         assert {block: count for block, count in enumerate(pool.ref_counts) if count} == dict(holders)
         free = list(pool.free_list)
         assert len(free) == len(set(free)) == pool.num_free

@@ -3,8 +3,12 @@
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from penstock.engine.cache.block_pool import NULL_BLOCK
 from penstock.engine.cache.kv_manager import KVCacheManager
+from penstock.engine.cache.layout import KVGroup, full_attention
 from penstock.prompt.hashing import BlockHasher
 
 BLOCK = 4
@@ -20,8 +24,9 @@ class Sequence:
         self.block_hashes = BlockHasher(BLOCK, "test").hash(self.tokens)
 
 
-def make(num_blocks: int, *, caching: bool = True, watermark: float = 0.0) -> KVCacheManager:
-    return KVCacheManager(num_blocks, BLOCK, enable_prefix_caching=caching, watermark=watermark)
+def make(num_blocks: int, groups=(), *, caching: bool = True, watermark: float = 0.0) -> KVCacheManager:
+    groups = groups or full_attention(BLOCK)
+    return KVCacheManager(num_blocks, groups, enable_prefix_caching=caching, watermark=watermark, max_in_flight=16)
 
 
 def state(kv: KVCacheManager):
@@ -148,3 +153,105 @@ def test_without_caching_nothing_is_published():
     kv = make(10, caching=False)
     used_up(kv, Sequence(1, list(range(8))))
     assert begin(kv, Sequence(2, list(range(8)))) == 0 and not kv.pool.cached_hashes()
+
+
+WINDOW = KVGroup((1,), BLOCK, 10)
+"""Sees nine tokens before its own: three blocks at most."""
+HYBRID = (KVGroup((0,), BLOCK, None), WINDOW)
+
+
+@pytest.mark.req("KV-22", "KV-25")
+def test_blocks_behind_the_window_are_given_back_while_the_request_runs():
+    kv, sequence = make(100, HYBRID), Sequence(1, list(range(60)))
+    begin(kv, sequence, 1)
+    for length in range(2, 61):
+        assert kv.allocate(sequence, length) is not None
+        kv.commit(sequence, length)
+        full, windowed = kv.tables(sequence)
+        first = max(0, length - 9) // BLOCK
+        assert list(windowed[:first]) == [NULL_BLOCK] * first and NULL_BLOCK not in windowed[first:]
+        assert len(windowed) - first <= 10 // BLOCK + 2
+        assert len(full) == len(windowed) == -(-length // BLOCK) and NULL_BLOCK not in full
+    kv.free(sequence)
+    assert kv.pool.num_used == 0
+
+
+@pytest.mark.req("KV-25")
+def test_without_caching_windows_are_bounded_too():
+    kv, sequence = make(30, [WINDOW], caching=False), Sequence(1, list(range(40)))
+    begin(kv, sequence, 16)
+    kv.commit(sequence, 16)
+    assert list(kv.tables(sequence)[0]) == [NULL_BLOCK, 2, 3, 4] and kv.pool.num_used == 3
+    assert kv.needs_commits and not kv.cached_hashes()
+
+
+@pytest.mark.req("KV-24", "PC-09", "PC-31")
+def test_a_hit_needs_all_of_full_attention_and_the_end_of_the_window():
+    kv, tokens = make(100, HYBRID), list(range(48))
+    used_up(kv, Sequence(1, tokens))
+    evict(kv, 1, tokens, 1)  # far behind every window that ends at 48
+    hit = kv.lookup(Sequence(2, [*tokens, 1]), 49)
+    assert hit.num_tokens == 48 and hit.blocks[1][:9] == [NULL_BLOCK] * 9 and NULL_BLOCK not in hit.blocks[1][9:]
+    evict(kv, 1, tokens, 10)  # 7 to 9 are there still: an end at 40
+    assert kv.lookup(Sequence(2, [*tokens, 1]), 49).num_tokens == 40
+    evict(kv, 0, tokens, 8)
+    evict(kv, 1, tokens, 5)  # ends at 32 need 5 to 7, ends at 20 need 2 to 4
+    assert kv.lookup(Sequence(2, [*tokens, 1]), 49).num_tokens == 20
+    # The window group has from the left no more than block 0.
+    evict(kv, 1, tokens, 3)
+    assert kv.lookup(Sequence(2, [*tokens, 1]), 49).num_tokens == 4
+    assert kv.lookup(Sequence(2, tokens[:4]), 4).num_tokens == 0
+
+
+def evict(kv: KVCacheManager, group: int, tokens: list[int], at: int) -> None:
+    """Makes the pool forget one block of one group."""
+    block = kv.pool.lookup(group, Sequence(0, tokens).block_hashes[at])
+    assert block is not None
+    kv.pool._evict(block)
+
+
+@pytest.mark.req("KV-23")
+def test_a_hit_ends_where_blocks_of_all_groups_end():
+    groups = (KVGroup((0,), BLOCK, None), KVGroup((1,), 3 * BLOCK, None), KVGroup((2,), 2 * BLOCK, 5))
+    kv, tokens = make(100, groups), list(range(90))
+    used_up(kv, Sequence(1, tokens))
+    for length in range(1, 90):
+        hit = kv.lookup(Sequence(2, tokens[:length]), length)
+        assert hit.num_tokens == (length - 1) // 24 * 24
+        assert [len(blocks) for blocks in hit.blocks] == [hit.num_tokens // group.block_size for group in groups]
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 11)), max_size=20), st.integers(1, 50))
+@pytest.mark.req("KV-24")
+def test_the_hit_is_the_longest_on_which_all_groups_agree(missing, length):
+    """Against a search over all lengths."""
+    groups = (KVGroup((0,), BLOCK, None), KVGroup((1,), BLOCK, 10), KVGroup((2,), 2 * BLOCK, 9))
+    kv, tokens = make(100, groups), list(range(48))
+    used_up(kv, Sequence(1, tokens))
+    for group, at in missing:
+        step = groups[group].block_size // BLOCK
+        if (block := kv.pool.lookup(group, Sequence(0, tokens).block_hashes[at // step * step + step - 1])) is not None:
+            kv.pool._evict(block)
+    prompt = Sequence(2, (tokens + [99] * 9)[:length])
+
+    def usable(end: int) -> bool:
+        for number, group in enumerate(groups):
+            step = group.block_size // BLOCK
+            first = 0 if group.window is None else max(0, end - group.window + 1) // group.block_size
+            for at in range(first, end // group.block_size):
+                if kv.pool.lookup(number, prompt.block_hashes[(at + 1) * step - 1]) is None:
+                    return False
+        return True
+
+    expected = max(end for end in range(0, length, 2 * BLOCK) if end <= 48 and usable(end))
+    assert kv.lookup(prompt, length).num_tokens == expected
+
+
+@pytest.mark.req("KV-09", "KV-13", "KV-25")
+def test_admission_with_windows_counts_what_a_sequence_holds_at_once():
+    kv = make(19, [WINDOW])  # at most 3 + 16 / 4 + 1 = 8 blocks each
+    hit = kv.lookup(Sequence(1, [1]), 1)
+    assert kv.blocks_for(1000) == 8 and kv.longest(1000) == 1000
+    assert kv.can_admit(1000, hit, reserved=10, alone=True) and not kv.can_admit(1000, hit, reserved=11, alone=True)
+    assert not kv.can_admit(17, hit, reserved=14, alone=True) and kv.can_admit(16, hit, reserved=14, alone=True)

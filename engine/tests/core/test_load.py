@@ -9,6 +9,7 @@ from harness import Machine, make_config, make_request
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.engine.cache.layout import KVLayout, full_attention
 from penstock.engine.config import CacheConfig, ConfigError
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import InlineExecutor, ThreadExecutor
@@ -39,6 +40,9 @@ def test_prefill_speed_weighs_steps_by_their_tokens_and_decode_steps_do_not_coun
     assert meter.prompt_tokens_per_s(199) == pytest.approx(1002, rel=0.15)
 
 
+LAYOUT = KVLayout(full_attention(4), 1000)
+
+
 def with_cache(**cache):
     config = make_config(max_model_len=64)
     return type(config)(model=config.model, cache=CacheConfig(block_size=4, **cache), scheduler=config.scheduler)
@@ -46,15 +50,15 @@ def with_cache(**cache):
 
 @pytest.mark.req("MEM-05", "KV-04")
 def test_blocks_come_from_the_number_the_bytes_or_a_tenth_of_memory():
-    assert num_kv_blocks(with_cache(num_blocks=17), 1000, 0) == 17
-    assert num_kv_blocks(with_cache(memory_bytes=50_999), 1000, 0) == 50
-    assert num_kv_blocks(with_cache(), 1000, 400_000) == 40
+    assert num_kv_blocks(with_cache(num_blocks=17), LAYOUT, 0) == 17
+    assert num_kv_blocks(with_cache(memory_bytes=50_999), LAYOUT, 0) == 50
+    assert num_kv_blocks(with_cache(), LAYOUT, 400_000) == 40
     with pytest.raises(
         ConfigError, match=r"--kv-cache-memory-bytes 16,999 / 1,000 bytes a block = 16 blocks, .* 64 / 4 tokens = 16"
     ):
-        num_kv_blocks(with_cache(memory_bytes=16_999), 1000, 0)
+        num_kv_blocks(with_cache(memory_bytes=16_999), LAYOUT, 0)
     with pytest.raises(ConfigError, match=r"10% of 100,000 bytes .* fits --max-model-len 36, or --kv-cache-memory-bytes 17000"):
-        num_kv_blocks(with_cache(), 1000, 100_000)
+        num_kv_blocks(with_cache(), LAYOUT, 100_000)
 
 
 @given(st.integers(1, 5), st.integers(0, 12), st.integers(0, 15))

@@ -9,14 +9,15 @@ from harness import Machine, make_config, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.engine.cache.layout import KVGroup, full_attention, max_blocks
 from penstock.engine.messages import FinishReason
 
 BLOCK, MAX_LEN = 4, 48
 
 configs = st.fixed_dictionaries(
     {
-        # 13 blocks are the null block and one sequence of full length: the tightest pool there is.
-        "num_blocks": st.sampled_from([13, 14, 18, 25, 60, 200]),
+        # Beyond the null block and one sequence of full length: the tightest pool there is.
+        "spare": st.sampled_from([0, 1, 5, 12, 47, 187]),
         "max_num_seqs": st.integers(1, 6),
         "budget": st.sampled_from([1, 3, 7, 16, 64]),
         "threshold": st.sampled_from([0, 0, 1, 5]),
@@ -24,6 +25,14 @@ configs = st.fixed_dictionaries(
         "watermark": st.sampled_from([0.0, 0.1]),
         "depth": st.integers(1, 3),
     }
+)
+layouts = st.sampled_from(
+    [
+        full_attention(BLOCK),
+        (KVGroup((0,), BLOCK, 7),),
+        (KVGroup((0,), BLOCK, None), KVGroup((1,), BLOCK, 6), KVGroup((2,), BLOCK, 6)),
+        (KVGroup((0,), BLOCK, None), KVGroup((1,), 2 * BLOCK, 1), KVGroup((2,), 3 * BLOCK, 14)),
+    ]
 )
 # Few distinct prefixes, so that prompts share blocks.
 prompts = st.builds(
@@ -52,14 +61,16 @@ requests = st.lists(
 @pytest.mark.req(
     "RL-04", "RL-07", "RL-10", "RL-17", "SCH-02", "SCH-03", "SCH-05", "SCH-07", "SCH-22", "SCH-24", "CHK-01", "CHK-05"
 )
-@pytest.mark.req(
-    "CHK-01", "CHK-05", "KV-01", "KV-08", "KV-09", "KV-13", "KV-14", "KV-29", "PC-10", "PC-12", "PC-15", "PC-17", "PC-19", "PC-24"
-)
+@pytest.mark.req("KV-01", "KV-08", "KV-09", "KV-13", "KV-14", "KV-29", "PC-10", "PC-12", "PC-15", "PC-17", "PC-19", "PC-24")
 @pytest.mark.req("PRE-06", "PRE-08", "PRE-14", "PRE-16", "AS-05", "AS-10", "AS-11", "AS-12", "AS-15", "AS-17")
+@pytest.mark.req("KV-12", "KV-22", "KV-23", "KV-25", "PC-31")
 @settings(max_examples=150, deadline=None)
-@given(configs, requests)
-def test_every_stream_is_that_of_the_request_alone(config, wanted):
-    machine = Machine(make_config(block_size=BLOCK, max_model_len=MAX_LEN, **config))
+@given(configs, layouts, requests)
+def test_every_stream_is_that_of_the_request_alone(config, layout, wanted):
+    spare = config.pop("spare")
+    in_flight = make_config(**config).max_in_flight
+    num_blocks = 1 + max_blocks(layout, MAX_LEN, in_flight) + spare
+    machine = Machine(make_config(num_blocks=num_blocks, block_size=BLOCK, max_model_len=MAX_LEN, **config), layout)
     for one in wanted:
         one["prompt"] = one["prompt"][: MAX_LEN - 2] + ([FAILING_TOKEN] if one["fails"] else [])
     for step in range(31):

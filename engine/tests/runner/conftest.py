@@ -18,7 +18,7 @@ from penstock.kernels.ops import REFERENCE
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 320
-NUM_BLOCKS = 128
+NUM_BLOCKS = 320
 
 _LLAMA = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "initializer_range": 0.2}
 _LLAMA3 = {
@@ -51,6 +51,19 @@ CONFIGS = {
             "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
             "attention_bias": True,
             "mlp_bias": True,
+        },
+    ),
+    # Two groups of window layers and one of full attention over pages of one layer.
+    "qwen3-windows": (
+        "Qwen3",
+        {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "use_sliding_window": True,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
     "qwen3": ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}),
@@ -124,10 +137,16 @@ class Sequence:
 
     row: int
     tokens: list[int]
-    blocks: list[int]
+    tables: list[list[int]]
+    """Per KV group, its blocks."""
     computed: int
     sampling: SamplingParams
     outputs: list[int] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> list[int]:
+        """Of the first group."""
+        return self.tables[0]
 
 
 class Driver:
@@ -139,7 +158,7 @@ class Driver:
         self._rows = list(range(runner.config.scheduler.max_num_seqs))
         self._step = 0
         self._admissions: list[Admission] = []
-        self._appends: list[tuple[int, int]] = []
+        self._appends: list[list[tuple[int, int]]] = [[] for _ in runner.kv_layout().groups]
         # Rows that earlier drivers left.
         self._released: list[int] = list(self._rows)
         if poison:
@@ -157,12 +176,13 @@ class Driver:
         """Takes a row, with the first `blocks` blocks of another sequence where `cached` is given. All tokens are the prompt's
         unless said: a request that resumes has outputs as well."""
         sampling = sampling or SamplingParams(max_tokens=100, temperature=0.0)
-        shared = cached.blocks[:blocks] if cached else []
-        sequence = Sequence(self._rows.pop(0), list(tokens), [], len(shared) * BLOCK_SIZE, sampling)
+        computed = blocks * BLOCK_SIZE if cached else 0
+        sequence = Sequence(self._rows.pop(0), list(tokens), [[] for _ in self._appends], computed, sampling)
         known = np.array(tokens, np.int32)
         self._admissions.append(Admission(sequence.row, known, num_prompt_tokens or len(tokens), sequence.computed, sampling))
-        for block in shared:
-            self._append(sequence, block)
+        for number in range(len(self._appends)):
+            for block in cached.tables[number][:blocks] if cached else []:
+                self._append(sequence, number, block)
         return sequence
 
     def release(self, sequence: Sequence) -> None:
@@ -173,21 +193,22 @@ class Driver:
     def plan(self, work: list[tuple[Sequence, int]]) -> StepPlan:
         """A step of so many tokens of each sequence; a sequence that reaches its last known token samples."""
         for sequence, count in work:
-            while len(sequence.blocks) * BLOCK_SIZE < sequence.computed + count:
-                self._append(sequence, int(self._free.pop()))
+            for number, table in enumerate(sequence.tables):
+                while len(table) * BLOCK_SIZE < sequence.computed + count:
+                    self._append(sequence, number, int(self._free.pop()))
         samples = [sequence.computed + count == len(sequence.tokens) for sequence, count in work]
         self._step += 1
         plan = StepPlan(
             step_id=self._step,
             released=np.array(self._released, np.int32),
             admissions=self._admissions,
-            append_rows=[np.array([row for row, _ in self._appends], np.int32)],
-            append_blocks=[np.array([block for _, block in self._appends], np.int32)],
+            append_rows=[np.array([row for row, _ in appends], np.int32) for appends in self._appends],
+            append_blocks=[np.array([block for _, block in appends], np.int32) for appends in self._appends],
             rows=np.array([sequence.row for sequence, _ in work], np.int32),
             num_new_tokens=np.array([count for _, count in work], np.int32),
             samples=np.array(samples, np.bool_),
         )
-        self._released, self._admissions, self._appends = [], [], []
+        self._released, self._admissions, self._appends = [], [], [[] for _ in self._appends]
         for sequence, count in work:
             sequence.computed += count
         return plan
@@ -208,9 +229,9 @@ class Driver:
             self.step([(sequence, min(chunk, len(sequence.tokens) - sequence.computed))])
         return sequence.outputs
 
-    def _append(self, sequence: Sequence, block: int) -> None:
-        sequence.blocks.append(block)
-        self._appends.append((sequence.row, block))
+    def _append(self, sequence: Sequence, number: int, block: int) -> None:
+        sequence.tables[number].append(block)
+        self._appends[number].append((sequence.row, block))
 
 
 @pytest.fixture

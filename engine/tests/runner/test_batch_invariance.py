@@ -21,6 +21,7 @@ PENALISED = SamplingParams(
 )
 VARIANTS = [("llama", "float32"), ("llama-7to1-llama3-tied", "float32"), ("llama-mha-linear-bias", "float32")]
 VARIANTS += [("qwen3", "float32"), ("llama", "bfloat16"), ("qwen3", "bfloat16"), ("llama", "float16")]
+VARIANTS += [("qwen3-windows", "float32"), ("qwen3-windows", "bfloat16", "reference")]
 VARIANTS += [
     ("llama", "float32", "reference"),
     ("qwen3", "bfloat16", "reference"),

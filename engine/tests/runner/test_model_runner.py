@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.engine.cache.layout import full_attention
 from penstock.engine.config import ConfigError
 from penstock.engine.core.plan import Admission, SampleInputs, StepPlan, empty
 from penstock.engine.runner.input_batch import InputBatch
@@ -41,7 +42,7 @@ def admission(row: int, tokens: list[int], computed: int = 0, sampling: Sampling
 @pytest.mark.req("MR-05", "MR-07", "ATT-09")
 def test_derives_a_mixed_step_from_the_plan():
     """Rows 3, 0 and 5 with 2, 5 and 3 tokens, of which 4, 0 and 16 are there already."""
-    batch = InputBatch(max_num_seqs=6, max_model_len=40, block_size=4, vocab_size=100)
+    batch = InputBatch(max_num_seqs=6, max_model_len=40, groups=full_attention(4), vocab_size=100)
     rows = {3: (6, 4, [9, 7]), 0: (5, 0, [2, 1]), 5: (20, 16, [10, 11, 12, 13, 14])}
     step = plan(
         [3, 0, 5],
@@ -53,22 +54,22 @@ def test_derives_a_mixed_step_from_the_plan():
     inputs = batch.apply(step)
     assert inputs.positions.tolist() == [4, 5, 0, 1, 2, 3, 4, 16, 17, 18]
     assert inputs.input_ids.tolist() == [34, 35, 0, 1, 2, 3, 4, 66, 67, 68]
-    assert inputs.slot_mapping.tolist() == [28, 29, 8, 9, 10, 11, 4, 56, 57, 58]
-    assert inputs.batch.query_start_loc.tolist() == [0, 2, 7, 10]
-    assert inputs.batch.seq_lens.tolist() == [6, 5, 19]
-    assert inputs.batch.block_table.tolist() == [[9, 7, 0, 0, 0], [2, 1, 0, 0, 0], [10, 11, 12, 13, 14]]
+    assert inputs.groups[0].slot_mapping.tolist() == [28, 29, 8, 9, 10, 11, 4, 56, 57, 58]
+    assert inputs.groups[0].batch.query_start_loc.tolist() == [0, 2, 7, 10]
+    assert inputs.groups[0].batch.seq_lens.tolist() == [6, 5, 19]
+    assert inputs.groups[0].batch.block_table.tolist() == [[9, 7, 0, 0, 0], [2, 1, 0, 0, 0], [10, 11, 12, 13, 14]]
     assert inputs.logits_indices.tolist() == [1, 6]
     assert (inputs.sampled_rows.tolist(), inputs.sampled_positions.tolist()) == ([0, 1], [6, 5])
 
 
 @pytest.mark.req("IB-04")
 def test_a_rows_next_tenant_inherits_nothing():
-    batch = InputBatch(max_num_seqs=1, max_model_len=40, block_size=4, vocab_size=100)
+    batch = InputBatch(max_num_seqs=1, max_model_len=40, groups=full_attention(4), vocab_size=100)
     loud = SamplingParams(max_tokens=9, temperature=2.0, top_k=3, top_p=0.5, min_p=0.1, seed=7, logprobs=4)
     batch.apply(plan([0], [9], [True], [admission(0, [200] * 9, sampling=loud)], [(0, 5), (0, 6), (0, 7)]))
     step = plan([0], [2], [True], [admission(0, [1, 2])], [(0, 8)], released=[0])
     inputs = batch.apply(step)
-    assert inputs.batch.block_table.tolist() == [[8]] and inputs.input_ids.tolist() == [1, 2]
+    assert inputs.groups[0].batch.block_table.tolist() == [[8]] and inputs.input_ids.tolist() == [1, 2]
     assert batch.refused(step) == {}
     params = batch.sampling_batch(step, inputs)
     assert [column.tolist() for column in vars(params).values()] == [[True], [1.0], [0], [1.0], [0.0], [0], [2], [-1]]
@@ -305,10 +306,10 @@ def test_a_block_is_one_range_of_bytes(checkpoint, build_runner):
     runner = build_runner(checkpoint("llama"), "bfloat16")
     runner.initialize_kv_cache(5)
     storage = runner.kv_caches[0].untyped_storage()
-    assert storage.nbytes() == 5 * runner.kv_bytes_per_block() == 5 * 2 * 2 * 2 * 16 * 16 * 2
+    assert storage.nbytes() == 5 * runner.kv_layout().page_bytes == 5 * 2 * 2 * 2 * 16 * 16 * 2
     runner.kv_caches[1][3] = 1.0
     filled = torch.tensor([], dtype=torch.bfloat16).set_(storage).view(5, -1).count_nonzero(1).tolist()
-    assert filled == [0, 0, 0, runner.kv_bytes_per_block() // 4, 0]
+    assert filled == [0, 0, 0, runner.kv_layout().page_bytes // 4, 0]
 
 
 def test_an_unused_cache_takes_no_memory(checkpoint, build_runner):
@@ -318,7 +319,7 @@ def test_an_unused_cache_takes_no_memory(checkpoint, build_runner):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before = resident()
-    runner.initialize_kv_cache((1 << 30) // runner.kv_bytes_per_block())
+    runner.initialize_kv_cache((1 << 30) // runner.kv_layout().page_bytes)
     assert resident() - before < 1 << 26
     assert all(not cache[1].any() for cache in runner.kv_caches)
 

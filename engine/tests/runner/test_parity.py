@@ -6,7 +6,7 @@ import torch
 
 from penstock.engine.sampling import SamplingParams
 
-NAMES = ["llama", "llama-7to1-llama3-tied", "llama-mha-linear-bias", "qwen3"]
+NAMES = ["llama", "llama-7to1-llama3-tied", "llama-mha-linear-bias", "qwen3", "qwen3-windows"]
 PROMPT, OUTPUTS, VOCAB = 150, 12, 257
 ALL_LOGPROBS = SamplingParams(max_tokens=100, temperature=0.0, logprobs=VOCAB)
 

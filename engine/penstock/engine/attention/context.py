@@ -11,15 +11,23 @@ from penstock.kernels.prepare_kv.reference import Rotary
 
 
 @dataclass(frozen=True)
+class GroupInputs:
+    """Where the layers of one KV group find and put a step's n tokens."""
+
+    slot_mapping: torch.Tensor
+    """[n], int64: block · block_size + offset."""
+    batch: PagedBatch
+
+
+@dataclass(frozen=True)
 class ForwardContext:
     """One step's; all cache traffic passes through `attend`."""
 
     ops: Ops
     kv_caches: list[torch.Tensor]
     """Per layer, [blocks, 2, kv_heads, block_size, head_size]."""
-    slot_mapping: torch.Tensor
-    """[n], int64: block · block_size + offset."""
-    batch: PagedBatch
+    layer_groups: list[GroupInputs]
+    """Per layer, its group's."""
 
     def attend(self, layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         """Writes the step's keys and values, then attends.
@@ -36,7 +44,7 @@ class ForwardContext:
         """
         q = q.view(-1, layer.num_heads, layer.head_size)
         k, v = (x.view(-1, layer.num_kv_heads, layer.head_size) for x in (k, v))
-        cache = self.kv_caches[layer.index]
+        cache, group = self.kv_caches[layer.index], self.layer_groups[layer.index]
         # The write comes first: a token attends to itself and to its chunk's earlier tokens through the cache.
-        q = self.ops.prepare_kv(q, k, v, cache, self.slot_mapping, rotary, layer.qk_norm)
-        return self.ops.paged_attention(q, cache, self.batch, layer.scale, layer.softcap).flatten(1)
+        q = self.ops.prepare_kv(q, k, v, cache, group.slot_mapping, rotary, layer.qk_norm)
+        return self.ops.paged_attention(q, cache, group.batch, layer.scale, layer.softcap).flatten(1)

@@ -9,9 +9,12 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.engine.cache.block_pool import BlockPool
+from penstock.engine.cache.block_pool import NULL_BLOCK, BlockPool
 from penstock.engine.cache.events import BlockEvents
 from penstock.engine.cache.full_attention import FullAttentionManager
+from penstock.engine.cache.group_manager import GroupManager
+from penstock.engine.cache.layout import KVGroup, longest_sequence, max_blocks
+from penstock.engine.cache.sliding_window import SlidingWindowManager
 
 
 class CachedSequence(Protocol):
@@ -39,22 +42,33 @@ class CacheHit(msgspec.Struct, frozen=True):
 class KVCacheManager:
     """Block tables of all requests over one pool.
 
-    There is one group today, of full attention; every verb is keyed by group nonetheless.
-
     Args:
         num_blocks: All blocks, the null block included.
-        block_size: Tokens in a block.
+        groups: The layers' kinds; each has block tables of its own.
         enable_prefix_caching: Off: nothing is looked up or published.
         watermark: Share of the blocks that an admission leaves free while others run.
+        max_in_flight: Tokens of one request at most that are planned and not yet retired.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool, watermark: float) -> None:
-        self.block_size = block_size
+    def __init__(
+        self, num_blocks: int, groups: Sequence[KVGroup], *, enable_prefix_caching: bool, watermark: float, max_in_flight: int
+    ) -> None:
+        self.block_sizes = [group.block_size for group in groups]
+        self.block_size = min(self.block_sizes)
+        """Tokens that a hash stands for: a block, or a part of one."""
         self.enable_prefix_caching = enable_prefix_caching
+        self.needs_commits = enable_prefix_caching or any(group.window is not None for group in groups)
+        """Whether `commit` does anything."""
         self.events = BlockEvents()
-        self.pool = BlockPool(num_blocks, 1, self.events)
-        self._groups = [FullAttentionManager(self.pool, 0, block_size)]
+        self.pool = BlockPool(num_blocks, len(groups), self.events)
+        self._specs = tuple(groups)
+        self._groups: list[GroupManager] = [
+            (FullAttentionManager if group.window is None else SlidingWindowManager)(self.pool, number, group, self.block_size)
+            for number, group in enumerate(groups)
+        ]
+        self._hit_size = math.lcm(*self.block_sizes)
         self._watermark = math.ceil(watermark * num_blocks)
+        self._max_in_flight = max_in_flight
 
     @property
     def num_groups(self) -> int:
@@ -81,18 +95,38 @@ class KVCacheManager:
         return self.pool.cached_hashes()
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks, over all groups, that hold this many tokens."""
-        return -(-num_tokens // self.block_size) * len(self._groups)
+        """Blocks, over all groups, that a sequence holds at most on its way to this many tokens."""
+        return max_blocks(self._specs, num_tokens, self._max_in_flight)
+
+    def longest(self, limit: int) -> int:
+        """The longest sequence, up to `limit` tokens, that fits while nothing else is there."""
+        return longest_sequence(self._specs, self.num_blocks, self._max_in_flight, limit)
 
     def lookup(self, request: CachedSequence, num_tokens: int) -> CacheHit:
-        """The longest cached prefix that all groups hold of `num_tokens` tokens. Never all of them: the last one must run to
+        """The longest cached prefix of `num_tokens` tokens that all groups can use. Never all of them: the last one must run to
         give logits."""
+        found: list[list[int]] = [[] for _ in self._groups]
         if not self.enable_prefix_caching:
-            return CacheHit(0, [[] for _ in self._groups])
-        hashes = request.block_hashes[: (num_tokens - 1) // self.block_size]
-        found = [group.lookup(hashes) for group in self._groups]
-        length = min(len(blocks) for blocks in found)
-        return CacheHit(length * self.block_size, [blocks[:length] for blocks in found])
+            return CacheHit(0, found)
+        length = self._whole(min(num_tokens - 1, len(request.block_hashes) * self.block_size))
+        # Each group can only shorten the prefix, and one that agrees with its length may not with a shorter one: round and
+        # round until all have agreed in a row.
+        number = agreed = 0
+        while agreed < len(self._groups):
+            group = self._groups[number]
+            found[number] = group.lookup(request.block_hashes, length)
+            usable = len(found[number]) * group.block_size
+            if usable < length:
+                length = self._whole(usable)
+                agreed = int(length == usable)
+            else:
+                agreed += 1
+            number = (number + 1) % len(self._groups)
+        return CacheHit(length, found)
+
+    def _whole(self, num_tokens: int) -> int:
+        """Rounded down to where blocks of all groups end."""
+        return max(num_tokens, 0) // self._hit_size * self._hit_size
 
     def can_admit(self, num_tokens: int, hit: CacheHit, *, reserved: int, alone: bool) -> bool:
         """Whether all tokens of a waiting request fit, beside what running ones are still owed.
@@ -103,9 +137,14 @@ class KVCacheManager:
             reserved: Blocks that running requests still need for tokens they already have.
             alone: Nothing else runs, so there is nobody to keep the watermark for.
         """
-        held = sum(len(blocks) - self.pool.num_free_among(blocks) for blocks in hit.blocks)
-        needed = self.blocks_for(num_tokens) - held + reserved
+        needed = reserved
+        for group, blocks in zip(self._specs, hit.blocks, strict=True):
+            new = -(-num_tokens // group.block_size) - len(blocks)
+            needed += min(new + self._num_free_among(blocks), group.max_blocks(num_tokens, self._max_in_flight))
         return needed + (0 if alone else self._watermark) <= self.pool.num_free
+
+    def _num_free_among(self, blocks: Sequence[int]) -> int:
+        return self.pool.num_free_among(block for block in blocks if block != NULL_BLOCK)
 
     def allocate(self, request: CachedSequence, num_tokens: int, hit: CacheHit | None = None) -> list[list[int]] | None:
         """Grows the request's tables to hold `num_tokens`.
@@ -116,7 +155,8 @@ class KVCacheManager:
             hit: For a request that holds nothing yet, the cached prefix that it starts from.
 
         Returns:
-            Per group the blocks appended, cached ones first; None, and nothing changed, where the pool has too few.
+            Per group the blocks appended, cached ones first and the null block for cached ones that no token will see; None,
+            and nothing changed, where the pool has too few.
         """
         if hit is not None:
             return self._begin(request, num_tokens, hit)
@@ -126,9 +166,11 @@ class KVCacheManager:
         return [group.append(request.index, count) for group, count in zip(self._groups, missing, strict=True)]
 
     def _begin(self, request: CachedSequence, num_tokens: int, hit: CacheHit) -> list[list[int]] | None:
-        new = self.blocks_for(num_tokens) - sum(len(blocks) for blocks in hit.blocks)
+        new = sum(
+            -(-num_tokens // group.block_size) - len(blocks) for group, blocks in zip(self._groups, hit.blocks, strict=True)
+        )
         # Cached blocks that nobody holds are free ones too, and taken first, so that a request never evicts its own hits.
-        if new + sum(self.pool.num_free_among(blocks) for blocks in hit.blocks) > self.pool.num_free:
+        if new + sum(self._num_free_among(blocks) for blocks in hit.blocks) > self.pool.num_free:
             return None
         for group, blocks in zip(self._groups, hit.blocks, strict=True):
             group.adopt(request.index, blocks)
@@ -137,10 +179,12 @@ class KVCacheManager:
         return [cached + appended for cached, appended in zip(hit.blocks, grown, strict=True)]
 
     def commit(self, request: CachedSequence, upto: int) -> None:
-        """Publishes the request's full blocks below token `upto`: computed, retired and accepted."""
-        if self.enable_prefix_caching:
-            for group in self._groups:
-                group.commit(request.index, request.block_hashes, upto // self.block_size)
+        """The request's tokens below `upto` are computed, retired and accepted: full blocks of them are published, and those
+        that no later token sees are given back."""
+        for group in self._groups:
+            if self.enable_prefix_caching:
+                group.publish(request.index, request.block_hashes, upto)
+            group.retire(request.index, upto)
 
     def tables(self, request: CachedSequence) -> list[Sequence[int]]:
         """Per group, the request's blocks in the order of its tokens."""

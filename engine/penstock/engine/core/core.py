@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from penstock.api.events import Event
 from penstock.api.load_report import LoadReport
 from penstock.engine.cache.kv_manager import KVCacheManager
+from penstock.engine.cache.layout import KVGroup, full_attention
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.controls import Controls
 from penstock.engine.core.executor import Executor
@@ -33,15 +35,25 @@ class EngineCore:
         num_blocks: KV blocks of the executor's runner.
         epoch: Start of the engine, milliseconds since the Unix epoch.
         engine_index: The core's number among those of its frontend.
+        groups: Of the runner's KV layout; None: full attention in every layer.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor, num_blocks: int, epoch: int, engine_index: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        num_blocks: int,
+        epoch: int,
+        engine_index: int = 0,
+        groups: Sequence[KVGroup] | None = None,
+    ) -> None:
         cache = config.cache
         kv = KVCacheManager(
             num_blocks,
-            cache.block_size,
+            groups or full_attention(cache.block_size),
             enable_prefix_caching=cache.enable_prefix_caching,
             watermark=config.scheduler.watermark,
+            max_in_flight=config.max_in_flight,
         )
         hasher = BlockHasher(cache.block_size, cache.hash_seed)
         self.scheduler = Scheduler(config.scheduler, config.model.max_model_len, kv, hasher)

@@ -5,6 +5,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
+from penstock.engine.cache.layout import KVLayout
 from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
 
 
@@ -15,12 +16,12 @@ class Runner(Protocol):
         """Reads the weights; raises `ConfigError` where the checkpoint cannot be served."""
         ...
 
-    def kv_bytes_per_block(self) -> int:
-        """Bytes of one KV block over all layers."""
+    def kv_layout(self) -> KVLayout:
+        """How the layers share the cache's pages."""
         ...
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates the cache."""
+        """Allocates the cache: so many pages."""
         ...
 
     def warm_up(self) -> None:

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from penstock.engine.cache.layout import KVLayout, longest_sequence, max_blocks
 from penstock.engine.config import ConfigError, EngineConfig
 
 CPU_MEMORY_SHARE = 0.1
@@ -16,19 +17,19 @@ def total_memory() -> int:
     return min(machine, int(limit)) if limit.isdigit() else machine
 
 
-def num_kv_blocks(config: EngineConfig, bytes_per_block: int, memory: int) -> int:
+def num_kv_blocks(config: EngineConfig, layout: KVLayout, memory: int) -> int:
     """Blocks to allocate, the null block included.
 
     Args:
         config: `cache.num_blocks`, or `cache.memory_bytes`, or neither.
-        bytes_per_block: Of one block over all layers.
+        layout: How the model's layers share the pages.
         memory: Bytes that the process may use.
 
     Raises:
         ConfigError: Not even one sequence of full length fits; the message shows the arithmetic.
     """
-    cache, length = config.cache, config.model.max_model_len
-    per_sequence = -(-length // cache.block_size)
+    cache, length, bytes_per_block = config.cache, config.model.max_model_len, layout.page_bytes
+    per_sequence = max_blocks(layout.groups, length, config.max_in_flight)
     if cache.num_blocks is not None:
         blocks, source = cache.num_blocks, f"--num-gpu-blocks-override {cache.num_blocks}"
     else:
@@ -39,10 +40,17 @@ def num_kv_blocks(config: EngineConfig, bytes_per_block: int, memory: int) -> in
         blocks = budget // bytes_per_block
         source = f"{name} / {bytes_per_block:,} bytes a block = {blocks} blocks"
     if blocks < per_sequence + 1:
-        fits = max(blocks - 1, 0) * cache.block_size
+        fits = longest_sequence(layout.groups, max(blocks - 1, 0), config.max_in_flight, length)
         raise ConfigError(
             f"the KV cache is too small: {source}, one of them reserved, and a sequence of --max-model-len {length} needs "
-            f"{length} / {cache.block_size} tokens = {per_sequence}; what there is fits --max-model-len {fits}, or "
+            f"{_arithmetic(layout, length, per_sequence)}; what there is fits --max-model-len {fits}, or "
             f"--kv-cache-memory-bytes {(per_sequence + 1) * bytes_per_block} is enough"
         )
     return blocks
+
+
+def _arithmetic(layout: KVLayout, length: int, needed: int) -> str:
+    if len(layout.groups) == 1 and layout.groups[0].window is None:
+        return f"{length} / {layout.groups[0].block_size} tokens = {needed}"
+    windows = ", ".join(str(group.window or "all") for group in layout.groups)
+    return f"{needed} over {len(layout.groups)} groups of layers, which see {windows} of its tokens"

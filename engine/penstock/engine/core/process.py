@@ -106,7 +106,7 @@ def build_runner(config: EngineConfig, path: str) -> tuple[Runner, int]:
     module, _, name = path.partition(":")
     runner: Runner = getattr(import_module(module), name)(config)
     runner.load()
-    num_blocks = num_kv_blocks(config, runner.kv_bytes_per_block(), total_memory())
+    num_blocks = num_kv_blocks(config, runner.kv_layout(), total_memory())
     runner.initialize_kv_cache(num_blocks)
     runner.warm_up()
     return runner, num_blocks
@@ -122,7 +122,7 @@ def run(start: CoreStart, socket: "zmq.Socket[bytes]", context: "zmq.Context[zmq
         publisher = EventPublisher(context, epoch, start.events_address, start.replay_address)
     runner, num_blocks = build_runner(start.config, start.runner)
     executor: Executor = InlineExecutor(runner) if start.config.depth == 1 else ThreadExecutor(runner)
-    core = EngineCore(start.config, executor, num_blocks, epoch, start.engine_index)
+    core = EngineCore(start.config, executor, num_blocks, epoch, start.engine_index, runner.kv_layout().groups)
     loop = CoreLoop(core, socket, publisher)
     ready = CoreReady(epoch, start.config.model.max_model_len, num_blocks, time.time() - began)
     socket.send(messages.encode(ready))

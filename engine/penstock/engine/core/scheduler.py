@@ -62,10 +62,10 @@ class Scheduler:
         if usable < needed:
             raise ConfigError(
                 f"a sequence of --max-model-len {max_model_len} needs {needed} KV blocks of {kv.block_size} tokens, and there "
-                f"are {usable}: lower --max-model-len to {usable // kv.num_groups * kv.block_size}, or give the cache more memory"
+                f"are {usable}: lower --max-model-len to {kv.longest(max_model_len)}, or give the cache more memory"
             )
         self.config = config
-        self.table = RowTable(config.max_num_seqs, max_model_len, [kv.block_size] * kv.num_groups)
+        self.table = RowTable(config.max_num_seqs, max_model_len, kv.block_sizes)
         self.kv = kv
         self.pause_state = PauseState.UNPAUSED
         self.closed: Closed | None = None
@@ -329,15 +329,16 @@ class Scheduler:
         return self._journal.take()
 
     def _commit(self, flight: Flight, live: Bool) -> None:
-        """Publishes the blocks that this step has filled."""
-        if not self.kv.enable_prefix_caching:
+        """Publishes the blocks that this step has filled, and gives back those that windows have left behind."""
+        if not self.kv.needs_commits:
             return
         size = self.kv.block_size
         for at in np.flatnonzero(live & (flight.ends // size > flight.starts // size)).tolist():
             row, upto = int(flight.rows[at]), int(flight.ends[at])
             request = self._tenancy.requests[row]
             assert request is not None
-            request.extend_hashes(self._hasher, self.table.token_ids[row, :upto].data)
+            if self.kv.enable_prefix_caching:
+                request.extend_hashes(self._hasher, self.table.token_ids[row, :upto].data)
             self.kv.commit(request, upto)
 
     def _finish_ended(self, rows: Int32, tokens: Int32) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from penstock.engine.config import ConfigError
 
 ROPE_TYPES = ("default", "linear", "llama3")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 _LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -43,6 +44,8 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int
     """Longest sequence in tokens, after rope scaling."""
     rope: RopeConfig
+    windows: tuple[int | None, ...]
+    """Per layer, the tokens that a query sees, itself included; None: all before it."""
 
 
 def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -76,6 +79,7 @@ def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         # Linear scaling stretches the positions; llama3 states the stretched length already.
         max_position_embeddings=int(positions * rope.factor) if rope.type == "linear" else positions,
         rope=rope,
+        windows=_windows(raw),
     )
 
 
@@ -93,11 +97,25 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise ConfigError("config.json: quantization_config is set, and quantised checkpoints are not supported")
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"config.json: hidden_act {raw['hidden_act']!r} is not supported (supported: 'silu')")
-    if raw.get("use_sliding_window"):
-        raise ConfigError("config.json: use_sliding_window is true, and sliding windows are not supported")
-    others = sorted({str(kind) for kind in raw.get("layer_types") or ()} - {"full_attention"})
+    others = sorted({str(kind) for kind in raw.get("layer_types") or ()} - set(LAYER_TYPES))
     if others:
-        raise ConfigError(f"config.json: layer_types has {', '.join(others)} (supported: full_attention)")
+        raise ConfigError(f"config.json: layer_types has {', '.join(others)} (supported: {', '.join(LAYER_TYPES)})")
+
+
+def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Per layer, from `sliding_window` and what says where it holds: `layer_types`, `max_window_layers`, or nothing (all)."""
+    layers = _size(raw, "num_hidden_layers")
+    # Qwen's configurations name a window that only this flag puts to use.
+    off = not raw.get("use_sliding_window", "max_window_layers" not in raw)
+    if off or raw.get("sliding_window") is None:
+        return (None,) * layers
+    window, types = _size(raw, "sliding_window"), raw.get("layer_types")
+    if types is None:
+        first = raw.get("max_window_layers", 0)
+        return tuple(window if layer >= first else None for layer in range(layers))
+    if len(types) != layers:
+        raise ConfigError(f"config.json: layer_types has {len(types)} entries for {layers} layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def _parse_rope(raw: Mapping[str, Any]) -> RopeConfig:

@@ -1,10 +1,13 @@
 """The rows that the runner holds between steps, and the tensors of a step derived from them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from penstock.engine.attention.context import GroupInputs
+from penstock.engine.cache.layout import KVGroup
 from penstock.engine.core.plan import Int32, StepPlan
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.runner.prompt_logprobs import PromptRows
@@ -22,9 +25,8 @@ class StepInputs:
     """[n], int64."""
     positions: torch.Tensor
     """[n], int64."""
-    slot_mapping: torch.Tensor
-    """[n], int64: block · block_size + offset."""
-    batch: PagedBatch
+    groups: list[GroupInputs]
+    """Per KV group, where its layers find and put the tokens."""
     logits_indices: torch.Tensor
     """[m], int64: the tokens whose hidden states go through the LM head."""
     sampled_rows: Int32
@@ -39,15 +41,15 @@ class InputBatch:
     Args:
         max_num_seqs: Rows.
         max_model_len: Tokens of a row at most.
-        block_size: Tokens of a KV block.
+        groups: The KV groups.
         vocab_size: Tokens are checked against it at admission.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
-        self.rows = RowTable(max_num_seqs, max_model_len, [block_size])
+    def __init__(self, max_num_seqs: int, max_model_len: int, groups: Sequence[KVGroup], vocab_size: int) -> None:
+        self.rows = RowTable(max_num_seqs, max_model_len, [group.block_size for group in groups])
         self.sampling = SamplingTable(max_num_seqs)
         self.adjustments = Adjustments(max_num_seqs, vocab_size)
-        self._block_size, self._vocab_size, self._max_model_len = block_size, vocab_size, max_model_len
+        self._groups, self._vocab_size, self._max_model_len = groups, vocab_size, max_model_len
         self._refused: dict[int, str] = {}
 
     def apply(self, plan: StepPlan) -> StepInputs:
@@ -117,15 +119,17 @@ class InputBatch:
         request = np.repeat(np.arange(len(plan.rows)), plan.num_new_tokens)
         positions = starts[request] + np.arange(query_start_loc[-1]) - query_start_loc[request]
         seq_lens = starts + plan.num_new_tokens
-        num_blocks = -(-int(seq_lens.max(initial=0)) // self._block_size)
-        table = self.rows.block_tables[0][plan.rows, :num_blocks]
-        slots = table[request, positions // self._block_size].astype(np.int64) * self._block_size + positions % self._block_size
+        groups: list[GroupInputs] = []
+        for group, tables in zip(self._groups, self.rows.block_tables, strict=True):
+            size = group.block_size
+            table = tables[plan.rows, : -(-int(seq_lens.max(initial=0)) // size)]
+            slots = table[request, positions // size].astype(np.int64) * size + positions % size
+            groups.append(GroupInputs(torch.from_numpy(slots), PagedBatch(size, query_start_loc, seq_lens, table, group.window)))
         sampled = np.flatnonzero(plan.samples).astype(np.int32)
         return StepInputs(
             input_ids=torch.from_numpy(self.rows.token_ids[plan.rows[request], positions].astype(np.int64)),
             positions=torch.from_numpy(positions.astype(np.int64)),
-            slot_mapping=torch.from_numpy(slots),
-            batch=PagedBatch(self._block_size, query_start_loc, seq_lens, table),
+            groups=groups,
             logits_indices=torch.from_numpy(query_start_loc[1:][sampled].astype(np.int64) - 1),
             sampled_rows=sampled,
             sampled_positions=seq_lens[sampled],

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from penstock.engine.attention.context import ForwardContext
+from penstock.engine.cache.layout import KVLayer, KVLayout, kv_layout
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.plan import Admission, SampledLogprobs, SampleInputs, StepPlan, StepResult, empty
 from penstock.engine.loading.checkpoint import read_json
@@ -53,6 +54,8 @@ class ModelRunner:
         self._dtype = _DTYPES[config.model.dtype]
         self._state: ExecuteState | None = None
         self._thread: int | None = None
+        self._layout = self._kv_layout()
+        self._layer_groups = self._layout.layer_groups
         self._batch = self._new_batch()
 
     def load(self) -> None:
@@ -72,20 +75,25 @@ class ModelRunner:
             self.model.finish()
         log.info("kernels: %s; threads: %d", self._ops.form, self.config.threads)
 
-    def kv_bytes_per_block(self) -> int:
-        """Bytes that one block takes, over all layers."""
-        elements = int(np.prod(self._block_shape()))
-        return elements * self._dtype.itemsize
+    def kv_layout(self) -> KVLayout:
+        """How the layers share the cache's pages."""
+        return self._layout
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocates the cache, block 0 (the null block) included.
 
-        One page holds a block of all layers, so that a block is one range of bytes wherever it travels; layers see strided views.
+        One page holds a block of all layers of a group, so that a block is one range of bytes wherever it travels; layers see
+        strided views.
         """
+        layout, config = self._layout, self.decoder_config
         # numpy takes zeroed memory from the system, which hands out a page when it is first written; torch would write it all.
-        memory = torch.from_numpy(np.zeros(num_blocks * self.kv_bytes_per_block(), np.uint8))
-        pages = memory.view(self._dtype).view(num_blocks, *self._block_shape())
-        self.kv_caches = list(pages.unbind(1))
+        memory = torch.from_numpy(np.zeros(num_blocks * layout.page_bytes, np.uint8))
+        pages = memory.view(self._dtype).view(num_blocks, layout.num_slots, -1)
+        self.kv_caches = [pages[:, 0]] * config.num_layers
+        for group in layout.groups:
+            for slot, layer in enumerate(group.layers):
+                shape = (num_blocks, 2, config.num_kv_heads, group.block_size, config.head_size)
+                self.kv_caches[layer] = pages[:, slot].view(shape)
 
     def warm_up(self) -> None:
         """Makes a prompt's step and a decode step for real, in the null block; RuntimeError where the logits are not finite."""
@@ -99,8 +107,8 @@ class ModelRunner:
                 step_id=0,
                 released=empty(),
                 admissions=admissions,
-                append_rows=[empty()],
-                append_blocks=[empty()],
+                append_rows=[empty() for _ in self._layout.groups],
+                append_blocks=[empty() for _ in self._layout.groups],
                 rows=np.zeros(1, np.int32),
                 num_new_tokens=np.array([count], np.int32),
                 samples=np.ones(1, np.bool_),
@@ -124,7 +132,7 @@ class ModelRunner:
         inputs = self._batch.apply(plan)
         logits, prompts = torch.empty(0, self.decoder_config.vocab_size), PromptScores()
         if len(plan.rows):
-            ctx = ForwardContext(self._ops, self.kv_caches, inputs.slot_mapping, inputs.batch)
+            ctx = ForwardContext(self._ops, self.kv_caches, [inputs.groups[number] for number in self._layer_groups])
             hidden = self.model.forward(inputs.input_ids, inputs.positions, ctx)
             if len(inputs.sampled_rows):
                 logits = self.model.compute_logits(hidden[inputs.logits_indices])
@@ -171,13 +179,21 @@ class ModelRunner:
 
     def _new_batch(self) -> InputBatch:
         scheduler, model = self.config.scheduler, self.config.model
-        return InputBatch(
-            scheduler.max_num_seqs, model.max_model_len, self.config.cache.block_size, self.decoder_config.vocab_size
-        )
+        return InputBatch(scheduler.max_num_seqs, model.max_model_len, self._layout.groups, self.decoder_config.vocab_size)
 
-    def _block_shape(self) -> tuple[int, ...]:
-        config = self.decoder_config
-        return (config.num_layers, 2, config.num_kv_heads, self.config.cache.block_size, config.head_size)
+    def _kv_layout(self) -> KVLayout:
+        config, longest = self.decoder_config, self.config.model.max_model_len
+        layers = [
+            KVLayer(
+                num_kv_heads=config.num_kv_heads,
+                head_size=config.head_size,
+                dtype_bytes=self._dtype.itemsize,
+                # A window over everything is none, and caches prefixes better.
+                window=window if window is not None and window < longest else None,
+            )
+            for window in config.windows
+        ]
+        return kv_layout(layers, self.config.cache.block_size)
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, params: SamplingBatch, step: StepInputs) -> SampledLogprobs | None:

@@ -1,0 +1,72 @@
+"""The block tables of one KV group, whatever its layers see."""
+
+from collections.abc import Sequence
+
+from penstock.engine.cache.block_pool import NULL_BLOCK, BlockPool
+from penstock.engine.cache.layout import KVGroup
+
+
+class GroupManager:
+    """What all kinds have in common. Within a request blocks are only ever appended; what a kind says it needs no longer is
+    replaced by the null block.
+
+    Args:
+        pool: Shared by all groups.
+        number: The group's.
+        group: Its layers' blocks and window.
+        hash_block_size: Tokens that a hash stands for; the group's blocks hold a multiple of it.
+    """
+
+    def __init__(self, pool: BlockPool, number: int, group: KVGroup, hash_block_size: int) -> None:
+        self.block_size = group.block_size
+        self._pool = pool
+        self._number = number
+        self._hashes_per_block = group.block_size // hash_block_size
+        self._tables: dict[int, list[int]] = {}
+        self._num_cached: dict[int, int] = {}
+
+    def lookup(self, block_hashes: Sequence[bytes], num_tokens: int) -> list[int]:
+        """The blocks of the longest cached prefix that is of use, up to `num_tokens`; the null block stands for those that need
+        not be there."""
+        raise NotImplementedError
+
+    def retire(self, request: int, upto: int) -> None:
+        """Gives back what no token from `upto` on sees. Steps before are done."""
+
+    def table(self, request: int) -> Sequence[int]:
+        """The request's blocks in the order of its tokens; none where it holds none."""
+        return self._tables.get(request, ())
+
+    def num_missing(self, request: int, num_tokens: int) -> int:
+        """Blocks to append until the request's table holds `num_tokens`."""
+        return max(-(-num_tokens // self.block_size) - len(self.table(request)), 0)
+
+    def adopt(self, request: int, blocks: Sequence[int]) -> None:
+        """Begins a request's table with cached blocks, held from now on, so that nobody evicts them."""
+        if request in self._tables:
+            raise ValueError(f"request {request} holds blocks already")
+        self._pool.touch(block for block in blocks if block != NULL_BLOCK)
+        self._tables[request] = list(blocks)
+        self._num_cached[request] = len(blocks)
+
+    def append(self, request: int, count: int) -> list[int]:
+        """Appends `count` new blocks and returns them."""
+        blocks = self._pool.get_new_blocks(count)
+        self._tables[request].extend(blocks)
+        return blocks
+
+    def publish(self, request: int, block_hashes: Sequence[bytes], upto: int) -> None:
+        """Publishes the request's blocks that token `upto` - 1 has filled, or one before it; each once."""
+        table = self._tables[request]
+        for at in range(self._num_cached[request], upto // self.block_size):
+            self._pool.cache(self._number, table[at], self._name(block_hashes, at))
+            self._num_cached[request] = at + 1
+
+    def free(self, request: int) -> None:
+        """Gives the request's blocks back, tail first, so that shared roots are evicted last."""
+        self._pool.free(block for block in reversed(self._tables.pop(request)) if block != NULL_BLOCK)
+        del self._num_cached[request]
+
+    def _name(self, block_hashes: Sequence[bytes], at: int) -> bytes:
+        """A block's name: the hash of its last tokens, which stands for all before them."""
+        return block_hashes[(at + 1) * self._hashes_per_block - 1]

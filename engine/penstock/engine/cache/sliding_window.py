@@ -1,0 +1,53 @@
+"""A KV group whose layers see a window: a request keeps the blocks that its next token can see."""
+
+from collections.abc import Sequence
+
+from penstock.engine.cache.block_pool import NULL_BLOCK, BlockPool
+from penstock.engine.cache.group_manager import GroupManager
+from penstock.engine.cache.layout import KVGroup
+
+
+class SlidingWindowManager(GroupManager):
+    """See GroupManager."""
+
+    def __init__(self, pool: BlockPool, number: int, group: KVGroup, hash_block_size: int) -> None:
+        super().__init__(pool, number, group, hash_block_size)
+        if group.window is None:
+            raise ValueError(f"group {number} has no window")
+        # A token sees itself and so many before it.
+        self._reach = group.window - 1
+        self._num_retired: dict[int, int] = {}
+
+    def lookup(self, block_hashes: Sequence[bytes], num_tokens: int) -> list[int]:
+        """From the right: the last end before which everything within reach is cached."""
+        end, needed = num_tokens // self.block_size, -(-self._reach // self.block_size)
+        run: list[int] = []
+        for at in reversed(range(end)):
+            if len(run) == needed:
+                return [NULL_BLOCK] * (at + 1) + run[::-1]
+            block = self._pool.lookup(self._number, self._name(block_hashes, at))
+            if block is None:
+                run.clear()
+            else:
+                run.append(block)
+        return run[::-1]
+
+    def adopt(self, request: int, blocks: Sequence[int]) -> None:
+        """See GroupManager."""
+        super().adopt(request, blocks)
+        self._num_retired[request] = 0
+
+    def retire(self, request: int, upto: int) -> None:
+        """The blocks wholly before the window of token `upto`; published ones can be found until they are handed out again."""
+        table, first = self._tables[request], self._num_retired[request]
+        last = max(upto - self._reach, 0) // self.block_size
+        if last <= first:
+            return
+        self._pool.free(block for block in reversed(table[first:last]) if block != NULL_BLOCK)
+        table[first:last] = [NULL_BLOCK] * (last - first)
+        self._num_retired[request] = last
+
+    def free(self, request: int) -> None:
+        """See GroupManager."""
+        super().free(request)
+        del self._num_retired[request]
