@@ -6,7 +6,7 @@ egress does not cost an object a token.
 
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -75,9 +75,56 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
     """Forget every cached block; refused while requests hold any."""
 
+    reset_running_requests: bool = False
+    """Take the blocks from those that hold them; they compute their tokens anew."""
 
-Command = ResetPrefixCache
-"""What a core can be told to do: carried out by `core.controls`."""
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""What becomes of requests when the engine pauses: `abort` ends all with a retriable error; `wait` lets running ones finish;
+`keep` stops running ones where they are. Those that `wait` and `keep` leave go on after the pause, as do those that come during
+it."""
+
+
+class Pause(msgspec.Struct, frozen=True, tag="pause"):
+    """Make no step until `Resume`; done when nothing runs any more."""
+
+    mode: PauseMode = "abort"
+    clear_cache: bool = True
+    """Forget every cached block too, those of requests that `keep` keeps included."""
+
+
+class Resume(msgspec.Struct, frozen=True, tag="resume"):
+    """Go on after a pause; refused while asleep. A `Pause` that still waits is answered with an error."""
+
+
+Tag = Literal["weights", "kv_cache"]
+"""Memory that sleeps and wakes by itself."""
+TAGS: tuple[Tag, ...] = get_args(Tag)
+
+
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """Pause, forget the KV cache and give its memory back; at level 2 also the weights'. New requests are refused meanwhile."""
+
+    level: Literal[1, 2] = 1
+    mode: PauseMode = "abort"
+
+
+class WakeUp(msgspec.Struct, frozen=True, tag="wake_up"):
+    """Undo `Sleep`, for some of the memory or all; with the last of it the engine goes on. After level 2 the weights' memory is
+    there and empty: `ReloadWeights` fills it."""
+
+    tags: tuple[Tag, ...] = TAGS
+
+
+class ReloadWeights(msgspec.Struct, frozen=True, tag="reload_weights"):
+    """Read the weights again, between two steps. Running requests go on with the new ones and compute their tokens anew."""
+
+    path: str | None = None
+    """A checkpoint of the same architecture and shapes; None: the one that was read last."""
+
+
+Command = ResetPrefixCache | Pause | Resume | Sleep | WakeUp | ReloadWeights
+"""What a core can be told to do: carried out by `core.controls`, between two steps."""
 
 
 class Control(msgspec.Struct, frozen=True, tag="control"):
@@ -228,6 +275,12 @@ class CoreStats(msgspec.Struct, frozen=True, tag="stats"):
     """Prompt tokens looked up in the prefix cache since the start."""
     prefix_hits: int
     """Prompt tokens found there since the start."""
+    paused: bool = False
+    """Requests wait until somebody resumes."""
+    asleep: str | None = None
+    """Why no request is taken, and what ends that; None: awake."""
+    command: str | None = None
+    """What the core does next, saying nothing until it is done; None: steps."""
 
 
 class ControlDone(msgspec.Struct, frozen=True, tag="control_done"):

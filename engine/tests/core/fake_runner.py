@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.engine.cache.layout import KVGroup, KVLayout, full_attention
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.plan import SampledLogprobs, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.row_table import RowTable
 
@@ -50,6 +50,7 @@ class FakeRunner:
         self._plan: StepPlan | None = None
         self._next: list[tuple[int, int, int]] = []
         self.prefilled = 0
+        self.awake = {"weights", "kv_cache"}
 
     def load(self) -> None:
         pass
@@ -58,10 +59,28 @@ class FakeRunner:
         return KVLayout(tuple(self._groups), 1 << 20)
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
         self._kv = np.full((num_blocks, max(group.block_size for group in self._groups), 3), -1, np.int64)
 
     def warm_up(self) -> None:
         pass
+
+    def sleep(self, level: int) -> None:
+        self.awake -= {"kv_cache"} if level == 1 else {"kv_cache", "weights"}
+        del self._kv
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        self.awake |= set(tags) & {"kv_cache"}
+        if "kv_cache" in tags:
+            self.initialize_kv_cache(self._num_blocks)
+
+    def reload_weights(self, path: str | None) -> None:
+        if path == "/elsewhere":
+            raise ConfigError("/elsewhere has other shapes")
+        self.awake -= {"weights"}
+        if path == "/broken":
+            raise OSError("the disk is gone")
+        self.awake |= {"weights"}
 
     def execute(self, plan: StepPlan) -> None:
         starts = self.table.apply(plan)

@@ -137,12 +137,14 @@ def test_the_core_reports_what_the_scheduler_has():
     assert report.kv_cache_usage_perc == pytest.approx(5 / 63) and report.max_num_seqs == 2
     assert stats.steps == 1 and stats.prefix_queries == 18
     core.handle(Control(5, ResetPrefixCache()))
+    core.step()
     assert core.scheduler.kv.pool.cached_hashes(), "a reset while requests hold blocks is refused"
     (refusal,) = core.take_replies()
     assert refusal.call_id == 5 and "2 requests hold blocks" in str(refusal.error)
     while core.has_work:
         core.step()
     core.handle(Control(6, ResetPrefixCache()))
+    core.step()
     assert core.take_replies() == [ControlDone(6)] and core.take_replies() == []
     assert not core.scheduler.kv.pool.cached_hashes()
 

@@ -1,9 +1,34 @@
-"""What a core does when it is told to: the commands of `messages.Control` and their answers."""
+"""What a core does when it is told to: the commands of `messages.Control` and their answers.
+
+A command is carried out between two steps, when nothing is in flight. One that must wait for running requests to end lets others
+pass.
+"""
 
 import logging
 
+from penstock.engine.config import ConfigError
+from penstock.engine.core.executor import Executor
+from penstock.engine.core.pause import Closed, PauseState
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.messages import Control, ControlDone, ResetPrefixCache
+from penstock.engine.messages import (
+    TAGS,
+    Command,
+    Control,
+    ControlDone,
+    Pause,
+    PauseMode,
+    ReloadWeights,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    Tag,
+    WakeUp,
+)
+
+PAUSED = "paused"
+"""`Finished.code` of requests that a pause has ended."""
+ASLEEP = "asleep"
+"""`Finished.code` of requests that came while the engine sleeps."""
 
 _log = logging.getLogger(__name__)
 
@@ -13,32 +38,161 @@ class ControlError(RuntimeError):
 
 
 class Controls:
-    """Carries out commands, one after the other.
+    """The commands under way, and the state that they have brought about.
 
     Args:
         scheduler: Of the core.
+        executor: Of the core.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self._scheduler = scheduler
+        self._executor = executor
+        self._open: list[Control] = []
         self._replies: list[ControlDone] = []
+        self._sleeping: set[Tag] = set()
+        self._weights_lost = False
+
+    @property
+    def due(self) -> str | None:
+        """The name of the first command that waits for nothing but the steps in flight; None: there is none."""
+        return next((_name(control.command) for control in self._open if not self._waits(control.command)), None)
+
+    @property
+    def paused(self) -> bool:
+        """Whether requests wait for somebody to resume."""
+        return self._scheduler.pause_state is not PauseState.UNPAUSED
+
+    @property
+    def asleep(self) -> str | None:
+        """Why no request is taken; None: they are."""
+        if self._sleeping:
+            return f"the engine is asleep: {' and '.join(sorted(self._sleeping))} must wake up"
+        if self._weights_lost:
+            return "the engine has no weights: they must be reloaded"
+        return None
 
     def handle(self, control: Control) -> None:
         """Begins a command; its answer is among the replies when it is done."""
         _log.info("control: %s", control.command)
-        try:
-            match control.command:
-                case ResetPrefixCache():
-                    self._reset_prefix_cache()
-            self._replies.append(ControlDone(control.call_id))
-        except ControlError as error:
-            self._replies.append(ControlDone(control.call_id, error=str(error)))
+        match control.command:
+            case Pause(mode) | Sleep(_, mode):
+                self._stop(mode)
+            case Resume():
+                self._give_up_waiting()
+            case _:
+                pass
+        self._open.append(control)
+
+    def carry_out(self, now: float) -> None:
+        """Carries out what is due. Nothing may be in flight; `now` is Unix time in seconds."""
+        for control in [control for control in self._open if not self._waits(control.command)]:
+            self._open.remove(control)
+            try:
+                self._carry_out(control.command, now)
+                self._reply(control)
+            except ControlError as error:
+                self._reply(control, str(error))
 
     def take_replies(self) -> list[ControlDone]:
         """Answers since the last call."""
         replies, self._replies = self._replies, []
         return replies
 
-    def _reset_prefix_cache(self) -> None:
+    def _reply(self, control: Control, error: str | None = None) -> None:
+        if error is not None:
+            _log.warning("control: %s: %s", _name(control.command), error)
+        self._replies.append(ControlDone(control.call_id, error=error))
+
+    def _waits(self, command: Command) -> bool:
+        return isinstance(command, Pause | Sleep) and command.mode == "wait" and self._scheduler.num_running > 0
+
+    def _carry_out(self, command: Command, now: float) -> None:
+        match command:
+            case ResetPrefixCache(force):
+                self._reset_prefix_cache(now, force=force)
+            case Pause(_, clear_cache):
+                self._scheduler.pause_state = PauseState.PAUSED_ALL
+                if clear_cache:
+                    self._reset_prefix_cache(now, force=True)
+            case Resume():
+                self._resume()
+            case Sleep(level):
+                self._sleep(level, now)
+            case WakeUp(tags):
+                self._wake_up(tags)
+            case ReloadWeights(path):
+                self._reload_weights(path, now)
+
+    def _stop(self, mode: PauseMode) -> None:
+        """At once: what the command then waits for must come to pass."""
+        if mode == "abort":
+            self._scheduler.fail_all("the engine was paused", PAUSED)
+        if self._scheduler.pause_state is not PauseState.PAUSED_ALL:
+            self._scheduler.pause_state = PauseState.PAUSED_NEW if mode == "wait" else PauseState.PAUSED_ALL
+
+    def _give_up_waiting(self) -> None:
+        waiting = [control for control in self._open if self._waits(control.command)]
+        self._open = [control for control in self._open if control not in waiting]
+        for control in waiting:
+            self._reply(control, "the engine was resumed before its running requests had ended")
+
+    def _resume(self) -> None:
+        if self.asleep is not None:
+            raise ControlError(self.asleep)
+        self._scheduler.pause_state = PauseState.UNPAUSED
+
+    def _reset_prefix_cache(self, now: float, *, force: bool) -> None:
+        if force:
+            self._scheduler.preempt_all(now)
         if not self._scheduler.kv.reset():
             raise ControlError(f"the prefix cache was not reset: {self._scheduler.num_running} requests hold blocks")
+
+    def _sleep(self, level: int, now: float) -> None:
+        self._scheduler.pause_state = PauseState.PAUSED_ALL
+        self._reset_prefix_cache(now, force=True)
+        self._executor.call("sleep", level)
+        self._sleeping.update(TAGS)
+        self._weights_lost |= level == 2
+        self._take_requests_if_awake()
+
+    def _wake_up(self, tags: tuple[Tag, ...]) -> None:
+        if not self._sleeping:
+            return
+        self._executor.call("wake_up", [tag for tag in tags if tag in self._sleeping])
+        self._sleeping.difference_update(tags)
+        self._go_on_if_awake()
+
+    def _reload_weights(self, path: str | None, now: float) -> None:
+        if "weights" in self._sleeping:
+            raise ControlError("the weights sleep: wake them up before they are reloaded")
+        self._reset_prefix_cache(now, force=True)
+        was_asleep = self.asleep is not None
+        try:
+            self._executor.call("reload_weights", path)
+        except ConfigError as error:
+            raise ControlError(str(error)) from error
+        except Exception as error:
+            _log.exception("the weights could not be read")
+            self._weights_lost = True
+            self._scheduler.pause_state = PauseState.PAUSED_ALL
+            self._take_requests_if_awake()
+            raise ControlError(f"the weights could not be read, and there are none now: {error}") from error
+        self._weights_lost = False
+        if was_asleep:
+            self._go_on_if_awake()
+
+    def _go_on_if_awake(self) -> None:
+        self._take_requests_if_awake()
+        if self.asleep is None:
+            self._scheduler.pause_state = PauseState.UNPAUSED
+
+    def _take_requests_if_awake(self) -> None:
+        reason = self.asleep
+        self._scheduler.closed = None if reason is None else Closed(reason, ASLEEP)
+
+
+def _name(command: Command) -> str:
+    tag = command.__struct_config__.tag
+    assert isinstance(tag, str)
+    return tag

@@ -58,7 +58,7 @@ class EngineCore:
         hasher = BlockHasher(cache.block_size, cache.hash_seed)
         self.scheduler = Scheduler(config.scheduler, config.model.max_model_len, kv, hasher)
         self.num_steps = 0
-        self._controls = Controls(self.scheduler)
+        self._controls = Controls(self.scheduler, executor)
         self._depth = config.depth
         self._executor = executor
         self._epoch = epoch
@@ -71,7 +71,12 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_work or bool(self._submitted)
+        return self.scheduler.has_work or bool(self._submitted) or self._controls.due is not None
+
+    @property
+    def next_command(self) -> str | None:
+        """The command with which the next step begins; None: it begins with none."""
+        return None if self._submitted else self._controls.due
 
     def handle(self, message: CoreInput) -> None:
         """Takes in what the frontend says."""
@@ -86,10 +91,14 @@ class EngineCore:
     def step(self) -> StepOutputs | None:
         """Fills the pipeline and retires the oldest plan, if there is one; None where there is nothing to tell.
 
+        A command waits until nothing is in flight, and no step begins before it is carried out.
+
         Raises:
             Exception: Whatever the runner raised; the core cannot go on then.
         """
-        while len(self._submitted) < self._depth and (plan := self.scheduler.schedule(time.time())):
+        if self.next_command is not None:
+            self._controls.carry_out(time.time())
+        while not self._controls.due and len(self._submitted) < self._depth and (plan := self.scheduler.schedule(time.time())):
             self._submitted.append(_Submitted(plan, time.perf_counter()))
             self._executor.submit(plan)
             self._executor.sample(SampleInputs(plan.step_id))
@@ -136,6 +145,9 @@ class EngineCore:
             preemptions=scheduler.num_preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
+            paused=self._controls.paused,
+            asleep=self._controls.asleep,
+            command=self.next_command,
         )
 
     def _observe(self, submitted: _Submitted, result: StepResult) -> None:

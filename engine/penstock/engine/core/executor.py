@@ -2,8 +2,9 @@
 business."""
 
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.engine.cache.layout import KVLayout
 from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
@@ -26,6 +27,22 @@ class Runner(Protocol):
 
     def warm_up(self) -> None:
         """Makes a forward pass, so that the first request does not pay for what is done once."""
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Gives the KV cache's memory back, at level 2 the weights' too."""
+        ...
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Allocates again what sleeps, of `messages.TAGS`; weights given back come without content."""
+        ...
+
+    def reload_weights(self, path: str | None) -> None:
+        """Reads the weights again, from `path` or from where they were read last.
+
+        Raises:
+            ConfigError: They cannot be used, and nothing has changed. After any other error there are no weights.
+        """
         ...
 
     def execute(self, plan: StepPlan) -> None:
@@ -52,6 +69,14 @@ class Executor(Protocol):
         """Waits for the oldest step; raises what its runner raised."""
         ...
 
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of every runner, after the steps submitted before, and waits.
+
+        Returns:
+            Its results in the order of ranks; an exception of one of them is raised here.
+        """
+        ...
+
     def close(self) -> None:
         """Ends whatever runs plans; nothing may be in flight."""
         ...
@@ -75,6 +100,10 @@ class InlineExecutor:
     def collect(self) -> StepResult:
         """The oldest result."""
         return self._results.popleft()
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Calls it in the caller's thread."""
+        return [getattr(self._runner, method)(*args)]
 
     def close(self) -> None:
         """Nothing to end."""
@@ -101,6 +130,10 @@ class ThreadExecutor:
         """Waits for the oldest step."""
         self._executing.popleft().result()
         return self._sampling.popleft().result()
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Calls it in the runner's thread."""
+        return [self._thread.submit(getattr(self._runner, method), *args).result()]
 
     def close(self) -> None:
         """Ends the thread."""

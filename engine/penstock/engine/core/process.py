@@ -65,11 +65,18 @@ class CoreLoop:
                 self._publish([])
                 self._publisher.serve_replay(self._core.scheduler.kv.cached_hashes)
         self._changed |= self._core.has_work
+        if self._core.next_command is not None:
+            self._send(self._core.stats())  # it may take long, and must not pass for a hang
         if outputs := self._core.step():
             self._send(outputs)
-        for reply in self._core.take_replies():
-            self._send(reply)
+        self._reply()
         self._report()
+
+    def _reply(self) -> None:
+        if replies := self._core.take_replies():
+            self._send(self._core.stats())  # whoever reads an answer finds the state that it speaks of
+            for reply in replies:
+                self._send(reply)
 
     def _patience_ms(self) -> int:
         if self._core.has_work:
