@@ -1,6 +1,7 @@
 """What a checkpoint folder says, and how it is refused."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -55,28 +56,86 @@ def test_both_spellings_mean_the_same():
     new = LLAMA | {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 500000.0}, "dtype": "bfloat16"}
     del new["torch_dtype"]
     assert parse_decoder_config(old) == parse_decoder_config(new)
-    assert parse_decoder_config(new).rope.theta == 500000.0
+    assert parse_decoder_config(new).ropes[0].theta == 500000.0
+
+
+def test_gemma3s_two_embeddings_in_both_spellings():
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    base = LLAMA | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": 3,
+        "sliding_window": 8,
+        "sliding_window_pattern": 3,
+    }
+    old = base | {"rope_theta": 5e5, "rope_local_base_freq": 5e3, "rope_scaling": scaling}
+    kinds = {"full_attention": scaling | {"rope_theta": 5e5}, "sliding_attention": {"rope_type": "default", "rope_theta": 5e3}}
+    new = base | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "rope_parameters": kinds}
+    config = parse_decoder_config(old)
+    assert config.windows == parse_decoder_config(new).windows == (8, 8, None)
+    for ours, theirs in zip(config.ropes, parse_decoder_config(new).ropes, strict=True):
+        assert (ours.type, ours.theta, ours.factor) == (theirs.type, theirs.theta, theirs.factor)
+    assert [rope.theta for rope in config.ropes] == [5e3, 5e3, 5e5]
+    assert config.max_position_embeddings == 256
+
+
+def test_a_family_assumes_what_its_configuration_leaves_out():
+    gemma = parse_decoder_config(LLAMA | {"architectures": ["Gemma2ForCausalLM"], "hidden_act": "gelu"})
+    assert (gemma.head_size, gemma.activation, gemma.tie_word_embeddings) == (256, "gelu_tanh", True)
+    assert (gemma.windows, gemma.attention_softcap, gemma.logits_softcap) == ((4096, None), 50.0, 30.0)
+    qwen = parse_decoder_config(LLAMA | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32})
+    assert (qwen.qkv_bias, qwen.o_bias, qwen.windows) == (True, False, (None, None))
+    some = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}
+    assert parse_decoder_config(LLAMA | some).windows == (None, 32)
+    mistral = parse_decoder_config(LLAMA | {"architectures": ["MistralForCausalLM"]})
+    assert (mistral.qkv_bias, mistral.windows) == (False, (4096, 4096))
+    assert parse_decoder_config(LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": None}).windows == (None, None)
 
 
 def test_linear_scaling_lengthens_the_context():
-    assert parse_decoder_config(LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}}).max_position_embeddings == 1024
+    for scaling, length in (
+        ({"type": "linear", "factor": 4.0}, 1024),
+        ({"type": "dynamic", "factor": 4.0}, 1024),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}, 256),
+    ):
+        assert parse_decoder_config(LLAMA | {"rope_scaling": scaling}).max_position_embeddings == length
+
+
+def test_yarns_attention_factor():
+    scaling = {"type": "yarn", "factor": 4.0}
+    for fields, factor in (
+        ({}, 0.1 * math.log(4) + 1),
+        ({"attention_factor": 1.5}, 1.5),
+        ({"mscale": 0.7, "mscale_all_dim": 1.4}, (0.07 * math.log(4) + 1) / (0.14 * math.log(4) + 1)),
+    ):
+        assert parse_decoder_config(LLAMA | {"rope_scaling": scaling | fields}).ropes[0].attention_factor == pytest.approx(factor)
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, r"'GPT2LMHeadModel' is not supported \(supported: LlamaForCausalLM"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            r"'GPT2LMHeadModel' is not supported \(supported: Gemma2ForCausalLM, .*LlamaForCausalLM",
+        ),
         ({"architectures": None}, "architectures is missing"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling has the type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_scaling has the type 'proportional'"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling of type 'longrope' lacks long_factor"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "has 1 numbers in short_factor, not 8",
+        ),
         ({"rope_parameters": {"rope_type": "llama3"}}, "lacks factor, low_freq_factor"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"sliding_window": "all"}, "sliding_window must be a positive whole number"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types has chunked_attention"),
-        ({"sliding_window": 8, "layer_types": ["sliding_attention"] * 5}, "layer_types has 5 entries for"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window must be a positive"),
         ({"hidden_size": None}, "hidden_size must be a positive"),
         ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor 0.2 of head_dim 16 rotates 3 elements"),
         ({"torch_dtype": "float64"}, "dtype 'float64'"),
     ],
 )

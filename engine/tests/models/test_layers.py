@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from penstock.engine.models.config import RopeConfig
 from penstock.engine.models.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from penstock.engine.models.layers.linear_method import PrepackedLinearMethod, UnquantizedLinearMethod, linear_method
 from penstock.engine.models.layers.rotary import inverse_frequencies
 from penstock.engine.models.layers.shard import Shard
+from penstock.engine.models.rope import parse_ropes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WORLD = 2
@@ -80,23 +80,41 @@ def test_refuses_sizes_that_do_not_divide():
         GateUpParallelLinear(8, 9, False, Shard(0, WORLD), UnquantizedLinearMethod(), torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["default", "linear", "llama3"])
-def test_frequencies_equal_transformers(kind):
+ROPES = {
+    "default": {},
+    "linear": {"factor": 8.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512},
+    "dynamic": {"factor": 8.0},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 512, "beta_fast": 16.0},
+    "yarn-rough": {
+        "factor": 8.0,
+        "original_max_position_embeddings": 512,
+        "truncate": False,
+        "mscale": 2.0,
+        "mscale_all_dim": 1.0,
+    },
+    "longrope": {
+        "original_max_position_embeddings": 512,
+        "short_factor": [1.5] * 24,
+        "long_factor": [2.0 + i for i in range(24)],
+    },
+}
+
+
+@pytest.mark.parametrize("length", [300, 4096, 6000])
+@pytest.mark.parametrize("name", ROPES)
+def test_frequencies_equal_transformers(name, length):
+    """Of 48 of 64 elements, where the longest sequence is within what the model was trained with and beyond."""
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = RopeConfig(
-        type=kind, theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=512
-    )
-    parameters = {"rope_type": kind, "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    config = transformers.LlamaConfig(
-        hidden_size=256,
-        num_attention_heads=4,
-        max_position_embeddings=4096,
-        rope_parameters=parameters | {"original_max_position_embeddings": 512},
-    )
+    kind, sizes = name.partition("-")[0], {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 4096}
+    parameters = {"rope_type": kind, "rope_theta": 5e5, "partial_rotary_factor": 0.75} | ROPES[name]
+    rope = parse_ropes({"rope_parameters": parameters}, 64, 4096).whole
+    assert rope.size == 48
     if kind == "default":
-        expected = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq
+        expected, factor = 1.0 / 5e5 ** (torch.arange(0, 48, 2) / 48), 1.0
     else:
-        expected = ROPE_INIT_FUNCTIONS[kind](config, "cpu")[0]
-    torch.testing.assert_close(inverse_frequencies(rope, 64), expected, rtol=1e-6, atol=0)
+        expected, factor = ROPE_INIT_FUNCTIONS[kind](transformers.LlamaConfig(**sizes, rope_parameters=parameters), "cpu", length)
+    torch.testing.assert_close(inverse_frequencies(rope, length), expected, rtol=1e-6, atol=0)
+    assert rope.attention_factor == pytest.approx(factor)

@@ -29,6 +29,14 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [1.0, 2.0, 4.0, 6.0],
+}
 CONFIGS = {
     "llama": ("Llama", {"num_attention_heads": 4, "num_key_value_heads": 2}),
     "llama-7to1-llama3-tied": (
@@ -67,6 +75,51 @@ CONFIGS = {
         },
     ),
     "qwen3": ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}),
+    "qwen2-yarn": ("Qwen2", {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": _YARN}),
+    "mistral-7to1-window": (
+        "Mistral",
+        {"hidden_size": 112, "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 80, "sliding_window": 40},
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 33,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 9.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 96,
+            "query_pre_attn_scalar": 96,
+            "sliding_window": 20,
+            "sliding_window_pattern": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": _LONGROPE,
+        },
+    ),
+    "olmo2": ("Olmo2", {"num_attention_heads": 4, "num_key_value_heads": 2}),
 }
 
 
@@ -80,7 +133,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         key = f"{name}-{max_shard_size}"
         if key not in made:
             family, fields = CONFIGS[name]
-            config = getattr(transformers, f"{family}Config")(
+            config_class = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+            config = getattr(transformers, config_class)(
                 **(_LLAMA | {"max_position_embeddings": MAX_MODEL_LEN} | fields), eos_token_id=None, bos_token_id=None
             )
             torch.manual_seed(len(made))

@@ -121,6 +121,23 @@ def test_resumes_after_preemption(runner, driver, params, expected):
     assert all(np.array_equal(a, b) for a, b in zip(trace.logprobs + resumed.logprobs, expected.logprobs, strict=True))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen2-yarn", "mistral-7to1-window", "gemma2", "gemma3", "phi3-longrope", "olmo2"])
+def test_every_family(name, dtype, loaded, driver):
+    """In chunks beside others, after a cached prefix."""
+    runner, tokens = loaded(name, dtype), prompt(1, 150)
+    expected, _ = run_alone(driver(runner), tokens, RANDOM, outputs=4)
+    play = driver(runner, seed=3)
+    first = play.admit(tokens[:100] + prompt(9, 10), RANDOM)
+    play.step([(first, 60), (play.admit(prompt(4, 30), PENALISED), 30)])
+    play.step([(first, 50)])
+    sequence, trace = play.admit(tokens, RANDOM, cached=first, blocks=4), Trace()
+    while len(trace.tokens) < 4:
+        gap = len(sequence.tokens) - sequence.computed
+        trace.add(play.step([(first, 1), (sequence, min(gap, 37))]), 1)
+    assert trace == expected
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 64, 129])
 def test_prompt_logprobs(runner, driver, chunk):
     """In one chunk alone, and in several beside a neighbour."""

@@ -6,7 +6,19 @@ import torch
 
 from penstock.engine.sampling import SamplingParams
 
-NAMES = ["llama", "llama-7to1-llama3-tied", "llama-mha-linear-bias", "qwen3", "qwen3-windows"]
+NAMES = [
+    "llama",
+    "llama-7to1-llama3-tied",
+    "llama-mha-linear-bias",
+    "qwen3",
+    "qwen3-windows",
+    "qwen2-yarn",
+    "mistral-7to1-window",
+    "gemma2",
+    "gemma3",
+    "phi3-longrope",
+    "olmo2",
+]
 PROMPT, OUTPUTS, VOCAB = 150, 12, 257
 ALL_LOGPROBS = SamplingParams(max_tokens=100, temperature=0.0, logprobs=VOCAB)
 
@@ -107,7 +119,7 @@ def test_adjusted_greedy_tokens_equal_transformers(ours, theirs, loaded, driver,
     assert play.generate(play.admit(tokens), OUTPUTS) != expected
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "olmo2"])
 def test_bfloat16_is_close(name, loaded, driver, reference):
     """Teacher-forced: each position's log probabilities near float32's, and the same choice but for near-ties."""
     play, tokens = driver(loaded(name, "bfloat16")), prompt(3, 80)

@@ -12,7 +12,6 @@ import msgspec
 
 from penstock.engine.config import ConfigError, DType, ModelConfig
 from penstock.engine.models.config import parse_decoder_config
-from penstock.engine.models.registry import check_architecture
 
 DTYPES: tuple[DType, ...] = ("bfloat16", "float16", "float32")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -98,10 +97,6 @@ def read_model_config(
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} has no config.json: it is not a model in Hugging Face's format")
     raw = read_json(path / "config.json")
-    architectures = raw.get("architectures") or []
-    if not architectures:
-        raise ConfigError(f"{path / 'config.json'}: architectures is missing")
-    check_architecture(architectures[0])
     longest = parse_decoder_config(raw).max_position_embeddings
     weight_files(path)
     if max_model_len is not None and not 2 <= max_model_len <= longest:
@@ -109,7 +104,7 @@ def read_model_config(
     return ModelConfig(
         path=path,
         served_names=tuple(served_names) or (str(path),),
-        architecture=architectures[0],
+        architecture=raw["architectures"][0],
         dtype=_dtype(raw) if dtype == "auto" else dtype,
         max_model_len=max_model_len or longest,
         eos_token_ids=_eos_token_ids(path, raw),

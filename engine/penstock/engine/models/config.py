@@ -1,30 +1,21 @@
 """The shape of a dense decoder, read from a checkpoint's `config.json`. No torch: the frontend reads it too.
 
-Both spellings of Hugging Face's configuration are understood: `torch_dtype`, `rope_theta` and `rope_scaling` as written before
-transformers 5, `dtype` and `rope_parameters` as written since. What is not implemented is refused by the name of its field.
+Both spellings of Hugging Face's configuration are understood, as written before transformers 5 and since. What is not implemented
+is refused by the name of its field.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from penstock.engine.config import ConfigError
+from penstock.engine.models.registry import family
+from penstock.engine.models.rope import RopeConfig, parse_ropes
 
-ROPE_TYPES = ("default", "linear", "llama3")
-LAYER_TYPES = ("full_attention", "sliding_attention")
-_LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
-class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary position embedding over the whole head."""
-
-    type: str = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_position_embeddings: int = 0
+Activation = Literal["silu", "gelu_tanh"]
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,14 +29,26 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_size: int
     rms_norm_eps: float
+    norm_offset: float
+    """What is added to the weight of every norm."""
     tie_word_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    o_bias: bool
     mlp_bias: bool
+    activation: Activation
+    qk_norm: bool
+    """Whether each head's queries and keys are normalised."""
+    attention_scale: float
+    attention_softcap: float
+    """Of the scores; 0 where there is none."""
+    logits_softcap: float
+    """0 where there is none."""
+    windows: tuple[int | None, ...]
+    """By layer: the tokens that one attends to, itself included; None: all before it."""
+    ropes: tuple[RopeConfig, ...]
+    """By layer."""
     max_position_embeddings: int
     """Longest sequence in tokens, after rope scaling."""
-    rope: RopeConfig
-    windows: tuple[int | None, ...]
-    """Per layer, the tokens that a query sees, itself included; None: all before it."""
 
 
 def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -54,32 +57,42 @@ def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     Raises:
         ConfigError: A field is missing or asks for something that is not implemented; the message names it.
     """
+    architectures = raw.get("architectures") or []
+    if not architectures:
+        raise ConfigError("config.json: architectures is missing")
+    served = family(architectures[0])
+    raw = {**served.assumes, **raw}
     _refuse_unsupported(raw)
     hidden_size, num_heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
     num_kv_heads = _size(raw, "num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError(f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
     head_size = _size(raw, "head_dim", default=hidden_size // num_heads)
-    if head_size % 2:
-        raise ConfigError(f"config.json: head_dim {head_size} is odd, so that rotary embedding cannot pair its halves")
-    rope = _parse_rope(raw)
-    positions = _size(raw, "max_position_embeddings")
+    ropes = parse_ropes(raw, head_size, _size(raw, "max_position_embeddings"))
+    attention_bias = bool(raw.get("attention_bias", False))
+    windows = _windows(raw, _size(raw, "num_hidden_layers"))
     return DecoderConfig(
         vocab_size=_size(raw, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_size(raw, "intermediate_size"),
-        num_layers=_size(raw, "num_hidden_layers"),
+        num_layers=len(windows),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        norm_offset=served.norm_offset,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        attention_bias=bool(raw.get("attention_bias", False)),
+        qkv_bias=bool(raw.get("qkv_bias", attention_bias)),
+        o_bias=attention_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)),
-        # Linear scaling stretches the positions; llama3 states the stretched length already.
-        max_position_embeddings=int(positions * rope.factor) if rope.type == "linear" else positions,
-        rope=rope,
-        windows=_windows(raw),
+        activation=_activation(raw),
+        qk_norm=served.qk_norm,
+        attention_scale=float(raw.get("query_pre_attn_scalar") or head_size) ** -0.5,
+        attention_softcap=float(raw.get("attn_logit_softcapping") or 0.0),
+        logits_softcap=float(raw.get("final_logit_softcapping") or 0.0),
+        windows=windows,
+        ropes=tuple(ropes.whole if window is None else ropes.windowed for window in windows),
+        max_position_embeddings=ropes.max_positions,
     )
 
 
@@ -95,53 +108,34 @@ def _size(raw: Mapping[str, Any], field: str, default: int | None = None) -> int
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("quantization_config") is not None:
         raise ConfigError("config.json: quantization_config is set, and quantised checkpoints are not supported")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"config.json: hidden_act {raw['hidden_act']!r} is not supported (supported: 'silu')")
-    others = sorted({str(kind) for kind in raw.get("layer_types") or ()} - set(LAYER_TYPES))
-    if others:
-        raise ConfigError(f"config.json: layer_types has {', '.join(others)} (supported: {', '.join(LAYER_TYPES)})")
+    if raw.get("use_bidirectional_attention"):
+        raise ConfigError("config.json: use_bidirectional_attention is set, and only causal attention is supported")
 
 
-def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Per layer, from `sliding_window` and what says where it holds: `layer_types`, `max_window_layers`, or nothing (all)."""
-    layers = _size(raw, "num_hidden_layers")
-    # Qwen's configurations name a window that only this flag puts to use.
-    off = not raw.get("use_sliding_window", "max_window_layers" not in raw)
-    if off or raw.get("sliding_window") is None:
-        return (None,) * layers
-    window, types = _size(raw, "sliding_window"), raw.get("layer_types")
-    if types is None:
-        first = raw.get("max_window_layers", 0)
-        return tuple(window if layer >= first else None for layer in range(layers))
-    if len(types) != layers:
-        raise ConfigError(f"config.json: layer_types has {len(types)} entries for {layers} layers")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+def _activation(raw: Mapping[str, Any]) -> Activation:
+    field = "hidden_activation" if raw.get("hidden_activation") else "hidden_act"
+    name = raw.get(field, "silu")
+    if name not in _ACTIVATIONS:
+        raise ConfigError(f"config.json: {field} {name!r} is not supported (supported: {', '.join(_ACTIVATIONS)})")
+    return _ACTIVATIONS[name]
 
 
-def _parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
-    """Reads `rope_parameters`, or `rope_theta` with `rope_scaling`."""
-    field = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    scaling: Mapping[str, Any] = raw.get(field) or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise ConfigError(f"config.json: {field} has the type {kind!r} (supported: {', '.join(ROPE_TYPES)})")
-    partial = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ConfigError(f"config.json: partial_rotary_factor {partial} is not supported (supported: 1.0)")
-    theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    needed = _LLAMA3_FIELDS if kind == "llama3" else ("factor",)
-    missing = [name for name in needed if name not in scaling]
-    if missing:
-        raise ConfigError(f"config.json: {field} of type {kind!r} lacks {', '.join(missing)}")
-    if kind == "linear":
-        return RopeConfig(type="linear", theta=theta, factor=float(scaling["factor"]))
-    return RopeConfig(
-        type="llama3",
-        theta=theta,
-        factor=float(scaling["factor"]),
-        low_freq_factor=float(scaling["low_freq_factor"]),
-        high_freq_factor=float(scaling["high_freq_factor"]),
-        original_max_position_embeddings=int(scaling["original_max_position_embeddings"]),
-    )
+def _windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """`sliding_window` for the layers that `layer_types` names, or else for those by the family's rule."""
+    window, kinds = raw.get("sliding_window"), raw.get("layer_types")
+    if kinds is None:
+        if window is None or raw.get("use_sliding_window") is False:
+            return (None,) * num_layers
+        period, first = raw.get("sliding_window_pattern"), raw.get("max_window_layers", 0)
+        windowed = [layer >= first if period is None else (layer + 1) % period != 0 for layer in range(num_layers)]
+    else:
+        if len(kinds) != num_layers:
+            raise ConfigError(f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers")
+        others = sorted({str(kind) for kind in kinds} - set(_LAYER_TYPES))
+        if others:
+            raise ConfigError(f"config.json: layer_types has {', '.join(others)} (supported: {', '.join(_LAYER_TYPES)})")
+        windowed = [kind == "sliding_attention" for kind in kinds]
+    if not any(windowed):
+        return (None,) * num_layers
+    size = _size(raw, "sliding_window")
+    return tuple(size if is_windowed else None for is_windowed in windowed)

@@ -1,6 +1,11 @@
-"""Llama (Touvron et al., 2023), versions 2 and 3, and what is built like it."""
+"""Llama (Touvron et al., 2023), versions 2 and 3, and what is built like it: Mistral, Qwen2, Qwen3.
 
-from typing import ClassVar
+What these add (biases, normalised queries and keys, windows) is in the configuration; other families replace parts.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,22 +24,20 @@ from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
 class LlamaAttention:
     """Grouped-query attention."""
 
-    def __init__(self, config: DecoderConfig, build: Build, index: int, qk_norm: bool) -> None:
+    def __init__(self, config: DecoderConfig, build: Build, index: int) -> None:
         q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-        shard, method, dtype, bias = build.shard, build.linear_method, build.dtype, config.attention_bias
-        self.qkv_proj = QKVParallelLinear(config.hidden_size, q_size, kv_size, bias, shard, method(), dtype)
-        self.o_proj = RowParallelLinear("o_proj", q_size, config.hidden_size, bias, shard, method(), dtype)
-        self.norms = [
-            RMSNorm(name, config.head_size, config.rms_norm_eps, build.ops) for name in (("q_norm", "k_norm") if qk_norm else ())
-        ]
+        shard, method, dtype, norms = build.shard, build.linear_method, build.dtype, ("q_norm", "k_norm")
+        self.qkv_proj = QKVParallelLinear(config.hidden_size, q_size, kv_size, config.qkv_bias, shard, method(), dtype)
+        self.o_proj = RowParallelLinear("o_proj", q_size, config.hidden_size, config.o_bias, shard, method(), dtype)
+        self.norms = [make_norm(name, config.head_size, config, build) for name in norms if config.qk_norm]
         self.attention = Attention(
             index=index,
             num_heads=shard.size(config.num_heads, "num_attention_heads"),
             num_kv_heads=shard.size(config.num_kv_heads, "num_key_value_heads"),
             head_size=config.head_size,
-            scale=config.head_size**-0.5,
-            softcap=0.0,
-            qk_norm=QKNorm(self.norms[0].weight, self.norms[1].weight, config.rms_norm_eps) if qk_norm else None,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            qk_norm=QKNorm(self.norms[0].weight, self.norms[1].weight, config.rms_norm_eps) if config.qk_norm else None,
         )
 
     def weights(self) -> Weights:
@@ -62,7 +65,7 @@ class LlamaMLP:
         sizes, bias, shard = (config.hidden_size, config.intermediate_size), config.mlp_bias, build.shard
         self.gate_up_proj = GateUpParallelLinear(sizes[0], sizes[1], bias, shard, build.linear_method(), build.dtype)
         self.down_proj = RowParallelLinear("down_proj", sizes[1], sizes[0], bias, shard, build.linear_method(), build.dtype)
-        self._silu_mul = build.ops.silu_mul
+        self._gated_mul = {"silu": build.ops.silu_mul, "gelu_tanh": build.ops.gelu_tanh_mul}[config.activation]
 
     def weights(self) -> Weights:
         """The layer's, without a prefix."""
@@ -75,24 +78,27 @@ class LlamaMLP:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] → [n, hidden]."""
-        return self.down_proj(self._silu_mul(self.gate_up_proj(hidden)))
+        return self.down_proj(self._gated_mul(self.gate_up_proj(hidden)))
 
 
 class LlamaDecoderLayer:
     """Attention and MLP, each normalised before and added to the residual stream after."""
 
-    def __init__(self, config: DecoderConfig, build: Build, index: int, qk_norm: bool) -> None:
-        self.input_layernorm, self.post_attention_layernorm = (
-            RMSNorm(name, config.hidden_size, config.rms_norm_eps, build.ops)
-            for name in ("input_layernorm", "post_attention_layernorm")
-        )
-        self.self_attn = LlamaAttention(config, build, index, qk_norm)
+    attention: ClassVar[type[LlamaAttention]] = LlamaAttention
+    norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
+    """In the order of their use."""
+
+    def __init__(self, config: DecoderConfig, build: Build, index: int) -> None:
+        self._norms = [make_norm(name, config.hidden_size, config, build) for name in self.norms]
+        self.self_attn = self.attention(config, build, index)
         self.mlp = LlamaMLP(config, build)
 
     def weights(self) -> Weights:
         """The layer's, without a prefix."""
-        norms = self.input_layernorm.weights() | self.post_attention_layernorm.weights()
-        return norms | prefixed("self_attn", self.self_attn.weights()) | prefixed("mlp", self.mlp.weights())
+        found = prefixed("self_attn", self.self_attn.weights()) | prefixed("mlp", self.mlp.weights())
+        for norm in self._norms:
+            found |= norm.weights()
+        return found
 
     def finish(self) -> None:
         """After loading."""
@@ -101,28 +107,31 @@ class LlamaDecoderLayer:
 
     def __call__(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, rotary: Rotary, ctx: ForwardContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The last output and the residual stream (none in the first layer), [n, hidden] each, to the same after this layer."""
+        before_attention, before_mlp = self._norms
         if residual is None:
-            hidden, residual = self.input_layernorm(hidden), hidden
+            hidden, residual = before_attention(hidden), hidden
         else:
-            hidden, residual = self.input_layernorm.add(hidden, residual)
+            hidden, residual = before_attention.add(hidden, residual)
         hidden = self.self_attn(hidden, rotary, ctx)
-        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+        hidden, residual = before_mlp.add(hidden, residual)
         return self.mlp(hidden), residual
 
 
 class LlamaForCausalLM:
     """Embedding, decoder layers, final norm and LM head."""
 
-    qk_norm: ClassVar[bool] = False
+    decoder_layer: ClassVar[type[Any]] = LlamaDecoderLayer
 
     def __init__(self, config: DecoderConfig, build: Build) -> None:
         self.config = config
-        self.rotary = RotaryEmbedding(config.rope, config.head_size, build.max_model_len)
+        ropes = list(dict.fromkeys(config.ropes))
+        self._rotaries = [RotaryEmbedding(rope, build.max_model_len) for rope in ropes]
+        self._rotary_of = [ropes.index(rope) for rope in config.ropes]
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build.dtype)
-        self.layers = [LlamaDecoderLayer(config, build, index, self.qk_norm) for index in range(config.num_layers)]
-        self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps, build.ops)
+        self.layers = [self.decoder_layer(config, build, index) for index in range(config.num_layers)]
+        self.norm = make_norm("norm", config.hidden_size, config, build)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, build.shard, build.linear_method(), build.dtype)
 
     def weights(self) -> Weights:
@@ -156,11 +165,27 @@ class LlamaForCausalLM:
         Returns:
             [n, hidden].
         """
-        hidden, residual, rotary = self.embed_tokens(input_ids), None, self.rotary(positions)
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual, rotary, ctx)
-        return self.norm(hidden) if residual is None else self.norm.add(hidden, residual)[0]
+        return deque(self.states(input_ids, positions, ctx), maxlen=1)[0][1]
+
+    def states(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> Iterator[tuple[str, torch.Tensor]]:
+        """What `forward` computes, part by part: the name of each and its output, [n, hidden]; the last is the final norm."""
+        hidden, residual = self.embed(input_ids), None
+        yield "embed_tokens", hidden
+        angles = [rotary(positions) for rotary in self._rotaries]
+        for index, (layer, rotary) in enumerate(zip(self.layers, self._rotary_of, strict=True)):
+            hidden, residual = layer(hidden, residual, angles[rotary], ctx)
+            yield f"layers.{index}", hidden
+        yield "norm", self.norm(hidden) if residual is None else self.norm.add(hidden, residual)[0]
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[n] → [n, hidden]."""
+        return self.embed_tokens(input_ids)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] → [n, vocab] in float32."""
         return self.lm_head(hidden).float()
+
+
+def make_norm(name: str, size: int, config: DecoderConfig, build: Build) -> RMSNorm:
+    """A norm as all of a model's are."""
+    return RMSNorm(name, size, config.rms_norm_eps, build.ops, config.norm_offset)

@@ -4,30 +4,71 @@ import math
 
 import torch
 
-from penstock.engine.models.config import RopeConfig
+from penstock.engine.models.rope import RopeConfig
 from penstock.kernels.prepare_kv.reference import Rotary
 
 
 class RotaryEmbedding:
     """Cosine and sine of every position up to `max_positions`, computed once."""
 
-    def __init__(self, rope: RopeConfig, head_size: int, max_positions: int) -> None:
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(rope, head_size))
-        self._cos, self._sin = angles.cos(), angles.sin()
+    def __init__(self, rope: RopeConfig, max_positions: int) -> None:
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(rope, max_positions))
+        self._cos, self._sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
 
     def __call__(self, positions: torch.Tensor) -> Rotary:
         """The angles of positions [n]; once a step for all layers."""
         return Rotary(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
 
 
-def inverse_frequencies(rope: RopeConfig, head_size: int) -> torch.Tensor:
-    """Radians a position of each pair, [head_size/2] float32."""
-    plain = 1.0 / rope.theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
+def inverse_frequencies(rope: RopeConfig, max_positions: int) -> torch.Tensor:
+    """Radians a position of each pair, [size / 2] float32.
+
+    Args:
+        rope: Which embedding.
+        max_positions: The longest sequence that is served. Where frequencies depend on the length, this one's are used for all
+            sequences: they would otherwise change under the keys that are in the cache.
+    """
+    plain = _powers(rope.theta, rope.size)
     if rope.type == "linear":
         return plain / rope.factor
+    if rope.type == "dynamic":
+        return _dynamic(rope, max_positions)
+    if rope.type == "yarn":
+        return _yarn(plain, rope)
+    if rope.type == "longrope":
+        long = max_positions > rope.original_max_position_embeddings
+        return plain / torch.tensor(rope.long_factor if long else rope.short_factor)
     if rope.type == "llama3":
         return _llama3(plain, rope)
     return plain
+
+
+def _powers(theta: float, size: int) -> torch.Tensor:
+    return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+
+
+def _dynamic(rope: RopeConfig, max_positions: int) -> torch.Tensor:
+    """A greater base for a greater length ("NTK-aware", by bloc97 and emozilla)."""
+    stretch = max(1.0, max_positions / rope.original_max_position_embeddings)
+    base = rope.theta * (rope.factor * stretch - (rope.factor - 1)) ** (rope.size / (rope.size - 2))
+    return _powers(base, rope.size)
+
+
+def _yarn(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """YaRN (Peng et al., 2023): pairs that turn rarely are stretched by the factor, others kept, those between blended."""
+
+    def pair(turns: float) -> float:
+        """Which pair turns so often over the original length."""
+        wavelength = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+        return rope.size * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.size - 1)
+    ramp = (torch.arange(rope.size // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+    stretched = ramp.clamp(0.0, 1.0)
+    return plain / rope.factor * stretched + plain * (1.0 - stretched)
 
 
 def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
