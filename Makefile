@@ -85,5 +85,5 @@ format: setup ## format and fix what can be fixed
 COMPILE := $(UV) pip compile --quiet --upgrade --generate-hashes --no-emit-index-url --universal --python-version 3.11 \
 	--constraint requirements/constraints.txt --custom-compile-command "make lock"
 lock: | $(UV) ## pin and hash the dependencies anew
-	@for extra in engine gateway operator dev; do $(COMPILE) --extra $$extra pyproject.toml -o requirements/$$extra.txt; done
+	@for extra in engine gateway operator client dev; do $(COMPILE) --extra $$extra pyproject.toml -o requirements/$$extra.txt; done
 	@$(COMPILE) requirements/protogen.in -o requirements/protogen.txt

@@ -1,0 +1,62 @@
+"""The commands `penstock bench` and `penstock chat`. Light to import: `penstock --help` loads this module."""
+
+import argparse
+import sys
+
+
+def bench(argv: list[str]) -> int:
+    """Measures a running server, any that speaks OpenAI's API, under load.
+
+    Returns 0 when every request succeeded, 1 when some failed or the server does not answer, 2 on flags that make no sense, 130
+    when interrupted.
+    """
+    from penstock.client.bench.flags import parser
+
+    args = parser(bench.__doc__ or "").parse_args(argv)
+    import uvloop
+
+    from penstock.client.bench.datasets import DatasetError
+    from penstock.client.bench.serve import Interrupted, run
+    from penstock.client.server import ServerError
+
+    try:
+        return uvloop.run(run(args))
+    except DatasetError as error:
+        sys.stderr.write(f"penstock bench: {error}\n")
+        return 2
+    except ServerError as error:
+        sys.stderr.write(f"penstock bench: {error}\n")
+        return 1
+    except (Interrupted, KeyboardInterrupt):
+        return 130
+
+
+def chat(argv: list[str]) -> int:
+    """Chats with a running server in the terminal.
+
+    Returns 0 at the end of the input, 1 when the server cannot be reached or, without a terminal, does not answer.
+    """
+    args = _chat_parser().parse_args(argv)
+    from penstock.client.chat import run
+    from penstock.client.server import ServerError
+
+    try:
+        return run(args.base_url, args.model, args.system, args.max_tokens, args.temperature)
+    except ServerError as error:
+        sys.stderr.write(f"penstock chat: {error}\n")
+        return 1
+
+
+def _chat_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penstock chat",
+        description="Chats with a running server in the terminal. What is piped in is one question. OPENAI_API_KEY is sent.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--base-url", default="http://127.0.0.1:8000", help="of any OpenAI-compatible server (default: %(default)s)")
+    add("--model", help="default: the first that the server names")
+    add("--system", metavar="TEXT", help="a system message")
+    add("--max-tokens", type=int, metavar="N", help="tokens of an answer at most (default: the server's)")
+    add("--temperature", type=float, metavar="T", help="default: the server's")
+    return parser

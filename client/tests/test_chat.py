@@ -1,0 +1,163 @@
+"""`penstock chat`: what it remembers, what it shows, and how it is interrupted."""
+
+import asyncio
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from aiohttp import web
+from client_servers import Script, begin, event, stream_words, usage
+
+from penstock.client.chat import Answer, Conversation
+
+COMMAND = [sys.executable, "-m", "penstock.cli", "chat"]
+
+
+def test_a_conversation_grows_by_what_was_said() -> None:
+    talk = Conversation("m", "be brief", {"temperature": 0.5})
+    talk.keep("one?", "1")
+    talk.keep("nothing came", "")
+    body = json.loads(talk.body("two?"))
+    assert [message["role"] for message in body["messages"]] == ["system", "user", "assistant", "user"]
+    assert (body["model"], body["temperature"], body["messages"][-1]["content"]) == ("m", 0.5, "two?")
+    talk.reset()
+    assert talk.messages == [{"role": "system", "content": "be brief"}]
+
+
+def test_speed_is_that_of_the_tokens_after_the_first() -> None:
+    assert Answer("x", began=10, first=10.5, last=12.5, tokens=21).speed() == "21 tokens, first token after 500 ms, 10.0 tok/s"
+    assert Answer("x", began=10, first=10.5, last=10.5, tokens=1).speed() == "1 token, first token after 500 ms"
+    assert Answer("x", began=10, first=10.5, last=12.5).speed() == "first token after 500 ms"
+    assert Answer().speed() == "no token"
+
+
+async def piped(question: str, *flags: str) -> tuple[int, str, str]:
+    """Exit status, output and errors of a chat whose input is no terminal."""
+    command = [*COMMAND, *flags]
+    done = await asyncio.to_thread(
+        subprocess.run, command, input=question, capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+async def test_what_is_piped_in_is_one_question_and_the_answer_comes_out_plain(script: Script) -> None:
+    assert await piped("two\nlines\n", "--base-url", script.url, "--system", "s", "--max-tokens", "2") == (0, "w0 w1 \n", "")
+    [body] = script.bodies
+    assert [message["content"] for message in body["messages"]] == ["s", "two\nlines"]
+    assert (body["model"], body["max_completion_tokens"], "temperature" in body) == ("one", 2, False)
+
+
+async def test_errors_are_sentences(script: Script) -> None:
+    async def refuse(_: Script, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "no such model"}}, status=404)
+
+    script.answer = refuse
+    status, out, err = await piped("hi", "--base-url", script.url, "--model", "x")
+    assert (status, out, err) == (1, "", "penstock chat: the server answered 404: no such model\n")
+    assert await piped("", "--base-url", script.url) == (1, "", "penstock chat: nothing was asked: standard input is empty\n")
+    status, _, err = await piped("hi", "--base-url", "http://127.0.0.1:1")
+    assert (status, err) == (1, "penstock chat: cannot reach http://127.0.0.1:1: connection refused\n")
+
+
+def test_the_real_engine_answers(engine: str) -> None:
+    flags = ["--base-url", engine, "--temperature", "0"]
+    done = subprocess.run(
+        [*COMMAND, *flags], input="What does json.loads do?", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0 and done.stdout.startswith("json.loads: Deserialize"), done
+
+
+class Terminal:
+    """A chat on a pseudo-terminal, used by blocking calls."""
+
+    def __init__(self, *flags: str) -> None:
+        self._ours, theirs = pty.openpty()
+        environment = {**os.environ, "TERM": "dumb", "NO_COLOR": "1"}
+        self.process = subprocess.Popen([*COMMAND, *flags], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+        os.close(theirs)
+
+    def see(self, pattern: str) -> str:
+        """Reads until `pattern` has come; what came until then."""
+        seen, deadline = "", time.monotonic() + 60
+        while not re.search(pattern, seen):
+            ready, _, _ = select.select([self._ours], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"no {pattern!r} in {seen!r}"
+            seen += os.read(self._ours, 4096).decode()
+        return seen
+
+    def type(self, line: str) -> None:
+        """A line and Enter."""
+        os.write(self._ours, line.encode() + b"\n")
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self.process.send_signal(signal.SIGINT)
+
+    def close(self) -> int:
+        """Ends it; its exit status."""
+        try:
+            return self.process.wait(10)
+        finally:
+            self.process.kill()
+            os.close(self._ours)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are POSIX")
+async def test_a_conversation_on_a_terminal(script: Script) -> None:
+    async def answer(script: Script, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        question = body["messages"][-1]["content"]
+        if question == "slow":
+            response = await begin(request)
+            await response.write(event(body, "half"))
+            await asyncio.sleep(120)
+        if question == "bad":
+            return web.json_response({"error": {"message": "I cannot"}}, status=400)
+        if question == "markup":
+            response = await begin(request)
+            await response.write(event(body, "[bold]a[/bold] [1]", "stop") + usage(1, 1))
+            return response
+        return await stream_words(script, request, body)
+
+    def converse() -> int:
+        chat = Terminal("--base-url", script.url)
+        assert "one at http" in chat.see("> ")
+        chat.type("hello")
+        assert "w0 w1 w2" in chat.see("first token after .*\n> ")
+        chat.type("slow")
+        chat.see("half")
+        chat.interrupt()
+        assert "interrupted; " in chat.see("first token after .*\n> ")
+        chat.type("markup")
+        assert "[bold]a[/bold] [1]" in chat.see("1 token, .*\n> ")
+        chat.type("bad")
+        assert "the server answered 400: I cannot" in chat.see("cannot\r\n> ")
+        chat.type("/nonsense")
+        chat.see("there is no command /nonsense")
+        chat.type("/help")
+        chat.see("forget the conversation")
+        chat.type("/reset")
+        chat.type("again")
+        chat.see("first token after .*\n> ")
+        chat.type("/quit")
+        return chat.close()
+
+    script.answer = answer
+    assert await asyncio.to_thread(converse) == 0
+    said = [[message["content"] for message in body["messages"]] for body in script.bodies]
+    hello = ["hello", "w0 w1 w2 "]
+    slow = [*hello, "slow", "half"]
+    assert said == [
+        ["hello"],
+        [*hello, "slow"],
+        [*slow, "markup"],
+        [*slow, "markup", "[bold]a[/bold] [1]", "bad"],
+        ["again"],
+    ]
