@@ -5,7 +5,7 @@ Counters are named without `_total`, which the client library appends.
 
 from typing import Final
 
-# --- engine ---
+# --- engine: each also has the labels model_name and engine ---
 NUM_REQUESTS_RUNNING: Final = "penstock_num_requests_running"
 NUM_REQUESTS_WAITING: Final = "penstock_num_requests_waiting"  # label reason
 KV_CACHE_USAGE: Final = "penstock_kv_cache_usage_perc"
@@ -13,12 +13,32 @@ PROMPT_TOKENS: Final = "penstock_prompt_tokens"  # label source: computed, local
 GENERATION_TOKENS: Final = "penstock_generation_tokens"
 REQUEST_SUCCESS: Final = "penstock_request_success"  # label finished_reason
 PREEMPTIONS: Final = "penstock_num_preemptions"
+PREFIX_CACHE_QUERIES: Final = "penstock_prefix_cache_queries"
+PREFIX_CACHE_HITS: Final = "penstock_prefix_cache_hits"
+CORRUPTED_REQUESTS: Final = "penstock_corrupted_requests"
 TIME_TO_FIRST_TOKEN: Final = "penstock_time_to_first_token_seconds"
 INTER_TOKEN_LATENCY: Final = "penstock_inter_token_latency_seconds"
 TIME_PER_OUTPUT_TOKEN: Final = "penstock_request_time_per_output_token_seconds"
 E2E_LATENCY: Final = "penstock_e2e_request_latency_seconds"
-PREFIX_CACHE_QUERIES: Final = "penstock_prefix_cache_queries"
-PREFIX_CACHE_HITS: Final = "penstock_prefix_cache_hits"
+QUEUE_TIME: Final = "penstock_request_queue_time_seconds"
+PREFILL_TIME: Final = "penstock_request_prefill_time_seconds"
+DECODE_TIME: Final = "penstock_request_decode_time_seconds"
+INFERENCE_TIME: Final = "penstock_request_inference_time_seconds"
+REQUEST_PROMPT_TOKENS: Final = "penstock_request_prompt_tokens"
+REQUEST_GENERATION_TOKENS: Final = "penstock_request_generation_tokens"
+REQUEST_MAX_TOKENS: Final = "penstock_request_params_max_tokens"
+REQUEST_N: Final = "penstock_request_params_n"
+ENGINE_INFO: Final = "penstock_engine_info"  # labels version, device, dtype, kernels
+CACHE_CONFIG_INFO: Final = "penstock_cache_config_info"  # the settings as labels
+STEP_SECONDS: Final = "penstock_step_seconds"
+STEP_TOKENS: Final = "penstock_step_tokens"
+COMPUTED_TOKENS: Final = "penstock_computed_tokens"
+SAMPLED_TOKENS: Final = "penstock_sampled_tokens"
+PREEMPTED_TOKENS: Final = "penstock_preempted_tokens"
+RESUMED_CACHED_TOKENS: Final = "penstock_resumed_cached_tokens"
+ESTIMATED_FLOPS: Final = "penstock_estimated_flops"  # label part: linear, attention, lm_head
+ESTIMATED_READ_BYTES: Final = "penstock_estimated_read_bytes"  # label part: weights, kv
+ESTIMATED_WRITE_BYTES: Final = "penstock_estimated_write_bytes"  # KV
 
 # --- gateway ---
 PICKS: Final = "penstock_picker_picks"  # labels pool, policy

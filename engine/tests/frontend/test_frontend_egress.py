@@ -125,7 +125,7 @@ async def test_output_for_unknown_choices_is_ignored(bench: Bench) -> None:
     ended = [Finished(0, FinishReason.ABORT), Finished(44, FinishReason.STOP)]
     assert await bench.egress.process(step_frame({0: [5], 77: [5]}, ended, [Started(0, 1, 0.0)])) == []
     assert generation.choices[0].take() is None
-    assert bench.metrics.finished["abort"] == 1
+    assert bench.metrics.finished.by_value(bench.metrics.table.totals())["abort"] == 1
 
 
 async def test_one_request_fails_alone_and_takes_its_other_choices_along(bench: Bench) -> None:
@@ -183,7 +183,7 @@ async def test_latencies_are_counted_by_the_cores_clock(bench: Bench) -> None:
     await bench.egress.process(step_frame({0: [70], 1: [70]}, [Finished(1, FinishReason.LENGTH)], time=100.5))
     await bench.egress.process(step_frame({0: [70, 71]}, time=100.8))
     await bench.egress.process(step_frame({0: [70]}, [Finished(0, FinishReason.STOP)], time=101.1))
-    text = {sample.name: sample.value for f in bench.metrics.collect() for sample in f.samples if "le" not in sample.labels}
+    text = {sample.name: sample.value for f in bench.metrics.families() for sample in f.samples if "le" not in sample.labels}
     assert text["penstock_time_to_first_token_seconds_count"] == 2
     assert text["penstock_time_to_first_token_seconds_sum"] == pytest.approx(1.0)
     assert text["penstock_inter_token_latency_seconds_count"] == 3  # 4 tokens
@@ -196,5 +196,5 @@ async def test_latencies_are_counted_by_the_cores_clock(bench: Bench) -> None:
 async def test_prompt_tokens_add_up_by_source(bench: Bench) -> None:
     generation = bench.generation()
     await bench.egress.process(step_frame({0: [70]}, started=[Started(0, cached_tokens=2, scheduled_time=0.0)]))
-    assert bench.metrics.prompt_tokens == {"local_cache": 2, "computed": 1}
+    assert bench.metrics.prompt_tokens.by_value(bench.metrics.table.totals()) == {"local_cache": 2, "computed": 1}
     assert generation.usage.cached_tokens == 2

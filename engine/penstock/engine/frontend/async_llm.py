@@ -63,7 +63,7 @@ class AsyncLLM:
         self.model = model
         self.processor = processor
         self.vocabulary = Vocabulary(processor.tokenizer)
-        self.metrics = EngineMetrics()
+        self.metrics = EngineMetrics(model.served_names[0])
         self.state = State.STARTING
         self.failed = asyncio.Event()
         self._core = core
@@ -130,6 +130,7 @@ class AsyncLLM:
         try:
             for add in adds:
                 await self._core.add(add)
+            self.metrics.accepted(spec.sampling, spec.n)
             yield generation
         except CoreError as error:
             raise unavailable(f"the engine has failed: {error}", "engine_dead") from error

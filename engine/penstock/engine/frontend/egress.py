@@ -9,7 +9,17 @@ import numpy as np
 from penstock.engine.frontend.errors import ApiError, unavailable
 from penstock.engine.frontend.generation import Choice, Generation, PromptLogprob, TokenLogprob
 from penstock.engine.frontend.metrics import EngineMetrics
-from penstock.engine.messages import FINISH_REASONS, QUEUE_FULL, Finished, FinishReason, Logprobs, PromptLogprobs, StepOutputs
+from penstock.engine.frontend.timeline import turns
+from penstock.engine.messages import (
+    FINISH_REASONS,
+    QUEUE_FULL,
+    Finished,
+    FinishReason,
+    Lifecycle,
+    Logprobs,
+    PromptLogprobs,
+    StepOutputs,
+)
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +50,13 @@ class Egress:
     def forget(self, generation: Generation) -> list[int]:
         """Drops what is left of a request; returns the choices that the core still works on."""
         gone = [choice.index for choice in generation.choices if self._live.pop(choice.index, None) is not None]
-        self._metrics.finished["abort"] += len(gone)
+        self._metrics.finished.add(len(gone), "abort")
         return gone
 
     def fail_all(self, error: ApiError) -> None:
         """Ends every request with an error."""
         live, self._live = self._live, {}
-        self._metrics.finished["error"] += len(live)
+        self._metrics.finished.add(len(live), "error")
         for _, generation in live.values():
             generation.fail(error)
 
@@ -55,13 +65,17 @@ class Egress:
 
         Output for choices that are not live any more is ignored.
         """
+        if frame.lifecycle is not None:
+            self._turn(frame.lifecycle)
         for started in frame.started:
             if (live := self._live.get(started.index)) is not None:
-                self._start(live[0], started.cached_tokens)
+                live[0].cached_tokens = started.cached_tokens
+                self._metrics.started(live[0])
         if frame.prompt_logprobs is not None:
             self._score_prompts(frame.prompt_logprobs)
         aborts: list[int] = []
         gaps: list[float] = []
+        generated = 0
         columns = _Columns(frame)
         finished = {end.index: end for end in frame.finished}
         for at, index in enumerate(columns.indexes):
@@ -72,6 +86,7 @@ class Egress:
             choice, generation = live
             end = finished.pop(index, None)
             tokens = range(columns.offsets[at], columns.offsets[at + 1])
+            generated += len(tokens)
             self._time(choice, generation, frame.time, len(tokens), gaps)
             if _advance(choice, columns, tokens, end):
                 if end is None:
@@ -84,13 +99,14 @@ class Egress:
             if (live := self._live.get(index)) is not None:
                 aborts += self._end(*live, end)
                 live[1].notify()
-        self._metrics.itl.observe(gaps)
+        self._metrics.generation_tokens.add(generated)
+        self._metrics.itl.observe_all(gaps)
         return aborts
 
-    def _start(self, choice: Choice, cached_tokens: int) -> None:
-        choice.cached_tokens = cached_tokens
-        self._metrics.prompt_tokens["local_cache"] += cached_tokens
-        self._metrics.prompt_tokens["computed"] += choice.prompt_tokens - cached_tokens
+    def _turn(self, lifecycle: Lifecycle) -> None:
+        for index, event, time in turns(lifecycle):
+            if (live := self._live.get(index)) is not None:
+                live[0].turns.append((event, time))
 
     def _score_prompts(self, columns: PromptLogprobs) -> None:
         indexes: list[int] = np.frombuffer(columns.indexes, dtype="<i8").tolist()
@@ -112,10 +128,9 @@ class Egress:
         """Latencies by the core's clock; tokens of one step have no time between them."""
         if tokens == 0:
             return
-        self._metrics.generation_tokens += tokens
         if choice.num_tokens == 0:
             choice.first_time = now
-            self._metrics.ttft.observe([now - generation.arrival])
+            self._metrics.ttft.observe(now - generation.arrival)
         else:
             gaps.append(now - choice.last_time)
         gaps.extend([0.0] * (tokens - 1))
@@ -128,7 +143,7 @@ class Egress:
             self._finished(choice, generation)
             return []
         del self._live[choice.index]
-        self._metrics.finished[FINISH_REASONS[end.reason]] += 1
+        self._metrics.finished.add(1, FINISH_REASONS[end.reason])
         if end.error == QUEUE_FULL:
             generation.fail(unavailable("the engine's queue is full; try again later", "queue_full"))
         else:
@@ -139,11 +154,7 @@ class Egress:
 
     def _finished(self, choice: Choice, generation: Generation) -> None:
         del self._live[choice.index]
-        assert choice.finish_reason is not None
-        self._metrics.finished[choice.finish_reason] += 1
-        self._metrics.e2e.observe([choice.last_time - generation.arrival])
-        if choice.num_tokens > 1:
-            self._metrics.tpot.observe([(choice.last_time - choice.first_time) / (choice.num_tokens - 1)])
+        self._metrics.completed(choice, generation)
 
 
 class _Columns:

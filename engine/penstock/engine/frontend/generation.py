@@ -11,6 +11,7 @@ from typing import NamedTuple
 from penstock.engine.frontend.detokenizer import Detokenizer
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.stop import StopBuffer
+from penstock.engine.messages import LifecycleEvent
 
 
 class TokenLogprob(NamedTuple):
@@ -86,6 +87,8 @@ class Choice:
         self.first_time = 0.0
         """Of the first token, as `last_time` is of the newest: Unix time in seconds by the core's clock."""
         self.last_time = 0.0
+        self.turns: list[tuple[LifecycleEvent, float]] = []
+        """Of its life in the core, by the core's clock."""
         self.finish_reason: str | None = None
         self._stop_reason: str | int | None = None
         self._detokenizer = detokenizer

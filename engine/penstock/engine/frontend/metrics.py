@@ -1,64 +1,122 @@
-"""The engine's Prometheus metrics, kept as plain numbers and arrays: a token costs no call into the client library."""
+"""The engine's Prometheus metrics: what a frontend counts, and what the core's newest report says."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
-import numpy as np
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from penstock.api import metrics as names
 from penstock.api.load_report import WAITING_REASONS
-from penstock.engine.messages import CoreStats
+from penstock.engine.frontend.generation import Choice, Generation
+from penstock.engine.frontend.series import Family, SeriesTable
+from penstock.engine.frontend.timeline import intervals
+from penstock.engine.messages import FINISH_REASONS, CoreStats
+from penstock.engine.sampling import SamplingParams
 
 # Seconds. Coarse enough for a large model on a busy device, fine enough for a small one on a CPU.
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 _TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-_E2E = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_REQUEST = (
+    *(0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
+    *(120, 240, 480, 960, 1920, 7680),
+)
+_TOKENS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
+_CHOICES = (1, 2, 5, 10, 20, 50, 100)
 
-Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
-
-
-class Histogram:
-    """Counts by bucket; many values are observed in one call."""
-
-    def __init__(self, name: str, help_text: str, buckets: Sequence[float]) -> None:
-        self._name = name
-        self._help = help_text
-        self._bounds = np.asarray(buckets, dtype=np.float64)
-        self._counts = np.zeros(len(buckets) + 1, dtype=np.int64)
-        self._sum = 0.0
-
-    def observe(self, seconds: Sequence[float]) -> None:
-        """Counts each value in the first bucket whose bound is not below it."""
-        if seconds:
-            values = np.asarray(seconds, dtype=np.float64)
-            at = np.searchsorted(self._bounds, values, side="left")
-            self._counts += np.bincount(at, minlength=len(self._counts))
-            self._sum += float(values.sum())
-
-    def family(self) -> HistogramMetricFamily:
-        """The present state."""
-        bounds = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
-        buckets = list(zip(bounds, np.cumsum(self._counts).tolist(), strict=True))
-        return HistogramMetricFamily(self._name, self._help, buckets=buckets, sum_value=self._sum)
+SOURCES = ("computed", "local_cache")
+"""Where the KV of a prompt token comes from."""
 
 
-class EngineMetrics(Collector):
-    """What the frontend counts itself, and what the core's newest report says."""
+class EngineMetrics:
+    """Of one core, as one frontend sees it.
 
-    def __init__(self) -> None:
+    Args:
+        model: The name that the model is served by.
+        engine: The core's number.
+    """
+
+    def __init__(self, model: str = "", engine: int = 0) -> None:
         self.stats: CoreStats | None = None
-        self.prompt_tokens: Counter[str] = Counter(computed=0, local_cache=0)
-        """By source; the two add up to all prompt tokens of scheduled requests."""
-        self.generation_tokens = 0
-        self.finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
-        """Sequences by reason."""
-        self.ttft = Histogram(names.TIME_TO_FIRST_TOKEN, "Arrival to first token.", _TTFT)
-        self.itl = Histogram(names.INTER_TOKEN_LATENCY, "Between successive tokens of a sequence.", _TOKEN)
-        self.tpot = Histogram(names.TIME_PER_OUTPUT_TOKEN, "A sequence's mean time a token after the first.", _TOKEN)
-        self.e2e = Histogram(names.E2E_LATENCY, "Arrival to the last token.", _E2E)
+        self.table = table = SeriesTable()
+        self._labels = {"model_name": model, "engine": str(engine)}
+        self._infos: list[tuple[str, str, dict[str, str]]] = []
+        counter, histogram = table.counter, table.histogram
+        self.prompt_tokens = counter(
+            names.PROMPT_TOKENS, "Prompt tokens of scheduled sequences, by where their KV came from.", "source", SOURCES
+        )
+        self.generation_tokens = counter(names.GENERATION_TOKENS, "Tokens generated.")
+        reasons = tuple(dict.fromkeys(FINISH_REASONS.values()))
+        self.finished = counter(names.REQUEST_SUCCESS, "Sequences that ended, by reason.", "finished_reason", reasons)
+        self.ttft = histogram(names.TIME_TO_FIRST_TOKEN, "Arrival to first token.", _TTFT)
+        self.itl = histogram(names.INTER_TOKEN_LATENCY, "Between successive tokens of a sequence.", _TOKEN)
+        self._tpot = histogram(names.TIME_PER_OUTPUT_TOKEN, "A sequence's mean time a token after the first.", _TOKEN)
+        self._e2e = histogram(names.E2E_LATENCY, "Arrival to the last token.", _REQUEST)
+        self._queue = histogram(names.QUEUE_TIME, "In the core's queue until scheduled for the first time.", _REQUEST)
+        self._prefill = histogram(names.PREFILL_TIME, "First scheduled to first token.", _REQUEST)
+        self._decode = histogram(names.DECODE_TIME, "First token to last token.", _REQUEST)
+        self._inference = histogram(names.INFERENCE_TIME, "First scheduled to last token.", _REQUEST)
+        self._prompt = histogram(names.REQUEST_PROMPT_TOKENS, "Prompt tokens of a sequence that ended.", _TOKENS)
+        self._generated = histogram(names.REQUEST_GENERATION_TOKENS, "Tokens generated of a sequence that ended.", _TOKENS)
+        self._max_tokens = histogram(names.REQUEST_MAX_TOKENS, "Tokens that a sequence may generate.", _TOKENS)
+        self._n = histogram(names.REQUEST_N, "Choices that a request asks for, a prompt.", _CHOICES)
+
+    # --- what happens ---
+
+    def accepted(self, sampling: Sequence[SamplingParams], n: int) -> None:
+        """A request with one element of `sampling` a prompt and `n` choices of each was sent to the core."""
+        self._n.observe(n)
+        for params in sampling:
+            self._max_tokens.observe_all([params.max_tokens] * n)
+
+    def started(self, choice: Choice) -> None:
+        """A sequence was scheduled for the first time."""
+        self.prompt_tokens.add(choice.cached_tokens, "local_cache")
+        self.prompt_tokens.add(choice.prompt_tokens - choice.cached_tokens, "computed")
+
+    def completed(self, choice: Choice, generation: Generation) -> None:
+        """A sequence has come to its end and was not cut off."""
+        assert choice.finish_reason is not None
+        self.finished.add(1, choice.finish_reason)
+        self._e2e.observe(choice.last_time - generation.arrival)
+        self._prompt.observe(choice.prompt_tokens)
+        self._generated.observe(choice.num_tokens)
+        if choice.num_tokens > 1:
+            self._tpot.observe((choice.last_time - choice.first_time) / (choice.num_tokens - 1))
+        if (spans := intervals(choice)) is not None:
+            self._queue.observe(spans.queue)
+            self._prefill.observe(spans.prefill)
+            self._decode.observe(spans.decode)
+            self._inference.observe(spans.prefill + spans.decode)
+
+    def describe(self, name: str, help_text: str, **facts: str) -> None:
+        """Tells facts that never change, as the labels of a gauge that is 1."""
+        self._infos.append((name, help_text, facts))
+
+    # --- what is told ---
+
+    def families(self) -> Iterator[Family]:
+        """Every family, for one scrape."""
+        yield from self.table.families(self._labels)
+        for name, help_text, facts in self._infos:
+            labels = self._labels | facts
+            info = GaugeMetricFamily(name, help_text, labels=list(labels))
+            info.add_metric(list(labels.values()), 1)
+            yield info
+        if self.stats is not None:
+            yield from _core(self.stats, self._labels)
+
+
+class Metrics(Collector):
+    """What `GET /metrics` tells, of all engines of a replica.
+
+    Args:
+        engines: One each.
+    """
+
+    def __init__(self, engines: Sequence[EngineMetrics]) -> None:
+        self._engines = engines
 
     def registry(self) -> CollectorRegistry:
         """A registry with these metrics alone."""
@@ -67,30 +125,35 @@ class EngineMetrics(Collector):
         return registry
 
     def collect(self) -> Iterable[Family]:
-        """Every family, for one scrape."""
-        yield _labelled(names.PROMPT_TOKENS, "Prompt tokens by where their KV came from.", "source", self.prompt_tokens)
-        yield CounterMetricFamily(names.GENERATION_TOKENS, "Tokens generated.", value=self.generation_tokens)
-        yield _labelled(names.REQUEST_SUCCESS, "Sequences that ended, by reason.", "finished_reason", self.finished)
-        yield from (histogram.family() for histogram in (self.ttft, self.itl, self.tpot, self.e2e))
-        if self.stats is not None:
-            yield from _core(self.stats)
+        """A family once, with the samples of all engines."""
+        merged: dict[str, Family] = {}
+        for family in chain.from_iterable(engine.families() for engine in self._engines):
+            if family.name in merged:
+                merged[family.name].samples += family.samples
+            else:
+                merged[family.name] = family
+        return merged.values()
 
 
-def _core(stats: CoreStats) -> Iterator[Family]:
+def _core(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
     report = stats.report
-    yield GaugeMetricFamily(names.NUM_REQUESTS_RUNNING, "Sequences in the batch.", value=report.num_requests_running)
-    waiting = GaugeMetricFamily(names.NUM_REQUESTS_WAITING, "Sequences that wait, by what they wait for.", labels=["reason"])
+    waiting = GaugeMetricFamily(
+        names.NUM_REQUESTS_WAITING, "Sequences that wait, by what they wait for.", labels=[*labels, "reason"]
+    )
     for reason in WAITING_REASONS:
-        waiting.add_metric([reason], report.num_requests_waiting.get(reason, 0))
+        waiting.add_metric([*labels.values(), reason], report.num_requests_waiting.get(reason, 0))
     yield waiting
-    yield GaugeMetricFamily(names.KV_CACHE_USAGE, "Share of KV blocks in use, 0 to 1.", value=report.kv_cache_usage_perc)
-    yield CounterMetricFamily(names.PREEMPTIONS, "Sequences that gave up their blocks.", value=stats.preemptions)
-    yield CounterMetricFamily(names.PREFIX_CACHE_QUERIES, "Prompt tokens looked up.", value=stats.prefix_queries)
-    yield CounterMetricFamily(names.PREFIX_CACHE_HITS, "Prompt tokens found.", value=stats.prefix_hits)
-
-
-def _labelled(name: str, help_text: str, label: str, counts: Counter[str]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, help_text, labels=[label])
-    for value, count in counts.items():
-        family.add_metric([value], count)
-    return family
+    gauges = (
+        (names.NUM_REQUESTS_RUNNING, "Sequences in the batch.", report.num_requests_running),
+        (names.KV_CACHE_USAGE, "Share of KV blocks in use, 0 to 1.", report.kv_cache_usage_perc),
+    )
+    counters = (
+        (names.PREEMPTIONS, "Sequences that gave up their blocks.", stats.preemptions),
+        (names.PREFIX_CACHE_QUERIES, "Prompt tokens looked up.", stats.prefix_queries),
+        (names.PREFIX_CACHE_HITS, "Prompt tokens found.", stats.prefix_hits),
+    )
+    for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for name, help_text, value in rows:
+            family = kind(name, help_text, labels=list(labels))
+            family.add_metric(list(labels.values()), value)
+            yield family

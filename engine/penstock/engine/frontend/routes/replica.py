@@ -9,6 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.errors import ApiError, unavailable
 from penstock.engine.frontend.exchange import json_response
+from penstock.engine.frontend.metrics import Metrics
 
 
 class ReplicaRoutes:
@@ -18,7 +19,7 @@ class ReplicaRoutes:
         self._llm = llm
         self._bundle = llm.processor.bundle.to_json()
         self._etag = llm.processor.bundle.digest
-        self._registry = llm.metrics.registry()
+        self._registry = Metrics([llm.metrics]).registry()
 
     def routes(self) -> list[web.RouteDef]:
         """Paths and handlers."""

@@ -1,0 +1,66 @@
+"""Where a request's time went: the turns of its life as the core stamped them, and the spans between."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.engine.frontend.generation import Choice, Generation
+from penstock.engine.messages import Lifecycle, LifecycleEvent
+
+
+class Intervals(NamedTuple):
+    """Seconds; the three add up to the time between queueing and the last token. A preemption lengthens the one it falls into."""
+
+    queue: float
+    """Until scheduled for the first time."""
+    prefill: float
+    """From there to the first token."""
+    decode: float
+    """From there to the last."""
+
+
+def turns(lifecycle: Lifecycle) -> Iterator[tuple[int, LifecycleEvent, float]]:
+    """Request, event and Unix time of every turn in a frame."""
+    indexes: list[int] = np.frombuffer(lifecycle.indexes, dtype="<i8").tolist()
+    times: list[float] = np.frombuffer(lifecycle.times, dtype="<f8").tolist()
+    return zip(indexes, map(LifecycleEvent, lifecycle.events), times, strict=True)
+
+
+def intervals(choice: Choice) -> Intervals | None:
+    """Of a sequence that has tokens; None before."""
+    queued, scheduled = _first(choice, LifecycleEvent.QUEUED), _first(choice, LifecycleEvent.SCHEDULED)
+    if queued is None or scheduled is None or choice.num_tokens == 0:
+        return None
+    return Intervals(scheduled - queued, choice.first_time - scheduled, choice.last_time - choice.first_time)
+
+
+def timeline(generation: Generation) -> list[dict[str, Any]]:
+    """What a client that asked is told of each choice: every turn with its Unix time, and the milliseconds since the request
+    arrived."""
+    return [
+        {
+            "index": choice.number,
+            "prompt_tokens": choice.prompt_tokens,
+            "cached_tokens": choice.cached_tokens,
+            "completion_tokens": choice.num_tokens,
+            "finish_reason": choice.finish_reason,
+            "events": [
+                {"event": event, "time": round(time, 6), "ms": round(1000 * (time - generation.arrival), 3)}
+                for event, time in [("arrived", generation.arrival), *_events(choice)]
+            ],
+        }
+        for choice in generation.choices
+    ]
+
+
+def _events(choice: Choice) -> Iterable[tuple[str, float]]:
+    """In the order of time; a request is preempted as often as it says."""
+    found = [(event.name.lower(), time) for event, time in choice.turns]
+    if choice.num_tokens:
+        found += [("first_token", choice.first_time), ("last_token", choice.last_time)]
+    return sorted(found, key=lambda turn: turn[1])
+
+
+def _first(choice: Choice, event: LifecycleEvent) -> float | None:
+    return next((time for turn, time in choice.turns if turn is event), None)

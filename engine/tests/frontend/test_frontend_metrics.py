@@ -1,0 +1,196 @@
+"""What the frontend counts: spans of a request's life, tokens by source, sums over processes and engines, and their names."""
+
+import re
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from frontend_fakes import step_frame
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import Tokenizer
+
+from penstock.api import metrics as names
+from penstock.api.load_report import LoadReport
+from penstock.engine.frontend.detokenizer import Detokenizer
+from penstock.engine.frontend.egress import Egress
+from penstock.engine.frontend.generation import Choice, Generation
+from penstock.engine.frontend.metrics import EngineMetrics, Metrics
+from penstock.engine.frontend.timeline import intervals, timeline
+from penstock.engine.messages import CoreStats, Finished, FinishReason, Lifecycle, LifecycleEvent, Started
+
+QUEUED, SCHEDULED, PREEMPTED = LifecycleEvent.QUEUED, LifecycleEvent.SCHEDULED, LifecycleEvent.PREEMPTED
+
+
+def lifecycle(*turns: tuple[int, LifecycleEvent, float]) -> Lifecycle:
+    indexes, events, times = zip(*turns, strict=True)
+    return Lifecycle(np.array(indexes, "<i8").tobytes(), bytes(events), np.array(times, "<f8").tobytes())
+
+
+def scrape(*engines: EngineMetrics) -> dict[str, Any]:
+    """Name of a sample and its labels beyond the base → value."""
+    text = generate_latest(Metrics(engines).registry()).decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = {key: value for key, value in sample.labels.items() if key not in ("model_name", "engine")}
+            found[" ".join([sample.name, *(f"{key}={value}" for key, value in labels.items())])] = sample.value
+    return found
+
+
+def stats(running: int = 0, usage: float = 0.0, **more: int) -> CoreStats:
+    report = LoadReport(
+        epoch=1, seq=1, num_requests_running=running, max_num_seqs=8, kv_blocks_total=8, kv_cache_usage_perc=usage
+    )
+    return CoreStats(report, steps=1, preemptions=0, prefix_queries=more.get("queries", 0), prefix_hits=more.get("hits", 0))
+
+
+async def one_life(tokenizer: Tokenizer, metrics: EngineMetrics) -> Generation:
+    """Arrived at 99.5, queued at 100, scheduled at 101, first token at 103, preempted at 104, again at 106, last token at 107."""
+    egress = Egress(metrics)
+    choice = Choice(5, 0, 40, Detokenizer(tokenizer, frozenset(), []), (), frozenset(), None)
+    generation = Generation([choice], 1, stream=False, arrival=99.5)
+    egress.add(generation)
+    first = step_frame({5: [70]}, started=[Started(5, 32, 101.0)], time=103.0)
+    await egress.process(with_turns(first, (5, QUEUED, 100.0), (5, SCHEDULED, 101.0)))
+    await egress.process(with_turns(step_frame({}, time=104.0), (5, PREEMPTED, 104.0)))
+    last = step_frame({5: [71]}, [Finished(5, FinishReason.LENGTH)], time=107.0)
+    await egress.process(with_turns(last, (5, SCHEDULED, 106.0)))
+    return generation
+
+
+def with_turns(frame: Any, *turns: tuple[int, LifecycleEvent, float]) -> Any:
+    return msgspec.structs.replace(frame, lifecycle=lifecycle(*turns))
+
+
+@pytest.mark.req("MET-05")
+async def test_queue_prefill_and_decode_add_up_and_a_preemption_lengthens_the_span_it_falls_into(byte_level: Tokenizer):
+    metrics = EngineMetrics()
+    generation = await one_life(byte_level, metrics)
+    spans = intervals(generation.choices[0])
+    assert spans is not None and tuple(spans) == (1.0, 2.0, 4.0)
+    found = scrape(metrics)
+    assert found["penstock_request_queue_time_seconds_sum"] == 1.0
+    assert found["penstock_request_prefill_time_seconds_sum"] == 2.0
+    assert found["penstock_request_decode_time_seconds_sum"] == 4.0
+    assert found["penstock_request_inference_time_seconds_sum"] == 6.0
+    assert found["penstock_e2e_request_latency_seconds_sum"] == 7.5
+    assert found["penstock_time_to_first_token_seconds_sum"] == 3.5
+    assert found["penstock_request_prompt_tokens_sum"] == 40 and found["penstock_request_generation_tokens_sum"] == 2
+
+
+async def test_a_timeline_tells_every_turn_in_order(byte_level: Tokenizer):
+    (told,) = timeline(await one_life(byte_level, EngineMetrics()))
+    assert (told["cached_tokens"], told["prompt_tokens"], told["completion_tokens"]) == (32, 40, 2)
+    assert told["finish_reason"] == "length"
+    assert [(event["event"], event["ms"]) for event in told["events"]] == [
+        ("arrived", 0.0),
+        ("queued", 500.0),
+        ("scheduled", 1500.0),
+        ("first_token", 3500.0),
+        ("preempted", 4500.0),
+        ("scheduled", 6500.0),
+        ("last_token", 7500.0),
+    ]
+    assert told["events"][1]["time"] == 100.0
+
+
+@pytest.mark.req("MET-06")
+async def test_prompt_tokens_by_source_are_all_prompt_tokens(byte_level: Tokenizer):
+    metrics = EngineMetrics()
+    await one_life(byte_level, metrics)
+    found = scrape(metrics)
+    assert found["penstock_prompt_tokens_total source=local_cache"] == 32
+    assert found["penstock_prompt_tokens_total source=computed"] == 8
+    assert found["penstock_generation_tokens_total"] == 2
+
+
+@pytest.mark.req("MET-07")
+def test_two_engines_have_a_label_each_and_every_family_once():
+    engines = [EngineMetrics("m", engine=at) for at in (0, 1)]
+    for at, engine in enumerate(engines):
+        engine.stats = stats(running=3 + at, usage=0.25 * at)
+        engine.generation_tokens.add(10 * at)
+    text = generate_latest(Metrics(engines).registry()).decode()
+    assert text.count(f"# TYPE {names.NUM_REQUESTS_RUNNING} gauge") == 1
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for name in (names.NUM_REQUESTS_RUNNING, names.KV_CACHE_USAGE, names.GENERATION_TOKENS):
+        values = {sample.labels["engine"]: sample.value for sample in families[name].samples}
+        expected = {names.NUM_REQUESTS_RUNNING: (3, 4), names.KV_CACHE_USAGE: (0, 0.25), names.GENERATION_TOKENS: (0, 10)}
+        assert (values["0"], values["1"]) == expected[name]
+    assert all(sample.labels["model_name"] == "m" for family in families.values() for sample in family.samples)
+
+
+def test_processes_that_share_a_table_tell_its_sum():
+    first, second = EngineMetrics("m"), EngineMetrics("m")
+    first.generation_tokens.add(5)
+    rows = np.zeros((2, first.table.size))
+    for number, metrics in enumerate((first, second)):
+        metrics.table.share(rows, number)
+    second.generation_tokens.add(7)
+    second.ttft.observe(0.3)
+    first.ttft.observe(0.02)
+    for metrics in (first, second):
+        found = scrape(metrics)
+        assert found["penstock_generation_tokens_total"] == 12
+        assert found["penstock_time_to_first_token_seconds_count"] == 2
+        assert found["penstock_time_to_first_token_seconds_bucket le=0.02"] == 1
+    successor = EngineMetrics("m")
+    successor.table.share(rows, 1)
+    assert scrape(successor)["penstock_generation_tokens_total"] == 12, "a process that begins anew loses no counts"
+
+
+def test_a_bucket_holds_values_up_to_its_bound_one_at_a_time_or_many():
+    one, many = EngineMetrics(), EngineMetrics()
+    values = [0.0005, 0.001, 0.0011, 3000.0, 0.25]
+    for value in values:
+        one.ttft.observe(value)
+    many.ttft.observe_all(values)
+    assert scrape(one) == scrape(many)
+    assert scrape(one)["penstock_time_to_first_token_seconds_bucket le=0.001"] == 2
+    assert scrape(one)["penstock_time_to_first_token_seconds_bucket le=+Inf"] == 5
+
+
+@pytest.mark.req("MET-01")
+def test_the_buckets_of_the_first_tokens_time_are_the_fields():
+    bounds = [key.partition("le=")[2] for key in scrape(EngineMetrics()) if key.startswith(f"{names.TIME_TO_FIRST_TOKEN}_bucket")]
+    fields = [
+        ".001",
+        ".005",
+        ".01",
+        ".02",
+        ".04",
+        ".06",
+        ".08",
+        ".1",
+        ".25",
+        ".5",
+        ".75",
+        "1",
+        "2.5",
+        "5",
+        "7.5",
+        "10",
+        "20",
+        "40",
+        "80",
+        "160",
+        "640",
+        "2560",
+    ]
+    assert [float(bound) for bound in bounds[:-1]] == [float(bound) for bound in fields]
+
+
+def test_names_follow_the_rules_of_prometheus():
+    """Base units, counters that end in _total, nothing that ends as a histogram's samples do; each with a help text."""
+    engine = EngineMetrics("m")
+    engine.stats = stats()
+    families = list(Metrics([engine]).collect())
+    for family in families:
+        assert re.fullmatch(r"penstock_[a-z][a-z0-9_]*", family.name)
+        assert family.documentation.endswith(".")
+        assert not re.search(r"_(count|sum|bucket|total|info_total|milliseconds|ms|minutes|percent|kb|mb)$", family.name)
+        if family.type == "counter":
+            assert {sample.name for sample in family.samples} == {f"{family.name}_total"}
+    assert len({family.name for family in families}) == len(families)
