@@ -20,7 +20,8 @@ from harness import make_config, make_request
 from penstock.api import events
 from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, RequestFinished
 from penstock.api.load_report import LoadReport
-from penstock.engine.core.client import CommandRefused, CoreClient, CoreError
+from penstock.engine.core.calls import CommandRefused
+from penstock.engine.core.client import CoreClient, CoreError
 from penstock.engine.messages import QUEUE_FULL, CoreStats, FinishReason, ResetPrefixCache, StepOutputs
 from penstock.prompt.hashing import BlockHasher
 

@@ -5,7 +5,6 @@ Imports no torch. Frontend ROUTER and core DEALER meet on a Unix socket in a fol
 """
 
 import asyncio
-import itertools
 import os
 import shutil
 import sys
@@ -19,6 +18,7 @@ import zmq.asyncio
 
 from penstock.engine import messages
 from penstock.engine.config import EngineConfig
+from penstock.engine.core.calls import Calls
 from penstock.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -41,10 +41,6 @@ _CLOSE_S = 5.0
 
 class CoreError(RuntimeError):
     """The core could not start, failed, or is gone; the message says why."""
-
-
-class CommandRefused(RuntimeError):
-    """The core did not do what it was told; the message says why."""
 
 
 class CoreClient:
@@ -88,8 +84,7 @@ class CoreClient:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._process: asyncio.subprocess.Process | None = None
         self._exited: asyncio.Task[int] | None = None
-        self._call_ids = itertools.count()
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._calls = Calls()
 
     @property
     def pid(self) -> int | None:
@@ -133,13 +128,9 @@ class CoreClient:
             CommandRefused: The core could not.
             CoreError: The core is gone.
         """
-        call_id = next(self._call_ids)
-        done = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        try:
+        with self._calls.opened() as (call_id, done):
             await self._send(Control(call_id, command))
             return await done
-        finally:
-            del self._calls[call_id]
 
     async def outputs(self) -> AsyncIterator[StepOutputs | CoreStats]:
         """What the core says, without end; raises `CoreError` when it fails or dies."""
@@ -149,11 +140,9 @@ class CoreClient:
                 if isinstance(message, StepOutputs | CoreStats):
                     yield message
                 elif isinstance(message, ControlDone):
-                    self._settle(message)
+                    self._calls.settle(message)
         except CoreError as error:
-            for call in self._calls.values():
-                if not call.done():
-                    call.set_exception(CoreError(str(error)))
+            self._calls.fail(CoreError(str(error)))
             raise
 
     async def close(self) -> None:
@@ -169,15 +158,6 @@ class CoreClient:
         self._socket.close()
         self._context.term()
         self._remove_folder()
-
-    def _settle(self, reply: ControlDone) -> None:
-        call = self._calls.get(reply.call_id)
-        if call is None or call.done():  # whoever asked has gone
-            return
-        if reply.error is None:
-            call.set_result(reply.result)
-        else:
-            call.set_exception(CommandRefused(reply.error))
 
     def _remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -112,6 +112,13 @@ class EngineCore:
             outputs = self.scheduler.take_outputs()
         return None if outputs.is_empty else outputs.frame(self._engine_index, self.num_steps, time.time())
 
+    def close(self) -> None:
+        """Ends whatever runs plans, once the steps in flight are over."""
+        while self._submitted:
+            self._submitted.popleft()
+            self._executor.collect()
+        self._executor.close()
+
     def take_replies(self) -> list[ControlDone]:
         """Answers to commands since the last call."""
         return self._controls.take_replies()

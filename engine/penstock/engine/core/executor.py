@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from penstock.engine.cache.layout import KVLayout
+from penstock.engine.config import EngineConfig
 from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
 
 
@@ -138,3 +139,8 @@ class ThreadExecutor:
     def close(self) -> None:
         """Ends the thread."""
         self._thread.shutdown()
+
+
+def executor_of(config: EngineConfig, runner: Runner) -> Executor:
+    """What runs the plans of an engine with one rank."""
+    return InlineExecutor(runner) if config.depth == 1 else ThreadExecutor(runner)

@@ -21,7 +21,7 @@ from penstock.api.events import Event
 from penstock.engine import messages
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.executor import Executor, InlineExecutor, Runner, ThreadExecutor
+from penstock.engine.core.executor import Runner, executor_of
 from penstock.engine.core.memory import num_kv_blocks, total_memory
 from penstock.engine.core.publisher import EventPublisher
 from penstock.engine.messages import CoreFailed, CoreOutput, CoreReady, CoreStart
@@ -119,6 +119,11 @@ def build_runner(config: EngineConfig, path: str) -> tuple[Runner, int]:
     return runner, num_blocks
 
 
+def build_core(config: EngineConfig, runner: Runner, num_blocks: int, epoch: int, engine_index: int = 0) -> EngineCore:
+    """The core of an engine with one rank."""
+    return EngineCore(config, executor_of(config, runner), num_blocks, epoch, engine_index, runner.kv_layout().groups)
+
+
 def run(start: CoreStart, socket: "zmq.Socket[bytes]", context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     """Serves for ever; raises what makes that impossible."""
     began = time.time()
@@ -128,8 +133,7 @@ def run(start: CoreStart, socket: "zmq.Socket[bytes]", context: "zmq.Context[zmq
         # Bound before the weights are loaded: a port that is taken should not cost the wait.
         publisher = EventPublisher(context, epoch, start.events_address, start.replay_address)
     runner, num_blocks = build_runner(start.config, start.runner)
-    executor: Executor = InlineExecutor(runner) if start.config.depth == 1 else ThreadExecutor(runner)
-    core = EngineCore(start.config, executor, num_blocks, epoch, start.engine_index, runner.kv_layout().groups)
+    core = build_core(start.config, runner, num_blocks, epoch, start.engine_index)
     loop = CoreLoop(core, socket, publisher)
     ready = CoreReady(epoch, start.config.model.max_model_len, num_blocks, time.time() - began)
     socket.send(messages.encode(ready))

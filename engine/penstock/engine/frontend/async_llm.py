@@ -5,6 +5,7 @@ import itertools
 import logging
 import random
 import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum
@@ -13,18 +14,23 @@ from typing import Protocol
 import msgspec
 
 from penstock.api.load_report import LoadReport
-from penstock.engine.config import ModelConfig
-from penstock.engine.core.client import CoreError
+from penstock.engine import sampling
+from penstock.engine.args import EngineArgs
+from penstock.engine.config import EngineConfig, ModelConfig
+from penstock.engine.core.client import CoreClient, CoreError
+from penstock.engine.core.inproc import InprocClient
 from penstock.engine.frontend.detokenizer import Detokenizer
 from penstock.engine.frontend.egress import Egress
-from penstock.engine.frontend.errors import unavailable
+from penstock.engine.frontend.errors import ApiError, unavailable
 from penstock.engine.frontend.generation import Choice, Generation, PromptLogprob
 from penstock.engine.frontend.metrics import EngineMetrics
+from penstock.engine.frontend.params import SamplingParams
 from penstock.engine.frontend.progress import Progress
+from penstock.engine.frontend.prompts import Message, Prompt, Tokens, load_processor, python_spec, tokenize, tokenize_chat
+from penstock.engine.frontend.request_output import OutputBuilder, RequestOutput, python_error
 from penstock.engine.frontend.spec import GenerationSpec
 from penstock.engine.frontend.vocabulary import Vocabulary
 from penstock.engine.messages import AddRequest, CoreReady, CoreStats, StepOutputs
-from penstock.engine.sampling import SamplingParams
 from penstock.prompt.processor import PromptProcessor
 
 log = logging.getLogger(__name__)
@@ -76,6 +82,28 @@ class AsyncLLM:
         self._abort_wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
+    @staticmethod
+    def from_args(args: EngineArgs, in_process: bool = False) -> "AsyncLLM":
+        """An engine to be started; `ConfigError` for a model that cannot be served. See `from_config`."""
+        return AsyncLLM.from_config(args.config(), in_process)
+
+    @staticmethod
+    def from_config(config: EngineConfig, in_process: bool = False) -> "AsyncLLM":
+        """An engine to be started, with its core in a process of its own or in this one."""
+        core = InprocClient(config) if in_process else CoreClient(config)
+        return AsyncLLM(core, config.model, load_processor(config), config.seed)
+
+    async def __aenter__(self) -> "AsyncLLM":
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def start(self) -> None:
         """Starts the core and returns when it has made its first forward pass; raises `CoreError` when it cannot."""
         ready = await self._core.start()
@@ -121,6 +149,56 @@ class AsyncLLM:
         if self.state is State.FAILED:
             raise unavailable(f"the engine has failed: {self._failure}", "engine_dead")
 
+    def chat_prompt(self, messages: Sequence[Message]) -> Tokens:
+        """What `generate` takes for a conversation, by the model's chat template; `ValueError` says what is wrong with it."""
+        return tokenize_chat(messages, self.processor)
+
+    async def generate(
+        self,
+        prompt: Prompt | Tokens,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Answers one prompt: an output whenever there is something new, of the kind that the parameters say. Leaving the loop or
+        cancelling its task ends the request.
+
+        Args:
+            prompt: Text or token ids.
+            sampling_params: None: the defaults.
+            request_id: Its name in events and logs; None: a new one.
+            priority: As over HTTP.
+            cache_salt: As over HTTP.
+
+        Raises:
+            ValueError: The prompt or a parameter cannot be served.
+            RequestFailed: The engine is not running, or failed the request.
+        """
+        params = sampling_params or SamplingParams()
+        request_id = request_id or uuid.uuid4().hex
+        tokens = prompt if isinstance(prompt, Tokens) else tokenize(prompt, self.processor)
+        spec = python_spec(
+            tokens,
+            params,
+            self.model,
+            self.processor,
+            seed=self.draw_seed(),
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        try:
+            async with self.running(spec) as generation:
+                builder = OutputBuilder(request_id, *tokens, params.output_kind, generation, self.vocabulary)
+                while not generation.finished:
+                    await generation.changed()
+                    if (output := builder.take()) is not None:
+                        yield output
+        except ApiError as error:
+            raise python_error(error) from None
+
     @asynccontextmanager
     async def running(self, spec: GenerationSpec) -> AsyncIterator[Generation]:
         """Runs a request; leaving the context ends whatever of it still runs, as when the client has gone."""
@@ -140,7 +218,7 @@ class AsyncLLM:
     def _make(self, spec: GenerationSpec) -> tuple[Generation, list[AddRequest]]:
         choices: list[Choice] = []
         adds: list[AddRequest] = []
-        for prompt, sampling in zip(spec.prompts, spec.sampling, strict=True):
+        for prompt, params in zip(spec.prompts, spec.sampling, strict=True):
             scores: list[PromptLogprob | None] = [None] * len(prompt)
             for k in range(spec.n):
                 index = next(self._numbers)
@@ -152,9 +230,9 @@ class AsyncLLM:
                         detokenizer=Detokenizer(self.processor.tokenizer, self.vocabulary.special_ids, prompt),
                         stops=spec.stops,
                         stop_token_ids=spec.client_stop_token_ids,
-                        num_logprobs=sampling.logprobs,
-                        min_tokens=sampling.min_tokens,
-                        prompt_logprobs=scores if sampling.prompt_logprobs is not None else None,
+                        num_logprobs=params.logprobs,
+                        min_tokens=params.min_tokens,
+                        prompt_logprobs=scores if params.prompt_logprobs is not None else None,
                     )
                 )
                 adds.append(
@@ -162,7 +240,7 @@ class AsyncLLM:
                         index=index,
                         request_id=spec.request_id,
                         prompt_token_ids=prompt,
-                        sampling=_of_choice(sampling, k),
+                        sampling=_of_choice(params, k),
                         arrival_time=spec.arrival,
                         priority=spec.priority,
                         cache_salt=spec.cache_salt,
@@ -207,7 +285,7 @@ class AsyncLLM:
         self.failed.set()
 
 
-def _of_choice(sampling: SamplingParams, k: int) -> SamplingParams:
+def _of_choice(params: sampling.SamplingParams, k: int) -> sampling.SamplingParams:
     """Each choice draws its own numbers; the prompt is scored for the first one alone."""
-    prompt_logprobs = sampling.prompt_logprobs if k == 0 else None
-    return msgspec.structs.replace(sampling, seed=(sampling.seed + k) % 2**63, prompt_logprobs=prompt_logprobs)
+    prompt_logprobs = params.prompt_logprobs if k == 0 else None
+    return msgspec.structs.replace(params, seed=(params.seed + k) % 2**63, prompt_logprobs=prompt_logprobs)

@@ -102,6 +102,11 @@ class Choice:
         self._last_taken = False
 
     @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or the client's stop token that ended it."""
+        return self._stop_reason
+
+    @property
     def characters(self) -> int:
         """Length of the text decoded so far, held back or not."""
         return self._characters

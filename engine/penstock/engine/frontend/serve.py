@@ -13,10 +13,8 @@ from aiohttp import web
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.client import CoreClient
 from penstock.engine.frontend.async_llm import AsyncLLM, State
+from penstock.engine.frontend.prompts import load_processor
 from penstock.engine.frontend.server import ApiServer
-from penstock.prompt.bundle import PromptBundle
-from penstock.prompt.errors import BundleError
-from penstock.prompt.processor import PromptProcessor
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +48,7 @@ async def serve(config: ServeConfig) -> int:
         replay_address=f"tcp://{host}:{config.replay_port}",
     )
     try:
-        llm = AsyncLLM(core, config.engine.model, _processor(config.engine), config.engine.seed)
+        llm = AsyncLLM(core, config.engine.model, load_processor(config.engine), config.engine.seed)
         server = ApiServer(llm)
         runner = server.runner(_LAST_WORDS_S)
         await runner.setup()
@@ -110,20 +108,6 @@ class _Signals:
 
     def _interrupt(self) -> None:
         (self.now if self.stop.is_set() else self.stop).set()
-
-
-def _processor(engine: EngineConfig) -> PromptProcessor:
-    try:
-        bundle = PromptBundle.from_checkpoint(
-            engine.model.path,
-            served_names=engine.model.served_names,
-            block_size=engine.cache.block_size,
-            hash_seed=engine.cache.hash_seed,
-            max_model_len=engine.model.max_model_len,
-        )
-        return PromptProcessor(bundle)
-    except BundleError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _zmq_host(host: str) -> str:

@@ -1,0 +1,48 @@
+"""The engine. `LLM` runs a model in a script, `AsyncLLM` in an asyncio program; `penstock serve` puts HTTP before the same.
+
+What is named here is loaded when it is first used: `penstock --help` imports this package too.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.engine.args import EngineArgs
+    from penstock.engine.config import ConfigError
+    from penstock.engine.core.client import CoreError
+    from penstock.engine.frontend.async_llm import AsyncLLM
+    from penstock.engine.frontend.offline import LLM
+    from penstock.engine.frontend.params import SamplingParams
+    from penstock.engine.frontend.request_output import CompletionOutput, Logprob, RequestFailed, RequestOutput
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "ConfigError",
+    "CoreError",
+    "EngineArgs",
+    "Logprob",
+    "RequestFailed",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+_MODULES = {
+    "LLM": "frontend.offline",
+    "AsyncLLM": "frontend.async_llm",
+    "CompletionOutput": "frontend.request_output",
+    "ConfigError": "config",
+    "CoreError": "core.client",
+    "EngineArgs": "args",
+    "Logprob": "frontend.request_output",
+    "RequestFailed": "frontend.request_output",
+    "RequestOutput": "frontend.request_output",
+    "SamplingParams": "frontend.params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

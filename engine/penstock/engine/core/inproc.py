@@ -1,0 +1,93 @@
+"""The core in the caller's process: the same client without a process, a socket or a message in bytes."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.core.calls import Calls
+from penstock.engine.core.client import MODEL_RUNNER, CoreError
+from penstock.engine.core.core import EngineCore
+from penstock.engine.core.process import REPORT_INTERVAL_S, build_core, build_runner
+from penstock.engine.messages import AbortRequests, AddRequest, Command, Control, CoreReady, CoreStats, StepOutputs
+
+
+class InprocClient:
+    """What `CoreClient` is, with the step loop turned by whoever consumes `outputs`: each step blocks the event loop.
+
+    Args:
+        config: The engine's configuration.
+        runner: `module:Class` of the model runner.
+    """
+
+    def __init__(self, config: EngineConfig, *, runner: str = MODEL_RUNNER) -> None:
+        self._config = config
+        self._runner = runner
+        self._core: EngineCore | None = None
+        self._calls = Calls()
+        self._wake = asyncio.Event()
+        self._failure = "the engine core has not been started"
+
+    async def start(self) -> CoreReady:
+        """Loads the model and makes the first forward pass; raises `ConfigError` where it cannot be served."""
+        began = time.time()
+        runner, num_blocks = build_runner(self._config, self._runner)
+        epoch = int(began * 1000)
+        self._core = build_core(self._config, runner, num_blocks, epoch)
+        return CoreReady(epoch, self._config.model.max_model_len, num_blocks, time.time() - began)
+
+    async def add(self, request: AddRequest) -> None:
+        """Hands over one request; raises `CoreError` when the core has failed."""
+        self._running().handle(request)
+        self._wake.set()
+
+    async def abort(self, indexes: Sequence[int]) -> None:
+        """Ends requests; unknown and finished ones are ignored."""
+        if self._core is not None:
+            self._core.handle(AbortRequests(list(indexes)))
+            self._wake.set()
+
+    async def call(self, command: Command) -> Any:
+        """As `CoreClient.call`."""
+        core = self._running()
+        with self._calls.opened() as (call_id, done):
+            core.handle(Control(call_id, command))
+            self._wake.set()
+            return await done
+
+    async def outputs(self) -> AsyncIterator[StepOutputs | CoreStats]:
+        """Turns the loop: what the core says, without end; raises `CoreError` when it fails."""
+        core, reported = self._running(), 0.0
+        while True:
+            try:
+                step = core.step()
+            except Exception as error:
+                self._core, self._failure = None, f"{type(error).__name__}: {error}"
+                self._calls.fail(CoreError(self._failure))
+                raise CoreError(self._failure) from error
+            if step is not None:
+                yield step
+            for reply in core.take_replies():
+                self._calls.settle(reply)
+            core.take_events()  # nobody can subscribe to them
+            if not core.has_work or time.monotonic() - reported >= REPORT_INTERVAL_S:
+                reported = time.monotonic()
+                yield core.stats()
+            if core.has_work:
+                await asyncio.sleep(0)
+            else:
+                await self._wake.wait()
+            self._wake.clear()
+
+    async def close(self) -> None:
+        """Releases the model; safe to call twice."""
+        if self._core is not None:
+            self._core.close()
+        self._core = None
+        self._failure = "the engine core has been closed"
+
+    def _running(self) -> EngineCore:
+        if self._core is None:
+            raise CoreError(self._failure)
+        return self._core
