@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.engine.config import CacheConfig, DType, EngineConfig, SchedulerConfig
+from penstock.engine.config import CacheConfig, DType, EngineConfig, LogprobsMode, SchedulerConfig
 
 
 class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +26,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     hash_seed: str = "penstock"
     seed: int = 0
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
     def config(self) -> EngineConfig:
         """The typed tree that they are a view of; reads the checkpoint's configuration.
@@ -51,4 +52,5 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
             ),
             seed=self.seed,
+            logprobs_mode=self.logprobs_mode,
         )

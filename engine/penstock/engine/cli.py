@@ -88,6 +88,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse the KV of equal prefixes")
     add("--hash-seed", default="penstock", help="names the hash space of KV blocks; equal in all replicas of a model")
     add("--seed", type=_count, default=0, help="of the seeds drawn for requests that bring none")
+    modes = ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+    add("--logprobs-mode", choices=modes, default=modes[0], help="what logprobs are: before or after masks, temperature, filters")
 
 
 def _integer(text: str, least: int, most: int | None = None) -> int:

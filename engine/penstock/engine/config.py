@@ -6,6 +6,9 @@ from typing import Literal
 import msgspec
 
 DType = Literal["bfloat16", "float16", "float32"]
+LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+"""What is reported as a token's logprob: its log probability or its logit, as the model gave it or as it was sampled from, after
+masks, penalties, temperature and filters."""
 
 
 class ConfigError(ValueError):
@@ -63,6 +66,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     """OpenMP threads of the core; more than one pays only on cores that nobody else uses."""
     seed: int = 0
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
     @property
     def max_in_flight(self) -> int:

@@ -247,7 +247,7 @@ def test_draws_follow_the_adjusted_distribution(fields):
     found = rows.adjust(logits.expand(draws, -1), [0] * draws)
     table = SamplingTable(1)
     table.admit(0, params)
-    tokens = sample(found, table.batch(np.zeros(draws, np.int32), np.arange(draws, dtype=np.int32)))
+    tokens = sample(found, table.batch(np.zeros(draws, np.int32), np.arange(draws, dtype=np.int32))).token_ids
     expected = by_definition(logits.tolist(), prompt, output, params)
     if params.top_k:
         expected[np.argsort(-expected)[params.top_k :]] = -INF

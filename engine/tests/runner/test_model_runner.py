@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from threading import Thread, get_ident
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -199,10 +200,58 @@ def test_a_request_with_logits_that_are_not_finite_fails_alone(loaded, driver, m
     work.insert(1, (play.admit(prompt(1, 9)), 9))
     result = play.step(work)
     assert result.failed == {
-        0: "the model's logits are not finite (1 NaN and 0 infinite of 257)",
-        2: "the model's logits are not finite (0 NaN and 1 infinite of 257)",
+        0: "the model's logits are not finite (1 NaN and 0 infinite of 257); the first values that are not: lm_head",
+        2: "the model's logits are not finite (0 NaN and 1 infinite of 257); the first values that are not: lm_head",
     }
     assert (result.counts.tolist(), [result.token_ids[1].tolist()]) == ([0, 1, 0], expected)
+
+
+PARTS = {
+    "embed_tokens": lambda model: model.embed_tokens.weight[7],
+    "layers.0.self_attn.qkv_proj": lambda model: model.layers[0]._norms[0].weight,
+    "layers.1.self_attn.qkv_proj": lambda model: model.layers[1]._norms[0].weight,
+    "layers.1": lambda model: model.layers[1]._norms[1].weight,
+    "norm": lambda model: model.norm.weight,
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_first_part_with_values_that_are_not_finite_is_named(checkpoint, build_runner, driver, part):
+    runner = build_runner(checkpoint("qwen3"))
+    play = driver(runner)
+    target = PARTS[part](runner.model)
+    target.fill_(float("nan"))
+    result = play.step([(play.admit([1, 7, 2]), 3), (play.admit([1, 2, 3]), 3)])
+    assert sorted(result.failed) == ([0] if part == "embed_tokens" else [0, 1])
+    assert all(message.endswith(f"; the first values that are not: {part}") for message in result.failed.values())
+
+
+def test_a_cache_that_is_not_finite_is_named_by_the_layer_that_reads_it(loaded, driver):
+    runner = loaded("llama")
+    play = driver(runner, poison=False)
+    sequence, other = play.admit(prompt(1, 20)), play.admit(prompt(2, 20))
+    play.step([(sequence, 19), (other, 19)])
+    runner.kv_caches[1][sequence.blocks[0], 1, 0, 3] = float("nan")
+    result = play.step([(sequence, 1), (other, 1)])
+    assert list(result.failed) == [0] and result.failed[0].endswith(": layers.1.self_attn")
+
+
+def test_what_does_not_happen_again_is_said_to_be_so(loaded, driver, monkeypatch):
+    runner, calls = loaded("llama"), []
+    play, compute = driver(runner), runner.model.compute_logits
+    monkeypatch.setattr(
+        runner.model, "compute_logits", lambda hidden: compute(hidden) * (1.0 if calls or calls.append(1) else float("nan"))
+    )
+    result = play.step([(play.admit(prompt(1, 9)), 9)])
+    assert result.failed[0].endswith(": nothing when the step was run again")
+
+
+def test_parts_are_looked_at_in_failing_steps_alone(loaded, driver, monkeypatch):
+    runner, calls = loaded("llama"), []
+    play, states = driver(runner), runner.model.states
+    monkeypatch.setattr(runner.model, "states", lambda *arguments: calls.append(len(arguments[0])) or states(*arguments))
+    play.generate(play.admit(prompt(1, 7)), 2)
+    assert calls == [7, 1]
 
 
 def test_a_request_with_unknown_tokens_fails_alone(loaded, driver):
@@ -267,6 +316,42 @@ def test_a_prompt_with_logits_that_are_not_finite_fails_alone(loaded, driver, mo
     asks = SamplingParams(max_tokens=5, temperature=0.0, prompt_logprobs=1)
     result = play.step([(play.admit(prompt(1, 9)), 9), (play.admit(prompt(2, 9), asks), 9)])
     assert list(result.failed) == [1] and result.counts.tolist() == [1, 0]
+
+
+@pytest.mark.req("LP-02", "LP-06")
+def test_logprobs_are_of_what_the_mode_says(loaded, driver, monkeypatch):
+    """Of a row with temperature 0.5 and top-k 5, beside a greedy one with a bias."""
+    runner = loaded("llama")
+    asks = [
+        SamplingParams(max_tokens=5, temperature=0.5, top_k=5, seed=4, logprobs=VOCAB),
+        SamplingParams(max_tokens=5, temperature=0.0, logit_bias=((9, 50.0),), logprobs=VOCAB, prompt_logprobs=VOCAB),
+    ]
+
+    def run(mode: str) -> tuple[list[torch.Tensor], np.ndarray, object]:
+        monkeypatch.setattr(runner, "config", msgspec.structs.replace(runner.config, logprobs_mode=mode))
+        play = driver(runner)
+        result = play.step([(play.admit(prompt(1, 12), params), 12) for params in asks])
+        found = [torch.empty(VOCAB, dtype=torch.float64) for _ in asks]
+        for row, values in enumerate(found):
+            values[result.logprobs.top_ids[row]] = torch.from_numpy(result.logprobs.top_logprobs[row]).double()
+            assert result.logprobs.sampled[row] == values[result.token_ids[row, 0]].float()
+        return found, result.token_ids, result.prompt_logprobs
+
+    (raw, greedy_raw), tokens, prompt_logits = run("raw_logits")
+    assert torch.equal(raw, greedy_raw) and not torch.allclose(raw.exp().sum(), torch.tensor(1.0).double())
+    scaled, kept = raw / 0.5, raw.topk(5).indices
+    processed = torch.full_like(raw, float("-inf")).index_copy(0, kept, scaled[kept])
+    biased = raw.index_add(0, torch.tensor([9]), torch.tensor([50.0]).double())
+    for mode, expected in {
+        "raw_logprobs": (raw.log_softmax(0), raw.log_softmax(0)),
+        "processed_logits": (processed, biased),
+        "processed_logprobs": (processed.log_softmax(0), biased.log_softmax(0)),
+    }.items():
+        found, again, prompts = run(mode)
+        assert np.array_equal(tokens, again)
+        for ours, due in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, due, rtol=1e-5, atol=2e-5)
+        assert np.array_equal(prompts.top_logprobs, prompt_logits.top_logprobs) == mode.endswith("logits")
 
 
 @pytest.mark.req("LP-03", "LP-04")

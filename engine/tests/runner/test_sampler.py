@@ -25,7 +25,7 @@ def draw(logits: torch.Tensor, params: list[SamplingParams], positions: list[int
     for row, each in enumerate(params):
         table.admit(row, each)
     batch = table.batch(np.arange(len(params), dtype=np.int32), np.array(positions, np.int32))
-    return sample(logits, batch).tolist()
+    return sample(logits, batch).token_ids.tolist()
 
 
 def frequencies(params: SamplingParams, draws: int = DRAWS) -> np.ndarray:
@@ -33,7 +33,7 @@ def frequencies(params: SamplingParams, draws: int = DRAWS) -> np.ndarray:
     table = SamplingTable(1)
     table.admit(0, params)
     batch = table.batch(np.zeros(draws, np.int32), np.arange(draws, dtype=np.int32))
-    return np.bincount(sample(LOGITS.expand(draws, -1), batch).numpy(), minlength=len(LOGITS))
+    return np.bincount(sample(LOGITS.expand(draws, -1), batch).token_ids.numpy(), minlength=len(LOGITS))
 
 
 def chi_square_accepts(counts: np.ndarray, expected: np.ndarray) -> bool:

@@ -10,7 +10,7 @@ import torch
 from penstock.engine.attention.context import ForwardContext
 from penstock.engine.cache.layout import KVLayer, KVLayout, kv_layout
 from penstock.engine.config import EngineConfig
-from penstock.engine.core.plan import Admission, SampledLogprobs, SampleInputs, StepPlan, StepResult, empty
+from penstock.engine.core.plan import Admission, SampleInputs, StepPlan, StepResult, empty
 from penstock.engine.loading.checkpoint import read_json
 from penstock.engine.loading.safetensors import load_weights
 from penstock.engine.models.build import Build
@@ -18,12 +18,10 @@ from penstock.engine.models.config import parse_decoder_config
 from penstock.engine.models.layers.linear_method import linear_method
 from penstock.engine.models.layers.shard import Shard
 from penstock.engine.models.registry import model_class
+from penstock.engine.runner.choose import choose
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
+from penstock.engine.runner.not_finite import name_first_part
 from penstock.engine.runner.prompt_logprobs import PromptScores, score_prompts
-from penstock.engine.runner.sampler.adjustments import describe_nothing_left
-from penstock.engine.runner.sampler.logprobs import gather_logprobs
-from penstock.engine.runner.sampler.params import NO_LOGPROBS, SamplingBatch
-from penstock.engine.runner.sampler.sampler import describe_not_finite, sample
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.ops import ops_for
 
@@ -37,6 +35,7 @@ class ExecuteState(NamedTuple):
 
     plan: StepPlan
     inputs: StepInputs
+    ctx: ForwardContext
     logits: torch.Tensor
     """[m, vocab], float32."""
     prompts: PromptScores
@@ -131,14 +130,15 @@ class ModelRunner:
         self._limit_threads()
         inputs = self._batch.apply(plan)
         logits, prompts = torch.empty(0, self.decoder_config.vocab_size), PromptScores()
+        ctx = ForwardContext(self._ops, self.kv_caches, [inputs.groups[number] for number in self._layer_groups])
         if len(plan.rows):
-            ctx = ForwardContext(self._ops, self.kv_caches, [inputs.groups[number] for number in self._layer_groups])
             hidden = self.model.forward(inputs.input_ids, inputs.positions, ctx)
             if len(inputs.sampled_rows):
                 logits = self.model.compute_logits(hidden[inputs.logits_indices])
             if prompt_rows := self._batch.prompt_rows(plan, inputs):
-                prompts = score_prompts(self.model.compute_logits, hidden, prompt_rows)
-        self._state = ExecuteState(plan, inputs, logits, prompts)
+                raw = self.config.logprobs_mode.endswith("logits")
+                prompts = score_prompts(self.model.compute_logits, hidden, prompt_rows, normalised=not raw)
+        self._state = ExecuteState(plan, inputs, ctx, logits, prompts)
 
     @torch.inference_mode()
     def sample(self, inputs: SampleInputs) -> StepResult:
@@ -150,24 +150,16 @@ class ModelRunner:
         if self._state is None or self._state.plan.step_id != inputs.step_id:
             waiting = "none" if self._state is None else f"step {self._state.plan.step_id}"
             raise RuntimeError(f"sampling step {inputs.step_id}: {waiting} waits for it")
-        (plan, step, logits, prompts), self._state = self._state, None
-        token_ids = np.full((len(plan.rows), 1), -1, np.int32)
-        failed = self._batch.refused(plan) | prompts.failed
-        logprobs = None
+        (plan, step, ctx, logits, prompts), self._state = self._state, None
+        token_ids, counts = np.full((len(plan.rows), 1), -1, np.int32), plan.samples.astype(np.int32)
+        failed, not_finite, logprobs = self._batch.refused(plan), prompts.not_finite, None
         if len(step.sampled_rows):
-            not_finite = describe_not_finite(logits)
-            # Their own tokens count for nothing; zeros keep them from disturbing what is computed over all rows.
-            logits[list(not_finite)] = 0.0
-            params = self._batch.sampling_batch(plan, step)
-            adjusted = self._batch.adjustments.apply(logits, self._batch.logits_rows(plan, step))
-            nothing_left = describe_nothing_left(adjusted) if adjusted is not logits else {}
-            adjusted[list(nothing_left)] = 0.0
-            failed |= {int(step.sampled_rows[row]): message for row, message in (nothing_left | not_finite).items()}
-            tokens = sample(adjusted, params)
-            token_ids[step.sampled_rows, 0] = tokens.numpy()
-            self._batch.write_sampled(plan, step, token_ids[step.sampled_rows, 0])
-            logprobs = _logprobs(logits, tokens, params, step)
-        counts = plan.samples.astype(np.int32)
+            choice = choose(self._batch, plan, step, logits, self.config.logprobs_mode)
+            token_ids[step.sampled_rows, 0], logprobs = choice.token_ids, choice.logprobs
+            failed, not_finite = failed | choice.failed, not_finite | choice.not_finite
+        if not_finite:
+            parts = name_first_part(self.model, step, ctx, list(not_finite))
+            failed |= {row: f"{message}; the first values that are not: {parts[row]}" for row, message in not_finite.items()}
         counts[list(failed)] = 0
         return StepResult(plan.step_id, token_ids, counts, logprobs, failed, prompts.logprobs)
 
@@ -194,18 +186,3 @@ class ModelRunner:
             for window in config.windows
         ]
         return kv_layout(layers, self.config.cache.block_size)
-
-
-def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, params: SamplingBatch, step: StepInputs) -> SampledLogprobs | None:
-    """Of the rows that asked."""
-    asked = (params.logprobs != NO_LOGPROBS).nonzero().squeeze(-1)
-    if not asked.numel():
-        return None
-    found = gather_logprobs(logits[asked], tokens[asked], params.logprobs[asked])
-    return SampledLogprobs(
-        plan_rows=step.sampled_rows[asked.numpy()],
-        sampled=found.sampled.numpy(),
-        ranks=found.ranks.numpy().astype(np.int32),
-        top_ids=found.top_ids.numpy().astype(np.int32),
-        top_logprobs=found.top_logprobs.numpy(),
-    )

@@ -34,19 +34,22 @@ class PromptScores(NamedTuple):
     """What came of them."""
 
     logprobs: PromptLogprobs | None = None
-    failed: dict[int, str] = {}  # noqa: RUF012 (never changed)
+    not_finite: dict[int, str] = {}  # noqa: RUF012 (never changed)
     """Index into the plan's rows → what is wrong with that request's logits."""
 
 
-def score_prompts(compute_logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, rows: PromptRows) -> PromptScores:
+def score_prompts(
+    compute_logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, rows: PromptRows, normalised: bool = True
+) -> PromptScores:
     """Scores prompt tokens, a part at a time.
 
     Args:
         compute_logits: The LM head, [x, hidden] → [x, vocab] float32; a row's result does not depend on the others.
         hidden: [n, hidden]: of the step's tokens.
         rows: What to score; not empty.
+        normalised: Whether to give log probabilities, not logits.
     """
-    failed: dict[int, str] = {}
+    broken: dict[int, str] = {}
     width = int(rows.counts.max())
     parts = []
     for start in range(0, len(rows.positions), _ROWS_AT_ONCE):
@@ -54,9 +57,9 @@ def score_prompts(compute_logits: Callable[[torch.Tensor], torch.Tensor], hidden
         logits = compute_logits(hidden[torch.from_numpy(rows.hidden_indices[part])])
         not_finite = describe_not_finite(logits)
         logits[list(not_finite)] = 0.0
-        failed |= {int(rows.plan_rows[start + at]): message for at, message in not_finite.items()}
+        broken |= {int(rows.plan_rows[start + at]): message for at, message in not_finite.items()}
         token_ids = torch.from_numpy(rows.token_ids[part].astype(np.int64))
-        parts.append(gather_logprobs(logits, token_ids, torch.from_numpy(rows.counts[part]), width))
+        parts.append(gather_logprobs(logits, token_ids, torch.from_numpy(rows.counts[part]), width, normalised))
     logprobs, ranks, top_ids, top_logprobs = (torch.cat(column).numpy() for column in zip(*parts, strict=True))
     columns = PromptLogprobs(
         plan_rows=rows.plan_rows,
@@ -67,4 +70,4 @@ def score_prompts(compute_logits: Callable[[torch.Tensor], torch.Tensor], hidden
         top_ids=top_ids.astype(np.int32),
         top_logprobs=top_logprobs,
     )
-    return PromptScores(columns, failed)
+    return PromptScores(columns, broken)

@@ -3,6 +3,8 @@
 Indexed by logits row; each row's token is a function of its own logits, parameters and position.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from penstock.engine.runner.sampler.draw import draw
@@ -18,24 +20,38 @@ CANDIDATES = 256
 """The likeliest tokens, among which almost every filter ends; sorting them alone costs a fraction of sorting the vocabulary."""
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+class Sampled(NamedTuple):
+    """What came of m rows."""
+
+    token_ids: torch.Tensor
+    """[m], int64."""
+    random: torch.Tensor
+    """[k], int64: the rows that are not greedy."""
+    filtered: torch.Tensor
+    """[k, vocab], float32: what their tokens were drawn from, after temperature and filters; -inf where masked."""
+
+    def processed(self, logits: torch.Tensor) -> torch.Tensor:
+        """What each token was chosen from, [m, vocab]: of greedy rows `logits`, those that were sampled."""
+        return logits.index_copy(0, self.random, self.filtered)
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     """Chooses a token a row.
 
     Args:
         logits: [m, vocab], float32; -inf where masked, which leaves at least one token a row. Not changed.
         batch: The rows' parameters.
-
-    Returns:
-        [m], int64.
     """
     tokens = greedy(logits)
     random = (~batch.greedy).nonzero().squeeze(-1)
-    if random.numel():
-        tokens[random] = _sample_random(logits[random], batch, random)
-    return tokens
+    if not random.numel():
+        return Sampled(tokens, random, logits[:0])
+    filtered = _filter(logits[random], batch, random)
+    tokens[random] = draw(filtered, uniform(batch.seed[random], batch.position[random], Purpose.SAMPLE))
+    return Sampled(tokens, random, filtered)
 
 
-def _sample_random(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> torch.Tensor:
+def _filter(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> torch.Tensor:
     logits = apply_temperature(logits, batch.temperature[rows])
     if bool(batch.min_p[rows].any()):
         logits = apply_min_p(logits, batch.min_p[rows])
@@ -43,7 +59,7 @@ def _sample_random(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tenso
     if filtered.numel():
         of = rows[filtered]
         logits[filtered] = apply_filters(logits[filtered], batch.top_k[of], batch.top_p[of])
-    return draw(logits, uniform(batch.seed[rows], batch.position[rows], Purpose.SAMPLE))
+    return logits
 
 
 def apply_filters(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

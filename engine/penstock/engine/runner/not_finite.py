@@ -1,0 +1,69 @@
+"""Where a model's numbers first ceased to be finite. Looked for only when a request's logits are not: the step is run once more,
+part by part, over the same tokens and cache."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from penstock.engine.attention.context import ForwardContext
+from penstock.engine.models.layers.attention import Attention
+from penstock.engine.runner.input_batch import StepInputs
+from penstock.kernels.prepare_kv.reference import Rotary
+
+
+class Traceable(Protocol):
+    """A model that says what its parts compute."""
+
+    def states(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> Iterator[tuple[str, torch.Tensor]]:
+        """The name of each part and its output, [n, hidden], in the order in which they are computed."""
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] → [n, vocab]."""
+        ...
+
+
+def name_first_part(model: Traceable, inputs: StepInputs, ctx: ForwardContext, plan_rows: list[int]) -> dict[int, str]:
+    """For each of some rows of a plan, the first part of the model whose output for that row's tokens is not finite."""
+    query_start_loc = inputs.groups[0].batch.query_start_loc
+    watch = _Watch({row: slice(int(query_start_loc[row]), int(query_start_loc[row + 1])) for row in plan_rows})
+    watched = _WatchedContext(ctx.ops, ctx.kv_caches, ctx.layer_groups, watch)
+    hidden = torch.empty(0)
+    for name, hidden in model.states(inputs.input_ids, inputs.positions, watched):
+        watch.look(name, hidden)
+        if not watch.clean:
+            break
+    for row, tokens in watch.clean.items():
+        finite = bool(np.isfinite(model.compute_logits(hidden[tokens]).numpy()).all())
+        watch.found[row] = "nothing when the step was run again" if finite else "lm_head"
+    return watch.found
+
+
+@dataclass
+class _Watch:
+    clean: dict[int, slice]
+    """Rows whose numbers have all been finite so far, and their tokens."""
+    found: dict[int, str] = field(default_factory=dict)
+
+    def look(self, name: str, values: torch.Tensor) -> None:
+        """Takes in a part's output, [n, …]."""
+        finite = values.flatten(1).isfinite().all(1)
+        for row, tokens in list(self.clean.items()):
+            if not bool(finite[tokens].all()):
+                self.found[row] = name
+                del self.clean[row]
+
+
+@dataclass(frozen=True)
+class _WatchedContext(ForwardContext):
+    watch: _Watch
+
+    def attend(self, layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """See ForwardContext."""
+        self.watch.look(f"layers.{layer.index}.self_attn.qkv_proj", torch.cat((q, k, v), dim=-1))
+        out = super().attend(layer, q, k, v, rotary)
+        self.watch.look(f"layers.{layer.index}.self_attn", out)
+        return out
