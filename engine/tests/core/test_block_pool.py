@@ -27,7 +27,7 @@ def test_any_sequence_of_operations_matches_a_naive_pool(data):
     held: list[int] = []
     live: set[bytes] = set()
     for _ in range(data.draw(st.integers(0, 40))):
-        match data.draw(st.sampled_from(["take", "free", "cache", "hit"])):
+        match data.draw(st.sampled_from(["take", "free", "cache", "hit", "forget"])):
             case "take":
                 count = data.draw(st.integers(0, 4))
                 if count > len(free):
@@ -49,6 +49,10 @@ def test_any_sequence_of_operations_matches_a_naive_pool(data):
             case "cache" if uncached := [block for block in held if block not in names]:
                 block, names[uncached[0]] = uncached[0], name(data.draw(st.integers(0, 3)))
                 pool.cache(0, block, names[block])
+            case "forget":
+                forgotten = name(data.draw(st.integers(0, 3)))
+                pool.forget(forgotten)
+                names = {block: one for block, one in names.items() if one != forgotten}
             case "hit":
                 wanted = name(data.draw(st.integers(0, 3)))
                 block = pool.lookup(0, wanted)

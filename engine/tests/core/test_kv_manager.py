@@ -255,3 +255,19 @@ def test_admission_with_windows_counts_what_a_sequence_holds_at_once():
     assert kv.blocks_for(1000) == 8 and kv.longest(1000) == 1000
     assert kv.can_admit(1000, hit, reserved=10, alone=True) and not kv.can_admit(1000, hit, reserved=11, alone=True)
     assert not kv.can_admit(17, hit, reserved=14, alone=True) and kv.can_admit(16, hit, reserved=14, alone=True)
+
+
+def test_what_made_a_request_fail_is_found_by_nobody():
+    kv, prompt = make(60, HYBRID), list(range(20))
+    used_up(kv, Sequence(1, prompt))
+    failing, beside = Sequence(2, [*prompt, 9, 9, 9, 9, 9]), Sequence(3, [*prompt, 8])
+    begin(kv, failing)
+    kv.commit(failing, 24)
+    assert begin(kv, beside) == 20
+    kv.invalidate(failing)
+    kv.free(failing)
+    assert not kv.cached_hashes() and kv.lookup(Sequence(4, [*prompt, 8]), 21).num_tokens == 0
+    # Who holds blocks of it goes on with them, and they are free afterwards.
+    kv.commit(beside, 21)
+    kv.free(beside)
+    assert kv.pool.num_used == 0 and not kv.cached_hashes()

@@ -5,7 +5,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 import pytest
-from fake_runner import reference
+from fake_runner import FAILING_TOKEN, reference
 from harness import Machine, make_config, make_request, make_scheduler
 
 from penstock.engine.config import ConfigError
@@ -297,3 +297,17 @@ def test_step_ids_rise_by_one():
     machine.add(make_request(0, [1], 5))
     machine.run()
     assert all(after.step_id == before.step_id + 1 for before, after in pairwise(machine.plans))
+
+
+def test_a_request_that_fails_leaves_nothing_in_the_cache():
+    """Its first chunks gave no logits, so that nobody saw what they published."""
+    machine = Machine(make_config(budget=8))
+    machine.add(make_request(1, [*range(20), FAILING_TOKEN, 5]))
+    machine.step()
+    machine.step()
+    assert len(machine.live_hashes) == 4
+    machine.run()
+    assert machine.finished[1].reason is FinishReason.ERROR and not machine.live_hashes
+    machine.add(make_request(2, [*range(20), 5]))
+    machine.run()
+    assert machine.cached_tokens[2] == 0

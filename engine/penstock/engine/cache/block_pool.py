@@ -94,6 +94,12 @@ class BlockPool:
         if group == 0 and len(same) == 1:
             self._events.stored(block_hash)
 
+    def forget(self, block_hash: bytes) -> None:
+        """No look-up finds this content any more, in no group; whoever holds its blocks keeps them."""
+        for cached in self._cached:
+            for block in cached.get(block_hash, ())[:]:
+                self._evict(block)
+
     def cached_hashes(self) -> Sequence[bytes]:
         """Hashes that a look-up finds now."""
         return list(self._cached[0])

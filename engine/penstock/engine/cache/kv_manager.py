@@ -195,6 +195,11 @@ class KVCacheManager:
         for group in self._groups:
             group.free(request.index)
 
+    def invalidate(self, request: CachedSequence) -> None:
+        """Lets nobody else find what the request computed or found cached: its KV may be what made it fail."""
+        for block_hash in request.block_hashes:
+            self.pool.forget(block_hash)
+
     def reset(self) -> bool:
         """Forgets all cached blocks; False, and nothing done, while any request holds one."""
         return self.pool.reset()

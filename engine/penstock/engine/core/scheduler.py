@@ -308,6 +308,7 @@ class Scheduler:
         for at, error in result.failed.items():
             if live[at] and (request := self._tenancy.requests[int(flight.rows[at])]):
                 live[at] = False
+                self.kv.invalidate(request)
                 self._finish(request, FinishReason.ERROR, error=error)
         prompt_logprobs = prompt_logprob_columns(result.prompt_logprobs, live, self._tenancy.indexes[flight.rows])
         self._commit(flight, live)
