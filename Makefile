@@ -68,6 +68,10 @@ bench-scheduler: setup ## the scheduler's own time a step, at 1 to 1,024 running
 bench-engine: setup ## one engine on a CPU: tokens a second and a CPU second, beside transformers
 	@$(BIN)/python benchmarks/bench_engine.py
 
+.PHONY: bench-prefix-cache
+bench-prefix-cache: setup ## hit rate on a real trace (TRACE=…), beside a radix tree's
+	@$(BIN)/python benchmarks/bench_prefix_cache.py $(if $(TRACE),--trace $(TRACE))
+
 .PHONY: bench-gateway
 bench-gateway: setup ## what the picker adds to a request: latency and CPU, against Envoy alone
 	@$(BIN)/python benchmarks/bench_gateway.py

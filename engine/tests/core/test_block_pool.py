@@ -45,14 +45,18 @@ def test_any_sequence_of_operations_matches_a_naive_pool(data):
                 block = held.pop(data.draw(st.integers(0, len(held) - 1)))
                 pool.free([block])
                 if block not in held:
-                    free.append(block)
+                    free.insert(len(free) if block in names else 0, block)
             case "cache" if uncached := [block for block in held if block not in names]:
                 block, names[uncached[0]] = uncached[0], name(data.draw(st.integers(0, 3)))
                 pool.cache(0, block, names[block])
             case "forget":
                 forgotten = name(data.draw(st.integers(0, 3)))
                 pool.forget(forgotten)
-                names = {block: one for block, one in names.items() if one != forgotten}
+                for block in [block for block, one in names.items() if one == forgotten]:
+                    del names[block]
+                    if block in free:
+                        free.remove(block)
+                        free.insert(0, block)
             case "hit":
                 wanted = name(data.draw(st.integers(0, 3)))
                 block = pool.lookup(0, wanted)

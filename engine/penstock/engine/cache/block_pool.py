@@ -67,13 +67,15 @@ class BlockPool:
             self.ref_counts[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """One holder less for each; those without any join the eviction queue in this order."""
+        """One holder less for each; those without any join the eviction queue in this order, or its head where they hold
+        nothing that a look-up could find."""
         for block in blocks:
             if self.ref_counts[block] < 1:
                 raise ValueError(f"block {block} is freed and nobody holds it")
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
                 self.free_list[block] = None
+                self._reuse_first_if_empty(block)
 
     def lookup(self, group: int, block_hash: bytes) -> int | None:
         """A block with this content, or None."""
@@ -99,6 +101,8 @@ class BlockPool:
         for cached in self._cached:
             for block in cached.get(block_hash, ())[:]:
                 self._evict(block)
+                if self.ref_counts[block] == 0:
+                    self._reuse_first_if_empty(block)
 
     def cached_hashes(self) -> Sequence[bytes]:
         """Hashes that a look-up finds now."""
@@ -113,6 +117,11 @@ class BlockPool:
         self._names = [None] * self.num_blocks
         self._events.cleared()
         return True
+
+    def _reuse_first_if_empty(self, block: int) -> None:
+        # The end of a prompt that fills no block, say: in the queue's middle it would hold a place that content could have.
+        if self._names[block] is None:
+            self.free_list.move_to_end(block, last=False)
 
     def _evict(self, block: int) -> None:
         name = self._names[block]
