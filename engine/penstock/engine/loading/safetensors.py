@@ -16,7 +16,8 @@ from penstock.engine.models.layers.weight import Weights
 log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_HEADER_FLOATS: dict[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_FLOATS = tuple(_HEADER_FLOATS.values())
 _SHOWN = 5
 
 
@@ -69,6 +70,27 @@ def load_weights(model: Loadable, path: Path, progress: Callable[[int, int], Non
     log.info("loaded %d tensors, %.1f MB in %d files, in %.2f s", len(loaded), done / 1e6, len(files), seconds)
 
 
+def check_weights(model: Loadable, path: Path) -> None:
+    """Raises what `load_weights` would, for names, shapes and dtypes, having read the files' headers alone."""
+    wanted = model.weights()
+    found: set[str] = set()
+    unexpected: list[str] = []
+    for file in _files(path):
+        try:
+            with safetensors.safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                    if name in wanted:
+                        header = tensors.get_slice(name)
+                        dtype: str = header.get_dtype()
+                        _check(name, tuple(header.get_shape()), _HEADER_FLOATS.get(dtype) or dtype, wanted)
+                        found.add(name)
+                    elif not model.ignores(name):
+                        unexpected.append(name)
+        except safetensors.SafetensorError as error:
+            raise ConfigError(f"{file} is damaged: {error}") from error
+    _check_complete(path, sorted(wanted.keys() - found), sorted(unexpected))
+
+
 def _files(path: Path) -> list[Path]:
     """The index's files where there is one, else all."""
     if not (path / INDEX).is_file():
@@ -84,13 +106,17 @@ def _files(path: Path) -> list[Path]:
 
 
 def _load(name: str, value: torch.Tensor, wanted: Weights) -> int:
-    shape, load = wanted[name]
-    if tuple(value.shape) != shape:
-        raise ConfigError(f"tensor {name}: shape {list(value.shape)}, expected {list(shape)}")
-    if value.dtype not in _FLOATS:
-        raise ConfigError(f"tensor {name}: dtype {value.dtype} is not supported (supported: bfloat16, float16, float32)")
-    load(value)
+    _check(name, tuple(value.shape), value.dtype, wanted)
+    wanted[name].load(value)
     return value.nbytes
+
+
+def _check(name: str, shape: tuple[int, ...], dtype: torch.dtype | str, wanted: Weights) -> None:
+    expected = wanted[name].shape
+    if shape != expected:
+        raise ConfigError(f"tensor {name}: shape {list(shape)}, expected {list(expected)}")
+    if dtype not in _FLOATS:
+        raise ConfigError(f"tensor {name}: dtype {dtype} is not supported (supported: bfloat16, float16, float32)")
 
 
 def _check_complete(path: Path, missing: list[str], unexpected: list[str]) -> None:

@@ -2,23 +2,26 @@
 
 import logging
 import threading
-from typing import NamedTuple
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from penstock.engine.attention.context import ForwardContext
 from penstock.engine.cache.layout import KVLayer, KVLayout, kv_layout
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.plan import Admission, SampleInputs, StepPlan, StepResult, empty
-from penstock.engine.loading.checkpoint import read_json
-from penstock.engine.loading.safetensors import load_weights
+from penstock.engine.loading.checkpoint import read_json, resolve
+from penstock.engine.loading.safetensors import check_weights, load_weights
 from penstock.engine.models.build import Build
 from penstock.engine.models.config import parse_decoder_config
 from penstock.engine.models.layers.linear_method import linear_method
 from penstock.engine.models.layers.shard import Shard
 from penstock.engine.models.registry import model_class
 from penstock.engine.runner.choose import choose
+from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
 from penstock.engine.runner.not_finite import name_first_part
 from penstock.engine.runner.prompt_logprobs import PromptScores, score_prompts
@@ -61,18 +64,46 @@ class ModelRunner:
         """Builds the model and reads its weights; ConfigError where the checkpoint does not fit."""
         self._limit_threads()
         self._ops = ops_for(self.config.device, self._dtype)
-        build = Build(
-            ops=self._ops,
-            linear_method=linear_method(self._dtype),
-            dtype=self._dtype,
-            max_model_len=self.config.model.max_model_len,
-            shard=Shard(rank=0, world=1),
-        )
-        self.model = model_class(self.config.model.architecture)(self.decoder_config, build)
-        with torch.inference_mode():
-            load_weights(self.model, self.config.model.path)
-            self.model.finish()
+        self._linear_method = linear_method(self._dtype)
+        self.model = self._new_model()
+        self._fill(self.config.model.path)
         log.info("kernels: %s; threads: %d", self._ops.form, self.config.threads)
+
+    def sleep(self, level: int) -> None:
+        """Gives the KV cache's memory back to the system; at level 2 the model's too. Where the weights are in the host's memory
+        anyway, level 1 has nowhere to move them and leaves them there."""
+        self.kv_caches = []
+        if level == 2 and hasattr(self, "model"):
+            del self.model
+        return_free_memory()
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Allocates again what sleeps, of `messages.TAGS`: an empty KV cache; after level 2 a model with its tables (computed
+        again, which gives the same bits) and without weights."""
+        if "kv_cache" in tags:
+            self.initialize_kv_cache(self._num_blocks)
+        if "weights" in tags and not hasattr(self, "model"):
+            self.model = self._new_model()
+
+    def reload_weights(self, path: str | None) -> None:
+        """Reads the weights again: from `path`, or from where they were read last. The old ones are gone before the new ones
+        come, so that there is never memory for both.
+
+        Raises:
+            ConfigError: Another architecture, or other tensors; nothing has changed.
+        """
+        self._limit_threads()
+        folder = self._weights_path if path is None else resolve(path)
+        fresh = self._new_model()
+        try:
+            if parse_decoder_config(read_json(folder / "config.json")) != self.decoder_config:
+                raise ConfigError(f"{folder}: its config.json describes another model than the one that is served")
+            check_weights(fresh, folder)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be read: {error}") from error
+        self.model = fresh
+        return_free_memory()
+        self._fill(folder)
 
     def kv_layout(self) -> KVLayout:
         """How the layers share the cache's pages."""
@@ -84,6 +115,7 @@ class ModelRunner:
         One page holds a block of all layers of a group, so that a block is one range of bytes wherever it travels; layers see
         strided views.
         """
+        self._num_blocks = num_blocks
         layout, config = self._layout, self.decoder_config
         # numpy takes zeroed memory from the system, which hands out a page when it is first written; torch would write it all.
         memory = torch.from_numpy(np.zeros(num_blocks * layout.page_bytes, np.uint8))
@@ -168,6 +200,23 @@ class ModelRunner:
         if self._thread != threading.get_ident():
             torch.set_num_threads(self.config.threads)
             self._thread = threading.get_ident()
+
+    def _new_model(self) -> Any:
+        """Without weights: their memory is the system's until they are written."""
+        build = Build(
+            ops=self._ops,
+            linear_method=self._linear_method,
+            dtype=self._dtype,
+            max_model_len=self.config.model.max_model_len,
+            shard=Shard(rank=0, world=1),
+        )
+        return model_class(self.config.model.architecture)(self.decoder_config, build)
+
+    def _fill(self, path: Path) -> None:
+        with torch.inference_mode():
+            load_weights(self.model, path)
+            self.model.finish()
+        self._weights_path = path
 
     def _new_batch(self) -> InputBatch:
         scheduler, model = self.config.scheduler, self.config.model
