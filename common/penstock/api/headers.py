@@ -27,6 +27,9 @@ REASON: Final = "x-penstock-reason"
 REQUEST_ID: Final = "x-request-id"
 TENANT: Final = "x-penstock-tenant"
 """Set by the gateway from the client's credentials; removed from what clients send."""
+TIMEOUT: Final = "x-penstock-timeout-ms"
+"""Request header: milliseconds after its arrival at the engine at which the client gives up. A request that has not run by then
+ends with a retriable 503, one that runs with 504."""
 
 # --- ORCA load reports ---
 LOAD_FORMAT: Final = "endpoint-load-metrics-format"

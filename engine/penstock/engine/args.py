@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.engine.config import CacheConfig, DType, EngineConfig, LogprobsMode, SchedulerConfig
+from penstock.engine.config import CacheConfig, DType, EngineConfig, LogprobsMode, SchedulerConfig, SchedulingPolicy
 
 
 class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +20,11 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     long_prefill_token_threshold: int = 0
+    enable_chunked_prefill: bool = True
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    max_num_waiting: int = 1024
+    watermark: float = 0.01
+    tenant_weights: dict[str, float] = {}
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
@@ -50,6 +55,11 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
+                enable_chunked_prefill=self.enable_chunked_prefill,
+                policy=self.scheduling_policy,
+                max_num_waiting=self.max_num_waiting,
+                watermark=self.watermark,
+                tenant_weights=self.tenant_weights,
             ),
             seed=self.seed,
             logprobs_mode=self.logprobs_mode,

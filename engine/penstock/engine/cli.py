@@ -82,6 +82,26 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-num-seqs", type=_positive, default=256, help="sequences in a step at most")
     add("--max-num-batched-tokens", type=_positive, default=2048, help="tokens in a step at most")
     add("--long-prefill-token-threshold", type=_count, default=0, help="prompt tokens of one request in a step; 0: no cap")
+    add("--enable-chunked-prefill", action=argparse.BooleanOptionalAction, default=True, help="compute prompts in chunks")
+    add(
+        "--scheduling-policy",
+        choices=["fcfs", "priority"],
+        default="fcfs",
+        help="by arrival, or by priority first",
+    )
+    add(
+        "--max-num-waiting",
+        type=_count,
+        default=1024,
+        help="sequences in the queue at most",
+    )
+    add(
+        "--watermark",
+        type=_share,
+        default=0.01,
+        help="share of the KV blocks that admission leaves free",
+    )
+    add("--tenant-weights", type=_weights, default={}, metavar="NAME=WEIGHT,…", help="shares of tenants' service; others have 1")
     add("--block-size", type=_positive, default=16, help="tokens in a KV block")
     add("--num-gpu-blocks-override", type=_positive, help="KV blocks (None: from memory)")
     add("--kv-cache-memory-bytes", type=_positive, help="memory for the KV cache (None: 10 %% of the machine's)")
@@ -122,3 +142,26 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 on")
     return seconds
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to below 1")
+    return share
+
+
+def _weights(text: str) -> dict[str, float]:
+    weights: dict[str, float] = {}
+    for item in text.split(","):
+        tenant, _, number = item.rpartition("=")
+        try:
+            weights[tenant] = float(number)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{item!r} is not NAME=WEIGHT") from None
+        if not tenant or not 0 < weights[tenant] < float("inf"):
+            raise argparse.ArgumentTypeError(f"{item!r} is not NAME=WEIGHT with a weight above 0")
+    return weights

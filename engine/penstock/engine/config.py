@@ -9,6 +9,7 @@ DType = Literal["bfloat16", "float16", "float32"]
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 """What is reported as a token's logprob: its log probability or its logit, as the model gave it or as it was sampled from, after
 masks, penalties, temperature and filters."""
+SchedulingPolicy = Literal["fcfs", "priority"]
 
 
 class ConfigError(ValueError):
@@ -44,14 +45,20 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a step."""
 
+    policy: SchedulingPolicy = "fcfs"
+    """Who is served first among a tenant's requests: by arrival alone, or by `priority` and then arrival."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     long_prefill_token_threshold: int = 0
     """Prompt tokens of one request in a step at most; 0: no cap."""
+    enable_chunked_prefill: bool = True
+    """Off: a prompt is computed in one step or not yet."""
     max_num_waiting: int = 1024
     """Requests in the queue beyond which new ones are refused with 503."""
     watermark: float = 0.01
     """Share of the blocks kept free when a request is admitted, so that running ones can grow before any is preempted."""
+    tenant_weights: dict[str, float] = {}
+    """Shares of tenants in comparison with the others; 1 for those that are not named."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,9 @@ class FinishReason(IntEnum):
     LENGTH = 1
     ABORT = 2
     ERROR = 3
+    IGNORED = 4
+    """It could never run, since its prompt fills the context; to clients that is an output of no tokens cut by its length."""
+    REPETITION = 5
 
 
 FINISH_REASONS = {
@@ -29,6 +32,8 @@ FINISH_REASONS = {
     FinishReason.LENGTH: "length",
     FinishReason.ABORT: "abort",
     FinishReason.ERROR: "error",
+    FinishReason.IGNORED: "length",
+    FinishReason.REPETITION: "repetition",
 }
 
 
@@ -64,6 +69,21 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     priority: int = 0
     """Smaller is served first; ties by arrival."""
     cache_salt: str | None = None
+    tenant: str = ""
+    """Among whom service is shared fairly; requests that name none are one tenant together."""
+    deadline: float | None = None
+    """Unix time in seconds at which the answer is of no use any more."""
+    input_complete: bool = True
+    """False: more of the prompt comes with `ExtendPrompt`; until its last part is here the request waits."""
+
+
+class ExtendPrompt(msgspec.Struct, frozen=True, tag="extend_prompt"):
+    """More of a prompt that is still arriving; of no effect where the request has ended."""
+
+    index: int
+    token_ids: list[int]
+    last: bool
+    """The prompt is complete now."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -135,7 +155,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     command: Command
 
 
-CoreInput = AddRequest | AbortRequests | Control
+CoreInput = AddRequest | ExtendPrompt | AbortRequests | Control
 
 
 # --- core → frontend ---
@@ -166,8 +186,17 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
     """Unix time in seconds; queue time ends here."""
 
 
-QUEUE_FULL = "the queue is full"
-"""`Finished.error` of a request that the core refused at once because `max_num_waiting` others wait: retriable elsewhere."""
+QUEUE_FULL = "queue_full"
+"""`Finished.code` of a request that the core refused at once because `max_num_waiting` others wait."""
+
+TENANT_QUEUE_FULL = "tenant_queue_full"
+"""Of one that was refused, or sent away before it ran, because the queue is full and its tenant has the most in it."""
+
+QUEUE_TIMEOUT = "queue_timeout"
+"""Of one that had not run when its deadline came."""
+
+REQUEST_TIMEOUT = "request_timeout"
+"""Of one that had begun to run by then."""
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):

@@ -7,6 +7,18 @@ GREEDY_TEMPERATURE = 1e-5
 
 MAX_BAD_WORD_TOKENS = 32
 
+MAX_REPETITION_PATTERN = 64
+
+
+class RepetitionDetection(msgspec.Struct, frozen=True, array_like=True):
+    """Ends an output that repeats itself: where a pattern of so many tokens stands so many times in a row at its end."""
+
+    max_pattern_size: int
+    """Tokens, `MAX_REPETITION_PATTERN` at most."""
+    min_count: int
+    """Times in a row, at least 2."""
+    min_pattern_size: int = 1
+
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Validated by the frontend; the core and the runner trust it."""
@@ -42,6 +54,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: int | None = None
     """Number of top alternatives to report with each token of the prompt but the first; None: no logprobs, and the prefix cache
     may supply the prompt."""
+    repetition_detection: RepetitionDetection | None = None
+    """None: the output may repeat itself."""
 
     @property
     def greedy(self) -> bool:

@@ -11,12 +11,12 @@ from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, Req
 from penstock.engine.cache.block_pool import NULL_BLOCK
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.cache.layout import KVGroup, full_attention
-from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SchedulingPolicy
 from penstock.engine.core.outputs import RequestOutputs
 from penstock.engine.core.plan import SampleInputs, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.messages import AddRequest, Finished, LifecycleEvent
-from penstock.engine.sampling import SamplingParams
+from penstock.engine.sampling import RepetitionDetection, SamplingParams
 from penstock.prompt.hashing import BlockHasher
 
 
@@ -32,6 +32,9 @@ def make_config(
     watermark: float = 0.0,
     max_num_waiting: int = 1000,
     depth: int = 1,
+    policy: SchedulingPolicy = "fcfs",
+    chunked: bool = True,
+    weights: dict[str, float] | None = None,
 ) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(
@@ -44,6 +47,9 @@ def make_config(
         ),
         cache=CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=caching),
         scheduler=SchedulerConfig(
+            policy=policy,
+            enable_chunked_prefill=chunked,
+            tenant_weights=weights or {},
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=threshold,
@@ -67,10 +73,31 @@ def make_scheduler(config: EngineConfig, groups: Sequence[KVGroup] = ()) -> Sche
 
 
 def make_request(
-    index: int, prompt: list[int], max_tokens: int = 8, *, stop: tuple[int, ...] = (), priority: int = 0, salt: str | None = None
+    index: int,
+    prompt: list[int],
+    max_tokens: int = 8,
+    *,
+    stop: tuple[int, ...] = (),
+    priority: int = 0,
+    salt: str | None = None,
+    tenant: str = "",
+    deadline: float | None = None,
+    complete: bool = True,
+    repetition: RepetitionDetection | None = None,
 ) -> AddRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stop)
-    return AddRequest(index, f"r{index}", prompt, sampling, arrival_time=float(index), priority=priority, cache_salt=salt)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stop, repetition_detection=repetition)
+    return AddRequest(
+        index,
+        f"r{index}",
+        list(prompt),
+        sampling,
+        arrival_time=float(index),
+        priority=priority,
+        cache_salt=salt,
+        tenant=tenant,
+        deadline=deadline,
+        input_complete=complete,
+    )
 
 
 class Machine:
@@ -114,10 +141,13 @@ class Machine:
             self._results.append(self.runner.sample(SampleInputs(plan.step_id)))
         if self._results and (plan is None or len(self._results) >= self.config.depth):
             self._take(self.scheduler.update(self._results.popleft()))
+        else:
+            self._take(self.scheduler.take_outputs())
         self._check_state()
         return plan
 
     def run(self, limit: int = 10_000) -> "Machine":
+        self._take(self.scheduler.take_outputs())
         for _ in range(limit):
             if not (self.scheduler.has_requests or self._results):
                 break
@@ -181,7 +211,7 @@ class Machine:
     def _check_state(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         holders: Counter[int] = Counter()
-        for request in scheduler._requests.values():
+        for request in scheduler._book.live.values():
             for number, (group, table) in enumerate(zip(self.groups, scheduler.kv.tables(request), strict=True)):
                 live = [block for block in table if block != NULL_BLOCK]
                 holders.update(live)

@@ -107,7 +107,7 @@ async def test_streams_come_back_and_nobody_dies_with_a_failing_request(depth):
             assert frontend.streams[index] == reference([index, 1, 2], 9)
             assert frontend.finished[index].reason is FinishReason.LENGTH
         assert frontend.finished[6].error == "the logits are not finite"
-        assert frontend.finished[7].reason is FinishReason.ERROR and "64 tokens" in frontend.finished[7].error
+        assert frontend.finished[7].reason is FinishReason.IGNORED and "64 tokens" in frontend.finished[7].error
 
 
 @pytest.mark.req("RL-17", "KV-31")
@@ -161,7 +161,7 @@ async def test_a_full_queue_refuses_by_name():
         for index in range(8):
             await client.add(make_request(index, [SLOW_TOKEN, index], 5))
         await frontend.until(client, *range(8))
-        refused = [index for index, finished in frontend.finished.items() if finished.error == QUEUE_FULL]
+        refused = [index for index, finished in frontend.finished.items() if finished.code == QUEUE_FULL]
         assert len(refused) == 5 and not any(frontend.streams[index] for index in refused)
 
 

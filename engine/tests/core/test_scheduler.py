@@ -12,20 +12,21 @@ from penstock.engine.config import ConfigError
 from penstock.engine.core import plan as plan_module
 from penstock.engine.core.request import RequestStatus
 from penstock.engine.core.step_draft import StepDraft
-from penstock.engine.messages import QUEUE_FULL, FinishReason
+from penstock.engine.messages import FinishReason
 from penstock.prompt.hashing import BlockHasher
 
 
 def tokens_of(machine: Machine, plan) -> dict[int, int]:
     """Request → tokens in this plan; the requests must still run."""
-    rows = {request.row: request.index for request in machine.scheduler._running}
+    rows = {request.row: request.index for request in machine.scheduler._tenancy.running}
     return {rows[row]: count for row, count in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True) if row in rows}
 
 
 @pytest.mark.req("RL-02")
 def test_everything_after_preempted_is_finished():
     finished = {status.name for status in RequestStatus if status.is_finished}
-    assert finished == {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED", "FINISHED_ERROR"}
+    names = ("STOPPED", "LENGTH_CAPPED", "ABORTED", "IGNORED", "ERROR", "REPETITION")
+    assert finished == {f"FINISHED_{name}" for name in names} and len(RequestStatus) == 12
 
 
 @pytest.mark.req("SCH-01", "RL-16")
@@ -72,7 +73,7 @@ def test_the_long_prefill_threshold_caps_each_slice(threshold, slices):
 
 @pytest.mark.req("SCH-14", "SCH-15")
 def test_the_smallest_priority_goes_first_and_ties_by_arrival():
-    machine = Machine(make_config(max_num_seqs=1))
+    machine = Machine(make_config(max_num_seqs=1, policy="priority"))
     for index, priority in enumerate([1, 0, 1, 0]):
         machine.add(make_request(index, [index], 2, priority=priority))
     machine.run()
@@ -87,12 +88,12 @@ def test_the_last_admitted_is_preempted_first_and_resumes_before_newer_ones():
     machine.add(make_request(9, [9] * 16, 2))  # one block too many to be admitted with them
     seen = []
     while machine.scheduler.has_requests:
-        before = {request.index for request in machine.scheduler._running}
+        before = {request.index for request in machine.scheduler._tenancy.running}
         machine.step()
-        gone = before - {request.index for request in machine.scheduler._running} - set(machine.finished)
+        gone = before - {request.index for request in machine.scheduler._tenancy.running} - set(machine.finished)
         seen += sorted(gone)
         for index in gone:
-            request = machine.scheduler._requests[index]
+            request = machine.scheduler._book.live[index]
             assert request.status is RequestStatus.PREEMPTED and request.num_preemptions == seen.count(index)
             assert machine.scheduler.kv.tables(request) == [()]
     assert seen[0] == 2 and 0 not in seen and machine.scheduler.num_preemptions == len(seen)
@@ -131,7 +132,7 @@ def test_what_a_draft_takes_back_leaves_nothing_behind():
 
 @pytest.mark.req("PRE-03", "PRE-06")
 def test_a_decode_of_lower_priority_gives_up_its_grant_to_a_chunk_of_higher():
-    machine = Machine(make_config(num_blocks=13, max_model_len=48, budget=6))
+    machine = Machine(make_config(num_blocks=13, max_model_len=48, budget=6, policy="priority"))
     machine.add(make_request(0, [1] * 20, 20, priority=1))
     while len(machine.streams.get(0, [])) < 6:
         machine.step()
@@ -140,8 +141,8 @@ def test_a_decode_of_lower_priority_gives_up_its_grant_to_a_chunk_of_higher():
     plans = [machine.step() for _ in range(4)]
     assert [len(plan.rows) for plan in plans] == [2, 2, 2, 1] and machine.scheduler.num_preemptions == 1
     plan = plans[-1]
-    rows = {request.row for request in machine.scheduler._running}
-    assert set(plan.rows.tolist()) == rows and {request.index for request in machine.scheduler._running} == {1}
+    rows = {request.row for request in machine.scheduler._tenancy.running}
+    assert set(plan.rows.tolist()) == rows and {request.index for request in machine.scheduler._tenancy.running} == {1}
     machine.run().check_no_leak()
     assert machine.streams[0] == reference([1] * 20, 20) and machine.streams[1] == reference([2] * 20, 20)
 
@@ -256,7 +257,7 @@ def test_what_cannot_be_served_ends_at_once_and_says_why():
         0: "the prompt has no tokens",
         1: "the prompt has 16 tokens; the context is 16, output included",
         2: "max_tokens is 0; it must be at least 1",
-        5: QUEUE_FULL,
+        5: "the engine's queue is full; try again later",
     }
     machine.run().check_no_leak()
     assert len(machine.streams[3]) == 1 and machine.finished[3].reason is FinishReason.LENGTH

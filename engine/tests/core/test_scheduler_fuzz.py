@@ -70,7 +70,9 @@ def test_every_stream_is_that_of_the_request_alone(config, layout, wanted):
     spare = config.pop("spare")
     in_flight = make_config(**config).max_in_flight
     num_blocks = 1 + max_blocks(layout, MAX_LEN, in_flight) + spare
-    machine = Machine(make_config(num_blocks=num_blocks, block_size=BLOCK, max_model_len=MAX_LEN, **config), layout)
+    machine = Machine(
+        make_config(num_blocks=num_blocks, block_size=BLOCK, max_model_len=MAX_LEN, policy="priority", **config), layout
+    )
     for one in wanted:
         one["prompt"] = one["prompt"][: MAX_LEN - 2] + ([FAILING_TOKEN] if one["fails"] else [])
     for step in range(31):

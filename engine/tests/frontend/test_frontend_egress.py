@@ -141,7 +141,7 @@ async def test_one_request_fails_alone_and_takes_its_other_choices_along(bench: 
 
 async def test_a_full_queue_is_retriable(bench: Bench) -> None:
     generation = bench.generation()
-    await bench.egress.process(step_frame({}, [Finished(0, FinishReason.ERROR, error=QUEUE_FULL)]))
+    await bench.egress.process(step_frame({}, [Finished(0, FinishReason.ERROR, error="full", code=QUEUE_FULL)]))
     with pytest.raises(ApiError) as caught:
         await generation.changed()
     assert (caught.value.status, caught.value.retriable) == (503, True)

@@ -14,12 +14,12 @@ from frontend_fakes import FakeCore, step_frame
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
-from penstock.api import load_report, metrics
-from penstock.engine.config import ModelConfig
+from penstock.api import headers, load_report, metrics
+from penstock.engine.config import ModelConfig, SchedulingPolicy
 from penstock.engine.frontend.async_llm import AsyncLLM, State
 from penstock.engine.frontend.progress import Progress
 from penstock.engine.frontend.server import ApiServer
-from penstock.engine.messages import QUEUE_FULL, Finished, FinishReason
+from penstock.engine.messages import QUEUE_FULL, QUEUE_TIMEOUT, REQUEST_TIMEOUT, TENANT_QUEUE_FULL, Finished, FinishReason
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.processor import PromptProcessor
 
@@ -52,14 +52,14 @@ async def until(condition: Callable[[], bool]) -> None:
 async def serve(tokenizer_files: Path) -> AsyncIterator[Callable[..., Awaitable[Site]]]:
     closers: list[Callable[[], Awaitable[None]]] = []
 
-    async def start(core: FakeCore | None = None, ready: bool = True) -> Site:
+    async def start(core: FakeCore | None = None, ready: bool = True, policy: SchedulingPolicy = "fcfs") -> Site:
         core = core or FakeCore()
         names = ("m", "alias")
         model = ModelConfig(
             path=tokenizer_files, served_names=names, architecture="x", dtype="float32", max_model_len=64, eos_token_ids=(1,)
         )
         bundle = PromptBundle.from_checkpoint(tokenizer_files, served_names=names, block_size=4, hash_seed="s", max_model_len=64)
-        llm = AsyncLLM(core, model, PromptProcessor(bundle))
+        llm = AsyncLLM(core, model, PromptProcessor(bundle), policy=policy)
         server = ApiServer(llm)
         runner = server.runner(shutdown_timeout=0.2)
         await runner.setup()
@@ -108,7 +108,7 @@ async def test_a_stream_is_framed_as_server_sent_events(serve: Any, byte_level: 
 
 
 async def test_seeds_differ_between_choices_and_salts_and_priorities_travel(serve: Any, byte_level: Tokenizer) -> None:
-    site = await serve(says(byte_level, "x"))
+    site = await serve(says(byte_level, "x"), policy="priority")
     response = await site.chat(n=3, seed=2**63 - 1, cache_salt="t", priority=-3)
     assert [choice["index"] for choice in (await response.json())["choices"]] == [0, 1, 2]
     assert [request.sampling.seed for request in site.core.added] == [2**63 - 1, 0, 1]
@@ -116,6 +116,55 @@ async def test_seeds_differ_between_choices_and_salts_and_priorities_travel(serv
     await site.chat()
     await site.chat()
     assert len({request.sampling.seed for request in site.core.added[-2:]}) == 2  # drawn
+
+
+async def test_a_priority_is_refused_where_arrival_decides(serve: Any) -> None:
+    site = await serve()
+    response = await site.chat(priority=1)
+    assert response.status == 400 and (await response.json())["error"]["param"] == "priority" and not site.core.added
+
+
+@pytest.mark.req("LIM-04")
+async def test_tenant_and_patience_travel_in_headers(serve: Any, byte_level: Tokenizer) -> None:
+    site = await serve(says(byte_level, "x"))
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    asked = {headers.TENANT: "a", headers.TIMEOUT: "1500"}
+    await (await site.client.post("/v1/chat/completions", json=body, headers=asked)).read()
+    (request,) = site.core.added
+    assert request.tenant == "a" and request.deadline == request.arrival_time + 1.5
+    for value in ("0", "-1", "1.5", "soon", "9" * 11):
+        response = await site.client.post("/v1/chat/completions", json=body, headers={headers.TIMEOUT: value})
+        assert response.status == 400 and (await response.json())["error"]["param"] == headers.TIMEOUT
+
+
+@pytest.mark.req("RL-03", "RL-18")
+@pytest.mark.parametrize(("reason", "told"), [(FinishReason.REPETITION, "repetition"), (FinishReason.IGNORED, "length")])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_clients_can_tell_ends_apart(serve: Any, reason: FinishReason, told: str, stream: bool) -> None:
+    site = await serve()
+    asking = asyncio.create_task(site.chat(stream=stream))
+    await site.live(0)
+    site.core.say(step_frame({}, [Finished(0, reason, error="too long")]))
+    response = await asking
+    text = await response.text()
+    assert response.status == 200 and f'"finish_reason":"{told}"' in text
+    lines = (await (await site.client.get("/metrics")).text()).splitlines()
+    (counted,) = [line for line in lines if line.startswith(metrics.REQUEST_SUCCESS) and f'"{told}"' in line]
+    assert counted.endswith(" 1.0")
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "retriable"),
+    [(QUEUE_FULL, 503, True), (TENANT_QUEUE_FULL, 429, True), (QUEUE_TIMEOUT, 503, True), (REQUEST_TIMEOUT, 504, False)],
+)
+async def test_what_the_core_refuses_has_a_status_of_its_own(serve: Any, code: str, status: int, retriable: bool) -> None:
+    site = await serve()
+    asking = asyncio.create_task(site.chat())
+    await site.live(0)
+    site.core.say(step_frame({}, [Finished(0, FinishReason.ERROR, error="why", code=code)]))
+    response = await asking
+    assert (response.status, response.headers.get(headers.RETRIABLE) == "true") == (status, retriable)
+    assert ("retry-after" in response.headers) == retriable and (await response.json())["error"]["code"] == code
 
 
 async def test_equal_prompts_of_a_list_differ_unless_a_seed_is_given(serve: Any, byte_level: Tokenizer) -> None:
@@ -250,7 +299,7 @@ async def test_metrics_have_the_shared_names(serve: Any, byte_level: Tokenizer) 
     assert families[metrics.NUM_REQUESTS_RUNNING].samples[0].value == 2
     assert families[metrics.PREEMPTIONS].samples[0].value == 2
     reasons = {sample.labels["finished_reason"]: sample.value for sample in families[metrics.REQUEST_SUCCESS].samples}
-    assert reasons == {"stop": 0, "length": 1, "abort": 0, "error": 0}
+    assert reasons == {"stop": 0, "length": 1, "repetition": 0, "abort": 0, "error": 0}
 
 
 @pytest.mark.req("EG-12")
@@ -273,7 +322,7 @@ async def test_errors_before_the_first_token_are_statuses(serve: Any) -> None:
     site = await serve()
     task = asyncio.create_task(site.chat(stream=True))
     await site.live()
-    site.core.say(step_frame({}, [Finished(0, FinishReason.ERROR, error=QUEUE_FULL)]))
+    site.core.say(step_frame({}, [Finished(0, FinishReason.ERROR, error="full", code=QUEUE_FULL)]))
     response = await task
     assert (response.status, response.headers["x-penstock-retriable"]) == (503, "true")
     assert int(response.headers["retry-after"]) > 0

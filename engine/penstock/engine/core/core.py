@@ -17,7 +17,16 @@ from penstock.engine.core.executor import Executor
 from penstock.engine.core.load import LoadMeter
 from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.messages import AbortRequests, AddRequest, Control, ControlDone, CoreInput, CoreStats, StepOutputs
+from penstock.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    Control,
+    ControlDone,
+    CoreInput,
+    CoreStats,
+    ExtendPrompt,
+    StepOutputs,
+)
 from penstock.prompt.hashing import BlockHasher
 
 
@@ -83,6 +92,8 @@ class EngineCore:
         match message:
             case AddRequest():
                 self.scheduler.add(message, time.time())
+            case ExtendPrompt():
+                self.scheduler.extend(message)
             case AbortRequests(indexes):
                 self.scheduler.abort(indexes)
             case Control():

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from enum import IntEnum
 
+from penstock.api.load_report import WaitingReason
 from penstock.engine.messages import AddRequest, FinishReason
 from penstock.engine.sampling import SamplingParams
 from penstock.prompt.hashing import BlockHasher, ExtraKeys
@@ -12,12 +13,17 @@ class RequestStatus(IntEnum):
     """Where a request stands. Everything after PREEMPTED is finished and stays so."""
 
     WAITING = 0
-    RUNNING = 1
-    PREEMPTED = 2
-    FINISHED_STOPPED = 3
-    FINISHED_LENGTH_CAPPED = 4
-    FINISHED_ABORTED = 5
-    FINISHED_ERROR = 6
+    WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = 1
+    WAITING_FOR_REMOTE_KVS = 2
+    WAITING_FOR_STREAMING_REQ = 3
+    RUNNING = 4
+    PREEMPTED = 5
+    FINISHED_STOPPED = 6
+    FINISHED_LENGTH_CAPPED = 7
+    FINISHED_ABORTED = 8
+    FINISHED_IGNORED = 9
+    FINISHED_ERROR = 10
+    FINISHED_REPETITION = 11
 
     @property
     def is_finished(self) -> bool:
@@ -25,11 +31,20 @@ class RequestStatus(IntEnum):
         return self > RequestStatus.PREEMPTED
 
 
+PARKED_STATUS: dict[WaitingReason, RequestStatus] = {
+    "grammar": RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+    "remote_kv": RequestStatus.WAITING_FOR_REMOTE_KVS,
+    "streaming": RequestStatus.WAITING_FOR_STREAMING_REQ,
+}
+"""What a request can be parked for."""
+
 FINISHED_STATUS = {
     FinishReason.STOP: RequestStatus.FINISHED_STOPPED,
     FinishReason.LENGTH: RequestStatus.FINISHED_LENGTH_CAPPED,
     FinishReason.ABORT: RequestStatus.FINISHED_ABORTED,
+    FinishReason.IGNORED: RequestStatus.FINISHED_IGNORED,
     FinishReason.ERROR: RequestStatus.FINISHED_ERROR,
+    FinishReason.REPETITION: RequestStatus.FINISHED_REPETITION,
 }
 
 
@@ -41,8 +56,8 @@ class Request:
 
     __slots__ = (
         "_extra_keys",
-        "arrival_time",
         "block_hashes",
+        "deadline",
         "index",
         "key",
         "num_cached_tokens",
@@ -53,7 +68,9 @@ class Request:
         "row",
         "sampling",
         "status",
+        "tenant",
         "token_ids",
+        "waits_for",
     )
 
     def __init__(self, message: AddRequest, ordinal: int) -> None:
@@ -63,11 +80,14 @@ class Request:
         """Tokens known when it last had no row: the prompt, and what was generated before a preemption."""
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.sampling: SamplingParams = message.sampling
-        self.arrival_time = message.arrival_time
         self.priority = message.priority
+        self.tenant = message.tenant
+        self.deadline = message.deadline
         self.key = (message.priority, message.arrival_time, ordinal)
         """The order in which requests are served: the smallest first, and the largest preempted first."""
         self.status = RequestStatus.WAITING
+        self.waits_for: WaitingReason = "capacity"
+        """Why it did not start when that was last tried, or what it is parked for; of no meaning while RUNNING."""
         self.row = -1
         """Its row while RUNNING."""
         self.num_cached_tokens = -1
@@ -76,6 +96,16 @@ class Request:
         self.block_hashes: list[bytes] = []
         """Of its full blocks, as far as anybody asked."""
         self._extra_keys = ExtraKeys(cache_salt=message.cache_salt)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it has ever had a row."""
+        return self.num_cached_tokens >= 0
+
+    def extend_prompt(self, token_ids: Sequence[int]) -> None:
+        """More of a prompt whose beginning came with the request."""
+        self.token_ids.extend(token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
 
     def extend_hashes(self, hasher: BlockHasher, token_ids: Sequence[int]) -> None:
         """Hashes the full blocks of `token_ids`, all tokens from the first one, that are not hashed yet."""

@@ -1,7 +1,6 @@
-"""Waiting requests in the order in which they are served: by priority, then arrival.
+"""Waiting requests of one tenant in the order in which they are served: by priority, those that have run before, then arrival.
 
-With equal priorities that is first come, first served, and a preempted request, having come earlier than all that have not
-been admitted, stands at the front again.
+With equal priorities that is first come, first served, and a preempted request stands at the front again.
 """
 
 import heapq
@@ -14,7 +13,7 @@ class RequestQueue:
     """A heap; removed requests stay in it until they come to its top."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, float, int], Request]] = []
+        self._heap: list[tuple[tuple[int, bool, float, int], Request]] = []
         self._members: dict[int, Request] = {}
 
     def __len__(self) -> int:
@@ -27,7 +26,8 @@ class RequestQueue:
 
     def push(self, request: Request) -> None:
         """Adds a request."""
-        heapq.heappush(self._heap, (request.key, request))
+        priority, arrival_time, ordinal = request.key
+        heapq.heappush(self._heap, ((priority, not request.has_started, arrival_time, ordinal), request))
         self._members[request.index] = request
 
     def peek(self) -> Request:
@@ -36,13 +36,8 @@ class RequestQueue:
             heapq.heappop(self._heap)
         return self._heap[0][1]
 
-    def pop(self) -> Request:
-        """Takes the next one to serve; raises `IndexError` where none waits."""
-        request = self.peek()
-        heapq.heappop(self._heap)
-        del self._members[request.index]
-        return request
-
     def remove(self, request: Request) -> None:
         """Takes a member from wherever it stands."""
         del self._members[request.index]
+        if self._heap[0][1] is request:
+            heapq.heappop(self._heap)

@@ -7,7 +7,6 @@ planned counts as computed at once, so that the next step can be planned while t
 No torch, no clock, no input or output: time is an argument.
 """
 
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 
@@ -22,16 +21,20 @@ from penstock.engine.core.admission.kv_blocks import KVBlocks
 from penstock.engine.core.admission.max_num_seqs import MaxNumSeqs
 from penstock.engine.core.admission.rule import AdmissionRule, Candidate
 from penstock.engine.core.admission.token_budget import TokenBudget
-from penstock.engine.core.journal import Journal
 from penstock.engine.core.outputs import RequestOutputs, logprob_columns, prompt_logprob_columns
 from penstock.engine.core.pause import Closed, PauseState
 from penstock.engine.core.plan import Admission, Bool, Int32, StepPlan, StepResult, ints
-from penstock.engine.core.request import Request, RequestStatus, order
-from penstock.engine.core.request_queue import RequestQueue
+from penstock.engine.core.request import Request, RequestStatus
+from penstock.engine.core.request_book import RequestBook
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.core.step_draft import StepDraft
-from penstock.engine.core.tenancy import Int64, Tenancy
-from penstock.engine.messages import QUEUE_FULL, AddRequest, FinishReason, LifecycleEvent
+from penstock.engine.core.tenancy import Int64
+from penstock.engine.messages import (
+    AddRequest,
+    ExtendPrompt,
+    FinishReason,
+    LifecycleEvent,
+)
 from penstock.prompt.hashing import BlockHasher
 
 
@@ -64,36 +67,41 @@ class Scheduler:
                 f"a sequence of --max-model-len {max_model_len} needs {needed} KV blocks of {kv.block_size} tokens, and there "
                 f"are {usable}: lower --max-model-len to {kv.longest(max_model_len)}, or give the cache more memory"
             )
+        if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+            raise ConfigError(
+                f"--no-enable-chunked-prefill computes a prompt in one step: --max-num-batched-tokens must be at least the "
+                f"context of {max_model_len} tokens, not {config.max_num_batched_tokens}"
+            )
+        if not config.enable_chunked_prefill and config.long_prefill_token_threshold:
+            raise ConfigError("--long-prefill-token-threshold cuts prompts into chunks: it needs --enable-chunked-prefill")
         self.config = config
         self.table = RowTable(config.max_num_seqs, max_model_len, kv.block_sizes)
         self.kv = kv
+        self.rules: list[AdmissionRule] = [
+            MaxNumSeqs(config.max_num_seqs),
+            TokenBudget(chunked=config.enable_chunked_prefill),
+            KVBlocks(kv),
+        ]
         self.pause_state = PauseState.UNPAUSED
         self.closed: Closed | None = None
         """Why no request is taken; None: they are."""
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
-        self._max_model_len = max_model_len
         self._hasher = hasher
-        self._rules: list[AdmissionRule] = [MaxNumSeqs(config.max_num_seqs), TokenBudget(), KVBlocks(kv)]
-        self._tenancy = Tenancy(config.max_num_seqs, max_model_len)
-        self._requests: dict[int, Request] = {}
-        self._waiting = RequestQueue()
-        self._waiting_reason: WaitingReason = "capacity"
-        self._running: list[Request] = []
-        self._running_rows: Int32 | None = None
-        self._released: list[int] = []
+        self._book = RequestBook(config, max_model_len, kv, hasher)
+        self._tenancy = self._book.tenancy
+        self._waiting = self._book.waiting
+        self._journal = self._book.journal
         self._in_flight: deque[Flight] = deque()
         self._next_step_id = 0
-        self._ordinal = 0
-        self._journal = Journal()
 
     # --- what there is to do ---
 
     @property
     def num_running(self) -> int:
         """Requests that have a row."""
-        return len(self._running)
+        return len(self._tenancy.running)
 
     @property
     def num_in_flight(self) -> int:
@@ -103,22 +111,25 @@ class Scheduler:
     @property
     def has_requests(self) -> bool:
         """Whether anything waits or runs."""
-        return bool(self._requests)
+        return bool(self._book.live)
 
     @property
     def has_work(self) -> bool:
         """Whether the next plan might hold anything."""
         match self.pause_state:
             case PauseState.UNPAUSED:
-                return bool(self._requests)
+                return bool(self._tenancy.running) or self._waiting.is_ready
             case PauseState.PAUSED_NEW:
-                return bool(self._running)
+                return bool(self._tenancy.running)
             case PauseState.PAUSED_ALL:
                 return False
 
     def waiting(self) -> dict[WaitingReason, int]:
-        """Waiting requests by what they wait for; all of them wait for what the first one waits for."""
-        return {self._waiting_reason: len(self._waiting)} if self._waiting else {}
+        """Waiting requests by what they wait for. During a pause none of them waits for capacity."""
+        reasons = self._waiting.reasons()
+        if self.pause_state is not PauseState.UNPAUSED and "capacity" in reasons:
+            reasons["paused"] = reasons.pop("capacity")
+        return reasons
 
     def prefill_backlog(self) -> int:
         """Tokens known and not yet computed, of waiting and running requests; those that only decode have none."""
@@ -137,58 +148,47 @@ class Scheduler:
         Raises:
             ValueError: The index belongs to a request that lives.
         """
-        if message.index in self._requests:
-            raise ValueError(f"request {message.index} is there already")
-        self._ordinal += 1
-        request = Request(message, self._ordinal)
-        if error := self._why_refused(request):
-            code = self.closed.code if self.closed else None
-            self._journal.ended(request, FinishReason.ERROR, request.num_prompt_tokens, error=error, code=code)
-            return
-        if self.kv.enable_prefix_caching:
-            request.extend_hashes(self._hasher, request.token_ids)
-        self._requests[request.index] = request
-        self._waiting.push(request)
-        self._journal.note(request, LifecycleEvent.QUEUED, now)
+        self._book.add(message, now, self.closed)
+
+    def extend(self, message: ExtendPrompt) -> None:
+        """Takes in more of a prompt that is still arriving; of no effect where the request has ended."""
+        self._book.extend(message)
 
     def abort(self, indexes: Iterable[int]) -> None:
         """Ends requests in whatever state; unknown ones are ignored."""
-        for index in indexes:
-            if request := self._requests.get(index):
-                self._finish(request, FinishReason.ABORT)
+        self._book.abort(indexes)
+
+    def park(self, index: int, reason: WaitingReason) -> None:
+        """Lets a waiting request stand aside until `unpark`: what it waits for is no room but a resource of its own.
+
+        Raises:
+            KeyError: No such request waits, or nothing is parked for this reason.
+        """
+        self._book.park(index, reason)
+
+    def unpark(self, index: int) -> None:
+        """What the request was parked for is there; of no effect where it has ended or was not parked."""
+        self._book.unpark(index)
 
     def fail_all(self, error: str, code: str) -> None:
         """Ends every request with an error that another replica may not have."""
-        for request in list(self._requests.values()):
-            self._finish(request, FinishReason.ERROR, error=error, code=code)
+        self._book.fail_all(error, code)
 
     def preempt_all(self, now: float) -> None:
         """Takes every row and block; the requests wait, and lose nothing but time. No plan may be in flight: its tokens would
         be lost."""
-        while self._running:
-            self._preempt(StepDraft(0, now), self._running[-1])
-
-    def _why_refused(self, request: Request) -> str | None:
-        if self.closed:
-            return self.closed.error
-        if not request.num_prompt_tokens:
-            return "the prompt has no tokens"
-        if request.num_prompt_tokens >= self._max_model_len:
-            return f"the prompt has {request.num_prompt_tokens} tokens; the context is {self._max_model_len}, output included"
-        if request.sampling.max_tokens < 1:
-            return f"max_tokens is {request.sampling.max_tokens}; it must be at least 1"
-        if len(self._waiting) - len(self._tenancy.free_rows) >= self.config.max_num_waiting:
-            return QUEUE_FULL
-        return None
+        while self._tenancy.running:
+            self._preempt(StepDraft(0, now), self._tenancy.running[-1])
 
     # --- the step ---
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plans the next step; None where no row can run. `now` is Unix time in seconds."""
+        self._book.expire(now)
         if self.pause_state is PauseState.PAUSED_ALL:
             return None
         draft = StepDraft(self.config.max_num_batched_tokens, now)
-        rows = self._rows()
+        rows = self._tenancy.rows()
         known = self.table.num_tokens[rows]
         gaps = known - self.table.num_computed[rows]
         # A row at its limit ends when the token in flight is known: that token needs no step of its own.
@@ -220,7 +220,7 @@ class Scheduler:
                 draft.reserved_blocks += self.kv.blocks_for(known) - self.kv.blocks_for(computed + count)
 
     def _schedule_waiting(self, draft: StepDraft) -> None:
-        while self._waiting:
+        while self._waiting.is_ready:
             candidate = Candidate(
                 self._waiting.peek(),
                 self.kv,
@@ -228,26 +228,34 @@ class Scheduler:
                 token_budget=draft.token_budget,
                 reserved_blocks=draft.reserved_blocks,
             )
-            for rule in self._rules:
-                if reason := rule.refuses(candidate):
-                    self._waiting_reason = reason
-                    return
-            self._admit(draft, candidate)
+            reason = self._why_not(candidate)
+            if reason is None:
+                self._admit(draft, candidate)
+            elif reason == "capacity":
+                break
+            else:
+                self._waiting.set_aside(candidate.request, reason)
+        self._waiting.restore()
+
+    def _why_not(self, candidate: Candidate) -> WaitingReason | None:
+        for rule in self.rules:
+            if (reason := rule.refuses(candidate)) is not None:
+                return reason
+        return None
 
     def _chunk(self, gap: int, budget: int) -> int:
         threshold = self.config.long_prefill_token_threshold
         return min(gap, budget, threshold) if threshold else min(gap, budget)
 
     def _admit(self, draft: StepDraft, candidate: Candidate) -> None:
-        request, hit, known = self._waiting.pop(), candidate.hit, candidate.num_tokens
+        request, hit, known = candidate.request, candidate.hit, candidate.num_tokens
+        self._waiting.remove(request)
         count = self._chunk(known - hit.num_tokens, draft.token_budget)
         blocks = self.kv.allocate(request, hit.num_tokens + count, hit)
         assert blocks is not None, "the admission rule counted blocks that are not there"
-        row = self._tenancy.move_in(request)
-        request.row, request.status = row, RequestStatus.RUNNING
-        insort(self._running, request, key=order)
-        self._running_rows = None
-        if request.num_cached_tokens < 0:
+        row = self._tenancy.move_in(request, self._book.counters.slot(request.tenant))
+        if not request.has_started:
+            self._book.counters.charge_prompt(request.tenant, known - hit.num_tokens)
             request.num_cached_tokens = hit.num_tokens
             self.prefix_queries += known
             self.prefix_hits += hit.num_tokens
@@ -262,7 +270,7 @@ class Scheduler:
     def _grow(self, draft: StepDraft, request: Request, num_tokens: int) -> bool:
         """Makes room for a running request's tokens, at the cost of those served after it; False: at its own."""
         while (blocks := self.kv.allocate(request, num_tokens)) is None:
-            victim = self._running[-1]
+            victim = self._tenancy.running[-1]
             self._preempt(draft, victim)
             if victim is request:
                 return False
@@ -277,7 +285,7 @@ class Scheduler:
         request.token_ids = self.table.token_ids[row, : self._tenancy.num_known[row]].tolist()
         if self.kv.enable_prefix_caching:
             request.extend_hashes(self._hasher, request.token_ids)
-        self._release(request)
+        self._book.release(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -285,11 +293,11 @@ class Scheduler:
         self._waiting.push(request)
 
     def _submit(self, draft: StepDraft) -> StepPlan:
-        plan = draft.build(self._next_step_id, self._released, self.kv.num_groups)
+        plan = draft.build(self._next_step_id, self._book.take_released(), self.kv.num_groups)
         self._next_step_id += 1
-        self._released = []
         starts = self.table.apply(plan)
         tenancies = self._tenancy.tenancies[plan.rows]
+        self._book.counters.charge_outputs(self._tenancy.slots[plan.rows[plan.samples]])
         self._in_flight.append(Flight(plan.step_id, plan.rows, starts, starts + plan.num_new_tokens, tenancies))
         return plan
 
@@ -309,7 +317,7 @@ class Scheduler:
             if live[at] and (request := self._tenancy.requests[int(flight.rows[at])]):
                 live[at] = False
                 self.kv.invalidate(request)
-                self._finish(request, FinishReason.ERROR, error=error)
+                self._book.finish(request, FinishReason.ERROR, error=error)
         prompt_logprobs = prompt_logprob_columns(result.prompt_logprobs, live, self._tenancy.indexes[flight.rows])
         self._commit(flight, live)
         accepted = live & (result.counts > 0)
@@ -317,7 +325,8 @@ class Scheduler:
         indexes = self._tenancy.indexes[rows]
         self.table.write_sampled(rows, positions, tokens)
         self._tenancy.num_known[rows] = positions + 1
-        self._finish_ended(rows, tokens)
+        for request, reason, stop_token_id in self._tenancy.endings(rows, tokens, self.table.token_ids):
+            self._book.finish(request, reason, stop_token_id=stop_token_id)
         return self._journal.take(indexes, tokens, logprob_columns(result.logprobs, accepted), prompt_logprobs)
 
     def fail_step(self, error: str, code: str) -> RequestOutputs:
@@ -326,7 +335,7 @@ class Scheduler:
         live = self._tenancy.tenancies[flight.rows] == flight.tenancies
         for row in ints(flight.rows[live]):
             if request := self._tenancy.requests[row]:
-                self._finish(request, FinishReason.ERROR, error=error, code=code)
+                self._book.finish(request, FinishReason.ERROR, error=error, code=code)
         return self._journal.take()
 
     def _commit(self, flight: Flight, live: Bool) -> None:
@@ -342,18 +351,7 @@ class Scheduler:
                 request.extend_hashes(self._hasher, self.table.token_ids[row, :upto].data)
             self.kv.commit(request, upto)
 
-    def _finish_ended(self, rows: Int32, tokens: Int32) -> None:
-        stopped = self._tenancy.stops(rows, tokens)
-        capped = self._tenancy.num_known[rows] >= self._tenancy.limits[rows]
-        for at in np.flatnonzero(stopped | capped).tolist():
-            request = self._tenancy.requests[int(rows[at])]
-            assert request is not None
-            if stopped[at]:
-                self._finish(request, FinishReason.STOP, stop_token_id=int(tokens[at]))
-            else:
-                self._finish(request, FinishReason.LENGTH)
-
-    # --- the end ---
+    # --- what there is to tell ---
 
     def take_outputs(self) -> RequestOutputs:
         """What happened outside of steps: aborts and refusals."""
@@ -362,35 +360,3 @@ class Scheduler:
     def take_events(self) -> list[Event]:
         """Events for the stream since the last call: blocks, then requests that ended."""
         return [*self.kv.events.take(), *self._journal.take_events()]
-
-    def _finish(
-        self,
-        request: Request,
-        reason: FinishReason,
-        *,
-        stop_token_id: int | None = None,
-        error: str | None = None,
-        code: str | None = None,
-    ) -> None:
-        num_tokens = len(request.token_ids)
-        if request.status is RequestStatus.RUNNING:
-            num_tokens = int(self._tenancy.num_known[request.row])
-            self._release(request)
-        else:
-            self._waiting.remove(request)
-        del self._requests[request.index]
-        self._journal.ended(request, reason, num_tokens, stop_token_id=stop_token_id, error=error, code=code)
-
-    def _release(self, request: Request) -> None:
-        self.kv.free(request)
-        self._tenancy.move_out(request.row)
-        self._released.append(request.row)
-        del self._running[bisect_left(self._running, request.key, key=order)]
-        self._running_rows = None
-        request.row = -1
-
-    def _rows(self) -> Int32:
-        """[n]: rows of running requests in the order in which they are served."""
-        if self._running_rows is None:
-            self._running_rows = np.fromiter((request.row for request in self._running), np.int32, len(self._running))
-        return self._running_rows

@@ -1,10 +1,14 @@
 """Who has which row, and what ends them: the scheduler's own columns beside the row table."""
 
+from bisect import bisect_left, insort
+
 import numpy as np
 import numpy.typing as npt
 
 from penstock.engine.core.plan import Bool, Int32
-from penstock.engine.core.request import Request
+from penstock.engine.core.repetition import RepetitionGuard
+from penstock.engine.core.request import Request, RequestStatus, order
+from penstock.engine.messages import FinishReason
 
 Int64 = npt.NDArray[np.int64]
 
@@ -13,7 +17,7 @@ _NO_TOKEN = -1
 
 
 class Tenancy:
-    """Columns by row.
+    """Running requests, and columns by row.
 
     Args:
         max_num_seqs: Rows.
@@ -22,6 +26,8 @@ class Tenancy:
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self._max_model_len = max_model_len
+        self.running: list[Request] = []
+        """In the order in which they are served."""
         self.requests: list[Request | None] = [None] * max_num_seqs
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.tenancies: Int64 = np.full(max_num_seqs, NOBODY, np.int64)
@@ -33,33 +39,71 @@ class Tenancy:
         """[rows]: tokens whose ids are known here; behind the row table's `num_tokens` by those being sampled."""
         self.limits: Int32 = np.zeros(max_num_seqs, np.int32)
         """[rows]: tokens at which the request ends."""
+        self.slots: Int32 = np.zeros(max_num_seqs, np.int32)
+        """[rows]: whose the request is, as `TokenCounters` numbers tenants."""
         self._stop_ids: Int32 = np.full((max_num_seqs, 4), _NO_TOKEN, np.int32)
+        self._repetition = RepetitionGuard(max_num_seqs)
+        self._rows: Int32 | None = None
         self._last_tenancy = NOBODY
 
-    def move_in(self, request: Request) -> int:
-        """Gives the request a free row."""
+    def rows(self) -> Int32:
+        """[n]: rows of running requests in the order in which they are served."""
+        if self._rows is None:
+            self._rows = np.fromiter((request.row for request in self.running), np.int32, len(self.running))
+        return self._rows
+
+    def move_in(self, request: Request, slot: int) -> int:
+        """Gives the request a free row; `slot` is its tenant's number."""
         row = self.free_rows.pop()
         self._last_tenancy += 1
+        request.row, request.status = row, RequestStatus.RUNNING
         self.requests[row] = request
         self.tenancies[row] = self._last_tenancy
         self.indexes[row] = request.index
+        self.slots[row] = slot
         self.num_known[row] = len(request.token_ids)
         self.limits[row] = min(request.num_prompt_tokens + request.sampling.max_tokens, self._max_model_len)
-        stop_ids = request.sampling.stop_token_ids
+        self._set_stop_ids(row, request.sampling.stop_token_ids)
+        self._repetition.move_in(row, request.sampling, request.token_ids, request.num_prompt_tokens)
+        insort(self.running, request, key=order)
+        self._rows = None
+        return row
+
+    def move_out(self, request: Request) -> None:
+        """Frees the request's row."""
+        row, request.row = request.row, -1
+        self.requests[row] = None
+        self.tenancies[row] = NOBODY
+        self.indexes[row] = -1
+        self.free_rows.append(row)
+        del self.running[bisect_left(self.running, request.key, key=order)]
+        self._rows = None
+
+    def endings(self, rows: Int32, token_ids: Int32, all_token_ids: Int32) -> list[tuple[Request, FinishReason, int | None]]:
+        """Requests that their newest tokens end, why, and the token where it is the reason.
+
+        Args:
+            rows: [m].
+            token_ids: [m]: the rows' newest tokens, which `num_known` counts.
+            all_token_ids: [rows, max_model_len]: the row table's.
+        """
+        known = self.num_known[rows]
+        stopped: Bool = (self._stop_ids[rows] == token_ids[:, None]).any(axis=1)
+        capped: Bool = known >= self.limits[rows]
+        repeats = self._repetition.trips(rows, known - 1, all_token_ids)
+        found: list[tuple[Request, FinishReason, int | None]] = []
+        for at in np.flatnonzero(stopped | capped | repeats).tolist():
+            request = self.requests[int(rows[at])]
+            assert request is not None
+            if stopped[at]:
+                found.append((request, FinishReason.STOP, int(token_ids[at])))
+            else:
+                found.append((request, FinishReason.LENGTH if capped[at] else FinishReason.REPETITION, None))
+        return found
+
+    def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
         missing = len(stop_ids) - self._stop_ids.shape[1]
         if missing > 0:
             self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=_NO_TOKEN)
         self._stop_ids[row] = _NO_TOKEN
         self._stop_ids[row, : len(stop_ids)] = stop_ids
-        return row
-
-    def move_out(self, row: int) -> None:
-        """Frees the row."""
-        self.requests[row] = None
-        self.tenancies[row] = NOBODY
-        self.indexes[row] = -1
-        self.free_rows.append(row)
-
-    def stops(self, rows: Int32, token_ids: Int32) -> Bool:
-        """[m]: which of the tokens end their rows' requests."""
-        return (self._stop_ids[rows] == token_ids[:, None]).any(axis=1)

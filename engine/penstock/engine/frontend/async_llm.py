@@ -16,7 +16,7 @@ import msgspec
 from penstock.api.load_report import LoadReport
 from penstock.engine import sampling
 from penstock.engine.args import EngineArgs
-from penstock.engine.config import EngineConfig, ModelConfig
+from penstock.engine.config import EngineConfig, ModelConfig, SchedulingPolicy
 from penstock.engine.core.client import CoreClient, CoreError
 from penstock.engine.core.inproc import InprocClient
 from penstock.engine.frontend.detokenizer import Detokenizer
@@ -63,9 +63,12 @@ class AsyncLLM:
         model: The model served.
         processor: Its tokenizer.
         seed: Of the seeds drawn for requests that bring none.
+        policy: The scheduler's.
     """
 
-    def __init__(self, core: Core, model: ModelConfig, processor: PromptProcessor, seed: int = 0) -> None:
+    def __init__(
+        self, core: Core, model: ModelConfig, processor: PromptProcessor, seed: int = 0, policy: SchedulingPolicy = "fcfs"
+    ) -> None:
         self.model = model
         self.processor = processor
         self.vocabulary = Vocabulary(processor.tokenizer)
@@ -78,6 +81,7 @@ class AsyncLLM:
         self._numbers = itertools.count()
         self._progress = Progress(time.monotonic())
         self._failure = ""
+        self._policy = policy
         self._aborts: list[int] = []
         self._abort_wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -91,7 +95,7 @@ class AsyncLLM:
     def from_config(config: EngineConfig, in_process: bool = False) -> "AsyncLLM":
         """An engine to be started, with its core in a process of its own or in this one."""
         core = InprocClient(config) if in_process else CoreClient(config)
-        return AsyncLLM(core, config.model, load_processor(config), config.seed)
+        return AsyncLLM(core, config.model, load_processor(config), config.seed, config.scheduler.policy)
 
     async def __aenter__(self) -> "AsyncLLM":
         try:
@@ -203,6 +207,7 @@ class AsyncLLM:
     async def running(self, spec: GenerationSpec) -> AsyncIterator[Generation]:
         """Runs a request; leaving the context ends whatever of it still runs, as when the client has gone."""
         self.require_ready()
+        self._check(spec)
         generation, adds = self._make(spec)
         self._egress.add(generation)
         try:
@@ -214,6 +219,12 @@ class AsyncLLM:
             raise unavailable(f"the engine has failed: {error}", "engine_dead") from error
         finally:
             self._abort(self._egress.forget(generation))
+
+    def _check(self, spec: GenerationSpec) -> None:
+        """What only the engine's configuration can refuse."""
+        if spec.priority and self._policy != "priority":
+            message = f"priority is {spec.priority}, and this engine serves by arrival: it needs --scheduling-policy priority"
+            raise ApiError(400, message, param="priority")
 
     def _make(self, spec: GenerationSpec) -> tuple[Generation, list[AddRequest]]:
         choices: list[Choice] = []
@@ -244,6 +255,8 @@ class AsyncLLM:
                         arrival_time=spec.arrival,
                         priority=spec.priority,
                         cache_salt=spec.cache_salt,
+                        tenant=spec.tenant,
+                        deadline=spec.deadline,
                     )
                 )
         return Generation(choices, spec.n, spec.stream, spec.arrival), adds

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.engine.frontend.errors import ApiError, unavailable
+from penstock.engine.frontend.errors import ApiError, engine_error
 from penstock.engine.frontend.generation import Choice, Generation, PromptLogprob, TokenLogprob
 from penstock.engine.frontend.metrics import EngineMetrics
 from penstock.engine.frontend.timeline import turns
 from penstock.engine.messages import (
     FINISH_REASONS,
-    QUEUE_FULL,
     Finished,
     FinishReason,
     Lifecycle,
@@ -138,16 +137,16 @@ class Egress:
 
     def _end(self, choice: Choice, generation: Generation, end: Finished) -> list[int]:
         """Ends a choice as the core says; one that failed takes its request with it."""
-        if end.reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if end.reason not in (FinishReason.ABORT, FinishReason.ERROR):
             choice.finish(FINISH_REASONS[end.reason], end.stop_token_id)
             self._finished(choice, generation)
             return []
         del self._live[choice.index]
         self._metrics.finished.add(1, FINISH_REASONS[end.reason])
-        if end.error == QUEUE_FULL:
-            generation.fail(unavailable("the engine's queue is full; try again later", "queue_full"))
+        message = end.error or "the engine core aborted the request"
+        if end.code is not None:
+            generation.fail(engine_error(message, end.code))
         else:
-            message = end.error or "the engine core aborted the request"
             log.error("request failed: %s", message)
             generation.fail(ApiError(500, message, "server_error"))
         return self.forget(generation)

@@ -5,6 +5,7 @@ from aiohttp import web
 
 from penstock.api.errors import error_body
 from penstock.api.headers import RETRIABLE
+from penstock.engine import messages
 from penstock.prompt.errors import PromptError
 
 RETRY_AFTER_S = 1
@@ -60,3 +61,14 @@ class ApiError(Exception):
 def unavailable(message: str, code: str) -> ApiError:
     """Nothing was done, or nothing was sent: try another replica."""
     return ApiError(503, message, "server_error", code=code, retriable=True)
+
+
+def engine_error(message: str, code: str) -> ApiError:
+    """What the core says of a request that was not at fault; see `messages.Finished.code`."""
+    match code:
+        case messages.TENANT_QUEUE_FULL:
+            return ApiError(429, message, "rate_limit_error", code=code, retriable=True)
+        case messages.REQUEST_TIMEOUT:
+            return ApiError(504, message, "server_error", code=code)
+        case _:
+            return unavailable(message, code)

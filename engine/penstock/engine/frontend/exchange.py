@@ -8,9 +8,11 @@ from typing import Any, Final
 import orjson
 from aiohttp import web
 
+from penstock.api.headers import TENANT, TIMEOUT
 from penstock.engine.frontend.errors import ApiError
 
 MAX_BODY_BYTES: Final = 20 * 2**20
+MAX_TENANT: Final = 256
 REQUEST_ID_KEY = web.RequestKey("request_id", str)
 """The request's name in events and logs: the client's, or one that the server has drawn."""
 
@@ -25,6 +27,24 @@ async def read_json(request: web.Request) -> bytes:
         message = f"content-encoding {encoding} is not supported: send the body as it is"
         raise ApiError(415, message, param="content-encoding")
     return await request.read()
+
+
+def tenant(request: web.Request) -> str:
+    """Whose request it is, as the gateway says; empty: nobody's in particular."""
+    name = request.headers.get(TENANT, "")
+    if len(name) > MAX_TENANT:
+        raise ApiError(400, f"{TENANT} has more than {MAX_TENANT} characters", param=TENANT)
+    return name
+
+
+def deadline(request: web.Request, arrival: float) -> float | None:
+    """When the client stops waiting, Unix time in seconds; None: it does not say."""
+    given = request.headers.get(TIMEOUT)
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdigit() and int(given[:10]) > 0 and len(given) <= 10):
+        raise ApiError(400, f"{TIMEOUT} must be a whole number of milliseconds from 1 on, of ten digits at most", param=TIMEOUT)
+    return arrival + int(given) / 1000
 
 
 def json_response(body: Any) -> web.Response:

@@ -79,7 +79,8 @@ class EngineMetrics:
         """A sequence has come to its end and was not cut off."""
         assert choice.finish_reason is not None
         self.finished.add(1, choice.finish_reason)
-        self._e2e.observe(choice.last_time - generation.arrival)
+        if choice.num_tokens:
+            self._e2e.observe(choice.last_time - generation.arrival)
         self._prompt.observe(choice.prompt_tokens)
         self._generated.observe(choice.num_tokens)
         if choice.num_tokens > 1:

@@ -12,6 +12,7 @@ import orjson
 from msgspec import Meta
 
 from penstock.engine.frontend.errors import ApiError
+from penstock.engine.sampling import MAX_REPETITION_PATTERN
 
 MAX_CHOICES: Final = 128
 """`n` times prompts of one request."""
@@ -29,9 +30,19 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
+class RepetitionLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's: ends an output where a pattern of `min_pattern_size` to `max_pattern_size` tokens stands `min_count` times in a row
+    at its end, with the finish reason `repetition`."""
+
+    max_pattern_size: Annotated[int, Meta(ge=1, le=MAX_REPETITION_PATTERN)]
+    min_count: Annotated[int, Meta(ge=2, le=1024)]
+    min_pattern_size: Annotated[int, Meta(ge=1, le=MAX_REPETITION_PATTERN)] = 1
+
+
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens are chosen, and how many. Ranges are OpenAI's; `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
-    `bad_words`, `allowed_token_ids`, `prompt_logprobs`, `stop_token_ids` and `ignore_eos` are vLLM's."""
+    `bad_words`, `allowed_token_ids`, `prompt_logprobs`, `stop_token_ids`, `ignore_eos` and
+    `repetition_detection` are vLLM's."""
 
     max_tokens: _Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
@@ -58,6 +69,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     allowed_token_ids: Annotated[list[_TokenId], Meta(min_length=1)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     ignore_eos: bool = False
+    repetition_detection: RepetitionLimits | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:

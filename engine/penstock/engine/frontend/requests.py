@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 from penstock.engine.config import ModelConfig
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.protocol import MAX_CHOICES, ChatRequest, CompletionRequest
-from penstock.engine.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
+from penstock.engine.sampling import MAX_BAD_WORD_TOKENS, RepetitionDetection, SamplingParams
 
 COMPLETION_DEFAULT_TOKENS = 16
 
@@ -93,9 +93,20 @@ def sampling_params(
         min_tokens=request.min_tokens,
         bad_words=bad_words,
         allowed_token_ids=allowed,
+        repetition_detection=_repetition(request),
     )
     _check_something_left(params)
     return params
+
+
+def _repetition(request: ChatRequest | CompletionRequest) -> RepetitionDetection | None:
+    limits = request.repetition_detection
+    if limits is None:
+        return None
+    if limits.min_pattern_size > limits.max_pattern_size:
+        message = "repetition_detection.min_pattern_size is above max_pattern_size"
+        raise ApiError(400, message, param="repetition_detection.min_pattern_size")
+    return RepetitionDetection(limits.max_pattern_size, limits.min_count, limits.min_pattern_size)
 
 
 def _check_tokens(param: str, token_ids: Iterable[int], vocab_size: int) -> None:

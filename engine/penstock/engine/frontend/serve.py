@@ -48,7 +48,8 @@ async def serve(config: ServeConfig) -> int:
         replay_address=f"tcp://{host}:{config.replay_port}",
     )
     try:
-        llm = AsyncLLM(core, config.engine.model, load_processor(config.engine), config.engine.seed)
+        engine = config.engine
+        llm = AsyncLLM(core, engine.model, load_processor(engine), engine.seed, engine.scheduler.policy)
         server = ApiServer(llm)
         runner = server.runner(_LAST_WORDS_S)
         await runner.setup()

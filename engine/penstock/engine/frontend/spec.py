@@ -24,6 +24,10 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None
     arrival: float
     """Unix time in seconds."""
+    tenant: str = ""
+    """Among whom service is shared; empty: no tenant in particular."""
+    deadline: float | None = None
+    """Unix time in seconds at which the answer is of no use any more."""
 
 
 def generation_spec(
@@ -35,6 +39,8 @@ def generation_spec(
     seed: int,
     request_id: str,
     arrival: float,
+    tenant: str = "",
+    deadline: float | None = None,
 ) -> GenerationSpec:
     """What the engine runs for a checked body and its tokens; `ApiError` 400 for what cannot be served.
 
@@ -46,6 +52,8 @@ def generation_spec(
         seed: For a request that brings none.
         request_id: Its name in events and logs.
         arrival: Unix time in seconds.
+        tenant: Among whom service is shared.
+        deadline: Unix time in seconds at which the answer is of no use any more; None: never.
     """
     check_prompts(prompts, request, model.max_model_len)
     bad_words = bad_word_tokens(request.bad_words, processor.tokenizer)
@@ -64,4 +72,6 @@ def generation_spec(
         priority=request.priority,
         cache_salt=request.cache_salt,
         arrival=arrival,
+        tenant=tenant,
+        deadline=deadline,
     )

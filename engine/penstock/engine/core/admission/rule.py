@@ -1,7 +1,7 @@
 """Admission: may this request start now, and if not, why not.
 
-One rule a file. The first rule that refuses ends the step's admissions, since all of today's rules are about capacity, which
-the requests behind the first one would take from it.
+One rule a file. Where a rule refuses for want of capacity, admission ends for this step, since those behind the first one would
+take from it what it waits for. Any other reason is the candidate's own: it steps aside, and the next one is asked.
 """
 
 from typing import Protocol

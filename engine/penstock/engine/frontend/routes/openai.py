@@ -10,7 +10,7 @@ from aiohttp import web
 
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.errors import ApiError
-from penstock.engine.frontend.exchange import REQUEST_ID_KEY, Active, json_response, read_json
+from penstock.engine.frontend.exchange import REQUEST_ID_KEY, Active, deadline, json_response, read_json, tenant
 from penstock.engine.frontend.protocol import ChatRequest, CompletionRequest, parse_chat, parse_completion, parse_json
 from penstock.engine.frontend.responses import ChatFormat, CompletionFormat, Format
 from penstock.engine.frontend.spec import GenerationSpec, generation_spec
@@ -102,7 +102,15 @@ class OpenAIRoutes:
         except PromptError as error:
             raise ApiError.from_prompt(error) from None
         spec = generation_spec(
-            prompts, params, model, processor, seed=self._llm.draw_seed(), request_id=request[REQUEST_ID_KEY], arrival=arrival
+            prompts,
+            params,
+            model,
+            processor,
+            seed=self._llm.draw_seed(),
+            request_id=request[REQUEST_ID_KEY],
+            arrival=arrival,
+            tenant=tenant(request),
+            deadline=deadline(request, arrival),
         )
         return spec, params
 
