@@ -32,7 +32,6 @@ ENGINE_INFO: Final = "penstock_engine_info"  # labels version, device, dtype, ke
 CACHE_CONFIG_INFO: Final = "penstock_cache_config_info"  # the settings as labels
 STEP_SECONDS: Final = "penstock_step_seconds"
 STEP_TOKENS: Final = "penstock_step_tokens"
-COMPUTED_TOKENS: Final = "penstock_computed_tokens"
 SAMPLED_TOKENS: Final = "penstock_sampled_tokens"
 PREEMPTED_TOKENS: Final = "penstock_preempted_tokens"
 RESUMED_CACHED_TOKENS: Final = "penstock_resumed_cached_tokens"

@@ -5,6 +5,8 @@ from typing import Literal
 
 import msgspec
 
+from penstock.engine.cost import ModelCost
+
 DType = Literal["bfloat16", "float16", "float32"]
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 """What is reported as a token's logprob: its log probability or its logit, as the model gave it or as it was sampled from, after
@@ -28,6 +30,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     """Tokens of prompt and output together."""
     eos_token_ids: tuple[int, ...]
+    cost: ModelCost | None = None
+    """None: not known, and then not estimated."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.api.load_report import LoadReport
 from penstock.engine.config import EngineConfig
+from penstock.engine.cost import StepCost
 from penstock.engine.sampling import SamplingParams
 
 
@@ -168,6 +169,8 @@ class CoreReady(msgspec.Struct, frozen=True, tag="ready"):
     max_model_len: int
     num_blocks: int
     load_seconds: float
+    kernels: str = ""
+    """Which form of the model's operations runs."""
 
 
 class CoreFailed(msgspec.Struct, frozen=True, tag="failed"):
@@ -293,6 +296,29 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
     lifecycle: Lifecycle | None = None
 
 
+class Buckets(msgspec.Struct, frozen=True, array_like=True):
+    """A histogram; its bounds are those of `core.step_meter`."""
+
+    counts: list[int]
+    """One a bucket; the last has no upper bound."""
+    total: float
+    """Sum of the values."""
+
+
+class StepStats(msgspec.Struct, frozen=True, array_like=True):
+    """What the core's steps have been since its start."""
+
+    seconds: Buckets
+    tokens: Buckets
+    """Tokens that a step computed."""
+    sampled_tokens: int
+    """Rows that passed the LM head for a next token, whether or not it could be used."""
+    not_finite: int
+    """Requests that failed because their logits were not finite."""
+    cost: StepCost | None
+    """Estimated; None: the model's shape is not known."""
+
+
 class CoreStats(msgspec.Struct, frozen=True, tag="stats"):
     """Sent on change, at most every 50 ms, and once a second while idle: the proof that the step loop turns."""
 
@@ -304,6 +330,7 @@ class CoreStats(msgspec.Struct, frozen=True, tag="stats"):
     """Prompt tokens looked up in the prefix cache since the start."""
     prefix_hits: int
     """Prompt tokens found there since the start."""
+    step: StepStats | None = None
     paused: bool = False
     """Requests wait until somebody resumes."""
     asleep: str | None = None

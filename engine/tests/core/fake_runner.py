@@ -52,6 +52,8 @@ class FakeRunner:
         self.prefilled = 0
         self.awake = {"weights", "kv_cache"}
 
+    kernels = "fake"
+
     def load(self) -> None:
         pass
 

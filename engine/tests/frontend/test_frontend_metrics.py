@@ -13,12 +13,13 @@ from tokenizers import Tokenizer
 
 from penstock.api import metrics as names
 from penstock.api.load_report import LoadReport
+from penstock.engine.cost import StepCost
 from penstock.engine.frontend.detokenizer import Detokenizer
 from penstock.engine.frontend.egress import Egress
 from penstock.engine.frontend.generation import Choice, Generation
 from penstock.engine.frontend.metrics import EngineMetrics, Metrics
 from penstock.engine.frontend.timeline import intervals, timeline
-from penstock.engine.messages import CoreStats, Finished, FinishReason, Lifecycle, LifecycleEvent, Started
+from penstock.engine.messages import Buckets, CoreStats, Finished, FinishReason, Lifecycle, LifecycleEvent, Started, StepStats
 
 QUEUED, SCHEDULED, PREEMPTED = LifecycleEvent.QUEUED, LifecycleEvent.SCHEDULED, LifecycleEvent.PREEMPTED
 
@@ -155,31 +156,8 @@ def test_a_bucket_holds_values_up_to_its_bound_one_at_a_time_or_many():
 @pytest.mark.req("MET-01")
 def test_the_buckets_of_the_first_tokens_time_are_the_fields():
     bounds = [key.partition("le=")[2] for key in scrape(EngineMetrics()) if key.startswith(f"{names.TIME_TO_FIRST_TOKEN}_bucket")]
-    fields = [
-        ".001",
-        ".005",
-        ".01",
-        ".02",
-        ".04",
-        ".06",
-        ".08",
-        ".1",
-        ".25",
-        ".5",
-        ".75",
-        "1",
-        "2.5",
-        "5",
-        "7.5",
-        "10",
-        "20",
-        "40",
-        "80",
-        "160",
-        "640",
-        "2560",
-    ]
-    assert [float(bound) for bound in bounds[:-1]] == [float(bound) for bound in fields]
+    fields = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+    assert tuple(float(bound) for bound in bounds[:-1]) == fields
 
 
 def test_names_follow_the_rules_of_prometheus():
@@ -194,3 +172,18 @@ def test_names_follow_the_rules_of_prometheus():
         if family.type == "counter":
             assert {sample.name for sample in family.samples} == {f"{family.name}_total"}
     assert len({family.name for family in families}) == len(families)
+
+
+def test_what_the_cores_steps_were_is_told():
+    metrics = EngineMetrics("m")
+    seconds, tokens = Buckets([0, 3] + [0] * 22 + [1], 40.0), Buckets([2, 2] + [0] * 12, 20.0)
+    cost = StepCost(1e9, 2e8, 3e8, weight_bytes=5e6, kv_read_bytes=4e5, kv_write_bytes=1e4)
+    metrics.stats = msgspec.structs.replace(stats(), step=StepStats(seconds, tokens, sampled_tokens=9, not_finite=1, cost=cost))
+    found = scrape(metrics)
+    assert found["penstock_step_seconds_bucket le=0.00025"] == 3 and found["penstock_step_seconds_bucket le=30.0"] == 3
+    assert found["penstock_step_seconds_count"] == 4 and found["penstock_step_seconds_sum"] == 40
+    assert found["penstock_step_tokens_bucket le=1.0"] == 2 and found["penstock_step_tokens_sum"] == 20
+    assert found["penstock_sampled_tokens_total"] == 9 and found["penstock_corrupted_requests_total"] == 1
+    assert found["penstock_estimated_flops_total part=attention"] == 2e8
+    assert found["penstock_estimated_read_bytes_total part=weights"] == 5e6
+    assert found["penstock_estimated_write_bytes_total"] == 1e4

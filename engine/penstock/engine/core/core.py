@@ -17,6 +17,7 @@ from penstock.engine.core.executor import Executor
 from penstock.engine.core.load import LoadMeter
 from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
 from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.core.step_meter import StepMeter
 from penstock.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -73,6 +74,7 @@ class EngineCore:
         self._epoch = epoch
         self._engine_index = engine_index
         self._meter = LoadMeter()
+        self._step_meter = StepMeter(config.model.cost)
         self._submitted: deque[_Submitted] = deque()
         self._last_end = 0.0
         self._seq = 0
@@ -110,6 +112,7 @@ class EngineCore:
         if self.next_command is not None:
             self._controls.carry_out(time.time())
         while not self._controls.due and len(self._submitted) < self._depth and (plan := self.scheduler.schedule(time.time())):
+            self._step_meter.submitted(plan, self.scheduler.table.num_computed[plan.rows])
             self._submitted.append(_Submitted(plan, time.perf_counter()))
             self._executor.submit(plan)
             self._executor.sample(SampleInputs(plan.step_id))
@@ -163,6 +166,7 @@ class EngineCore:
             preemptions=scheduler.num_preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
+            step=self._step_meter.stats(),
             paused=self._controls.paused,
             asleep=self._controls.asleep,
             command=self.next_command,
@@ -174,6 +178,7 @@ class EngineCore:
         seconds = now - max(submitted.time, self._last_end)
         self._last_end = now
         self.num_steps += 1
+        self._step_meter.retired(plan, result, seconds)
         chunks = (plan.num_new_tokens > 1) | ~plan.samples
         self._meter.observe(
             now,

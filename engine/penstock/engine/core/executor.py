@@ -18,6 +18,11 @@ class Runner(Protocol):
         """Reads the weights; raises `ConfigError` where the checkpoint cannot be served."""
         ...
 
+    @property
+    def kernels(self) -> str:
+        """Which form of the model's operations runs."""
+        ...
+
     def kv_layout(self) -> KVLayout:
         """How the layers share the cache's pages."""
         ...

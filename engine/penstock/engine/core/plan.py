@@ -104,6 +104,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     failed: dict[int, str] = {}
     """Index into the plan's rows → what is wrong with that request alone (logits that are not finite, say)."""
     prompt_logprobs: PromptLogprobs | None = None
+    num_not_finite: int = 0
+    """How many of `failed` have logits that are not finite."""
 
 
 def empty(*shape: int) -> Int32:

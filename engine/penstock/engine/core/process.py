@@ -135,7 +135,7 @@ def run(start: CoreStart, socket: "zmq.Socket[bytes]", context: "zmq.Context[zmq
     runner, num_blocks = build_runner(start.config, start.runner)
     core = build_core(start.config, runner, num_blocks, epoch, start.engine_index)
     loop = CoreLoop(core, socket, publisher)
-    ready = CoreReady(epoch, start.config.model.max_model_len, num_blocks, time.time() - began)
+    ready = CoreReady(epoch, start.config.model.max_model_len, num_blocks, time.time() - began, runner.kernels)
     socket.send(messages.encode(ready))
     _log.info("ready after %.1f s with %d KV blocks of %d tokens", ready.load_seconds, num_blocks, start.config.cache.block_size)
     # What exists now stays: no collection need look at it again.

@@ -1,6 +1,7 @@
 """The engine's Prometheus metrics: what a frontend counts, and what the core's newest report says."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 
 from prometheus_client import CollectorRegistry
@@ -9,10 +10,12 @@ from prometheus_client.registry import Collector
 
 from penstock.api import metrics as names
 from penstock.api.load_report import WAITING_REASONS
+from penstock.engine.core import step_meter
+from penstock.engine.cost import StepCost
 from penstock.engine.frontend.generation import Choice, Generation
-from penstock.engine.frontend.series import Family, SeriesTable
+from penstock.engine.frontend.series import Family, SeriesTable, histogram_family
 from penstock.engine.frontend.timeline import intervals
-from penstock.engine.messages import FINISH_REASONS, CoreStats
+from penstock.engine.messages import FINISH_REASONS, Buckets, CoreStats
 from penstock.engine.sampling import SamplingParams
 
 # Seconds. Coarse enough for a large model on a busy device, fine enough for a small one on a CPU.
@@ -138,23 +141,45 @@ class Metrics(Collector):
 
 def _core(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
     report = stats.report
-    waiting = GaugeMetricFamily(
-        names.NUM_REQUESTS_WAITING, "Sequences that wait, by what they wait for.", labels=[*labels, "reason"]
-    )
-    for reason in WAITING_REASONS:
-        waiting.add_metric([*labels.values(), reason], report.num_requests_waiting.get(reason, 0))
-    yield waiting
-    gauges = (
-        (names.NUM_REQUESTS_RUNNING, "Sequences in the batch.", report.num_requests_running),
-        (names.KV_CACHE_USAGE, "Share of KV blocks in use, 0 to 1.", report.kv_cache_usage_perc),
-    )
-    counters = (
-        (names.PREEMPTIONS, "Sequences that gave up their blocks.", stats.preemptions),
-        (names.PREFIX_CACHE_QUERIES, "Prompt tokens looked up.", stats.prefix_queries),
-        (names.PREFIX_CACHE_HITS, "Prompt tokens found.", stats.prefix_hits),
-    )
-    for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-        for name, help_text, value in rows:
-            family = kind(name, help_text, labels=list(labels))
-            family.add_metric(list(labels.values()), value)
-            yield family
+    waiting = {reason: report.num_requests_waiting.get(reason, 0) for reason in WAITING_REASONS}
+    gauge, counter = partial(_samples, GaugeMetricFamily, labels), partial(_samples, CounterMetricFamily, labels)
+    yield gauge(names.NUM_REQUESTS_RUNNING, "Sequences in the batch.", report.num_requests_running)
+    yield gauge(names.NUM_REQUESTS_WAITING, "Sequences that wait, by what they wait for.", waiting, "reason")
+    yield gauge(names.KV_CACHE_USAGE, "Share of KV blocks in use, 0 to 1.", report.kv_cache_usage_perc)
+    yield counter(names.PREEMPTIONS, "Sequences that gave up their blocks.", stats.preemptions)
+    yield counter(names.PREFIX_CACHE_QUERIES, "Prompt tokens looked up.", stats.prefix_queries)
+    yield counter(names.PREFIX_CACHE_HITS, "Prompt tokens found.", stats.prefix_hits)
+    if (step := stats.step) is not None:
+        yield _buckets(names.STEP_SECONDS, "Of a step.", labels, step_meter.SECONDS, step.seconds)
+        yield _buckets(names.STEP_TOKENS, "Tokens that a step computed.", labels, step_meter.TOKENS, step.tokens)
+        yield counter(names.SAMPLED_TOKENS, "Rows that passed the LM head for a next token.", step.sampled_tokens)
+        yield counter(names.CORRUPTED_REQUESTS, "Requests that failed because their logits were not finite.", step.not_finite)
+        if step.cost is not None:
+            yield from _cost(step.cost, counter)
+
+
+def _cost(cost: StepCost, counter: Callable[..., Family]) -> Iterator[Family]:
+    flops = {"linear": cost.linear_flops, "attention": cost.attention_flops, "lm_head": cost.lm_head_flops}
+    reads = {"weights": cost.weight_bytes, "kv": cost.kv_read_bytes}
+    yield counter(names.ESTIMATED_FLOPS, "Floating-point operations that the steps needed.", flops, "part")
+    yield counter(names.ESTIMATED_READ_BYTES, "Bytes that the steps had to read.", reads, "part")
+    yield counter(names.ESTIMATED_WRITE_BYTES, "Bytes of keys and values that the steps had to write.", cost.kv_write_bytes)
+
+
+def _samples(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    labels: dict[str, str],
+    name: str,
+    help_text: str,
+    values: float | Mapping[str, float],
+    label: str = "",
+) -> Family:
+    """One value, or one for each value of a label."""
+    family = kind(name, help_text, labels=[*labels, label] if label else list(labels))
+    for value, number in values.items() if isinstance(values, Mapping) else [("", values)]:
+        family.add_metric([*labels.values(), value] if label else list(labels.values()), number)
+    return family
+
+
+def _buckets(name: str, help_text: str, labels: dict[str, str], bounds: Sequence[float], buckets: Buckets) -> Family:
+    return histogram_family(name, help_text, labels, bounds, buckets.counts, buckets.total)

@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.utils import floatToGoString
 
 Float64 = npt.NDArray[np.float64]
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
@@ -131,7 +132,7 @@ def histogram_family(
     name: str, help_text: str, labels: dict[str, str], bounds: Sequence[float], counts: Sequence[float], total: float
 ) -> HistogramMetricFamily:
     """A histogram from the count of each bucket, the last one's without a bound, and the sum of the values."""
-    names = [*(f"{bound:.12g}" for bound in bounds), "+Inf"]
+    names = [*map(floatToGoString, bounds), "+Inf"]
     family = HistogramMetricFamily(name, help_text, labels=list(labels))
     family.add_metric(list(labels.values()), list(zip(names, np.cumsum(counts).tolist(), strict=True)), total)
     return family

@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.engine.config import ConfigError, DType, ModelConfig
 from penstock.engine.models.config import parse_decoder_config
+from penstock.engine.models.cost import model_cost
 
 DTYPES: tuple[DType, ...] = ("bfloat16", "float16", "float32")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -97,17 +98,20 @@ def read_model_config(
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} has no config.json: it is not a model in Hugging Face's format")
     raw = read_json(path / "config.json")
-    longest = parse_decoder_config(raw).max_position_embeddings
+    decoder = parse_decoder_config(raw)
+    longest = decoder.max_position_embeddings
     weight_files(path)
     if max_model_len is not None and not 2 <= max_model_len <= longest:
         raise ConfigError(f"--max-model-len {max_model_len}: the checkpoint is made for 2 to {longest} tokens")
+    chosen = _dtype(raw) if dtype == "auto" else dtype
     return ModelConfig(
         path=path,
         served_names=tuple(served_names) or (str(path),),
         architecture=raw["architectures"][0],
-        dtype=_dtype(raw) if dtype == "auto" else dtype,
+        dtype=chosen,
         max_model_len=max_model_len or longest,
         eos_token_ids=_eos_token_ids(path, raw),
+        cost=model_cost(decoder, chosen),
     )
 
 

@@ -105,6 +105,11 @@ class ModelRunner:
         return_free_memory()
         self._fill(folder)
 
+    @property
+    def kernels(self) -> str:
+        """Which form of the model's operations runs."""
+        return self._ops.form
+
     def kv_layout(self) -> KVLayout:
         """How the layers share the cache's pages."""
         return self._layout
@@ -193,7 +198,7 @@ class ModelRunner:
             parts = name_first_part(self.model, step, ctx, list(not_finite))
             failed |= {row: f"{message}; the first values that are not: {parts[row]}" for row, message in not_finite.items()}
         counts[list(failed)] = 0
-        return StepResult(plan.step_id, token_ids, counts, logprobs, failed, prompts.logprobs)
+        return StepResult(plan.step_id, token_ids, counts, logprobs, failed, prompts.logprobs, len(not_finite))
 
     def _limit_threads(self) -> None:
         """OpenMP counts per calling thread, and an executor may run steps in another thread than the one that loaded."""

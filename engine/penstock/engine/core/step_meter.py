@@ -1,0 +1,59 @@
+"""What the steps of a core have been since its start: how long, how large, and what they cost by arithmetic."""
+
+from bisect import bisect_left
+
+import numpy as np
+
+from penstock.engine.core.plan import Int32, StepPlan, StepResult
+from penstock.engine.core.step_cost import step_cost
+from penstock.engine.cost import ModelCost, StepCost
+from penstock.engine.messages import Buckets, StepStats
+
+SECONDS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05),
+    *(0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 30),
+)
+TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class StepMeter:
+    """Adds up.
+
+    Args:
+        model: The model's shape; None: its cost is not known.
+    """
+
+    def __init__(self, model: ModelCost | None) -> None:
+        self._model = model
+        self._seconds = [0] * (len(SECONDS) + 1)
+        self._tokens = [0] * (len(TOKENS) + 1)
+        self._seconds_sum = 0.0
+        self._tokens_sum = 0
+        self._sampled = 0
+        self._not_finite = 0
+        self._cost = StepCost()
+
+    def submitted(self, plan: StepPlan, ends: Int32) -> None:
+        """A plan goes to the runner; `ends`, [r]: how many tokens of each row are computed after it."""
+        if self._model is not None:
+            self._cost += step_cost(self._model, plan.num_new_tokens, ends, int(np.count_nonzero(plan.samples)))
+
+    def retired(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """A step has ended."""
+        tokens = int(plan.num_new_tokens.sum())
+        self._seconds[bisect_left(SECONDS, seconds)] += 1
+        self._tokens[bisect_left(TOKENS, tokens)] += 1
+        self._seconds_sum += seconds
+        self._tokens_sum += tokens
+        self._sampled += int(np.count_nonzero(plan.samples))
+        self._not_finite += result.num_not_finite
+
+    def stats(self) -> StepStats:
+        """Everything so far."""
+        return StepStats(
+            seconds=Buckets(list(self._seconds), self._seconds_sum),
+            tokens=Buckets(list(self._tokens), self._tokens_sum),
+            sampled_tokens=self._sampled,
+            not_finite=self._not_finite,
+            cost=None if self._model is None else self._cost,
+        )

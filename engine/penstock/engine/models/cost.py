@@ -1,0 +1,27 @@
+"""A dense decoder's cost by its configuration. No torch."""
+
+from collections import Counter
+
+from penstock.engine.config import DType
+from penstock.engine.cost import ModelCost, WindowCost
+from penstock.engine.models.config import DecoderConfig
+
+_BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def model_cost(config: DecoderConfig, dtype: DType) -> ModelCost:
+    """For weights, activations and KV cache of one type."""
+    hidden, heads, kv_heads = config.hidden_size, config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+    attention = hidden * (heads + 2 * kv_heads) + heads * hidden
+    mlp = 3 * hidden * config.intermediate_size
+    weights, lm_head = config.num_layers * (attention + mlp), hidden * config.vocab_size
+    return ModelCost(
+        linear_flops_per_token=2 * weights,
+        lm_head_flops_per_row=2 * lm_head,
+        layer_weight_bytes=weights * _BYTES[dtype],
+        lm_head_bytes=lm_head * _BYTES[dtype],
+        windows=tuple(
+            WindowCost(window, flops_per_pair=4 * heads * layers, kv_bytes_per_token=2 * kv_heads * layers * _BYTES[dtype])
+            for window, layers in Counter(config.windows).items()
+        ),
+    )
