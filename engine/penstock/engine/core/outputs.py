@@ -4,8 +4,7 @@ import msgspec
 import numpy as np
 
 from penstock.engine.core import plan
-from penstock.engine.core.plan import Bool, Int32, SampledLogprobs, empty
-from penstock.engine.core.tenancy import Int64
+from penstock.engine.core.plan import Bool, Int32, Int64, SampledLogprobs, empty
 from penstock.engine.messages import Finished, Lifecycle, Logprobs, PromptLogprobs, Started, StepOutputs
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from penstock.engine.sampling import SamplingParams
 
 Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
 

@@ -23,12 +23,11 @@ from penstock.engine.core.admission.rule import AdmissionRule, Candidate
 from penstock.engine.core.admission.token_budget import TokenBudget
 from penstock.engine.core.outputs import RequestOutputs, logprob_columns, prompt_logprob_columns
 from penstock.engine.core.pause import Closed, PauseState
-from penstock.engine.core.plan import Admission, Bool, Int32, StepPlan, StepResult, ints
+from penstock.engine.core.plan import Admission, Bool, Int32, Int64, StepPlan, StepResult, ints
 from penstock.engine.core.request import Request, RequestStatus
 from penstock.engine.core.request_book import RequestBook
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.core.step_draft import StepDraft
-from penstock.engine.core.tenancy import Int64
 from penstock.engine.messages import (
     AddRequest,
     ExtendPrompt,
@@ -297,7 +296,6 @@ class Scheduler:
         self._next_step_id += 1
         starts = self.table.apply(plan)
         tenancies = self._tenancy.tenancies[plan.rows]
-        self._book.counters.charge_outputs(self._tenancy.slots[plan.rows[plan.samples]])
         self._in_flight.append(Flight(plan.step_id, plan.rows, starts, starts + plan.num_new_tokens, tenancies))
         return plan
 
@@ -323,6 +321,7 @@ class Scheduler:
         accepted = live & (result.counts > 0)
         rows, positions, tokens = flight.rows[accepted], flight.ends[accepted], result.token_ids[accepted, 0]
         indexes = self._tenancy.indexes[rows]
+        self._book.counters.charge_outputs(self._tenancy.slots[rows])
         self.table.write_sampled(rows, positions, tokens)
         self._tenancy.num_known[rows] = positions + 1
         for request, reason, stop_token_id in self._tenancy.endings(rows, tokens, self.table.token_ids):

@@ -3,14 +3,11 @@
 from bisect import bisect_left, insort
 
 import numpy as np
-import numpy.typing as npt
 
-from penstock.engine.core.plan import Bool, Int32
+from penstock.engine.core.plan import Bool, Int32, Int64
 from penstock.engine.core.repetition import RepetitionGuard
 from penstock.engine.core.request import Request, RequestStatus, order
 from penstock.engine.messages import FinishReason
-
-Int64 = npt.NDArray[np.int64]
 
 NOBODY = 0
 _NO_TOKEN = -1
@@ -39,9 +36,10 @@ class Tenancy:
         """[rows]: tokens whose ids are known here; behind the row table's `num_tokens` by those being sampled."""
         self.limits: Int32 = np.zeros(max_num_seqs, np.int32)
         """[rows]: tokens at which the request ends."""
-        self.slots: Int32 = np.zeros(max_num_seqs, np.int32)
+        self.slots: Int64 = np.zeros(max_num_seqs, np.int64)
         """[rows]: whose the request is, as `TokenCounters` numbers tenants."""
-        self._stop_ids: Int32 = np.full((max_num_seqs, 4), _NO_TOKEN, np.int32)
+        # Rows are the second axis, and gathered by `take`: a reduction over the first one is several times faster.
+        self._stop_ids: Int32 = np.full((4, max_num_seqs), _NO_TOKEN, np.int32)
         self._repetition = RepetitionGuard(max_num_seqs)
         self._rows: Int32 | None = None
         self._last_tenancy = NOBODY
@@ -88,7 +86,7 @@ class Tenancy:
             all_token_ids: [rows, max_model_len]: the row table's.
         """
         known = self.num_known[rows]
-        stopped: Bool = (self._stop_ids[rows] == token_ids[:, None]).any(axis=1)
+        stopped: Bool = (self._stop_ids.take(rows, axis=1) == token_ids).any(axis=0)
         capped: Bool = known >= self.limits[rows]
         repeats = self._repetition.trips(rows, known - 1, all_token_ids)
         found: list[tuple[Request, FinishReason, int | None]] = []
@@ -102,8 +100,8 @@ class Tenancy:
         return found
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
-        missing = len(stop_ids) - self._stop_ids.shape[1]
+        missing = len(stop_ids) - len(self._stop_ids)
         if missing > 0:
-            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=_NO_TOKEN)
-        self._stop_ids[row] = _NO_TOKEN
-        self._stop_ids[row, : len(stop_ids)] = stop_ids
+            self._stop_ids = np.pad(self._stop_ids, ((0, missing), (0, 0)), constant_values=_NO_TOKEN)
+        self._stop_ids[:, row] = _NO_TOKEN
+        self._stop_ids[: len(stop_ids), row] = stop_ids

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from penstock.engine.core.plan import Int32
+from penstock.engine.core.plan import Int64
 
 PROMPT_COST = 1.0
 """Of a prompt token that is computed; those that the prefix cache supplies cost nothing."""
@@ -73,9 +73,10 @@ class TokenCounters:
 
     def charge_prompt(self, tenant: str, num_tokens: int) -> None:
         """The tenant has been granted the computation of so many prompt tokens."""
-        self._counters[self.slot(tenant)] += PROMPT_COST * num_tokens / self.weight(tenant)
+        slot = self.slot(tenant)
+        self._counters[slot] += PROMPT_COST * num_tokens / self.weight(tenant)
 
-    def charge_outputs(self, slots: Int32) -> None:
+    def charge_outputs(self, slots: Int64) -> None:
         """One generated token for each of these slots, [s], which may repeat."""
         counts = np.bincount(slots, minlength=len(self._counters))
         self._counters += counts * self._output_costs
