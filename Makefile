@@ -76,6 +76,10 @@ bench-prefix-cache: setup ## hit rate on a real trace (TRACE=…), beside a radi
 bench-gateway: setup ## what the picker adds to a request: latency and CPU, against Envoy alone
 	@$(BIN)/python benchmarks/bench_gateway.py
 
+.PHONY: bench-client
+bench-client: setup ## what the load generator of `penstock bench` itself costs a token
+	@$(BIN)/python benchmarks/bench_client.py
+
 .PHONY: lint types format lock
 lint: setup ## ruff and the import contracts
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports

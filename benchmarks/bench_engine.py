@@ -24,10 +24,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+from penstock.client.bench.arrivals import drive
+from penstock.client.bench.datasets import Request
+from penstock.client.bench.records import Record
+from penstock.client.bench.report import Cost, summarize
+from penstock.client.bench.sender import Sender
+from penstock.client.server import Server, ServerError
 
 STREAMS = (1, 8, 16)
 PROMPT, OUTPUT, VOCAB = 128, 64, 4096
@@ -83,58 +89,42 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS + sum(cpu_seconds(int(child)) for child in children)
 
 
-async def wait_ready(client: aiohttp.ClientSession) -> None:
+async def wait_ready(server: Server) -> None:
     """Returns when the server takes requests; raises `TimeoutError` after two minutes."""
     async with asyncio.timeout(120):
         while True:
-            with suppress(aiohttp.ClientConnectionError):  # not listening yet
-                async with client.get("/ready") as response:
-                    if response.status == 200:
-                        return
+            with suppress(ServerError):  # not listening, or not ready yet
+                await server.get("/ready")
+                return
             await asyncio.sleep(0.2)
 
 
-async def stream_once(client: aiohttp.ClientSession, prompt: list[int]) -> tuple[float, list[float]]:
-    """One request: time to the first chunk and the gaps between chunks, in seconds."""
-    body = {"model": "bench", "prompt": prompt, "max_tokens": OUTPUT, "temperature": 0, "ignore_eos": True, "stream": True}
-    body["stream_options"] = {"include_usage": True}
-    start = time.perf_counter()
-    stamps, tokens = [], 0
-    async with client.post("/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.content:
-            if line.startswith(b'data: {"'):
-                stamps.append(time.perf_counter())
-                if b'"usage":{' in line:
-                    tokens = json.loads(line[6:])["usage"]["completion_tokens"]
-    assert tokens == OUTPUT, f"{tokens} tokens instead of {OUTPUT}"
-    return stamps[0] - start, np.diff(stamps[:-1]).tolist()
-
-
-async def closed_loop(client: aiohttp.ClientSession, pid: int, streams: int) -> Row:
+async def closed_loop(sender: Sender, pid: int, streams: int) -> Row:
     """Keeps `streams` requests running for `SECONDS` and for what has begun by then."""
     rng = np.random.default_rng(streams)
-    ttfts: list[float] = []
-    gaps: list[float] = []
+    records: list[Record] = []
 
-    async def one_stream() -> None:
+    async def one(due: float, request: Request) -> None:
+        records.append(await sender.send(due, request))
+
+    def requests() -> Iterator[tuple[float, Request]]:
         while time.perf_counter() < end:
-            ttft, between = await stream_once(client, rng.integers(3, VOCAB, PROMPT).tolist())
-            ttfts.append(ttft)
-            gaps.extend(between)
+            yield 0.0, Request(rng.integers(3, VOCAB, PROMPT).tolist(), OUTPUT)
 
     start, cpu, own = time.perf_counter(), cpu_seconds(pid), time.process_time()
     end = start + SECONDS
-    await asyncio.gather(*(one_stream() for _ in range(streams)))
+    await drive(requests(), one, max_concurrency=streams)
     wall, cpu, own = time.perf_counter() - start, cpu_seconds(pid) - cpu, time.process_time() - own
-    tokens = len(ttfts) * OUTPUT
+    report = summarize(records, wall, [50], {}, Cost(devices=1))
+    assert not report.errors, report.errors
+    assert report.output_tokens == len(records) * OUTPUT, "an answer is shorter than it should be"
     return {
         "server": "penstock serve",
         "streams": streams,
-        "tok_per_s": round(tokens / wall, 1),
-        "tok_per_cpu_s": round(tokens / cpu, 1),
-        "ttft_p50_ms": round(float(np.median(ttfts)) * 1000, 1),
-        "itl_p50_ms": round(float(np.median(gaps)) * 1000, 2),
+        "tok_per_s": round(report.output_throughput, 1),
+        "tok_per_cpu_s": round(report.output_tokens / cpu, 1),
+        "ttft_p50_ms": round(report.latencies["ttft"].median, 1),
+        "itl_p50_ms": round(report.latencies["itl"].median, 2),
         "client_cpu_share": round(own / wall, 2),
     }
 
@@ -142,10 +132,11 @@ async def closed_loop(client: aiohttp.ClientSession, pid: int, streams: int) -> 
 async def bench_penstock(model: Path) -> list[Row]:
     """One row a number of streams."""
     with serving(model) as (url, pid):
-        async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as client:
-            await wait_ready(client)
-            await stream_once(client, [5] * PROMPT)
-            return [await closed_loop(client, pid, streams) for streams in STREAMS]
+        async with Server(url) as server:
+            await wait_ready(server)
+            sender = Sender(server, "/v1/completions", "bench", {"temperature": 0, "ignore_eos": True})
+            await sender.send(0.0, Request([5] * PROMPT, OUTPUT))
+            return [await closed_loop(sender, pid, streams) for streams in STREAMS]
 
 
 def bench_transformers(model: Path) -> list[Row]:

@@ -11,10 +11,10 @@ at once, with a load report when asked.
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import platform
-import random
 import socket
 import subprocess
 import sys
@@ -28,6 +28,7 @@ from typing import Any
 
 import grpc
 import msgspec
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
@@ -36,6 +37,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from penstock.api import headers, load_report, metrics
 from penstock.api.fleet import Fleet, Model, Pool, Replica
 from penstock.api.load_report import LoadReport
+from penstock.client.bench.arrivals import arrival_times, drive
 from penstock.prompt.bundle import PromptBundle
 
 RATES = (100, 500)
@@ -178,19 +180,14 @@ async def _open_loop(clients: list[Client], rate: int) -> list[float]:
     for client in clients:
         idle.put_nowait(client)
 
-    async def work(intended: float) -> None:
+    async def ask(intended: float, _: None) -> None:
         client = await idle.get()
         await client.ask()
         idle.put_nowait(client)
         latencies.append(time.perf_counter() - intended)
 
-    draw = random.Random(1)
-    moment = time.perf_counter()
-    until = moment + SECONDS
-    async with asyncio.TaskGroup() as group:
-        while (moment := moment + draw.expovariate(rate)) < until:
-            await asyncio.sleep(max(moment - time.perf_counter(), 0))
-            group.create_task(work(moment))
+    times = itertools.takewhile(lambda at: at < SECONDS, arrival_times(rate, 1.0, np.random.default_rng(1)))
+    await drive(((at, None) for at in times), ask)
     return latencies
 
 

@@ -27,6 +27,11 @@ def test_what_binds_is_said() -> None:
     assert "KV memory is full" in full.because and "another limit" in other.because
 
 
+def test_a_request_that_waits_alone_is_only_being_picked_up() -> None:
+    found = read([Sample(0, 1, 0.1)] * 6)
+    assert found is not None and found.reading == "headroom"
+
+
 def test_a_short_run_gives_no_reading() -> None:
     assert read([]) is None
     assert read([Sample(1, 9, 1.0)] * 3) is None

@@ -45,7 +45,7 @@ class Saturation:
     mean_waiting: float
     peak_waiting: float
     waiting_share: float
-    """Share of the samples in which something waited."""
+    """Share of the samples in which something waited behind what ran."""
     peak_kv_usage: float
 
 
@@ -75,7 +75,8 @@ def read(samples: Sequence[Sample]) -> Saturation | None:
     """The reading of a run; None where it was too short for one."""
     if len(samples) < _LEAST:
         return None
-    waiting = [sample.waiting for sample in samples]
+    # A request that waits alone is only being picked up.
+    waiting = [sample.waiting if sample.running else 0 for sample in samples]
     share = sum(count > 0 for count in waiting) / len(waiting)
     peak_kv = max(sample.kv_usage for sample in samples)
     full = peak_kv >= _KV_FULL
