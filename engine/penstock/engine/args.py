@@ -32,6 +32,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     hash_seed: str = "penstock"
     seed: int = 0
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    logits_processors: list[str] | None = None
 
     def config(self) -> EngineConfig:
         """The typed tree that they are a view of; reads the checkpoint's configuration.
@@ -43,7 +44,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         names = self.served_model_name or [self.model]
         model = read_model_config(resolve(self.model), served_names=names, dtype=self.dtype, max_model_len=self.max_model_len)
         return EngineConfig(
-            model=model,
+            model=msgspec.structs.replace(model, logits_processors=tuple(self.logits_processors or ())),
             cache=CacheConfig(
                 block_size=self.block_size,
                 num_blocks=self.num_gpu_blocks_override,

@@ -109,6 +109,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--hash-seed", default="penstock", help="names the hash space of KV blocks; equal in all replicas of a model")
     add("--seed", type=_count, default=0, help="of the seeds drawn for requests that bring none")
     modes = ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+    add("--logits-processors", nargs="+", metavar="MODULE:CLASS", help="logits processors of one's own, importable by the engine")
     add("--logprobs-mode", choices=modes, default=modes[0], help="what logprobs are: before or after masks, temperature, filters")
 
 

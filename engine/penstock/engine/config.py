@@ -32,6 +32,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     cost: ModelCost | None = None
     """None: not known, and then not estimated."""
+    logits_processors: tuple[str, ...] = ()
+    """`module:Class` of each, as `runner.sampler.custom` has it."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

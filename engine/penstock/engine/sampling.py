@@ -1,5 +1,7 @@
 """How a request's tokens are chosen: the part of a request that travels from the frontend to the sampler."""
 
+from typing import Any
+
 import msgspec
 
 GREEDY_TEMPERATURE = 1e-5
@@ -56,6 +58,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     may supply the prompt."""
     repetition_detection: RepetitionDetection | None = None
     """None: the output may repeat itself."""
+    extra_args: dict[str, Any] = {}
+    """For logits processors of one's own."""
 
     @property
     def greedy(self) -> bool:

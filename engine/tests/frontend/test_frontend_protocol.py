@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -87,6 +88,7 @@ def model(tmp_path: Any) -> ModelConfig:
         ({"bad_words": ["word", ""]}, "bad_words[1]"),
         ({"bad_words": ["word"] * 129}, "bad_words"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"vllm_xargs": {"a": {"b": 1}}}, "vllm_xargs"),
         ({"allowed_token_ids": [1, -1]}, "allowed_token_ids[1]"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": True}, "prompt_logprobs"),
@@ -172,6 +174,10 @@ def test_every_adjustment_of_the_logits_reaches_the_sampler(model: ModelConfig) 
     assert (params.logit_bias, params.min_tokens) == (((5, 1.0), (7, -100.0)), 3)
     assert (params.bad_words, params.allowed_token_ids) == (((3, 4),), (9, 5))
     assert params.prompt_logprobs == 4
+    own = msgspec.structs.replace(model, logits_processors=("module:Class",))
+    assert sampling_params(parse_chat({**CHAT, "vllm_xargs": {"a": [1, "b"]}}), 10, own, 100, seed=1).extra_args == {
+        "a": [1, "b"]
+    }
     plain = sampling_params(parse_chat(CHAT), 10, model, 100, seed=1)
     assert plain == SamplingParams(max_tokens=54, seed=1, stop_token_ids=(1, 2))
 
@@ -181,6 +187,7 @@ def test_every_adjustment_of_the_logits_reaches_the_sampler(model: ModelConfig) 
     [
         ({"logit_bias": {"100": 1}}, (), "logit_bias"),
         ({"allowed_token_ids": [99, 100]}, (), "allowed_token_ids"),
+        ({"vllm_xargs": {"a": 1}}, (), "vllm_xargs"),
         ({"min_tokens": 9, "max_tokens": 8}, (), "min_tokens"),
         ({"min_tokens": 55}, (), "min_tokens"),
         # Nothing left to sample: token 2 ends the output, 7 is a bad word.

@@ -170,7 +170,7 @@ def test_says_which_rows_have_no_token_left():
     everything = tuple((token,) for token in range(VOCAB))
     rows = Rows([([1], [], {"bad_words": ((1,),)}), ([1], [], {"bad_words": everything})])
     found = describe_nothing_left(rows.adjust(logits_of(9, 2), [0, 1]))
-    assert list(found) == [1] and "allowed_token_ids, bad_words and min_tokens" in found[1]
+    assert list(found) == [1] and "allowed_token_ids, bad_words, min_tokens" in found[1]
 
 
 def wishes() -> st.SearchStrategy[dict[str, Any]]:

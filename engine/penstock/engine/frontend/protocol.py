@@ -19,6 +19,7 @@ MAX_CHOICES: Final = 128
 MAX_TOP_LOGPROBS: Final = 20
 
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_ExtraArg = bool | int | float | str | list[int | float | str]
 _TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 _StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 _Count = Annotated[int, Meta(ge=1)]
@@ -41,8 +42,8 @@ class RepetitionLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens are chosen, and how many. Ranges are OpenAI's; `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
-    `bad_words`, `allowed_token_ids`, `prompt_logprobs`, `stop_token_ids`, `ignore_eos` and
-    `repetition_detection` are vLLM's."""
+    `bad_words`, `allowed_token_ids`, `prompt_logprobs`, `stop_token_ids`, `ignore_eos`, `repetition_detection` and `vllm_xargs`
+    are vLLM's."""
 
     max_tokens: _Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
@@ -70,6 +71,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     ignore_eos: bool = False
     repetition_detection: RepetitionLimits | None = None
+    vllm_xargs: Annotated[dict[str, _ExtraArg], Meta(max_length=64)] = msgspec.field(default_factory=dict)
+    """For the logits processors that the server was started with."""
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -75,6 +75,8 @@ def sampling_params(
     if request.min_tokens > limit:
         message = f"min_tokens is {request.min_tokens}, and the output has at most {limit} tokens"
         raise ApiError(400, message, param="min_tokens")
+    if request.vllm_xargs and not model.logits_processors:
+        raise ApiError(400, "vllm_xargs is for logits processors, and there are none (--logits-processors)", param="vllm_xargs")
     eos = () if request.ignore_eos else model.eos_token_ids
     params = SamplingParams(
         max_tokens=limit,
@@ -94,6 +96,7 @@ def sampling_params(
         bad_words=bad_words,
         allowed_token_ids=allowed,
         repetition_detection=_repetition(request),
+        extra_args=request.vllm_xargs,
     )
     _check_something_left(params)
     return params

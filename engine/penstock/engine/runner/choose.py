@@ -43,7 +43,8 @@ def choose(batch: InputBatch, plan: StepPlan, step: StepInputs, logits: torch.Te
     adjusted = batch.adjustments.apply(logits, rows)
     failed = describe_nothing_left(adjusted) if adjusted is not logits else {}
     adjusted[list(failed)] = 0.0
-    sampled = sample(adjusted, params)
+    sampled = sample(adjusted, params, lambda part, at: batch.adjustments.apply_invariant(part, rows.take(at.numpy())))
+    failed |= batch.adjustments.failures(rows)
     token_ids = sampled.token_ids.numpy().astype(np.int32)
     batch.write_sampled(plan, step, token_ids)
 

@@ -12,6 +12,7 @@ from penstock.engine.core.plan import Int32, StepPlan
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.runner.prompt_logprobs import PromptRows
 from penstock.engine.runner.sampler.adjustments import Adjustments
+from penstock.engine.runner.sampler.custom import GuardedProcessor
 from penstock.engine.runner.sampler.logits_rows import LogitsRows
 from penstock.engine.runner.sampler.params import NO_LOGPROBS, SamplingBatch, SamplingTable
 from penstock.kernels.paged_attention.batch import PagedBatch
@@ -43,12 +44,20 @@ class InputBatch:
         max_model_len: Tokens of a row at most.
         groups: The KV groups.
         vocab_size: Tokens are checked against it at admission.
+        processors: Logits processors of one's own.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, groups: Sequence[KVGroup], vocab_size: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        groups: Sequence[KVGroup],
+        vocab_size: int,
+        processors: Sequence[GuardedProcessor] = (),
+    ) -> None:
         self.rows = RowTable(max_num_seqs, max_model_len, [group.block_size for group in groups])
         self.sampling = SamplingTable(max_num_seqs)
-        self.adjustments = Adjustments(max_num_seqs, vocab_size)
+        self.adjustments = Adjustments(max_num_seqs, vocab_size, processors)
         self._groups, self._vocab_size, self._max_model_len = groups, vocab_size, max_model_len
         self._refused: dict[int, str] = {}
 

@@ -25,6 +25,7 @@ from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
 from penstock.engine.runner.not_finite import name_first_part
 from penstock.engine.runner.prompt_logprobs import PromptScores, score_prompts
+from penstock.engine.runner.sampler.custom import load_processors
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.ops import ops_for
 
@@ -225,7 +226,9 @@ class ModelRunner:
 
     def _new_batch(self) -> InputBatch:
         scheduler, model = self.config.scheduler, self.config.model
-        return InputBatch(scheduler.max_num_seqs, model.max_model_len, self._layout.groups, self.decoder_config.vocab_size)
+        vocab_size = self.decoder_config.vocab_size
+        processors = load_processors(model.logits_processors, scheduler.max_num_seqs, vocab_size)
+        return InputBatch(scheduler.max_num_seqs, model.max_model_len, self._layout.groups, vocab_size, processors)
 
     def _kv_layout(self) -> KVLayout:
         config, longest = self.decoder_config, self.config.model.max_model_len

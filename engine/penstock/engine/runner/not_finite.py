@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from penstock.engine.attention.context import ForwardContext
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.runner.input_batch import StepInputs
 from penstock.kernels.prepare_kv.reference import Rotary
+
+_ROWS_AT_ONCE = 256
 
 
 class Traceable(Protocol):
@@ -37,7 +38,8 @@ def name_first_part(model: Traceable, inputs: StepInputs, ctx: ForwardContext, p
         if not watch.clean:
             break
     for row, tokens in watch.clean.items():
-        finite = bool(np.isfinite(model.compute_logits(hidden[tokens]).numpy()).all())
+        # A part at a time: a long prompt's logits all together would be many times the size of a step.
+        finite = all(bool(model.compute_logits(part).isfinite().all()) for part in hidden[tokens].split(_ROWS_AT_ONCE))
         watch.found[row] = "nothing when the step was run again" if finite else "lm_head"
     return watch.found
 

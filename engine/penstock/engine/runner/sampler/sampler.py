@@ -3,6 +3,7 @@
 Indexed by logits row; each row's token is a function of its own logits, parameters and position.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -35,26 +36,33 @@ class Sampled(NamedTuple):
         return logits.index_copy(0, self.random, self.filtered)
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
+Change = Callable[[torch.Tensor, torch.Tensor], None]
+"""Changes logits [k, vocab] in place, given which of the m rows they are, [k]; the likeliest token stays the likeliest."""
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch, change: Change | None = None) -> Sampled:
     """Chooses a token a row.
 
     Args:
         logits: [m, vocab], float32; -inf where masked, which leaves at least one token a row. Not changed.
         batch: The rows' parameters.
+        change: Of what rows that are not greedy are sampled from, between min-p and top-k.
     """
     tokens = greedy(logits)
     random = (~batch.greedy).nonzero().squeeze(-1)
     if not random.numel():
         return Sampled(tokens, random, logits[:0])
-    filtered = _filter(logits[random], batch, random)
+    filtered = _filter(logits[random], batch, random, change)
     tokens[random] = draw(filtered, uniform(batch.seed[random], batch.position[random], Purpose.SAMPLE))
     return Sampled(tokens, random, filtered)
 
 
-def _filter(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> torch.Tensor:
+def _filter(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor, change: Change | None) -> torch.Tensor:
     logits = apply_temperature(logits, batch.temperature[rows])
     if bool(batch.min_p[rows].any()):
         logits = apply_min_p(logits, batch.min_p[rows])
+    if change is not None:
+        change(logits, rows)
     filtered = ((batch.top_k[rows] > 0) | (batch.top_p[rows] < 1.0)).nonzero().squeeze(-1)
     if filtered.numel():
         of = rows[filtered]
