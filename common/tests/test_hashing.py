@@ -1,5 +1,6 @@
 """Chained block hashes."""
 
+import os
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.prompt.hashing import BlockHasher, ExtraKeys
+from penstock.prompt.hashing import BlockHasher, ExtraKeys, PromptItem
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=70)
 
@@ -53,8 +54,56 @@ def test_extra_keys_fork_the_chain() -> None:
     assert len(set(every)) == len(every)
 
 
-@pytest.mark.req("RT-21")
-def test_names_are_the_same_in_another_process() -> None:
+def shared(one: ExtraKeys, other: ExtraKeys) -> list[bool]:
+    """Which of six blocks of four equal tokens have equal names."""
+    hasher, ids = BlockHasher(4, "seed"), [7] * 24
+    return [a == b for a, b in zip(hasher.hash(ids, one), hasher.hash(ids, other), strict=True)]
+
+
+@pytest.mark.req("PC-04", "PC-06", "PC-08")
+def test_what_stands_for_placeholder_tokens_is_part_of_their_blocks_names() -> None:
+    """An image of ten tokens from position 6 on: in blocks 1 to 3, and in the names of all after it."""
+    image = ExtraKeys(items=(PromptItem("cat", 6, 10),))
+    assert shared(image, ExtraKeys(items=(PromptItem("cat", 6, 10),))) == [True] * 6
+    assert shared(image, ExtraKeys()) == [True] + [False] * 5
+    assert shared(image, ExtraKeys(items=(PromptItem("dog", 6, 10),))) == [True] + [False] * 5
+    assert shared(image, ExtraKeys(items=(PromptItem("cat", 5, 10),))) == [True] + [False] * 5
+    # The second of two does not reach back.
+    two = ExtraKeys(items=(PromptItem("cat", 6, 10), PromptItem("dog", 16, 4)))
+    assert shared(image, two) == [True] * 4 + [False] * 2
+    # Embeddings instead of a prompt: an item from the first token on, named by their content.
+    embedded = [ExtraKeys(items=(PromptItem(content, 0, 24),)) for content in ("a", "b")]
+    assert shared(*embedded) == [False] * 6
+
+
+items_of_a_block = st.lists(st.tuples(st.text(max_size=3), st.integers(0, 3)), max_size=2)
+
+
+@given(items_of_a_block, st.none() | st.text(max_size=6), st.text(max_size=3))
+def test_no_two_sets_of_keys_read_the_same(items, salt, lora) -> None:
+    """A salt that looks like an item is none."""
+    hasher = BlockHasher(4, "seed")
+
+    def name(lora: str | None, salt: str | None, items: tuple[PromptItem, ...]) -> bytes:
+        return hasher.hash([1] * 4, ExtraKeys(lora=lora, cache_salt=salt, items=items))[0]
+
+    chosen = tuple(PromptItem(identifier, start, 1) for identifier, start in items)
+    one = name(lora or None, salt, chosen)
+    assert one == name(lora or None, salt, chosen)
+    forged = "".join(f"item{identifier}" for identifier, _ in items)
+    if items:
+        assert one != name(lora or None, (salt or "") + forged, ())
+        assert one != name((lora or "") + forged, salt, ())
+    assert one != name((lora or "") + "x", salt, chosen)
+    assert one != name(lora or None, (salt or "") + "x", chosen)
+
+
+@pytest.mark.req("RT-21", "PC-03", "LIM-09")
+@pytest.mark.parametrize("python_hash_seed", ["random", "0"])
+def test_names_are_the_same_in_another_process(python_hash_seed) -> None:
+    """Whatever Python's own seed is: nothing need be set for replicas to agree, and another seed of ours is another space."""
     code = "from penstock.prompt.hashing import BlockHasher; print(BlockHasher(4, 's').hash(range(8))[1].hex())"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert other == BlockHasher(4, "s").hash(range(8))[1].hex()
+    environment = os.environ | {"PYTHONHASHSEED": python_hash_seed}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    other = done.stdout.strip()
+    assert other == BlockHasher(4, "s").hash(range(8))[1].hex() != BlockHasher(4, "t").hash(range(8))[1].hex()

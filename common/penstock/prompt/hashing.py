@@ -14,6 +14,17 @@ import msgspec
 DIGEST_BYTES = 32
 
 
+class PromptItem(msgspec.Struct, frozen=True, array_like=True):
+    """Something other than text that stands where the prompt has placeholder tokens: an image, or embeddings."""
+
+    identifier: str
+    """Of its content: equal ones mean equal embeddings."""
+    start: int
+    """Position of its first token."""
+    length: int
+    """Tokens."""
+
+
 class ExtraKeys(msgspec.Struct, frozen=True, array_like=True):
     """What forks a chain besides its tokens."""
 
@@ -21,6 +32,8 @@ class ExtraKeys(msgspec.Struct, frozen=True, array_like=True):
     """Adapter name: in every block, so that no KV is shared between adapters."""
     cache_salt: str | None = None
     """In the first block only, which forks the whole chain after it."""
+    items: tuple[PromptItem, ...] = ()
+    """In every block that they reach into, with where they begin as seen from there."""
 
 
 def root_hash(seed: str) -> bytes:
@@ -56,6 +69,11 @@ class BlockHasher:
             block.update(packed)
             # Length-prefixed, and after the tokens, whose length is fixed: no two sets of keys read the same.
             block.update(len(lora).to_bytes(4, "little") + lora)
+            for item in extra.items:
+                if item.start < start + size and item.start + item.length > start:
+                    name = item.identifier.encode()
+                    block.update(b"item" + len(name).to_bytes(4, "little") + name)
+                    block.update((item.start - start).to_bytes(8, "little", signed=True))
             if start == 0 and extra.cache_salt is not None:
                 block.update(b"salt" + extra.cache_salt.encode())
             parent = block.digest()

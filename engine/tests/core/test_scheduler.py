@@ -312,3 +312,17 @@ def test_a_request_that_fails_leaves_nothing_in_the_cache():
     machine.add(make_request(2, [*range(20), 5]))
     machine.run()
     assert machine.cached_tokens[2] == 0
+
+
+@pytest.mark.req("PC-30")
+def test_a_cache_too_small_for_what_comes_round_shows_in_its_counters():
+    """Eight prompts in turn: all are found again where they fit, and none where they do not."""
+    hits = {}
+    for num_blocks in (100, 30):
+        machine = Machine(make_config(num_blocks=num_blocks, max_num_seqs=1))
+        for index in range(40):
+            machine.add(make_request(index, [index % 8] * 20, max_tokens=1))
+        machine.run()
+        assert machine.scheduler.prefix_queries == 40 * 20
+        hits[num_blocks] = machine.scheduler.prefix_hits
+    assert hits == {100: 32 * 16, 30: 0}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.cache.layout import full_attention
+from penstock.engine.cache.layout import KVGroup, full_attention
 from penstock.engine.config import ConfigError
 from penstock.engine.core.plan import Admission, SampleInputs, StepPlan, empty
 from penstock.engine.runner.input_batch import InputBatch
@@ -38,6 +38,32 @@ def plan(rows, counts, samples, admissions=(), appends=(), released=(), step_id=
 
 def admission(row: int, tokens: list[int], computed: int = 0, sampling: SamplingParams = GREEDY) -> Admission:
     return Admission(row, np.array(tokens, np.int32), len(tokens), computed, sampling)
+
+
+@pytest.mark.req("KV-17", "KV-22")
+def test_each_group_has_slots_of_its_own_blocks():
+    """Against a loop over tokens, for groups with blocks of 4 and 8 tokens."""
+    groups = (KVGroup((0,), 4, None), KVGroup((1,), 8, 12))
+    rng, batch = np.random.default_rng(0), InputBatch(max_num_seqs=5, max_model_len=40, groups=groups, vocab_size=100)
+    computed, counts = [0, 7, 16, 30, 39], [5, 1, 9, 2, 1]
+    ends = [first + count for first, count in zip(computed, counts, strict=True)]
+    appends = [
+        [(row, int(rng.integers(1, 90))) for row in range(5) for _ in range(-(-ends[row] // group.block_size))]
+        for group in groups
+    ]
+    admissions = [admission(row, [1] * ends[row], computed[row]) for row in range(5)]
+    one = plan([3, 0, 1, 2, 4], [counts[row] for row in (3, 0, 1, 2, 4)], [True] * 5, admissions)
+    rows, blocks = ([np.array([pair[at] for pair in pairs], np.int32) for pairs in appends] for at in (0, 1))
+    inputs = batch.apply(msgspec.structs.replace(one, append_rows=rows, append_blocks=blocks))
+    for group, pairs, found in zip(groups, appends, inputs.groups, strict=True):
+        tables = {row: [block for owner, block in pairs if owner == row] for row in range(5)}
+        expected = [
+            tables[row][position // group.block_size] * group.block_size + position % group.block_size
+            for row in (3, 0, 1, 2, 4)
+            for position in range(computed[row], ends[row])
+        ]
+        assert found.slot_mapping.tolist() == expected
+        assert found.batch.window == group.window and found.batch.block_size == group.block_size
 
 
 @pytest.mark.req("MR-05", "MR-07", "ATT-09")
