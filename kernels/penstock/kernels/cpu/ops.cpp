@@ -50,17 +50,43 @@ inline Vec load(const float* p) {
 inline void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
 inline Vec splat(float x) { return Vec{} + x; }
 
-// In a tree of fixed shape: halves are added until one lane is left.
-inline float sum(Vec x) {
+typedef float Quarter __attribute__((vector_size(16)));
+typedef int32_t IntQuarter __attribute__((vector_size(16)));
+
+// The first steps of a sum in a tree of fixed shape: halves are added until four lanes are left.
+inline Quarter fold(Vec x) {
   typedef float Half __attribute__((vector_size(32)));
-  typedef float Quarter __attribute__((vector_size(16)));
   Half halves[2];
   std::memcpy(halves, &x, sizeof halves);
   const Half half = halves[0] + halves[1];
   Quarter quarters[2];
   std::memcpy(quarters, &half, sizeof quarters);
-  const Quarter four = quarters[0] + quarters[1];
+  return quarters[0] + quarters[1];
+}
+
+inline float sum(Vec x) {
+  const Quarter four = fold(x);
   return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// The sums of four vectors, in the same tree each.
+inline Quarter sums(const Vec* x) {
+  const Quarter a = fold(x[0]), b = fold(x[1]), c = fold(x[2]), d = fold(x[3]);
+  const IntQuarter low{0, 4, 1, 5}, high{2, 6, 3, 7}, even{0, 1, 4, 5}, odd{2, 3, 6, 7};
+  const Quarter ab = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+  const Quarter cd = __builtin_shuffle(c, d, low) + __builtin_shuffle(c, d, high);
+  return __builtin_shuffle(ab, cd, even) + __builtin_shuffle(ab, cd, odd);
+}
+
+inline float maximum_of(const float* x, int64_t n) {
+  Vec most = load(x);
+  for (int64_t i = kLanes; i < n; i += kLanes) {
+    const Vec next = load(x + i);
+    most = next > most ? next : most;
+  }
+  float lanes[kLanes];
+  store(lanes, most);
+  return *std::max_element(lanes, lanes + kLanes);
 }
 
 // e^x for x <= 0 with a relative error of about 1e-7: 2^n times a polynomial (Cephes' expf); 0 below the smallest normal number.
@@ -176,26 +202,35 @@ struct State {
   float maximum, total;
 };
 
-// Scores of N keys: as many independent chains of additions, each in the same order whatever N.
-template <int N>
-inline void score(const float* query, const float* keys, int64_t width, float* scores) {
-  Vec products[N] = {};
-  for (int64_t i = 0; i < width; i += kLanes) {
-    const Vec q = load(query + i);
-    for (int j = 0; j < N; ++j) products[j] += q * load(keys + j * width + i);
+constexpr int kChains = 4;  // independent chains of additions hide an addition's latency
+
+// Scores of the keys [begin, end), and of up to three before and after, which mean nothing.
+inline void score(const float* query, const float* keys, int64_t width, int64_t begin, int64_t end, float* scores) {
+  for (int64_t j = begin / kChains * kChains; j < end; j += kChains) {
+    Vec products[kChains] = {};
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const Vec q = load(query + i);
+      for (int c = 0; c < kChains; ++c) products[c] += q * load(keys + (j + c) * width + i);
+    }
+    const Quarter found = sums(products);
+    std::memcpy(scores + j, &found, sizeof found);
   }
-  for (int j = 0; j < N; ++j) scores[j] = sum(products[j]);
 }
 
-// Adds weighted values to N vectors of the accumulator: again N chains, each over the keys in order.
+// Adds the weighted values of the keys [begin, end) to N vectors of the accumulator, each as two chains: every other key.
 template <int N>
-inline void accumulate(const float* weights, const float* values, int64_t width, int64_t begin, int64_t count, float shrink,
-                       float* acc) {
-  Vec total[N];
+inline void accumulate(const float* weights, const float* values, int64_t width, int64_t begin, int64_t end, float shrink, float* acc) {
+  Vec total[N], other[N] = {};
   for (int i = 0; i < N; ++i) total[i] = load(acc + i * kLanes) * shrink;
-  for (int64_t j = begin; j < count; ++j)
+  int64_t j = begin;
+  for (; j + 2 <= end; j += 2)
+    for (int i = 0; i < N; ++i) {
+      total[i] += weights[j] * load(values + j * width + i * kLanes);
+      other[i] += weights[j + 1] * load(values + (j + 1) * width + i * kLanes);
+    }
+  if (j < end)
     for (int i = 0; i < N; ++i) total[i] += weights[j] * load(values + j * width + i * kLanes);
-  for (int i = 0; i < N; ++i) store(acc + i * kLanes, total[i]);
+  for (int i = 0; i < N; ++i) store(acc + i * kLanes, total[i] + other[i]);
 }
 
 // s becomes cap * tanh(s / cap).
@@ -207,15 +242,11 @@ inline void soft_cap(float* scores, float cap) {
   }
 }
 
-constexpr int kChains = 4;  // enough to hide an addition's latency; not part of the bits
-
 // Takes in the keys [begin, count) of a tile, rows of `width` floats in `keys` and `values`; `query` is scaled.
 inline void attend_tile(const float* query, const float* keys, const float* values, int64_t width, int64_t begin, int64_t count,
                         float softcap, State* state, float* acc) {
   alignas(64) float scores[kKeyTile];
-  int64_t j = begin;
-  for (; j + kChains <= count; j += kChains) score<kChains>(query, keys + j * width, width, scores + j);
-  for (; j < count; ++j) score<1>(query, keys + j * width, width, scores + j);
+  score(query, keys, width, begin, count, scores);
   if (softcap != 0.0f) {
     std::fill(scores, scores + begin, 0.0f);
     std::fill(scores + count, scores + kKeyTile, 0.0f);
@@ -223,9 +254,9 @@ inline void attend_tile(const float* query, const float* keys, const float* valu
   }
   std::fill(scores, scores + begin, kMinusInfinity);
   std::fill(scores + count, scores + kKeyTile, kMinusInfinity);
-  const float maximum = std::max(state->maximum, *std::max_element(scores + begin, scores + count));
+  const float maximum = std::max(state->maximum, maximum_of(scores, kKeyTile));
   Vec total{};
-  for (j = 0; j < kKeyTile; j += kLanes) {
+  for (int64_t j = 0; j < kKeyTile; j += kLanes) {
     const Vec weights = exp_nonpositive(load(scores + j) - maximum);
     store(scores + j, weights);
     total += weights;
@@ -252,10 +283,11 @@ struct Attention {
   std::vector<float> queries, keys, values, acc;
   std::vector<State> states;
 
-  Attention(const T* q, T* out, const T* cache, CacheShape shape, int64_t heads, int64_t window, float scale, float softcap)
+  // `tile`: tokens of a run at most.
+  Attention(const T* q, T* out, const T* cache, CacheShape shape, int64_t tile, int64_t heads, int64_t window, float scale, float softcap)
       : q(q), out(out), cache(cache), shape(shape), heads(heads), scale(scale), softcap(softcap), window(window), width(round_up(shape.d)),
-        group(heads / shape.kv_heads), queries(kQueryTile * group * width), keys(kKeyTile * width), values(kKeyTile * width),
-        acc(queries.size()), states(kQueryTile * group) {}
+        group(heads / shape.kv_heads), queries(tile * group * width), keys(kKeyTile * width), values(kKeyTile * width),
+        acc(queries.size()), states(tile * group) {}
 
   // The first key that a query at this position sees.
   int64_t window_begin(int64_t position) const { return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0; }
@@ -302,7 +334,9 @@ template <typename T>
 void paged_attention(const T* q, T* out, const T* cache, CacheShape shape, const int32_t* query_start_loc, const int32_t* seq_lens,
                      const int32_t* block_table, int64_t table_width, int64_t requests, int64_t heads, int64_t window, float scale,
                      float softcap) {
-  Attention<T> attention(q, out, cache, shape, heads, window, scale, softcap);
+  int64_t longest = 0;
+  for (int64_t r = 0; r < requests; ++r) longest = std::max<int64_t>(longest, query_start_loc[r + 1] - query_start_loc[r]);
+  Attention<T> attention(q, out, cache, shape, std::min<int64_t>(kQueryTile, longest), heads, window, scale, softcap);
   for (int64_t r = 0; r < requests; ++r) {
     const int64_t begin = query_start_loc[r], end = query_start_loc[r + 1], computed = seq_lens[r] - (end - begin);
     for (int64_t head = 0; head < shape.kv_heads; ++head)
