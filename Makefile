@@ -60,6 +60,10 @@ gpu: setup ## what needs a CUDA device (skips by name elsewhere)
 requirements: setup ## which requirement rows have a test
 	@$(BIN)/python docs/requirements/coverage.py
 
+.PHONY: fuzz
+fuzz: setup ## the scheduler against a naive one, a million random steps
+	@$(BIN)/python engine/tests/core/scheduler_fuzzer.py
+
 .PHONY: bench-scheduler
 bench-scheduler: setup ## the scheduler's own time a step, at 1 to 1,024 running decodes
 	@$(BIN)/python benchmarks/bench_scheduler.py

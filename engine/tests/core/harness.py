@@ -116,6 +116,8 @@ class Machine:
         self.ended: dict[str, RequestFinished] = {}
         self.cached_tokens: dict[int, int] = {}
         self.plans: list[StepPlan] = []
+        self.planned: list[int] = []
+        self.compared: set[int] = set()
         self.now = 0.0
         self.lifecycle: dict[int, list[tuple[LifecycleEvent, float]]] = {}
         self.live_hashes: set[bytes] = set()
@@ -137,6 +139,7 @@ class Machine:
         if plan is not None:
             self._check_plan(plan, preempted=self.scheduler.num_preemptions > preemptions)
             self.plans.append(plan)
+            self.planned = self.scheduler._tenancy.indexes[plan.rows].tolist()
             self.runner.execute(plan)
             self._results.append(self.runner.sample(SampleInputs(plan.step_id)))
         if self._results and (plan is None or len(self._results) >= self.config.depth):
