@@ -20,6 +20,8 @@ REPLICA: Final = "x-penstock-replica"
 DECISION: Final = "x-penstock-decision"
 """Request header `x-penstock-decision: explain` asks for a response header of the same name that says why this replica was
 chosen."""
+TIMELINE: Final = "x-penstock-timeline"
+"""Request header `x-penstock-timeline: true`: the answer has a `timeline`, of every turn in the request's life."""
 RETRIABLE: Final = "x-penstock-retriable"
 """On an engine's 503: nothing was done for this request, so another replica may be tried (Envoy's `retriable_headers`)."""
 REASON: Final = "x-penstock-reason"

@@ -39,6 +39,34 @@ ESTIMATED_FLOPS: Final = "penstock_estimated_flops"  # label part: linear, atten
 ESTIMATED_READ_BYTES: Final = "penstock_estimated_read_bytes"  # label part: weights, kv
 ESTIMATED_WRITE_BYTES: Final = "penstock_estimated_write_bytes"  # KV
 
+VLLM_NAMES: Final = {
+    NUM_REQUESTS_RUNNING: "vllm:num_requests_running",
+    KV_CACHE_USAGE: "vllm:kv_cache_usage_perc",
+    PREFIX_CACHE_QUERIES: "vllm:prefix_cache_queries",
+    PREFIX_CACHE_HITS: "vllm:prefix_cache_hits",
+    PREEMPTIONS: "vllm:num_preemptions",
+    GENERATION_TOKENS: "vllm:generation_tokens",
+    REQUEST_SUCCESS: "vllm:request_success",
+    CORRUPTED_REQUESTS: "vllm:corrupted_requests",
+    STEP_TOKENS: "vllm:iteration_tokens_total",
+    TIME_TO_FIRST_TOKEN: "vllm:time_to_first_token_seconds",
+    INTER_TOKEN_LATENCY: "vllm:inter_token_latency_seconds",
+    TIME_PER_OUTPUT_TOKEN: "vllm:request_time_per_output_token_seconds",
+    E2E_LATENCY: "vllm:e2e_request_latency_seconds",
+    QUEUE_TIME: "vllm:request_queue_time_seconds",
+    PREFILL_TIME: "vllm:request_prefill_time_seconds",
+    DECODE_TIME: "vllm:request_decode_time_seconds",
+    INFERENCE_TIME: "vllm:request_inference_time_seconds",
+    REQUEST_PROMPT_TOKENS: "vllm:request_prompt_tokens",
+    REQUEST_GENERATION_TOKENS: "vllm:request_generation_tokens",
+    REQUEST_MAX_TOKENS: "vllm:request_params_max_tokens",
+    REQUEST_N: "vllm:request_params_n",
+    CACHE_CONFIG_INFO: "vllm:cache_config_info",
+    ESTIMATED_WRITE_BYTES: "vllm:estimated_write_bytes_per_gpu",
+}
+"""What vLLM calls the same series; `penstock serve --metrics-compat vllm` tells both. Waiting requests, prompt tokens and what is
+estimated by part have other labels there."""
+
 # --- gateway ---
 PICKS: Final = "penstock_picker_picks"  # labels pool, policy
 PICK_SECONDS: Final = "penstock_picker_pick_seconds"

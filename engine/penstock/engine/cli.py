@@ -46,6 +46,8 @@ def _config(args: argparse.Namespace) -> "ServeConfig":
         events_port=args.events_port,
         replay_port=args.replay_port,
         shutdown_timeout=args.shutdown_timeout,
+        metrics_compat=args.metrics_compat,
+        log_stats=not args.disable_log_stats,
     )
 
 
@@ -71,6 +73,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--served-model-name", nargs="+", metavar="NAME", help="names that requests may give (None: MODEL); answers say the first"
     )
+    add("--metrics-compat", choices=["vllm"], help="whose names metrics have beside our own")
+    add("--disable-log-stats", action="store_true", help="no line every ten seconds about what the engine did")
     add("--shutdown-timeout", type=_seconds, default=120.0, help="seconds that running requests get after SIGTERM")
 
 

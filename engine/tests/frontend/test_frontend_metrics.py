@@ -187,3 +187,29 @@ def test_what_the_cores_steps_were_is_told():
     assert found["penstock_estimated_flops_total part=attention"] == 2e8
     assert found["penstock_estimated_read_bytes_total part=weights"] == 5e6
     assert found["penstock_estimated_write_bytes_total"] == 1e4
+
+
+@pytest.mark.req("MET-04")
+def test_all_of_it_is_told_under_vllms_names_on_request():
+    engine = EngineMetrics("m", engine=3)
+    engine.stats = stats(running=2, queries=30, hits=10)
+    engine.prompt_tokens.add(4, "local_cache")
+    engine.prompt_tokens.add(6, "computed")
+    engine.finished.add(1, "length")
+    engine.describe(names.CACHE_CONFIG_INFO, "The KV cache.", block_size="16")
+    assert not any(family.name.startswith("vllm:") for family in Metrics([engine]).collect())
+    text = generate_latest(Metrics([engine], vllm_names=True).registry()).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    wanted = "num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc prefix_cache_queries "
+    wanted += "prefix_cache_hits num_preemptions prompt_tokens prompt_tokens_by_source generation_tokens request_success "
+    wanted += "time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds "
+    wanted += "e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds cache_config_info"
+    assert {f"vllm:{name}" for name in wanted.split()} <= set(families)
+    assert all(sample.labels["engine"] == "3" for family in families.values() for sample in family.samples)
+    values = {(sample.name, *sorted(sample.labels.values())): sample.value for f in families.values() for sample in f.samples}
+    assert values["vllm:prompt_tokens_total", "3", "m"] == 10
+    assert values["vllm:prompt_tokens_by_source_total", "3", "local_cache_hit", "m"] == 4
+    assert values["vllm:request_success_total", "3", "length", "m"] == 1
+    assert values["vllm:prefix_cache_hits_total", "3", "m"] == 10
+    assert values["vllm:num_requests_waiting", "3", "m"] == 0
+    assert families["vllm:time_to_first_token_seconds"].type == "histogram"

@@ -9,10 +9,12 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum
+from importlib.metadata import version
 from typing import Protocol
 
 import msgspec
 
+from penstock.api import metrics as names
 from penstock.api.load_report import LoadReport
 from penstock.engine import sampling
 from penstock.engine.args import EngineArgs
@@ -73,6 +75,8 @@ class AsyncLLM:
         self.processor = processor
         self.vocabulary = Vocabulary(processor.tokenizer)
         self.metrics = EngineMetrics(model.served_names[0])
+        self.kernels = ""
+        """Which form of the model's operations runs; known when it has started."""
         self.state = State.STARTING
         self.failed = asyncio.Event()
         self._core = core
@@ -112,6 +116,12 @@ class AsyncLLM:
         """Starts the core and returns when it has made its first forward pass; raises `CoreError` when it cannot."""
         ready = await self._core.start()
         log.info("core ready: %d KV blocks, loaded in %.1f s", ready.num_blocks, ready.load_seconds)
+        self.kernels = ready.kernels
+        self.metrics.describe(
+            names.ENGINE_INFO, "What runs.", version=version("penstock"), dtype=self.model.dtype, kernels=ready.kernels
+        )
+        blocks = {"block_size": str(self.processor.bundle.block_size), "num_gpu_blocks": str(ready.num_blocks)}
+        self.metrics.describe(names.CACHE_CONFIG_INFO, "The KV cache.", cache_dtype=self.model.dtype, **blocks)
         self._progress = Progress(time.monotonic())
         self._tasks = [asyncio.create_task(self._drain_outputs()), asyncio.create_task(self._send_aborts())]
         self.state = State.READY

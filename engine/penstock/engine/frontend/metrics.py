@@ -15,6 +15,7 @@ from penstock.engine.cost import StepCost
 from penstock.engine.frontend.generation import Choice, Generation
 from penstock.engine.frontend.series import Family, SeriesTable, histogram_family
 from penstock.engine.frontend.timeline import intervals
+from penstock.engine.frontend.vllm_names import vllm_families
 from penstock.engine.messages import FINISH_REASONS, Buckets, CoreStats
 from penstock.engine.sampling import SamplingParams
 
@@ -117,10 +118,12 @@ class Metrics(Collector):
 
     Args:
         engines: One each.
+        vllm_names: Whether everything is told under vLLM's names too.
     """
 
-    def __init__(self, engines: Sequence[EngineMetrics]) -> None:
+    def __init__(self, engines: Sequence[EngineMetrics], vllm_names: bool = False) -> None:
         self._engines = engines
+        self._vllm_names = vllm_names
 
     def registry(self) -> CollectorRegistry:
         """A registry with these metrics alone."""
@@ -136,7 +139,8 @@ class Metrics(Collector):
                 merged[family.name].samples += family.samples
             else:
                 merged[family.name] = family
-        return merged.values()
+        families = list(merged.values())
+        return [*families, *vllm_families(families)] if self._vllm_names else families
 
 
 def _core(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:

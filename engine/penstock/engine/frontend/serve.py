@@ -5,7 +5,7 @@ import logging
 import signal
 import socket
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -13,6 +13,7 @@ from aiohttp import web
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.client import CoreClient
 from penstock.engine.frontend.async_llm import AsyncLLM, State
+from penstock.engine.frontend.log_stats import log_stats
 from penstock.engine.frontend.prompts import load_processor
 from penstock.engine.frontend.server import ApiServer
 
@@ -32,6 +33,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     replay_port: int
     shutdown_timeout: float
     """Seconds that running requests get after SIGTERM."""
+    metrics_compat: Literal["vllm"] | None = None
+    """Whose names the metrics have beside our own."""
+    log_stats: bool = True
+    """Whether the log says every ten seconds what the engine did."""
 
 
 async def serve(config: ServeConfig) -> int:
@@ -50,7 +55,7 @@ async def serve(config: ServeConfig) -> int:
     try:
         engine = config.engine
         llm = AsyncLLM(core, engine.model, load_processor(engine), engine.seed, engine.scheduler.policy)
-        server = ApiServer(llm)
+        server = ApiServer(llm, vllm_names=config.metrics_compat == "vllm")
         runner = server.runner(_LAST_WORDS_S)
         await runner.setup()
         try:
@@ -75,7 +80,8 @@ async def _run(llm: AsyncLLM, server: ApiServer, signals: "_Signals", config: Se
         return 0
     await starting
     log.info("serving %s on http://%s:%d", config.engine.model.served_names[0], config.host, config.port)
-    await _any(signals.stop.wait(), llm.failed.wait())
+    stats = [log_stats(llm.metrics)] if config.log_stats else []
+    await _any(signals.stop.wait(), llm.failed.wait(), *stats)
     if not llm.failed.is_set():
         llm.state = State.DRAINING
         log.info("draining: running requests have %.0f s", config.shutdown_timeout)

@@ -23,12 +23,17 @@ _LOAD_FORMAT_KEY = web.RequestKey("load_format", str)
 
 
 class ApiServer:
-    """The endpoints of one engine; `docs/design/contracts.md` lists them."""
+    """The endpoints of one engine; `docs/design/contracts.md` lists them.
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    Args:
+        llm: What answers.
+        vllm_names: Whether metrics have vLLM's names too.
+    """
+
+    def __init__(self, llm: AsyncLLM, vllm_names: bool = False) -> None:
         self._llm = llm
         self.active = Active()
-        self._routes = [OpenAIRoutes(llm, self.active), ReplicaRoutes(llm)]
+        self._routes = [OpenAIRoutes(llm, self.active), ReplicaRoutes(llm, vllm_names)]
 
     def app(self) -> web.Application:
         """The application; see `runner`."""

@@ -5,6 +5,7 @@ from aiohttp import web
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.generation import Generation
 from penstock.engine.frontend.responses import DONE, Format
+from penstock.engine.frontend.timeline import timeline_event, wants_timeline
 
 _SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -22,6 +23,8 @@ async def stream(request: web.Request, generation: Generation, answer: Format, i
             if generation.finished:
                 break
             await generation.changed()
+        if wants_timeline(request):
+            await response.write(timeline_event(generation))
         await response.write((answer.usage_chunk(generation.usage) if include_usage else b"") + DONE)
     except ApiError as error:
         response.force_close()

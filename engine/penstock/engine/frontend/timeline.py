@@ -4,7 +4,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import orjson
+from aiohttp import web
 
+from penstock.api.headers import TIMELINE
+from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.generation import Choice, Generation
 from penstock.engine.messages import Lifecycle, LifecycleEvent
 
@@ -33,6 +37,25 @@ def intervals(choice: Choice) -> Intervals | None:
     if queued is None or scheduled is None or choice.num_tokens == 0:
         return None
     return Intervals(scheduled - queued, choice.first_time - scheduled, choice.last_time - choice.first_time)
+
+
+def wants_timeline(request: web.Request) -> bool:
+    """Whether the client asked to be told; `ApiError` 400 for a header that says neither."""
+    given = request.headers.get(TIMELINE, "false").lower()
+    if given not in ("true", "false"):
+        raise ApiError(400, f"{TIMELINE} must be true or false", param=TIMELINE)
+    return given == "true"
+
+
+def with_timeline(body: bytes, generation: Generation) -> bytes:
+    """An answer's JSON object with its `timeline` at the end."""
+    return body[:-1] + b',"timeline":' + orjson.dumps(timeline(generation)) + b"}"
+
+
+def timeline_event(generation: Generation) -> bytes:
+    """The event that tells it in a stream; without choices, as the event of `usage` is."""
+    event = {"object": "penstock.timeline", "choices": [], "timeline": timeline(generation)}
+    return b"data: " + orjson.dumps(event) + b"\n\n"
 
 
 def timeline(generation: Generation) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from penstock.engine.frontend.protocol import ChatRequest, CompletionRequest, pa
 from penstock.engine.frontend.responses import ChatFormat, CompletionFormat, Format
 from penstock.engine.frontend.spec import GenerationSpec, generation_spec
 from penstock.engine.frontend.streaming import stream
+from penstock.engine.frontend.timeline import wants_timeline, with_timeline
 from penstock.prompt.errors import PromptError
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH
 
@@ -117,6 +118,7 @@ class OpenAIRoutes:
     async def _answer(
         self, request: web.Request, spec: GenerationSpec, answer: Format, include_usage: bool
     ) -> web.StreamResponse:
+        tell_timeline = wants_timeline(request)
         async with self._llm.running(spec) as generation:
             if spec.stream:
                 response = await stream(request, generation, answer, include_usage)
@@ -124,6 +126,7 @@ class OpenAIRoutes:
                 while not generation.finished:
                     await generation.changed()
                 body = answer.full(generation.choices, generation.usage)
+                body = with_timeline(body, generation) if tell_timeline else body
                 response = web.Response(body=body, content_type="application/json")
             usage = generation.usage
             log.info(

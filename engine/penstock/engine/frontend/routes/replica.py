@@ -13,13 +13,18 @@ from penstock.engine.frontend.metrics import Metrics
 
 
 class ReplicaRoutes:
-    """Health, load, metrics, and what the picker must know of prompts."""
+    """Health, load, metrics, and what the picker must know of prompts.
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    Args:
+        llm: What is watched.
+        vllm_names: Whether metrics have vLLM's names too.
+    """
+
+    def __init__(self, llm: AsyncLLM, vllm_names: bool = False) -> None:
         self._llm = llm
         self._bundle = llm.processor.bundle.to_json()
         self._etag = llm.processor.bundle.digest
-        self._registry = Metrics([llm.metrics]).registry()
+        self._registry = Metrics([llm.metrics], vllm_names).registry()
 
     def routes(self) -> list[web.RouteDef]:
         """Paths and handlers."""
@@ -63,5 +68,5 @@ class ReplicaRoutes:
         return response
 
     async def version(self, _request: web.Request) -> web.Response:
-        """`GET /version`."""
-        return json_response({"version": version("penstock")})
+        """`GET /version`; `kernels` is the form of the model's operations that runs, empty before it has started."""
+        return json_response({"version": version("penstock"), "kernels": self._llm.kernels})
