@@ -4,10 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.api import metrics
 
 
 def bench(url: str, folder: Path, *flags: str) -> tuple[dict[str, Any], str]:
@@ -31,6 +35,24 @@ def test_a_real_engine_is_measured_token_by_token(engine: str, tmp_path: Path) -
     assert "inter-token latency" in shown and "output tokens per device-second" in shown
 
 
+def counted(url: str) -> tuple[float, float]:
+    """Output tokens, and latencies between tokens, that the engine has counted so far."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    values = {sample.name: sample.value for family in families for sample in family.samples}
+    return values[f"{metrics.GENERATION_TOKENS}_total"], values[f"{metrics.INTER_TOKEN_LATENCY}_count"]
+
+
+@pytest.mark.req("MET-09")
+def test_client_and_engine_count_the_same(engine: str, tmp_path: Path) -> None:
+    before = counted(engine)
+    shape = ["--random-input-len", "16", "--random-output-len", "9", "--ignore-eos"]
+    found, _ = bench(engine, tmp_path, "--num-prompts", "11", "--max-concurrency", "4", *shape)
+    tokens, gaps = (after - first for after, first in zip(counted(engine), before, strict=True))
+    assert found["total_output_tokens"] == tokens - 9  # one request to warm up
+    assert sum(sum(one["tokens"]) - 1 for one in found["requests"]) == gaps - 8
+
+
 @pytest.mark.req("MET-12")
 def test_shared_prefixes_come_from_the_engines_cache(engine: str, tmp_path: Path) -> None:
     shape = [
@@ -42,6 +64,7 @@ def test_shared_prefixes_come_from_the_engines_cache(engine: str, tmp_path: Path
         "2",
     ]
     flags = ["--dataset-name", "prefix_repetition", "--num-prompts", "8", "--max-concurrency", "1", *shape]
+    flags += ["--seed", "7"]  # tokens that no other test has left in the cache
     found, _ = bench(engine, tmp_path, *flags, "--prefix-repetition-output-len", "2")
     assert found["total_input_tokens"] == 8 * 80
     assert found["total_cached_tokens"] == 6 * 64  # all but the first of each

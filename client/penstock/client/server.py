@@ -1,6 +1,5 @@
 """The server at the other end: its address, the API key, and its errors in plain words."""
 
-import asyncio
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -96,6 +95,6 @@ def unreachable(base_url: str, error: Exception) -> ServerError:
     if isinstance(error, aiohttp.ClientConnectorError):
         reason = os.strerror(error.errno).lower() if error.errno else str(error.os_error)
         return ServerError("connection", f"cannot reach {base_url}: {reason}")
-    if isinstance(error, asyncio.TimeoutError):
+    if isinstance(error, TimeoutError):
         return ServerError("timeout", f"{base_url} did not answer in time")
     return ServerError("connection", f"the connection to {base_url} broke: {error or type(error).__name__}")

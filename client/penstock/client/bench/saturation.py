@@ -5,7 +5,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
@@ -141,9 +141,8 @@ class Watcher:
         return combine(known) if known and len(known) == len(samples) else None
 
     async def _scrape(self, url: str) -> str:
-        options: Any = {"timeout": aiohttp.ClientTimeout(total=5)}
         try:
-            async with self._server.session.get(url, **options) as response:
+            async with self._server.session.get(url, timeout=aiohttp.ClientTimeout(total=5)) as response:
                 await check(response)
                 return await response.text()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:

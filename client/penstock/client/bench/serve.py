@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -129,7 +130,7 @@ def _endless(args: argparse.Namespace, prompts: Prompts, rng: np.random.Generato
     return random_requests(prompts, rng, inputs, outputs, args.random_prefix_len)
 
 
-def _path(args: argparse.Namespace):
+def _path(args: argparse.Namespace) -> Path:
     if args.dataset_path is None:
         raise DatasetError(f"--dataset-name {args.dataset_name} needs --dataset-path")
     return args.dataset_path
