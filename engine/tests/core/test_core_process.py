@@ -22,7 +22,15 @@ from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, Req
 from penstock.api.load_report import LoadReport
 from penstock.engine.core.calls import CommandRefused
 from penstock.engine.core.client import CoreClient, CoreError
-from penstock.engine.messages import QUEUE_FULL, CoreStats, FinishReason, ResetPrefixCache, StepOutputs
+from penstock.engine.messages import (
+    QUEUE_FULL,
+    QUEUE_TIMEOUT,
+    CoreStats,
+    ExtendPrompt,
+    FinishReason,
+    ResetPrefixCache,
+    StepOutputs,
+)
 from penstock.prompt.hashing import BlockHasher
 
 RUNNER = "fake_runner:FakeRunner"
@@ -108,6 +116,29 @@ async def test_streams_come_back_and_nobody_dies_with_a_failing_request(depth):
             assert frontend.finished[index].reason is FinishReason.LENGTH
         assert frontend.finished[6].error == "the logits are not finite"
         assert frontend.finished[7].reason is FinishReason.IGNORED and "64 tokens" in frontend.finished[7].error
+
+
+@pytest.mark.req("RL-06")
+async def test_a_prompt_in_parts_gives_what_it_gives_in_one():
+    async with running() as client:
+        frontend, prompt = Frontend(), list(range(30))
+        await client.add(make_request(0, prompt[:7], 9, complete=False))
+        await client.add(make_request(1, prompt, 9))
+        await frontend.until(client, 1)
+        assert not frontend.streams[0]
+        await client.extend(ExtendPrompt(0, prompt[7:20], last=False))
+        await client.extend(ExtendPrompt(0, prompt[20:], last=True))
+        await frontend.until(client, 0)
+        assert frontend.streams[0] == frontend.streams[1] == reference(prompt, 9)
+
+
+async def test_a_deadline_comes_though_nothing_else_happens():
+    async with running() as client:
+        frontend = Frontend()
+        deadline = time.time() + 0.2
+        await client.add(make_request(0, [1], 9, complete=False, deadline=deadline))
+        await asyncio.wait_for(frontend.until(client, 0), 5)
+        assert frontend.finished[0].code == QUEUE_TIMEOUT and time.time() >= deadline
 
 
 @pytest.mark.req("RL-17", "KV-31")

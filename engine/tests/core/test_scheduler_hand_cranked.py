@@ -187,7 +187,7 @@ def test_a_row_that_is_left_out_of_steps_needs_no_resending():
     assert sum(len(plan.admissions) for plan in machine.plans) == 4
 
 
-@pytest.mark.req("SCH-30", "SCH-17")
+@pytest.mark.req("SCH-30")
 def test_plans_name_rows_once_and_drop_preempted_ones_before_they_are_taken_again():
     machine = Machine(make_config(num_blocks=13, max_model_len=48, budget=64))
     machine.add(*[make_request(index, [index] * 12, 12) for index in range(3)])

@@ -102,6 +102,24 @@ def test_a_repeated_prompt_comes_from_the_cache_and_says_so(client: OpenAI) -> N
     assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
 
 
+@pytest.mark.req("RL-03", "RL-11")
+def test_a_client_can_tell_why_its_answer_ended(client: OpenAI) -> None:
+    same: Any = {"logit_bias": {"70": 100}, "max_tokens": 20}
+    capped = greedy(client, **same)
+    assert (capped.choices[0].finish_reason, capped.usage.completion_tokens) == ("length", 20)
+    limits = {"max_pattern_size": 4, "min_count": 5}
+    repeating = greedy(client, **same, extra_body={"repetition_detection": limits})
+    assert (repeating.choices[0].finish_reason, repeating.usage.completion_tokens) == ("repetition", 5)
+    stopped = greedy(client, **same, extra_body={"stop_token_ids": [70]})
+    assert (stopped.choices[0].finish_reason, stopped.choices[0].stop_reason) == ("stop", 70)
+    text = greedy(client, **same).choices[0].message.content
+    cut = greedy(client, **same, stop=[text[:1]])
+    assert (cut.choices[0].finish_reason, cut.choices[0].stop_reason) == ("stop", text[:1])
+    with pytest.raises(openai.APIStatusError) as late:
+        greedy(client, max_tokens=2000, extra_body={"ignore_eos": True}, extra_headers={"x-penstock-timeout-ms": "200"})
+    assert (late.value.status_code, late.value.code) == (504, "request_timeout")
+
+
 @pytest.mark.req("EG-05", "EG-08")
 def test_stop_strings_cut_the_text_at_their_beginning(client: OpenAI) -> None:
     whole = greedy(client, max_tokens=40).choices[0].message.content

@@ -31,6 +31,7 @@ from penstock.engine.messages import (
     CoreReady,
     CoreStart,
     CoreStats,
+    ExtendPrompt,
     StepOutputs,
 )
 
@@ -113,6 +114,10 @@ class CoreClient:
     async def add(self, request: AddRequest) -> None:
         """Sends one request; raises `CoreError` when the core is gone."""
         await self._send(request)
+
+    async def extend(self, part: ExtendPrompt) -> None:
+        """Sends more of the prompt of a request that was added without all of it; raises `CoreError` when the core is gone."""
+        await self._send(part)
 
     async def abort(self, indexes: Sequence[int]) -> None:
         """Ends requests; unknown and finished ones are ignored. Does nothing when the core is gone, as they are then too."""
