@@ -98,17 +98,11 @@ class NaiveScheduler:
         rows = self.limits.max_num_seqs - len(self.of("running"))
         everybody = [*self.of("ready"), *self.of("parked")]
         if len(everybody) - rows > self.limits.max_num_waiting:
-            load: dict[str, float] = {}
-            for other in self.requests.values():
-                if other.state in ("ready", "parked"):
-                    load[other.message.tenant] = load.get(other.message.tenant, 0.0) + 1 / self.weight(other.message.tenant)
-            victim = r
-            if max(load.values()) > load[message.tenant]:
-                greediest = [tenant for tenant in load if load[tenant] == max(load.values())]
-                fresh = [o for o in everybody if o.message.tenant in greediest and not o.started]
-                # Which of several that have as many is not said; the real one is asked.
-                self.choices = {o.message.index for o in fresh} or {r.message.index}
-                return
+            tenants = [other.message.tenant for other in everybody]
+            load = {tenant: tenants.count(tenant) / self.weight(tenant) for tenant in tenants}
+            greedy = [tenant for tenant in load if load[tenant] == max(load.values())]
+            fresh = [other for other in everybody if other.message.tenant in greedy and not other.started]
+            victim = r if message.tenant in greedy or not fresh else max(fresh, key=lambda other: other.key)
             self.end(victim, FinishReason.ERROR, "tenant_queue_full" if len(load) > 1 else "queue_full")
         if r.state == "ready" and not message.input_complete:
             self.park(message.index, "streaming")

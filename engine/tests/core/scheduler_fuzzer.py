@@ -103,14 +103,8 @@ class Episode:
             deadline=self.real.now + pick.randint(1, 60) if pick.random() < 0.1 else None,
             complete=pick.random() < 0.9,
         )
-        self.naive.choices = set()
         self.naive.add(message)
         self.real.add(message)
-        if self.naive.choices:
-            (victim,) = self.naive.choices & set(self.real.finished)
-            self.naive.end(self.naive.requests[victim], self.real.finished[victim].reason, self.real.finished[victim].code)
-            if index in self.naive.requests and not message.input_complete:
-                self.naive.park(index, "streaming")
 
     def clear(self, index: int) -> None:
         """What the request waits for comes, or a part of it."""

@@ -80,12 +80,12 @@ class WaitingRoom:
 
     def one_too_many(self, newcomer: Request) -> Request:
         """Who leaves a room that is too full since the newcomer came: the one that would be served last, of those that have
-        never run, of the tenant with the most requests for its weight; the newcomer itself where its own tenant has as many."""
+        never run, of the tenants with the most requests for their weight; the newcomer itself where its own is one of them."""
         load = {tenant: count / self._counters.weight(tenant) for tenant, count in self._by_tenant.items()}
-        greediest = max(load, key=load.__getitem__)
-        if load[greediest] == load[newcomer.tenant]:
+        most = max(load.values())
+        if load[newcomer.tenant] == most:
             return newcomer
-        fresh = (request for request in self if request.tenant == greediest and not request.has_started)
+        fresh = (request for request in self if load[request.tenant] == most and not request.has_started)
         return max(fresh, key=order, default=newcomer)
 
     # --- reasons of a request's own ---
