@@ -48,6 +48,7 @@ def _config(args: argparse.Namespace) -> "ServeConfig":
         shutdown_timeout=args.shutdown_timeout,
         metrics_compat=args.metrics_compat,
         log_stats=not args.disable_log_stats,
+        enable_control_endpoints=args.enable_control_endpoints,
     )
 
 
@@ -76,6 +77,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--metrics-compat", choices=["vllm"], help="whose names metrics have beside our own")
     add("--disable-log-stats", action="store_true", help="no line every ten seconds about what the engine did")
     add("--shutdown-timeout", type=_seconds, default=120.0, help="seconds that running requests get after SIGTERM")
+    add("--enable-control-endpoints", action="store_true", help="serve /pause, /sleep, /reload_weights …: for a trusted network")
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,12 +1,14 @@
 """The verdict of `/health`."""
 
+from typing import Any
+
 from penstock.api.load_report import LoadReport
 from penstock.engine.frontend.progress import Progress
 from penstock.engine.messages import CoreStats
 
 
-def stats(steps: int) -> CoreStats:
-    return CoreStats(LoadReport(epoch=1, seq=1), steps, 0, 0, 0)
+def stats(steps: int, **state: Any) -> CoreStats:
+    return CoreStats(LoadReport(epoch=1, seq=1), steps, 0, 0, 0, **state)
 
 
 def test_silence_is_stuck_whether_idle_or_not() -> None:
@@ -27,3 +29,15 @@ def test_reports_without_steps_are_stuck_only_while_there_is_work() -> None:
     assert "no step" in str(progress.stuck(working=True, now=99.0))
     progress.stats(stats(6), working=True, now=100.0)
     assert progress.stuck(working=True, now=101.0) is None
+
+
+def test_a_core_that_is_paused_or_carries_out_a_command_is_not_stuck() -> None:
+    progress = Progress(0.0)
+    for second in range(50):
+        progress.stats(stats(5, paused=True), working=True, now=float(second))
+    assert progress.stuck(working=True, now=50.0) is None
+    progress.stats(stats(5, command="reload_weights"), working=True, now=50.0)
+    assert progress.stuck(working=True, now=500.0) is None
+    progress.stats(stats(5), working=True, now=501.0)
+    assert progress.stuck(working=True, now=502.0) is None
+    assert "said nothing" in str(progress.stuck(working=True, now=602.0))

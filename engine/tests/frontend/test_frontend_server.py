@@ -417,3 +417,9 @@ async def test_health_is_judged_by_progress(serve: Any) -> None:
     site.llm._progress = Progress(time.monotonic() - 31)
     response = await site.client.get("/health")
     assert response.status == 503 and "said nothing" in (await error_of(response))["message"]
+
+
+async def test_control_endpoints_are_there_only_when_asked_for(serve: Any) -> None:
+    site = await serve()
+    for path in ("/sleep", "/pause", "/reload_weights", "/reset_prefix_cache"):
+        assert (await site.client.post(path)).status == 404

@@ -68,8 +68,10 @@ class InprocClient:
                 raise CoreError(self._failure) from error
             if step is not None:
                 yield step
-            for reply in core.take_replies():
-                self._calls.settle(reply)
+            if replies := core.take_replies():
+                yield core.stats()  # whoever reads an answer finds the state that it speaks of
+                for reply in replies:
+                    self._calls.settle(reply)
             core.take_events()  # nobody can subscribe to them
             if not core.has_work or time.monotonic() - reported >= REPORT_INTERVAL_S:
                 reported = time.monotonic()

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum
 from importlib.metadata import version
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -32,7 +32,7 @@ from penstock.engine.frontend.prompts import Message, Prompt, Tokens, load_proce
 from penstock.engine.frontend.request_output import OutputBuilder, RequestOutput, python_error
 from penstock.engine.frontend.spec import GenerationSpec
 from penstock.engine.frontend.vocabulary import Vocabulary
-from penstock.engine.messages import AddRequest, CoreReady, CoreStats, StepOutputs
+from penstock.engine.messages import AddRequest, Command, CoreReady, CoreStats, StepOutputs
 from penstock.prompt.processor import PromptProcessor
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class Core(Protocol):
     async def start(self) -> CoreReady: ...
     async def add(self, request: AddRequest) -> None: ...
     async def abort(self, indexes: Sequence[int]) -> None: ...
+    async def call(self, command: Command) -> Any: ...
     def outputs(self) -> AsyncIterator[StepOutputs | CoreStats]: ...
     async def close(self) -> None: ...
 
@@ -154,8 +155,21 @@ class AsyncLLM:
             return None
         return self._progress.stuck(working=len(self._egress) > 0, now=time.monotonic())
 
+    async def call(self, command: Command) -> Any:
+        """Has the core carry out a command and returns its result; raises `CommandRefused` where it could not."""
+        try:
+            return await self._core.call(command)
+        except CoreError as error:
+            raise unavailable(f"the engine has failed: {error}", "engine_dead") from error
+
     def require_ready(self) -> None:
         """Raises a retriable 503 unless requests are taken."""
+        self.require_running()
+        if self.metrics.stats is not None and self.metrics.stats.asleep is not None:
+            raise unavailable(self.metrics.stats.asleep, "asleep")
+
+    def require_running(self) -> None:
+        """Raises a retriable 503 unless the engine is up, be it asleep."""
         if self.state is State.STARTING:
             raise unavailable("the engine is loading its model", "not_ready")
         if self.state is State.DRAINING:

@@ -6,7 +6,8 @@ STUCK_S = 30.0
 
 
 class Progress:
-    """Judges by what the core says: it reports at least once a second while idle, and its step count rises while it works.
+    """Judges by what the core says: it reports at least once a second while idle, and its step count rises while it works. A core
+    that has said which command it carries out may be silent until that is done.
 
     Args:
         now: Monotonic time in seconds, as in every method.
@@ -16,20 +17,25 @@ class Progress:
         self._heard = now
         self._moved = now
         self._steps = -1
+        self._command: str | None = None
 
     def heard(self, now: float) -> None:
         """The core said anything at all."""
         self._heard = now
+        self._command = None
 
     def stats(self, stats: CoreStats, working: bool, now: float) -> None:
         """The core sent a report; `working`: requests were live."""
-        self._heard = now
-        if not working or stats.steps != self._steps:
+        if self._command is not None or not working or stats.paused or stats.steps != self._steps:
             self._moved = now
+        self.heard(now)
+        self._command = stats.command
         self._steps = stats.steps
 
     def stuck(self, working: bool, now: float) -> str | None:
         """What is wrong, or None."""
+        if self._command is not None:
+            return None
         if now - self._heard > STUCK_S:
             return f"the engine core has said nothing for {now - self._heard:.0f} s"
         if working and now - self._moved > STUCK_S:

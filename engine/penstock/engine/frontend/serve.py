@@ -37,6 +37,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whose names the metrics have beside our own."""
     log_stats: bool = True
     """Whether the log says every ten seconds what the engine did."""
+    enable_control_endpoints: bool = False
 
 
 async def serve(config: ServeConfig) -> int:
@@ -55,7 +56,7 @@ async def serve(config: ServeConfig) -> int:
     try:
         engine = config.engine
         llm = AsyncLLM(core, engine.model, load_processor(engine), engine.seed, engine.scheduler.policy)
-        server = ApiServer(llm, vllm_names=config.metrics_compat == "vllm")
+        server = ApiServer(llm, vllm_names=config.metrics_compat == "vllm", control=config.enable_control_endpoints)
         runner = server.runner(_LAST_WORDS_S)
         await runner.setup()
         try:

@@ -13,6 +13,7 @@ from penstock.api.headers import LOAD, LOAD_FORMAT, REQUEST_ID
 from penstock.engine.frontend.async_llm import AsyncLLM, State
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.exchange import MAX_BODY_BYTES, REQUEST_ID_KEY, Active
+from penstock.engine.frontend.routes.control import ControlRoutes
 from penstock.engine.frontend.routes.openai import OpenAIRoutes
 from penstock.engine.frontend.routes.replica import ReplicaRoutes
 
@@ -28,12 +29,17 @@ class ApiServer:
     Args:
         llm: What answers.
         vllm_names: Whether metrics have vLLM's names too.
+        control: Whether it can be paused, put to sleep and reloaded over HTTP.
     """
 
-    def __init__(self, llm: AsyncLLM, vllm_names: bool = False) -> None:
+    def __init__(self, llm: AsyncLLM, vllm_names: bool = False, *, control: bool = False) -> None:
         self._llm = llm
         self.active = Active()
-        self._routes = [OpenAIRoutes(llm, self.active), ReplicaRoutes(llm, vllm_names)]
+        self._routes = [
+            OpenAIRoutes(llm, self.active),
+            ReplicaRoutes(llm, vllm_names),
+            *([ControlRoutes(llm)] if control else []),
+        ]
 
     def app(self) -> web.Application:
         """The application; see `runner`."""
