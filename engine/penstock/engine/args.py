@@ -25,6 +25,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     max_num_waiting: int = 1024
     watermark: float = 0.01
     tenant_weights: dict[str, float] = {}
+    async_scheduling: bool | None = None
+    """Whether the next step is planned while one runs. None: not on a CPU, whose cores the model needs."""
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
@@ -62,6 +64,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 watermark=self.watermark,
                 tenant_weights=self.tenant_weights,
             ),
+            depth=2 if self.async_scheduling else 1,
             seed=self.seed,
             logprobs_mode=self.logprobs_mode,
         )

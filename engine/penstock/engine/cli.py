@@ -108,6 +108,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="share of the KV blocks that admission leaves free",
     )
     add("--tenant-weights", type=_weights, default={}, metavar="NAME=WEIGHT,…", help="shares of tenants' service; others have 1")
+    add("--async-scheduling", action=argparse.BooleanOptionalAction, help="plan the next step while one runs (None: not on CPU)")
     add("--block-size", type=_positive, default=16, help="tokens in a KV block")
     add("--num-gpu-blocks-override", type=_positive, help="KV blocks (None: from memory)")
     add("--kv-cache-memory-bytes", type=_positive, help="memory for the KV cache (None: 10 %% of the machine's)")
