@@ -35,7 +35,7 @@ def test_extending_equals_hashing_at_once(first: list[int], second: list[int]) -
     assert hashes[: len(before)] == before
 
 
-@pytest.mark.req("PC-04", "PC-05", "PC-07")
+@pytest.mark.req("PC-04", "PC-05", "PC-07", "LIM-08")
 def test_extra_keys_fork_the_chain() -> None:
     hasher, ids = BlockHasher(4, "seed"), list(range(12))
     chains = [
@@ -47,6 +47,10 @@ def test_extra_keys_fork_the_chain() -> None:
             ExtraKeys(cache_salt="a"),
             ExtraKeys(lora="a", cache_salt="a"),
             ExtraKeys(cache_salt=""),
+            ExtraKeys(tenant="a"),
+            ExtraKeys(tenant="b"),
+            ExtraKeys(tenant="a", cache_salt="a"),
+            ExtraKeys(tenant="b", cache_salt="a"),
         )
     ]
     chains.append(BlockHasher(4, "other").hash(ids))

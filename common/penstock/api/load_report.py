@@ -45,8 +45,9 @@ class LoadReport(msgspec.Struct, frozen=True, tag="LoadReport"):
     kv_cache_usage_perc: float = 0.0
     """Share of the KV blocks that running requests hold, 0 to 1; cached but free blocks count as free."""
     kv_blocks_total: int = 0
+    """Blocks of a sequence's tokens that fit, whatever a block is made of."""
     kv_blocks_reclaimable: int = 0
-    """Free blocks, those that hold evictable cached prefixes included."""
+    """Free ones, those that hold evictable cached prefixes included."""
     prefill_backlog_tokens: int = 0
     """Prompt tokens accepted and not yet computed, of waiting and running requests."""
     prefill_tokens_per_s: float = 0.0

@@ -32,6 +32,8 @@ class ExtraKeys(msgspec.Struct, frozen=True, array_like=True):
     """Adapter name: in every block, so that no KV is shared between adapters."""
     cache_salt: str | None = None
     """In the first block only, which forks the whole chain after it."""
+    tenant: str = ""
+    """In the first block too: nobody can tell by the time to the first token what another tenant has sent."""
     items: tuple[PromptItem, ...] = ()
     """In every block that they reach into, with where they begin as seen from there."""
 
@@ -74,6 +76,9 @@ class BlockHasher:
                     name = item.identifier.encode()
                     block.update(b"item" + len(name).to_bytes(4, "little") + name)
                     block.update((item.start - start).to_bytes(8, "little", signed=True))
+            if start == 0 and extra.tenant:
+                tenant = extra.tenant.encode()
+                block.update(b"tenant" + len(tenant).to_bytes(4, "little") + tenant)
             if start == 0 and extra.cache_salt is not None:
                 block.update(b"salt" + extra.cache_salt.encode())
             parent = block.digest()

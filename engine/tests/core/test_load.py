@@ -9,7 +9,7 @@ from harness import Machine, make_config, make_request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.cache.layout import KVLayout, full_attention
+from penstock.engine.cache.layout import KVGroup, KVLayout, full_attention
 from penstock.engine.config import CacheConfig, ConfigError
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import InlineExecutor, ThreadExecutor
@@ -203,3 +203,16 @@ def test_a_step_s_time_holds_the_forward_pass_whoever_runs_it(executor):
     report = core.stats().report
     assert report.decode_step_s >= 0.02
     assert 0 < report.prefill_tokens_per_s <= 3 / 0.02
+
+
+def test_the_report_counts_blocks_of_sequences_whatever_the_number_of_groups():
+    groups = (KVGroup((0,), 4, None), KVGroup((1,), 4, 8))
+    config = make_config()
+    runner = FakeRunner(config, groups)
+    runner.initialize_kv_cache(65)
+    core = EngineCore(config, InlineExecutor(runner), 65, epoch=0, groups=groups)
+    core.handle(make_request(1, [1] * 9, 4))
+    assert (core.stats().report.kv_blocks_total, core.stats().report.kv_blocks_reclaimable) == (32, 32)
+    core.step()
+    report = core.stats().report
+    assert report.kv_blocks_reclaimable == 29 and report.kv_cache_usage_perc == 6 / 64

@@ -18,6 +18,7 @@ import pytest
 from frontend_process import Server, command, free_ports, make_llama, serving
 from openai import AsyncOpenAI, OpenAI
 
+from penstock.api.headers import TENANT
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.processor import PromptProcessor
 
@@ -118,6 +119,24 @@ def test_a_client_can_tell_why_its_answer_ended(client: OpenAI) -> None:
     with pytest.raises(openai.APIStatusError) as late:
         greedy(client, max_tokens=2000, extra_body={"ignore_eos": True}, extra_headers={"x-penstock-timeout-ms": "200"})
     assert (late.value.status_code, late.value.code) == (504, "request_timeout")
+
+
+@pytest.mark.req("LIM-08", "PC-07")
+def test_tenants_and_salts_find_only_their_own_prefixes(client: OpenAI) -> None:
+    """Even one salt that two tenants happen to choose."""
+    prompt: Any = [{"role": "user", "content": "what one has asked the other must not be able to find out " * 2}]
+    asked = [("a", None), ("b", None), ("a", None), ("a", "s"), ("b", "s"), ("b", "s"), ("", None), ("b", None)]
+    found = []
+    for tenant, salt in asked:
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=prompt,
+            max_tokens=2,
+            extra_headers={TENANT: tenant} if tenant else {},
+            extra_body={"cache_salt": salt} if salt else {},
+        )
+        found.append(answer.usage.prompt_tokens_details.cached_tokens > 0)  # type: ignore[union-attr]
+    assert found == [False, False, True, False, False, True, False, True]
 
 
 @pytest.mark.req("EG-05", "EG-08")

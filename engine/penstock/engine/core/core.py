@@ -151,8 +151,9 @@ class EngineCore:
             num_requests_waiting=scheduler.waiting(),
             max_num_seqs=scheduler.config.max_num_seqs,
             kv_cache_usage_perc=scheduler.kv.usage,
-            kv_blocks_total=scheduler.kv.num_blocks,
-            kv_blocks_reclaimable=scheduler.kv.num_free_blocks,
+            # A sequence needs a block in each group; the picker reckons in blocks of sequences.
+            kv_blocks_total=scheduler.kv.num_blocks // scheduler.kv.num_groups,
+            kv_blocks_reclaimable=scheduler.kv.num_free_blocks // scheduler.kv.num_groups,
             prefill_backlog_tokens=scheduler.prefill_backlog(),
             prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
             decode_step_s=self._meter.decode_step_s,

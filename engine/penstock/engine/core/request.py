@@ -95,7 +95,7 @@ class Request:
         self.num_preemptions = 0
         self.block_hashes: list[bytes] = []
         """Of its full blocks, as far as anybody asked."""
-        self._extra_keys = ExtraKeys(cache_salt=message.cache_salt)
+        self._extra_keys = ExtraKeys(cache_salt=message.cache_salt, tenant=message.tenant)
 
     @property
     def has_started(self) -> bool:
