@@ -231,6 +231,36 @@ def test_prompt_logprobs_are_those_of_generation(client: OpenAI) -> None:
     assert not hasattr(greedy(client, max_tokens=2), "prompt_logprobs")
 
 
+@pytest.mark.req("MR-09")
+def test_prompt_logprobs_of_a_prompt_in_two_chunks(client: OpenAI, llama: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    ids = [(at * at + at // 7) % 300 + 5 for at in range(2500)]
+    answer = client.completions.create(model="tiny", prompt=ids, max_tokens=1, extra_body={"prompt_logprobs": 0})
+    found = answer.choices[0].prompt_logprobs  # type: ignore[attr-defined]
+    assert found[0] is None and len(found) == len(ids)
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(llama)(torch.tensor([ids])).logits[0].log_softmax(-1)
+    for position in [*range(1, 2500, 111), *range(2040, 2060), 2499]:
+        assert abs(found[position][str(ids[position])]["logprob"] - expected[position - 1, ids[position]].item()) < 1e-3
+
+
+@pytest.mark.req("LP-05")
+def test_each_token_has_a_logprob_up_to_where_the_text_stops(client: OpenAI) -> None:
+    def entries(**fields: Any) -> tuple[list[bytes], Any]:
+        answer = greedy(client, max_tokens=30, logprobs=True, **fields)
+        return [bytes(entry.bytes) for entry in answer.choices[0].logprobs.content], answer
+
+    whole, answer = entries()
+    assert len(whole) == answer.usage.completion_tokens == 30
+    text = answer.choices[0].message.content
+    stop = text[len(text) // 2 :][:3]
+    cut, answer = entries(stop=stop)
+    assert answer.choices[0].finish_reason == "stop" and answer.choices[0].message.content == text[: text.index(stop)]
+    assert cut == whole[: len(cut)] and len(cut) == answer.usage.completion_tokens < 30
+
+
 @pytest.mark.req("SMP-15", "SMP-16", "SMP-18", "SMP-19", "SMP-20")
 def test_adjustments_of_the_logits_change_what_a_client_gets(client: OpenAI) -> None:
     def tokens(**extra: Any) -> list[bytes]:

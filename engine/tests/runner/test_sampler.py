@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.engine.runner.sampler import sampler
 from penstock.engine.runner.sampler.logprobs import gather_logprobs
 from penstock.engine.runner.sampler.params import SamplingTable
 from penstock.engine.runner.sampler.philox import Purpose, philox, uniform
@@ -164,6 +165,38 @@ def test_greedy_rows_neither_sort_nor_draw(monkeypatch):
     monkeypatch.setattr(torch, "softmax", None)
     params = SamplingParams(max_tokens=1, temperature=0.0, top_p=0.5, top_k=3)
     assert draw(LOGITS.expand(2, -1), [params] * 2, [0, 1]) == [0, 0]
+
+
+@pytest.mark.req("SMP-11")
+@pytest.mark.parametrize(
+    ("params", "spread", "sorted_tokens"),
+    [
+        ({}, 3.0, []),
+        ({"min_p": 0.1}, 3.0, []),
+        ({"top_k": 40}, 3.0, [CANDIDATES]),
+        ({"top_p": 0.9}, 9.0, [CANDIDATES]),
+        # More than the candidates could stay.
+        ({"top_k": CANDIDATES + 1}, 3.0, [CANDIDATES, 1024]),
+        ({"top_p": 0.9}, 0.1, [CANDIDATES, 1024]),
+        ({"top_k": 40, "temperature": 0.0}, 3.0, []),
+    ],
+)
+def test_the_whole_vocabulary_is_sorted_only_where_it_must_be(monkeypatch, params, spread, sorted_tokens):
+    counts, likeliest = [], sampler._likeliest
+    monkeypatch.setattr(sampler, "_likeliest", lambda logits, count: counts.append(count) or likeliest(logits, count))
+    logits = torch.randn(1, 1024, generator=torch.Generator().manual_seed(0)) * spread
+    draw(logits, [SamplingParams(**({"max_tokens": 1, "temperature": 1.0} | params))], [0])
+    assert counts == sorted_tokens
+
+
+@pytest.mark.req("SMP-14")
+def test_random_numbers_reach_a_tail_that_float32_would_lose():
+    """256 tokens share 2^-33 of the probability: in float32 nothing is added to 1, and the last number below 1 is too small."""
+    logits = torch.full((1, 257), math.log(2**-41))
+    logits[0, 0] = 0.0
+    assert sampler.draw(logits, torch.tensor([1 - 2**-34], dtype=torch.float64)).item() in range(100, 160)
+    assert sampler.draw(logits, torch.tensor([1 - 2**-32], dtype=torch.float64)).item() == 0
+    assert uniform(torch.tensor([1]), torch.tensor([1]), Purpose.SAMPLE).dtype == torch.float64
 
 
 def test_philox_gives_the_published_numbers():
