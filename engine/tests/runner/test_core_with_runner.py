@@ -53,6 +53,7 @@ class Engine:
 
     def __init__(self, runner, depth: int, num_blocks: int) -> None:
         runner.warm_up()
+        self.runner, self.depth, self.compared = runner, depth, 0
         self.executor = InlineExecutor(runner) if depth == 1 else ThreadExecutor(runner)
         self.scores: dict[int, dict[int, float]] = {}
         """By request and position; a score that changes when it comes again is an error."""
@@ -64,6 +65,8 @@ class Engine:
             self.core.handle(request)
         while self.core.has_work:
             frame = self.core.step()
+            if self.depth == 1:
+                self._check_mirror()
             if frame is None:
                 continue
             self._take(frame.prompt_logprobs)
@@ -72,6 +75,18 @@ class Engine:
                 tokens[index] += ids[offsets[i] : offsets[i + 1]].tolist()
             assert all(ended.reason == FinishReason.LENGTH for ended in frame.finished), frame.finished
         return tokens
+
+    def _check_mirror(self) -> None:
+        """Between steps, the runner's rows are the scheduler's."""
+        theirs, ours = self.core.scheduler.table, self.runner._batch.rows
+        for row in np.flatnonzero(theirs.num_tokens).tolist():
+            count = theirs.num_tokens[row]
+            assert np.array_equal(ours.token_ids[row, :count], theirs.token_ids[row, :count])
+            for name in ("num_tokens", "num_computed", "num_prompt_tokens"):
+                assert getattr(ours, name)[row] == getattr(theirs, name)[row], name
+            for mine, due in zip(ours.block_tables, theirs.block_tables, strict=True):
+                assert np.array_equal(mine[row], due[row])
+            self.compared += 1
 
     def _take(self, columns: PromptLogprobs | None) -> None:
         if columns is None:
@@ -100,7 +115,7 @@ def alone(checkpoint, build_runner, adjusted) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_blocks", [100, 22])
-@pytest.mark.req("CHK-05", "SMP-13", "SMP-17")
+@pytest.mark.req("CHK-05", "SMP-13", "SMP-17", "MR-04")
 def test_a_crowd_gets_what_each_gets_alone(checkpoint, build_runner, alone, adjusted, depth, num_blocks):
     engine = Engine(build_runner(checkpoint("llama"), scheduler=SCHEDULER), depth, num_blocks)
     try:
@@ -108,6 +123,7 @@ def test_a_crowd_gets_what_each_gets_alone(checkpoint, build_runner, alone, adju
         stats = engine.core.stats()
         assert stats.prefix_hits > 0
         assert (stats.preemptions > 0) == (num_blocks == 22)
+        assert engine.compared > 50 or depth == 2
     finally:
         engine.executor.close()
 
