@@ -330,6 +330,10 @@ class CoreStats(msgspec.Struct, frozen=True, tag="stats"):
     """Prompt tokens looked up in the prefix cache since the start."""
     prefix_hits: int
     """Prompt tokens found there since the start."""
+    preempted_tokens: int = 0
+    """Tokens whose KV preempted requests gave up, since the start."""
+    resumed_cached_tokens: int = 0
+    """Tokens that the prefix cache supplied to those requests when they ran again."""
     step: StepStats | None = None
     paused: bool = False
     """Requests wait until somebody resumes."""

@@ -167,6 +167,8 @@ class EngineCore:
             preemptions=scheduler.num_preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
+            preempted_tokens=scheduler.preempted_tokens,
+            resumed_cached_tokens=scheduler.resumed_cached_tokens,
             step=self._step_meter.stats(),
             paused=self._controls.paused,
             asleep=self._controls.asleep,

@@ -85,6 +85,10 @@ class Scheduler:
         self.closed: Closed | None = None
         """Why no request is taken; None: they are."""
         self.num_preemptions = 0
+        self.preempted_tokens = 0
+        """Computed tokens of requests at the moment when they were preempted."""
+        self.resumed_cached_tokens = 0
+        """Of those, found in the prefix cache when the requests ran again: only the rest is computed twice."""
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._hasher = hasher
@@ -259,6 +263,8 @@ class Scheduler:
             self.prefix_queries += known
             self.prefix_hits += hit.num_tokens
             self._journal.started(request, draft.now)
+        else:
+            self.resumed_cached_tokens += hit.num_tokens
         self._journal.note(request, LifecycleEvent.SCHEDULED, draft.now)
         tokens = np.array(request.token_ids, np.int32)
         draft.admissions.append(Admission(row, tokens, request.num_prompt_tokens, hit.num_tokens, request.sampling))
@@ -280,6 +286,7 @@ class Scheduler:
         """Takes a request's row and blocks; it keeps its tokens and computes them anew when there is room."""
         row = request.row
         draft.take_back(row)
+        self.preempted_tokens += int(self.table.num_computed[row])
         # A token in flight is not known here: it is sampled again, from the same counter of random numbers.
         request.token_ids = self.table.token_ids[row, : self._tenancy.num_known[row]].tolist()
         if self.kv.enable_prefix_caching:

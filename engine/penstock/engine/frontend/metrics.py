@@ -153,6 +153,9 @@ def _core(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
     yield counter(names.PREEMPTIONS, "Sequences that gave up their blocks.", stats.preemptions)
     yield counter(names.PREFIX_CACHE_QUERIES, "Prompt tokens looked up.", stats.prefix_queries)
     yield counter(names.PREFIX_CACHE_HITS, "Prompt tokens found.", stats.prefix_hits)
+    yield counter(names.PREEMPTED_TOKENS, "Tokens whose KV preempted sequences gave up.", stats.preempted_tokens)
+    resumed = "Tokens that the prefix cache supplied to them when they ran again."
+    yield counter(names.RESUMED_CACHED_TOKENS, resumed, stats.resumed_cached_tokens)
     if (step := stats.step) is not None:
         yield _buckets(names.STEP_SECONDS, "Of a step.", labels, step_meter.SECONDS, step.seconds)
         yield _buckets(names.STEP_TOKENS, "Tokens that a step computed.", labels, step_meter.TOKENS, step.tokens)
