@@ -204,3 +204,20 @@ def test_plans_name_rows_once_and_drop_preempted_ones_before_they_are_taken_agai
         assert set(plan.rows.tolist()) <= set(owners) and len(set(plan.rows.tolist())) == len(plan.rows)
         assert plan.num_new_tokens.sum() <= 64
     assert machine.scheduler.num_preemptions and released == machine.scheduler.num_preemptions + 3 - len(owners)
+
+
+def test_a_core_whose_requests_all_wait_for_reasons_of_their_own_goes_on():
+    class Never:
+        def refuses(self, candidate):
+            return "lora"
+
+    bench = Bench()
+    bench.core.scheduler.rules.append(Never())
+    bench.core.handle(make_request(0, [1], 3))
+    bench.crank()
+    bench.core.scheduler.rules.pop()
+    assert bench.run().streams[0] == reference([1], 3)
+    bench.core.handle(make_request(1, [1] * 9, 3))
+    bench.core.scheduler.kv.pool.get_new_blocks(bench.core.scheduler.kv.num_free_blocks)
+    with pytest.raises(RuntimeError, match=r"no request can run: 0 running, \{'capacity': 1\} waiting"):
+        bench.crank()

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from penstock.api.load_report import LoadReport
+from penstock.api.load_report import LoadReport, WaitingReason
 from penstock.engine.frontend.progress import Progress
 from penstock.engine.messages import CoreStats
 
 
-def stats(steps: int, **state: Any) -> CoreStats:
-    return CoreStats(LoadReport(epoch=1, seq=1), steps, 0, 0, 0, **state)
+def stats(steps: int, waiting: dict[WaitingReason, int] | None = None, **state: Any) -> CoreStats:
+    return CoreStats(LoadReport(epoch=1, seq=1, num_requests_waiting=waiting or {}), steps, 0, 0, 0, **state)
 
 
 def test_silence_is_stuck_whether_idle_or_not() -> None:
@@ -41,3 +41,13 @@ def test_a_core_that_is_paused_or_carries_out_a_command_is_not_stuck() -> None:
     progress.stats(stats(5), working=True, now=501.0)
     assert progress.stuck(working=True, now=502.0) is None
     assert "said nothing" in str(progress.stuck(working=True, now=602.0))
+
+
+def test_requests_that_wait_for_others_than_the_core_are_not_its_fault() -> None:
+    progress = Progress(0.0)
+    for second in range(50):
+        progress.stats(stats(5, {"streaming": 2}), working=True, now=float(second))
+    assert progress.stuck(working=True, now=50.0) is None
+    for second in range(50, 90):
+        progress.stats(stats(5, {"streaming": 1, "capacity": 1}), working=True, now=float(second))
+    assert "no step" in str(progress.stuck(working=True, now=90.0))

@@ -120,7 +120,7 @@ class EngineCore:
             result = self._executor.collect()
             outputs = self.scheduler.update(result)
             self._observe(self._submitted.popleft(), result)
-        elif self.scheduler.has_work:
+        elif self.scheduler.is_stuck:
             raise RuntimeError(f"no request can run: {self.scheduler.num_running} running, {self.scheduler.waiting()} waiting")
         else:
             outputs = self.scheduler.take_outputs()

@@ -127,6 +127,11 @@ class Scheduler:
             case PauseState.PAUSED_ALL:
                 return False
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether, though no plan is in flight and the last one held nothing, somebody runs or waits for nothing but room."""
+        return self.has_work and not self._in_flight and (bool(self._tenancy.running) or "capacity" in self.waiting())
+
     def waiting(self) -> dict[WaitingReason, int]:
         """Waiting requests by what they wait for. During a pause none of them waits for capacity."""
         reasons = self._waiting.reasons()

@@ -1,5 +1,6 @@
 """Whether the core makes progress: the verdict of `/health`."""
 
+from penstock.api.load_report import LoadReport
 from penstock.engine.messages import CoreStats
 
 STUCK_S = 30.0
@@ -26,7 +27,7 @@ class Progress:
 
     def stats(self, stats: CoreStats, working: bool, now: float) -> None:
         """The core sent a report; `working`: requests were live."""
-        if self._command is not None or not working or stats.paused or stats.steps != self._steps:
+        if self._command is not None or not working or stats.paused or _all_parked(stats.report) or stats.steps != self._steps:
             self._moved = now
         self.heard(now)
         self._command = stats.command
@@ -41,3 +42,8 @@ class Progress:
         if working and now - self._moved > STUCK_S:
             return f"the engine core has made no step for {now - self._moved:.0f} s while requests wait"
         return None
+
+
+def _all_parked(report: LoadReport) -> bool:
+    """Whether the core knows of requests, and each of them waits for something that is not the core's to give."""
+    return report.waiting > 0 and not report.num_requests_running and "capacity" not in report.num_requests_waiting
