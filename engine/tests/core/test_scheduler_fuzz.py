@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.cache.layout import KVGroup, full_attention, max_blocks
-from penstock.engine.messages import FinishReason
+from penstock.engine.messages import ExtendPrompt, FinishReason
 
 BLOCK, MAX_LEN = 4, 48
 
@@ -51,6 +51,9 @@ requests = st.lists(
             "arrives": st.integers(0, 12),
             "aborted": st.none() | st.none() | st.integers(0, 30),
             "fails": st.sampled_from([False] * 9 + [True]),
+            "tenant": st.sampled_from(["", "", "a", "b"]),
+            "in_parts": st.none() | st.none() | st.integers(0, 20),
+            "parked": st.sampled_from([False] * 4 + [True]),
         }
     ),
     min_size=1,
@@ -77,9 +80,16 @@ def test_every_stream_is_that_of_the_request_alone(config, layout, wanted):
         one["prompt"] = one["prompt"][: MAX_LEN - 2] + ([FAILING_TOKEN] if one["fails"] else [])
     for step in range(31):
         for index, one in enumerate(wanted):
+            first = one["prompt"][: one["in_parts"]]
             if one["arrives"] == step:
-                request = make_request(index, one["prompt"], one["max_tokens"], stop=one["stop"], priority=one["priority"])
-                machine.add(request)
+                terms = {name: one[name] for name in ("stop", "priority", "tenant")}
+                machine.add(make_request(index, first, one["max_tokens"], complete=one["in_parts"] is None, **terms))
+                if one["parked"] and one["in_parts"] is None:
+                    machine.scheduler.park(index, "remote_kv")
+            if one["arrives"] + 2 == step and one["in_parts"] is not None:
+                machine.scheduler.extend(ExtendPrompt(index, one["prompt"][len(first) :], last=True))
+            if one["arrives"] + 3 == step:
+                machine.scheduler.unpark(index)
         machine.abort(*[index for index, one in enumerate(wanted) if one["aborted"] == step])
         machine.step()
     machine.run()
