@@ -61,6 +61,15 @@ def test_blocks_come_from_the_number_the_bytes_or_a_tenth_of_memory():
         num_kv_blocks(with_cache(), LAYOUT, 100_000)
 
 
+@pytest.mark.req("KV-04", "KV-25")
+def test_with_windows_the_arithmetic_is_that_of_each_group():
+    layout = KVLayout((KVGroup((0,), 4, None), KVGroup((1,), 4, 9)), 1000)
+    assert num_kv_blocks(with_cache(num_blocks=24), layout, 0) == 24  # 16, 2 + 4 + 1, and the null block
+    sentence = r"64 / 4 tokens \+ a window of 9 with 16 in flight / 4 tokens = 23; what there is fits --max-model-len 60"
+    with pytest.raises(ConfigError, match=sentence):
+        num_kv_blocks(with_cache(num_blocks=23), layout, 0)
+
+
 @given(st.integers(1, 5), st.integers(0, 12), st.integers(0, 15))
 def test_the_replay_buffer_gives_everything_from_a_number_on_or_nothing(size, written, start):
     buffer = ReplayBuffer(size)

@@ -43,14 +43,18 @@ def num_kv_blocks(config: EngineConfig, layout: KVLayout, memory: int) -> int:
         fits = longest_sequence(layout.groups, max(blocks - 1, 0), config.max_in_flight, length)
         raise ConfigError(
             f"the KV cache is too small: {source}, one of them reserved, and a sequence of --max-model-len {length} needs "
-            f"{_arithmetic(layout, length, per_sequence)}; what there is fits --max-model-len {fits}, or "
+            f"{_arithmetic(layout, config, per_sequence)}; what there is fits --max-model-len {fits}, or "
             f"--kv-cache-memory-bytes {(per_sequence + 1) * bytes_per_block} is enough"
         )
     return blocks
 
 
-def _arithmetic(layout: KVLayout, length: int, needed: int) -> str:
-    if len(layout.groups) == 1 and layout.groups[0].window is None:
-        return f"{length} / {layout.groups[0].block_size} tokens = {needed}"
-    windows = ", ".join(str(group.window or "all") for group in layout.groups)
-    return f"{needed} over {len(layout.groups)} groups of layers, which see {windows} of its tokens"
+def _arithmetic(layout: KVLayout, config: EngineConfig, needed: int) -> str:
+    length, in_flight = config.model.max_model_len, config.max_in_flight
+    parts: list[str] = []
+    for group in layout.groups:
+        if group.window is None:
+            parts.append(f"{length} / {group.block_size} tokens")
+        else:
+            parts.append(f"a window of {group.window} with {in_flight} in flight / {group.block_size} tokens")
+    return f"{' + '.join(parts)} = {needed}"
