@@ -80,6 +80,8 @@ class RowTable:
         # Several blocks of one row take consecutive places: the rank of each append among those of its row.
         order = np.argsort(rows, kind="stable")
         by_row, which = rows[order], np.arange(len(rows))
-        first = np.maximum.accumulate(np.where(np.r_[True, by_row[1:] != by_row[:-1]], which, 0))
+        begins = np.ones(len(rows), np.bool_)
+        np.not_equal(by_row[1:], by_row[:-1], out=begins[1:])
+        first = np.maximum.accumulate(np.where(begins, which, 0))
         self.block_tables[group][by_row, self.num_blocks[group][by_row] + (which - first)] = blocks[order]
         np.add.at(self.num_blocks[group], rows, 1)
