@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.engine.cache.layout import KVGroup, KVLayout, full_attention
 from penstock.engine.config import ConfigError, EngineConfig
+from penstock.engine.core.executor import StepFailed
 from penstock.engine.core.plan import SampledLogprobs, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.row_table import RowTable
 
@@ -19,6 +20,7 @@ VOCAB = 50
 FAILING_TOKEN = 999
 CRASHING_TOKEN = 888
 SLOW_TOKEN = 777
+COUGHING_TOKENS = (666, 667)
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -134,3 +136,19 @@ class FakeRunner:
         rows = np.flatnonzero(counts).astype(np.int32)
         ids = token_ids[rows]
         return SampledLogprobs(rows, -ids.astype(np.float32), ids % 3, np.stack([ids, ids + 1], 1), -np.stack([ids, ids], 1))
+
+
+class CoughingRunner(FakeRunner):
+    """Fails every step in which one of its tokens is read, in the forward pass or in sampling, and is fine after it."""
+
+    def execute(self, plan: StepPlan) -> None:
+        super().execute(plan)
+        if any(COUGHING_TOKENS[0] in self.table.token_ids[row] for row in plan.rows):
+            self._plan = None
+            raise StepFailed("the device coughed")
+
+    def sample(self, inputs: SampleInputs) -> StepResult:
+        assert self._plan is not None, "no step waits for this sampling"
+        if any(COUGHING_TOKENS[1] in self.table.token_ids[row] for row in self._plan.rows):
+            raise StepFailed("the device coughed")
+        return super().sample(inputs)

@@ -1,8 +1,10 @@
 """The engine core: scheduler, executor and measurements behind one step. No sockets, no asyncio."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -13,8 +15,9 @@ from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.cache.layout import KVGroup, full_attention
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.controls import Controls
-from penstock.engine.core.executor import Executor
+from penstock.engine.core.executor import Executor, StepFailed
 from penstock.engine.core.load import LoadMeter
+from penstock.engine.core.outputs import RequestOutputs
 from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.step_meter import StepMeter
@@ -29,6 +32,13 @@ from penstock.engine.messages import (
     StepOutputs,
 )
 from penstock.prompt.hashing import BlockHasher
+
+MAX_FAILURES = 3
+"""Failed steps in a row after which the core gives up: what fails every time is not the requests' fault."""
+STEP_FAILED = "step_failed"
+"""`Finished.code` of requests whose step failed."""
+
+_log = logging.getLogger(__name__)
 
 
 class _Submitted(msgspec.Struct, frozen=True):
@@ -76,6 +86,7 @@ class EngineCore:
         self._meter = LoadMeter()
         self._step_meter = StepMeter(config.model.cost)
         self._submitted: deque[_Submitted] = deque()
+        self._failures = 0
         self._last_end = 0.0
         self._seq = 0
 
@@ -107,7 +118,7 @@ class EngineCore:
         A command waits until nothing is in flight, and no step begins before it is carried out.
 
         Raises:
-            Exception: Whatever the runner raised; the core cannot go on then.
+            Exception: Whatever the runner raised, other than a `StepFailed` now and then; the core cannot go on then.
         """
         if self.next_command is not None:
             self._controls.carry_out(time.time())
@@ -117,20 +128,36 @@ class EngineCore:
             self._executor.submit(plan)
             self._executor.sample(SampleInputs(plan.step_id))
         if self._submitted:
-            result = self._executor.collect()
-            outputs = self.scheduler.update(result)
-            self._observe(self._submitted.popleft(), result)
+            outputs = self._retire()
         elif self.scheduler.is_stuck:
             raise RuntimeError(f"no request can run: {self.scheduler.num_running} running, {self.scheduler.waiting()} waiting")
         else:
             outputs = self.scheduler.take_outputs()
         return None if outputs.is_empty else outputs.frame(self._engine_index, self.num_steps, time.time())
 
+    def _retire(self) -> RequestOutputs:
+        """Takes in the oldest plan's result. A step that failed ends its requests; several in a row, the core."""
+        submitted = self._submitted.popleft()
+        try:
+            result = self._executor.collect()
+        except StepFailed as error:
+            self.num_steps += 1
+            self._failures += 1
+            if self._failures >= MAX_FAILURES:
+                raise
+            _log.exception("step %d failed, and its %d requests with it", submitted.plan.step_id, len(submitted.plan.rows))
+            return self.scheduler.fail_step(str(error), STEP_FAILED)
+        self._failures = 0
+        outputs = self.scheduler.update(result)
+        self._observe(submitted, result)
+        return outputs
+
     def close(self) -> None:
         """Ends whatever runs plans, once the steps in flight are over."""
         while self._submitted:
             self._submitted.popleft()
-            self._executor.collect()
+            with suppress(StepFailed):
+                self._executor.collect()
         self._executor.close()
 
     def take_replies(self) -> list[ControlDone]:

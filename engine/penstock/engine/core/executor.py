@@ -11,6 +11,10 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
 
 
+class StepFailed(RuntimeError):
+    """A step came to nothing. Its plan has been applied: rows, blocks and weights are as they should be, its tokens are lost."""
+
+
 class Runner(Protocol):
     """A model on one device, with its KV cache and its rows."""
 
@@ -72,7 +76,7 @@ class Executor(Protocol):
         ...
 
     def collect(self) -> StepResult:
-        """Waits for the oldest step; raises what its runner raised."""
+        """Waits for the oldest step; raises what its runner raised: after `StepFailed` the next step may follow."""
         ...
 
     def call(self, method: str, *args: Any) -> list[Any]:
@@ -93,19 +97,30 @@ class InlineExecutor:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._results: deque[StepResult] = deque()
+        self._results: deque[StepResult | StepFailed] = deque()
+        self._failed: StepFailed | None = None
 
     def submit(self, plan: StepPlan) -> None:
         """Runs the forward pass."""
-        self._runner.execute(plan)
+        try:
+            self._runner.execute(plan)
+        except StepFailed as error:
+            self._failed = error
 
     def sample(self, inputs: SampleInputs) -> None:
-        """Samples."""
-        self._results.append(self._runner.sample(inputs))
+        """Samples what the forward pass has left."""
+        failed, self._failed = self._failed, None
+        try:
+            self._results.append(failed or self._runner.sample(inputs))
+        except StepFailed as error:
+            self._results.append(error)
 
     def collect(self) -> StepResult:
         """The oldest result."""
-        return self._results.popleft()
+        result = self._results.popleft()
+        if isinstance(result, StepFailed):
+            raise result
+        return result
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls it in the caller's thread."""
@@ -134,8 +149,9 @@ class ThreadExecutor:
 
     def collect(self) -> StepResult:
         """Waits for the oldest step."""
-        self._executing.popleft().result()
-        return self._sampling.popleft().result()
+        executing, sampling = self._executing.popleft(), self._sampling.popleft()
+        executing.result()
+        return sampling.result()
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls it in the runner's thread."""

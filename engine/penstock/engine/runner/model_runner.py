@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from penstock.engine.attention.context import ForwardContext
 from penstock.engine.cache.layout import KVLayer, KVLayout, kv_layout
 from penstock.engine.config import ConfigError, EngineConfig
+from penstock.engine.core.executor import StepFailed
 from penstock.engine.core.plan import Admission, SampleInputs, StepPlan, StepResult, empty
 from penstock.engine.loading.checkpoint import read_json, resolve
 from penstock.engine.loading.safetensors import check_weights, load_weights
@@ -162,21 +164,15 @@ class ModelRunner:
 
         Raises:
             RuntimeError: The last step has not been sampled: its tokens are not there for this one.
+            StepFailed: The forward pass did not get through.
         """
         if self._state is not None:
             raise RuntimeError(f"step {plan.step_id}: step {self._state.plan.step_id} has not been sampled yet")
         self._limit_threads()
         inputs = self._batch.apply(plan)
-        logits, prompts = torch.empty(0, self.decoder_config.vocab_size), PromptScores()
         ctx = ForwardContext(self._ops, self.kv_caches, [inputs.groups[number] for number in self._layer_groups])
-        if len(plan.rows):
-            hidden = self.model.forward(inputs.input_ids, inputs.positions, ctx)
-            if len(inputs.sampled_rows):
-                logits = self.model.compute_logits(hidden[inputs.logits_indices])
-            if prompt_rows := self._batch.prompt_rows(plan, inputs):
-                raw = self.config.logprobs_mode.endswith("logits")
-                prompts = score_prompts(self.model.compute_logits, hidden, prompt_rows, normalised=not raw)
-        self._state = ExecuteState(plan, inputs, ctx, logits, prompts)
+        with _failing(plan):
+            self._state = ExecuteState(plan, inputs, ctx, *self._forward(plan, inputs, ctx))
 
     @torch.inference_mode()
     def sample(self, inputs: SampleInputs) -> StepResult:
@@ -184,22 +180,36 @@ class ModelRunner:
 
         Raises:
             RuntimeError: No step waits for it, or another one does.
+            StepFailed: The sampling did not get through.
         """
         if self._state is None or self._state.plan.step_id != inputs.step_id:
             waiting = "none" if self._state is None else f"step {self._state.plan.step_id}"
             raise RuntimeError(f"sampling step {inputs.step_id}: {waiting} waits for it")
         (plan, step, ctx, logits, prompts), self._state = self._state, None
-        token_ids, counts = np.full((len(plan.rows), 1), -1, np.int32), plan.samples.astype(np.int32)
-        failed, not_finite, logprobs = self._batch.refused(plan), prompts.not_finite, None
-        if len(step.sampled_rows):
-            choice = choose(self._batch, plan, step, logits, self.config.logprobs_mode)
-            token_ids[step.sampled_rows, 0], logprobs = choice.token_ids, choice.logprobs
-            failed, not_finite = failed | choice.failed, not_finite | choice.not_finite
-        if not_finite:
-            parts = name_first_part(self.model, step, ctx, list(not_finite))
-            failed |= {row: f"{message}; the first values that are not: {parts[row]}" for row, message in not_finite.items()}
-        counts[list(failed)] = 0
-        return StepResult(plan.step_id, token_ids, counts, logprobs, failed, prompts.logprobs, len(not_finite))
+        with _failing(plan):
+            token_ids, counts = np.full((len(plan.rows), 1), -1, np.int32), plan.samples.astype(np.int32)
+            failed, not_finite, logprobs = self._batch.refused(plan), prompts.not_finite, None
+            if len(step.sampled_rows):
+                choice = choose(self._batch, plan, step, logits, self.config.logprobs_mode)
+                token_ids[step.sampled_rows, 0], logprobs = choice.token_ids, choice.logprobs
+                failed, not_finite = failed | choice.failed, not_finite | choice.not_finite
+            if not_finite:
+                parts = name_first_part(self.model, step, ctx, list(not_finite))
+                failed |= {row: f"{message}; the first values that are not: {parts[row]}" for row, message in not_finite.items()}
+            counts[list(failed)] = 0
+            return StepResult(plan.step_id, token_ids, counts, logprobs, failed, prompts.logprobs, len(not_finite))
+
+    def _forward(self, plan: StepPlan, inputs: StepInputs, ctx: ForwardContext) -> tuple[torch.Tensor, PromptScores]:
+        """Logits of the rows that sample, and the prompts' scores."""
+        logits, prompts = torch.empty(0, self.decoder_config.vocab_size), PromptScores()
+        if len(plan.rows):
+            hidden = self.model.forward(inputs.input_ids, inputs.positions, ctx)
+            if len(inputs.sampled_rows):
+                logits = self.model.compute_logits(hidden[inputs.logits_indices])
+            if prompt_rows := self._batch.prompt_rows(plan, inputs):
+                raw = self.config.logprobs_mode.endswith("logits")
+                prompts = score_prompts(self.model.compute_logits, hidden, prompt_rows, normalised=not raw)
+        return logits, prompts
 
     def _limit_threads(self) -> None:
         """OpenMP counts per calling thread, and an executor may run steps in another thread than the one that loaded."""
@@ -243,3 +253,12 @@ class ModelRunner:
             for window in config.windows
         ]
         return kv_layout(layers, self.config.cache.block_size)
+
+
+@contextmanager
+def _failing(plan: StepPlan) -> Iterator[None]:
+    """What goes wrong in here is the step's failure alone: the plan has been applied, and releasing its rows undoes the rest."""
+    try:
+        yield
+    except Exception as error:
+        raise StepFailed(f"step {plan.step_id} failed: {type(error).__name__}: {error}") from error
