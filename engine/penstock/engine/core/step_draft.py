@@ -56,20 +56,20 @@ class StepDraft:
 
     def build(self, step_id: int, released: list[int], num_groups: int) -> StepPlan:
         """The plan: decodes first, then chunks, running ones before new ones."""
-        chunks = list(self.chunks.values())
+        decodes, count = len(self.decodes), len(self.decodes) + len(self.chunks)
+        rows, num_new_tokens, samples = empty(count), np.ones(count, np.int32), np.ones(count, np.bool_)
+        rows[:decodes] = self.decodes
+        for at, (row, (tokens, reaches_end)) in enumerate(self.chunks.items(), decodes):
+            rows[at], num_new_tokens[at], samples[at] = row, tokens, reaches_end
         return StepPlan(
             step_id=step_id,
             released=np.array(released, np.int32),
             admissions=self.admissions,
             append_rows=[self._append_rows(group) for group in range(num_groups)],
             append_blocks=[self._append_blocks(group) for group in range(num_groups)],
-            rows=np.concatenate([self.decodes, np.fromiter(self.chunks, np.int32, len(chunks))]),
-            num_new_tokens=np.concatenate(
-                [np.ones(len(self.decodes), np.int32), np.fromiter((count for count, _ in chunks), np.int32, len(chunks))]
-            ),
-            samples=np.concatenate(
-                [np.ones(len(self.decodes), np.bool_), np.fromiter((samples for _, samples in chunks), np.bool_, len(chunks))]
-            ),
+            rows=rows,
+            num_new_tokens=num_new_tokens,
+            samples=samples,
         )
 
     def _append_rows(self, group: int) -> Int32:
