@@ -132,6 +132,9 @@ async def test_tenant_and_patience_travel_in_headers(serve: Any, byte_level: Tok
     await (await site.client.post("/v1/chat/completions", json=body, headers=asked)).read()
     (request,) = site.core.added
     assert request.tenant == "a" and request.deadline == request.arrival_time + 1.5
+    for value in ("ä", "x" * 257):
+        response = await site.client.post("/v1/chat/completions", json=body, headers={headers.TENANT: value})
+        assert response.status == 400 and (await response.json())["error"]["param"] == headers.TENANT
     for value in ("0", "-1", "1.5", "soon", "9" * 11):
         response = await site.client.post("/v1/chat/completions", json=body, headers={headers.TIMEOUT: value})
         assert response.status == 400 and (await response.json())["error"]["param"] == headers.TIMEOUT

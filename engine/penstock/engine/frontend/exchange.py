@@ -32,8 +32,8 @@ async def read_json(request: web.Request) -> bytes:
 def tenant(request: web.Request) -> str:
     """Whose request it is, as the gateway says; empty: nobody's in particular."""
     name = request.headers.get(TENANT, "")
-    if len(name) > MAX_TENANT:
-        raise ApiError(400, f"{TENANT} has more than {MAX_TENANT} characters", param=TENANT)
+    if not name.isascii() or (name and not name.isprintable()) or len(name) > MAX_TENANT:
+        raise ApiError(400, f"{TENANT} must be at most {MAX_TENANT} printable ASCII characters", param=TENANT)
     return name
 
 
