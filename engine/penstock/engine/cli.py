@@ -21,10 +21,12 @@ def serve(argv: list[str]) -> int:
     from penstock.engine.config import ConfigError
     from penstock.engine.core.client import CoreError
     from penstock.engine.frontend.serve import serve as run
+    from penstock.engine.frontend.supervisor import supervise
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        return uvloop.run(run(_config(args)))
+        config = _config(args)
+        return uvloop.run(run(config) if config.api_server_count == 1 else supervise(config))
     except ConfigError as error:
         sys.stderr.write(f"penstock serve: {error}\n")
         return 2
@@ -49,6 +51,7 @@ def _config(args: argparse.Namespace) -> "ServeConfig":
         metrics_compat=args.metrics_compat,
         log_stats=not args.disable_log_stats,
         enable_control_endpoints=args.enable_control_endpoints,
+        api_server_count=args.api_server_count,
     )
 
 
@@ -76,6 +79,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--metrics-compat", choices=["vllm"], help="whose names metrics have beside our own")
     add("--disable-log-stats", action="store_true", help="no line every ten seconds about what the engine did")
+    add("--api-server-count", type=_positive, default=1, help="frontend processes that share the port and the core")
     add("--shutdown-timeout", type=_seconds, default=120.0, help="seconds that running requests get after SIGTERM")
     add("--enable-control-endpoints", action="store_true", help="serve /pause, /sleep, /reload_weights …: for a trusted network")
 

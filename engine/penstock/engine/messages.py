@@ -54,6 +54,25 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
     replay_address: str | None
     runner: str
     """`module:Class` of the model runner."""
+    frontends_address: str | None = None
+    """The core's ROUTER for further frontends; None: the one that starts it is the only one."""
+
+
+FRONTEND_SHIFT = 40
+"""`index` and `call_id` carry their frontend's number in the bits from here on; 0 is the one that started the core."""
+
+
+class FrontendJoined(msgspec.Struct, frozen=True, tag="joined"):
+    """The first word of a further frontend; answered by `CoreReady`."""
+
+    frontend: int
+    """From 1 on, never used again."""
+
+
+class FrontendLeft(msgspec.Struct, frozen=True, tag="left"):
+    """A further frontend has died: its requests end, and what it said last is not heard. Said by whoever started the core."""
+
+    frontend: int
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
@@ -156,7 +175,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     command: Command
 
 
-CoreInput = AddRequest | ExtendPrompt | AbortRequests | Control
+CoreInput = AddRequest | ExtendPrompt | AbortRequests | Control | FrontendJoined | FrontendLeft
 
 
 # --- core → frontend ---
@@ -364,20 +383,22 @@ def core_identity(engine_index: int) -> bytes:
     return engine_index.to_bytes(2, "little")
 
 
-def _enc_hook(value: Any) -> Any:
+def enc_hook(value: Any) -> Any:
+    """What msgpack has no form for."""
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{type(value).__name__} has no place in a message")
 
 
-def _dec_hook(kind: type, value: Any) -> Any:
+def dec_hook(kind: type, value: Any) -> Any:
+    """Its inverse."""
     if kind is Path:
         return Path(value)
     raise TypeError(f"{kind.__name__} has no place in a message")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
-_start_decoder = msgspec.msgpack.Decoder(CoreStart, dec_hook=_dec_hook)
+_encoder = msgspec.msgpack.Encoder(enc_hook=enc_hook)
+_start_decoder = msgspec.msgpack.Decoder(CoreStart, dec_hook=dec_hook)
 _input_decoder = msgspec.msgpack.Decoder(CoreInput)
 _output_decoder = msgspec.msgpack.Decoder(CoreOutput)
 

@@ -61,6 +61,7 @@ class FakeCore:
     """What `AsyncLLM` uses of `CoreClient`. With `answer`, a request is answered at once, a token a frame."""
 
     def __init__(self, answer: Answer | None = None) -> None:
+        self.first_number = 0
         self.added: list[AddRequest] = []
         self.aborted: list[list[int]] = []
         self._answer = answer

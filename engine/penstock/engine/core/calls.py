@@ -14,10 +14,14 @@ class CommandRefused(RuntimeError):
 
 
 class Calls:
-    """Of one client, by number."""
+    """Of one client, by number.
 
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
+    Args:
+        first: The first number.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self._numbers = itertools.count(first)
         self._open: dict[int, asyncio.Future[Any]] = {}
 
     @contextmanager

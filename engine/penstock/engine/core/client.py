@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from penstock.engine.messages import (
     CoreStart,
     CoreStats,
     ExtendPrompt,
+    FrontendLeft,
     StepOutputs,
 )
 
@@ -44,72 +46,24 @@ class CoreError(RuntimeError):
     """The core could not start, failed, or is gone; the message says why."""
 
 
-class CoreClient:
-    """One core process.
-
-    `start` first, then `add` and `abort` at will while one task consumes `outputs`; `close` at the end, whatever happened.
+class CoreConnection(ABC):
+    """What every client says to a core, whoever started it.
 
     Args:
-        config: The engine's configuration.
-        events_address: Where the core publishes its event stream, such as `tcp://127.0.0.1:5557`; None: nowhere.
-        replay_address: Where it answers requests for replay.
-        engine_index: The core's number among those of this frontend.
-        runner: `module:Class` of the model runner.
+        first_number: Of requests and calls.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        events_address: str | None = None,
-        replay_address: str | None = None,
-        engine_index: int = 0,
-        runner: str = MODEL_RUNNER,
-    ) -> None:
-        self._config = config
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-core-"))
-        self._start = CoreStart(
-            config=config,
-            engine_index=engine_index,
-            address=f"ipc://{self._folder}/core",
-            events_address=events_address,
-            replay_address=replay_address,
-            runner=runner,
-        )
-        self._identity = messages.core_identity(engine_index)
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        # Nothing is ever dropped: requests are bounded by the core's queue, outputs by what the requests generate.
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._process: asyncio.subprocess.Process | None = None
-        self._exited: asyncio.Task[int] | None = None
-        self._calls = Calls()
+    def __init__(self, first_number: int = 0) -> None:
+        self.first_number = first_number
+        self._calls = Calls(first_number)
 
-    @property
-    def pid(self) -> int | None:
-        """The core's process, once started."""
-        return self._process.pid if self._process else None
+    @abstractmethod
+    async def _send(self, message: CoreInput) -> None:
+        """Raises `CoreError` when the core is gone."""
 
-    async def start(self) -> CoreReady:
-        """Starts the process and waits until it has made its first forward pass; raises `CoreError` when it cannot."""
-        self._socket.bind(self._start.address)
-        # The OpenMP runtime reads its thread count from the environment alone, when torch is loaded.
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self._config.threads)}
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "penstock.engine.core.process", stdin=asyncio.subprocess.PIPE, env=environment
-        )
-        self._exited = asyncio.create_task(self._process.wait())
-        start = messages.encode(self._start)
-        pipe = self._process.stdin
-        assert pipe is not None
-        pipe.write(len(start).to_bytes(4, "little") + start)
-        message = await self._receive()
-        if not isinstance(message, CoreReady):
-            raise CoreError(f"the engine core began with {type(message).__name__} instead of CoreReady")
-        self._remove_folder()  # both ends are connected: nothing is left behind, even by a frontend that is killed
-        return message
+    @abstractmethod
+    async def _receive(self) -> CoreOutput:
+        """The next message; raises `CoreError` when the core fails or is gone."""
 
     async def add(self, request: AddRequest) -> None:
         """Sends one request; raises `CoreError` when the core is gone."""
@@ -149,6 +103,87 @@ class CoreClient:
         except CoreError as error:
             self._calls.fail(CoreError(str(error)))
             raise
+
+
+class CoreClient(CoreConnection):
+    """One core process.
+
+    `start` first, then `add` and `abort` at will while one task consumes `outputs`; `close` at the end, whatever happened.
+
+    Args:
+        config: The engine's configuration.
+        events_address: Where the core publishes its event stream, such as `tcp://127.0.0.1:5557`; None: nowhere.
+        replay_address: Where it answers requests for replay.
+        engine_index: The core's number among those of this frontend.
+        runner: `module:Class` of the model runner.
+        shared: Whether further frontends may join, at `frontends_address`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        events_address: str | None = None,
+        replay_address: str | None = None,
+        engine_index: int = 0,
+        runner: str = MODEL_RUNNER,
+        shared: bool = False,
+    ) -> None:
+        super().__init__()
+        self._config = config
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-core-"))
+        self._start = CoreStart(
+            config=config,
+            engine_index=engine_index,
+            address=f"ipc://{self._folder}/core",
+            events_address=events_address,
+            replay_address=replay_address,
+            runner=runner,
+            frontends_address=f"ipc://{self._folder}/frontends" if shared else None,
+        )
+        self._identity = messages.core_identity(engine_index)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        # Nothing is ever dropped: requests are bounded by the core's queue, outputs by what the requests generate.
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._process: asyncio.subprocess.Process | None = None
+        self._exited: asyncio.Task[int] | None = None
+
+    @property
+    def frontends_address(self) -> str | None:
+        """Where further frontends join the core."""
+        return self._start.frontends_address
+
+    @property
+    def pid(self) -> int | None:
+        """The core's process, once started."""
+        return self._process.pid if self._process else None
+
+    async def start(self) -> CoreReady:
+        """Starts the process and waits until it has made its first forward pass; raises `CoreError` when it cannot."""
+        self._socket.bind(self._start.address)
+        # The OpenMP runtime reads its thread count from the environment alone, when torch is loaded.
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self._config.threads)}
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "penstock.engine.core.process", stdin=asyncio.subprocess.PIPE, env=environment
+        )
+        self._exited = asyncio.create_task(self._process.wait())
+        start = messages.encode(self._start)
+        pipe = self._process.stdin
+        assert pipe is not None
+        pipe.write(len(start).to_bytes(4, "little") + start)
+        message = await self._receive()
+        if not isinstance(message, CoreReady):
+            raise CoreError(f"the engine core began with {type(message).__name__} instead of CoreReady")
+        if self.frontends_address is None:
+            self._remove_folder()  # both ends are connected: nothing is left behind, even by a frontend that is killed
+        return message
+
+    async def frontend_left(self, frontend: int) -> None:
+        """Ends the requests of a frontend that has died."""
+        await self._send(FrontendLeft(frontend))
 
     async def close(self) -> None:
         """Ends the process, at once and whatever it is doing, and releases everything; safe to call twice."""

@@ -22,6 +22,7 @@ from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.step_meter import StepMeter
 from penstock.engine.messages import (
+    FRONTEND_SHIFT,
     AbortRequests,
     AddRequest,
     Control,
@@ -29,6 +30,8 @@ from penstock.engine.messages import (
     CoreInput,
     CoreStats,
     ExtendPrompt,
+    FrontendJoined,
+    FrontendLeft,
     StepOutputs,
 )
 from penstock.prompt.hashing import BlockHasher
@@ -111,6 +114,10 @@ class EngineCore:
                 self.scheduler.abort(indexes)
             case Control():
                 self._controls.handle(message)
+            case FrontendLeft(frontend):
+                self.scheduler.abort([index for index in self.scheduler.indexes() if index >> FRONTEND_SHIFT == frontend])
+            case FrontendJoined():
+                raise ValueError("a core without further frontends heard of one")
 
     def step(self) -> StepOutputs | None:
         """Fills the pipeline and retires the oldest plan, if there is one; None where there is nothing to tell.

@@ -3,13 +3,14 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.calls import Calls
 from penstock.engine.core.client import MODEL_RUNNER, CoreError
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.process import REPORT_INTERVAL_S, build_core, build_runner
+from penstock.engine.core.process import HEARTBEAT_S, REPORT_INTERVAL_S, build_core, build_runner
 from penstock.engine.messages import AbortRequests, AddRequest, Command, Control, CoreReady, CoreStats, StepOutputs
 
 
@@ -22,6 +23,7 @@ class InprocClient:
     """
 
     def __init__(self, config: EngineConfig, *, runner: str = MODEL_RUNNER) -> None:
+        self.first_number = 0
         self._config = config
         self._runner = runner
         self._core: EngineCore | None = None
@@ -79,7 +81,8 @@ class InprocClient:
             if core.has_work:
                 await asyncio.sleep(0)
             else:
-                await self._wake.wait()
+                with suppress(TimeoutError):  # what waits may have a deadline
+                    await asyncio.wait_for(self._wake.wait(), HEARTBEAT_S)
             self._wake.clear()
 
     async def close(self) -> None:

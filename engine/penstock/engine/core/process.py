@@ -23,8 +23,9 @@ from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import Runner, executor_of
 from penstock.engine.core.memory import num_kv_blocks, total_memory
+from penstock.engine.core.ports import Port, SharedPort, SinglePort
 from penstock.engine.core.publisher import EventPublisher
-from penstock.engine.messages import CoreFailed, CoreOutput, CoreReady, CoreStart
+from penstock.engine.messages import CoreFailed, CoreReady, CoreStart
 
 REPORT_INTERVAL_S = 0.05
 """Between two reports while something changes."""
@@ -39,16 +40,18 @@ class CoreLoop:
 
     Args:
         core: What is turned.
-        socket: The DEALER to the frontend.
+        port: To the frontend, or to several.
         publisher: Of the event stream, if anybody may subscribe to it.
     """
 
-    def __init__(self, core: EngineCore, socket: "zmq.Socket[bytes]", publisher: EventPublisher | None) -> None:
+    def __init__(self, core: EngineCore, port: Port, publisher: EventPublisher | None) -> None:
         self._core = core
-        self._socket = socket
+        self._send = port.send
+        self._port = port
         self._publisher = publisher
         self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
+        for socket in port.sockets:
+            self._poller.register(socket, zmq.POLLIN)
         if publisher is not None:
             self._poller.register(publisher.replay_socket, zmq.POLLIN)
         self._last_report = -HEARTBEAT_S
@@ -58,8 +61,8 @@ class CoreLoop:
         """One turn: waits for input only when there is no other work."""
         # Everything that the cache has said is published before a replay reads the cache.
         if dict(self._poller.poll(self._patience_ms())):
-            while self._socket.poll(0):
-                self._core.handle(messages.decode_input(self._socket.recv()))
+            for message in self._port.receive():
+                self._core.handle(message)
                 self._changed = True
             if self._publisher is not None:
                 self._publish([])
@@ -99,9 +102,6 @@ class CoreLoop:
         if batch and self._publisher is not None:
             self._publisher.publish(batch, time.time())
 
-    def _send(self, message: CoreOutput) -> None:
-        self._socket.send(messages.encode(message))
-
 
 def build_runner(config: EngineConfig, path: str) -> tuple[Runner, int]:
     """A runner with its weights and cache that has made its first forward pass, and the number of its KV blocks.
@@ -124,7 +124,7 @@ def build_core(config: EngineConfig, runner: Runner, num_blocks: int, epoch: int
     return EngineCore(config, executor_of(config, runner), num_blocks, epoch, engine_index, runner.kv_layout().groups)
 
 
-def run(start: CoreStart, socket: "zmq.Socket[bytes]", context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+def run(start: CoreStart, port: Port, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     """Serves for ever; raises what makes that impossible."""
     began = time.time()
     epoch = int(began * 1000)
@@ -134,9 +134,9 @@ def run(start: CoreStart, socket: "zmq.Socket[bytes]", context: "zmq.Context[zmq
         publisher = EventPublisher(context, epoch, start.events_address, start.replay_address)
     runner, num_blocks = build_runner(start.config, start.runner)
     core = build_core(start.config, runner, num_blocks, epoch, start.engine_index)
-    loop = CoreLoop(core, socket, publisher)
+    loop = CoreLoop(core, port, publisher)
     ready = CoreReady(epoch, start.config.model.max_model_len, num_blocks, time.time() - began, runner.kernels)
-    socket.send(messages.encode(ready))
+    port.send(ready)
     _log.info("ready after %.1f s with %d KV blocks of %d tokens", ready.load_seconds, num_blocks, start.config.cache.block_size)
     # What exists now stays: no collection need look at it again.
     gc.collect()
@@ -157,12 +157,13 @@ def main() -> int:
     socket.setsockopt(zmq.IDENTITY, messages.core_identity(start.engine_index))
     socket.set_hwm(0)
     socket.connect(start.address)
+    port = SharedPort(socket, context, start.frontends_address) if start.frontends_address else SinglePort(socket)
     try:
-        run(start, socket, context)
+        run(start, port, context)
     except ConfigError as error:
-        socket.send(messages.encode(CoreFailed(str(error))))
+        port.send(CoreFailed(str(error)))
     except Exception as error:
-        socket.send(messages.encode(CoreFailed(f"{type(error).__name__}: {error}")))
+        port.send(CoreFailed(f"{type(error).__name__}: {error}"))
         raise
     finally:
         context.destroy(linger=1000)

@@ -162,6 +162,10 @@ class Scheduler:
         """Takes in more of a prompt that is still arriving; of no effect where the request has ended."""
         self._book.extend(message)
 
+    def indexes(self) -> list[int]:
+        """Of all requests, in the order in which they came."""
+        return list(self._book.live)
+
     def abort(self, indexes: Iterable[int]) -> None:
         """Ends requests in whatever state; unknown ones are ignored."""
         self._book.abort(indexes)

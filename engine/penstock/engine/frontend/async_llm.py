@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 class Core(Protocol):
     """What is used of `CoreClient`."""
 
+    first_number: int
+    """Of this frontend's requests."""
+
     async def start(self) -> CoreReady: ...
     async def add(self, request: AddRequest) -> None: ...
     async def abort(self, indexes: Sequence[int]) -> None: ...
@@ -83,7 +86,7 @@ class AsyncLLM:
         self._core = core
         self._egress = Egress(self.metrics)
         self._random = random.Random(seed)
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(core.first_number)
         self._progress = Progress(time.monotonic())
         self._failure = ""
         self._policy = policy

@@ -12,10 +12,11 @@ from aiohttp import web
 
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.client import CoreClient
-from penstock.engine.frontend.async_llm import AsyncLLM, State
+from penstock.engine.frontend.async_llm import AsyncLLM, Core, State
 from penstock.engine.frontend.log_stats import log_stats
 from penstock.engine.frontend.prompts import load_processor
 from penstock.engine.frontend.server import ApiServer
+from penstock.engine.frontend.shared_counts import SharedCounts
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_stats: bool = True
     """Whether the log says every ten seconds what the engine did."""
     enable_control_endpoints: bool = False
+    api_server_count: int = 1
+    """Frontend processes."""
 
 
 async def serve(config: ServeConfig) -> int:
@@ -46,35 +49,57 @@ async def serve(config: ServeConfig) -> int:
     0 after SIGTERM or SIGINT, 1 when the core died or requests had to be cut off. Raises `ConfigError` for a port that is taken
     and for tokenizer files that cannot be used, `CoreError` where the core cannot start.
     """
-    signals = _Signals()
-    host = _zmq_host(config.host)
-    core = CoreClient(
-        config.engine,
-        events_address=f"tcp://{host}:{config.events_port}",
-        replay_address=f"tcp://{host}:{config.replay_port}",
-    )
+    ending = Ending()
+    ending.on_signals()
+    core = core_client(config)
     try:
-        engine = config.engine
-        llm = AsyncLLM(core, engine.model, load_processor(engine), engine.seed, engine.scheduler.policy)
-        server = ApiServer(llm, vllm_names=config.metrics_compat == "vllm", control=config.enable_control_endpoints)
-        runner = server.runner(_LAST_WORDS_S)
-        await runner.setup()
-        try:
-            # Before the model is loaded: probes get answers from the start, and a port that is taken is found at once.
-            await web.TCPSite(runner, config.host, config.port).start()
-            return await _run(llm, server, signals, config)
-        except OSError as error:
-            raise ConfigError(f"--host {config.host} --port {config.port}: {error.strerror}") from error
-        finally:
-            await runner.cleanup()
-            await llm.close()
+        return await serve_http(core, config, ending)
     finally:
         await core.close()
 
 
-async def _run(llm: AsyncLLM, server: ApiServer, signals: "_Signals", config: ServeConfig) -> int:
+def core_client(config: ServeConfig, shared: bool = False) -> CoreClient:
+    """The core of a replica, to be started; `shared` where several frontends will join it."""
+    host = _zmq_host(config.host)
+    events, replay = (f"tcp://{host}:{port}" for port in (config.events_port, config.replay_port))
+    return CoreClient(config.engine, events_address=events, replay_address=replay, shared=shared)
+
+
+async def serve_http(core: Core, config: ServeConfig, ending: "Ending", counts: SharedCounts | None = None) -> int:
+    """One frontend of a core, from before the model is loaded until there is nothing left to answer; see `serve`.
+
+    Args:
+        core: Its client, not yet started.
+        config: How to serve.
+        ending: Says when to end.
+        counts: Where several frontends count, which then share the port too; None: this is the only one.
+    """
+    engine = config.engine
+    llm = AsyncLLM(core, engine.model, load_processor(engine), engine.seed + core.first_number, engine.scheduler.policy)
+    if counts is not None:
+        counts.join(llm.metrics.table)
+    server = ApiServer(llm, vllm_names=config.metrics_compat == "vllm", control=config.enable_control_endpoints)
+    runner = server.runner(_LAST_WORDS_S)
+    await runner.setup()
+    try:
+        # Before the model is loaded: probes get answers from the start, and a port that is taken is found at once.
+        await web.TCPSite(runner, config.host, config.port, reuse_port=counts is not None).start()
+        return await _run(llm, server, ending, config)
+    except OSError as error:
+        raise port_error(config, error) from error
+    finally:
+        await runner.cleanup()
+        await llm.close()
+
+
+def port_error(config: ServeConfig, error: OSError) -> ConfigError:
+    """Of an address that cannot be listened on."""
+    return ConfigError(f"--host {config.host} --port {config.port}: {error.strerror}")
+
+
+async def _run(llm: AsyncLLM, server: ApiServer, ending: "Ending", config: ServeConfig) -> int:
     starting = asyncio.create_task(llm.start())
-    stopping = asyncio.create_task(signals.stop.wait())
+    stopping = asyncio.create_task(ending.stop.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()
@@ -82,21 +107,21 @@ async def _run(llm: AsyncLLM, server: ApiServer, signals: "_Signals", config: Se
     await starting
     log.info("serving %s on http://%s:%d", config.engine.model.served_names[0], config.host, config.port)
     stats = [log_stats(llm.metrics)] if config.log_stats else []
-    await _any(signals.stop.wait(), llm.failed.wait(), *stats)
+    await any_of(ending.stop.wait(), llm.failed.wait(), *stats)
     if not llm.failed.is_set():
         llm.state = State.DRAINING
         log.info("draining: running requests have %.0f s", config.shutdown_timeout)
-        await _any(server.active.drained(), llm.failed.wait(), signals.now.wait(), seconds=config.shutdown_timeout)
+        await any_of(server.active.drained(), llm.failed.wait(), ending.now.wait(), seconds=config.shutdown_timeout)
     if server.active.idle and not llm.failed.is_set():
         return 0
     if not llm.failed.is_set():
         log.warning("cutting off the requests that still run")
         llm.cut_off()
-    await _any(server.active.drained(), seconds=_LAST_WORDS_S)
+    await any_of(server.active.drained(), seconds=_LAST_WORDS_S)
     return 1
 
 
-async def _any(*waits: Coroutine[Any, Any, Any], seconds: float | None = None) -> None:
+async def any_of(*waits: Coroutine[Any, Any, Any], seconds: float | None = None) -> None:
     """Waits until one of several is over, or the time."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -104,12 +129,15 @@ async def _any(*waits: Coroutine[Any, Any, Any], seconds: float | None = None) -
         task.cancel()
 
 
-class _Signals:
-    """SIGTERM or SIGINT: `stop`, which drains. SIGINT after that: `now`."""
+class Ending:
+    """What a frontend is told of its end: `stop`, which drains, and `now`, which does not wait for that."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
         self.now = asyncio.Event()
+
+    def on_signals(self) -> None:
+        """SIGTERM or SIGINT: `stop`. SIGINT after that: `now`."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.stop.set)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
