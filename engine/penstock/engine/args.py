@@ -1,5 +1,6 @@
 """The engine's settings as people give them: the flags of `penstock serve` and the keyword arguments of `LLM` alike."""
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -35,6 +36,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     logprobs_mode: LogprobsMode = "raw_logprobs"
     logits_processors: list[str] | None = None
+    profile_dir: str | None = None
 
     def config(self) -> EngineConfig:
         """The typed tree that they are a view of; reads the checkpoint's configuration.
@@ -66,5 +68,6 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             ),
             depth=2 if self.async_scheduling else 1,
             seed=self.seed,
+            profile_dir=Path(self.profile_dir) if self.profile_dir is not None else None,
             logprobs_mode=self.logprobs_mode,
         )

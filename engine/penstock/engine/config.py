@@ -80,6 +80,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """OpenMP threads of the core; more than one pays only on cores that nobody else uses."""
     seed: int = 0
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    profile_dir: Path | None = None
+    """Where profiles are written; None: none are made."""
 
     @property
     def max_in_flight(self) -> int:

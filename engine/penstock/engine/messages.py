@@ -163,7 +163,15 @@ class ReloadWeights(msgspec.Struct, frozen=True, tag="reload_weights"):
     """A checkpoint of the same architecture and shapes; None: the one that was read last."""
 
 
-Command = ResetPrefixCache | Pause | Resume | Sleep | WakeUp | ReloadWeights
+class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
+    """Profile every step from now on."""
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile"):
+    """End the profile; its result is `{"path": …}`, the trace's file on the core's machine."""
+
+
+Command = ResetPrefixCache | Pause | Resume | Sleep | WakeUp | ReloadWeights | StartProfile | StopProfile
 """What a core can be told to do: carried out by `core.controls`, between two steps."""
 
 

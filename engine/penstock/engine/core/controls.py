@@ -5,10 +5,13 @@ pass.
 """
 
 import logging
+from pathlib import Path
 
 from penstock.engine.config import ConfigError
+from penstock.engine.core.control_error import ControlError
 from penstock.engine.core.executor import Executor
 from penstock.engine.core.pause import Closed, PauseState
+from penstock.engine.core.profiles import Profiles
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.messages import (
     TAGS,
@@ -21,6 +24,8 @@ from penstock.engine.messages import (
     ResetPrefixCache,
     Resume,
     Sleep,
+    StartProfile,
+    StopProfile,
     Tag,
     WakeUp,
 )
@@ -33,25 +38,23 @@ ASLEEP = "asleep"
 _log = logging.getLogger(__name__)
 
 
-class ControlError(RuntimeError):
-    """A command cannot be carried out now; the message says why."""
-
-
 class Controls:
     """The commands under way, and the state that they have brought about.
 
     Args:
         scheduler: Of the core.
         executor: Of the core.
+        profile_dir: Where profiles are written; None: none are made.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, profile_dir: Path | None = None) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._open: list[Control] = []
         self._replies: list[ControlDone] = []
         self._sleeping: set[Tag] = set()
         self._weights_lost = False
+        self._profiles = Profiles(scheduler, executor, profile_dir)
 
     @property
     def due(self) -> str | None:
@@ -89,8 +92,7 @@ class Controls:
         for control in [control for control in self._open if not self._waits(control.command)]:
             self._open.remove(control)
             try:
-                self._carry_out(control.command, now)
-                self._reply(control)
+                self._reply(control, result=self._carry_out(control.command, now))
             except ControlError as error:
                 self._reply(control, str(error))
 
@@ -99,15 +101,16 @@ class Controls:
         replies, self._replies = self._replies, []
         return replies
 
-    def _reply(self, control: Control, error: str | None = None) -> None:
+    def _reply(self, control: Control, error: str | None = None, result: dict[str, str] | None = None) -> None:
         if error is not None:
             _log.warning("control: %s: %s", _name(control.command), error)
-        self._replies.append(ControlDone(control.call_id, error=error))
+        self._replies.append(ControlDone(control.call_id, result, error))
 
     def _waits(self, command: Command) -> bool:
         return isinstance(command, Pause | Sleep) and command.mode == "wait" and self._scheduler.num_running > 0
 
-    def _carry_out(self, command: Command, now: float) -> None:
+    def _carry_out(self, command: Command, now: float) -> dict[str, str] | None:
+        """What the command's description says is its result."""
         match command:
             case ResetPrefixCache(force):
                 self._reset_prefix_cache(now, force=force)
@@ -123,6 +126,13 @@ class Controls:
                 self._wake_up(tags)
             case ReloadWeights(path):
                 self._reload_weights(path, now)
+            case StartProfile():
+                if self.asleep is not None:
+                    raise ControlError(self.asleep)
+                self._profiles.start()
+            case StopProfile():
+                return {"path": self._profiles.stop()}
+        return None
 
     def _stop(self, mode: PauseMode) -> None:
         """At once: what the command then waits for must come to pass."""

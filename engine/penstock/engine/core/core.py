@@ -81,7 +81,7 @@ class EngineCore:
         hasher = BlockHasher(cache.block_size, cache.hash_seed)
         self.scheduler = Scheduler(config.scheduler, config.model.max_model_len, kv, hasher)
         self.num_steps = 0
-        self._controls = Controls(self.scheduler, executor)
+        self._controls = Controls(self.scheduler, executor, config.profile_dir)
         self._depth = config.depth
         self._executor = executor
         self._epoch = epoch

@@ -4,6 +4,7 @@ business."""
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.engine.cache.layout import KVLayout
@@ -53,6 +54,14 @@ class Runner(Protocol):
         Raises:
             ConfigError: They cannot be used, and nothing has changed. After any other error there are no weights.
         """
+        ...
+
+    def start_profile(self) -> None:
+        """Profiles every step from the next one on."""
+        ...
+
+    def stop_profile(self, folder: Path) -> str:
+        """Ends the profile; returns the file that it was written to."""
         ...
 
     def execute(self, plan: StepPlan) -> None:

@@ -26,6 +26,7 @@ from penstock.engine.runner.choose import choose
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
 from penstock.engine.runner.not_finite import name_first_part
+from penstock.engine.runner.profile import RunnerProfile
 from penstock.engine.runner.prompt_logprobs import PromptScores, score_prompts
 from penstock.engine.runner.sampler.custom import load_processors
 from penstock.engine.sampling import SamplingParams
@@ -58,6 +59,7 @@ class ModelRunner:
         self.decoder_config = parse_decoder_config(read_json(config.model.path / "config.json"))
         self._dtype = _DTYPES[config.model.dtype]
         self._state: ExecuteState | None = None
+        self._profile: RunnerProfile | None = None
         self._thread: int | None = None
         self._layout = self._kv_layout()
         self._layer_groups = self._layout.layer_groups
@@ -66,11 +68,11 @@ class ModelRunner:
     def load(self) -> None:
         """Builds the model and reads its weights; ConfigError where the checkpoint does not fit."""
         self._limit_threads()
-        self._ops = ops_for(self.config.device, self._dtype)
+        self.ops = ops_for(self.config.device, self._dtype)
         self._linear_method = linear_method(self._dtype)
         self.model = self._new_model()
         self._fill(self.config.model.path)
-        log.info("kernels: %s; threads: %d", self._ops.form, self.config.threads)
+        log.info("kernels: %s; threads: %d", self.ops.form, self.config.threads)
 
     def sleep(self, level: int) -> None:
         """Gives the KV cache's memory back to the system; at level 2 the model's too. Where the weights are in the host's memory
@@ -111,7 +113,18 @@ class ModelRunner:
     @property
     def kernels(self) -> str:
         """Which form of the model's operations runs."""
-        return self._ops.form
+        return self.ops.form
+
+    def start_profile(self) -> None:
+        """Profiles every step from the next one on."""
+        self._profile = RunnerProfile(self, self.model, self.decoder_config)
+
+    def stop_profile(self, folder: Path) -> str:
+        """Ends the profile that was started; returns the file that it was written to."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            raise RuntimeError("no profile was started")
+        return str(profile.end(folder))
 
     def kv_layout(self) -> KVLayout:
         """How the layers share the cache's pages."""
@@ -170,7 +183,7 @@ class ModelRunner:
             raise RuntimeError(f"step {plan.step_id}: step {self._state.plan.step_id} has not been sampled yet")
         self._limit_threads()
         inputs = self._batch.apply(plan)
-        ctx = ForwardContext(self._ops, self.kv_caches, [inputs.groups[number] for number in self._layer_groups])
+        ctx = ForwardContext(self.ops, self.kv_caches, [inputs.groups[number] for number in self._layer_groups])
         with _failing(plan):
             self._state = ExecuteState(plan, inputs, ctx, *self._forward(plan, inputs, ctx))
 
@@ -220,7 +233,7 @@ class ModelRunner:
     def _new_model(self) -> Any:
         """Without weights: their memory is the system's until they are written."""
         build = Build(
-            ops=self._ops,
+            ops=self.ops,
             linear_method=self._linear_method,
             dtype=self._dtype,
             max_model_len=self.config.model.max_model_len,

@@ -11,7 +11,17 @@ from penstock.engine.core.calls import CommandRefused
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.exchange import json_response
-from penstock.engine.messages import Command, Pause, ReloadWeights, ResetPrefixCache, Resume, Sleep, WakeUp
+from penstock.engine.messages import (
+    Command,
+    Pause,
+    ReloadWeights,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    WakeUp,
+)
 
 _COMMANDS: dict[str, type[Command]] = {
     "/reset_prefix_cache": ResetPrefixCache,
@@ -20,6 +30,8 @@ _COMMANDS: dict[str, type[Command]] = {
     "/sleep": Sleep,
     "/wake_up": WakeUp,
     "/reload_weights": ReloadWeights,
+    "/start_profile": StartProfile,
+    "/stop_profile": StopProfile,
 }
 
 
@@ -42,10 +54,10 @@ class ControlRoutes:
         command = _read_query(request, _COMMANDS[request.path])
         self._llm.require_running()
         try:
-            await self._llm.call(command)
+            result = await self._llm.call(command)
         except CommandRefused as error:
             raise ApiError(409, str(error), code="refused") from None
-        return json_response({"status": "ok"})
+        return json_response({"status": "ok", **(result or {})})
 
     async def is_paused(self, _request: web.Request) -> web.Response:
         """`GET /is_paused`: also while asleep."""
