@@ -41,7 +41,7 @@ FAMILIES = {
     "Olmo2ForCausalLM": Family("penstock.engine.models.olmo2:Olmo2ForCausalLM", {"rms_norm_eps": 1e-5}),
     "Phi3ForCausalLM": Family("penstock.engine.models.phi3:Phi3ForCausalLM", {"rms_norm_eps": 1e-5}),
     "Qwen2ForCausalLM": Family(_LLAMA, _NO_WINDOW | {"qkv_bias": True, "max_window_layers": 28}),
-    "Qwen3ForCausalLM": Family(_LLAMA, _NO_WINDOW | {"max_window_layers": 28}, qk_norm=True),
+    "Qwen3ForCausalLM": Family(_LLAMA, _NO_WINDOW | {"head_dim": 128, "max_window_layers": 28}, qk_norm=True),
 }
 
 

@@ -1,0 +1,86 @@
+"""A configuration that says little is read as transformers reads it."""
+
+import pytest
+
+from penstock.engine.models.config import DecoderConfig, parse_decoder_config
+from penstock.engine.models.registry import FAMILIES
+
+SIZES = {
+    "vocab_size": 307,
+    "hidden_size": 96,
+    "intermediate_size": 64,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 9, "long_factor": [2.0] * 9}
+VARIANTS = {
+    "LlamaForCausalLM": [{}, {"attention_bias": True, "head_dim": 16}, {"rope_theta": 5e5, "tie_word_embeddings": True}],
+    "MistralForCausalLM": [{}, {"sliding_window": None}, {"sliding_window": 64, "head_dim": 32}],
+    "Qwen2ForCausalLM": [{}, {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}, {"sliding_window": 64}],
+    "Qwen3ForCausalLM": [{}, {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}, {"rope_theta": 1e6}],
+    "Gemma2ForCausalLM": [{}, {"head_dim": 32, "sliding_window": 64, "attn_logit_softcapping": None, "hidden_act": "gelu"}],
+    "Gemma3ForCausalLM": [
+        {},
+        {"sliding_window_pattern": 3, "rope_local_base_freq": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {"layer_types": ["full_attention", "sliding_attention"] * 3 + ["full_attention"], "query_pre_attn_scalar": 7},
+    ],
+    "Phi3ForCausalLM": [
+        {},
+        {"sliding_window": 64, "partial_rotary_factor": 0.5},
+        {"partial_rotary_factor": 0.75} | {"rope_scaling": LONGROPE},
+    ],
+    "Olmo2ForCausalLM": [{}, {"rope_theta": 5e5}, {"attention_bias": True}],
+}
+
+
+def theirs(transformers, architecture: str, fields: dict):
+    family = architecture.removesuffix("ForCausalLM")
+    name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    extra = {"pad_token_id": 0} if family == "Phi3" else {}
+    return getattr(transformers, name)(**SIZES, **fields, **extra)
+
+
+def rope_of(config, kind: str) -> dict:
+    return config.rope_parameters.get(kind) or config.rope_parameters
+
+
+def kinds_of(config) -> list[str]:
+    if (kinds := getattr(config, "layer_types", None)) is not None:
+        return kinds
+    windowed = getattr(config, "sliding_window", None) is not None
+    return ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
+
+
+def test_every_family_is_compared():
+    assert VARIANTS.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"), [(architecture, fields) for architecture, variants in VARIANTS.items() for fields in variants]
+)
+def test_is_read_as_transformers_reads_it(architecture, fields):
+    transformers = pytest.importorskip("transformers")
+    config = theirs(transformers, architecture, dict(fields))
+    ours: DecoderConfig = parse_decoder_config(SIZES | {"architectures": [architecture]} | fields)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert (ours.head_size, ours.rms_norm_eps) == (head_size, config.rms_norm_eps)
+    assert ours.tie_word_embeddings == config.tie_word_embeddings
+    assert (
+        ours.activation
+        == {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}[getattr(config, "hidden_activation", None) or config.hidden_act]
+    )
+    assert ours.attention_scale == pytest.approx((getattr(config, "query_pre_attn_scalar", None) or head_size) ** -0.5)
+    assert ours.attention_softcap == (getattr(config, "attn_logit_softcapping", None) or 0.0)
+    assert ours.logits_softcap == (getattr(config, "final_logit_softcapping", None) or 0.0)
+    biased = getattr(config, "attention_bias", False)
+    assert (ours.qkv_bias, ours.o_bias) == (biased or architecture == "Qwen2ForCausalLM", biased)
+    kinds = kinds_of(config)
+    assert ours.windows == tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+    for rope, kind in zip(ours.ropes, kinds, strict=True):
+        parameters = rope_of(config, kind)
+        assert (rope.type, rope.theta) == (parameters["rope_type"], parameters["rope_theta"])
+        assert rope.size == int(head_size * parameters.get("partial_rotary_factor", 1.0))
+        if rope.type == "longrope":
+            assert rope.original_max_position_embeddings == parameters["original_max_position_embeddings"]
