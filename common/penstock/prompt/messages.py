@@ -1,41 +1,108 @@
-"""Checks chat messages and brings them into the form that chat templates read: role and plain text."""
+"""Checks chat messages and brings them into the form that chat templates read: role, plain text, calls with their arguments as
+objects."""
 
-from typing import Any
+import json
+from typing import Any, Final
 
 from penstock.prompt.errors import PromptError
+from penstock.prompt.tools import check_depth
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+MAX_MESSAGES: Final = 8192
+MAX_CALLS: Final = 128
+"""Tool calls of one message."""
+_FIELDS: Final = {
+    "assistant": ("role", "content", "name", "tool_calls", "reasoning_content", "reasoning"),
+    "tool": ("role", "content", "name", "tool_call_id"),
+}
+_PLAIN_FIELDS: Final = ("role", "content", "name")
 # An assistant's message that a client sends back as it got it has these fields, all empty.
-_EMPTY_IN_ANSWERS = ("tool_calls", "function_call", "refusal", "audio", "annotations", "reasoning_content")
+_EMPTY_IN_ANSWERS: Final = ("tool_calls", "function_call", "refusal", "audio", "annotations", "reasoning_content", "reasoning")
 
 
-def normalize(messages: Any) -> list[dict[str, str]]:
-    """`{"role", "content"}` and `name` where given, the content's text parts joined by line feeds as vLLM joins them.
+def normalize(messages: Any) -> list[dict[str, Any]]:
+    """`role` and `content`; `name`, `tool_calls`, `tool_call_id` and `reasoning_content` where given. The content's text parts are
+    joined by line feeds as vLLM joins them; arguments of calls become objects, as templates in Hugging Face format expect.
 
     Raises `PromptError` naming the field for anything that a text model cannot read.
     """
     if not isinstance(messages, list) or not messages:
         raise PromptError("messages must be a list with at least one message", "messages")
+    if len(messages) > MAX_MESSAGES:
+        raise PromptError(f"messages has {len(messages)} messages; at most {MAX_MESSAGES}", "messages")
     return [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
 
 
-def _message(message: Any, where: str) -> dict[str, str]:
+def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise PromptError(f"{where} must be an object with role and content", where)
     role = message.get("role")
     if role not in ROLES:
         raise PromptError(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
+    known = _FIELDS.get(role, _PLAIN_FIELDS)
     for field, value in message.items():
-        if field in ("role", "content", "name") or (field in _EMPTY_IN_ANSWERS and not value):
+        if field in known or (field in _EMPTY_IN_ANSWERS and not value):
             continue
         raise PromptError(f"{where}.{field} is not supported", f"{where}.{field}")
-    out = {"role": role, "content": _text(message.get("content"), f"{where}.content")}
-    name = message.get("name")
-    if name is not None:
-        if not isinstance(name, str):
-            raise PromptError(f"{where}.name must be a string", f"{where}.name")
-        out["name"] = name
+    content = message.get("content")
+    calls = message.get("tool_calls") if role == "assistant" else None
+    if content is None and calls:  # calls alone
+        out: dict[str, Any] = {"role": role, "content": ""}
+    else:
+        out = {"role": role, "content": _text(content, f"{where}.content")}
+    for field in ("name", "tool_call_id"):
+        if field in known and message.get(field) is not None:
+            out[field] = _string(message[field], f"{where}.{field}")
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if reasoning:
+        out["reasoning_content"] = _string(reasoning, f"{where}.reasoning_content")
+    if calls:
+        out["tool_calls"] = _calls(calls, f"{where}.tool_calls")
     return out
+
+
+def _string(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise PromptError(f"{where} must be a string", where)
+    return value
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list) or len(calls) > MAX_CALLS:
+        raise PromptError(f"{where} must be a list of at most {MAX_CALLS} calls", where)
+    return [_call(call, f"{where}[{at}]") for at, call in enumerate(calls)]
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or call.get("type", "function") != "function":
+        raise PromptError(f"{where} must be an object with id, type: function and function", where)
+    for field in call:
+        if field not in ("id", "type", "function", "index"):
+            raise PromptError(f"{where}.{field} is not supported", f"{where}.{field}")
+    for field in function:
+        if field not in ("name", "arguments"):
+            raise PromptError(f"{where}.function.{field} is not supported", f"{where}.function.{field}")
+    name = _string(function.get("name"), f"{where}.function.name")
+    arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
+    out: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    if call.get("id") is not None:
+        out["id"] = _string(call["id"], f"{where}.id")
+    return out
+
+
+def _arguments(arguments: Any, where: str) -> Any:
+    """An object; the text itself where a model wrote what is none."""
+    if arguments is None or arguments == "":
+        return {}
+    if not isinstance(arguments, str):
+        raise PromptError(f"{where} must be a string of JSON", where)
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    check_depth(value, where)
+    return value if isinstance(value, dict) else arguments
 
 
 def _text(content: Any, where: str) -> str:

@@ -1,6 +1,6 @@
 """From the body of a request to token ids: the one way, called by the engine and by the picker in front of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 from tokenizers import Tokenizer
@@ -8,10 +8,14 @@ from tokenizers import Tokenizer
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import BundleError, PromptError
 from penstock.prompt.messages import normalize
+from penstock.prompt.responses import as_chat
 from penstock.prompt.template import ChatTemplate
+from penstock.prompt.tools import read_tools, template_variables
 
 CHAT_PATH: Final = "/v1/chat/completions"
 COMPLETIONS_PATH: Final = "/v1/completions"
+RESPONSES_PATH: Final = "/v1/responses"
+PROMPT_PATHS: Final = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH)
 
 
 class PromptProcessor:
@@ -52,40 +56,60 @@ class PromptProcessor:
         except (TypeError, UnicodeEncodeError):
             raise PromptError(f"{param} is not valid Unicode: it holds half of a surrogate pair", param) from None
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The text that the chat template makes of messages, the beginning of the answer included.
+    def render_chat(self, body: Mapping[str, Any]) -> str:
+        """The text that the chat template makes of a chat request's body, the beginning of the answer included unless
+        `add_generation_prompt` is false; with `continue_final_message` it ends within the last message.
 
-        Raises `PromptError` where there is no template or it refuses the messages.
+        Raises `PromptError` naming the field where there is no template, it refuses the messages, or a field that would change the
+        prompt cannot.
         """
         if self._template is None:
             raise PromptError("the model has no chat template; use /v1/completions", "messages")
-        return self._template.render(messages, **{"add_generation_prompt": True, **variables})
+        messages = normalize(body.get("messages"))
+        tools = read_tools(body.get("tools"))
+        if tools and "tools" not in self._template.variables:
+            raise PromptError("tools are not supported: the model's chat template has none", "tools", "unsupported_parameter")
+        variables = template_variables(body, self._template.variables)
+        generation, continued = _flag(body, "add_generation_prompt"), _flag(body, "continue_final_message")
+        if continued and generation:
+            message = "continue_final_message and add_generation_prompt exclude each other"
+            raise PromptError(message, "continue_final_message")
+        begin = not continued if generation is None else generation
+        text = self._template.render(messages, tools=tools or None, add_generation_prompt=begin, **variables)
+        return _continued(text, messages[-1]["content"]) if continued else text
 
     def tokens_of(self, path: str, body: Mapping[str, Any]) -> list[list[int]]:
-        """Token ids of each prompt in the body of a request to `CHAT_PATH` or `COMPLETIONS_PATH`.
+        """Token ids of each prompt in the body of a request to one of `PROMPT_PATHS`.
 
         Raises `PromptError` naming the field for prompts that are missing, empty or of a wrong type, and `ValueError` for
         another path.
         """
-        if path == CHAT_PATH:
-            text = self.render_chat(normalize(body.get("messages")))
-            # The template has written the special tokens already.
-            prompts = [self.encode(text, add_special_tokens=False, param="messages")]
-            param = "messages"
+        if path in (CHAT_PATH, RESPONSES_PATH):
+            chat = body if path == CHAT_PATH else as_chat(body)
+            param = "messages" if path == CHAT_PATH else "input"
+            # Unless it says otherwise: the template has written the special tokens already.
+            special = bool(_flag(body, "add_special_tokens"))
+            try:
+                prompts = [self.encode(self.render_chat(chat), add_special_tokens=special, param=param)]
+            except PromptError as error:
+                if path == CHAT_PATH or not error.param.startswith("messages"):
+                    raise
+                raise PromptError(str(error), param, error.code) from None
         elif path == COMPLETIONS_PATH:
-            prompts, param = self._completion_prompts(body.get("prompt")), "prompt"
+            special = _flag(body, "add_special_tokens")
+            prompts, param = self._completion_prompts(body.get("prompt"), special is not False), "prompt"
         else:
             raise ValueError(f"{path} carries no prompt")
         if not all(prompts):
             raise PromptError(f"{param} has no tokens", param)
         return prompts
 
-    def _completion_prompts(self, prompt: Any) -> list[list[int]]:
+    def _completion_prompts(self, prompt: Any, special: bool) -> list[list[int]]:
         if isinstance(prompt, str):
-            return [self.encode(prompt, add_special_tokens=True)]
+            return [self.encode(prompt, special)]
         if isinstance(prompt, list) and prompt:
             if all(isinstance(entry, str) for entry in prompt):
-                return [self.encode(text, True, f"prompt[{at}]") for at, text in enumerate(prompt)]
+                return [self.encode(text, special, f"prompt[{at}]") for at, text in enumerate(prompt)]
             if all(isinstance(entry, list) for entry in prompt):
                 return [self._ids(ids, f"prompt[{at}]") for at, ids in enumerate(prompt)]
             if all(type(entry) is int for entry in prompt):
@@ -98,3 +122,23 @@ class PromptProcessor:
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise PromptError(f"{where} holds a token id outside 0 to {self.vocab_size - 1}", where)
         return list(ids)
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool | None:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise PromptError(f"{name} must be true or false", name)
+    return value
+
+
+def _continued(text: str, last: str) -> str:
+    """The text up to the end of its last message, as transformers cuts it."""
+    words = last.strip()
+    at = text.rfind(words) if words else -1
+    if at < 0:
+        message = "continue_final_message: the chat template does not show the last message's content as it is"
+        raise PromptError(message, "continue_final_message")
+    # Space at the message's end stays where the template keeps it.
+    tail = last[len(last.rstrip()) :]
+    end = at + len(words)
+    return text[: end + len(tail)] if text.startswith(tail, end) else text[:end]

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -14,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from penstock.prompt.errors import BundleError, PromptError
 
 # What the expressions of a template raise on messages that its author did not foresee.
-_RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+_RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class _Generation(Extension):
@@ -45,6 +46,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
         try:
             self._template = environment.from_string(source)
+            self.variables = frozenset(find_undeclared_variables(environment.parse(source)) - environment.globals.keys())
+            """The names that it reads and does not set."""
         except jinja2.TemplateError as error:
             raise BundleError(f"the chat template does not compile: {error}") from None
         self._special_tokens = dict(special_tokens)

@@ -1,0 +1,111 @@
+"""The input of `/v1/responses` as the messages and tools of a chat: from then on both are the same prompt."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from penstock.prompt.errors import PromptError
+
+_PART_TYPES: Final = ("input_text", "output_text", "text")
+_ITEM_FIELDS: Final = {
+    "message": ("type", "role", "content", "id", "status", "phase"),
+    "function_call": ("type", "call_id", "name", "arguments", "id", "status"),
+    "function_call_output": ("type", "call_id", "output", "id", "status"),
+    "reasoning": ("type", "id", "summary", "content", "encrypted_content", "status"),
+}
+
+
+def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a chat request with the same prompt; raises `PromptError` naming the field of this one."""
+    messages: list[dict[str, Any]] = []
+    instructions = body.get("instructions")
+    if instructions is not None:
+        if not isinstance(instructions, str):
+            raise PromptError("instructions must be a string", "instructions")
+        messages.append({"role": "system", "content": instructions})
+    given = body.get("input")
+    if isinstance(given, str):
+        messages.append({"role": "user", "content": given})
+    elif isinstance(given, list) and given:
+        for at, item in enumerate(given):
+            _add(messages, item, f"input[{at}]")
+    else:
+        raise PromptError("input must be a string or a list with at least one item", "input")
+    chat: dict[str, Any] = {"messages": messages, "tools": chat_tools(body.get("tools"))}
+    if body.get("chat_template_kwargs") is not None:
+        chat["chat_template_kwargs"] = body["chat_template_kwargs"]
+    reasoning = body.get("reasoning")
+    if isinstance(reasoning, dict) and reasoning.get("effort") is not None:
+        chat["reasoning_effort"] = reasoning["effort"]
+    return chat
+
+
+def chat_tools(tools: Any) -> list[dict[str, Any]]:
+    """`{"type": "function", "name": …}` as a chat has it; raises `PromptError` for tools that are no functions."""
+    if tools is None:
+        return []
+    if not isinstance(tools, list):
+        raise PromptError("tools must be a list of functions", "tools")
+    out: list[dict[str, Any]] = []
+    for at, tool in enumerate(tools):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise PromptError(f"tools[{at}] must be an object with type: function; there are no others here", f"tools[{at}]")
+        function = {name: value for name, value in tool.items() if name != "type" and value is not None}
+        out.append({"type": "function", "function": function})
+    return out
+
+
+def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
+    if not isinstance(item, dict):
+        raise PromptError(f"{where} must be an object", where)
+    kind = item.get("type", "message")
+    fields = _ITEM_FIELDS.get(kind) if isinstance(kind, str) else None
+    if fields is None:
+        raise PromptError(f"{where}.type must be one of {', '.join(_ITEM_FIELDS)}", f"{where}.type")
+    for name in item:
+        if name not in fields:
+            raise PromptError(f"{where}.{name} is not supported", f"{where}.{name}")
+    if kind == "message":
+        content = _content(item.get("content"), f"{where}.content")
+        last = messages[-1] if messages else {}
+        if item.get("role") == "assistant" and last.get("role") == "assistant" and "content" not in last:
+            last["content"] = content  # the answer to the reasoning before it
+        else:
+            messages.append({"role": item.get("role"), "content": content})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        _open_turn(messages).setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        output = _content(item.get("output"), f"{where}.output")
+        messages.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id")})
+    elif text := _reasoning(item.get("content"), f"{where}.content"):
+        messages.append({"role": "assistant", "reasoning_content": text})
+
+
+def _open_turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message that calls belong to: the last one, if it is the assistant's."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _content(content: Any, where: str) -> Any:
+    """Text parts as a chat has them; a text is itself, and chat messages are checked later."""
+    if not isinstance(content, list):
+        return content
+    parts: list[Any] = []
+    for at, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _PART_TYPES:
+            raise PromptError(f"{where}[{at}] must be an input_text part; this model reads text alone", f"{where}[{at}]")
+        parts.append({"type": "text", "text": part.get("text")})
+    return parts
+
+
+def _reasoning(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    texts = [part.get("text") if isinstance(part, dict) else None for part in content] if isinstance(content, list) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise PromptError(f"{where} must be a list of reasoning_text parts", where)
+    return "\n".join(map(str, texts))
