@@ -21,8 +21,8 @@ _EMPTY_IN_ANSWERS: Final = ("tool_calls", "function_call", "refusal", "audio", "
 
 
 def normalize(messages: Any) -> list[dict[str, Any]]:
-    """`role` and `content`; `name`, `tool_calls`, `tool_call_id` and `reasoning_content` where given. The content's text parts are
-    joined by line feeds as vLLM joins them; arguments of calls become objects, as templates in Hugging Face format expect.
+    """`role` and `content`; `name`, `tool_calls`, `tool_call_id` and `reasoning_content` where given. The content's text parts
+    are joined by line feeds as vLLM joins them; arguments of calls become objects, as templates in Hugging Face format expect.
 
     Raises `PromptError` naming the field for anything that a text model cannot read.
     """

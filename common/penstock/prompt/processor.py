@@ -60,8 +60,8 @@ class PromptProcessor:
         """The text that the chat template makes of a chat request's body, the beginning of the answer included unless
         `add_generation_prompt` is false; with `continue_final_message` it ends within the last message.
 
-        Raises `PromptError` naming the field where there is no template, it refuses the messages, or a field that would change the
-        prompt cannot.
+        Raises `PromptError` naming the field where there is no template, it refuses the messages, or a field that would change
+        the prompt cannot.
         """
         if self._template is None:
             raise PromptError("the model has no chat template; use /v1/completions", "messages")

@@ -2,11 +2,15 @@
 
 import argparse
 import logging
+import os
 import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.engine.frontend.serve import ServeConfig
+    from penstock.engine.frontend.settings import ApiSettings
+
+API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 
 
 def serve(argv: list[str]) -> int:
@@ -52,7 +56,23 @@ def _config(args: argparse.Namespace) -> "ServeConfig":
         log_stats=not args.disable_log_stats,
         enable_control_endpoints=args.enable_control_endpoints,
         api_server_count=args.api_server_count,
+        api=_api_settings(args),
     )
+
+
+def _api_settings(args: argparse.Namespace) -> "ApiSettings":
+    from penstock.engine.config import ConfigError
+    from penstock.engine.frontend.parsing.registry import ParserConfig
+    from penstock.engine.frontend.settings import ApiSettings
+
+    parsers = ParserConfig(args.tool_call_parser, args.reasoning_parser, args.enable_auto_tool_choice)
+    if (problem := parsers.problem()) is not None:
+        raise ConfigError(problem)
+    # The environment keeps a key out of the list of processes.
+    given = args.api_key or [os.environ[API_KEY_VARIABLE]] if args.api_key or API_KEY_VARIABLE in os.environ else []
+    if not all(given):
+        raise ConfigError(f"--api-key or {API_KEY_VARIABLE} is empty")
+    return ApiSettings(parsers=parsers, api_keys=tuple(given))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,6 +100,10 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--metrics-compat", choices=["vllm"], help="whose names metrics have beside our own")
     add("--disable-log-stats", action="store_true", help="no line every ten seconds about what the engine did")
     add("--api-server-count", type=_positive, default=1, help="frontend processes that share the port and the core")
+    add("--api-key", nargs="+", metavar="KEY", help=f"keys of which a request must have one (None: {API_KEY_VARIABLE}, or open)")
+    add("--enable-auto-tool-choice", action="store_true", help="find tool calls in answers; needs --tool-call-parser")
+    add("--tool-call-parser", metavar="NAME", help="how the model writes tool calls: docs/engine/api.md lists the names")
+    add("--reasoning-parser", metavar="NAME", help="how the model marks its reasoning: docs/engine/api.md lists the names")
     add("--shutdown-timeout", type=_seconds, default=120.0, help="seconds that running requests get after SIGTERM")
     add("--enable-control-endpoints", action="store_true", help="serve /pause, /sleep, /reload_weights …: for a trusted network")
 

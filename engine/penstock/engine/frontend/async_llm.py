@@ -265,12 +265,13 @@ class AsyncLLM:
                         index=index,
                         number=len(choices),
                         prompt_tokens=len(prompt),
-                        detokenizer=Detokenizer(self.processor.tokenizer, self.vocabulary.special_ids, prompt),
+                        detokenizer=Detokenizer(self.processor.tokenizer, self.vocabulary.special_ids, prompt, spec.shown_tokens),
                         stops=spec.stops,
                         stop_token_ids=spec.client_stop_token_ids,
                         num_logprobs=params.logprobs,
                         min_tokens=params.min_tokens,
                         prompt_logprobs=scores if params.prompt_logprobs is not None else None,
+                        include_stop=spec.include_stop,
                     )
                 )
                 adds.append(

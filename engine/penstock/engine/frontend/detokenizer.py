@@ -1,6 +1,6 @@
 """Incremental detokenisation: complete characters alone, each token decoded once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -18,18 +18,22 @@ class Detokenizer:
         tokenizer: Shared by all sequences.
         special_ids: Ids of the special tokens.
         prompt: The prompt's token ids, since the first token's text may depend on what stands before it.
+        shown: Special tokens that have text all the same, with that text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int], prompt: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, special_ids: frozenset[int], prompt: Sequence[int], shown: Mapping[int, str] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._special_ids = special_ids
+        self._shown = shown or {}
         self._stream = DecodeStream(self._prime(prompt), skip_special_tokens=True)
         self._pending: list[int] = []
 
     def step(self, token_id: int) -> str:
         """The text that a token completes: empty in the middle of a character."""
         if token_id in self._special_ids:  # not fed: the stream would decode a long run of them again at each step
-            return ""
+            return self.flush() + self._shown[token_id] if token_id in self._shown else ""
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
@@ -42,6 +46,10 @@ class Detokenizer:
             self._pending.clear()
             return text
         return self.flush() if len(self._pending) >= _MAX_PENDING else ""
+
+    def shows(self, token_id: int) -> bool:
+        """Whether this is a special token with text."""
+        return token_id in self._shown
 
     def flush(self) -> str:
         """The text of a character that was never completed: U+FFFD, as in a decode of the whole."""

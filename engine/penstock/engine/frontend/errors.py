@@ -55,6 +55,8 @@ class ApiError(Exception):
         headers = {}
         if self.retriable:
             headers = {RETRIABLE: "true", "retry-after": str(RETRY_AFTER_S)}
+        if self.status == 401:
+            headers = {"www-authenticate": "Bearer"}
         return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=headers)
 
 

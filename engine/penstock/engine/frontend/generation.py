@@ -63,6 +63,7 @@ class Choice:
         min_tokens: Tokens in whose text no stop string is looked for.
         prompt_logprobs: Where those of the prompt gather, by position, in one list for all choices of a prompt; the first token
             has none. None: not asked for.
+        include_stop: Whether the stop string or stop token is part of the text.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Choice:
         num_logprobs: int | None,
         min_tokens: int = 0,
         prompt_logprobs: list[PromptLogprob | None] | None = None,
+        include_stop: bool = False,
     ) -> None:
         self.index = index
         self.number = number
@@ -92,7 +94,8 @@ class Choice:
         self.finish_reason: str | None = None
         self._stop_reason: str | int | None = None
         self._detokenizer = detokenizer
-        self._stops = StopBuffer(stops)
+        self._include_stop = include_stop
+        self._stops = StopBuffer(stops, include_stop)
         self._stop_token_ids = stop_token_ids
         self._min_tokens = min_tokens
         self._characters = 0
@@ -116,8 +119,9 @@ class Choice:
         return self._add(token_id, self._detokenizer.step(token_id), logprob)
 
     def add_stop_token(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Takes the token that ended the sequence: it counts, and has no text."""
-        self._add(token_id, "", logprob)
+        """Takes the token that ended the sequence: it counts, and has no text unless that was asked for."""
+        shown = self._include_stop or self._detokenizer.shows(token_id)
+        self._add(token_id, self._detokenizer.step(token_id) if shown else "", logprob)
 
     def finish(self, reason: str, stop_token_id: int | None) -> None:
         """Ends a choice whose last token the core has sent; text held back is released."""

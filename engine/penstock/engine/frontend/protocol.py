@@ -1,11 +1,11 @@
 """The bodies of `/v1/chat/completions` and `/v1/completions`: every parameter that is accepted is honoured, every other one is a
 400 that names it.
 
-A parameter that is not supported may still be given with the value that means its absence (`best_of: 1`).
+A parameter that is not supported may still be given with the value that means its absence (`suffix: ""`).
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 import orjson
@@ -29,6 +29,9 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a stream carries besides text."""
 
     include_usage: bool = False
+    """One more event at the end, with the counts."""
+    continuous_usage_stats: bool = False
+    """vLLM's: every event has the counts of its choice so far."""
 
 
 class RepetitionLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,6 +73,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     allowed_token_ids: Annotated[list[_TokenId], Meta(min_length=1)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     repetition_detection: RepetitionLimits | None = None
     vllm_xargs: Annotated[dict[str, _ExtraArg], Meta(max_length=64)] = msgspec.field(default_factory=dict)
     """For the logits processors that the server was started with."""
@@ -88,23 +93,46 @@ class _Request(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=
     stream_options: StreamOptions = StreamOptions()
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    return_token_ids: bool = False
+    """vLLM's: answers have `token_ids` and `prompt_token_ids`."""
+    add_special_tokens: bool | None = None
+    """vLLM's: whether the tokenizer adds those that begin a text. None: for completions it does, for chats the template did."""
     user: str | None = None
-    """Accepted and of no effect, as `metadata` is."""
+    """Accepted and of no effect, as the rest of these are."""
     metadata: dict[str, str] | None = None
+    store: bool = False
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
 
 class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `/v1/chat/completions`; `penstock.prompt` checks the messages."""
+    """The body of `/v1/chat/completions`; `penstock.prompt` checks what makes the prompt."""
 
     messages: Any
     max_completion_tokens: _Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    tools: Any = None
+    """Checked with the messages, as all is that changes the prompt."""
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool = True
+    """False: of several calls the first alone is given out."""
+    reasoning_effort: Any = None
+    chat_template_kwargs: Any = None
+    add_generation_prompt: bool | None = None
+    """None: unless the last message is continued."""
+    continue_final_message: bool = False
 
     @property
     def output_limit(self) -> int | None:
         """Tokens at most; None: as many as fit into the context."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def generated(self) -> int:
+        """Choices a prompt that are generated."""
+        return self.n
 
     @property
     def num_logprobs(self) -> int | None:
@@ -116,14 +144,23 @@ class CompletionRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fiel
     """The body of `/v1/completions`; `penstock.prompt` checks the prompt."""
 
     prompt: Any
-    max_tokens: _Count | None = None
-    """None: 16, as OpenAI has it, or what fits."""
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """None: 16, as OpenAI has it, or what fits. 0 with `echo`: the prompt alone, with its logprobs."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool = False
+    """The prompt begins the answer."""
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    """So many are generated; the `n` with the highest mean logprob of a token are the answer."""
 
     @property
     def output_limit(self) -> int | None:
-        """Tokens at most."""
-        return self.max_tokens
+        """Tokens at most; the engine always generates one."""
+        return self.max_tokens if self.max_tokens != 0 else 1
+
+    @property
+    def generated(self) -> int:
+        """Choices a prompt that are generated."""
+        return self.best_of or self.n
 
     @property
     def num_logprobs(self) -> int | None:
@@ -131,31 +168,25 @@ class CompletionRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.logprobs
 
 
-_T = TypeVar("_T", bound=_Request)
+_T = TypeVar("_T", bound=msgspec.Struct)
 
 # Not supported, with the values that change nothing; `null` always is one. Anything else is refused.
 _NEUTRAL_SHARED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
+    "spaces_between_special_tokens": (True,),
 }
 _NEUTRAL_CHAT = _NEUTRAL_SHARED | {
     "audio": (),
+    "best_of": (1,),
+    "documents": ([],),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
-    "reasoning_effort": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
-_NEUTRAL_COMPLETION = _NEUTRAL_SHARED | {"echo": (False,), "suffix": ("",)}
+_NEUTRAL_COMPLETION = _NEUTRAL_SHARED | {"suffix": ("",)}
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -170,21 +201,46 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
-    """Checks everything but the messages; `ApiError` 400 names the field."""
-    request = _convert(body, ChatRequest, _NEUTRAL_CHAT)
+    """Checks everything but what makes the prompt; `ApiError` 400 names the field."""
+    choice = body.get("tool_choice")
+    if choice == "required" or isinstance(choice, dict):
+        message = "tool_choice: this engine cannot force a call yet; none and auto are supported"
+        raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
+    request = convert(body, ChatRequest, _NEUTRAL_CHAT)
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if None not in (request.max_tokens, request.max_completion_tokens) and request.max_tokens != request.max_completion_tokens:
         raise ApiError(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
+    if request.tool_choice == "auto" and not request.tools:
+        raise ApiError(400, "tool_choice auto needs tools", param="tool_choice")
+    _check_stream(request, body)
     return request
 
 
 def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
     """Checks everything but the prompt; `ApiError` 400 names the field."""
-    return _convert(body, CompletionRequest, _NEUTRAL_COMPLETION)
+    request = convert(body, CompletionRequest, _NEUTRAL_COMPLETION)
+    _check_stream(request, body)
+    if request.max_tokens == 0 and not request.echo:
+        raise ApiError(400, "max_tokens of 0 needs echo: true", param="max_tokens")
+    if request.echo and request.stream and request.logprobs is not None:
+        raise ApiError(400, "echo with logprobs is not given with stream: true", param="echo")
+    if request.best_of is not None and request.best_of < request.n:
+        raise ApiError(400, f"best_of is {request.best_of} and n is {request.n}; it must be at least n", param="best_of")
+    if request.best_of is not None and request.best_of > request.n and request.stream:
+        raise ApiError(400, "best_of above n is not given with stream: true", param="best_of")
+    return request
 
 
-def _convert(body: Mapping[str, Any], kind: type[_T], neutral: Mapping[str, tuple[Any, ...]]) -> _T:
+def _check_stream(request: _Request, body: Mapping[str, Any]) -> None:
+    if request.stream and request.prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs are not given with stream: true", param="prompt_logprobs")
+    if body.get("stream_options") is not None and not request.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+
+
+def convert(body: Mapping[str, Any], kind: type[_T], neutral: Mapping[str, tuple[Any, ...]]) -> _T:
+    """The body as a struct; `ApiError` 400 names the field that is wrong, unknown or not supported."""
     fields: dict[str, Any] = {}
     for name, value in body.items():
         if name in neutral:
@@ -195,15 +251,10 @@ def _convert(body: Mapping[str, Any], kind: type[_T], neutral: Mapping[str, tupl
         elif value is not None:  # null is absence
             fields[name] = value
     try:
-        request = msgspec.convert(fields, kind, str_keys=True)
+        return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
         message, param = _locate(str(error))
         raise ApiError(400, message, param=param) from None
-    if request.stream and request.prompt_logprobs is not None:
-        raise ApiError(400, "prompt_logprobs are not given with stream: true", param="prompt_logprobs")
-    if "stream_options" in fields and not request.stream:
-        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-    return request
 
 
 def _spellings(values: tuple[Any, ...]) -> list[Any]:

@@ -14,8 +14,9 @@ COMPLETION_DEFAULT_TOKENS = 16
 
 def check_prompts(prompts: list[list[int]], request: ChatRequest | CompletionRequest, max_model_len: int) -> None:
     """Refuses requests with too many choices, and prompts that do not fit the context together with the output asked for."""
-    if len(prompts) * request.n > MAX_CHOICES:
-        raise ApiError(400, f"{len(prompts)} prompts with n = {request.n} are more than {MAX_CHOICES} choices", param="prompt")
+    if len(prompts) * request.generated > MAX_CHOICES:
+        message = f"{len(prompts)} prompts with n = {request.generated} are more than {MAX_CHOICES} choices"
+        raise ApiError(400, message, param="prompt")
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
     limit = request.output_limit
     for prompt in prompts:
@@ -78,6 +79,7 @@ def sampling_params(
     if request.vllm_xargs and not model.logits_processors:
         raise ApiError(400, "vllm_xargs is for logits processors, and there are none (--logits-processors)", param="vllm_xargs")
     eos = () if request.ignore_eos else model.eos_token_ids
+    logprobs, prompt_logprobs = _logprobs(request)
     params = SamplingParams(
         max_tokens=limit,
         temperature=request.temperature,
@@ -86,8 +88,8 @@ def sampling_params(
         min_p=request.min_p,
         seed=(request.seed if request.seed is not None else seed) % 2**63,
         stop_token_ids=tuple(dict.fromkeys((*request.stop_token_ids, *eos))),
-        logprobs=request.num_logprobs,
-        prompt_logprobs=request.prompt_logprobs,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         repetition_penalty=request.repetition_penalty,
@@ -100,6 +102,17 @@ def sampling_params(
     )
     _check_something_left(params)
     return params
+
+
+def _logprobs(request: ChatRequest | CompletionRequest) -> tuple[int | None, int | None]:
+    """Alternatives a token of the output and of the prompt: `best_of` ranks by the former, `echo` shows the latter."""
+    logprobs, prompt_logprobs = request.num_logprobs, request.prompt_logprobs
+    if isinstance(request, CompletionRequest):
+        if request.echo and logprobs is not None:
+            prompt_logprobs = max(prompt_logprobs or 0, logprobs)
+        if logprobs is None and request.generated > request.n:
+            logprobs = 0
+    return logprobs, prompt_logprobs
 
 
 def _repetition(request: ChatRequest | CompletionRequest) -> RepetitionDetection | None:

@@ -6,25 +6,32 @@ from typing import Any, Protocol
 
 import orjson
 
-from penstock.engine.frontend.generation import Choice, Delta, PromptLogprob, TokenLogprob, Usage
+from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.generation import Choice, Delta, PromptLogprob, Usage
+from penstock.engine.frontend.protocol import StreamOptions
+from penstock.engine.frontend.spec import GenerationSpec
 from penstock.engine.frontend.vocabulary import Vocabulary
 
 DONE = b"data: [DONE]\n\n"
 
 
 class Format(Protocol):
-    """One of the two APIs."""
+    """One of the APIs."""
 
-    def first(self, number: int) -> bytes:
+    def first(self, choice: Choice) -> bytes:
         """What precedes a choice's first chunk."""
         ...
 
-    def chunk(self, number: int, delta: Delta) -> bytes:
-        """One event of a stream."""
+    def chunk(self, choice: Choice, delta: Delta) -> bytes:
+        """The events for what is new of a choice; none where all of it is held back."""
         ...
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        """The event with the counts, after all choices."""
+    def last(self, usage: Usage) -> bytes:
+        """What ends a stream after all choices."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """What ends a stream that has begun and cannot go on."""
         ...
 
     def full(self, choices: Sequence[Choice], usage: Usage) -> bytes:
@@ -32,133 +39,70 @@ class Format(Protocol):
         ...
 
 
-class _Format:
-    """What both APIs share.
+class ChunkFormat:
+    """What chats and completions share.
 
     Args:
-        identity: `id` of the answer.
+        prefix: Of the answer's `id`.
         kind: `object` of the answer.
         chunk_kind: `object` of a chunk.
         model: The name that answers say.
-        include_usage: Whether chunks have a `usage` field.
+        spec: The request as it runs.
+        options: What a stream carries.
+        token_ids: Whether answers have token ids.
     """
 
-    def __init__(self, identity: str, kind: str, chunk_kind: str, model: str, include_usage: bool) -> None:
+    def __init__(
+        self, prefix: str, kind: str, chunk_kind: str, model: str, spec: GenerationSpec, options: StreamOptions, token_ids: bool
+    ) -> None:
+        identity = f"{prefix}-{spec.request_id}"
         self._head: dict[str, Any] = {"id": identity, "object": kind, "created": int(time.time()), "model": model}
+        self._spec = spec
+        self._token_ids = token_ids
+        self._options = options
         chunk_head = orjson.dumps({**self._head, "object": chunk_kind})[:-1]
         self._prefix = b"data: " + chunk_head + b',"choices":[{"index":'
-        self._suffix = (b'}],"usage":null}' if include_usage else b"}]}") + b"\n\n"
+        self._suffix = (b'}],"usage":null}' if options.include_usage else b"}]}") + b"\n\n"
         self._usage_prefix = b"data: " + chunk_head + b',"choices":[],"usage":'
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return self._usage_prefix + orjson.dumps(_usage(usage)) + b"}\n\n"
+    def last(self, usage: Usage) -> bytes:
+        """See `Format`."""
+        return self._usage_prefix + orjson.dumps(usage_of(usage)) + b"}\n\n" + DONE if self._options.include_usage else DONE
 
-    def _event(self, number: int, middle: bytes, delta: Delta, logprobs: bytes) -> bytes:
-        reason = b"null"
-        if delta.finish_reason is not None:
-            reason = orjson.dumps(delta.finish_reason) + b',"stop_reason":' + orjson.dumps(delta.stop_reason)
-        body = (b"%d," % number, middle, b',"logprobs":', logprobs, b',"finish_reason":', reason)
-        return self._prefix + b"".join(body) + self._suffix
+    def failed(self, error: ApiError) -> bytes:
+        """See `Format`."""
+        return b"data: " + error.body() + b"\n\n"
+
+    def _event(self, choice: Choice, middle: bytes, more: bytes = b"") -> bytes:
+        """A chunk.
+
+        Args:
+            choice: Of which.
+            middle: The members of its object, as JSON.
+            more: Members of the chunk's object, each with a comma before it.
+        """
+        suffix = self._suffix
+        if more or self._options.continuous_usage_stats:
+            counts = Usage(choice.prompt_tokens, choice.num_tokens, choice.cached_tokens)
+            usage = b',"usage":' + orjson.dumps(usage_of(counts)) if self._options.continuous_usage_stats else suffix[2:-3]
+            suffix = b"}]" + usage + more + b"}\n\n"
+        return self._prefix + b"%d," % choice.number + middle + suffix
+
+    def _end(self, delta: Delta, logprobs: bytes, reason: str | None) -> bytes:
+        """The members that every chunk's choice has at its end."""
+        body = b',"logprobs":' + logprobs
+        if self._token_ids:
+            body += b',"token_ids":' + orjson.dumps(delta.token_ids)
+        if reason is None:
+            return body + b',"finish_reason":null'
+        return body + b',"finish_reason":' + orjson.dumps(reason) + b',"stop_reason":' + orjson.dumps(delta.stop_reason)
 
     def _full(self, choices: list[dict[str, Any]], usage: Usage, **more: Any) -> bytes:
-        return orjson.dumps({**self._head, "choices": choices, "usage": _usage(usage), **more})
+        return orjson.dumps({**self._head, "choices": choices, "usage": usage_of(usage), **more})
 
 
-class ChatFormat(_Format):
-    """`chat.completion` and its chunks."""
-
-    def __init__(self, request_id: str, model: str, vocabulary: Vocabulary, include_usage: bool = False) -> None:
-        super().__init__(f"chatcmpl-{request_id}", "chat.completion", "chat.completion.chunk", model, include_usage)
-        self._vocabulary = vocabulary
-
-    def first(self, number: int) -> bytes:
-        body = b'%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null' % number
-        return self._prefix + body + self._suffix
-
-    def chunk(self, number: int, delta: Delta) -> bytes:
-        logprobs = orjson.dumps(self._logprobs(delta.logprobs)) if delta.logprobs else b"null"
-        middle = b'"delta":{"content":' + orjson.dumps(delta.text) + b"}" if delta.text else b'"delta":{}'
-        return self._event(number, middle, delta, logprobs)
-
-    def full(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        scores = _prompt_logprobs(choices[0], self._vocabulary)
-        return self._full([self._choice(choice) for choice in choices], usage, **scores)
-
-    def _choice(self, choice: Choice) -> dict[str, Any]:
-        delta = choice.take()
-        assert delta is not None, "a finished choice always has its end to tell"
-        return {
-            "index": choice.number,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
-            "logprobs": None if choice.num_logprobs is None else self._logprobs(delta.logprobs),
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-        }
-
-    def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any]:
-        content = [
-            {**self._entry(token.token_id, token.logprob), "top_logprobs": [self._entry(*other) for other in token.top]}
-            for token in tokens
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self._vocabulary.bytes_of(token_id)
-        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
-
-
-class CompletionFormat(_Format):
-    """`text_completion`, whole and in chunks."""
-
-    def __init__(self, request_id: str, model: str, vocabulary: Vocabulary, include_usage: bool = False) -> None:
-        super().__init__(f"cmpl-{request_id}", "text_completion", "text_completion", model, include_usage)
-        self._vocabulary = vocabulary
-
-    def first(self, number: int) -> bytes:
-        del number  # this API has no opening chunk
-        return b""
-
-    def chunk(self, number: int, delta: Delta) -> bytes:
-        logprobs = orjson.dumps(self._logprobs(delta.logprobs)) if delta.logprobs else b"null"
-        return self._event(number, b'"text":' + orjson.dumps(delta.text), delta, logprobs)
-
-    def full(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        return self._full([self._choice(choice) for choice in choices], usage)
-
-    def _choice(self, choice: Choice) -> dict[str, Any]:
-        delta = choice.take()
-        assert delta is not None, "a finished choice always has its end to tell"
-        return {
-            "index": choice.number,
-            "text": delta.text,
-            "logprobs": None if choice.num_logprobs is None else self._logprobs(delta.logprobs),
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-            **_prompt_logprobs(choice, self._vocabulary),
-        }
-
-    def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any]:
-        return {
-            "tokens": [self._name(token.token_id) for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            # The sampled token is among them even where it is not one of the likeliest, as in OpenAI's answers.
-            "top_logprobs": [
-                {self._name(other): logprob for other, logprob in [*token.top, (token.token_id, token.logprob)]}
-                for token in tokens
-            ],
-            "text_offset": [token.text_offset for token in tokens],
-        }
-
-    def _name(self, token_id: int) -> str:
-        """Tokens that are no text get OpenAI's `bytes:` form, since here names are keys."""
-        data = self._vocabulary.bytes_of(token_id)
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def _usage(usage: Usage) -> dict[str, Any]:
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """The counts as chats and completions say them."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -167,11 +111,16 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _prompt_logprobs(choice: Choice, vocabulary: Vocabulary) -> dict[str, Any]:
-    """vLLM's field, where it was asked for: an object a token, the first one's null; keys are token ids, ranks begin with 1."""
-    if choice.prompt_logprobs is None:
-        return {}
-    return {"prompt_logprobs": [entry and _scored(entry, vocabulary) for entry in choice.prompt_logprobs]}
+def taken(choice: Choice) -> Delta:
+    """All of a finished choice."""
+    delta = choice.take()
+    assert delta is not None, "a finished choice always has its end to tell"
+    return delta
+
+
+def prompt_logprobs_of(choice: Choice, vocabulary: Vocabulary) -> list[dict[str, Any] | None]:
+    """vLLM's field: an object a token, the first one's null; keys are token ids, ranks begin with 1."""
+    return [entry and _scored(entry, vocabulary) for entry in choice.prompt_logprobs or ()]
 
 
 def _scored(entry: PromptLogprob, vocabulary: Vocabulary) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from penstock.engine.frontend.async_llm import AsyncLLM, Core, State
 from penstock.engine.frontend.log_stats import log_stats
 from penstock.engine.frontend.prompts import load_processor
 from penstock.engine.frontend.server import ApiServer
+from penstock.engine.frontend.settings import ApiSettings
 from penstock.engine.frontend.shared_counts import SharedCounts
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_control_endpoints: bool = False
     api_server_count: int = 1
     """Frontend processes."""
+    api: ApiSettings = ApiSettings()
 
 
 async def serve(config: ServeConfig) -> int:
@@ -78,7 +80,7 @@ async def serve_http(core: Core, config: ServeConfig, ending: "Ending", counts: 
     llm = AsyncLLM(core, engine.model, load_processor(engine), engine.seed + core.first_number, engine.scheduler.policy)
     if counts is not None:
         counts.join(llm.metrics.table)
-    server = ApiServer(llm, vllm_names=config.metrics_compat == "vllm", control=config.enable_control_endpoints)
+    server = ApiServer(llm, config.api, vllm_names=config.metrics_compat == "vllm", control=config.enable_control_endpoints)
     runner = server.runner(_LAST_WORDS_S)
     await runner.setup()
     try:

@@ -13,9 +13,12 @@ from penstock.api.headers import LOAD, LOAD_FORMAT, REQUEST_ID
 from penstock.engine.frontend.async_llm import AsyncLLM, State
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.exchange import MAX_BODY_BYTES, REQUEST_ID_KEY, Active
+from penstock.engine.frontend.keys import ApiKeys
 from penstock.engine.frontend.routes.control import ControlRoutes
 from penstock.engine.frontend.routes.openai import OpenAIRoutes
 from penstock.engine.frontend.routes.replica import ReplicaRoutes
+from penstock.engine.frontend.routes.tokens import TokenRoutes
+from penstock.engine.frontend.settings import ApiSettings
 
 log = logging.getLogger(__name__)
 
@@ -28,15 +31,21 @@ class ApiServer:
 
     Args:
         llm: What answers.
+        settings: Parsers and keys; None: neither.
         vllm_names: Whether metrics have vLLM's names too.
         control: Whether it can be paused, put to sleep and reloaded over HTTP.
     """
 
-    def __init__(self, llm: AsyncLLM, vllm_names: bool = False, *, control: bool = False) -> None:
+    def __init__(
+        self, llm: AsyncLLM, settings: ApiSettings | None = None, vllm_names: bool = False, *, control: bool = False
+    ) -> None:
+        settings = settings or ApiSettings()
         self._llm = llm
+        self._keys = ApiKeys(settings.api_keys)
         self.active = Active()
         self._routes = [
-            OpenAIRoutes(llm, self.active),
+            OpenAIRoutes(llm, self.active, settings.parsers),
+            TokenRoutes(llm),
             ReplicaRoutes(llm, vllm_names),
             *([ControlRoutes(llm)] if control else []),
         ]
@@ -67,6 +76,7 @@ class ApiServer:
         try:
             request[REQUEST_ID_KEY] = _request_id(request)
             request[_LOAD_FORMAT_KEY] = _load_format(request)
+            self._keys.check(request)
             return await handler(request)
         except ApiError as error:
             response = error.response()

@@ -1,6 +1,7 @@
 """A request that has passed every check, whichever way it came."""
 
 import msgspec
+from tokenizers import Tokenizer
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.frontend.protocol import ChatRequest, CompletionRequest
@@ -28,6 +29,10 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Among whom service is shared; empty: no tenant in particular."""
     deadline: float | None = None
     """Unix time in seconds at which the answer is of no use any more."""
+    include_stop: bool = False
+    """Whether stop strings and stop tokens are part of the text."""
+    shown_tokens: dict[int, str] = {}
+    """Special tokens that are part of the text."""
 
 
 def generation_spec(
@@ -41,6 +46,7 @@ def generation_spec(
     arrival: float,
     tenant: str = "",
     deadline: float | None = None,
+    markers: tuple[str, ...] = (),
 ) -> GenerationSpec:
     """What the engine runs for a checked body and its tokens; `ApiError` 400 for what cannot be served.
 
@@ -54,6 +60,7 @@ def generation_spec(
         arrival: Unix time in seconds.
         tenant: Among whom service is shared.
         deadline: Unix time in seconds at which the answer is of no use any more; None: never.
+        markers: Special tokens that whoever reads the text must see.
     """
     check_prompts(prompts, request, model.max_model_len)
     bad_words = bad_word_tokens(request.bad_words, processor.tokenizer)
@@ -62,10 +69,10 @@ def generation_spec(
         prompts=prompts,
         # Equal prompts of a list differ, unless the client's seed says otherwise.
         sampling=[
-            sampling_params(request, len(prompt), model, processor.vocab_size, seed + at * request.n, bad_words)
+            sampling_params(request, len(prompt), model, processor.vocab_size, seed + at * request.generated, bad_words)
             for at, prompt in enumerate(prompts)
         ],
-        n=request.n,
+        n=request.generated,
         stream=request.stream,
         stops=request.stops,
         client_stop_token_ids=frozenset(request.stop_token_ids),
@@ -74,4 +81,14 @@ def generation_spec(
         arrival=arrival,
         tenant=tenant,
         deadline=deadline,
+        include_stop=request.include_stop_str_in_output,
+        shown_tokens=_shown(processor.tokenizer, None if not request.skip_special_tokens else markers),
     )
+
+
+def _shown(tokenizer: Tokenizer, texts: tuple[str, ...] | None) -> dict[int, str]:
+    """The special tokens with one of these texts; None: all of them."""
+    if texts == ():
+        return {}
+    special = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    return {token_id: text for token_id, text in special.items() if texts is None or text in texts}

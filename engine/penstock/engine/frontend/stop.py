@@ -1,4 +1,4 @@
-"""Stop strings: found across the borders of tokens and chunks, and never shown, not even in part."""
+"""Stop strings: found across the borders of tokens and chunks, and unless asked for never shown, not even in part."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,13 @@ class StopBuffer:
 
     Args:
         stops: Stop strings, none of them empty; with none, text passes at once.
+        include: Whether the one that is found is shown.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
         self._hold = max((len(stop) for stop in stops), default=1) - 1
+        self._include = include
         self._tail = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
@@ -26,9 +28,9 @@ class StopBuffer:
         window = self._tail + text
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := window.find(stop)) >= 0]
         if found:
-            _, start, stop = min(found)
+            end, start, stop = min(found)
             self._tail = ""
-            return window[:start], stop
+            return window[: end if self._include else start], stop
         cut = max(len(window) - self._hold, 0)
         self._tail = window[cut:]
         return window[:cut], None

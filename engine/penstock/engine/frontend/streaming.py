@@ -4,13 +4,13 @@ from aiohttp import web
 
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.generation import Generation
-from penstock.engine.frontend.responses import DONE, Format
+from penstock.engine.frontend.responses import Format
 from penstock.engine.frontend.timeline import timeline_event, wants_timeline
 
 _SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-async def stream(request: web.Request, generation: Generation, answer: Format, include_usage: bool) -> web.StreamResponse:
+async def stream(request: web.Request, generation: Generation, answer: Format) -> web.StreamResponse:
     """Sends events as they come. What goes wrong before the first token is a status, later an event."""
     await generation.changed()
     response = web.StreamResponse(headers=_SSE)
@@ -25,10 +25,10 @@ async def stream(request: web.Request, generation: Generation, answer: Format, i
             await generation.changed()
         if wants_timeline(request):
             await response.write(timeline_event(generation))
-        await response.write((answer.usage_chunk(generation.usage) if include_usage else b"") + DONE)
+        await response.write(answer.last(generation.usage))
     except ApiError as error:
         response.force_close()
-        await response.write(b"data: " + error.body() + b"\n\n")
+        await response.write(answer.failed(error))
     await response.write_eof()
     return response
 
@@ -39,7 +39,7 @@ def _events(generation: Generation, answer: Format, opened: set[int]) -> bytes:
     for choice in generation.choices:
         if choice.num_tokens and choice.number not in opened:
             opened.add(choice.number)
-            events.append(answer.first(choice.number))
+            events.append(answer.first(choice))
         if (delta := choice.take()) is not None:
-            events.append(answer.chunk(choice.number, delta))
+            events.append(answer.chunk(choice, delta))
     return b"".join(events)

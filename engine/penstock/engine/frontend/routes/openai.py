@@ -1,28 +1,28 @@
 """OpenAI's endpoints."""
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
 
 from penstock.engine.frontend.async_llm import AsyncLLM
+from penstock.engine.frontend.chat_format import ChatFormat
+from penstock.engine.frontend.completion_format import CompletionFormat
 from penstock.engine.frontend.errors import ApiError
-from penstock.engine.frontend.exchange import REQUEST_ID_KEY, Active, deadline, json_response, read_json, tenant
-from penstock.engine.frontend.protocol import ChatRequest, CompletionRequest, parse_chat, parse_completion, parse_json
-from penstock.engine.frontend.responses import ChatFormat, CompletionFormat, Format
-from penstock.engine.frontend.spec import GenerationSpec, generation_spec
+from penstock.engine.frontend.exchange import Active, json_response
+from penstock.engine.frontend.intake import Intake
+from penstock.engine.frontend.parsing.registry import ParserConfig
+from penstock.engine.frontend.protocol import parse_chat, parse_completion
+from penstock.engine.frontend.responses import Format
+from penstock.engine.frontend.responses_format import ResponsesFormat
+from penstock.engine.frontend.responses_protocol import as_chat_request, parse_responses
+from penstock.engine.frontend.spec import GenerationSpec
 from penstock.engine.frontend.streaming import stream
 from penstock.engine.frontend.timeline import wants_timeline, with_timeline
-from penstock.prompt.errors import PromptError
-from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH
+from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 
 log = logging.getLogger(__name__)
-
-# Longer bodies are tokenized in a thread, where the streams of others do not wait for them.
-_INLINE_BYTES = 4096
 
 
 class OpenAIRoutes:
@@ -31,11 +31,13 @@ class OpenAIRoutes:
     Args:
         llm: What answers.
         active: Counts the requests that a drain waits for.
+        parsers: Of the model's answers.
     """
 
-    def __init__(self, llm: AsyncLLM, active: Active) -> None:
+    def __init__(self, llm: AsyncLLM, active: Active, parsers: ParserConfig) -> None:
         self._llm = llm
         self._active = active
+        self._intake = Intake(llm, parsers)
         self._created = int(time.time())
 
     def routes(self) -> list[web.RouteDef]:
@@ -43,6 +45,8 @@ class OpenAIRoutes:
         return [
             web.post(CHAT_PATH, self.chat_completions),
             web.post(COMPLETIONS_PATH, self.completions),
+            web.post(RESPONSES_PATH, self.responses),
+            web.post("/v1/embeddings", self.embeddings),
             web.get("/v1/models", self.models),
             web.get("/v1/models/{name:.+}", self.model),
         ]
@@ -50,18 +54,38 @@ class OpenAIRoutes:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/chat/completions`."""
         with self._active.counted():
-            spec, params = await self._spec(request, CHAT_PATH, parse_chat)
-            usage = params.stream_options.include_usage
-            answer = ChatFormat(spec.request_id, self._llm.model.served_names[0], self._llm.vocabulary, usage)
-            return await self._answer(request, spec, answer, usage)
+            params, spec, _ = await self._intake.chat_or_completion(request, CHAT_PATH, parse_chat)
+            assembler = self._intake.assembler(params, spec)
+            answer = ChatFormat(params, spec, self._name, self._llm.vocabulary, assembler)
+            return await self._answer(request, spec, answer)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/completions`."""
         with self._active.counted():
-            spec, params = await self._spec(request, COMPLETIONS_PATH, parse_completion)
-            usage = params.stream_options.include_usage
-            answer = CompletionFormat(spec.request_id, self._llm.model.served_names[0], self._llm.vocabulary, usage)
-            return await self._answer(request, spec, answer, usage)
+            params, spec, body = await self._intake.chat_or_completion(request, COMPLETIONS_PATH, parse_completion)
+            echoes = self._echoes(body["prompt"], spec) if params.echo else None
+            answer = CompletionFormat(params, spec, self._name, self._llm.vocabulary, echoes)
+            return await self._answer(request, spec, answer)
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/responses`, stateless."""
+        with self._active.counted():
+            arrival = time.time()
+            self._llm.require_ready()
+            params, body, size = await self._intake.read(request, parse_responses)
+            self._intake.served(params.model)
+            prompts = await self._intake.tokens(RESPONSES_PATH, body, size)
+            chat = as_chat_request(params, body)
+            spec = self._intake.spec(request, prompts, chat, arrival)
+            answer = ResponsesFormat(
+                params, spec, self._name, self._llm.vocabulary, self._intake.parser(chat, spec), self._llm.processor
+            )
+            return await self._answer(request, spec, answer)
+
+    async def embeddings(self, _request: web.Request) -> web.Response:
+        """`POST /v1/embeddings`: refused by name."""
+        message = f"model {self._name!r} cannot embed: it generates text, at {CHAT_PATH} and {COMPLETIONS_PATH}"
+        raise ApiError(400, message, param="model", code="unsupported_endpoint")
 
     async def models(self, _request: web.Request) -> web.Response:
         """`GET /v1/models`: every served name."""
@@ -69,59 +93,28 @@ class OpenAIRoutes:
 
     async def model(self, request: web.Request) -> web.Response:
         """`GET /v1/models/{name}`."""
-        return json_response(self._entry(self._served(request.match_info["name"])))
+        return json_response(self._entry(self._intake.served(request.match_info["name"])))
+
+    @property
+    def _name(self) -> str:
+        return self._llm.model.served_names[0]
 
     def _entry(self, name: str) -> dict[str, Any]:
         shared = {"object": "model", "created": self._created, "owned_by": "penstock"}
         return {"id": name, **shared, "max_model_len": self._llm.model.max_model_len}
 
-    def _served(self, name: str) -> str:
-        """The name, if it is one of this model's; else `ApiError` 404."""
-        if name not in self._llm.model.served_names:
-            raise ApiError(404, f"there is no model {name!r} here", param="model", code="model_not_found")
-        return name
+    def _echoes(self, prompt: Any, spec: GenerationSpec) -> list[str]:
+        """Each prompt's text: as it was given, or what its token ids say."""
+        given = [prompt] if isinstance(prompt, str) else prompt
+        if isinstance(given[0], str):
+            return given
+        return [self._llm.processor.tokenizer.decode(ids, skip_special_tokens=True) for ids in spec.prompts]
 
-    async def _spec(
-        self,
-        request: web.Request,
-        path: str,
-        parse: Callable[[dict[str, Any]], ChatRequest] | Callable[[dict[str, Any]], CompletionRequest],
-    ) -> tuple[GenerationSpec, ChatRequest | CompletionRequest]:
-        """Reads and checks a request; `ApiError` for what cannot be served."""
-        arrival = time.time()
-        self._llm.require_ready()
-        data = await read_json(request)
-        body = parse_json(data)
-        params = parse(body)
-        model, processor = self._llm.model, self._llm.processor
-        self._served(params.model)
-        try:
-            if len(data) > _INLINE_BYTES:
-                prompts = await asyncio.to_thread(processor.tokens_of, path, body)
-            else:
-                prompts = processor.tokens_of(path, body)
-        except PromptError as error:
-            raise ApiError.from_prompt(error) from None
-        spec = generation_spec(
-            prompts,
-            params,
-            model,
-            processor,
-            seed=self._llm.draw_seed(),
-            request_id=request[REQUEST_ID_KEY],
-            arrival=arrival,
-            tenant=tenant(request),
-            deadline=deadline(request, arrival),
-        )
-        return spec, params
-
-    async def _answer(
-        self, request: web.Request, spec: GenerationSpec, answer: Format, include_usage: bool
-    ) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, spec: GenerationSpec, answer: Format) -> web.StreamResponse:
         tell_timeline = wants_timeline(request)
         async with self._llm.running(spec) as generation:
             if spec.stream:
-                response = await stream(request, generation, answer, include_usage)
+                response = await stream(request, generation, answer)
             else:
                 while not generation.finished:
                     await generation.changed()
