@@ -8,6 +8,7 @@ from penstock.gateway.extproc.call import Refused
 
 MAX_BODY_BYTES = 20 * 1024 * 1024
 """The engine's limit."""
+_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 
 
 class Body(NamedTuple):
@@ -20,7 +21,7 @@ class Body(NamedTuple):
 
 
 def parse_body(raw: bytes) -> Body:
-    """The body of a chat or completion request; raises `Refused` with 400 where it names no model."""
+    """The body of a request with a prompt; raises `Refused` with 400 where it names no model."""
     if not raw:
         raise Refused(400, "the request has no body; send a JSON object", "invalid_body")
     try:
@@ -34,7 +35,7 @@ def parse_body(raw: bytes) -> Body:
         raise Refused(400, "model is missing: name the model that shall answer", "missing_model", param="model")
     if not isinstance(model, str) or not model:
         raise Refused(400, "model must be a non-empty string", "invalid_type", param="model")
-    limit = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    limit = next((fields[name] for name in _LIMITS if fields.get(name) is not None), None)
     return Body(model, fields.get("stream") is True, limit if type(limit) is int and limit >= 0 else None, fields)
 
 

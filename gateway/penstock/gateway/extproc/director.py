@@ -22,10 +22,10 @@ from penstock.gateway.picker.choice import Choice, choose
 from penstock.gateway.picker.policies import POLICIES
 from penstock.gateway.picker.request import RequestView
 from penstock.gateway.picker.state import FleetState
-from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH
+from penstock.prompt.processor import PROMPT_PATHS
 
 MODELS_PATH = "/v1/models"
-_METHODS = {CHAT_PATH: "POST", COMPLETIONS_PATH: "POST", MODELS_PATH: "GET"}
+_METHODS = dict.fromkeys(PROMPT_PATHS, "POST") | {MODELS_PATH: "GET"}
 EXPLAIN = "explain"
 _UNAVAILABLE = ("502", "503", "504")
 
