@@ -57,6 +57,7 @@ class Server:
     process: subprocess.Popen[bytes]
     url: str
     log: Path
+    replay_port: int
 
     def core_pid(self) -> int:
         """The core: the only child."""
@@ -78,7 +79,7 @@ def serving(model: Path, log: Path, *flags: str) -> Iterator[Server]:
     port, events, replay = free_ports(3)
     with log.open("wb") as out:
         process = subprocess.Popen(command(model, port, events, replay, *flags), stdout=out, stderr=out)
-        server = Server(process, f"http://127.0.0.1:{port}", log)
+        server = Server(process, f"http://127.0.0.1:{port}", log, replay)
         try:
             _wait_ready(server)
             yield server
