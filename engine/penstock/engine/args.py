@@ -34,6 +34,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     hash_seed: str = "penstock"
     seed: int = 0
+    watchdog_timeout: float = 120.0
     logprobs_mode: LogprobsMode = "raw_logprobs"
     logits_processors: list[str] | None = None
     profile_dir: str | None = None
@@ -69,5 +70,6 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             depth=2 if self.async_scheduling else 1,
             seed=self.seed,
             profile_dir=Path(self.profile_dir) if self.profile_dir is not None else None,
+            watchdog_timeout=self.watchdog_timeout,
             logprobs_mode=self.logprobs_mode,
         )

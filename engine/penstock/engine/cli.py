@@ -143,6 +143,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse the KV of equal prefixes")
     add("--hash-seed", default="penstock", help="names the hash space of KV blocks; equal in all replicas of a model")
     add("--profile-dir", metavar="FOLDER", help="where /start_profile and /stop_profile leave traces (None: they are refused)")
+    add("--watchdog-timeout", type=_positive, default=120, help="seconds without a step after which work counts as hung")
     add("--seed", type=_count, default=0, help="of the seeds drawn for requests that bring none")
     modes = ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
     add("--logits-processors", nargs="+", metavar="MODULE:CLASS", help="logits processors of one's own, importable by the engine")

@@ -79,6 +79,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     """OpenMP threads of the core; more than one pays only on cores that nobody else uses."""
     seed: int = 0
+    watchdog_timeout: float = 120.0
+    """Seconds without a step, while there is work, after which the engine counts as hung."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
     profile_dir: Path | None = None
     """Where profiles are written; None: none are made."""

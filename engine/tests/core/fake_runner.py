@@ -20,6 +20,7 @@ VOCAB = 50
 FAILING_TOKEN = 999
 CRASHING_TOKEN = 888
 SLOW_TOKEN = 777
+HANGING_TOKEN = 555
 COUGHING_TOKENS = (666, 667)
 
 
@@ -136,6 +137,22 @@ class FakeRunner:
         rows = np.flatnonzero(counts).astype(np.int32)
         ids = token_ids[rows]
         return SampledLogprobs(rows, -ids.astype(np.float32), ids % 3, np.stack([ids, ids + 1], 1), -np.stack([ids, ids], 1))
+
+
+class HangingRunner(FakeRunner):
+    """Never comes back from a step in which `HANGING_TOKEN` is read."""
+
+    def execute(self, plan: StepPlan) -> None:
+        super().execute(plan)
+        if any(HANGING_TOKEN in self.table.token_ids[row] for row in plan.rows):
+            time.sleep(3600)
+
+
+class SlowLoader(FakeRunner):
+    """Never done loading."""
+
+    def load(self) -> None:
+        time.sleep(3600)
 
 
 class CoughingRunner(FakeRunner):

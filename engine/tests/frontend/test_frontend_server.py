@@ -417,7 +417,7 @@ async def test_a_client_that_does_not_read_stalls_nobody(serve: Any) -> None:
 async def test_health_is_judged_by_progress(serve: Any) -> None:
     site = await serve()
     assert (await site.client.get("/health")).status == 200
-    site.llm._progress = Progress(time.monotonic() - 31)
+    site.llm._progress = Progress(time.monotonic() - 31, 30.0)
     response = await site.client.get("/health")
     assert response.status == 503 and "said nothing" in (await error_of(response))["message"]
 

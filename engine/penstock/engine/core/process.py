@@ -5,6 +5,7 @@ process, whatever it is doing. Signals meant for the whole process group are the
 finish first.
 """
 
+import faulthandler
 import gc
 import logging
 import os
@@ -12,7 +13,9 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import BinaryIO
 
 import zmq
@@ -42,9 +45,11 @@ class CoreLoop:
         core: What is turned.
         port: To the frontend, or to several.
         publisher: Of the event stream, if anybody may subscribe to it.
+        watchdog_timeout: Seconds of silence after which the log gets every thread's stack.
     """
 
-    def __init__(self, core: EngineCore, port: Port, publisher: EventPublisher | None) -> None:
+    def __init__(self, core: EngineCore, port: Port, publisher: EventPublisher | None, watchdog_timeout: float) -> None:
+        self._watchdog_timeout = watchdog_timeout
         self._core = core
         self._send = port.send
         self._port = port
@@ -56,6 +61,7 @@ class CoreLoop:
             self._poller.register(publisher.replay_socket, zmq.POLLIN)
         self._last_report = -HEARTBEAT_S
         self._changed = True
+        self._watch()
 
     def turn(self) -> None:
         """One turn: waits for input only when there is no other work."""
@@ -69,6 +75,7 @@ class CoreLoop:
                 self._publisher.serve_replay(self._core.scheduler.kv.cached_hashes)
         self._changed |= self._core.has_work
         if self._core.next_command is not None:
+            faulthandler.cancel_dump_traceback_later()
             self._send(self._core.stats())  # it may take long, and must not pass for a hang
         if outputs := self._core.step():
             self._send(outputs)
@@ -78,8 +85,14 @@ class CoreLoop:
     def _reply(self) -> None:
         if replies := self._core.take_replies():
             self._send(self._core.stats())  # whoever reads an answer finds the state that it speaks of
+            self._watch()
             for reply in replies:
                 self._send(reply)
+
+    def _watch(self) -> None:
+        """Puts the dump off: it comes when nothing is reported for long. From a thread of its own that needs no interpreter, so
+        that it comes even when an operator hangs and holds the lock."""
+        faulthandler.dump_traceback_later(self._watchdog_timeout)
 
     def _patience_ms(self) -> int:
         if self._core.has_work:
@@ -93,6 +106,7 @@ class CoreLoop:
         if now - self._last_report >= (REPORT_INTERVAL_S if self._changed else HEARTBEAT_S):
             stats = self._core.stats()
             self._send(stats)
+            self._watch()
             news.append(stats.report)
             self._last_report, self._changed = now, False
         self._publish(news)
@@ -134,7 +148,7 @@ def run(start: CoreStart, port: Port, context: "zmq.Context[zmq.Socket[bytes]]")
         publisher = EventPublisher(context, epoch, start.events_address, start.replay_address)
     runner, num_blocks = build_runner(start.config, start.runner)
     core = build_core(start.config, runner, num_blocks, epoch, start.engine_index)
-    loop = CoreLoop(core, port, publisher)
+    loop = CoreLoop(core, port, publisher, start.config.watchdog_timeout)
     ready = CoreReady(epoch, start.config.model.max_model_len, num_blocks, time.time() - began, runner.kernels)
     port.send(ready)
     _log.info("ready after %.1f s with %d KV blocks of %d tokens", ready.load_seconds, num_blocks, start.config.cache.block_size)
@@ -151,7 +165,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s core: %(message)s")
     start = read_start(sys.stdin.buffer)
-    threading.Thread(target=_end_with_frontend, name="frontend-watch", daemon=True).start()
+    threading.Thread(target=_end_with_frontend, args=[start.address], name="frontend-watch", daemon=True).start()
     context = zmq.Context[zmq.Socket[bytes]]()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, messages.core_identity(start.engine_index))
@@ -179,9 +193,14 @@ def read_start(stream: BinaryIO) -> CoreStart:
     return messages.decode_start(body)
 
 
-def _end_with_frontend() -> None:
+def _end_with_frontend(address: str) -> None:
     while os.read(sys.stdin.fileno(), 1):
         pass
+    # A frontend that was killed while the model loaded has left the socket's folder behind.
+    path = Path(address.removeprefix("ipc://"))
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
     os._exit(0)
 
 

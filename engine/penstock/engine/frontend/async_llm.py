@@ -69,11 +69,18 @@ class AsyncLLM:
         model: The model served.
         processor: Its tokenizer.
         seed: Of the seeds drawn for requests that bring none.
+        watchdog_timeout: Seconds without progress after which the engine is unhealthy.
         policy: The scheduler's.
     """
 
     def __init__(
-        self, core: Core, model: ModelConfig, processor: PromptProcessor, seed: int = 0, policy: SchedulingPolicy = "fcfs"
+        self,
+        core: Core,
+        model: ModelConfig,
+        processor: PromptProcessor,
+        seed: int = 0,
+        policy: SchedulingPolicy = "fcfs",
+        watchdog_timeout: float = 120.0,
     ) -> None:
         self.model = model
         self.processor = processor
@@ -87,7 +94,8 @@ class AsyncLLM:
         self._egress = Egress(self.metrics)
         self._random = random.Random(seed)
         self._numbers = itertools.count(core.first_number)
-        self._progress = Progress(time.monotonic())
+        self._watchdog_timeout = watchdog_timeout
+        self._progress = Progress(time.monotonic(), watchdog_timeout)
         self._failure = ""
         self._policy = policy
         self._aborts: list[int] = []
@@ -103,7 +111,8 @@ class AsyncLLM:
     def from_config(config: EngineConfig, in_process: bool = False) -> "AsyncLLM":
         """An engine to be started, with its core in a process of its own or in this one."""
         core = InprocClient(config) if in_process else CoreClient(config)
-        return AsyncLLM(core, config.model, load_processor(config), config.seed, config.scheduler.policy)
+        processor = load_processor(config)
+        return AsyncLLM(core, config.model, processor, config.seed, config.scheduler.policy, config.watchdog_timeout)
 
     async def __aenter__(self) -> "AsyncLLM":
         try:
@@ -126,7 +135,7 @@ class AsyncLLM:
         )
         blocks = {"block_size": str(self.processor.bundle.block_size), "num_gpu_blocks": str(ready.num_blocks)}
         self.metrics.describe(names.CACHE_CONFIG_INFO, "The KV cache.", cache_dtype=self.model.dtype, **blocks)
-        self._progress = Progress(time.monotonic())
+        self._progress = Progress(time.monotonic(), self._watchdog_timeout)
         self._tasks = [asyncio.create_task(self._drain_outputs()), asyncio.create_task(self._send_aborts())]
         self.state = State.READY
 

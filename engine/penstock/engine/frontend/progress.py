@@ -3,8 +3,6 @@
 from penstock.api.load_report import LoadReport
 from penstock.engine.messages import CoreStats
 
-STUCK_S = 30.0
-
 
 class Progress:
     """Judges by what the core says: it reports at least once a second while idle, and its step count rises while it works. A core
@@ -12,12 +10,14 @@ class Progress:
 
     Args:
         now: Monotonic time in seconds, as in every method.
+        timeout: Seconds without progress that are a hang.
     """
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, timeout: float) -> None:
+        self._timeout = timeout
         self._heard = now
         self._moved = now
-        self._steps = -1
+        self._steps = 0
         self._command: str | None = None
 
     def heard(self, now: float) -> None:
@@ -37,10 +37,10 @@ class Progress:
         """What is wrong, or None."""
         if self._command is not None:
             return None
-        if now - self._heard > STUCK_S:
-            return f"the engine core has said nothing for {now - self._heard:.0f} s"
-        if working and now - self._moved > STUCK_S:
-            return f"the engine core has made no step for {now - self._moved:.0f} s while requests wait"
+        if now - self._heard > self._timeout:
+            return f"the engine core has said nothing for {now - self._heard:.0f} s: it hangs after step {self._steps}"
+        if working and now - self._moved > self._timeout:
+            return f"the engine core has made no step for {now - self._moved:.0f} s after step {self._steps} while requests wait"
         return None
 
 

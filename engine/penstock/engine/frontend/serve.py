@@ -77,7 +77,8 @@ async def serve_http(core: Core, config: ServeConfig, ending: "Ending", counts: 
         counts: Where several frontends count, which then share the port too; None: this is the only one.
     """
     engine = config.engine
-    llm = AsyncLLM(core, engine.model, load_processor(engine), engine.seed + core.first_number, engine.scheduler.policy)
+    processor, seed = load_processor(engine), engine.seed + core.first_number
+    llm = AsyncLLM(core, engine.model, processor, seed, engine.scheduler.policy, engine.watchdog_timeout)
     if counts is not None:
         counts.join(llm.metrics.table)
     server = ApiServer(llm, config.api, vllm_names=config.metrics_compat == "vllm", control=config.enable_control_endpoints)
