@@ -161,3 +161,15 @@ def test_a_result_is_int32_one_column_wide(loaded, driver):
         np.int32,
     ]
     assert found.top_ids.shape == found.top_logprobs.shape == (1, 3)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3-longrope", "olmo2"])
+def test_weights_that_are_changed_on_their_way_in_are_read_again_alike(checkpoint, build_runner, driver, name):
+    """Norms with an offset, fused projections, tied embeddings."""
+    runner = build_runner(checkpoint(name))
+    play = driver(runner)
+    expected = play.generate(play.admit(prompt(1)), 4)
+    runner.model.norm.weight.fill_(float("nan"))
+    runner.reload_weights(None)
+    play = driver(runner)
+    assert play.generate(play.admit(prompt(1)), 4) == expected
