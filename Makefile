@@ -84,6 +84,10 @@ bench-gateway: setup ## what the picker adds to a request: latency and CPU, agai
 bench-client: setup ## what the load generator of `penstock bench` itself costs a token
 	@$(BIN)/python benchmarks/bench_client.py
 
+.PHONY: bench-soak
+bench-soak: setup ## does a replica leak? Half an hour of mixed traffic, aborts and kills (ARGS="--minutes 1": a smoke test)
+	@$(BIN)/python benchmarks/bench_soak.py $(ARGS)
+
 .PHONY: lint types format lock
 lint: setup ## ruff and the import contracts
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports

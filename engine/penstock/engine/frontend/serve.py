@@ -84,6 +84,9 @@ async def serve_http(core: Core, config: ServeConfig, ending: "Ending", counts: 
     server = ApiServer(llm, config.api, vllm_names=config.metrics_compat == "vllm", control=config.enable_control_endpoints)
     runner = server.runner(_LAST_WORDS_S)
     await runner.setup()
+    reporters: list[asyncio.Task[None]] = []
+    if config.log_stats and core.first_number == 0:  # one of several frontends speaks for all
+        reporters.append(asyncio.create_task(log_stats(llm.metrics)))
     try:
         # Before the model is loaded: probes get answers from the start, and a port that is taken is found at once.
         await web.TCPSite(runner, config.host, config.port, reuse_port=counts is not None).start()
@@ -91,6 +94,8 @@ async def serve_http(core: Core, config: ServeConfig, ending: "Ending", counts: 
     except OSError as error:
         raise port_error(config, error) from error
     finally:
+        for reporter in reporters:
+            reporter.cancel()
         await runner.cleanup()
         await llm.close()
 
@@ -109,8 +114,7 @@ async def _run(llm: AsyncLLM, server: ApiServer, ending: "Ending", config: Serve
         return 0
     await starting
     log.info("serving %s on http://%s:%d", config.engine.model.served_names[0], config.host, config.port)
-    stats = [log_stats(llm.metrics)] if config.log_stats else []
-    await any_of(ending.stop.wait(), llm.failed.wait(), *stats)
+    await any_of(ending.stop.wait(), llm.failed.wait())
     if not llm.failed.is_set():
         llm.state = State.DRAINING
         log.info("draining: running requests have %.0f s", config.shutdown_timeout)
