@@ -14,7 +14,7 @@ from penstock.engine.config import CacheConfig, ConfigError
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import InlineExecutor, ThreadExecutor
 from penstock.engine.core.load import RATE_WINDOW_S, LoadMeter, Rate
-from penstock.engine.core.memory import num_kv_blocks
+from penstock.engine.core.memory import Memory, measure_memory, num_kv_blocks
 from penstock.engine.core.publisher import ReplayBuffer
 from penstock.engine.messages import Control, ControlDone, ResetPrefixCache
 
@@ -41,6 +41,7 @@ def test_prefill_speed_weighs_steps_by_their_tokens_and_decode_steps_do_not_coun
 
 
 LAYOUT = KVLayout(full_attention(4), 1000)
+ROOMY = Memory(10**9, 10**9)
 
 
 def with_cache(**cache):
@@ -50,24 +51,46 @@ def with_cache(**cache):
 
 @pytest.mark.req("MEM-05", "KV-04")
 def test_blocks_come_from_the_number_the_bytes_or_a_tenth_of_memory():
-    assert num_kv_blocks(with_cache(num_blocks=17), LAYOUT, 0) == 17
-    assert num_kv_blocks(with_cache(memory_bytes=50_999), LAYOUT, 0) == 50
-    assert num_kv_blocks(with_cache(), LAYOUT, 400_000) == 40
+    assert num_kv_blocks(with_cache(num_blocks=17), LAYOUT, ROOMY) == 17
+    assert num_kv_blocks(with_cache(memory_bytes=50_999), LAYOUT, ROOMY) == 50
+    assert num_kv_blocks(with_cache(), LAYOUT, Memory(400_000, 400_000)) == 40
     with pytest.raises(
         ConfigError, match=r"--kv-cache-memory-bytes 16,999 / 1,000 bytes a block = 16 blocks, .* 64 / 4 tokens = 16"
     ):
-        num_kv_blocks(with_cache(memory_bytes=16_999), LAYOUT, 0)
+        num_kv_blocks(with_cache(memory_bytes=16_999), LAYOUT, ROOMY)
     with pytest.raises(ConfigError, match=r"10% of 100,000 bytes .* fits --max-model-len 36, or --kv-cache-memory-bytes 17000"):
-        num_kv_blocks(with_cache(), LAYOUT, 100_000)
+        num_kv_blocks(with_cache(), LAYOUT, Memory(100_000, 100_000))
 
 
 @pytest.mark.req("KV-04", "KV-25")
 def test_with_windows_the_arithmetic_is_that_of_each_group():
     layout = KVLayout((KVGroup((0,), 4, None), KVGroup((1,), 4, 9)), 1000)
-    assert num_kv_blocks(with_cache(num_blocks=24), layout, 0) == 24  # 16, 2 + 4 + 1, and the null block
+    assert num_kv_blocks(with_cache(num_blocks=24), layout, ROOMY) == 24  # 16, 2 + 4 + 1, and the null block
     sentence = r"64 / 4 tokens \+ a window of 9 with 16 in flight / 4 tokens = 23; what there is fits --max-model-len 60"
     with pytest.raises(ConfigError, match=sentence):
-        num_kv_blocks(with_cache(num_blocks=23), layout, 0)
+        num_kv_blocks(with_cache(num_blocks=23), layout, ROOMY)
+
+
+def test_a_cache_that_does_not_fit_beside_what_others_use_is_refused_with_the_numbers():
+    for cache in ({"num_blocks": 50}, {"memory_bytes": 50_000}, {}):
+        assert num_kv_blocks(with_cache(**cache), LAYOUT, Memory(500_000, 50_000)) == 50
+        with pytest.raises(ConfigError, match="50,000 bytes in all, and of 500,000 bytes of memory 49,999 are free"):
+            num_kv_blocks(with_cache(**cache), LAYOUT, Memory(500_000, 49_999))
+
+
+def test_memory_is_the_containers_where_that_is_less_and_the_page_cache_is_free(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 800 kB\nHugePages_Total: 0\n")
+    machine = measure_memory(tmp_path, tmp_path / "meminfo")
+    assert machine.free == 800 * 1024 and machine.total > 2**20
+    (tmp_path / "memory.max").write_text("max\n")
+    assert measure_memory(tmp_path, tmp_path / "meminfo") == machine
+    for name, text in {
+        "max": "1000000\n",
+        "current": "700000\n",
+        "stat": "anon 5\nactive_file 20000\ninactive_file 80000\n",
+    }.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert measure_memory(tmp_path, tmp_path / "meminfo") == Memory(1_000_000, 400_000)
 
 
 @given(st.integers(1, 5), st.integers(0, 12), st.integers(0, 15))

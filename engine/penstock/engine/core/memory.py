@@ -1,40 +1,63 @@
 """How many KV blocks there are."""
 
+import logging
 import os
 from pathlib import Path
+
+import msgspec
 
 from penstock.engine.cache.layout import KVLayout, longest_sequence, max_blocks
 from penstock.engine.config import ConfigError, EngineConfig
 
 CPU_MEMORY_SHARE = 0.1
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+_log = logging.getLogger(__name__)
 
 
-def total_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or its container's where that is less."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.exists() else "max"
-    return min(machine, int(limit)) if limit.isdigit() else machine
+class Memory(msgspec.Struct, frozen=True):
+    """Bytes of the device: here the machine's memory, or its container's where that is less."""
+
+    total: int
+    free: int
+    """What nobody uses now, this process and others counted; the page cache is free."""
 
 
-def num_kv_blocks(config: EngineConfig, layout: KVLayout, memory: int) -> int:
+def measure_memory(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> Memory:
+    """What there is now; the folder of the container's limits and the kernel's account are arguments for tests alone."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = 1024 * _fields(meminfo)["MemAvailable:"]
+    limit = (cgroup / "memory.max").read_text().strip() if (cgroup / "memory.max").exists() else "max"
+    if limit.isdigit() and int(limit) < total:
+        stat = _fields(cgroup / "memory.stat")
+        used = int((cgroup / "memory.current").read_text()) - stat["active_file"] - stat["inactive_file"]
+        total, free = int(limit), min(free, int(limit) - used)
+    return Memory(total, free)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}
+
+
+def num_kv_blocks(config: EngineConfig, layout: KVLayout, memory: Memory) -> int:
     """Blocks to allocate, the null block included.
 
     Args:
         config: `cache.num_blocks`, or `cache.memory_bytes`, or neither.
         layout: How the model's layers share the pages.
-        memory: Bytes that the process may use.
+        memory: As it is when the weights are loaded.
 
     Raises:
-        ConfigError: Not even one sequence of full length fits; the message shows the arithmetic.
+        ConfigError: Not even one sequence of full length fits, or the cache into the memory; the message shows the arithmetic.
     """
     cache, length, bytes_per_block = config.cache, config.model.max_model_len, layout.page_bytes
     per_sequence = max_blocks(layout.groups, length, config.max_in_flight)
     if cache.num_blocks is not None:
         blocks, source = cache.num_blocks, f"--num-gpu-blocks-override {cache.num_blocks}"
     else:
-        share = f"{CPU_MEMORY_SHARE:.0%} of {memory:,} bytes of memory"
-        budget, name = int(memory * CPU_MEMORY_SHARE), share
+        share = f"{CPU_MEMORY_SHARE:.0%} of {memory.total:,} bytes of memory"
+        budget, name = int(memory.total * CPU_MEMORY_SHARE), share
         if cache.memory_bytes is not None:
             budget, name = cache.memory_bytes, f"--kv-cache-memory-bytes {cache.memory_bytes:,}"
         blocks = budget // bytes_per_block
@@ -46,6 +69,13 @@ def num_kv_blocks(config: EngineConfig, layout: KVLayout, memory: int) -> int:
             f"{_arithmetic(layout, config, per_sequence)}; what there is fits --max-model-len {fits}, or "
             f"--kv-cache-memory-bytes {(per_sequence + 1) * bytes_per_block} is enough"
         )
+    needed, room = blocks * bytes_per_block, f"of {memory.total:,} bytes of memory {memory.free:,} are free, the weights loaded"
+    if needed > memory.free:
+        raise ConfigError(
+            f"the KV cache does not fit: {source}, {needed:,} bytes in all, and {room}; "
+            "--kv-cache-memory-bytes says how much it gets"
+        )
+    _log.info("KV cache: %s, %s bytes in all; %s", source, f"{needed:,}", room)
     return blocks
 
 

@@ -25,7 +25,7 @@ from penstock.engine import messages
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import Runner, executor_of
-from penstock.engine.core.memory import num_kv_blocks, total_memory
+from penstock.engine.core.memory import measure_memory, num_kv_blocks
 from penstock.engine.core.ports import Port, SharedPort, SinglePort
 from penstock.engine.core.publisher import EventPublisher
 from penstock.engine.messages import CoreFailed, CoreReady, CoreStart
@@ -127,7 +127,7 @@ def build_runner(config: EngineConfig, path: str) -> tuple[Runner, int]:
     module, _, name = path.partition(":")
     runner: Runner = getattr(import_module(module), name)(config)
     runner.load()
-    num_blocks = num_kv_blocks(config, runner.kv_layout(), total_memory())
+    num_blocks = num_kv_blocks(config, runner.kv_layout(), measure_memory())
     runner.initialize_kv_cache(num_blocks)
     runner.warm_up()
     return runner, num_blocks
