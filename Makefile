@@ -76,6 +76,10 @@ bench-engine: setup ## one engine on a CPU: tokens a second and a CPU second, be
 bench-prefix-cache: setup ## hit rate on a real trace (TRACE=…), beside a radix tree's
 	@$(BIN)/python benchmarks/bench_prefix_cache.py $(if $(TRACE),--trace $(TRACE))
 
+.PHONY: bench-requests
+bench-requests: setup ## what a request costs the frontend before the engine has it
+	@$(BIN)/python benchmarks/bench_requests.py
+
 .PHONY: bench-gateway
 bench-gateway: setup ## what the picker adds to a request: latency and CPU, against Envoy alone
 	@$(BIN)/python benchmarks/bench_gateway.py

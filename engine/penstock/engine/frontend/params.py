@@ -11,7 +11,7 @@ OutputKind = Literal["cumulative", "delta", "final_only"]
 
 
 class SamplingParams(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to generate, checked when it is made: `ValueError` names the field. `docs/engine/serve.md` explains each field."""
+    """How to generate, checked when it is made: `ValueError` names the field. `docs/engine/api.md` explains each field."""
 
     max_tokens: int | None = 16
     """None: what fits into the model's context."""

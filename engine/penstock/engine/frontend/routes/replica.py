@@ -6,6 +6,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from penstock.engine.frontend import openapi
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.errors import ApiError, unavailable
 from penstock.engine.frontend.exchange import json_response
@@ -35,6 +36,7 @@ class ReplicaRoutes:
             web.get("/metrics", self.metrics),
             web.get("/prompt-bundle", self.prompt_bundle),
             web.get("/version", self.version),
+            web.get("/openapi.json", self.openapi),
         ]
 
     async def health(self, _request: web.Request) -> web.Response:
@@ -66,6 +68,10 @@ class ReplicaRoutes:
         response = web.Response(status=304) if fresh else web.Response(body=self._bundle, content_type="application/json")
         response.etag = self._etag
         return response
+
+    async def openapi(self, _request: web.Request) -> web.Response:
+        """`GET /openapi.json`."""
+        return json_response(openapi.document(version("penstock")))
 
     async def version(self, _request: web.Request) -> web.Response:
         """`GET /version`; `kernels` is the form of the model's operations that runs, empty before it has started."""
