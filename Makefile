@@ -80,6 +80,10 @@ bench-prefix-cache: setup ## hit rate on a real trace (TRACE=…), beside a radi
 bench-requests: setup ## what a request costs the frontend before the engine has it
 	@$(BIN)/python benchmarks/bench_requests.py
 
+.PHONY: bench-egress
+bench-egress: setup ## what a token costs the frontend, and tokens sampled past a stop string
+	@$(BIN)/python benchmarks/bench_egress.py
+
 .PHONY: bench-gateway
 bench-gateway: setup ## what the picker adds to a request: latency and CPU, against Envoy alone
 	@$(BIN)/python benchmarks/bench_gateway.py

@@ -55,6 +55,7 @@ def _config(args: argparse.Namespace) -> "ServeConfig":
         metrics_compat=args.metrics_compat,
         log_stats=not args.disable_log_stats,
         enable_control_endpoints=args.enable_control_endpoints,
+        stream_interval=args.stream_interval,
         api_server_count=args.api_server_count,
         api=_api_settings(args),
     )
@@ -99,6 +100,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--metrics-compat", choices=["vllm"], help="whose names metrics have beside our own")
     add("--disable-log-stats", action="store_true", help="no line every ten seconds about what the engine did")
+    add("--stream-interval", type=_positive, default=1, help="tokens in an event of a stream, but for the first and the last one")
     add("--api-server-count", type=_positive, default=1, help="frontend processes that share the port and the core")
     add("--api-key", nargs="+", metavar="KEY", help=f"keys of which a request must have one (None: {API_KEY_VARIABLE}, or open)")
     add("--enable-auto-tool-choice", action="store_true", help="find tool calls in answers; needs --tool-call-parser")

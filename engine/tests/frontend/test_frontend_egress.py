@@ -67,6 +67,23 @@ async def test_what_was_not_taken_is_merged_without_loss(bench: Bench) -> None:
     assert len(bench.egress) == 0
 
 
+@pytest.mark.req("EG-15")
+async def test_an_interval_gathers_tokens_but_for_the_first_and_the_last(bench: Bench, byte_level: Tokenizer) -> None:
+    choice = Choice(0, 0, 3, Detokenizer(byte_level, bench.special, []), (), frozenset(), None, interval=4)
+    generation = Generation([choice], 1, True, arrival=100.0)
+    bench.egress.add(generation)
+    ids = bench.ids("the river turns the wheel and the wheel turns the mill")
+    sizes: list[int] = []
+    for at, token in enumerate(ids):
+        end = [Finished(0, FinishReason.LENGTH)] if at == len(ids) - 1 else []
+        await bench.egress.process(step_frame({0: [token]}, end))
+        if (delta := choice.take()) is not None:
+            sizes.append(len(delta.token_ids))
+            await asyncio.wait_for(generation.changed(), 1)
+    rest = (len(ids) - 1) % 4
+    assert len(ids) >= 9 and sizes == [1, *[4] * ((len(ids) - 1) // 4), *([rest] if rest else [])]
+
+
 @pytest.mark.req("EG-08", "EG-09", "EG-10", "EG-19")
 async def test_a_stop_string_ends_the_choice_here_and_aborts_it_there_once(bench: Bench) -> None:
     generation, ids = bench.generation(stops=["wheel"]), bench.ids("the river turns the wheel and more")
@@ -76,7 +93,7 @@ async def test_a_stop_string_ends_the_choice_here_and_aborts_it_there_once(bench
     assert generation.usage.completion_tokens == len(bench.ids("the river turns the wheel"))
 
 
-@pytest.mark.req("SMP-19")
+@pytest.mark.req("SMP-19", "EG-18")
 async def test_no_stop_string_is_looked_for_before_min_tokens(bench: Bench) -> None:
     first, ids = len(bench.ids("the wheel")), bench.ids("the wheel turns the wheel and more")
     generation = bench.generation(stops=["wheel"], min_tokens=first)

@@ -89,6 +89,8 @@ class AsyncLLM:
         self.kernels = ""
         """Which form of the model's operations runs; known when it has started."""
         self.state = State.STARTING
+        self.stream_interval = 1
+        """Tokens that an event of a stream has at least, but for the first and the last one."""
         self.failed = asyncio.Event()
         self._core = core
         self._egress = Egress(self.metrics)
@@ -279,6 +281,7 @@ class AsyncLLM:
                         stop_token_ids=spec.client_stop_token_ids,
                         num_logprobs=params.logprobs,
                         min_tokens=params.min_tokens,
+                        interval=self.stream_interval,
                         prompt_logprobs=scores if params.prompt_logprobs is not None else None,
                         include_stop=spec.include_stop,
                     )

@@ -93,11 +93,11 @@ class Egress:
                 self._finished(choice, generation)
             elif end is not None:
                 aborts += self._end(choice, generation, end)
-            generation.notify()
+            generation.notify(choice)
         for index, end in finished.items():  # ended without a token in this frame
             if (live := self._live.get(index)) is not None:
                 aborts += self._end(*live, end)
-                live[1].notify()
+                live[1].notify(live[0])
         self._metrics.generation_tokens.add(generated)
         self._metrics.itl.observe_all(gaps)
         return aborts

@@ -61,6 +61,7 @@ class Choice:
         stop_token_ids: Those of the client, which are reported as `stop_reason`.
         num_logprobs: Alternatives to report with each token; None: no logprobs.
         min_tokens: Tokens in whose text no stop string is looked for.
+        interval: Tokens that a delta has at least, the first and the last one excepted.
         prompt_logprobs: Where those of the prompt gather, by position, in one list for all choices of a prompt; the first token
             has none. None: not asked for.
         include_stop: Whether the stop string or stop token is part of the text.
@@ -77,6 +78,7 @@ class Choice:
         num_logprobs: int | None,
         min_tokens: int = 0,
         prompt_logprobs: list[PromptLogprob | None] | None = None,
+        interval: int = 1,
         include_stop: bool = False,
     ) -> None:
         self.index = index
@@ -98,6 +100,7 @@ class Choice:
         self._stops = StopBuffer(stops, include_stop)
         self._stop_token_ids = stop_token_ids
         self._min_tokens = min_tokens
+        self._interval = interval
         self._characters = 0
         self._text: list[str] = []
         self._token_ids: list[int] = []
@@ -131,8 +134,16 @@ class Choice:
         self.finish_reason = reason
         self._stop_reason = stop_token_id if stop_token_id in self._stop_token_ids else None
 
+    @property
+    def due(self) -> bool:
+        """Whether there is as much as a delta must have."""
+        new = len(self._token_ids)
+        return new >= self._interval or new == self.num_tokens or self.finish_reason is not None
+
     def take(self) -> Delta | None:
-        """What is new since the last call; None where nothing is."""
+        """What is new since the last delta; None where nothing is, or not enough."""
+        if not self.due:
+            return None
         text, done = "".join(self._text), self.finish_reason is not None
         # Tokens without text yet, as of a character half done, come with the text or the end.
         if self._last_taken or not (text or self._logprobs or done):
@@ -204,9 +215,9 @@ class Generation:
             cached_tokens=sum(choice.cached_tokens for choice in firsts),
         )
 
-    def notify(self) -> None:
-        """Something has changed."""
-        if self._stream or self.finished:
+    def notify(self, choice: Choice) -> None:
+        """Something has changed of a choice."""
+        if (self._stream and choice.due) or self.finished:
             self._wake.set()
 
     def fail(self, error: ApiError) -> None:

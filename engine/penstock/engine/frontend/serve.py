@@ -40,6 +40,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_stats: bool = True
     """Whether the log says every ten seconds what the engine did."""
     enable_control_endpoints: bool = False
+    stream_interval: int = 1
+    """Tokens that an event of a stream has at least, but for the first and the last one."""
     api_server_count: int = 1
     """Frontend processes."""
     api: ApiSettings = ApiSettings()
@@ -79,6 +81,7 @@ async def serve_http(core: Core, config: ServeConfig, ending: "Ending", counts: 
     engine = config.engine
     processor, seed = load_processor(engine), engine.seed + core.first_number
     llm = AsyncLLM(core, engine.model, processor, seed, engine.scheduler.policy, engine.watchdog_timeout)
+    llm.stream_interval = config.stream_interval
     if counts is not None:
         counts.join(llm.metrics.table)
     server = ApiServer(llm, config.api, vllm_names=config.metrics_compat == "vllm", control=config.enable_control_endpoints)

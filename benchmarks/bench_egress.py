@@ -1,0 +1,164 @@
+"""What a token costs the frontend: CPU time of its process alone, while clients read streams of the demo model.
+
+    make bench-egress
+
+The frontend turns the core's frames into text and events; with many streams on a fast device its CPU is what gives out first. Its
+CPU seconds are read from /proc, so other work on the machine changes them little. Each row is one burst of streams, with whatever
+they cost besides tokens (HTTP, tokenizer) in it; the last rows stop by a string and tell how many tokens the core sampled in vain
+until it heard of it.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.table import Table
+
+MODEL = Path(__file__).parent.parent / "examples/models/penstock-tiny"
+RESULTS = Path(__file__).parent / "results"
+STREAMS = (1, 16, 64, 128)
+OUTPUT = 96
+SETTLE_S = 0.5
+"""Until the core's newest report is here."""
+TICKS = os.sysconf("SC_CLK_TCK")
+PORTS = (18471, 18472, 18473)
+Row = dict[str, Any]
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of one process, without its children."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+@asynccontextmanager
+async def serving(*more: str) -> AsyncIterator[tuple[aiohttp.ClientSession, int]]:
+    """A ready server: a client of it, and the frontend's process id."""
+    port, events, replay = map(str, PORTS)
+    flags = ["--port", port, "--events-port", events, "--replay-port", replay, "--served-model-name", "bench"]
+    command = [sys.executable, "-m", "penstock.cli", "serve", str(MODEL), *flags, "--kv-cache-memory-bytes", str(2**26), *more]
+    with tempfile.TemporaryFile() as log:
+        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+        try:
+            connector = aiohttp.TCPConnector(limit=0)
+            async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector) as client:
+                await wait_ready(client, process)
+                yield client, process.pid
+        finally:
+            if process.returncode is None:
+                process.terminate()
+            await process.wait()
+
+
+async def wait_ready(client: aiohttp.ClientSession, process: asyncio.subprocess.Process) -> None:
+    """Returns when the server takes requests; raises `RuntimeError` when it ends instead."""
+    async with asyncio.timeout(120):
+        while process.returncode is None:
+            try:
+                async with client.get("/ready") as response:
+                    if response.status == 200:
+                        return
+            except aiohttp.ClientConnectionError:  # not listening yet
+                pass
+            await asyncio.sleep(0.2)
+    raise RuntimeError(f"the server ended with status {process.returncode}")
+
+
+async def answer(client: aiohttp.ClientSession, number: int, body: dict[str, Any]) -> tuple[int, int]:
+    """One request: its tokens by the server's count, and its events."""
+    prompt = f"json.dumps {number}"
+    async with client.post("/v1/completions", json={"model": "bench", "prompt": prompt, "seed": number, **body}) as response:
+        response.raise_for_status()
+        data = await response.read()
+    [tokens] = re.findall(rb'"completion_tokens":(\d+)', data)
+    return int(tokens), data.count(b"data: {")
+
+
+async def burst(client: aiohttp.ClientSession, pid: int, streams: int, label: str, **body: Any) -> Row:
+    """So many requests at once, twice; the first time is to warm up."""
+    usage = {"stream_options": {"include_usage": True}} if body.get("stream") else {}
+    full = {"max_tokens": OUTPUT, "ignore_eos": True, **usage, **body}
+    await asyncio.gather(*(answer(client, at, full) for at in range(streams)))
+    await asyncio.sleep(SETTLE_S)
+    sampled, cpu, wall = await sampled_tokens(client), cpu_seconds(pid), time.perf_counter()
+    rounds = max(1, 64 // streams)
+    done: list[tuple[int, int]] = []
+    for at in range(rounds):
+        done += await asyncio.gather(*(answer(client, 1000 * at + k, full) for k in range(streams)))
+    cpu, wall = cpu_seconds(pid) - cpu, time.perf_counter() - wall
+    tokens, events = sum(count for count, _ in done), sum(count for _, count in done)
+    await asyncio.sleep(SETTLE_S)
+    wasted = await sampled_tokens(client) - sampled - tokens
+    return {
+        "what": label,
+        "streams": streams,
+        "tokens": tokens,
+        "events": events,
+        "frontend_us_per_token": round(cpu / tokens * 1e6, 1),
+        "tok_per_s": round(tokens / wall),
+        "wasted_tokens_per_request": round(wasted / len(done), 2),
+    }
+
+
+async def sampled_tokens(client: aiohttp.ClientSession) -> float:
+    """Tokens that the core has sampled since the start."""
+    async with client.get("/metrics") as response:
+        text = await response.text()
+    [value] = re.findall(r"^penstock_sampled_tokens_total{[^}]*} (\S+)$", text, re.MULTILINE)
+    return float(value)
+
+
+async def measure() -> list[Row]:
+    """All rows, from a server that sends each token and one that gathers four."""
+    async with serving("--stream-interval", "4") as (client, pid):
+        gathered = await burst(client, pid, 64, "stream, interval 4", stream=True)
+    async with serving() as (client, pid):
+        rows = [await burst(client, pid, streams, "stream", stream=True) for streams in STREAMS]
+        rows.append(await burst(client, pid, 64, "stream, logprobs", stream=True, logprobs=2))
+        rows.append(await burst(client, pid, 64, "stream, stop strings", stream=True, stop=["never there", "\n\n\n\n"]))
+        rows += [gathered, await burst(client, pid, 64, "whole answers")]
+        rows += [await burst(client, pid, n, "ended by a stop string", stream=True, stop=["a", "e"]) for n in (1, 64)]
+    return rows
+
+
+def show(rows: list[Row], console: Console) -> None:
+    """The table."""
+    heads = ("", "streams", "tokens", "events", "frontend µs/token", "tok/s", "wasted tokens/request")
+    table = Table(*heads, title=f"frontend CPU a token, {OUTPUT} tokens a request")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    console.print(table)
+
+
+def main() -> int:
+    """Prints the table and writes the JSON."""
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
+    console = Console()
+    with console.status("serving the demo model"):
+        rows = asyncio.run(measure())
+    show(rows, console)
+    now = datetime.now(UTC)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"egress-{now:%Y-%m-%d}.json"
+    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg()[0]}
+    document = {"benchmark": "egress", "time": now.isoformat(timespec="seconds"), **machine, "rows": rows}
+    path.write_text(json.dumps(document, indent=2) + "\n")
+    console.print(f"written to {path.relative_to(Path(__file__).parent.parent)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
