@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +26,7 @@ def cost(*rows: tuple[int, int], sampled: int = 0) -> StepCost:
     return step_cost(SHAPE, new, ends, sampled)
 
 
+@pytest.mark.req("OB-14")
 def test_a_step_by_hand():
     """A decode of the 5th token, and a prompt of 4: they see 5 and 1 + 2 + 3 + 4 tokens, through a window of 3 tokens 3 and
     1 + 2 + 3 + 3."""

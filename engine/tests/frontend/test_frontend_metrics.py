@@ -65,7 +65,7 @@ def with_turns(frame: Any, *turns: tuple[int, LifecycleEvent, float]) -> Any:
     return msgspec.structs.replace(frame, lifecycle=lifecycle(*turns))
 
 
-@pytest.mark.req("MET-05")
+@pytest.mark.req("MET-05", "OB-04")
 async def test_queue_prefill_and_decode_add_up_and_a_preemption_lengthens_the_span_it_falls_into(byte_level: Tokenizer):
     metrics = EngineMetrics()
     generation = await one_life(byte_level, metrics)
@@ -123,6 +123,7 @@ def test_two_engines_have_a_label_each_and_every_family_once():
     assert all(sample.labels["model_name"] == "m" for family in families.values() for sample in family.samples)
 
 
+@pytest.mark.req("OB-17")
 def test_processes_that_share_a_table_tell_its_sum():
     first, second = EngineMetrics("m"), EngineMetrics("m")
     first.generation_tokens.add(5)
@@ -153,7 +154,7 @@ def test_a_bucket_holds_values_up_to_its_bound_one_at_a_time_or_many():
     assert scrape(one)["penstock_time_to_first_token_seconds_bucket le=+Inf"] == 5
 
 
-@pytest.mark.req("MET-01")
+@pytest.mark.req("MET-01", "OB-02")
 def test_the_buckets_of_the_first_tokens_time_are_the_fields():
     bounds = [key.partition("le=")[2] for key in scrape(EngineMetrics()) if key.startswith(f"{names.TIME_TO_FIRST_TOKEN}_bucket")]
     fields = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)

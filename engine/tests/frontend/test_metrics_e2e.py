@@ -41,7 +41,7 @@ def complete(server: Server, prompt: list[int], headers: dict[str, str] | None =
     return response
 
 
-@pytest.mark.req("MET-01", "MET-02", "MET-06")
+@pytest.mark.req("MET-01", "MET-02", "MET-06", "OB-10")
 def test_counts_are_those_of_the_clients(server: Server):
     before = scrape(server)
     prompts = [[300 - at] * (20 + at) for at in range(8)]

@@ -229,6 +229,7 @@ def test_a_request_with_logits_that_are_not_finite_fails_alone(loaded, driver, m
         0: "the model's logits are not finite (1 NaN and 0 infinite of 257); the first values that are not: lm_head",
         2: "the model's logits are not finite (0 NaN and 1 infinite of 257); the first values that are not: lm_head",
     }
+    assert result.num_not_finite == 2
     assert (result.counts.tolist(), [result.token_ids[1].tolist()]) == ([0, 1, 0], expected)
 
 
