@@ -1,0 +1,151 @@
+"""What of a body changes the prompt besides its messages, in chats and responses alike."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.prompt.bundle import PromptBundle
+from penstock.prompt.errors import PromptError
+from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, PromptProcessor
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{{ reasoning_effort }}{{ style }}{% for m in messages %}"
+    "<|{{ m.role }}|>{{ m.reasoning_content }}{{ m.content }}{% for c in m.tool_calls or [] %}({{ c.id }} {{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}){% endfor %}{{ m.tool_call_id }}{% endfor %}{{ '|GO' if add_generation_prompt }}"
+)
+USER = {"role": "user", "content": "the mill"}
+TOOL = {"type": "function", "function": {"name": "turn", "description": "d", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture
+def processor(bundle: PromptBundle) -> PromptProcessor:
+    return PromptProcessor(msgspec.structs.replace(bundle, chat_template=TEMPLATE, max_model_len=4096))
+
+
+def call(arguments: Any, **fields: Any) -> dict[str, Any]:
+    function = {"name": "turn", "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function, **fields}]}
+
+
+def render(processor: PromptProcessor, **body: Any) -> str:
+    return processor.render_chat({"messages": [USER], **body})
+
+
+def test_the_template_sees_tools_variables_and_calls(processor: PromptProcessor) -> None:
+    assert render(processor, tools=[TOOL]) == json.dumps(TOOL) + "<|user|>the mill|GO"
+    assert render(processor, reasoning_effort="high", chat_template_kwargs={"style": "x"}).startswith("highx<|user|>")
+    turns = [USER, call('{"b": 1, "a": [2]}'), {"role": "tool", "tool_call_id": "c", "content": "ok"}]
+    assert render(processor, messages=turns).endswith('<|assistant|>(c turn {"b": 1, "a": [2]})<|tool|>okc|GO')
+    for arguments, shown in (("", "{}"), ("not json", '"not json"'), ("[1]", '"[1]"')):
+        assert f"(c turn {shown})" in render(processor, messages=[USER, call(arguments)])
+    assert "<|assistant|>hmyes" in render(processor, messages=[{"role": "assistant", "content": "yes", "reasoning": "hm"}])
+
+
+def test_the_end_of_the_prompt_is_the_clients_to_choose(processor: PromptProcessor) -> None:
+    begun = [USER, {"role": "assistant", "content": "it turns  "}]
+    assert render(processor, add_generation_prompt=False) == "<|user|>the mill"
+    assert render(processor, messages=begun, continue_final_message=True).endswith("<|assistant|>it turns  ")
+    for body in (
+        {"messages": begun, "continue_final_message": True, "add_generation_prompt": True},
+        {"messages": [USER, {"role": "assistant", "content": ""}], "continue_final_message": True},
+    ):
+        with pytest.raises(PromptError) as caught:
+            render(processor, **body)
+        assert caught.value.param == "continue_final_message"
+
+
+def deep(levels: int) -> Any:
+    value: Any = {}
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": {}}, "tools"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [TOOL | {"colour": 1}]}, "tools[0].colour"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": deep(900)}}]}, "tools"),
+        ({"chat_template_kwargs": {"style": deep(900)}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"unknown": 1}}, "chat_template_kwargs.unknown"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs.bos_token"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"reasoning_effort": "a lot"}, "reasoning_effort"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt"),
+        ({"messages": [call({"a": 1})]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [call("{}", colour=1)]}, "messages[0].tool_calls[0].colour"),
+        ({"messages": [call("[" * 900 + "]" * 900)]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [USER | {"tool_call_id": "c"}]}, "messages[0].tool_call_id"),
+    ],
+)
+def test_what_cannot_be_rendered_is_named(processor: PromptProcessor, body: dict[str, Any], param: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        processor.tokens_of(CHAT_PATH, {"messages": [USER], **body})
+    assert caught.value.param == param
+
+
+def test_what_a_template_does_not_read_is_refused(bundle: PromptBundle) -> None:
+    plain = PromptProcessor(bundle)
+    for body in ({"tools": [TOOL]}, {"reasoning_effort": "low"}):
+        with pytest.raises(PromptError) as caught:
+            plain.tokens_of(CHAT_PATH, {"messages": [USER], **body})
+        assert (caught.value.param, caught.value.code) == (next(iter(body)), "unsupported_parameter")
+
+
+def test_responses_are_the_prompts_of_the_same_chats(processor: PromptProcessor) -> None:
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "the mill"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look", "annotations": []}]},
+        {"type": "function_call", "call_id": "c", "name": "turn", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c", "output": "ok"},
+    ]
+    said = {**call('{"a": 1}'), "content": "I look", "reasoning_content": "hm"}
+    turns = [{"role": "system", "content": "be"}, USER, said, {"role": "tool", "tool_call_id": "c", "content": "ok"}]
+    chat = {"messages": turns, "tools": [TOOL], "reasoning_effort": "low"}
+    same = {
+        "instructions": "be",
+        "input": items,
+        "tools": [{"type": "function", **TOOL["function"]}],
+        "reasoning": {"effort": "low"},
+    }
+    assert processor.tokens_of(RESPONSES_PATH, same) == processor.tokens_of(CHAT_PATH, chat)
+    assert processor.tokens_of(RESPONSES_PATH, {"input": "the mill"}) == processor.tokens_of(CHAT_PATH, {"messages": [USER]})
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": [5]}, "input[0]"),
+        ({"input": [{"type": "image"}]}, "input[0].type"),
+        ({"input": [{"type": ["message"]}]}, "input[0].type"),
+        ({"input": [USER | {"colour": 1}]}, "input[0].colour"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": None}]}, "input"),
+        ({"input": [{"type": "function_call", "call_id": "c"}]}, "input"),
+        ({"input": "x", "instructions": 5}, "instructions"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0]"),
+    ],
+)
+def test_bad_responses_name_their_own_field(processor: PromptProcessor, body: dict[str, Any], param: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        processor.tokens_of(RESPONSES_PATH, body)
+    assert caught.value.param == param
+
+
+def test_special_tokens_are_added_or_not(bundle: PromptBundle) -> None:
+    processor = PromptProcessor(bundle)
+    [with_bos] = processor.tokens_of(COMPLETIONS_PATH, {"prompt": "the"})
+    assert processor.tokens_of(COMPLETIONS_PATH, {"prompt": "the", "add_special_tokens": False}) == [with_bos[1:]]
+    [chat] = processor.tokens_of(CHAT_PATH, {"messages": [USER]})
+    assert processor.tokens_of(CHAT_PATH, {"messages": [USER], "add_special_tokens": True}) == [[chat[0], *chat]]
