@@ -70,10 +70,10 @@ def _api_settings(args: argparse.Namespace) -> "ApiSettings":
     if (problem := parsers.problem()) is not None:
         raise ConfigError(problem)
     # The environment keeps a key out of the list of processes.
-    given = args.api_key or [os.environ[API_KEY_VARIABLE]] if args.api_key or API_KEY_VARIABLE in os.environ else []
-    if not all(given):
+    keys: list[str] = args.api_key or [os.environ[name] for name in (API_KEY_VARIABLE,) if name in os.environ]
+    if not all(keys):
         raise ConfigError(f"--api-key or {API_KEY_VARIABLE} is empty")
-    return ApiSettings(parsers=parsers, api_keys=tuple(given))
+    return ApiSettings(parsers=parsers, api_keys=tuple(keys))
 
 
 def _parser() -> argparse.ArgumentParser:

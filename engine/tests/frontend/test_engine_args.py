@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.args import EngineArgs
-from penstock.engine.cli import _parser
+from penstock.engine.cli import API_KEY_VARIABLE, _api_settings, _parser
+from penstock.engine.config import ConfigError
 
 
 def test_every_engine_flag_is_a_keyword_with_the_same_default() -> None:
@@ -30,3 +31,22 @@ def test_tenants_weights_are_positive_numbers(capsys: pytest.CaptureFixture[str]
         with pytest.raises(SystemExit):
             _parser().parse_args(["m", "--tenant-weights", wrong])
         assert f"'{wrong}' is not NAME=WEIGHT" in capsys.readouterr().err
+
+
+def test_keys_come_from_flags_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keys(*flags: str) -> tuple[str, ...]:
+        return _api_settings(_parser().parse_args(["m", *flags])).api_keys
+
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+    assert keys() == ()
+    assert keys("--api-key", "a", "b") == ("a", "b")
+    monkeypatch.setenv(API_KEY_VARIABLE, "c")
+    assert keys() == ("c",) and keys("--api-key", "a") == ("a",)
+    monkeypatch.setenv(API_KEY_VARIABLE, "")
+    with pytest.raises(ConfigError, match=API_KEY_VARIABLE):  # open by mistake it is not
+        keys()
+
+
+def test_parsers_that_do_not_exist_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="--tool-call-parser nonsense: there are hermes"):
+        _api_settings(_parser().parse_args(["m", "--tool-call-parser", "nonsense"]))
