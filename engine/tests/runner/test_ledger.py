@@ -13,10 +13,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import InlineExecutor, ThreadExecutor
+from penstock.engine.frontend.detokenizer import Detokenizer
 from penstock.engine.frontend.egress import Egress
 from penstock.engine.frontend.generation import Choice, Generation
 from penstock.engine.frontend.metrics import EngineMetrics
@@ -27,15 +29,7 @@ VOCAB = 257
 SCHEDULER = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, watermark=0.0)
 
 
-class Mute:
-    """A detokenizer without text."""
-
-    def step(self, token_id: int) -> str:
-        del token_id
-        return ""
-
-    def flush(self) -> str:
-        return ""
+WORDS = Tokenizer(models.WordLevel({str(token): token for token in range(VOCAB)}, unk_token="0"))
 
 
 class Counted:
@@ -65,7 +59,10 @@ def serve(core: EngineCore, batch: list[AddRequest]) -> tuple[EngineMetrics, lis
     """Runs all of them, through the frontend's pass over frames."""
     metrics = EngineMetrics("m")
     egress = Egress(metrics)
-    choices = [Choice(one.index, 0, len(one.prompt_token_ids), Mute(), (), frozenset(), None) for one in batch]
+    choices = [
+        Choice(one.index, 0, len(one.prompt_token_ids), Detokenizer(WORDS, frozenset(), []), (), frozenset(), None)
+        for one in batch
+    ]
     for one, choice in zip(batch, choices, strict=True):
         egress.add(Generation([choice], 1, stream=False, arrival=one.arrival_time))
         core.handle(one)
