@@ -114,7 +114,7 @@ def test_fields_that_nothing_implements_are_named() -> None:
     named = " ".join(unsupported(InferenceModel.parse(WHOLE).spec))
     outside_pools = (
         "source.revision", "source.cache", "canary", "lora", "engine.quantization", "engine.speculative", "engine.connector.type",
-        "engine.limits.memoryPercent", "routing.weights", "routing.priority", "rollout.allowDowntime",
+        "routing.weights", "routing.priority", "rollout.allowDowntime",
     )  # fmt: skip
     for path in outside_pools:
         assert f"spec.{path}" in named

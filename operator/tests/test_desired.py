@@ -63,6 +63,7 @@ def test_every_honoured_field_reaches_the_engine(make: Any) -> None:
         "maxBatchedTokens": 512,
         "longPrefillThreshold": 128,
         "blockSize": 32,
+        "memoryPercent": 85,
     }
     engine = {"dtype": "float32", "limits": limits, "extraArgs": ["--seed", "7"], "image": "mine:1"}
     served = {"name": "big", "aliases": ["b", "c"]}
@@ -71,7 +72,7 @@ def test_every_honoured_field_reaches_the_engine(make: Any) -> None:
         "file:///m", "--served-model-name", "big", "b", "c",
         "--host=$(POD_IP)", "--port=8000", "--events-port=5557", "--replay-port=5558", "--shutdown-timeout=90",
         "--dtype=float32", "--max-model-len=1024", "--max-num-seqs=8", "--max-num-batched-tokens=512",
-        "--long-prefill-token-threshold=128", "--block-size=32", "--seed", "7",
+        "--long-prefill-token-threshold=128", "--block-size=32", "--gpu-memory-utilization=0.85", "--seed", "7",
     ]  # fmt: skip
     workload = by_kind(model)["Deployment"]
     assert workload["spec"]["template"]["spec"]["containers"][0]["image"] == "mine:1"

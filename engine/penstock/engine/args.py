@@ -31,6 +31,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float | None = None
     enable_prefix_caching: bool = True
     hash_seed: str = "penstock"
     seed: int = 0
@@ -54,6 +55,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 block_size=self.block_size,
                 num_blocks=self.num_gpu_blocks_override,
                 memory_bytes=self.kv_cache_memory_bytes,
+                memory_utilization=self.gpu_memory_utilization,
                 enable_prefix_caching=self.enable_prefix_caching,
                 hash_seed=self.hash_seed,
             ),

@@ -141,7 +141,12 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--async-scheduling", action=argparse.BooleanOptionalAction, help="plan the next step while one runs (None: not on CPU)")
     add("--block-size", type=_positive, default=16, help="tokens in a KV block")
     add("--num-gpu-blocks-override", type=_positive, help="KV blocks (None: from memory)")
-    add("--kv-cache-memory-bytes", type=_positive, help="memory for the KV cache (None: 10 %% of the machine's)")
+    add("--kv-cache-memory-bytes", type=_positive, help="memory for the KV cache (None: see the next)")
+    add(
+        "--gpu-memory-utilization",
+        type=_utilization,
+        help="share of the device's memory for weights, steps and KV cache together (None: 10 %% for the KV cache alone)",
+    )
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse the KV of equal prefixes")
     add("--hash-seed", default="penstock", help="names the hash space of KV blocks; equal in all replicas of a model")
     add("--profile-dir", metavar="FOLDER", help="where /start_profile and /stop_profile leave traces (None: they are refused)")
@@ -185,13 +190,24 @@ def _seconds(text: str) -> float:
 
 
 def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    share = _number(text)
     if not 0 <= share < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to below 1")
     return share
+
+
+def _utilization(text: str) -> float:
+    share = _number(text)
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0, up to 1")
+    return share
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 def _weights(text: str) -> dict[str, float]:

@@ -43,7 +43,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int | None = None
     """None: from `memory_bytes`."""
     memory_bytes: int | None = None
-    """None: a share of the device's memory."""
+    """None: from `memory_utilization`."""
+    memory_utilization: float | None = None
+    """Share of the device's memory for weights, steps and cache together. None: a tenth of the memory for the cache alone, as
+    others use a host's memory too."""
     enable_prefix_caching: bool = True
     hash_seed: str = "penstock"
 

@@ -57,6 +57,9 @@ class FakeRunner:
 
     kernels = "fake"
 
+    def profile_memory(self) -> int:
+        return 0
+
     def load(self) -> None:
         pass
 

@@ -41,7 +41,7 @@ def test_prefill_speed_weighs_steps_by_their_tokens_and_decode_steps_do_not_coun
 
 
 LAYOUT = KVLayout(full_attention(4), 1000)
-ROOMY = Memory(10**9, 10**9)
+ROOMY = Memory(10**9, 10**9, 0)
 
 
 def with_cache(**cache):
@@ -51,46 +51,60 @@ def with_cache(**cache):
 
 @pytest.mark.req("MEM-05", "KV-04")
 def test_blocks_come_from_the_number_the_bytes_or_a_tenth_of_memory():
-    assert num_kv_blocks(with_cache(num_blocks=17), LAYOUT, ROOMY) == 17
-    assert num_kv_blocks(with_cache(memory_bytes=50_999), LAYOUT, ROOMY) == 50
-    assert num_kv_blocks(with_cache(), LAYOUT, Memory(400_000, 400_000)) == 40
+    assert num_kv_blocks(with_cache(num_blocks=17), LAYOUT, ROOMY, 0) == 17
+    assert num_kv_blocks(with_cache(memory_bytes=50_999), LAYOUT, ROOMY, 0) == 50
+    assert num_kv_blocks(with_cache(), LAYOUT, Memory(400_000, 400_000, 0), 0) == 40
     with pytest.raises(
         ConfigError, match=r"--kv-cache-memory-bytes 16,999 / 1,000 bytes a block = 16 blocks, .* 64 / 4 tokens = 16"
     ):
-        num_kv_blocks(with_cache(memory_bytes=16_999), LAYOUT, ROOMY)
+        num_kv_blocks(with_cache(memory_bytes=16_999), LAYOUT, ROOMY, 0)
     with pytest.raises(ConfigError, match=r"10% of 100,000 bytes .* fits --max-model-len 36, or --kv-cache-memory-bytes 17000"):
-        num_kv_blocks(with_cache(), LAYOUT, Memory(100_000, 100_000))
+        num_kv_blocks(with_cache(), LAYOUT, Memory(100_000, 100_000, 0), 0)
 
 
 @pytest.mark.req("KV-04", "KV-25")
 def test_with_windows_the_arithmetic_is_that_of_each_group():
     layout = KVLayout((KVGroup((0,), 4, None), KVGroup((1,), 4, 9)), 1000)
-    assert num_kv_blocks(with_cache(num_blocks=24), layout, ROOMY) == 24  # 16, 2 + 4 + 1, and the null block
+    assert num_kv_blocks(with_cache(num_blocks=24), layout, ROOMY, 0) == 24  # 16, 2 + 4 + 1, and the null block
     sentence = r"64 / 4 tokens \+ a window of 9 with 16 in flight / 4 tokens = 23; what there is fits --max-model-len 60"
     with pytest.raises(ConfigError, match=sentence):
-        num_kv_blocks(with_cache(num_blocks=23), layout, ROOMY)
+        num_kv_blocks(with_cache(num_blocks=23), layout, ROOMY, 0)
+
+
+@pytest.mark.req("MEM-01", "MEM-03", "MEM-05")
+def test_a_share_of_the_memory_is_for_weights_steps_and_cache_together():
+    memory = Memory(total=1_000_000, free=600_000, own=350_000)
+    assert num_kv_blocks(with_cache(memory_utilization=0.9), LAYOUT, memory, 100_000) == 450
+    arithmetic = r"0.9 x 1,000,000 bytes of memory - 350,000 with the weights - 540,000 for a step = 10,000\) / 1,000"
+    with pytest.raises(ConfigError, match=arithmetic):
+        num_kv_blocks(with_cache(memory_utilization=0.9), LAYOUT, memory, 540_000)
+    with pytest.raises(ConfigError, match="450,000 bytes in all, and of 1,000,000 bytes of memory 549,999 are free"):
+        num_kv_blocks(with_cache(memory_utilization=0.9), LAYOUT, Memory(1_000_000, 549_999, 350_000), 100_000)
 
 
 def test_a_cache_that_does_not_fit_beside_what_others_use_is_refused_with_the_numbers():
     for cache in ({"num_blocks": 50}, {"memory_bytes": 50_000}, {}):
-        assert num_kv_blocks(with_cache(**cache), LAYOUT, Memory(500_000, 50_000)) == 50
-        with pytest.raises(ConfigError, match="50,000 bytes in all, and of 500,000 bytes of memory 49,999 are free"):
-            num_kv_blocks(with_cache(**cache), LAYOUT, Memory(500_000, 49_999))
+        assert num_kv_blocks(with_cache(**cache), LAYOUT, Memory(500_000, 52_000, 0), 2_000) == 50
+        with pytest.raises(
+            ConfigError, match=r"50,000 bytes in all, and of 500,000 bytes of memory 51,999 are free, .* a step takes 2,000"
+        ):
+            num_kv_blocks(with_cache(**cache), LAYOUT, Memory(500_000, 51_999, 0), 2_000)
 
 
 def test_memory_is_the_containers_where_that_is_less_and_the_page_cache_is_free(tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 800 kB\nHugePages_Total: 0\n")
     machine = measure_memory(tmp_path, tmp_path / "meminfo")
-    assert machine.free == 800 * 1024 and machine.total > 2**20
+    own = machine.own
+    assert machine.free == 800 * 1024 and machine.total > 2**20 and own > 2**20
     (tmp_path / "memory.max").write_text("max\n")
-    assert measure_memory(tmp_path, tmp_path / "meminfo") == machine
+    assert measure_memory(tmp_path, tmp_path / "meminfo").free == machine.free
     for name, text in {
         "max": "1000000\n",
         "current": "700000\n",
         "stat": "anon 5\nactive_file 20000\ninactive_file 80000\n",
     }.items():
         (tmp_path / f"memory.{name}").write_text(text)
-    assert measure_memory(tmp_path, tmp_path / "meminfo") == Memory(1_000_000, 400_000)
+    assert measure_memory(tmp_path, tmp_path / "meminfo") == Memory(1_000_000, 400_000, own)
 
 
 @given(st.integers(1, 5), st.integers(0, 12), st.integers(0, 15))

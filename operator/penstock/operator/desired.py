@@ -235,6 +235,7 @@ def engine_args(model: InferenceModel) -> list[str]:
         "--max-num-batched-tokens": limits.max_batched_tokens,
         "--long-prefill-token-threshold": limits.long_prefill_threshold,
         "--block-size": limits.block_size,
+        "--gpu-memory-utilization": None if limits.memory_percent is None else limits.memory_percent / 100,
     }
     return [
         model.spec.source.uri,

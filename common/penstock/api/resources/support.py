@@ -29,8 +29,6 @@ def _engine(spec: InferenceModelSpec) -> Iterator[str]:
             yield f"spec.engine.{name}"
     if engine.connector.type != "none":
         yield f"spec.engine.connector.type ({engine.connector.type}; only none works)"
-    if engine.limits.memory_percent is not None:
-        yield "spec.engine.limits.memoryPercent (use extraArgs: --kv-cache-memory-bytes)"
 
 
 def _rest(spec: InferenceModelSpec) -> Iterator[str]:

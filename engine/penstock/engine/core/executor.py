@@ -32,6 +32,10 @@ class Runner(Protocol):
         """How the layers share the cache's pages."""
         ...
 
+    def profile_memory(self) -> int:
+        """Bytes that the largest step takes beside weights and KV cache; before the cache is allocated."""
+        ...
+
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocates the cache: so many pages."""
         ...

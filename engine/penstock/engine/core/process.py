@@ -127,7 +127,7 @@ def build_runner(config: EngineConfig, path: str) -> tuple[Runner, int]:
     module, _, name = path.partition(":")
     runner: Runner = getattr(import_module(module), name)(config)
     runner.load()
-    num_blocks = num_kv_blocks(config, runner.kv_layout(), measure_memory())
+    num_blocks = num_kv_blocks(config, runner.kv_layout(), measure_memory(), runner.profile_memory())
     runner.initialize_kv_cache(num_blocks)
     runner.warm_up()
     return runner, num_blocks

@@ -14,7 +14,7 @@ from penstock.engine.attention.context import ForwardContext
 from penstock.engine.cache.layout import KVLayer, KVLayout, kv_layout
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.executor import StepFailed
-from penstock.engine.core.plan import Admission, SampleInputs, StepPlan, StepResult, empty
+from penstock.engine.core.plan import Admission, Bool, Int32, SampleInputs, StepPlan, StepResult, empty
 from penstock.engine.loading.checkpoint import read_json, resolve
 from penstock.engine.loading.safetensors import check_weights, load_weights
 from penstock.engine.models.build import Build
@@ -25,6 +25,7 @@ from penstock.engine.models.registry import model_class
 from penstock.engine.runner.choose import choose
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
+from penstock.engine.runner.memory_profile import peak_activation_bytes
 from penstock.engine.runner.not_finite import name_first_part
 from penstock.engine.runner.profile import RunnerProfile
 from penstock.engine.runner.prompt_logprobs import PromptScores, score_prompts
@@ -34,6 +35,10 @@ from penstock.kernels.ops import ops_for
 
 log = logging.getLogger(__name__)
 
+# What asks the most memory of the sampler.
+_COSTLY = SamplingParams(
+    max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, logprobs=20, prompt_logprobs=20, repetition_penalty=1.1
+)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -51,7 +56,8 @@ class ExecuteState(NamedTuple):
 class ModelRunner:
     """Weights, KV cache and rows of one rank.
 
-    In order: `load`, `initialize_kv_cache`, `warm_up`; then `execute` and `sample` in turn. One thread at a time.
+    In order: `load`, `profile_memory`, `initialize_kv_cache`, `warm_up`; then `execute` and `sample` in turn. One thread at a
+    time.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -147,6 +153,31 @@ class ModelRunner:
                 shape = (num_blocks, 2, config.num_kv_heads, group.block_size, config.head_size)
                 self.kv_caches[layer] = pages[:, slot].view(shape)
 
+    def profile_memory(self) -> int:
+        """Bytes that the largest step takes beside weights and KV cache, which need not be there yet."""
+        scheduler = self.config.scheduler
+        self.initialize_kv_cache(1)
+        return peak_activation_bytes(self._dummy_step, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+
+    def _dummy_step(self, num_tokens: int, num_rows: int) -> None:
+        """Runs prompts of so many tokens, of which so many rows sample with everything that costs memory, in the null block."""
+        rows = max(num_rows, -(-num_tokens // (self.config.model.max_model_len - 1)))
+        lengths = np.full(rows, num_tokens // rows, np.int32)
+        lengths[: num_tokens % rows] += 1
+        admissions = [
+            Admission(
+                row=row,
+                token_ids=np.zeros(length, np.int32),
+                num_prompt_tokens=length,
+                num_computed_tokens=0,
+                sampling=_COSTLY,
+            )
+            for row, length in enumerate(lengths.tolist())
+        ]
+        self.execute(self._null_plan(admissions, lengths, samples=np.arange(rows) < num_rows))
+        self.sample(SampleInputs(step_id=0))
+        self._batch = self._new_batch()
+
     def warm_up(self) -> None:
         """Makes a prompt's step and a decode step for real, in the null block; RuntimeError where the logits are not finite."""
         length = min(self.config.cache.block_size, self.config.model.max_model_len - 1)
@@ -155,21 +186,24 @@ class ModelRunner:
             row=0, token_ids=np.zeros(length, np.int32), num_prompt_tokens=length, num_computed_tokens=0, sampling=params
         )
         for admissions, count in (([prompt], length), ([], 1)):
-            plan = StepPlan(
-                step_id=0,
-                released=empty(),
-                admissions=admissions,
-                append_rows=[empty() for _ in self._layout.groups],
-                append_blocks=[empty() for _ in self._layout.groups],
-                rows=np.zeros(1, np.int32),
-                num_new_tokens=np.array([count], np.int32),
-                samples=np.ones(1, np.bool_),
-            )
-            self.execute(plan)
+            self.execute(self._null_plan(admissions, np.array([count], np.int32), samples=np.ones(1, np.bool_)))
             failed = self.sample(SampleInputs(step_id=0)).failed
             if failed:
                 raise RuntimeError(f"warm-up: {failed[0]}; are the checkpoint's weights finite in {self.config.model.dtype}?")
         self._batch = self._new_batch()
+
+    def _null_plan(self, admissions: list[Admission], num_new_tokens: Int32, samples: Bool) -> StepPlan:
+        """Of the first rows, whose blocks all are the null block."""
+        return StepPlan(
+            step_id=0,
+            released=empty(),
+            admissions=admissions,
+            append_rows=[empty() for _ in self._layout.groups],
+            append_blocks=[empty() for _ in self._layout.groups],
+            rows=np.arange(len(num_new_tokens), dtype=np.int32),
+            num_new_tokens=num_new_tokens,
+            samples=samples,
+        )
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> None:
