@@ -233,6 +233,21 @@ def test_logprobs_and_ranks():
     torch.testing.assert_close(found.top_logprobs[0].double(), exact[:3], rtol=0, atol=1e-6)
 
 
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 2**32 - 1))
+def test_alternatives_depend_on_no_other_row_though_logits_are_equal(vocab, distinct, seed):
+    # bfloat16 gives many equal logits; which of them topk takes depends on how many it is asked for.
+    logits = torch.from_numpy(np.random.default_rng(seed).integers(0, distinct, (3, vocab)).astype(np.float32))
+    counts = torch.tensor([2, 5, 0]).clamp(max=vocab)
+    sampled = torch.zeros(3, dtype=torch.int64)
+    found = gather_logprobs(logits, sampled, counts)
+    for row, count in enumerate(counts.tolist()):
+        best = sorted(range(vocab), key=lambda token: (-logits[row, token].item(), token))[:count]
+        assert found.top_ids[row, :count].tolist() == best
+        alone = gather_logprobs(logits[row : row + 1], sampled[:1], counts[row : row + 1])
+        assert alone.top_ids[0, :count].tolist() == best
+        assert torch.equal(alone.top_logprobs[0, :count], found.top_logprobs[row, :count])
+
+
 def test_names_what_is_not_finite():
     logits = torch.zeros(4, 5)
     logits[1, 2], logits[3, 0], logits[3, 1] = float("nan"), float("inf"), float("-inf")
