@@ -93,6 +93,7 @@ def test_reloaded_weights_answer_as_a_runner_that_began_with_them(checkpoint, bu
         (lambda folder: shutil.rmtree(folder), "does not exist"),
         (lambda folder: (folder / "config.json").unlink(), "cannot be read"),
         (lambda folder: (folder / "config.json").write_text('{"architectures": []}'), "config.json"),
+        (lambda folder: (folder / "config.json").write_text('{"architectures": 5}'), "cannot be read: TypeError"),
         (lambda folder: _drop_a_tensor(folder), "lacks the tensors"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 64), "is damaged"),
     ],
@@ -104,6 +105,14 @@ def test_a_checkpoint_that_cannot_be_used_changes_nothing(checkpoint, loaded, dr
     spoil(tmp_path / "copy")
     with pytest.raises(ConfigError, match=message):
         runner.reload_weights(str(tmp_path / "copy"))
+    assert answer(driver, runner) == expected
+
+
+def test_a_path_that_no_system_takes_changes_nothing(loaded, driver):
+    runner = loaded("llama")
+    expected = answer(driver, runner)
+    with pytest.raises(ConfigError, match="cannot be read: OSError"):
+        runner.reload_weights("a" * 5000)
     assert answer(driver, runner) == expected
 
 

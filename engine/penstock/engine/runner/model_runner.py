@@ -104,17 +104,23 @@ class ModelRunner:
             ConfigError: Another architecture, or other tensors; nothing has changed.
         """
         self._limit_threads()
-        folder = self._weights_path if path is None else resolve(path)
-        fresh = self._new_model()
         try:
-            if parse_decoder_config(read_json(folder / "config.json")) != self.decoder_config:
-                raise ConfigError(f"{folder}: its config.json describes another model than the one that is served")
-            check_weights(fresh, folder)
-        except OSError as error:
-            raise ConfigError(f"{folder} cannot be read: {error}") from error
+            folder, fresh = self._check_checkpoint(path)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a strange file leads to: the weights that are there stay
+            raise ConfigError(f"{path or self._weights_path} cannot be read: {type(error).__name__}: {error}") from error
         self.model = fresh
         return_free_memory()
         self._fill(folder)
+
+    def _check_checkpoint(self, path: str | None) -> tuple[Path, Any]:
+        """The folder of weights that fit, and a model to be filled with them; any error where they do not."""
+        folder, fresh = self._weights_path if path is None else resolve(path), self._new_model()
+        if parse_decoder_config(read_json(folder / "config.json")) != self.decoder_config:
+            raise ConfigError(f"{folder}: its config.json describes another model than the one that is served")
+        check_weights(fresh, folder)
+        return folder, fresh
 
     @property
     def kernels(self) -> str:
