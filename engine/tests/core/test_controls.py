@@ -133,6 +133,27 @@ def test_a_resume_overtakes_a_pause_that_waits(engine):
     engine.check_streams(0)
 
 
+def test_wait_lets_requests_end_that_an_earlier_pause_has_stopped(engine):
+    engine.add(0, 1)
+    engine.step(4)
+    engine.call(Pause("keep", clear_cache=False))
+    assert engine.call(Pause("wait")) is None
+    engine.check_streams(0, 1)
+    assert engine.core.stats().paused and not engine.core.has_work
+
+
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_a_pause_that_waits_is_told_when_another_stops_what_it_waits_for(engine, clear_cache):
+    engine.add(0)
+    engine.step(2)
+    engine.tell(Pause("wait"))
+    assert engine.call(Pause("keep", clear_cache)) is None
+    assert "another command stopped" in str(engine.replies[0].error) and engine.core.stats().paused
+    engine.call(Resume())
+    engine.run()
+    engine.check_streams(0)
+
+
 def test_abort_ends_all_with_a_retriable_error(engine):
     engine.add(*range(12))
     engine.step(2)

@@ -82,7 +82,7 @@ class Controls:
             case Pause(mode) | Sleep(_, mode):
                 self._stop(mode)
             case Resume():
-                self._give_up_waiting()
+                self._give_up_waiting("the engine was resumed before its running requests had ended")
             case _:
                 pass
         self._open.append(control)
@@ -138,14 +138,17 @@ class Controls:
         """At once: what the command then waits for must come to pass."""
         if mode == "abort":
             self._scheduler.fail_all("the engine was paused", PAUSED)
-        if self._scheduler.pause_state is not PauseState.PAUSED_ALL:
-            self._scheduler.pause_state = PauseState.PAUSED_NEW if mode == "wait" else PauseState.PAUSED_ALL
+        elif mode == "keep":
+            self._give_up_waiting("another command stopped the running requests before they had ended")
+        # Requests that an earlier pause has stopped must go on in order to end.
+        ending = mode == "wait" and self._scheduler.num_running > 0
+        self._scheduler.pause_state = PauseState.PAUSED_NEW if ending else PauseState.PAUSED_ALL
 
-    def _give_up_waiting(self) -> None:
+    def _give_up_waiting(self, reason: str) -> None:
         waiting = [control for control in self._open if self._waits(control.command)]
         self._open = [control for control in self._open if control not in waiting]
         for control in waiting:
-            self._reply(control, "the engine was resumed before its running requests had ended")
+            self._reply(control, reason)
 
     def _resume(self) -> None:
         if self.asleep is not None:
