@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.engine.models.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from penstock.engine.models.layers.linear_method import PrepackedLinearMethod, UnquantizedLinearMethod, linear_method
@@ -38,6 +39,31 @@ def test_a_rows_bits_do_not_depend_on_the_others(dtype, kind):
     whole = method.apply(x)
     for count in (1, 2, 3, 4, 7, 16, 33, 128):
         assert torch.equal(method.apply(x[100 : 100 + count]), whole[100 : 100 + count]), count
+
+
+class LinearShapes(TorchDispatchMode):
+    """The numbers of rows that oneDNN sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.mkldnn._linear_pointwise.default:
+            self.rows.add(args[0].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_onednn_compiles_for_few_numbers_of_rows():
+    method = PrepackedLinearMethod()
+    method.create(16, 16, bias=False, dtype=torch.bfloat16)
+    method.load_shard("weight", torch.randn(16, 16), 0)
+    method.finish()
+    x = torch.randn(600, 16).bfloat16()
+    with LinearShapes() as seen:
+        for rows in range(1, 601):
+            assert method.apply(x[:rows]).shape == (rows, 16)
+    assert len(seen.rows) < 50
 
 
 def test_falls_back_by_name_where_onednn_cannot(monkeypatch, caplog):

@@ -63,7 +63,11 @@ class UnquantizedLinearMethod:
 
 
 class PrepackedLinearMethod(UnquantizedLinearMethod):
-    """The weight in oneDNN's layout, reordered once: less time at small batches, and the same bits at every batch size."""
+    """The weight in oneDNN's layout, reordered once: less time at small batches, and the same bits at every batch size.
+
+    oneDNN compiles a kernel for each number of rows (over a millisecond, half a megabyte that is kept), so that rows are padded
+    to few numbers.
+    """
 
     def finish(self) -> None:
         """Reorders the weight; the plain copy is dropped."""
@@ -72,7 +76,20 @@ class PrepackedLinearMethod(UnquantizedLinearMethod):
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        rows = x.shape[0]
+        padded = padded_rows(rows)
+        if padded == rows:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        x = F.pad(x, (0, 0, 0, padded - rows))
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")[:rows]
+
+
+def padded_rows(rows: int) -> int:
+    """The next number of rows for which there may be a kernel: all up to 16, then multiples of 8, 16 and 64."""
+    if rows <= 16:
+        return rows
+    step = 8 if rows <= 64 else 16 if rows <= 256 else 64
+    return -(-rows // step) * step
 
 
 def linear_method(dtype: torch.dtype) -> LinearMethodFactory:
