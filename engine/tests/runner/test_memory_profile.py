@@ -39,8 +39,8 @@ def test_small_steps_tell_of_large_ones(max_tokens, max_rows):
 
 
 @pytest.mark.req("MEM-02")
-def test_a_real_step_takes_no_more_than_was_foretold(loaded):
-    runner = loaded("llama", "float32")
+def test_a_real_step_takes_no_more_than_was_foretold(build_runner, checkpoint):
+    runner = build_runner(checkpoint("llama"), "float32")
     scheduler = runner.config.scheduler
     foretold = runner.profile_memory()
     for tokens, rows in ((scheduler.max_num_batched_tokens, scheduler.max_num_seqs), (scheduler.max_num_batched_tokens, 1)):

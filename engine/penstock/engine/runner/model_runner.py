@@ -163,6 +163,7 @@ class ModelRunner:
         """Bytes that the largest step takes beside weights and KV cache, which need not be there yet."""
         scheduler = self.config.scheduler
         self.initialize_kv_cache(1)
+        self._batch = self._new_batch()
         return peak_activation_bytes(self._dummy_step, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
 
     def _dummy_step(self, num_tokens: int, num_rows: int) -> None:
