@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.frontend.parsing.registry import TOOL_FORMATS, ParserConfig
-from penstock.engine.frontend.protocol import parse_chat, parse_json
+from penstock.engine.frontend.openai.parsing.registry import TOOL_FORMATS, ParserConfig
+from penstock.engine.frontend.openai.protocol import parse_chat, parse_json
 from penstock.engine.frontend.spec import generation_spec
 from penstock.engine.messages import AddRequest, encode
 from penstock.prompt.bundle import PromptBundle

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from penstock.engine.config import ConfigError
     from penstock.engine.core.client import CoreError
     from penstock.engine.frontend.async_llm import AsyncLLM
-    from penstock.engine.frontend.offline import LLM
-    from penstock.engine.frontend.params import SamplingParams
-    from penstock.engine.frontend.request_output import CompletionOutput, Logprob, RequestFailed, RequestOutput
+    from penstock.engine.frontend.python.offline import LLM
+    from penstock.engine.frontend.python.params import SamplingParams
+    from penstock.engine.frontend.python.request_output import CompletionOutput, Logprob, RequestFailed, RequestOutput
 
 __all__ = [
     "LLM",
@@ -29,16 +29,16 @@ __all__ = [
 ]
 
 _MODULES = {
-    "LLM": "frontend.offline",
+    "LLM": "frontend.python.offline",
     "AsyncLLM": "frontend.async_llm",
-    "CompletionOutput": "frontend.request_output",
+    "CompletionOutput": "frontend.python.request_output",
     "ConfigError": "config",
     "CoreError": "core.client",
     "EngineArgs": "args",
-    "Logprob": "frontend.request_output",
-    "RequestFailed": "frontend.request_output",
-    "RequestOutput": "frontend.request_output",
-    "SamplingParams": "frontend.params",
+    "Logprob": "frontend.python.request_output",
+    "RequestFailed": "frontend.python.request_output",
+    "RequestOutput": "frontend.python.request_output",
+    "SamplingParams": "frontend.python.params",
 }
 
 

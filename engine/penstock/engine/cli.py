@@ -7,8 +7,8 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.engine.frontend.serve import ServeConfig
-    from penstock.engine.frontend.settings import ApiSettings
+    from penstock.engine.frontend.http.settings import ApiSettings
+    from penstock.engine.frontend.processes.serve import ServeConfig
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 
@@ -24,8 +24,8 @@ def serve(argv: list[str]) -> int:
 
     from penstock.engine.config import ConfigError
     from penstock.engine.core.client import CoreError
-    from penstock.engine.frontend.serve import serve as run
-    from penstock.engine.frontend.supervisor import supervise
+    from penstock.engine.frontend.processes.serve import serve as run
+    from penstock.engine.frontend.processes.supervisor import supervise
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
@@ -42,7 +42,7 @@ def serve(argv: list[str]) -> int:
 def _config(args: argparse.Namespace) -> "ServeConfig":
     """The typed tree that the flags are a view of; raises `ConfigError` for a model that cannot be served."""
     from penstock.engine.args import EngineArgs
-    from penstock.engine.frontend.serve import ServeConfig
+    from penstock.engine.frontend.processes.serve import ServeConfig
 
     engine = EngineArgs(**{name: getattr(args, name) for name in EngineArgs.__struct_fields__})
     return ServeConfig(
@@ -63,8 +63,8 @@ def _config(args: argparse.Namespace) -> "ServeConfig":
 
 def _api_settings(args: argparse.Namespace) -> "ApiSettings":
     from penstock.engine.config import ConfigError
-    from penstock.engine.frontend.parsing.registry import ParserConfig
-    from penstock.engine.frontend.settings import ApiSettings
+    from penstock.engine.frontend.http.settings import ApiSettings
+    from penstock.engine.frontend.openai.parsing.registry import ParserConfig
 
     parsers = ParserConfig(args.tool_call_parser, args.reasoning_parser, args.enable_auto_tool_choice)
     if (problem := parsers.problem()) is not None:

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from penstock.engine.frontend.openapi import ENDPOINTS
-from penstock.engine.frontend.parsing.registry import REASONING_FORMATS, TOOL_FORMATS
+from penstock.engine.frontend.openai.openapi import ENDPOINTS
+from penstock.engine.frontend.openai.parsing.registry import REASONING_FORMATS, TOOL_FORMATS
 
 PAGE = Path(__file__).parents[3] / "docs/engine/api.md"
 

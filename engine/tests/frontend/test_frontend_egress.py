@@ -11,7 +11,7 @@ from penstock.engine.frontend.detokenizer import Detokenizer
 from penstock.engine.frontend.egress import Egress
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.generation import Choice, Generation
-from penstock.engine.frontend.metrics import EngineMetrics
+from penstock.engine.frontend.observe.metrics import EngineMetrics
 from penstock.engine.frontend.vocabulary import Vocabulary
 from penstock.engine.messages import QUEUE_FULL, Finished, FinishReason, Started
 

@@ -6,8 +6,8 @@ import logging
 import msgspec
 import pytest
 
-from penstock.engine.frontend.log_stats import Snapshot, describe, log_stats
-from penstock.engine.frontend.metrics import EngineMetrics
+from penstock.engine.frontend.observe.log_stats import Snapshot, describe, log_stats
+from penstock.engine.frontend.observe.metrics import EngineMetrics
 
 BEFORE = Snapshot(
     prompt_tokens=1000,

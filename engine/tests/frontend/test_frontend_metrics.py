@@ -17,8 +17,8 @@ from penstock.engine.cost import StepCost
 from penstock.engine.frontend.detokenizer import Detokenizer
 from penstock.engine.frontend.egress import Egress
 from penstock.engine.frontend.generation import Choice, Generation
-from penstock.engine.frontend.metrics import EngineMetrics, Metrics
-from penstock.engine.frontend.timeline import intervals, timeline
+from penstock.engine.frontend.observe.metrics import EngineMetrics, Metrics
+from penstock.engine.frontend.observe.timeline import intervals, timeline
 from penstock.engine.messages import Buckets, CoreStats, Finished, FinishReason, Lifecycle, LifecycleEvent, Started, StepStats
 
 QUEUED, SCHEDULED, PREEMPTED = LifecycleEvent.QUEUED, LifecycleEvent.SCHEDULED, LifecycleEvent.PREEMPTED

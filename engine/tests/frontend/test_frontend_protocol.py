@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.frontend.errors import ApiError
-from penstock.engine.frontend.protocol import ChatRequest, CompletionRequest, parse_chat, parse_completion, parse_json
-from penstock.engine.frontend.requests import bad_word_tokens, check_prompts, sampling_params
+from penstock.engine.frontend.openai.protocol import ChatRequest, CompletionRequest, parse_chat, parse_completion, parse_json
+from penstock.engine.frontend.openai.requests import bad_word_tokens, check_prompts, sampling_params
 from penstock.engine.sampling import SamplingParams
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import PromptError

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from penstock.api import headers, load_report, metrics
 from penstock.engine.config import ModelConfig, SchedulingPolicy
 from penstock.engine.frontend.async_llm import AsyncLLM, State
+from penstock.engine.frontend.http.server import ApiServer
 from penstock.engine.frontend.progress import Progress
-from penstock.engine.frontend.server import ApiServer
 from penstock.engine.messages import QUEUE_FULL, QUEUE_TIMEOUT, REQUEST_TIMEOUT, TENANT_QUEUE_FULL, Finished, FinishReason
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.processor import PromptProcessor

@@ -6,7 +6,7 @@ from pathlib import Path
 from penstock.api import metrics as names
 from penstock.api.load_report import LoadReport
 from penstock.engine.cost import StepCost
-from penstock.engine.frontend.metrics import EngineMetrics, Metrics
+from penstock.engine.frontend.observe.metrics import EngineMetrics, Metrics
 from penstock.engine.messages import Buckets, CoreStats, StepStats
 
 PAGE = Path(__file__).parents[3] / "docs/engine/metrics.md"

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.frontend.async_llm import AsyncLLM
-from penstock.engine.frontend.keys import OPEN_PATHS
-from penstock.engine.frontend.parsing.registry import ParserConfig
-from penstock.engine.frontend.server import ApiServer
-from penstock.engine.frontend.settings import ApiSettings
+from penstock.engine.frontend.http.keys import OPEN_PATHS
+from penstock.engine.frontend.http.server import ApiServer
+from penstock.engine.frontend.http.settings import ApiSettings
+from penstock.engine.frontend.openai.parsing.registry import ParserConfig
 from penstock.engine.messages import FinishReason
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.processor import PromptProcessor

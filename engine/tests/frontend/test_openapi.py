@@ -19,8 +19,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from penstock.engine.frontend import answers
-from penstock.engine.frontend.openapi import ENDPOINTS, document
+from penstock.engine.frontend.openai import answers
+from penstock.engine.frontend.openai.openapi import ENDPOINTS, document
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 
 SMALL = {"max_tokens": 4, "max_completion_tokens": 4, "n": 2, "best_of": 2, "min_tokens": 2}

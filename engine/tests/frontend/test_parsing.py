@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.frontend.parsing.assembly import Assembler
-from penstock.engine.frontend.parsing.harmony import MARKERS
-from penstock.engine.frontend.parsing.registry import REASONING_FORMATS, TOOL_FORMATS, ParserConfig
+from penstock.engine.frontend.openai.parsing.assembly import Assembler
+from penstock.engine.frontend.openai.parsing.harmony import MARKERS
+from penstock.engine.frontend.openai.parsing.registry import REASONING_FORMATS, TOOL_FORMATS, ParserConfig
 
 TOOLS = ("get_weather", "add")
 Call = tuple[str, Any]

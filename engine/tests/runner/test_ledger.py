@@ -21,7 +21,7 @@ from penstock.engine.core.executor import InlineExecutor, ThreadExecutor
 from penstock.engine.frontend.detokenizer import Detokenizer
 from penstock.engine.frontend.egress import Egress
 from penstock.engine.frontend.generation import Choice, Generation
-from penstock.engine.frontend.metrics import EngineMetrics
+from penstock.engine.frontend.observe.metrics import EngineMetrics
 from penstock.engine.messages import AddRequest, CoreStats
 from penstock.engine.sampling import SamplingParams
 

@@ -25,11 +25,11 @@ from penstock.engine.frontend.detokenizer import Detokenizer
 from penstock.engine.frontend.egress import Egress
 from penstock.engine.frontend.errors import ApiError, unavailable
 from penstock.engine.frontend.generation import Choice, Generation, PromptLogprob
-from penstock.engine.frontend.metrics import EngineMetrics
-from penstock.engine.frontend.params import SamplingParams
+from penstock.engine.frontend.observe.metrics import EngineMetrics
 from penstock.engine.frontend.progress import Progress
-from penstock.engine.frontend.prompts import Message, Prompt, Tokens, load_processor, python_spec, tokenize, tokenize_chat
-from penstock.engine.frontend.request_output import OutputBuilder, RequestOutput, python_error
+from penstock.engine.frontend.python.params import SamplingParams
+from penstock.engine.frontend.python.prompts import Message, Prompt, Tokens, load_processor, python_spec, tokenize, tokenize_chat
+from penstock.engine.frontend.python.request_output import OutputBuilder, RequestOutput, python_error
 from penstock.engine.frontend.spec import GenerationSpec
 from penstock.engine.frontend.vocabulary import Vocabulary
 from penstock.engine.messages import AddRequest, Command, CoreReady, CoreStats, StepOutputs

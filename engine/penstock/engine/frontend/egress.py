@@ -8,8 +8,8 @@ import numpy as np
 
 from penstock.engine.frontend.errors import ApiError, engine_error
 from penstock.engine.frontend.generation import Choice, Generation, PromptLogprob, TokenLogprob
-from penstock.engine.frontend.metrics import EngineMetrics
-from penstock.engine.frontend.timeline import turns
+from penstock.engine.frontend.observe.metrics import EngineMetrics
+from penstock.engine.frontend.observe.timeline import turns
 from penstock.engine.messages import (
     FINISH_REASONS,
     Finished,

@@ -4,8 +4,8 @@ import msgspec
 from tokenizers import Tokenizer
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.frontend.protocol import ChatRequest, CompletionRequest
-from penstock.engine.frontend.requests import bad_word_tokens, check_prompts, sampling_params
+from penstock.engine.frontend.openai.protocol import ChatRequest, CompletionRequest
+from penstock.engine.frontend.openai.requests import bad_word_tokens, check_prompts, sampling_params
 from penstock.engine.sampling import SamplingParams
 from penstock.prompt.processor import PromptProcessor
 

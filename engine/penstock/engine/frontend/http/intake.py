@@ -1,0 +1,133 @@
+"""From an HTTP request to what the engine runs, for every endpoint that generates."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
+
+from aiohttp import web
+
+from penstock.engine.frontend.async_llm import AsyncLLM
+from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.http.exchange import REQUEST_ID_KEY, deadline, read_json, tenant
+from penstock.engine.frontend.openai.parsing.assembly import Assembler
+from penstock.engine.frontend.openai.parsing.pieces import Parser
+from penstock.engine.frontend.openai.parsing.registry import TOOL_FORMATS, ParserConfig
+from penstock.engine.frontend.openai.protocol import ChatRequest, CompletionRequest, parse_json
+from penstock.engine.frontend.spec import GenerationSpec, generation_spec
+from penstock.prompt.errors import PromptError
+
+# Longer bodies are tokenized in a thread, where the streams of others do not wait for them.
+_INLINE_BYTES: Final = 4096
+# The tokens of a prompt that say whether the template opens reasoning, or closes it.
+_PROMPT_END: Final = 8
+
+_T = TypeVar("_T")
+
+
+class Intake:
+    """Reads, checks and tokenizes.
+
+    Args:
+        llm: What will run the requests.
+        parsers: Of the model's answers.
+    """
+
+    def __init__(self, llm: AsyncLLM, parsers: ParserConfig) -> None:
+        self._llm = llm
+        self._parsers = parsers
+
+    def served(self, name: str) -> str:
+        """The name, if it is one of this model's; else `ApiError` 404."""
+        if name not in self._llm.model.served_names:
+            raise ApiError(404, f"there is no model {name!r} here", param="model", code="model_not_found")
+        return name
+
+    async def read(self, request: web.Request, parse: Callable[[dict[str, Any]], _T]) -> tuple[_T, dict[str, Any], int]:
+        """The body, checked, as it came, and its length in bytes; `ApiError` for what is wrong with it."""
+        data = await read_json(request)
+        body = parse_json(data)
+        return parse(body), body, len(data)
+
+    async def tokens(self, path: str, body: Mapping[str, Any], size: int) -> list[list[int]]:
+        """The prompts of a body; `ApiError` 400 names the field.
+
+        Args:
+            path: Of the API whose body it is.
+            body: As it came.
+            size: Its bytes: long ones are tokenized in a thread.
+        """
+        try:
+            if size > _INLINE_BYTES:
+                return await asyncio.to_thread(self._llm.processor.tokens_of, path, body)
+            return self._llm.processor.tokens_of(path, body)
+        except PromptError as error:
+            raise ApiError.from_prompt(error) from None
+
+    def spec(
+        self, request: web.Request, prompts: list[list[int]], params: ChatRequest | CompletionRequest, arrival: float
+    ) -> GenerationSpec:
+        """What the engine runs; `ApiError` 400 for what it cannot.
+
+        Args:
+            request: The HTTP request, for its headers.
+            prompts: Token ids.
+            params: The checked body.
+            arrival: Unix time in seconds.
+        """
+        chat = isinstance(params, ChatRequest)
+        return generation_spec(
+            prompts,
+            params,
+            self._llm.model,
+            self._llm.processor,
+            seed=self._llm.draw_seed(),
+            request_id=request[REQUEST_ID_KEY],
+            arrival=arrival,
+            tenant=tenant(request),
+            deadline=deadline(request, arrival),
+            markers=self._parsers.markers(self._calls(params)) if chat else (),
+        )
+
+    async def chat_or_completion(
+        self, request: web.Request, path: str, parse: Callable[[dict[str, Any]], _T]
+    ) -> tuple[_T, GenerationSpec, dict[str, Any]]:
+        """All of it for the two APIs whose bodies are what the engine takes."""
+        arrival = time.time()
+        self._llm.require_ready()
+        params, body, size = await self.read(request, parse)
+        assert isinstance(params, ChatRequest | CompletionRequest)
+        self.served(params.model)
+        prompts = await self.tokens(path, body, size)
+        return params, self.spec(request, prompts, params, arrival), body
+
+    def parser(self, params: ChatRequest, spec: GenerationSpec) -> Callable[[], Parser] | None:
+        """Makes what takes an answer's text apart; None where all of it is content."""
+        names = [tool["function"]["name"] for tool in params.tools] if self._calls(params) else None
+        if self._parsers.parser(names, "") is None:
+            return None
+        end = self._llm.processor.tokenizer.decode(spec.prompts[0][-_PROMPT_END:], skip_special_tokens=False)
+
+        def make() -> Parser:
+            parser = self._parsers.parser(names, end)
+            assert parser is not None, "the end of the prompt does not decide whether there is one"
+            return parser
+
+        return make
+
+    def assembler(self, params: ChatRequest, spec: GenerationSpec) -> Callable[[], Assembler] | None:
+        """Makes what builds a choice's message; None where all text is content."""
+        make = self.parser(params, spec)
+        if make is None:
+            return None
+        short = self._parsers.tools is not None and TOOL_FORMATS[self._parsers.tools].short_ids
+        return lambda: Assembler(make(), parallel=params.parallel_tool_calls, short_ids=short)
+
+    def _calls(self, params: ChatRequest) -> bool:
+        """Whether calls are to be found; `ApiError` where they would be and nothing finds them."""
+        if not params.tools or params.tool_choice == "none":
+            return False
+        if not self._parsers.auto_tool_choice:
+            message = "tools need an engine started with --enable-auto-tool-choice and --tool-call-parser, or tool_choice: none"
+            raise ApiError(400, message, param="tools", code="unsupported_parameter")
+        return True

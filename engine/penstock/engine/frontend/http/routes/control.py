@@ -1,0 +1,92 @@
+"""The endpoints by which an operator of the engine pauses it, puts it to sleep and changes its weights.
+
+Whoever reaches them controls the engine: they are there only where `--enable-control-endpoints` asks for them, and the gateway
+forwards none of them. Arguments are in the query, named as the fields of the commands in `messages`.
+"""
+
+import msgspec
+from aiohttp import web
+
+from penstock.engine.core.calls import CommandRefused
+from penstock.engine.frontend.async_llm import AsyncLLM
+from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.http.exchange import json_response
+from penstock.engine.messages import (
+    Command,
+    Pause,
+    ReloadWeights,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    WakeUp,
+)
+
+_COMMANDS: dict[str, type[Command]] = {
+    "/reset_prefix_cache": ResetPrefixCache,
+    "/pause": Pause,
+    "/resume": Resume,
+    "/sleep": Sleep,
+    "/wake_up": WakeUp,
+    "/reload_weights": ReloadWeights,
+    "/start_profile": StartProfile,
+    "/stop_profile": StopProfile,
+}
+
+
+class ControlRoutes:
+    """Every command of the core as a POST that is answered when it is done: 200, or 409 with the reason where it was refused."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+
+    def routes(self) -> list[web.RouteDef]:
+        """Paths and handlers."""
+        return [
+            *(web.post(path, self.command) for path in _COMMANDS),
+            web.get("/is_paused", self.is_paused),
+            web.get("/is_sleeping", self.is_sleeping),
+        ]
+
+    async def command(self, request: web.Request) -> web.Response:
+        """`POST` of a command."""
+        command = _read_query(request, _COMMANDS[request.path])
+        self._llm.require_running()
+        try:
+            result = await self._llm.call(command)
+        except CommandRefused as error:
+            raise ApiError(409, str(error), code="refused") from None
+        return json_response({"status": "ok", **(result or {})})
+
+    async def is_paused(self, _request: web.Request) -> web.Response:
+        """`GET /is_paused`: also while asleep."""
+        stats = self._llm.metrics.stats
+        return json_response({"is_paused": stats is not None and stats.paused})
+
+    async def is_sleeping(self, _request: web.Request) -> web.Response:
+        """`GET /is_sleeping`: until all that sleeps has woken up and the weights are there."""
+        stats = self._llm.metrics.stats
+        return json_response({"is_sleeping": stats is not None and stats.asleep is not None})
+
+
+def _read_query(request: web.Request, kind: type[Command]) -> Command:
+    """The command that a query describes; `ApiError` 400 names what is wrong with it."""
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    for name in request.query:
+        if name not in fields:
+            known = f"there are {', '.join(fields)}" if fields else "it takes none"
+            raise ApiError(400, f"{request.path} has no parameter {name}: {known}", param=name, code="unknown_parameter")
+    values = {name: _values(request, name, fields[name].default) for name in request.query}
+    for name, value in values.items():
+        try:
+            msgspec.convert({name: value}, kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise ApiError(400, f"{name}: {error}", param=name) from None
+    return msgspec.convert(values, kind, strict=False)
+
+
+def _values(request: web.Request, name: str, default: object) -> str | list[str]:
+    """All of a parameter that may be repeated; the last of any other."""
+    given = request.query.getall(name)
+    return given if isinstance(default, tuple) else given[-1]

@@ -1,0 +1,78 @@
+"""The endpoints by which gateway, operator and kubelet watch a replica."""
+
+from importlib.metadata import version
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from penstock.engine.frontend.async_llm import AsyncLLM
+from penstock.engine.frontend.errors import ApiError, unavailable
+from penstock.engine.frontend.http.exchange import json_response
+from penstock.engine.frontend.observe.metrics import Metrics
+from penstock.engine.frontend.openai import openapi
+
+
+class ReplicaRoutes:
+    """Health, load, metrics, and what the picker must know of prompts.
+
+    Args:
+        llm: What is watched.
+        vllm_names: Whether metrics have vLLM's names too.
+    """
+
+    def __init__(self, llm: AsyncLLM, vllm_names: bool = False) -> None:
+        self._llm = llm
+        self._bundle = llm.processor.bundle.to_json()
+        self._etag = llm.processor.bundle.digest
+        self._registry = Metrics([llm.metrics], vllm_names).registry()
+
+    def routes(self) -> list[web.RouteDef]:
+        """Paths and handlers."""
+        return [
+            web.get("/health", self.health),
+            web.get("/ready", self.ready),
+            web.get("/load", self.load),
+            web.get("/metrics", self.metrics),
+            web.get("/prompt-bundle", self.prompt_bundle),
+            web.get("/version", self.version),
+            web.get("/openapi.json", self.openapi),
+        ]
+
+    async def health(self, _request: web.Request) -> web.Response:
+        """`GET /health`: liveness, by progress."""
+        if (reason := self._llm.unhealthy()) is not None:
+            raise ApiError(503, reason, "server_error", code="unhealthy")
+        return json_response({"status": "ok"})
+
+    async def ready(self, _request: web.Request) -> web.Response:
+        """`GET /ready`: readiness."""
+        self._llm.require_ready()
+        return json_response({"status": "ready"})
+
+    async def load(self, _request: web.Request) -> web.Response:
+        """`GET /load`: the newest load report."""
+        report = self._llm.load
+        if report is None:
+            raise unavailable("there is no load report yet", "not_ready")
+        return web.Response(body=msgspec.json.encode(report), content_type="application/json")
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        """`GET /metrics`: Prometheus."""
+        return web.Response(body=generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def prompt_bundle(self, request: web.Request) -> web.Response:
+        """`GET /prompt-bundle`: what the picker needs to count and hash tokens as this engine does."""
+        known = request.if_none_match or ()
+        fresh = any(tag.value in ("*", self._etag) for tag in known)
+        response = web.Response(status=304) if fresh else web.Response(body=self._bundle, content_type="application/json")
+        response.etag = self._etag
+        return response
+
+    async def openapi(self, _request: web.Request) -> web.Response:
+        """`GET /openapi.json`."""
+        return json_response(openapi.document(version("penstock")))
+
+    async def version(self, _request: web.Request) -> web.Response:
+        """`GET /version`; `kernels` is the form of the model's operations that runs, empty before it has started."""
+        return json_response({"version": version("penstock"), "kernels": self._llm.kernels})

@@ -1,0 +1,108 @@
+"""`/tokenize` and `/detokenize`, as vLLM has them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from penstock.engine.frontend.async_llm import AsyncLLM
+from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.http.exchange import json_response
+from penstock.engine.frontend.http.intake import Intake
+from penstock.engine.frontend.openai.parsing.registry import ParserConfig
+from penstock.engine.frontend.openai.protocol import convert
+from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A completion's `prompt`, or what makes the prompt of a chat."""
+
+    model: str | None = None
+    """None: the model served."""
+    prompt: Any = None
+    messages: Any = None
+    tools: Any = None
+    chat_template_kwargs: Any = None
+    reasoning_effort: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The tokens of one prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class DetokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Their text, special tokens included."""
+
+    prompt: str
+
+
+class TokenRoutes:
+    """Text to tokens and back, by the same code that reads prompts.
+
+    Args:
+        llm: Has the tokenizer.
+    """
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._intake = Intake(llm, ParserConfig())
+
+    def routes(self) -> list[web.RouteDef]:
+        """Paths and handlers."""
+        return [web.post("/tokenize", self.tokenize), web.post("/detokenize", self.detokenize)]
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """`POST /tokenize`."""
+        params, body, size = await self._intake.read(request, parse_tokenize)
+        self._served(params.model)
+        prompts = await self._intake.tokens(CHAT_PATH if params.prompt is None else COMPLETIONS_PATH, body, size)
+        if len(prompts) != 1:
+            raise ApiError(400, f"prompt holds {len(prompts)} prompts; /tokenize takes one", param="prompt")
+        texts = [self._llm.vocabulary.text_of(token) for token in prompts[0]] if params.return_token_strs else None
+        limit = self._llm.model.max_model_len
+        answer = TokenizeAnswer(count=len(prompts[0]), max_model_len=limit, tokens=prompts[0], token_strs=texts)
+        return json_response(msgspec.to_builtins(answer))
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        """`POST /detokenize`."""
+        params, _, _ = await self._intake.read(request, parse_detokenize)
+        self._served(params.model)
+        last = self._llm.processor.vocab_size - 1
+        if params.tokens and not 0 <= min(params.tokens) <= max(params.tokens) <= last:
+            raise ApiError(400, f"tokens holds an id outside 0 to {last}", param="tokens")
+        text = self._llm.processor.tokenizer.decode(params.tokens, skip_special_tokens=False)
+        return json_response(msgspec.to_builtins(DetokenizeAnswer(prompt=text)))
+
+    def _served(self, model: str | None) -> None:
+        if model is not None:
+            self._intake.served(model)
+
+
+def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
+    """`ApiError` 400 names the field; what makes the prompt is checked later."""
+    request = convert(body, TokenizeRequest, {})
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt")
+    return request
+
+
+def parse_detokenize(body: Mapping[str, Any]) -> DetokenizeRequest:
+    """`ApiError` 400 names the field."""
+    return convert(body, DetokenizeRequest, {})

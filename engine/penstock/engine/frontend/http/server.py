@@ -1,0 +1,132 @@
+"""The HTTP server: what all endpoints share. The endpoints themselves are in `routes/`, one file an audience."""
+
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import get_args
+
+import msgspec
+from aiohttp import web
+
+from penstock.api import load_report
+from penstock.api.headers import LOAD, LOAD_FORMAT, REQUEST_ID
+from penstock.engine.frontend.async_llm import AsyncLLM, State
+from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.http.exchange import MAX_BODY_BYTES, REQUEST_ID_KEY, Active
+from penstock.engine.frontend.http.keys import ApiKeys
+from penstock.engine.frontend.http.routes.control import ControlRoutes
+from penstock.engine.frontend.http.routes.openai import OpenAIRoutes
+from penstock.engine.frontend.http.routes.replica import ReplicaRoutes
+from penstock.engine.frontend.http.routes.tokens import TokenRoutes
+from penstock.engine.frontend.http.settings import ApiSettings
+
+log = logging.getLogger(__name__)
+
+_MAX_REQUEST_ID = 256
+_LOAD_FORMAT_KEY = web.RequestKey("load_format", str)
+
+
+class ApiServer:
+    """The endpoints of one engine; `docs/design/contracts.md` lists them.
+
+    Args:
+        llm: What answers.
+        settings: Parsers and keys; None: neither.
+        vllm_names: Whether metrics have vLLM's names too.
+        control: Whether it can be paused, put to sleep and reloaded over HTTP.
+    """
+
+    def __init__(
+        self, llm: AsyncLLM, settings: ApiSettings | None = None, vllm_names: bool = False, *, control: bool = False
+    ) -> None:
+        settings = settings or ApiSettings()
+        self._llm = llm
+        self._keys = ApiKeys(settings.api_keys)
+        self.active = Active()
+        self._routes = [
+            OpenAIRoutes(llm, self.active, settings.parsers),
+            TokenRoutes(llm),
+            ReplicaRoutes(llm, vllm_names),
+            *([ControlRoutes(llm)] if control else []),
+        ]
+
+    def app(self) -> web.Application:
+        """The application; see `runner`."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._boundary])
+        app.on_response_prepare.append(self._add_headers)
+        for routes in self._routes:
+            app.add_routes(routes.routes())
+        return app
+
+    def runner(self, shutdown_timeout: float) -> web.AppRunner:
+        """What serves the application: a client's disconnect ends its request, and bodies come as they are.
+
+        Args:
+            shutdown_timeout: Seconds that handlers get when it is cleaned up.
+        """
+        return web.AppRunner(
+            self.app(), handler_cancellation=True, auto_decompress=False, access_log=None, shutdown_timeout=shutdown_timeout
+        )
+
+    @web.middleware
+    async def _boundary(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Checks the headers that every endpoint knows, and gives every error OpenAI's shape."""
+        try:
+            request[REQUEST_ID_KEY] = _request_id(request)
+            request[_LOAD_FORMAT_KEY] = _load_format(request)
+            self._keys.check(request)
+            return await handler(request)
+        except ApiError as error:
+            response = error.response()
+        except web.HTTPException as error:
+            response = _http_error(error)
+        except web.RequestPayloadError as error:
+            response = ApiError(400, f"the body cannot be read: {error}").response()
+        except Exception:
+            log.exception("request failed: %s %s", request.method, request.path)
+            response = ApiError(500, "an error inside the engine; its log says more", "server_error").response()
+        if self._llm.state is not State.READY:
+            response.force_close()  # a client's kept connection would lead it here again
+        return response
+
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        if (request_id := request.get(REQUEST_ID_KEY)) is not None:
+            response.headers[REQUEST_ID] = request_id
+        form, report = request.get(_LOAD_FORMAT_KEY), self._llm.load
+        if form and report is not None:
+            response.headers[LOAD] = load_report.encode(report, msgspec.convert(form, load_report.Format))
+
+
+def _request_id(request: web.Request) -> str:
+    """The client's, since events and logs name it, or a new one."""
+    given = request.headers.get(REQUEST_ID)
+    if given is None:
+        return uuid.uuid4().hex
+    if not given.isascii() or not given.isprintable() or not 0 < len(given) <= _MAX_REQUEST_ID:
+        raise ApiError(400, f"{REQUEST_ID} must be 1 to {_MAX_REQUEST_ID} printable ASCII characters", param=REQUEST_ID)
+    return given
+
+
+def _load_format(request: web.Request) -> str:
+    """The form of the load report asked for; empty: none."""
+    given = request.headers.get(LOAD_FORMAT)
+    if given is None:
+        return ""
+    if given.upper() not in get_args(load_report.Format):
+        raise ApiError(400, f"{LOAD_FORMAT} must be TEXT, JSON or BIN", param=LOAD_FORMAT)
+    return given.upper()
+
+
+def _http_error(error: web.HTTPException) -> web.Response:
+    """aiohttp's own refusals."""
+    message = {
+        404: "there is no such endpoint",
+        405: "the endpoint has no such method",
+        413: f"the body is larger than {MAX_BODY_BYTES} bytes",
+    }.get(error.status, error.reason)
+    response = ApiError(error.status, message).response()
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    return response

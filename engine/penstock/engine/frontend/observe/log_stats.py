@@ -1,0 +1,91 @@
+"""One line a period for whoever reads the log: what the engine did since the last one."""
+
+import asyncio
+import logging
+import time
+
+import msgspec
+
+from penstock.engine.frontend.observe.metrics import EngineMetrics
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 10.0
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts since the start, and the state now."""
+
+    prompt_tokens: float = 0
+    cached_tokens: float = 0
+    """Those of the prompt tokens that the prefix cache supplied."""
+    generation_tokens: float = 0
+    preemptions: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    running: int = 0
+    waiting: dict[str, int] = {}
+    """By reason."""
+    kv_usage: float = 0.0
+
+
+def snapshot(metrics: EngineMetrics) -> Snapshot:
+    """Of an engine now."""
+    totals, stats = metrics.table.totals(), metrics.stats
+    prompt = metrics.prompt_tokens.by_value(totals)
+    counts = Snapshot(
+        prompt_tokens=sum(prompt.values()),
+        cached_tokens=prompt["local_cache"],
+        generation_tokens=metrics.generation_tokens.by_value(totals)[""],
+    )
+    if stats is None:
+        return counts
+    return msgspec.structs.replace(
+        counts,
+        preemptions=stats.preemptions,
+        steps=stats.steps,
+        step_seconds=stats.step.seconds.total if stats.step else 0.0,
+        running=stats.report.num_requests_running,
+        waiting={reason: count for reason, count in stats.report.num_requests_waiting.items() if count},
+        kv_usage=stats.report.kv_cache_usage_perc,
+    )
+
+
+def describe(before: Snapshot, now: Snapshot, seconds: float) -> str | None:
+    """The line for the time between; None where nothing happened and nobody waits or runs."""
+    steps = now.steps - before.steps
+    if not (steps or now.running or now.waiting or now.prompt_tokens > before.prompt_tokens):
+        return None
+    prompt = now.prompt_tokens - before.prompt_tokens
+    parts = [
+        f"prompt {prompt / seconds:.1f} tok/s",
+        f"generation {(now.generation_tokens - before.generation_tokens) / seconds:.1f} tok/s",
+        f"running {now.running}",
+        f"waiting {sum(now.waiting.values())}{_reasons(now.waiting)}",
+        f"KV {now.kv_usage:.1%}",
+    ]
+    if prompt:
+        parts.append(f"prefix hits {(now.cached_tokens - before.cached_tokens) / prompt:.1%}")
+    if steps:
+        parts.append(f"step {1000 * (now.step_seconds - before.step_seconds) / steps:.2f} ms")
+    if preemptions := now.preemptions - before.preemptions:
+        parts.append(f"preemptions {preemptions}")
+    return ", ".join(parts)
+
+
+async def log_stats(metrics: EngineMetrics, period: float = PERIOD_S) -> None:
+    """Writes the line every `period` seconds in which something happened, without end."""
+    before, began = snapshot(metrics), time.monotonic()
+    while True:
+        await asyncio.sleep(period)
+        now, ended = snapshot(metrics), time.monotonic()
+        if (line := describe(before, now, ended - began)) is not None:
+            log.info("%s", line)
+        before, began = now, ended
+
+
+def _reasons(waiting: dict[str, int]) -> str:
+    """Said where it is not simply room that lacks."""
+    if not set(waiting) - {"capacity"}:
+        return ""
+    return " (" + ", ".join(f"{reason} {count}" for reason, count in sorted(waiting.items())) + ")"

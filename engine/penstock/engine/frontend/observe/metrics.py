@@ -1,0 +1,192 @@
+"""The engine's Prometheus metrics: what a frontend counts, and what the core's newest report says."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from penstock.api import metrics as names
+from penstock.api.load_report import WAITING_REASONS
+from penstock.engine.core import step_meter
+from penstock.engine.cost import StepCost
+from penstock.engine.frontend.generation import Choice, Generation
+from penstock.engine.frontend.observe.series import Family, SeriesTable, histogram_family
+from penstock.engine.frontend.observe.timeline import intervals
+from penstock.engine.frontend.observe.vllm_names import vllm_families
+from penstock.engine.messages import FINISH_REASONS, Buckets, CoreStats
+from penstock.engine.sampling import SamplingParams
+
+# Seconds. Coarse enough for a large model on a busy device, fine enough for a small one on a CPU.
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_REQUEST = (
+    *(0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
+    *(120, 240, 480, 960, 1920, 7680),
+)
+_TOKENS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
+_CHOICES = (1, 2, 5, 10, 20, 50, 100)
+
+SOURCES = ("computed", "local_cache")
+"""Where the KV of a prompt token comes from."""
+
+
+class EngineMetrics:
+    """Of one core, as one frontend sees it.
+
+    Args:
+        model: The name that the model is served by.
+        engine: The core's number.
+    """
+
+    def __init__(self, model: str = "", engine: int = 0) -> None:
+        self.stats: CoreStats | None = None
+        self.table = table = SeriesTable()
+        self._labels = {"model_name": model, "engine": str(engine)}
+        self._infos: list[tuple[str, str, dict[str, str]]] = []
+        counter, histogram = table.counter, table.histogram
+        self.prompt_tokens = counter(
+            names.PROMPT_TOKENS, "Prompt tokens of scheduled sequences, by where their KV came from.", "source", SOURCES
+        )
+        self.generation_tokens = counter(names.GENERATION_TOKENS, "Tokens generated.")
+        reasons = tuple(dict.fromkeys(FINISH_REASONS.values()))
+        self.finished = counter(names.REQUEST_SUCCESS, "Sequences that ended, by reason.", "finished_reason", reasons)
+        self.ttft = histogram(names.TIME_TO_FIRST_TOKEN, "Arrival to first token.", _TTFT)
+        self.itl = histogram(names.INTER_TOKEN_LATENCY, "Between successive tokens of a sequence.", _TOKEN)
+        self._tpot = histogram(names.TIME_PER_OUTPUT_TOKEN, "A sequence's mean time a token after the first.", _TOKEN)
+        self._e2e = histogram(names.E2E_LATENCY, "Arrival to the last token.", _REQUEST)
+        self._queue = histogram(names.QUEUE_TIME, "In the core's queue until scheduled for the first time.", _REQUEST)
+        self._prefill = histogram(names.PREFILL_TIME, "First scheduled to first token.", _REQUEST)
+        self._decode = histogram(names.DECODE_TIME, "First token to last token.", _REQUEST)
+        self._inference = histogram(names.INFERENCE_TIME, "First scheduled to last token.", _REQUEST)
+        self._prompt = histogram(names.REQUEST_PROMPT_TOKENS, "Prompt tokens of a sequence that ended.", _TOKENS)
+        self._generated = histogram(names.REQUEST_GENERATION_TOKENS, "Tokens generated of a sequence that ended.", _TOKENS)
+        self._max_tokens = histogram(names.REQUEST_MAX_TOKENS, "Tokens that a sequence may generate.", _TOKENS)
+        self._n = histogram(names.REQUEST_N, "Choices that a request asks for, a prompt.", _CHOICES)
+
+    # --- what happens ---
+
+    def accepted(self, sampling: Sequence[SamplingParams], n: int) -> None:
+        """A request with one element of `sampling` a prompt and `n` choices of each was sent to the core."""
+        self._n.observe(n)
+        for params in sampling:
+            self._max_tokens.observe_all([params.max_tokens] * n)
+
+    def started(self, choice: Choice) -> None:
+        """A sequence was scheduled for the first time."""
+        self.prompt_tokens.add(choice.cached_tokens, "local_cache")
+        self.prompt_tokens.add(choice.prompt_tokens - choice.cached_tokens, "computed")
+
+    def completed(self, choice: Choice, generation: Generation) -> None:
+        """A sequence has come to its end and was not cut off."""
+        assert choice.finish_reason is not None
+        self.finished.add(1, choice.finish_reason)
+        if choice.num_tokens:
+            self._e2e.observe(choice.last_time - generation.arrival)
+        self._prompt.observe(choice.prompt_tokens)
+        self._generated.observe(choice.num_tokens)
+        if choice.num_tokens > 1:
+            self._tpot.observe((choice.last_time - choice.first_time) / (choice.num_tokens - 1))
+        if (spans := intervals(choice)) is not None:
+            self._queue.observe(spans.queue)
+            self._prefill.observe(spans.prefill)
+            self._decode.observe(spans.decode)
+            self._inference.observe(spans.prefill + spans.decode)
+
+    def describe(self, name: str, help_text: str, **facts: str) -> None:
+        """Tells facts that never change, as the labels of a gauge that is 1."""
+        self._infos.append((name, help_text, facts))
+
+    # --- what is told ---
+
+    def families(self) -> Iterator[Family]:
+        """Every family, for one scrape."""
+        yield from self.table.families(self._labels)
+        for name, help_text, facts in self._infos:
+            labels = self._labels | facts
+            info = GaugeMetricFamily(name, help_text, labels=list(labels))
+            info.add_metric(list(labels.values()), 1)
+            yield info
+        if self.stats is not None:
+            yield from _core(self.stats, self._labels)
+
+
+class Metrics(Collector):
+    """What `GET /metrics` tells, of all engines of a replica.
+
+    Args:
+        engines: One each.
+        vllm_names: Whether everything is told under vLLM's names too.
+    """
+
+    def __init__(self, engines: Sequence[EngineMetrics], vllm_names: bool = False) -> None:
+        self._engines = engines
+        self._vllm_names = vllm_names
+
+    def registry(self) -> CollectorRegistry:
+        """A registry with these metrics alone."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return registry
+
+    def collect(self) -> Iterable[Family]:
+        """A family once, with the samples of all engines."""
+        merged: dict[str, Family] = {}
+        for family in chain.from_iterable(engine.families() for engine in self._engines):
+            if family.name in merged:
+                merged[family.name].samples += family.samples
+            else:
+                merged[family.name] = family
+        families = list(merged.values())
+        return [*families, *vllm_families(families)] if self._vllm_names else families
+
+
+def _core(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
+    report = stats.report
+    waiting = {reason: report.num_requests_waiting.get(reason, 0) for reason in WAITING_REASONS}
+    gauge, counter = partial(_samples, GaugeMetricFamily, labels), partial(_samples, CounterMetricFamily, labels)
+    yield gauge(names.NUM_REQUESTS_RUNNING, "Sequences in the batch.", report.num_requests_running)
+    yield gauge(names.NUM_REQUESTS_WAITING, "Sequences that wait, by what they wait for.", waiting, "reason")
+    yield gauge(names.KV_CACHE_USAGE, "Share of KV blocks in use, 0 to 1.", report.kv_cache_usage_perc)
+    yield counter(names.PREEMPTIONS, "Sequences that gave up their blocks.", stats.preemptions)
+    yield counter(names.PREFIX_CACHE_QUERIES, "Prompt tokens looked up.", stats.prefix_queries)
+    yield counter(names.PREFIX_CACHE_HITS, "Prompt tokens found.", stats.prefix_hits)
+    yield counter(names.PREEMPTED_TOKENS, "Tokens whose KV preempted sequences gave up.", stats.preempted_tokens)
+    resumed = "Tokens that the prefix cache supplied to them when they ran again."
+    yield counter(names.RESUMED_CACHED_TOKENS, resumed, stats.resumed_cached_tokens)
+    if (step := stats.step) is not None:
+        yield _buckets(names.STEP_SECONDS, "Of a step.", labels, step_meter.SECONDS, step.seconds)
+        yield _buckets(names.STEP_TOKENS, "Tokens that a step computed.", labels, step_meter.TOKENS, step.tokens)
+        yield counter(names.SAMPLED_TOKENS, "Rows that passed the LM head for a next token.", step.sampled_tokens)
+        yield counter(names.CORRUPTED_REQUESTS, "Requests that failed because their logits were not finite.", step.not_finite)
+        if step.cost is not None:
+            yield from _cost(step.cost, counter)
+
+
+def _cost(cost: StepCost, counter: Callable[..., Family]) -> Iterator[Family]:
+    flops = {"linear": cost.linear_flops, "attention": cost.attention_flops, "lm_head": cost.lm_head_flops}
+    reads = {"weights": cost.weight_bytes, "kv": cost.kv_read_bytes}
+    yield counter(names.ESTIMATED_FLOPS, "Floating-point operations that the steps needed.", flops, "part")
+    yield counter(names.ESTIMATED_READ_BYTES, "Bytes that the steps had to read.", reads, "part")
+    yield counter(names.ESTIMATED_WRITE_BYTES, "Bytes of keys and values that the steps had to write.", cost.kv_write_bytes)
+
+
+def _samples(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    labels: dict[str, str],
+    name: str,
+    help_text: str,
+    values: float | Mapping[str, float],
+    label: str = "",
+) -> Family:
+    """One value, or one for each value of a label."""
+    family = kind(name, help_text, labels=[*labels, label] if label else list(labels))
+    for value, number in values.items() if isinstance(values, Mapping) else [("", values)]:
+        family.add_metric([*labels.values(), value] if label else list(labels.values()), number)
+    return family
+
+
+def _buckets(name: str, help_text: str, labels: dict[str, str], bounds: Sequence[float], buckets: Buckets) -> Family:
+    return histogram_family(name, help_text, labels, bounds, buckets.counts, buckets.total)

@@ -1,0 +1,66 @@
+"""gpt-oss: messages on channels (harmony), `<|channel|>analysis<|message|>…<|end|><|start|>assistant…`."""
+
+import re
+
+from penstock.engine.frontend.openai.parsing.pieces import CallArguments, CallStart, Content, Machine, Reasoning, begins
+
+MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+_MESSAGE = "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+_OPENINGS = ("<|start|>", "<|channel|>", "to=")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([\w.-]+)")
+_HEADER_LIMIT = 512
+
+
+class Harmony(Machine):
+    """`analysis` is reasoning, a recipient makes a call, everything else is content.
+
+    Args:
+        tools: Whether calls are wanted; they are content otherwise.
+    """
+
+    def __init__(self, tools: bool) -> None:
+        super().__init__(self._header)
+        self._tools = tools
+        self._piece: type[Content] | type[Reasoning] | type[CallArguments] = Content
+
+    def _header(self, final: bool) -> bool:
+        text = self.buffer.lstrip()
+        if not text.startswith(_OPENINGS):
+            if not final and (not text or begins(text, _OPENINGS)):
+                return False
+            self._piece, self.state = Content, self._body
+            return bool(self.buffer)
+        at = self.buffer.find(_MESSAGE)
+        if not 0 <= at < _HEADER_LIMIT:
+            if at < 0 and len(self.buffer) < _HEADER_LIMIT + len(_MESSAGE) and not final:
+                return False
+            # No header after all. Its first character goes ahead, lest it be taken for one again.
+            cut = len(self.buffer) - len(text) + 1
+            self.put(Content(self.buffer[:cut]))
+            self.buffer, self._piece, self.state = self.buffer[cut:], Content, self._body
+            return True
+        header, self.buffer = self.buffer[:at], self.buffer[at + len(_MESSAGE) :]
+        self._enter(header)
+        return True
+
+    def _enter(self, header: str) -> None:
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        if recipient is not None and self._tools:
+            self.put(CallStart(recipient[1].removeprefix("functions.") or recipient[1]))
+            self._piece = CallArguments
+        else:
+            analysis = recipient is None and channel is not None and channel[1] == "analysis"
+            self._piece = Reasoning if analysis else Content
+        self.state = self._body
+
+    def _body(self, final: bool) -> bool:
+        text, marker = self.until(_ENDS, final)
+        self.put(self._piece(text))
+        if marker is None:
+            return False
+        if marker in _OPENINGS:
+            self.buffer = marker + self.buffer
+        self.state = self._header
+        return True

@@ -1,0 +1,102 @@
+"""The parsers by the names that `--tool-call-parser` and `--reasoning-parser` take, which are vLLM's."""
+
+from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple
+
+from penstock.engine.frontend.openai.parsing import formats, harmony
+from penstock.engine.frontend.openai.parsing.calls import Accept
+from penstock.engine.frontend.openai.parsing.pieces import Content, Parser, Piece
+from penstock.engine.frontend.openai.parsing.pythonic import PythonicCalls
+from penstock.engine.frontend.openai.parsing.think import Think
+
+HARMONY: Final = "openai"
+
+
+class ToolFormat(NamedTuple):
+    """How a model writes calls."""
+
+    parser: Callable[[Accept], Parser]
+    markers: tuple[str, ...] = ()
+    """Special tokens that the parser must see, which have no text otherwise."""
+    short_ids: bool = False
+    """Whether the chat template takes call ids of nine letters and digits alone."""
+
+
+TOOL_FORMATS: Final[dict[str, ToolFormat]] = {
+    "hermes": ToolFormat(lambda _: formats.hermes(), ("<tool_call>", "</tool_call>")),
+    "llama3_json": ToolFormat(formats.llama3_json, ("<|python_tag|>",)),
+    "llama4_pythonic": ToolFormat(PythonicCalls, ("<|python_start|>", "<|python_end|>")),
+    "pythonic": ToolFormat(PythonicCalls),
+    "mistral": ToolFormat(lambda _: formats.mistral(), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), short_ids=True),
+    "deepseek_v3": ToolFormat(lambda _: formats.deepseek_v3(), formats.DEEPSEEK_MARKERS),
+    "deepseek_v31": ToolFormat(lambda _: formats.deepseek_v31(), formats.DEEPSEEK_MARKERS),
+    HARMONY: ToolFormat(lambda _: harmony.Harmony(tools=True), harmony.MARKERS),
+}
+_THINK: Final = {"deepseek_r1": True, "qwen3": False}
+"""Whether an answer is reasoning though neither it nor the prompt says so."""
+_GPT_OSS: Final = "openai_gptoss"
+REASONING_FORMATS: Final = (*_THINK, _GPT_OSS)
+
+
+class ParserConfig(NamedTuple):
+    """The parsers of a served model; None where there is none."""
+
+    tools: str | None = None
+    reasoning: str | None = None
+    auto_tool_choice: bool = False
+
+    def problem(self) -> str | None:
+        """What is wrong with the flags, in a sentence; None: nothing."""
+        if self.auto_tool_choice and self.tools is None:
+            return "--enable-auto-tool-choice needs --tool-call-parser"
+        if self.tools is not None and self.tools not in TOOL_FORMATS:
+            return f"--tool-call-parser {self.tools}: there are {', '.join(TOOL_FORMATS)}"
+        if self.reasoning is not None and self.reasoning not in REASONING_FORMATS:
+            return f"--reasoning-parser {self.reasoning}: there are {', '.join(REASONING_FORMATS)}"
+        if None not in (self.tools, self.reasoning) and (self.tools == HARMONY) != (self.reasoning == _GPT_OSS):
+            return f"--tool-call-parser {HARMONY} and --reasoning-parser {_GPT_OSS} go with each other alone"
+        return None
+
+    def markers(self, tools: bool) -> tuple[str, ...]:
+        """The special tokens whose text the parsers need, with tools or without."""
+        shown = TOOL_FORMATS[self.tools].markers if self.tools is not None and tools else ()
+        if self.reasoning == _GPT_OSS or self.tools == HARMONY:
+            return harmony.MARKERS
+        return (*shown, "<think>", "</think>") if self.reasoning is not None else shown
+
+    def parser(self, tool_names: Iterable[str] | None, prompt_end: str) -> Parser | None:
+        """What takes one answer apart; None where nothing is to be looked for.
+
+        Args:
+            tool_names: The tools that may be called; None: calls are not looked for.
+            prompt_end: The last words of the prompt.
+        """
+        names = frozenset(tool_names or ())
+        tools = tool_names is not None and self.tools is not None
+        if self.reasoning == _GPT_OSS or self.tools == HARMONY:
+            return harmony.Harmony(tools)
+        calls = TOOL_FORMATS[self.tools].parser(names.__contains__) if tools and self.tools is not None else None
+        if self.reasoning is None:
+            return calls
+        think = Think(prompt_end, always=_THINK[self.reasoning])
+        return think if calls is None else _Chain(think, calls)
+
+
+class _Chain:
+    """Calls are looked for in what is not reasoning."""
+
+    def __init__(self, think: Parser, calls: Parser) -> None:
+        self._think = think
+        self._calls = calls
+
+    def feed(self, text: str) -> list[Piece]:
+        return self._through(self._think.feed(text))
+
+    def finish(self) -> list[Piece]:
+        return [*self._through(self._think.finish()), *self._calls.finish()]
+
+    def _through(self, pieces: list[Piece]) -> list[Piece]:
+        out: list[Piece] = []
+        for piece in pieces:
+            out += self._calls.feed(piece.text) if isinstance(piece, Content) else [piece]
+        return out

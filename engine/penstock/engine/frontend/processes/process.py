@@ -1,0 +1,82 @@
+"""One of several frontends of a core, as its own process: started and told what to do by the supervisor."""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import sys
+
+import msgspec
+import uvloop
+
+from penstock.engine.config import ConfigError
+from penstock.engine.core.attached import AttachedClient
+from penstock.engine.core.client import CoreError
+from penstock.engine.frontend.observe.shared_counts import SharedCounts
+from penstock.engine.frontend.processes import words
+from penstock.engine.frontend.processes.serve import Ending, serve_http
+from penstock.engine.frontend.processes.words import LENGTH_BYTES, CoreGone, FrontendStart, Stop, StopNow, Word
+
+
+def main() -> int:
+    """Runs the frontend described on standard input; exit statuses are those of `penstock serve`."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the whole process group: the supervisor's to handle
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        return uvloop.run(_run())
+    except ConfigError as error:
+        sys.stderr.write(f"penstock serve: {error}\n")
+        return 2
+    except CoreError as error:
+        sys.stderr.write(f"penstock serve: {error}\n")
+        return 1
+
+
+async def _run() -> int:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    start = await _read(reader)
+    if not isinstance(start, FrontendStart):
+        raise ConfigError(
+            "standard input holds no start message: this module is started by penstock.engine.frontend.processes.supervisor"
+        )
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s frontend {start.frontend}: %(name)s: %(message)s")
+    ending, core = Ending(), AttachedClient(start.frontend, start.core_address)
+    listening = asyncio.create_task(_listen(reader, ending, core, start.core_address))
+    try:
+        counts = SharedCounts(start.counts, start.config.api_server_count, start.row)
+        # The line in the log is about all of them.
+        config = msgspec.structs.replace(start.config, log_stats=start.config.log_stats and start.row == 0)
+        return await serve_http(core, config, ending, counts)
+    finally:
+        listening.cancel()
+
+
+async def _listen(reader: asyncio.StreamReader, ending: Ending, core: AttachedClient, core_address: str) -> None:
+    """Does as it is told; ends the process with the supervisor, who may have been killed and left the sockets' folder behind."""
+    while (word := await _read(reader)) is not None:
+        match word:
+            case Stop():
+                ending.stop.set()
+            case StopNow():
+                ending.now.set()
+            case CoreGone(reason):
+                core.gone(reason)
+            case FrontendStart():
+                raise ValueError("a second start")
+    shutil.rmtree(os.path.dirname(core_address.removeprefix("ipc://")), ignore_errors=True)  # noqa: PTH120
+    os._exit(1)
+
+
+async def _read(reader: asyncio.StreamReader) -> Word | None:
+    """The next word; None at the end."""
+    try:
+        length = await reader.readexactly(LENGTH_BYTES)
+        return words.decode(await reader.readexactly(int.from_bytes(length, "little")))
+    except asyncio.IncompleteReadError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""The frontend process: starts everything, waits for the end, and ends it in order."""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Coroutine
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+
+from penstock.engine.config import ConfigError, EngineConfig
+from penstock.engine.core.client import CoreClient
+from penstock.engine.frontend.async_llm import AsyncLLM, Core, State
+from penstock.engine.frontend.http.server import ApiServer
+from penstock.engine.frontend.http.settings import ApiSettings
+from penstock.engine.frontend.observe.log_stats import log_stats
+from penstock.engine.frontend.observe.shared_counts import SharedCounts
+from penstock.engine.frontend.python.prompts import load_processor
+
+log = logging.getLogger(__name__)
+
+# How long handlers get to tell their clients that the core is gone.
+_LAST_WORDS_S = 2.0
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the frontend needs beside the engine's configuration."""
+
+    engine: EngineConfig
+    host: str
+    port: int
+    events_port: int
+    replay_port: int
+    shutdown_timeout: float
+    """Seconds that running requests get after SIGTERM."""
+    metrics_compat: Literal["vllm"] | None = None
+    """Whose names the metrics have beside our own."""
+    log_stats: bool = True
+    """Whether the log says every ten seconds what the engine did."""
+    enable_control_endpoints: bool = False
+    stream_interval: int = 1
+    """Tokens that an event of a stream has at least, but for the first and the last one."""
+    api_server_count: int = 1
+    """Frontend processes."""
+    api: ApiSettings = ApiSettings()
+
+
+async def serve(config: ServeConfig) -> int:
+    """Serves until a signal or the core's end; returns the exit status.
+
+    0 after SIGTERM or SIGINT, 1 when the core died or requests had to be cut off. Raises `ConfigError` for a port that is taken
+    and for tokenizer files that cannot be used, `CoreError` where the core cannot start.
+    """
+    ending = Ending()
+    ending.on_signals()
+    core = core_client(config)
+    try:
+        return await serve_http(core, config, ending)
+    finally:
+        await core.close()
+
+
+def core_client(config: ServeConfig, shared: bool = False) -> CoreClient:
+    """The core of a replica, to be started; `shared` where several frontends will join it."""
+    host = _zmq_host(config.host)
+    events, replay = (f"tcp://{host}:{port}" for port in (config.events_port, config.replay_port))
+    return CoreClient(config.engine, events_address=events, replay_address=replay, shared=shared)
+
+
+async def serve_http(core: Core, config: ServeConfig, ending: "Ending", counts: SharedCounts | None = None) -> int:
+    """One frontend of a core, from before the model is loaded until there is nothing left to answer; see `serve`.
+
+    Args:
+        core: Its client, not yet started.
+        config: How to serve.
+        ending: Says when to end.
+        counts: Where several frontends count, which then share the port too; None: this is the only one.
+    """
+    engine = config.engine
+    processor, seed = load_processor(engine), engine.seed + core.first_number
+    llm = AsyncLLM(core, engine.model, processor, seed, engine.scheduler.policy, engine.watchdog_timeout)
+    llm.stream_interval = config.stream_interval
+    if counts is not None:
+        counts.join(llm.metrics.table)
+    server = ApiServer(llm, config.api, vllm_names=config.metrics_compat == "vllm", control=config.enable_control_endpoints)
+    runner = server.runner(_LAST_WORDS_S)
+    await runner.setup()
+    reporters: list[asyncio.Task[None]] = []
+    if config.log_stats and core.first_number == 0:  # one of several frontends speaks for all
+        reporters.append(asyncio.create_task(log_stats(llm.metrics)))
+    try:
+        # Before the model is loaded: probes get answers from the start, and a port that is taken is found at once.
+        await web.TCPSite(runner, config.host, config.port, reuse_port=counts is not None).start()
+        return await _run(llm, server, ending, config)
+    except OSError as error:
+        raise port_error(config, error) from error
+    finally:
+        for reporter in reporters:
+            reporter.cancel()
+        await runner.cleanup()
+        await llm.close()
+
+
+def port_error(config: ServeConfig, error: OSError) -> ConfigError:
+    """Of an address that cannot be listened on."""
+    return ConfigError(f"--host {config.host} --port {config.port}: {error.strerror}")
+
+
+async def _run(llm: AsyncLLM, server: ApiServer, ending: "Ending", config: ServeConfig) -> int:
+    starting = asyncio.create_task(llm.start())
+    stopping = asyncio.create_task(ending.stop.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        return 0
+    await starting
+    log.info("serving %s on http://%s:%d", config.engine.model.served_names[0], config.host, config.port)
+    await any_of(ending.stop.wait(), llm.failed.wait())
+    if not llm.failed.is_set():
+        llm.state = State.DRAINING
+        log.info("draining: running requests have %.0f s", config.shutdown_timeout)
+        await any_of(server.active.drained(), llm.failed.wait(), ending.now.wait(), seconds=config.shutdown_timeout)
+    if server.active.idle and not llm.failed.is_set():
+        return 0
+    if not llm.failed.is_set():
+        log.warning("cutting off the requests that still run")
+        llm.cut_off()
+    await any_of(server.active.drained(), seconds=_LAST_WORDS_S)
+    return 1
+
+
+async def any_of(*waits: Coroutine[Any, Any, Any], seconds: float | None = None) -> None:
+    """Waits until one of several is over, or the time."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+class Ending:
+    """What a frontend is told of its end: `stop`, which drains, and `now`, which does not wait for that."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.now = asyncio.Event()
+
+    def on_signals(self) -> None:
+        """SIGTERM or SIGINT: `stop`. SIGINT after that: `now`."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.stop.set)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+
+    def _interrupt(self) -> None:
+        (self.now if self.stop.is_set() else self.stop).set()
+
+
+def _zmq_host(host: str) -> str:
+    """ZMQ binds to addresses, not to names."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror}") from None
+    return f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])

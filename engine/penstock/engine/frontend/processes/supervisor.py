@@ -1,0 +1,167 @@
+"""Several frontends on one core: the parent that starts them all, and lets each fail alone.
+
+The parent serves nothing itself. A frontend that dies takes its own connections with it; the core ends its requests, and another
+takes its place. The core's death, and a signal, end all of them.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+
+from penstock.engine.config import ConfigError
+from penstock.engine.core.client import CoreClient, CoreError
+from penstock.engine.frontend.observe.metrics import EngineMetrics
+from penstock.engine.frontend.observe.shared_counts import SharedCounts
+from penstock.engine.frontend.processes import words
+from penstock.engine.frontend.processes.serve import Ending, ServeConfig, core_client, port_error
+from penstock.engine.frontend.processes.words import CoreGone, FrontendStart, Stop, StopNow, Word
+
+log = logging.getLogger(__name__)
+
+# A frontend that lived shorter than this is replaced only when it would have lived so long: nothing starts in a tight loop.
+_PATIENCE_S = 2.0
+# Beyond what a frontend waits for by itself.
+_GRACE_S = 5.0
+
+
+async def supervise(config: ServeConfig) -> int:
+    """Serves with `config.api_server_count` frontends; as `serve` otherwise."""
+    ending = Ending()
+    ending.on_signals()
+    with _reserve(config):
+        core = core_client(config, shared=True)
+        try:
+            return await _Supervisor(config, core, ending).run()
+        finally:
+            await core.close()
+
+
+def _reserve(config: ServeConfig) -> socket.socket:
+    """Holds the port without listening; `ConfigError` where another server has it, which sharing ports would hide."""
+    family, kind, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+    holder = socket.socket(family, kind)
+    try:
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(address)
+    except OSError as error:
+        holder.close()
+        raise port_error(config, error) from error
+    return holder
+
+
+class _Supervisor:
+    """Of one replica.
+
+    Args:
+        config: How to serve.
+        core: Its core, not yet started.
+        ending: Says when to end.
+    """
+
+    def __init__(self, config: ServeConfig, core: CoreClient, ending: Ending) -> None:
+        self._config = config
+        self._core = core
+        self._ending = ending
+        self._counts = SharedCounts.create(config.api_server_count, EngineMetrics().table.size)
+        self._frontends: dict[int, asyncio.subprocess.Process] = {}
+        self._number = 0
+        self._ready = False
+        self._over = asyncio.Event()
+        self._status = 0
+
+    async def run(self) -> int:
+        """From the start of the first process to the end of the last."""
+        keepers = [asyncio.create_task(self._keep(row)) for row in range(self._config.api_server_count)]
+        followers = [asyncio.create_task(work) for work in (self._follow_core(), self._follow_ending(), self._over.wait())]
+        tasks = [*keepers, *followers]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # or raises what makes a start impossible
+            await asyncio.wait(keepers, timeout=self._config.shutdown_timeout + _GRACE_S)
+            return max(self._status, *(keeper.result() if keeper.done() else 1 for keeper in keepers))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for process in self._frontends.values():
+                process.kill()
+                await process.wait()
+            os.close(self._counts)
+
+    async def _follow_core(self) -> None:
+        """Until it dies, which ends all."""
+        try:
+            await self._core.start()
+            self._ready = True
+            async for _ in self._core.outputs():
+                pass
+        except CoreError as error:
+            if not self._ready:
+                raise
+            log.error("engine failed: %s", error)
+            self._end(1)
+            self._tell(CoreGone(str(error)))
+
+    async def _follow_ending(self) -> None:
+        await self._ending.stop.wait()
+        self._end(0)
+        self._tell(Stop())
+        await self._ending.now.wait()
+        self._tell(StopNow())
+
+    def _end(self, status: int) -> None:
+        self._status = max(self._status, status)
+        self._over.set()
+
+    async def _keep(self, row: int) -> int:
+        """Keeps a frontend in a place until the end; returns the last one's exit status. Raises `ConfigError` where one cannot
+        even start."""
+        while not self._over.is_set():
+            self._number += 1
+            number, began = self._number, time.monotonic()
+            process = await self._start(number, row)
+            status = await process.wait()
+            del self._frontends[number]
+            if self._over.is_set():
+                return abs(status)
+            if status == 2:
+                raise ConfigError(f"frontend {number} cannot start; the line before says why")
+            log.error("frontend %d has ended with status %d; another takes its place", number, status)
+            with suppress(CoreError):  # then its requests have ended too
+                await self._core.frontend_left(number)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), max(0.0, _PATIENCE_S - (time.monotonic() - began)))
+        return 0
+
+    async def _start(self, number: int, row: int) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "penstock.engine.frontend.processes.process"),
+            stdin=asyncio.subprocess.PIPE,
+            pass_fds=(self._counts,),
+        )
+        self._frontends[number] = process
+        address = self._core.frontends_address
+        assert address is not None, "the core is shared"
+        start = FrontendStart(config=self._config, frontend=number, row=row, core_address=address, counts=self._counts)
+        _say(process, start)
+        return process
+
+    def _tell(self, word: Word) -> None:
+        for process in self._frontends.values():
+            _say(process, word)
+
+
+def _say(process: asyncio.subprocess.Process, word: Word) -> None:
+    pipe = process.stdin
+    assert pipe is not None
+    if not pipe.is_closing():  # else it has just died
+        pipe.write(words.encode(word))

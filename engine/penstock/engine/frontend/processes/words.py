@@ -1,0 +1,54 @@
+"""What a supervisor says to its frontends: messages on their standard input, whose end is the supervisor's end, and theirs."""
+
+from typing import Final
+
+import msgspec
+
+from penstock.engine import messages
+from penstock.engine.frontend.processes.serve import ServeConfig
+
+
+class FrontendStart(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """The first word."""
+
+    config: ServeConfig
+    frontend: int
+    """Its number: new for each process."""
+    row: int
+    """Its place among the frontends: its successor's too."""
+    core_address: str
+    counts: int
+    """Descriptor of the shared counts."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Finish what runs and end."""
+
+
+class StopNow(msgspec.Struct, frozen=True, tag="now"):
+    """End without waiting."""
+
+
+class CoreGone(msgspec.Struct, frozen=True, tag="gone"):
+    """The core has ended: fail what runs and end."""
+
+    reason: str
+
+
+Word = FrontendStart | Stop | StopNow | CoreGone
+
+LENGTH_BYTES: Final = 4
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=messages.enc_hook)
+_decoder = msgspec.msgpack.Decoder(Word, dec_hook=messages.dec_hook)
+
+
+def encode(word: Word) -> bytes:
+    """`LENGTH_BYTES` of length, little endian, then msgpack."""
+    body = _encoder.encode(word)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def decode(body: bytes) -> Word:
+    """What follows the length."""
+    return _decoder.decode(body)

@@ -1,0 +1,100 @@
+"""Prompts as Python gives them, and the requests that they make."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock.engine.config import ConfigError, EngineConfig, ModelConfig
+from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.python.params import SamplingParams
+from penstock.engine.frontend.spec import GenerationSpec, generation_spec
+from penstock.prompt.bundle import PromptBundle
+from penstock.prompt.errors import BundleError, PromptError
+from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, PromptProcessor
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or vLLM's `{"prompt": text}` and `{"prompt_token_ids": ids}`."""
+Message = Mapping[str, Any]
+
+
+class Tokens(NamedTuple):
+    """A prompt ready to run."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+def load_processor(engine: EngineConfig) -> PromptProcessor:
+    """The tokenizer and chat template of the checkpoint; `ConfigError` where they cannot be used."""
+    try:
+        bundle = PromptBundle.from_checkpoint(
+            engine.model.path,
+            served_names=engine.model.served_names,
+            block_size=engine.cache.block_size,
+            hash_seed=engine.cache.hash_seed,
+            max_model_len=engine.model.max_model_len,
+        )
+        return PromptProcessor(bundle)
+    except BundleError as error:
+        raise ConfigError(str(error)) from None
+
+
+def tokenize(prompt: Prompt, processor: PromptProcessor) -> Tokens:
+    """The tokens of one prompt; `ValueError` says what is wrong with it."""
+    if isinstance(prompt, Mapping):
+        if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+            raise ValueError(f"prompt must have prompt or prompt_token_ids, not {sorted(map(str, prompt))}")
+        [prompt] = prompt.values()
+    given: Any = prompt if isinstance(prompt, str) else [list(prompt)]
+    try:
+        [ids] = processor.tokens_of(COMPLETIONS_PATH, {"prompt": given})
+    except PromptError as error:
+        raise ValueError(str(error)) from None
+    return Tokens(given if isinstance(given, str) else None, ids)
+
+
+def tokenize_chat(messages: Sequence[Message], processor: PromptProcessor, **options: Any) -> Tokens:
+    """The tokens of a conversation by the model's template; `ValueError` says what is wrong with it.
+
+    Args:
+        messages: As over HTTP.
+        processor: Has the template.
+        options: Further fields of a chat body that change the prompt.
+    """
+    try:
+        [ids] = processor.tokens_of(CHAT_PATH, {"messages": list(messages), **options})
+    except PromptError as error:
+        raise ValueError(str(error)) from None
+    return Tokens(processor.tokenizer.decode(ids, skip_special_tokens=False), ids)
+
+
+def python_spec(
+    tokens: Tokens,
+    params: SamplingParams,
+    model: ModelConfig,
+    processor: PromptProcessor,
+    seed: int,
+    request_id: str,
+    **fields: Any,
+) -> GenerationSpec:
+    """What the engine runs for one prompt; `ValueError` names the parameter that cannot be served.
+
+    Args:
+        tokens: The prompt.
+        params: How to generate.
+        model: The model served.
+        processor: Its tokenizer.
+        seed: For parameters that bring none.
+        request_id: Its name in events and logs.
+        fields: `priority` and `cache_salt`, where given.
+    """
+    request = params.request(model.max_model_len, len(tokens.token_ids), **fields)
+    try:
+        spec = generation_spec(
+            [tokens.token_ids], request, model, processor, seed=seed, request_id=request_id, arrival=time.time()
+        )
+    except ApiError as error:
+        raise ValueError(error.message) from None
+    return msgspec.structs.replace(spec, stream=params.output_kind != "final_only")
