@@ -1,7 +1,9 @@
 """A profile names the parts of every step, and leaves nothing behind."""
 
+import gc
 import gzip
 import json
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -63,3 +65,29 @@ def test_a_profile_without_a_folder_or_a_start_is_refused(checkpoint, build_runn
     core = EngineCore(runner.config, executor_of(runner.config, runner), 30, epoch=1)
     assert call(core, StartProfile()).error == "the engine was started without --profile-dir"
     assert call(core, StopProfile()).error == "no profile is being made"
+
+
+def test_a_profile_that_cannot_be_written_leaves_no_part_of_it(checkpoint, build_runner, tmp_path, monkeypatch):
+    def export(_self: object, path: str) -> None:
+        Path(path).write_bytes(b"a beginning")
+        raise OSError("no space left")
+
+    monkeypatch.setattr("torch.profiler.profile.export_chrome_trace", export)
+    runner = build_runner(checkpoint("llama"))
+    runner.start_profile()
+    with pytest.raises(OSError, match="no space"):
+        runner.stop_profile(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_profile_that_is_written_keeps_no_memory(checkpoint, build_runner, tmp_path):
+    runner = build_runner(checkpoint("llama"))
+    runner.start_profile()
+    trace = weakref.ref(runner._profile._profile)
+    runner.warm_up()
+    gc.disable()  # in the core it may be long until one comes
+    try:
+        runner.stop_profile(tmp_path)
+    finally:
+        gc.enable()
+    assert trace() is None

@@ -1,5 +1,6 @@
 """Runs the model on one rank: what the scheduler plans, the runner executes."""
 
+import gc
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -136,7 +137,13 @@ class ModelRunner:
         profile, self._profile = self._profile, None
         if profile is None:
             raise RuntimeError("no profile was started")
-        return str(profile.end(folder))
+        try:
+            return str(profile.end(folder))
+        finally:
+            # A second of steps is tens of megabytes, in cycles that no collection would find for long.
+            del profile
+            gc.collect()
+            return_free_memory()
 
     def kv_layout(self) -> KVLayout:
         """How the layers share the cache's pages."""

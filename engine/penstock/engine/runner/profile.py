@@ -40,10 +40,14 @@ class RunnerProfile:
 
     def end(self, folder: Path) -> Path:
         """Writes a trace for Chrome (chrome://tracing) or Perfetto into a folder, which is made where it is not; returns the
-        file."""
+        file. Where that is an `OSError`, such as a full disk, no part of it is left."""
         self._profile.stop()
         self._ranges.end()
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"penstock-{time.time_ns() // 10**6}.json.gz"
-        self._profile.export_chrome_trace(str(path))
+        try:
+            self._profile.export_chrome_trace(str(path))
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
         return path
