@@ -1,8 +1,10 @@
 """Speeds and rates of the load report, the number of blocks, the replay buffer and the executors."""
 
+import re
 import threading
 import time
 
+import msgspec
 import pytest
 from fake_runner import SLOW_TOKEN, FakeRunner, reference
 from harness import Machine, make_config, make_request
@@ -60,6 +62,21 @@ def test_blocks_come_from_the_number_the_bytes_or_a_tenth_of_memory():
         num_kv_blocks(with_cache(memory_bytes=16_999), LAYOUT, ROOMY, 0)
     with pytest.raises(ConfigError, match=r"10% of 100,000 bytes .* fits --max-model-len 36, or --kv-cache-memory-bytes 17000"):
         num_kv_blocks(with_cache(), LAYOUT, Memory(100_000, 100_000, 0), 0)
+
+
+@pytest.mark.parametrize("cache", [{"num_blocks": 9}, {"num_blocks": 1}, {"memory_bytes": 9_000}, {"memory_bytes": 10}])
+def test_whoever_follows_the_advice_gets_a_cache(cache):
+    with pytest.raises(ConfigError) as refused:
+        num_kv_blocks(with_cache(**cache), LAYOUT, ROOMY, 0)
+    length = re.search(r"fits --max-model-len (\d+)", str(refused.value))
+    assert (length is None) == (cache in ({"num_blocks": 1}, {"memory_bytes": 10}))
+    if length is not None:
+        config = with_cache(**cache)
+        shorter = msgspec.structs.replace(config.model, max_model_len=int(length[1]))
+        num_kv_blocks(msgspec.structs.replace(config, model=shorter), LAYOUT, ROOMY, 0)
+    [flag, number] = re.search(r"--(num-gpu-blocks-override|kv-cache-memory-bytes) (\d+) is enough", str(refused.value)).groups()
+    field = {"num-gpu-blocks-override": "num_blocks", "kv-cache-memory-bytes": "memory_bytes"}[flag]
+    assert num_kv_blocks(with_cache(**{**cache, field: int(number)}), LAYOUT, ROOMY, 0) == 17
 
 
 @pytest.mark.req("KV-04", "KV-25")

@@ -10,6 +10,8 @@ from penstock.engine.cache.layout import KVLayout, longest_sequence, max_blocks
 from penstock.engine.config import CacheConfig, ConfigError, EngineConfig
 
 CPU_MEMORY_SHARE = 0.1
+MIN_MODEL_LEN = 2
+"""A token of the prompt and one of the answer."""
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _STATUS = Path("/proc/self/status")
@@ -65,11 +67,9 @@ def num_kv_blocks(config: EngineConfig, layout: KVLayout, memory: Memory, step_b
         blocks = max(budget, 0) // bytes_per_block
         source = f"{name} / {bytes_per_block:,} bytes a block = {blocks} blocks"
     if blocks < per_sequence + 1:
-        fits = longest_sequence(layout.groups, max(blocks - 1, 0), config.max_in_flight, length)
         raise ConfigError(
             f"the KV cache is too small: {source}, one of them reserved, and a sequence of --max-model-len {length} needs "
-            f"{_arithmetic(layout, config, per_sequence)}; what there is fits --max-model-len {fits}, or "
-            f"--kv-cache-memory-bytes {(per_sequence + 1) * bytes_per_block} is enough"
+            f"{_arithmetic(layout, config, per_sequence)}; {_advice(layout, config, blocks, per_sequence + 1)}"
         )
     needed = blocks * bytes_per_block
     room = f"of {memory.total:,} bytes of memory {memory.free:,} are free, the weights loaded, and a step takes {step_bytes:,}"
@@ -91,6 +91,15 @@ def _budget(cache: CacheConfig, memory: Memory, step_bytes: int) -> tuple[int, s
     budget = int(memory.total * cache.memory_utilization) - memory.own - step_bytes
     parts = f"{memory.total:,} bytes of memory - {memory.own:,} with the weights - {step_bytes:,} for a step = {budget:,}"
     return budget, f"(--gpu-memory-utilization {cache.memory_utilization:g} x {parts})"
+
+
+def _advice(layout: KVLayout, config: EngineConfig, blocks: int, needed: int) -> str:
+    """What would do, in the flag that has decided."""
+    enough = f"--kv-cache-memory-bytes {needed * layout.page_bytes} is enough"
+    if config.cache.num_blocks is not None:
+        enough = f"--num-gpu-blocks-override {needed} is enough"
+    fits = longest_sequence(layout.groups, max(blocks - 1, 0), config.max_in_flight, config.model.max_model_len)
+    return f"what there is fits --max-model-len {fits}, or {enough}" if fits >= MIN_MODEL_LEN else enough
 
 
 def _arithmetic(layout: KVLayout, config: EngineConfig, needed: int) -> str:
