@@ -19,7 +19,7 @@ import pytest
 from frontend_process import make_llama, serving
 from openai import OpenAI
 
-from penstock.engine import LLM, AsyncLLM, CompletionOutput, EngineArgs, RequestOutput, SamplingParams
+from penstock.engine import LLM, AsyncLLM, CompletionOutput, EngineArgs, RequestFailed, RequestOutput, SamplingParams
 
 MESSAGES: Any = [{"role": "user", "content": "the river turns the wheel"}]
 PROMPT = "the wheel turns the mill"
@@ -343,6 +343,28 @@ async def test_an_engine_in_an_asyncio_program(model: Path) -> None:
         async with asyncio.timeout(10):
             while llm.load is None or llm.load.kv_blocks_reclaimable != llm.load.kv_blocks_total:
                 await asyncio.sleep(0.01)
+        task = asyncio.create_task(for_ever())
+        await asyncio.sleep(0.05)
+    async with asyncio.timeout(10):
+        for closed in (task, for_ever()):
+            with pytest.raises(RequestFailed, match="the engine was closed"):
+                await closed
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_closing_a_model_ends_what_another_thread_waits_for(model: Path, in_process: bool) -> None:
+    llm = LLM(str(model), in_process=in_process, **FLAGS)
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(llm.generate, [PROMPT] * 20, params, progress=False)
+        time.sleep(0.2)
+        llm.close()
+        with pytest.raises(RequestFailed, match="the engine was closed"):
+            waiting.result(10)
+    llm.close()
+    for used in (lambda: llm.generate(PROMPT), lambda: llm.chat([{"role": "user", "content": PROMPT}])):
+        with pytest.raises(RuntimeError, match="this LLM was closed"):
+            used()
 
 
 def test_an_interrupt_ends_the_requests_and_not_the_engine(ways: Ways) -> None:
@@ -360,6 +382,8 @@ def test_parameters_may_differ_by_prompt_and_must_be_as_many(ways: Ways) -> None
     outputs = ways.inproc.llm.generate([PROMPT, {"prompt_token_ids": [70, 71]}], params, progress=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 5]
     assert [output.prompt for output in outputs] == [PROMPT, None]
+    with pytest.raises(TypeError, match="must be SamplingParams or a list of them, not dict"):
+        ways.inproc.llm.generate([PROMPT], {"max_tokens": 1})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 for 1"):
         ways.inproc.llm.generate([PROMPT], params)
     with pytest.raises(ValueError, match="prompt_embeds"):

@@ -59,6 +59,7 @@ class State(Enum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
+    CLOSED = "closed"
 
 
 class AsyncLLM:
@@ -146,7 +147,10 @@ class AsyncLLM:
         self._egress.fail_all(unavailable("the engine has shut down", "draining"))
 
     async def close(self) -> None:
-        """Ends the core, and with it every request."""
+        """Ends the core, and with it every request; whoever waits for one is told."""
+        if self.state is not State.FAILED:
+            self.state = State.CLOSED
+        self._egress.fail_all(unavailable("the engine was closed", "engine_dead"))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -188,6 +192,8 @@ class AsyncLLM:
             raise unavailable("the engine is loading its model", "not_ready")
         if self.state is State.DRAINING:
             raise unavailable("the engine is shutting down", "draining")
+        if self.state is State.CLOSED:
+            raise unavailable("the engine was closed", "engine_dead")
         if self.state is State.FAILED:
             raise unavailable(f"the engine has failed: {self._failure}", "engine_dead")
 

@@ -60,7 +60,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Ends the engine; safe to call twice."""
+        """Ends the engine, and with `RequestFailed` what another thread waits for; safe to call twice."""
         self._finalizer()
 
     @property
@@ -115,6 +115,8 @@ class LLM:
         progress: bool,
         **fields: Any,
     ) -> list[RequestOutput]:
+        if not self._finalizer.alive:
+            raise RuntimeError("this LLM was closed")
         params = _one_each(sampling_params, len(tokens))
         specs = [
             python_spec(
@@ -172,6 +174,8 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise TypeError(f"sampling_params must be SamplingParams or a list of them, not {type(params).__name__}")
     if len(params) != count:
         raise ValueError(f"sampling_params: {len(params)} for {count} prompts")
     return list(params)
@@ -204,10 +208,16 @@ class _LoopThread:
             raise
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, when what still runs in it has come to its end."""
+        self.run(_others())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _others() -> None:
+    """Waits for all tasks but this one."""
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)  # type: ignore[arg-type]
 
 
 def _close(llm: AsyncLLM, loop: _LoopThread) -> None:
