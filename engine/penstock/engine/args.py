@@ -1,11 +1,14 @@
 """The engine's settings as people give them: the flags of `penstock serve` and the keyword arguments of `LLM` alike."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from penstock.engine.config import CacheConfig, DType, EngineConfig, LogprobsMode, SchedulerConfig, SchedulingPolicy
+from penstock.engine.config import CacheConfig, ConfigError, DType, EngineConfig, LogprobsMode, SchedulerConfig, SchedulingPolicy
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,25 +20,25 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     """None: the model as it was given."""
     dtype: DType | Literal["auto"] = "auto"
     device: Literal["auto", "cpu"] = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    long_prefill_token_threshold: int = 0
+    max_model_len: Positive | None = None
+    max_num_seqs: Positive = 256
+    max_num_batched_tokens: Positive = 2048
+    long_prefill_token_threshold: Count = 0
     enable_chunked_prefill: bool = True
     scheduling_policy: SchedulingPolicy = "fcfs"
-    max_num_waiting: int = 1024
-    watermark: float = 0.01
-    tenant_weights: dict[str, float] = {}
+    max_num_waiting: Count = 1024
+    watermark: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.01
+    tenant_weights: dict[str, Annotated[float, msgspec.Meta(gt=0)]] = {}
     async_scheduling: bool | None = None
     """Whether the next step is planned while one runs. None: not on a CPU, whose cores the model needs."""
-    block_size: int = 16
-    num_gpu_blocks_override: int | None = None
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float | None = None
+    block_size: Positive = 16
+    num_gpu_blocks_override: Positive | None = None
+    kv_cache_memory_bytes: Positive | None = None
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     enable_prefix_caching: bool = True
     hash_seed: str = "penstock"
-    seed: int = 0
-    watchdog_timeout: float = 120.0
+    seed: Count = 0
+    watchdog_timeout: Annotated[float, msgspec.Meta(gt=0)] = 120.0
     logprobs_mode: LogprobsMode = "raw_logprobs"
     logits_processors: list[str] | None = None
     profile_dir: str | None = None
@@ -43,8 +46,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     def config(self) -> EngineConfig:
         """The typed tree that they are a view of; reads the checkpoint's configuration.
 
-        Raises `ConfigError` for a model that cannot be served.
+        Raises `ConfigError` for a value that makes no sense, and for a model that cannot be served.
         """
+        self._check()
         from penstock.engine.loading.checkpoint import read_model_config, resolve  # heavy for `penstock --help`
 
         names = self.served_model_name or [self.model]
@@ -75,3 +79,11 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             watchdog_timeout=self.watchdog_timeout,
             logprobs_mode=self.logprobs_mode,
         )
+
+    def _check(self) -> None:
+        """As the flags' parser does; types and limits are those of the fields."""
+        for field in msgspec.structs.fields(EngineArgs):
+            try:
+                msgspec.convert(getattr(self, field.name), field.type)
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"{field.name}: {error}") from None

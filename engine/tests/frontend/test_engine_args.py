@@ -1,6 +1,8 @@
 """Flags and keyword arguments are the same settings."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,27 @@ def test_async_scheduling_is_a_depth(flags: list[str], depth: int) -> None:
     model = Path(__file__).parents[3] / "examples/models/penstock-tiny"
     parsed = vars(_parser().parse_args([str(model), *flags]))
     assert EngineArgs(**{name: parsed[name] for name in EngineArgs.__struct_fields__}).config().depth == depth
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"model": Path("m")}, "model: Expected `str`, got `PosixPath`"),
+        ({"max_num_seqs": 0}, "max_num_seqs: Expected `int` >= 1"),
+        ({"max_model_len": 64.5}, "max_model_len: Expected `int | null`, got `float`"),
+        ({"max_model_len": "64"}, "max_model_len: Expected `int | null`, got `str`"),
+        ({"block_size": True}, "block_size: Expected `int`, got `bool`"),
+        ({"num_gpu_blocks_override": -1}, "num_gpu_blocks_override: Expected `int` >= 1"),
+        ({"watermark": 1.0}, "watermark: Expected `float` < 1.0"),
+        ({"tenant_weights": {"a": 0}}, "tenant_weights: Expected `float` > 0.0"),
+        ({"gpu_memory_utilization": 2}, "gpu_memory_utilization: Expected `float` <= 1.0"),
+        ({"scheduling_policy": "lifo"}, "scheduling_policy: Invalid enum value 'lifo'"),
+        ({"logits_processors": "module:Class"}, "logits_processors: Expected `array | null`, got `str`"),
+    ],
+)
+def test_a_keyword_that_makes_no_sense_is_refused_by_name(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        EngineArgs(**{"model": "m", **wrong}).config()
 
 
 def test_tenants_weights_are_positive_numbers(capsys: pytest.CaptureFixture[str]) -> None:
