@@ -204,6 +204,8 @@ class CoreFailed(msgspec.Struct, frozen=True, tag="failed"):
     """The core cannot start or cannot go on; the last message before its process ends."""
 
     message: str
+    refused: bool = False
+    """It was asked for what cannot be: a `ConfigError` there."""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):

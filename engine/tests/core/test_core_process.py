@@ -20,6 +20,7 @@ from harness import make_config, make_request
 from penstock.api import events
 from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, RequestFinished
 from penstock.api.load_report import LoadReport
+from penstock.engine.config import ConfigError
 from penstock.engine.core.calls import CommandRefused
 from penstock.engine.core.client import CoreClient, CoreError
 from penstock.engine.messages import (
@@ -254,7 +255,7 @@ async def test_a_killed_core_is_an_error_for_readers_and_writers():
 async def test_a_core_that_cannot_start_says_why_in_a_sentence(change, message):
     addresses = {name: value for name, value in change.items() if name.endswith("address")}
     config = make_config(**{name: value for name, value in change.items() if name not in addresses})
-    with pytest.raises(CoreError, match=message):
+    with pytest.raises(ConfigError, match=message):
         async with running(config, **addresses):
             pass
 

@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 
 from penstock.engine import messages
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.calls import Calls
 from penstock.engine.messages import (
     AbortRequests,
@@ -162,7 +162,8 @@ class CoreClient(CoreConnection):
         return self._process.pid if self._process else None
 
     async def start(self) -> CoreReady:
-        """Starts the process and waits until it has made its first forward pass; raises `CoreError` when it cannot."""
+        """Starts the process and waits until it has made its first forward pass; raises `CoreError` when it cannot,
+        `ConfigError` when it cannot as it was asked to."""
         self._socket.bind(self._start.address)
         # The OpenMP runtime reads its thread count from the environment alone, when torch is loaded.
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._config.threads)}
@@ -212,7 +213,7 @@ class CoreClient(CoreConnection):
             raise CoreError(f"the engine core does not answer: {error}") from error
 
     async def _receive(self) -> CoreOutput:
-        """The next message; `CoreFailed` is raised as `CoreError`."""
+        """The next message; `CoreFailed` is raised as `CoreError`, or `ConfigError` where that is what it was."""
         assert self._exited is not None, "start() first"
         receive = asyncio.ensure_future(self._socket.recv_multipart())
         try:
@@ -226,7 +227,7 @@ class CoreClient(CoreConnection):
             receive.cancel()
         message = messages.decode_output(payload)
         if isinstance(message, CoreFailed):
-            raise CoreError(message.message)
+            raise ConfigError(message.message) if message.refused else CoreError(message.message)
         return message
 
     def _obituary(self) -> str:

@@ -175,7 +175,7 @@ def main() -> int:
     try:
         run(start, port, context)
     except ConfigError as error:
-        port.send(CoreFailed(str(error)))
+        port.send(CoreFailed(str(error), refused=True))
     except Exception as error:
         port.send(CoreFailed(f"{type(error).__name__}: {error}"))
         raise

@@ -42,7 +42,10 @@ async def supervise(config: ServeConfig) -> int:
 
 def _reserve(config: ServeConfig) -> socket.socket:
     """Holds the port without listening; `ConfigError` where another server has it, which sharing ports would hide."""
-    family, kind, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise port_error(config, error) from error
     holder = socket.socket(family, kind)
     try:
         with socket.socket(family, kind) as probe:
