@@ -369,10 +369,15 @@ def test_closing_a_model_ends_what_another_thread_waits_for(model: Path, in_proc
 
 def test_an_interrupt_ends_the_requests_and_not_the_engine(ways: Ways) -> None:
     """As Ctrl-C in a script: the main thread waits in `generate`."""
+    # A shell starts what runs in its background deaf to interrupts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        ways.process.llm.generate([PROMPT] * 8, SamplingParams(max_tokens=None, ignore_eos=True), progress=False)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ways.process.llm.generate([PROMPT] * 8, SamplingParams(max_tokens=None, ignore_eos=True), progress=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
     wait(lambda: idle(ways.process))
     assert ways.process.complete([PROMPT], temperature=0) == ways.inproc.complete([PROMPT], temperature=0)
 
