@@ -226,6 +226,7 @@ async def test_a_response_cut_short_is_incomplete(start: Start) -> None:
         {"tools": [{"type": "web_search"}]},
         {"reasoning": {"effort": "low", "summary": "auto"}},
         {"max_output_tokens": 0},
+        {"input": "beyond the context with its output", "max_output_tokens": 10**6},
     ],
 )
 async def test_what_responses_cannot_do_is_refused_by_name(start: Start, fields: dict[str, Any]) -> None:

@@ -17,7 +17,9 @@ def check_prompts(prompts: list[list[int]], request: ChatRequest | CompletionReq
     if len(prompts) * request.generated > MAX_CHOICES:
         message = f"{len(prompts)} prompts with n = {request.generated} are more than {MAX_CHOICES} choices"
         raise ApiError(400, message, param="prompt")
-    param = "messages" if isinstance(request, ChatRequest) else "prompt"
+    param = "prompt"
+    if isinstance(request, ChatRequest):
+        param = "messages" if request.messages else "input"  # a response's are tokens already
     limit = request.output_limit
     for prompt in prompts:
         room = max_model_len - len(prompt)
