@@ -21,7 +21,7 @@ from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.cache.layout import full_attention
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.plan import StepPlan, StepResult
-from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.core.scheduling.scheduler import Scheduler
 from penstock.engine.messages import AddRequest
 from penstock.engine.sampling import SamplingParams
 from penstock.prompt.hashing import BlockHasher

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.engine.args import EngineArgs
     from penstock.engine.config import ConfigError
-    from penstock.engine.core.client import CoreError
+    from penstock.engine.core.ipc.client import CoreError
     from penstock.engine.frontend.async_llm import AsyncLLM
     from penstock.engine.frontend.python.offline import LLM
     from penstock.engine.frontend.python.params import SamplingParams
@@ -33,7 +33,7 @@ _MODULES = {
     "AsyncLLM": "frontend.async_llm",
     "CompletionOutput": "frontend.python.request_output",
     "ConfigError": "config",
-    "CoreError": "core.client",
+    "CoreError": "core.ipc.client",
     "EngineArgs": "args",
     "Logprob": "frontend.python.request_output",
     "RequestFailed": "frontend.python.request_output",

@@ -23,7 +23,7 @@ def serve(argv: list[str]) -> int:
     import uvloop
 
     from penstock.engine.config import ConfigError
-    from penstock.engine.core.client import CoreError
+    from penstock.engine.core.ipc.client import CoreError
     from penstock.engine.frontend.processes.serve import serve as run
     from penstock.engine.frontend.processes.supervisor import supervise
 

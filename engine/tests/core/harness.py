@@ -12,9 +12,9 @@ from penstock.engine.cache.block_pool import NULL_BLOCK
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.cache.layout import KVGroup, full_attention
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SchedulingPolicy
-from penstock.engine.core.outputs import RequestOutputs
 from penstock.engine.core.plan import SampleInputs, StepPlan
-from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.core.scheduling.outputs import RequestOutputs
+from penstock.engine.core.scheduling.scheduler import Scheduler
 from penstock.engine.messages import AddRequest, Finished, LifecycleEvent
 from penstock.engine.sampling import RepetitionDetection, SamplingParams
 from penstock.prompt.hashing import BlockHasher

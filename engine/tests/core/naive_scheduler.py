@@ -10,7 +10,7 @@ from math import ceil, inf
 from fake_runner import next_token
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.core.pause import PauseState
+from penstock.engine.core.scheduling.pause import PauseState
 from penstock.engine.messages import AddRequest, FinishReason
 
 

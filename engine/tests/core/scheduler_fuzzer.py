@@ -11,7 +11,7 @@ import time
 from harness import Machine, make_config, make_request
 from naive_scheduler import NaiveScheduler
 
-from penstock.engine.core.pause import PauseState
+from penstock.engine.core.scheduling.pause import PauseState
 from penstock.engine.messages import ExtendPrompt
 
 BLOCK, MAX_LEN, EPISODE = 4, 48, 250

@@ -21,8 +21,8 @@ from penstock.api import events
 from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, RequestFinished
 from penstock.api.load_report import LoadReport
 from penstock.engine.config import ConfigError
-from penstock.engine.core.calls import CommandRefused
-from penstock.engine.core.client import CoreClient, CoreError
+from penstock.engine.core.ipc.calls import CommandRefused
+from penstock.engine.core.ipc.client import CoreClient, CoreError
 from penstock.engine.messages import (
     QUEUE_FULL,
     QUEUE_TIMEOUT,
@@ -276,7 +276,7 @@ async def test_the_core_dies_with_its_frontend():
     script = (
         "import asyncio, sys\n"
         "from harness import make_config\n"
-        "from penstock.engine.core.client import CoreClient\n"
+        "from penstock.engine.core.ipc.client import CoreClient\n"
         "async def main():\n"
         f"    client = CoreClient(make_config(), runner={RUNNER!r})\n"
         "    await client.start()\n"

@@ -10,7 +10,7 @@ import pytest
 from fake_runner import HANGING_TOKEN
 from harness import make_config, make_request
 
-from penstock.engine.core.client import CoreClient
+from penstock.engine.core.ipc.client import CoreClient
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ async def test_a_frontend_killed_while_the_model_loads_leaves_neither_process_no
         "import asyncio, tempfile\n"
         f"tempfile.tempdir = {str(tmp_path)!r}\n"
         "from harness import make_config\n"
-        "from penstock.engine.core.client import CoreClient\n"
+        "from penstock.engine.core.ipc.client import CoreClient\n"
         "async def main():\n"
         "    client = CoreClient(make_config(), runner='fake_runner:SlowLoader')\n"
         "    task = asyncio.create_task(client.start())\n"

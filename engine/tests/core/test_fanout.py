@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.core.fanout import split
+from penstock.engine.core.ipc.fanout import split
 from penstock.engine.messages import (
     FRONTEND_SHIFT,
     Finished,

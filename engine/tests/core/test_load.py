@@ -15,9 +15,9 @@ from penstock.engine.cache.layout import KVGroup, KVLayout, full_attention
 from penstock.engine.config import CacheConfig, ConfigError
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import InlineExecutor, ThreadExecutor
-from penstock.engine.core.load import RATE_WINDOW_S, LoadMeter, Rate
+from penstock.engine.core.ipc.publisher import ReplayBuffer
+from penstock.engine.core.measure.load import RATE_WINDOW_S, LoadMeter, Rate
 from penstock.engine.core.memory import Memory, measure_memory, num_kv_blocks
-from penstock.engine.core.publisher import ReplayBuffer
 from penstock.engine.messages import Control, ControlDone, ResetPrefixCache
 
 

@@ -10,8 +10,8 @@ from harness import Machine, make_config, make_request, make_scheduler
 
 from penstock.engine.config import ConfigError
 from penstock.engine.core import plan as plan_module
-from penstock.engine.core.request import RequestStatus
-from penstock.engine.core.step_draft import StepDraft
+from penstock.engine.core.scheduling.request import RequestStatus
+from penstock.engine.core.scheduling.step_draft import StepDraft
 from penstock.engine.messages import FinishReason
 from penstock.prompt.hashing import BlockHasher
 

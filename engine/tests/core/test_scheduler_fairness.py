@@ -6,8 +6,8 @@ from harness import Machine, make_config, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.core import token_counters
-from penstock.engine.core.token_counters import OUTPUT_COST, TokenCounters
+from penstock.engine.core.scheduling import token_counters
+from penstock.engine.core.scheduling.token_counters import OUTPUT_COST, TokenCounters
 
 
 def served(machine: Machine, weights: dict[str, float] | None = None) -> dict[str, float]:

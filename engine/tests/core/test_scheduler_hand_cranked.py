@@ -9,8 +9,8 @@ from fake_runner import FakeRunner, reference
 from harness import Machine, make_config, make_request
 
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.pause import PauseState
 from penstock.engine.core.plan import SampleInputs
+from penstock.engine.core.scheduling.pause import PauseState
 from penstock.engine.messages import AbortRequests, FinishReason
 
 

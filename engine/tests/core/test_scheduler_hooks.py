@@ -4,7 +4,7 @@ import pytest
 from fake_runner import reference
 from harness import Machine, make_config, make_request
 
-from penstock.engine.core.pause import Closed
+from penstock.engine.core.scheduling.pause import Closed
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -8,7 +8,7 @@ from fake_runner import reference
 from harness import Machine, make_config, make_request
 
 from penstock.engine import messages
-from penstock.engine.core.pause import PauseState
+from penstock.engine.core.scheduling.pause import PauseState
 from penstock.engine.messages import LifecycleEvent, StepOutputs
 
 QUEUED, SCHEDULED, PREEMPTED = LifecycleEvent.QUEUED, LifecycleEvent.SCHEDULED, LifecycleEvent.PREEMPTED

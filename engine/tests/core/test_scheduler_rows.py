@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from harness import Machine, make_config, make_request
 
-from penstock.engine.core import scheduler
-from penstock.engine.core.request import FINISHED_STATUS, PARKED_STATUS, RequestStatus
+from penstock.engine.core.scheduling import scheduler
+from penstock.engine.core.scheduling.request import FINISHED_STATUS, PARKED_STATUS, RequestStatus
 from penstock.engine.messages import FINISH_REASONS, FinishReason
 
 

@@ -5,8 +5,8 @@ from fake_runner import reference
 from harness import Machine, make_config, make_request
 
 from penstock.engine.config import ConfigError
-from penstock.engine.core.pause import PauseState
-from penstock.engine.core.request import RequestStatus
+from penstock.engine.core.scheduling.pause import PauseState
+from penstock.engine.core.scheduling.request import RequestStatus
 from penstock.engine.messages import (
     QUEUE_FULL,
     QUEUE_TIMEOUT,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.core.step_cost import step_cost
+from penstock.engine.core.measure.step_cost import step_cost
 from penstock.engine.cost import ModelCost, StepCost, WindowCost
 from penstock.engine.loading.checkpoint import read_model_config
 

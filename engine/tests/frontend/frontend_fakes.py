@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 
 from penstock.api.load_report import LoadReport
-from penstock.engine.core.client import CoreError
+from penstock.engine.core.ipc.client import CoreError
 from penstock.engine.messages import (
     AddRequest,
     CoreReady,

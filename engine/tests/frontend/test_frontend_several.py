@@ -32,7 +32,7 @@ def children(server: Server, module: str) -> set[int]:
 
 
 def frontends(server: Server) -> set[int]:
-    return children(server, "frontend.process")
+    return children(server, "processes.process")
 
 
 def until(condition: Callable[[], Any]) -> Any:
@@ -119,7 +119,7 @@ def test_a_frontend_dies_alone_and_is_replaced_and_a_signal_drains_all(llama: Pa
 @pytest.mark.req("EG-20", "IPC-11")
 def test_the_cores_death_ends_every_frontends_streams_with_its_reason(llama: Path, tmp_path: Path) -> None:
     with serving(llama, tmp_path / "log", "--api-server-count", "2") as server:
-        [core] = children(server, "core.process")
+        [core] = children(server, "core.ipc.process")
         answers = asyncio.run(talk(server, 4000, lambda: os.kill(core, signal.SIGKILL)))
         assert all(isinstance(answer, RuntimeError) and "signal 9" in str(answer) for answer in answers), answers
         assert server.process.wait(timeout=20) == 1
@@ -130,7 +130,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed(llama: Path, tmp_path: Pat
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     with serving(llama, tmp_path / "log", "--api-server-count", "2") as server:
-        family = frontends(server) | children(server, "core.process")
+        family = frontends(server) | children(server, "core.ipc.process")
         assert len(family) == 3
         server.process.kill()
         server.process.wait()

@@ -14,13 +14,13 @@ from penstock.api.load_report import LoadReport
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.cache.layout import KVGroup, full_attention
 from penstock.engine.config import EngineConfig
-from penstock.engine.core.controls import Controls
+from penstock.engine.core.control.controls import Controls
 from penstock.engine.core.executor import Executor, StepFailed
-from penstock.engine.core.load import LoadMeter
-from penstock.engine.core.outputs import RequestOutputs
+from penstock.engine.core.measure.load import LoadMeter
+from penstock.engine.core.measure.step_meter import StepMeter
 from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
-from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.core.step_meter import StepMeter
+from penstock.engine.core.scheduling.outputs import RequestOutputs
+from penstock.engine.core.scheduling.scheduler import Scheduler
 from penstock.engine.messages import (
     FRONTEND_SHIFT,
     AbortRequests,

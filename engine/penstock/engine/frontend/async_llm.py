@@ -19,8 +19,8 @@ from penstock.api.load_report import LoadReport
 from penstock.engine import sampling
 from penstock.engine.args import EngineArgs
 from penstock.engine.config import EngineConfig, ModelConfig, SchedulingPolicy
-from penstock.engine.core.client import CoreClient, CoreError
-from penstock.engine.core.inproc import InprocClient
+from penstock.engine.core.ipc.client import CoreClient, CoreError
+from penstock.engine.core.ipc.inproc import InprocClient
 from penstock.engine.frontend.detokenizer import Detokenizer
 from penstock.engine.frontend.egress import Egress
 from penstock.engine.frontend.errors import ApiError, unavailable

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from penstock.api import metrics as names
 from penstock.api.load_report import WAITING_REASONS
-from penstock.engine.core import step_meter
+from penstock.engine.core.measure import step_meter
 from penstock.engine.cost import StepCost
 from penstock.engine.frontend.generation import Choice, Generation
 from penstock.engine.frontend.observe.series import Family, SeriesTable, histogram_family

@@ -11,8 +11,8 @@ import msgspec
 import uvloop
 
 from penstock.engine.config import ConfigError
-from penstock.engine.core.attached import AttachedClient
-from penstock.engine.core.client import CoreError
+from penstock.engine.core.ipc.attached import AttachedClient
+from penstock.engine.core.ipc.client import CoreError
 from penstock.engine.frontend.observe.shared_counts import SharedCounts
 from penstock.engine.frontend.processes import words
 from penstock.engine.frontend.processes.serve import Ending, serve_http

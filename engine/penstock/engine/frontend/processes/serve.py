@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from penstock.engine.config import ConfigError, EngineConfig
-from penstock.engine.core.client import CoreClient
+from penstock.engine.core.ipc.client import CoreClient
 from penstock.engine.frontend.async_llm import AsyncLLM, Core, State
 from penstock.engine.frontend.http.server import ApiServer
 from penstock.engine.frontend.http.settings import ApiSettings

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 
 from penstock.engine.config import ConfigError
-from penstock.engine.core.client import CoreClient, CoreError
+from penstock.engine.core.ipc.client import CoreClient, CoreError
 from penstock.engine.frontend.observe.metrics import EngineMetrics
 from penstock.engine.frontend.observe.shared_counts import SharedCounts
 from penstock.engine.frontend.processes import words

@@ -7,7 +7,7 @@ forwards none of them. Arguments are in the query, named as the fields of the co
 import msgspec
 from aiohttp import web
 
-from penstock.engine.core.calls import CommandRefused
+from penstock.engine.core.ipc.calls import CommandRefused
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.http.exchange import json_response

@@ -6,7 +6,7 @@ from typing import Protocol
 import zmq
 
 from penstock.engine import messages
-from penstock.engine.core.fanout import split
+from penstock.engine.core.ipc.fanout import split
 from penstock.engine.messages import (
     FRONTEND_SHIFT,
     ControlDone,

@@ -6,7 +6,7 @@ With equal priorities that is first come, first served, and a preempted request 
 import heapq
 from collections.abc import Iterator
 
-from penstock.engine.core.request import Request
+from penstock.engine.core.scheduling.request import Request
 
 
 class RequestQueue:

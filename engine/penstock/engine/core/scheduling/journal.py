@@ -3,9 +3,9 @@
 from array import array
 
 from penstock.api.events import RequestFinished
-from penstock.engine.core.outputs import RequestOutputs, no_tokens
 from penstock.engine.core.plan import Int32, Int64
-from penstock.engine.core.request import FINISHED_STATUS, Request
+from penstock.engine.core.scheduling.outputs import RequestOutputs, no_tokens
+from penstock.engine.core.scheduling.request import FINISHED_STATUS, Request
 from penstock.engine.messages import (
     FINISH_REASONS,
     Finished,

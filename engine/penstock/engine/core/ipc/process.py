@@ -25,9 +25,9 @@ from penstock.engine import messages
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import Runner, executor_of
+from penstock.engine.core.ipc.ports import Port, SharedPort, SinglePort
+from penstock.engine.core.ipc.publisher import EventPublisher
 from penstock.engine.core.memory import measure_memory, num_kv_blocks
-from penstock.engine.core.ports import Port, SharedPort, SinglePort
-from penstock.engine.core.publisher import EventPublisher
 from penstock.engine.messages import CoreFailed, CoreReady, CoreStart
 
 REPORT_INTERVAL_S = 0.05
@@ -189,7 +189,7 @@ def read_start(stream: BinaryIO) -> CoreStart:
     size = stream.read(4)
     body = stream.read(int.from_bytes(size, "little"))
     if len(size) < 4 or len(body) < int.from_bytes(size, "little"):
-        raise EOFError("standard input holds no start message: this module is started by penstock.engine.core.client")
+        raise EOFError("standard input holds no start message: this module is started by penstock.engine.core.ipc.client")
     return messages.decode_start(body)
 
 

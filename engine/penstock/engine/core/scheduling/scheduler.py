@@ -17,17 +17,17 @@ from penstock.api.events import Event
 from penstock.api.load_report import WaitingReason
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.config import ConfigError, SchedulerConfig
-from penstock.engine.core.admission.kv_blocks import KVBlocks
-from penstock.engine.core.admission.max_num_seqs import MaxNumSeqs
-from penstock.engine.core.admission.rule import AdmissionRule, Candidate
-from penstock.engine.core.admission.token_budget import TokenBudget
-from penstock.engine.core.outputs import RequestOutputs, logprob_columns, prompt_logprob_columns
-from penstock.engine.core.pause import Closed, PauseState
 from penstock.engine.core.plan import Admission, Bool, Int32, Int64, StepPlan, StepResult, ints
-from penstock.engine.core.request import Request, RequestStatus
-from penstock.engine.core.request_book import RequestBook
 from penstock.engine.core.row_table import RowTable
-from penstock.engine.core.step_draft import StepDraft
+from penstock.engine.core.scheduling.admission.kv_blocks import KVBlocks
+from penstock.engine.core.scheduling.admission.max_num_seqs import MaxNumSeqs
+from penstock.engine.core.scheduling.admission.rule import AdmissionRule, Candidate
+from penstock.engine.core.scheduling.admission.token_budget import TokenBudget
+from penstock.engine.core.scheduling.outputs import RequestOutputs, logprob_columns, prompt_logprob_columns
+from penstock.engine.core.scheduling.pause import Closed, PauseState
+from penstock.engine.core.scheduling.request import Request, RequestStatus
+from penstock.engine.core.scheduling.request_book import RequestBook
+from penstock.engine.core.scheduling.step_draft import StepDraft
 from penstock.engine.messages import (
     AddRequest,
     ExtendPrompt,

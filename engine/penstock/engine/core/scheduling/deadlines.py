@@ -2,7 +2,7 @@
 
 import heapq
 
-from penstock.engine.core.request import Request
+from penstock.engine.core.scheduling.request import Request
 
 
 class Deadlines:

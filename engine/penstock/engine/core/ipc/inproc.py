@@ -7,10 +7,10 @@ from contextlib import suppress
 from typing import Any
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.core.calls import Calls
-from penstock.engine.core.client import MODEL_RUNNER, CoreError
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.process import HEARTBEAT_S, REPORT_INTERVAL_S, build_core, build_runner
+from penstock.engine.core.ipc.calls import Calls
+from penstock.engine.core.ipc.client import MODEL_RUNNER, CoreError
+from penstock.engine.core.ipc.process import HEARTBEAT_S, REPORT_INTERVAL_S, build_core, build_runner
 from penstock.engine.messages import AbortRequests, AddRequest, Command, Control, CoreReady, CoreStats, StepOutputs
 
 

@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from penstock.api.load_report import WaitingReason
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.config import SchedulerConfig
-from penstock.engine.core.deadlines import Deadlines
-from penstock.engine.core.journal import Journal
-from penstock.engine.core.pause import Closed
-from penstock.engine.core.request import Request, RequestStatus
-from penstock.engine.core.tenancy import Tenancy
-from penstock.engine.core.token_counters import TokenCounters
-from penstock.engine.core.waiting_room import WaitingRoom
+from penstock.engine.core.scheduling.deadlines import Deadlines
+from penstock.engine.core.scheduling.journal import Journal
+from penstock.engine.core.scheduling.pause import Closed
+from penstock.engine.core.scheduling.request import Request, RequestStatus
+from penstock.engine.core.scheduling.tenancy import Tenancy
+from penstock.engine.core.scheduling.token_counters import TokenCounters
+from penstock.engine.core.scheduling.waiting_room import WaitingRoom
 from penstock.engine.messages import (
     QUEUE_FULL,
     QUEUE_TIMEOUT,

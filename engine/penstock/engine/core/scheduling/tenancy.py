@@ -5,8 +5,8 @@ from bisect import bisect_left, insort
 import numpy as np
 
 from penstock.engine.core.plan import Bool, Int32, Int64
-from penstock.engine.core.repetition import RepetitionGuard
-from penstock.engine.core.request import Request, RequestStatus, order
+from penstock.engine.core.scheduling.repetition import RepetitionGuard
+from penstock.engine.core.scheduling.request import Request, RequestStatus, order
 from penstock.engine.messages import FinishReason
 
 NOBODY = 0

@@ -4,9 +4,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.engine.core.control_error import ControlError
+from penstock.engine.core.control.control_error import ControlError
 from penstock.engine.core.executor import Executor
-from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.core.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from penstock.engine.ranges import Ranges

@@ -6,7 +6,7 @@ import zmq
 import zmq.asyncio
 
 from penstock.engine import messages
-from penstock.engine.core.client import CoreConnection, CoreError
+from penstock.engine.core.ipc.client import CoreConnection, CoreError
 from penstock.engine.messages import FRONTEND_SHIFT, CoreFailed, CoreInput, CoreOutput, CoreReady, FrontendJoined
 
 

@@ -2,7 +2,7 @@
 
 from penstock.api.load_report import WaitingReason
 from penstock.engine.cache.kv_manager import KVCacheManager
-from penstock.engine.core.admission.rule import Candidate
+from penstock.engine.core.scheduling.admission.rule import Candidate
 
 
 class KVBlocks:

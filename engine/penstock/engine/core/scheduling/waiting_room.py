@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from penstock.api.load_report import WaitingReason
-from penstock.engine.core.request import PARKED_STATUS, Request, RequestStatus, order
-from penstock.engine.core.request_queue import RequestQueue
-from penstock.engine.core.token_counters import TokenCounters
+from penstock.engine.core.scheduling.request import PARKED_STATUS, Request, RequestStatus, order
+from penstock.engine.core.scheduling.request_queue import RequestQueue
+from penstock.engine.core.scheduling.token_counters import TokenCounters
 
 
 class WaitingRoom:

@@ -8,11 +8,11 @@ import logging
 from pathlib import Path
 
 from penstock.engine.config import ConfigError
-from penstock.engine.core.control_error import ControlError
+from penstock.engine.core.control.control_error import ControlError
+from penstock.engine.core.control.profiles import Profiles
 from penstock.engine.core.executor import Executor
-from penstock.engine.core.pause import Closed, PauseState
-from penstock.engine.core.profiles import Profiles
-from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.core.scheduling.pause import Closed, PauseState
+from penstock.engine.core.scheduling.scheduler import Scheduler
 from penstock.engine.messages import (
     TAGS,
     Command,

@@ -1,7 +1,7 @@
 """No more running requests than rows."""
 
 from penstock.api.load_report import WaitingReason
-from penstock.engine.core.admission.rule import Candidate
+from penstock.engine.core.scheduling.admission.rule import Candidate
 
 
 class MaxNumSeqs:

@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from penstock.engine import messages
 from penstock.engine.config import ConfigError, EngineConfig
-from penstock.engine.core.calls import Calls
+from penstock.engine.core.ipc.calls import Calls
 from penstock.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -168,7 +168,7 @@ class CoreClient(CoreConnection):
         # The OpenMP runtime reads its thread count from the environment alone, when torch is loaded.
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._config.threads)}
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "penstock.engine.core.process", stdin=asyncio.subprocess.PIPE, env=environment
+            sys.executable, "-m", "penstock.engine.core.ipc.process", stdin=asyncio.subprocess.PIPE, env=environment
         )
         self._exited = asyncio.create_task(self._process.wait())
         start = messages.encode(self._start)

@@ -4,8 +4,8 @@ from bisect import bisect_left
 
 import numpy as np
 
+from penstock.engine.core.measure.step_cost import step_cost
 from penstock.engine.core.plan import Int32, StepPlan, StepResult
-from penstock.engine.core.step_cost import step_cost
 from penstock.engine.cost import ModelCost, StepCost
 from penstock.engine.messages import Buckets, StepStats
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from penstock.api.load_report import WaitingReason
 from penstock.engine.cache.kv_manager import CacheHit, KVCacheManager
-from penstock.engine.core.request import Request
+from penstock.engine.core.scheduling.request import Request
 
 
 class Candidate:
