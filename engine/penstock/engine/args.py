@@ -21,8 +21,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     dtype: DType | Literal["auto"] = "auto"
     device: Literal["auto", "cpu"] = "auto"
     max_model_len: Positive | None = None
-    max_num_seqs: Positive = 256
-    max_num_batched_tokens: Positive = 2048
+    max_num_seqs: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 256
+    max_num_batched_tokens: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)] = 2048
     long_prefill_token_threshold: Count = 0
     enable_chunked_prefill: bool = True
     scheduling_policy: SchedulingPolicy = "fcfs"

@@ -32,6 +32,7 @@ def test_async_scheduling_is_a_depth(flags: list[str], depth: int) -> None:
     [
         ({"model": Path("m")}, "model: Expected `str`, got `PosixPath`"),
         ({"max_num_seqs": 0}, "max_num_seqs: Expected `int` >= 1"),
+        ({"max_num_seqs": 10**11}, "max_num_seqs: Expected `int` <= 65536"),
         ({"max_model_len": 64.5}, "max_model_len: Expected `int | null`, got `float`"),
         ({"max_model_len": "64"}, "max_model_len: Expected `int | null`, got `str`"),
         ({"block_size": True}, "block_size: Expected `int`, got `bool`"),

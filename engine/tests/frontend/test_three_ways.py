@@ -391,5 +391,8 @@ def test_parameters_may_differ_by_prompt_and_must_be_as_many(ways: Ways) -> None
         ways.inproc.llm.generate([PROMPT], {"max_tokens": 1})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 for 1"):
         ways.inproc.llm.generate([PROMPT], params)
+    for nothing in (None, 5, iter(["a"])):
+        with pytest.raises(ValueError, match="prompts: a text, token ids or a sequence of prompts is expected"):
+            ways.inproc.llm.generate(nothing)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prompt_embeds"):
         ways.inproc.llm.generate([{"prompt_embeds": 1}])

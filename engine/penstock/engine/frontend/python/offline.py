@@ -164,6 +164,8 @@ class LLM:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if not isinstance(prompts, str | Mapping | Sequence):
+        raise ValueError(f"prompts: a text, token ids or a sequence of prompts is expected, not {type(prompts).__name__}")
     if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
