@@ -1,11 +1,14 @@
 """The engine's settings as people give them: the flags of `penstock serve` and the keyword arguments of `LLM` alike."""
 
+import logging
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
 from penstock.engine.config import CacheConfig, ConfigError, DType, EngineConfig, LogprobsMode, SchedulerConfig, SchedulingPolicy
+
+_log = logging.getLogger(__name__)
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -73,12 +76,18 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 watermark=self.watermark,
                 tenant_weights=self.tenant_weights,
             ),
-            depth=2 if self.async_scheduling else 1,
+            depth=self._depth(),
             seed=self.seed,
             profile_dir=Path(self.profile_dir) if self.profile_dir is not None else None,
             watchdog_timeout=self.watchdog_timeout,
             logprobs_mode=self.logprobs_mode,
         )
+
+    def _depth(self) -> int:
+        """Plans in flight."""
+        if self.async_scheduling is None:
+            _log.info("async scheduling: off, since on a CPU the scheduler would take the model's cores (--async-scheduling)")
+        return 2 if self.async_scheduling else 1
 
     def _check(self) -> None:
         """As the flags' parser does; types and limits are those of the fields."""

@@ -1,5 +1,6 @@
 """Flags and keyword arguments are the same settings."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,14 @@ def test_every_engine_flag_is_a_keyword_with_the_same_default() -> None:
     assert {action.dest for action in group._group_actions} <= names
 
 
+@pytest.mark.req("AS-02")
 @pytest.mark.parametrize(("flags", "depth"), [([], 1), (["--async-scheduling"], 2), (["--no-async-scheduling"], 1)])
-def test_async_scheduling_is_a_depth(flags: list[str], depth: int) -> None:
+def test_async_scheduling_is_a_depth(flags: list[str], depth: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     model = Path(__file__).parents[3] / "examples/models/penstock-tiny"
     parsed = vars(_parser().parse_args([str(model), *flags]))
     assert EngineArgs(**{name: parsed[name] for name in EngineArgs.__struct_fields__}).config().depth == depth
+    assert ("async scheduling: off" in caplog.text) is not bool(flags), "where nobody has said, the log says what was chosen"
 
 
 @pytest.mark.parametrize(
