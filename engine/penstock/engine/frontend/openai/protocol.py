@@ -5,7 +5,7 @@ A parameter that is not supported may still be given with the value that means i
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
 import orjson
@@ -109,6 +109,8 @@ class _Request(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=
 class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/chat/completions`; `penstock.prompt` checks what makes the prompt."""
 
+    prompt_field: ClassVar[str] = "messages"
+    """What the client calls its prompt."""
     messages: Any
     max_completion_tokens: _Count | None = None
     logprobs: bool = False
@@ -143,6 +145,7 @@ class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class CompletionRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/completions`; `penstock.prompt` checks the prompt."""
 
+    prompt_field: ClassVar[str] = "prompt"
     prompt: Any
     max_tokens: Annotated[int, Meta(ge=0)] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """None: 16, as OpenAI has it, or what fits. 0 with `echo`: the prompt alone, with its logprobs."""

@@ -17,9 +17,6 @@ def check_prompts(prompts: list[list[int]], request: ChatRequest | CompletionReq
     if len(prompts) * request.generated > MAX_CHOICES:
         message = f"{len(prompts)} prompts with n = {request.generated} are more than {MAX_CHOICES} choices"
         raise ApiError(400, message, param="prompt")
-    param = "prompt"
-    if isinstance(request, ChatRequest):
-        param = "messages" if request.messages else "input"  # a response's are tokens already
     limit = request.output_limit
     for prompt in prompts:
         room = max_model_len - len(prompt)
@@ -30,7 +27,7 @@ def check_prompts(prompts: list[list[int]], request: ChatRequest | CompletionReq
         else:
             continue
         message += f": the model's context is {max_model_len} tokens"
-        raise ApiError(400, message, param=param, code="context_length_exceeded")
+        raise ApiError(400, message, param=request.prompt_field, code="context_length_exceeded")
 
 
 def bad_word_tokens(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

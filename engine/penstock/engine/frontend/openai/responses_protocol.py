@@ -1,7 +1,7 @@
 """The body of `/v1/responses`. Nothing is stored: a conversation comes whole with every request."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -77,15 +77,21 @@ def parse_responses(body: Mapping[str, Any]) -> ResponsesRequest:
     return request
 
 
+class ResponseAsChat(ChatRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A response's body as a chat's; its messages are tokens already."""
+
+    prompt_field: ClassVar[str] = "input"
+
+
 def as_chat_request(request: ResponsesRequest, body: Mapping[str, Any]) -> ChatRequest:
-    """The same as a chat, for what samples and takes apart; its messages are tokens already."""
+    """The same as a chat, for what samples and takes apart."""
     sampling: dict[str, Any] = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
     sampling["max_tokens"] = request.max_output_tokens
     try:
         tools = chat_tools(body.get("tools"))
     except PromptError as error:
         raise ApiError.from_prompt(error) from None
-    return ChatRequest(
+    return ResponseAsChat(
         **sampling,
         model=request.model,
         messages=[],
