@@ -24,10 +24,11 @@ from penstock.client.bench.datasets import (
     read_trace,
     trace_requests,
 )
+from penstock.client.bench.outcome import Outcome
 from penstock.client.bench.prompts import Prompts, load_tokenizer
 from penstock.client.bench.records import Record
-from penstock.client.bench.report import Cost, Report, summarize
-from penstock.client.bench.saturation import Saturation, Watcher, read
+from penstock.client.bench.report import Cost, summarize
+from penstock.client.bench.saturation import Watcher, read
 from penstock.client.bench.sender import CHAT, Sender
 from penstock.client.bench.show import Progress, save, show
 from penstock.client.server import Server, ServerError
@@ -49,22 +50,6 @@ class Load:
     count: int
     timed: Iterable[tuple[float, Request]]
     """Seconds after the start."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run gave."""
-
-    model: str
-    start: float
-    records: list[Record]
-    report: Report
-    saturation: Saturation | None
-    missed_looks: int
-    cpu_share: float
-    """Of one core, by this process; near 1, latencies are the client's own."""
-    cpu_us_per_token: float | None
-    interrupted: bool
 
 
 async def run(args: argparse.Namespace) -> int:

@@ -8,16 +8,14 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from rich import progress
 from rich.console import Console
 from rich.table import Table
 
+from penstock.client.bench.outcome import Outcome
 from penstock.client.bench.records import Record
-
-if TYPE_CHECKING:
-    from penstock.client.bench.serve import Outcome
 
 NAMES: Final = {
     "ttft": "time to first token",
@@ -63,7 +61,7 @@ class Progress:
         self._bar.update(self._task, advance=1, said=f"{self._tokens:,} tokens{failed}")
 
 
-def show(args: argparse.Namespace, outcome: "Outcome") -> None:
+def show(args: argparse.Namespace, outcome: Outcome) -> None:
     """Prints the report on standard output."""
     console = Console(highlight=False)
     report = outcome.report
@@ -91,7 +89,7 @@ def show(args: argparse.Namespace, outcome: "Outcome") -> None:
         console.print(warning, style="yellow", markup=False)
 
 
-def _facts(args: argparse.Namespace, outcome: "Outcome") -> Iterator[tuple[str, str]]:
+def _facts(args: argparse.Namespace, outcome: Outcome) -> Iterator[tuple[str, str]]:
     report = outcome.report
     yield "load", f"{outcome.model}, {args.dataset_name}, {_pace(args)}"
     failed = ", ".join(f"{count} × {kind}" for kind, count in report.errors.items())
@@ -114,7 +112,7 @@ def _facts(args: argparse.Namespace, outcome: "Outcome") -> Iterator[tuple[str, 
     yield "client", f"{outcome.cpu_share:.0%} of a core{each}"
 
 
-def _warnings(args: argparse.Namespace, outcome: "Outcome") -> Iterator[str]:
+def _warnings(args: argparse.Namespace, outcome: Outcome) -> Iterator[str]:
     report = outcome.report
     if outcome.interrupted:
         yield "Interrupted: the numbers are of what was done by then."
@@ -145,7 +143,7 @@ def _pace(args: argparse.Namespace) -> str:
     return f"{rate}, at most {cap}" if cap else rate
 
 
-def document(args: argparse.Namespace, outcome: "Outcome") -> dict[str, Any]:
+def document(args: argparse.Namespace, outcome: Outcome) -> dict[str, Any]:
     """The run as JSON: what was asked for, the numbers, and with `--save-detailed` those of each request."""
     content: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -181,7 +179,7 @@ def _plain(value: Any) -> Any:
     return "inf" if value == math.inf else value
 
 
-def save(args: argparse.Namespace, outcome: "Outcome") -> Path:
+def save(args: argparse.Namespace, outcome: Outcome) -> Path:
     """Writes the JSON and says where."""
     rate = f"{args.request_rate:g}qps" if args.request_rate else "trace" if args.dataset_name == "trace" else "infqps"
     cap = f"-concurrency{args.max_concurrency}" if args.max_concurrency else ""
