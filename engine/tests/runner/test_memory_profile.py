@@ -1,5 +1,8 @@
 """What a step takes beside weights and cache."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -48,3 +51,16 @@ def test_a_real_step_takes_no_more_than_was_foretold(build_runner, checkpoint):
             runner._dummy_step(tokens, rows)
         assert memory.peak <= foretold
         assert rows == 1 or memory.peak > foretold / 2
+
+
+def test_a_start_does_not_import_torchs_compiler(checkpoint):
+    script = """
+import sys
+from penstock.engine.args import EngineArgs
+from penstock.engine.core.ipc.process import build_runner
+build_runner(EngineArgs(model=sys.argv[1], kv_cache_memory_bytes=2**22).config(), sys.argv[2])
+print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
+"""
+    runner = "penstock.engine.runner.model_runner:ModelRunner"
+    ran = subprocess.run([sys.executable, "-c", script, str(checkpoint("llama")), runner], capture_output=True, text=True)
+    assert ran.stdout.strip() == "[]", ran.stderr

@@ -10,16 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 PROFILE_TOKENS = 64
 """Tokens of the larger of the two steps."""
 
 
-class PeakMemory(TorchDispatchMode):
+class PeakMemory(TorchFunctionMode):
     """Counts the bytes of the tensors made within that live at the same time. What an operator needs for itself, and gives back
-    before it returns, is not seen."""
+    before it returns, is not seen. (A dispatch mode would see some of it, and would import torch's compiler: seconds at every
+    start.)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +28,7 @@ class PeakMemory(TorchDispatchMode):
         self._live = 0
         self._holders: Counter[int] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator and takes in what it returns."""
         inputs = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
