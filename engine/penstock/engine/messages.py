@@ -6,7 +6,7 @@ egress does not cost an object a token.
 
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -119,6 +119,24 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
     """Take the blocks from those that hold them; they compute their tokens anew."""
 
 
+class PinPrefix(msgspec.Struct, frozen=True, tag="pin_prefix"):
+    """Keep what is cached of these tokens, in full blocks, from being evicted; a forced reset, sleep and new weights end it.
+    Refused where nothing of them is cached, the name is taken, or a sequence of full length would no longer fit. The result's
+    `tokens`: how many are pinned."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(min_length=1)]
+    cache_salt: str | None = None
+    """As the requests that are to find them say it."""
+    tenant: str = ""
+
+
+class UnpinPrefix(msgspec.Struct, frozen=True, tag="unpin_prefix"):
+    """Let a pinned prefix go."""
+
+    name: str
+
+
 PauseMode = Literal["abort", "wait", "keep"]
 """What becomes of requests when the engine pauses: `abort` ends all with a retriable error; `wait` lets running ones finish;
 `keep` stops running ones where they are. Those that `wait` and `keep` leave go on after the pause, as do those that come during
@@ -171,7 +189,9 @@ class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile"):
     """End the profile; its result is `{"path": …}`, the trace's file on the core's machine."""
 
 
-Command = ResetPrefixCache | Pause | Resume | Sleep | WakeUp | ReloadWeights | StartProfile | StopProfile
+Command = (
+    ResetPrefixCache | PinPrefix | UnpinPrefix | Pause | Resume | Sleep | WakeUp | ReloadWeights | StartProfile | StopProfile
+)
 """What a core can be told to do: carried out by `core.controls`, between two steps."""
 
 

@@ -17,10 +17,12 @@ from penstock.engine.messages import (
     ControlDone,
     Finished,
     Pause,
+    PinPrefix,
     ReloadWeights,
     ResetPrefixCache,
     Resume,
     Sleep,
+    UnpinPrefix,
     WakeUp,
 )
 
@@ -103,6 +105,19 @@ def test_keep_stops_at_once_and_everything_goes_on_after_the_pause(engine):
     engine.run()
     engine.check_streams(0, 1, 2)
     assert not engine.core.stats().paused
+
+
+def test_a_pin_is_answered_and_ends_with_a_forced_reset(engine):
+    engine.add(0)
+    engine.run()
+    pin = PinPrefix("system", [0, 1, 2, 3, 4])
+    assert engine.call(pin) is None and engine.replies[-1].result == {"tokens": "4"}
+    assert engine.call(pin) == "there is a pin 'system' already"
+    assert engine.call(ResetPrefixCache()) == "the prefix cache was not reset: 0 requests hold blocks, and 1 blocks are pinned"
+    assert engine.call(ResetPrefixCache(reset_running_requests=True)) is None
+    assert engine.call(UnpinPrefix("system")) == "there is no pin 'system'"
+    assert engine.call(pin) == "no block of this prefix is cached: send it first"
+    assert engine.core.scheduler.kv.pool.num_used == 0
 
 
 @pytest.mark.req("IPC-04", "SCH-13")

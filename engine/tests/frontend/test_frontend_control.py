@@ -65,6 +65,25 @@ def until_load(http: httpx.Client, running: int, waiting: int = 0) -> None:
     raise AssertionError(report)
 
 
+def test_a_prefix_is_pinned_by_its_tokens(http: httpx.Client) -> None:
+    prompt = "the river turns the wheel and the wheel turns the mill " * 3
+    tokens = http.post("/tokenize", json={"prompt": prompt}).json()["tokens"]
+    pin = {"name": "system", "tokens": tokens}
+    unknown = http.post("/pin_prefix", json=pin)
+    assert unknown.status_code == 409 and "send it first" in unknown.json()["error"]["message"]
+    http.post("/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 1}).raise_for_status()
+    pinned = http.post("/pin_prefix", json=pin)
+    assert pinned.status_code == 200 and 0 < int(pinned.json()["tokens"]) <= len(tokens)
+    refused = http.post("/reset_prefix_cache")
+    assert refused.status_code == 409 and "are pinned" in refused.json()["error"]["message"]
+    for wrong, param in (({"name": "x"}, "tokens"), ({**pin, "tokens": [-1]}, "tokens"), ({**pin, "weight": 1}, "weight")):
+        answer = http.post("/pin_prefix", json=wrong)
+        assert (answer.status_code, answer.json()["error"]["param"].partition("[")[0]) == (400, param)
+    assert http.post("/unpin_prefix", params={"name": "system"}).status_code == 200
+    assert http.post("/unpin_prefix", params={"name": "system"}).status_code == 409
+    assert http.post("/reset_prefix_cache").status_code == 200
+
+
 def text(response: httpx.Response) -> str:
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]["text"]

@@ -14,6 +14,7 @@ from penstock.engine.cache.events import BlockEvents
 from penstock.engine.cache.full_attention import FullAttentionManager
 from penstock.engine.cache.group_manager import GroupManager
 from penstock.engine.cache.layout import KVGroup, longest_sequence, max_blocks
+from penstock.engine.cache.pins import Pins
 from penstock.engine.cache.sliding_window import SlidingWindowManager
 
 
@@ -39,6 +40,13 @@ class CacheHit(msgspec.Struct, frozen=True):
     """Per group. Nobody holds them for this request yet: good until the next allocation."""
 
 
+class Prefix(msgspec.Struct, frozen=True):
+    """Full blocks by name, of no request."""
+
+    block_hashes: list[bytes]
+    index: int = -1
+
+
 class KVCacheManager:
     """Block tables of all requests over one pool.
 
@@ -61,6 +69,7 @@ class KVCacheManager:
         """Whether `commit` does anything."""
         self.events = BlockEvents()
         self.pool = BlockPool(num_blocks, len(groups), self.events)
+        self.pins = Pins(self.pool)
         self._specs = tuple(groups)
         self._groups: list[GroupManager] = [
             (FullAttentionManager if group.window is None else SlidingWindowManager)(self.pool, number, group, self.block_size)
@@ -199,6 +208,29 @@ class KVCacheManager:
         """Lets nobody else find what the request computed or found cached: its KV may be what made it fail."""
         for block_hash in request.block_hashes:
             self.pool.forget(block_hash)
+
+    def pin(self, name: str, prefix: Prefix, reserved: int) -> int:
+        """Spares what is cached of a prefix from eviction until it is unpinned; returns its tokens.
+
+        Args:
+            name: Of the pin.
+            prefix: Its full blocks.
+            reserved: Blocks that no pin may take.
+
+        Raises:
+            ValueError: Nothing of it is cached, the name is taken, or too few blocks would be left; nothing has changed.
+        """
+        hit = self.lookup(prefix, len(prefix.block_hashes) * self.block_size + 1)
+        if not hit.num_tokens:
+            raise ValueError("no block of this prefix is cached: send it first")
+        blocks = [block for group in hit.blocks for block in group if block != NULL_BLOCK]
+        pinned = self.pins.num_blocks(blocks)
+        if self.num_blocks - pinned < reserved:
+            raise ValueError(
+                f"of {self.num_blocks} blocks {pinned} would be pinned, and a sequence of full length needs {reserved} others"
+            )
+        self.pins.pin(name, blocks)
+        return hit.num_tokens
 
     def reset(self) -> bool:
         """Forgets all cached blocks; False, and nothing done, while any request holds one."""

@@ -5,6 +5,8 @@ pass.
 """
 
 import logging
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.engine.config import ConfigError
@@ -20,6 +22,7 @@ from penstock.engine.messages import (
     ControlDone,
     Pause,
     PauseMode,
+    PinPrefix,
     ReloadWeights,
     ResetPrefixCache,
     Resume,
@@ -27,8 +30,10 @@ from penstock.engine.messages import (
     StartProfile,
     StopProfile,
     Tag,
+    UnpinPrefix,
     WakeUp,
 )
+from penstock.prompt.hashing import ExtraKeys
 
 PAUSED = "paused"
 """`Finished.code` of requests that a pause has ended."""
@@ -114,6 +119,13 @@ class Controls:
         match command:
             case ResetPrefixCache(force):
                 self._reset_prefix_cache(now, force=force)
+            case PinPrefix(name, tokens, salt, tenant):
+                with _refusing():
+                    extra = ExtraKeys(cache_salt=salt, tenant=tenant)
+                    return {"tokens": str(self._scheduler.pin_prefix(name, tokens, extra))}
+            case UnpinPrefix(name):
+                with _refusing():
+                    self._scheduler.kv.pins.unpin(name)
             case Pause(_, clear_cache):
                 self._scheduler.pause_state = PauseState.PAUSED_ALL
                 if clear_cache:
@@ -158,8 +170,11 @@ class Controls:
     def _reset_prefix_cache(self, now: float, *, force: bool) -> None:
         if force:
             self._scheduler.preempt_all(now)
+            self._scheduler.kv.pins.clear()
         if not self._scheduler.kv.reset():
-            raise ControlError(f"the prefix cache was not reset: {self._scheduler.num_running} requests hold blocks")
+            pinned = self._scheduler.kv.pins.num_blocks()
+            held = f"{self._scheduler.num_running} requests hold blocks" + (f", and {pinned} blocks are pinned" if pinned else "")
+            raise ControlError(f"the prefix cache was not reset: {held}")
 
     def _sleep(self, level: int, now: float) -> None:
         self._scheduler.pause_state = PauseState.PAUSED_ALL
@@ -203,6 +218,15 @@ class Controls:
     def _take_requests_if_awake(self) -> None:
         reason = self.asleep
         self._scheduler.closed = None if reason is None else Closed(reason, ASLEEP)
+
+
+@contextmanager
+def _refusing() -> Generator[None]:
+    """What the cache says no to is refused."""
+    try:
+        yield
+    except ValueError as error:
+        raise ControlError(str(error)) from None
 
 
 def _name(command: Command) -> str:

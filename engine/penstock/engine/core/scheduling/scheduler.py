@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.api.events import Event
 from penstock.api.load_report import WaitingReason
-from penstock.engine.cache.kv_manager import KVCacheManager
+from penstock.engine.cache.kv_manager import KVCacheManager, Prefix
 from penstock.engine.config import ConfigError, SchedulerConfig
 from penstock.engine.core.plan import Admission, Bool, Int32, Int64, StepPlan, StepResult, ints
 from penstock.engine.core.row_table import RowTable
@@ -34,7 +34,7 @@ from penstock.engine.messages import (
     FinishReason,
     LifecycleEvent,
 )
-from penstock.prompt.hashing import BlockHasher
+from penstock.prompt.hashing import BlockHasher, ExtraKeys
 
 
 class Flight(msgspec.Struct, frozen=True):
@@ -92,6 +92,7 @@ class Scheduler:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._hasher = hasher
+        self._max_model_len = max_model_len
         self._book = RequestBook(config, max_model_len, kv, hasher)
         self._tenancy = self._book.tenancy
         self._waiting = self._book.waiting
@@ -185,6 +186,10 @@ class Scheduler:
     def fail_all(self, error: str, code: str) -> None:
         """Ends every request with an error that another replica may not have."""
         self._book.fail_all(error, code)
+
+    def pin_prefix(self, name: str, token_ids: list[int], extra: ExtraKeys) -> int:
+        """See `KVCacheManager.pin`; a request of full length must still find room."""
+        return self.kv.pin(name, Prefix(self._hasher.hash(token_ids, extra)), self.kv.blocks_for(self._max_model_len))
 
     def preempt_all(self, now: float) -> None:
         """Takes every row and block; the requests wait, and lose nothing but time. No plan may be in flight: its tokens would

@@ -1,7 +1,8 @@
 """The endpoints by which an operator of the engine pauses it, puts it to sleep and changes its weights.
 
 Whoever reaches them controls the engine: they are there only where `--enable-control-endpoints` asks for them, and the gateway
-forwards none of them. Arguments are in the query, named as the fields of the commands in `messages`.
+forwards none of them. Arguments are in the query, named as the fields of the commands in `messages`; those of `/pin_prefix` may
+be many, and are a JSON body.
 """
 
 import msgspec
@@ -10,21 +11,25 @@ from aiohttp import web
 from penstock.engine.core.ipc.calls import CommandRefused
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.errors import ApiError
-from penstock.engine.frontend.http.exchange import json_response
+from penstock.engine.frontend.http.exchange import json_response, read_json
+from penstock.engine.frontend.openai.protocol import convert, parse_json
 from penstock.engine.messages import (
     Command,
     Pause,
+    PinPrefix,
     ReloadWeights,
     ResetPrefixCache,
     Resume,
     Sleep,
     StartProfile,
     StopProfile,
+    UnpinPrefix,
     WakeUp,
 )
 
 _COMMANDS: dict[str, type[Command]] = {
     "/reset_prefix_cache": ResetPrefixCache,
+    "/unpin_prefix": UnpinPrefix,
     "/pause": Pause,
     "/resume": Resume,
     "/sleep": Sleep,
@@ -45,13 +50,21 @@ class ControlRoutes:
         """Paths and handlers."""
         return [
             *(web.post(path, self.command) for path in _COMMANDS),
+            web.post("/pin_prefix", self.pin_prefix),
             web.get("/is_paused", self.is_paused),
             web.get("/is_sleeping", self.is_sleeping),
         ]
 
     async def command(self, request: web.Request) -> web.Response:
         """`POST` of a command."""
-        command = _read_query(request, _COMMANDS[request.path])
+        return await self._carry_out(_read_query(request, _COMMANDS[request.path]))
+
+    async def pin_prefix(self, request: web.Request) -> web.Response:
+        """`POST /pin_prefix`: tokens as `/tokenize` gives them."""
+        body = parse_json(await read_json(request))
+        return await self._carry_out(convert(body, PinPrefix, {}))
+
+    async def _carry_out(self, command: Command) -> web.Response:
         self._llm.require_running()
         try:
             result = await self._llm.call(command)
