@@ -192,7 +192,7 @@ class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile"):
 Command = (
     ResetPrefixCache | PinPrefix | UnpinPrefix | Pause | Resume | Sleep | WakeUp | ReloadWeights | StartProfile | StopProfile
 )
-"""What a core can be told to do: carried out by `core.controls`, between two steps."""
+"""What a core can be told to do: carried out by `core.control.controls`, between two steps."""
 
 
 class Control(msgspec.Struct, frozen=True, tag="control"):
@@ -346,7 +346,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Buckets(msgspec.Struct, frozen=True, array_like=True):
-    """A histogram; its bounds are those of `core.step_meter`."""
+    """A histogram; its bounds are those of `core.measure.step_meter`."""
 
     counts: list[int]
     """One a bucket; the last has no upper bound."""
