@@ -3,11 +3,14 @@
 
 An entry point is a function `(argv: list[str]) -> int` whose docstring's first line is its help. It names the extras that it
 needs, so that an image without a component simply has no such command.
+
+Under the name `kubectl-penstock` the same is a plugin of kubectl: `kubectl penstock COMMAND`.
 """
 
 import re
 import sys
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points, requires, version
+from pathlib import Path
 
 GROUP = "penstock.commands"
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+).*;.*\bextra == ['\"]([a-z]+)['\"]")
@@ -50,7 +53,9 @@ def _installed(name: str) -> bool:
 
 
 def _usage(commands: dict[str, EntryPoint]) -> str:
-    lines = ["usage: penstock COMMAND [ARGUMENTS …]     penstock COMMAND --help says more\n"]
+    program = Path(sys.argv[0]).name.replace("kubectl-", "kubectl ")
+    program = program if program in ("penstock", "kubectl penstock") else "penstock"
+    lines = [f"usage: {program} COMMAND [ARGUMENTS …]     {program} COMMAND --help says more\n"]
     for name in sorted(commands):
         summary = (commands[name].load().__doc__ or "").strip().partition("\n")[0]
         lines.append(f"  {name:<12} {summary}")

@@ -53,3 +53,11 @@ def test_a_command_whose_extra_is_missing_says_which(capsys: pytest.CaptureFixtu
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["frobnicate"]) == 2
     assert "no command 'frobnicate'" in capsys.readouterr().err
+
+
+def test_kubectls_plugin_calls_itself_as_people_call_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/usr/bin/kubectl-penstock"])
+    assert cli.main() == 0
+    assert capsys.readouterr().out.startswith("usage: kubectl penstock COMMAND")

@@ -27,6 +27,10 @@ reports = st.builds(
     decode_step_s=rates,
     prompt_tokens_per_s=rates,
     generation_tokens_per_s=rates,
+    lora_slots=counts,
+    lora_slots_free=counts,
+    lora_running=st.dictionaries(st.text(max_size=20), counts, max_size=4),
+    lora_waiting=st.dictionaries(st.text(max_size=20), st.integers(1, 10**6), max_size=4),
 )
 
 
@@ -36,6 +40,33 @@ def test_every_form_carries_the_whole_report(report: LoadReport, form: load_repo
     value = load_report.encode(report, form)
     assert value.startswith(form + " ")
     assert load_report.decode(value) == report
+
+
+@given(report=reports, at=st.integers(0, 900), put=st.sampled_from(["", "9", "-", ".", "e9", ", a=1", "nan", "=", " "]))
+def test_what_engines_of_ours_write_is_read_as_any_other_text(report: LoadReport, at: int, put: str) -> None:
+    """By the short way and by the long one, whole and damaged."""
+    plain = msgspec.structs.replace(report, lora_running={}, lora_waiting={})
+    text = load_report.encode(plain, "TEXT")
+    assert load_report._own(text) in (plain, None)
+    damaged = text[:at] + put + text[at + 1 :]
+    if (own := load_report._own(damaged)) is not None:
+        assert own == LoadReport.from_metrics(load_report.decode_metrics(damaged))
+
+
+def test_a_usual_report_is_read_the_short_way() -> None:
+    waiting = {"capacity": 3, "lora": 1}
+    usual = LoadReport(
+        epoch=1_764_000_000_000, seq=77, max_num_seqs=256, num_requests_running=12, num_requests_waiting=waiting,
+        kv_cache_usage_perc=0.3, prefill_tokens_per_s=51_234.5678, decode_step_s=1e-5,
+    )  # fmt: skip
+    assert load_report._own(load_report.encode(usual, "TEXT")) == usual
+
+
+@pytest.mark.parametrize("name", ["seq", "num_requests_waiting_by_reason.capacity"])
+def test_a_number_that_no_double_holds_is_not_read_the_short_way(name: str) -> None:
+    text = load_report.encode(LoadReport(epoch=1, seq=5, num_requests_waiting={"capacity": 5}), "TEXT")
+    assert load_report._own(text) is not None
+    assert load_report._own(text.replace(f"{name}=5", f"{name}=9007199254740993")) is None
 
 
 @pytest.mark.parametrize(
@@ -107,7 +138,7 @@ def test_an_event_batch_survives_the_wire(report: LoadReport) -> None:
             events.BlockStored([b"a", b"b"]),
             events.BlockRemoved([b"a"]),
             events.AllBlocksCleared(),
-            events.RequestFinished("id", "stop", 3, 2, 1),
+            events.RequestFinished("id", "stop", 3, 2, 1, 0.5),
             report,
         ],
     )

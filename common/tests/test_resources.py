@@ -1,5 +1,6 @@
 """InferenceModel and LoraAdapter: what is accepted, what is refused and with which words, and the CRDs made of them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,40 +11,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from penstock.api.resources import InferenceModel, LoraAdapter, crds, seconds, unsupported
+from penstock.api.resources.reference import with_references
 
 MANIFESTS = Path(__file__).parents[2] / "manifests" / "crds"
+DOCS = Path(__file__).parents[2] / "docs" / "operator"
 
-# Every field of the API, with a value.
-WHOLE = yaml.safe_load("""
-apiVersion: penstock.dev/v1alpha1
-kind: InferenceModel
-metadata: {name: llama, namespace: team, uid: u1, generation: 3, creationTimestamp: "2026-01-01T00:00:00Z", labels: {a: b}}
-spec:
-  served: {name: llama-8b, aliases: [llama]}
-  canary: {of: llama-8b-old, weight: 5}
-  source: {uri: "hf://org/llama", revision: main, loadFormat: auto, secretRef: {name: hf-token}, cache: {type: PVC, claimName: w}}
-  engine:
-    image: example/engine:1
-    dtype: bfloat16
-    quantization: {weights: fp8_per_channel_static, kvCache: fp8_e4m3, activations: dynamic}
-    limits:
-      {maxModelLen: 32768, maxNumSeqs: 256, maxBatchedTokens: 8192, longPrefillThreshold: 4096, blockSize: 16, memoryPercent: 90}
-    speculative: {method: ngram, tokens: 4}
-    connector: {type: nixl}
-    extraArgs: ["--seed=1"]
-  lora: {slots: 4, cpuSlots: 16, maxRank: 32, sources: [{prefix: "s3://team-a/", secretRef: {name: team-a}}]}
-  pools:
-    - name: decode-h200
-      role: Both
-      cost: 100
-      parallelism: {tensor: 2, pipeline: 2, data: 2, expert: {enabled: true, redundant: 1}}
-      accelerator: {resource: nvidia.com/gpu}
-      scaling: {mode: Auto, min: 0, max: 16, warm: 1, slo: {itl: 40ms, percentile: 95}, scaleToZeroAfter: 10m}
-      template: {spec: {nodeSelector: {gpu: h200}}}
-  routing: {policy: Cost, weights: {prefix: 3, queue: 2, kv: 2}, priority: 1, holdTimeout: 5m}
-  rollout: {paused: false, allowDowntime: true, progressDeadline: 30m}
-  drainTimeout: 120s
-""")
+WHOLE = yaml.safe_load((DOCS / "everything.yaml").read_text())
 
 
 def resource(**changes: Any) -> dict[str, Any]:
@@ -61,6 +34,7 @@ def test_the_whole_spec_goes_through_and_back() -> None:
 
 
 POOL = {"name": "a"}
+DAY = {"start": "0 8 * * 1-5", "duration": "10h", "min": 2}
 PREFILL, DECODE = {"name": "p", "role": "Prefill"}, {"name": "d", "role": "Decode"}
 
 
@@ -79,16 +53,53 @@ PREFILL, DECODE = {"name": "p", "role": "Prefill"}, {"name": "d", "role": "Decod
         ({"pools": [{"name": "a", "scaling": {"max": 2, "min": 0}}]}, "set both or neither"),
         ({"pools": [{"name": "a", "scaling": {"max": 2, "scaleToZeroAfter": "1m"}}]}, "set both or neither"),
         ({"pools": [{"name": "a", "scaling": {"max": 2, "slo": {}}}]}, "name a goal"),
+        ({"scaling": {"budget": 3}}, "give at least one pool scaling"),
+        ({"pools": [{"name": "a", "scaling": {"max": 2}}], "scaling": {"prefillPerDecode": {}}}, "for Prefill and Decode"),
+        (
+            {
+                "pools": [PREFILL, {**DECODE, "scaling": {"max": 2}}],
+                "scaling": {"prefillPerDecode": {"minPercent": 9, "maxPercent": 8}},
+            },
+            "minPercent must not be above",
+        ),
+        ({"pools": [{"name": "a", "scaling": {"max": 2, "schedule": [{"start": "8", "duration": "1h", "min": 1}]}}]}, "start"),
+        (
+            {"pools": [{"name": "a", "scaling": {"max": 2, "schedule": [{**DAY, "duration": "200h"}]}}]},
+            "duration must be from 1m to 168h",
+        ),
         ({"pools": []}, "at least 1 item"),
         ({"source": {"uri": "models/tiny"}}, "absolute path or begin with hf://"),
+        ({"source": {"uri": "file:///m", "cache": {"claimName": "c"}}}, "cache is for hf://"),
+        ({"source": {"uri": "pvc:///m"}}, "must be followed by a claim's name"),
         ({"source": {"uri": "file:///m", "secretRef": {"name": "s"}}}, "secretRef is for hf://"),
         ({"canary": {"of": "tiny", "weight": 5}}, "another model"),
+        ({"canary": {"of": "old", "weight": 5, "judge": {"steps": [1, 5]}}}, "steps must be below weight"),
+        ({"canary": {"of": "old", "weight": 50, "judge": {"steps": [5, 1]}}}, "steps must rise"),
+        ({"canary": {"of": "old", "weight": 50, "judge": {"steps": [0, 1]}}}, "greater than or equal to 1"),
+        ({"canary": {"of": "old", "weight": 50, "judge": {"window": "1s"}}}, "window must be from 5s to 24h"),
         ({"lora": {"slots": 8, "cpuSlots": 4}}, "cpuSlots must not be below slots"),
         ({"engine": {"extraArgs": ["--port=1"]}}, "extraArgs may not set"),
         ({"engine": {"extraArgs": ["--host", "x"]}}, "extraArgs may not set"),
-        ({"drainTimeout": "25h"}, "24h or shorter"),
+        ({"engine": {"extraArgs": ["--dtype=float32"]}}, "may not set what has a field: use source, engine.dtype"),
+        ({"engine": {"extraArgs": ["--max-num-seqs", "8"]}}, "may not set what has a field"),
+        (
+            {"engine": {"limits": {"memoryPercent": 50}, "extraArgs": ["--kv-cache-memory-bytes=1000"]}},
+            "exclude each other; remove one",
+        ),
+        ({"pools": [{"name": "a", "parallelism": {"expert": {"redundant": 2}}}]}, "redundant needs enabled: true"),
+        ({"pools": [{"name": "a", "scaling": {"max": 3, "schedule": [{**DAY, "timeZone": "Mars/Olympus"}]}}]}, "tz database"),
+        ({"pools": [{"name": "a", "scaling": {"max": 3, "downWindow": "25h"}}]}, "downWindow must be from 0s to 24h"),
+        ({"pools": [{"name": "a", "scaling": {"max": 3, "slo": {"itl": "0ms"}}}]}, "itl must be from 1ms to 1m"),
+        (
+            {"scaling": {"budget": 19}, "pools": [{"name": "a", "cost": 10, "scaling": {"min": 2, "max": 3}}]},
+            "budget must pay for the min of every pool",
+        ),
+        ({"lora": {"sources": [{"prefix": "team-a/"}]}}, "prefix must be an absolute path or begin with"),
+        ({"lora": {"sources": [{"prefix": "/a", "secretRef": {"name": "s"}}]}}, "lora: sources: secretRef is for hf://"),
+        ({"routing": {"holdTimeout": "2h"}}, "holdTimeout must be from 0s to 1h"),
+        ({"drainTimeout": "25h"}, "drainTimeout must be from 0s to 24h"),
         ({"drainTimeout": "2 minutes"}, "drainTimeout"),
-        ({"rollout": {"progressDeadline": "1s"}}, "progressDeadline must be 10s"),
+        ({"rollout": {"progressDeadline": "1s"}}, "progressDeadline must be from 10s to 24h"),
         ({"replicas": "2"}, "replicas"),
         ({"replicaz": 2}, "replicaz"),
     ],
@@ -112,23 +123,68 @@ def test_another_kind_or_version_is_refused_by_name() -> None:
 def test_fields_that_nothing_implements_are_named() -> None:
     assert unsupported(InferenceModel.parse(resource()).spec) == []
     named = " ".join(unsupported(InferenceModel.parse(WHOLE).spec))
-    outside_pools = (
-        "source.revision", "source.cache", "canary", "lora", "engine.quantization", "engine.speculative", "engine.connector.type",
-        "routing.weights", "routing.priority", "rollout.allowDowntime",
-    )  # fmt: skip
-    for path in outside_pools:
+    for path in ("lora", "engine.quantization", "engine.speculative", "engine.connector.type"):
         assert f"spec.{path}" in named
-    for path in (
-        "cost",
-        "accelerator",
-        "scaling.slo",
-        *(f"parallelism.{name}" for name in ("tensor", "pipeline", "data", "expert")),
-    ):
-        assert f"spec.pools[decode-h200].{path}" in named
-    disaggregated = resource(pools=[PREFILL, DECODE], engine={"connector": {"type": "nixl"}}, source={"uri": "s3://b/m"})
+    for name in ("tensor", "pipeline", "data", "expert"):
+        assert f"spec.pools[prefill].parallelism.{name}" in named
+    disaggregated = resource(
+        pools=[PREFILL, DECODE], engine={"connector": {"type": "nixl"}}, source={"uri": "s3://b/m", "revision": "v"}
+    )
     named = " ".join(unsupported(InferenceModel.parse(disaggregated).spec))
     assert "spec.pools[p].role" in named
-    assert "spec.source.uri (s3://" in named
+    assert "spec.source.revision (only hf://" in named
+
+
+@pytest.mark.parametrize(
+    ("start", "fine"),
+    [
+        ("0 8 * * 1-5", True),
+        ("*/5 0-23/2,7 1,15 * 0,7", True),
+        ("59 23 31 12 7", True),
+        ("5/10 1 1 1 1", True),
+        ("60 8 * * *", False),
+        ("0 24 * * *", False),
+        ("0 8 0 * *", False),
+        ("0 8 * 13 *", False),
+        ("0 8 * * 8", False),
+        ("0 8 * * 5-1", False),
+        ("0 8 * * MON", False),
+        ("*/0 8 * * *", False),
+        ("0 8 * *", False),
+        ("0  8 * * *", False),
+    ],
+)
+def test_starts_of_schedules(start: str, fine: bool) -> None:
+    pool = {"name": "a", "scaling": {"max": 3, "schedule": [{**DAY, "start": start}]}}
+    try:
+        InferenceModel.parse(resource(pools=[pool]))
+    except ValidationError:
+        assert not fine
+    else:
+        assert fine
+
+
+@pytest.mark.parametrize(
+    ("prefix", "allowed", "refused"),
+    [
+        ("s3://team-a/", ["s3://team-a/sql", "s3://team-a"], ["s3://team-ab", "s3://team-b/sql"]),
+        ("hf://org/name", ["hf://org/name", "hf://org/name/x"], ["hf://org/name2", "hf://org"]),
+        ("/adapters", ["/adapters/a"], ["/adapters2/a", "/"]),
+    ],
+)
+def test_an_adapter_source_allows_its_place_and_what_is_below(prefix: str, allowed: list[str], refused: list[str]) -> None:
+    lora = InferenceModel.parse(resource(lora={"sources": [{"prefix": prefix}]})).spec.lora
+    assert lora is not None
+    assert all(lora.sources[0].allows(uri) for uri in allowed)
+    assert not any(lora.sources[0].allows(uri) for uri in refused)
+
+
+@pytest.mark.parametrize("uri", ["s3://team-a/../team-b/x", "file:///adapters/..", "adapters/a", "ftp://x/y"])
+def test_an_adapter_that_leads_elsewhere_is_refused(uri: str) -> None:
+    spec = {"modelRef": {"name": "m"}, "served": {"name": "sql"}, "source": {"uri": uri}}
+    adapter = {"apiVersion": "penstock.dev/v1alpha1", "kind": "LoraAdapter", "metadata": {"name": "sql"}, "spec": spec}
+    with pytest.raises(ValidationError, match="uri m"):
+        LoraAdapter.parse(adapter)
 
 
 def test_durations() -> None:
@@ -141,6 +197,19 @@ def test_lora_adapters() -> None:
     assert LoraAdapter.parse(adapter).spec.model_ref.name == "llama"
     with pytest.raises(ValidationError, match="secretRef"):
         LoraAdapter.parse({**adapter, "spec": {**spec, "secretRef": {"name": "x"}}})
+
+
+def test_the_example_of_everything_has_every_field() -> None:
+    told = {re.sub(r"\[\d+\]", "[]", path) for path in paths(WHOLE["spec"], "InferenceModel.spec")}
+    there = {path for path, _ in schemas() if path.startswith("InferenceModel.spec")} - {"InferenceModel.spec.replicas"}
+    assert {path for path in there if ".template" not in path} <= told, "add what is new"
+
+
+def paths(value: Any, path: str) -> list[str]:
+    """The paths of all values, lists and objects included."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    under = [paths(child, f"{path}[{key}]" if isinstance(value, list) else f"{path}.{key}") for key, child in items]
+    return [path, *(found for some in under for found in some)]
 
 
 def nodes(schema: dict[str, Any], path: str) -> list[tuple[str, dict[str, Any]]]:
@@ -180,9 +249,10 @@ def test_schemas_are_structural_and_bounded(path: str, node: dict[str, Any]) -> 
 
 def test_what_kubectl_shows() -> None:
     model, adapter = (crd["spec"] for crd in crds())
-    assert [column["name"] for column in model["versions"][0]["additionalPrinterColumns"]] == [
-        "Model", "Ready", "Desired", "Status", "URL", "Age",
-    ]  # fmt: skip
+    columns = model["versions"][0]["additionalPrinterColumns"]
+    narrow, wide = ([it["name"] for it in columns if it.get("priority", 0) == priority] for priority in (0, 1))
+    assert narrow == ["Model", "Ready", "Desired", "Status", "URL", "Age"]
+    assert wide == ["Source", "Image", "Rollout", "Scaling", "Routed", "Canary", "Message"]
     assert model["names"]["shortNames"] == ["im"]
     assert model["names"]["categories"] == adapter["names"]["categories"] == ["penstock"]
     assert model["versions"][0]["subresources"]["scale"]["labelSelectorPath"] == ".status.selector"
@@ -193,7 +263,14 @@ def test_what_kubectl_shows() -> None:
 
 def test_manifests_hold_what_is_generated() -> None:
     written = {path.name: yaml.safe_load(path.read_text()) for path in MANIFESTS.glob("*.yaml")}
-    assert written == {f"{crd['metadata']['name']}.yaml": crd for crd in crds()}, "run `penstock crds --write manifests/crds`"
+    assert written == {f"{crd['metadata']['name']}.yaml": crd for crd in crds()}, "run `make crds`"
+
+
+@pytest.mark.parametrize("kind", ["InferenceModel", "LoraAdapter"])
+def test_the_docs_have_the_reference_that_the_schema_gives(kind: str) -> None:
+    text = (DOCS / f"{kind.lower()}.md").read_text()
+    assert f"<!-- reference: {kind} -->" in text and (kind != "InferenceModel" or "<!-- refused: everything.yaml -->" in text)
+    assert with_references(text, DOCS) == text, "run `make crds`"
 
 
 @given(st.integers(0, 5), st.integers(1, 5), st.integers(1, 5), st.booleans())

@@ -44,6 +44,8 @@ class RequestFinished(msgspec.Struct, frozen=True, tag="RequestFinished"):
     cached_tokens: int
     """Prompt tokens that the prefix cache supplied."""
     output_tokens: int
+    ttft_s: float = 0.0
+    """From its arrival at the engine to its first token; 0 where there was none or nobody measured."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared | RequestFinished | LoadReport
@@ -57,6 +59,27 @@ class EventBatch(msgspec.Struct, frozen=True):
     time: float
     """Unix time in seconds."""
     events: list[Event]
+
+
+BEYOND: Final = 2.0**53
+"""Figures from here on are none: a float counts no further by ones."""
+_FIGURES: Final = {
+    kind: tuple(field.name for field in msgspec.structs.fields(kind) if field.type in (int, float))
+    for kind in (LoadReport, RequestFinished)
+}
+
+
+def absurd(said: LoadReport | RequestFinished) -> str | None:
+    """The first figure that no replica can have: below 0, beyond all bounds or no number; None where there is none."""
+    for name in _FIGURES[type(said)]:
+        if not 0 <= getattr(said, name) < BEYOND:
+            return f"{name} is {getattr(said, name)}"
+    if isinstance(said, LoadReport):
+        for counts in (said.num_requests_waiting, said.lora_running, said.lora_waiting):
+            for name, count in counts.items():
+                if not 0 <= count < BEYOND:
+                    return f"{name!r} is {count}"
+    return None
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -4,18 +4,30 @@ the autoscaler.
 The same types are the file format of local discovery (`penstock gateway --discovery file:PATH`) and of the gateway's `/pools`.
 """
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from penstock.api.load_report import LoadReport
 
 Role = Literal["Both", "Prefill", "Decode"]
+LATENCY_EDGES_S: Final = tuple(0.01 * 1.2**step for step in range(56))
+"""10 ms to 226 s, each a fifth above the one before."""
+Engine = Literal["penstock", "vllm", "sglang", "trtllm", "auto"]
+"""What a replica runs, which decides how it says its load; `auto`: to be found out."""
 
 
 def pool_id(namespace: str, model: str, pool: str) -> str:
     """The fleet-wide name of a pool: `Pool.id`."""
     return f"{namespace}/{model}/{pool}"
+
+
+_OPEN = "inferencepool:"
+
+
+def open_id(namespace: str, name: str) -> str:
+    """`Model.id`, and the beginning of `Pool.id`, for pods of an InferencePool that belong to no InferenceModel."""
+    return f"{_OPEN}{namespace}/{name}"
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,12 +42,28 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     """IP address."""
     port: int
     events_port: int
+    """0: it has no event stream."""
     replay_port: int
+    """0: its events cannot be asked for again."""
+    engine: Engine = "penstock"
     ready: bool
     """The kubelet's (or the local runtime's) word; what the picker itself sees comes on top."""
     terminating: bool = False
     cordoned: bool = False
     """Chosen for scale-in: gets no new requests, and finishes those that it has."""
+
+    kv_layout: str = ""
+    """Fingerprint of the content and layout of its KV cache: blocks travel between equal ones only; empty: never."""
+
+    @property
+    def id(self) -> str:
+        """`uid:port`, what it is known by."""
+        return f"{self.uid}:{self.port}"
+
+    @property
+    def open(self) -> bool:
+        """Whether its pool is."""
+        return self.pool.startswith(_OPEN)
 
     @property
     def endpoint(self) -> str:
@@ -52,18 +80,102 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     """`Model.id`."""
     role: Role = "Both"
 
+    @property
+    def open(self) -> bool:
+        """Whether it belongs to an InferencePool and to no InferenceModel: our own Envoy does not know it."""
+        return self.id.startswith(_OPEN)
+
+
+class Canary(msgspec.Struct, frozen=True, kw_only=True):
+    """A share of another model's traffic."""
+
+    of: str
+    """A name of that model, which is in the same namespace."""
+    weight: float
+    """Percent, 0 to 100."""
+
+
+class Weights(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the `WeightedScore` policy."""
+
+    prefix: float = 3.0
+    """For the resident share of the prompt."""
+    queue: float = 2.0
+    """Against waiting requests, as a share of the replica's rows."""
+    kv: float = 2.0
+    """Against KV cache usage."""
+
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """One InferenceModel as far as routing goes."""
 
     id: str
-    """`namespace/name`."""
+    """`namespace/name`; `open_id` where no InferenceModel stands behind it."""
     served_names: list[str]
     """What clients put in `model`: the served name first, then its aliases."""
     created: float = 0.0
-    """Unix time; where two models claim one served name, the oldest wins."""
+    """Unix time; where two models or adapters claim one name, the oldest wins."""
     policy: str = "Cost"
+    weights: Weights = Weights()
+    priority: int = 0
+    """Of its requests against those of other models where room for waiting runs out; smaller is more important."""
     hold_timeout_s: float = 300.0
+    canary: Canary | None = None
+
+    @property
+    def name(self) -> str:
+        """What people call it: its served name, which is the one that its engines' answers carry."""
+        return self.served_names[0] if self.served_names else self.id
+
+    @property
+    def namespace(self) -> str:
+        """The namespace that it is in."""
+        return self.id.removeprefix(_OPEN).partition("/")[0]
+
+    @property
+    def open(self) -> bool:
+        """Whether it is an InferencePool that no InferenceModel owns: it serves whatever names its replicas serve."""
+        return self.id.startswith(_OPEN)
+
+
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """One LoraAdapter as far as routing goes."""
+
+    id: str
+    """`namespace/name`."""
+    model: str
+    """`Model.id`; where there is no such model, the adapter is not served."""
+    served_names: list[str]
+    """What clients put in `model`: the served name, by which engines call it too, then its aliases. Claims, as a model's."""
+    created: float = 0.0
+    """Unix time."""
+
+
+class InferencePool(msgspec.Struct, frozen=True, kw_only=True):
+    """A Gateway API InferencePool: what a foreign gateway sends requests to, by a port of its own on the picker."""
+
+    id: str
+    """`namespace/name`."""
+    created: float = 0.0
+    """Unix time."""
+    models: list[str] = []
+    """`Model.id`s of what its pods serve; an open one for pods that belong to no InferenceModel."""
+    members: list[str] = []
+    """`Replica.id`s: a request that comes by this pool goes to nobody else."""
+    picker: str = ""
+    """`endpointPickerRef`, as `NAME` or `NAME:PORT`; empty where it has none."""
+    fails_open: bool = False
+    """Where the picker cannot be reached, the gateway shall choose by itself."""
+
+
+class NameConflict(msgspec.Struct, frozen=True, kw_only=True):
+    """A name that two claim: the older claim stands."""
+
+    name: str
+    claimant: str
+    """Who does not get it, as `InferenceModel namespace/name` or `LoraAdapter namespace/name`."""
+    holder: str
+    """Who has it, likewise."""
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +184,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     models: list[Model] = []
     pools: list[Pool] = []
     replicas: list[Replica] = []
+    adapters: list[Adapter] = []
+    inference_pools: list[InferencePool] = []
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +203,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Requests picked for this replica whose response headers have not come."""
     in_flight: int
     """All requests that this gateway process sent there and that have not ended."""
+    resident_blocks: int = 0
+    """KV blocks that it is known to cache."""
 
 
 class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +214,27 @@ class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     held: int
     replicas: list[ReplicaLoad]
+    refused: str | None = None
+    """What an Envoy says of this pool's configuration, which it refuses; None where all took it."""
+    ttft_counts: list[int] = []
+    """Requests that have got a first token since this gateway process began, by the time that it took at the replica: one number
+    for each of `LATENCY_EDGES_S`, up to which it counts, and one for all that took longer. Empty: none has."""
+
+
+class ModelOutcomes(msgspec.Struct, frozen=True, kw_only=True):
+    """How one model's requests began, counted from the beginning of a gateway process (`PoolsView.epoch`)."""
+
+    model: str
+    """`Model.id` of what answered: of a canary's share, the canary."""
+    canary_of: str | None = None
+    """`Model.id` of the model whose traffic it shares; None: it is no canary, or one that can get nothing."""
+    requests: int
+    """All that it was to answer."""
+    failures: int
+    """Those of them that ended with a status of 500 or above, or before there was one."""
+    ttft_counts: list[int] = []
+    """Streamed answers by the time from the complete request to their first token, one number for each of `LATENCY_EDGES_S`
+    and one for all that took longer."""
 
 
 class PoolsView(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,3 +246,9 @@ class PoolsView(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     """Rises when a hold begins or the set of replicas changes: the things that must wake an autoscaler."""
     pools: list[PoolLoad]
+    conflicts: list[NameConflict] = []
+    """Claims to names that lost, for the conditions of those who made them."""
+    epoch: str = ""
+    """Another one in each gateway process, also of one name: what is counted begins anew with it."""
+    models: list[ModelOutcomes] = []
+    """Those that have had requests."""

@@ -8,9 +8,11 @@ too, so that Envoy's client-side weighted round robin works without a picker. De
 import base64
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -21,6 +23,8 @@ WAITING_REASONS: tuple[WaitingReason, ...] = get_args(WaitingReason)
 
 MAX_REPORT_BYTES = 16_384
 _WAITING = "num_requests_waiting_by_reason."
+_LORA_RUNNING = "lora_running."
+_LORA_WAITING = "lora_waiting."
 _NAMED = "named_metrics."
 
 
@@ -58,6 +62,14 @@ class LoadReport(msgspec.Struct, frozen=True, tag="LoadReport"):
     """Prompt tokens computed, averaged over the last seconds: the demand on a prefill pool."""
     generation_tokens_per_s: float = 0.0
     """Tokens sampled, averaged over the last seconds: the demand on a decode pool."""
+    lora_slots: int = 0
+    """Adapters that fit on the device at once; 0: the engine serves none."""
+    lora_slots_free: int = 0
+    """Slots that no adapter holds."""
+    lora_running: dict[str, int] = {}
+    """The adapters that hold a slot, each with its running requests; with 0 its slot may be given away."""
+    lora_waiting: dict[str, int] = {}
+    """Waiting requests by adapter, whatever they wait for; adapters with none are left out."""
 
     @property
     def waiting(self) -> int:
@@ -78,6 +90,8 @@ class LoadReport(msgspec.Struct, frozen=True, tag="LoadReport"):
         out["num_requests_waiting"] = self.waiting
         for reason, count in self.num_requests_waiting.items():
             out[_WAITING + reason] = count
+        for prefix, adapters in ((_LORA_RUNNING, self.lora_running), (_LORA_WAITING, self.lora_waiting)):
+            out.update({prefix + quote(name, safe="/:"): count for name, count in adapters.items()})
         return out
 
     @staticmethod
@@ -85,18 +99,45 @@ class LoadReport(msgspec.Struct, frozen=True, tag="LoadReport"):
         """A report of ours from decoded `named_metrics`; raises `LoadReportError` where `epoch` or `seq` is missing."""
         if "epoch" not in metrics or "seq" not in metrics:
             raise LoadReportError("no epoch or seq: not a report of a Penstock engine")
-        waiting: dict[WaitingReason, int] = {
-            reason: int(metrics[_WAITING + reason]) for reason in WAITING_REASONS if metrics.get(_WAITING + reason)
-        }
-        known = {name: metrics[name] for name in _FIELDS if name in metrics}
         try:
-            return msgspec.convert({**known, "num_requests_waiting": waiting}, LoadReport, strict=False)
+            return msgspec.convert(_fields(metrics), LoadReport, strict=False)
         except msgspec.ValidationError as error:
             raise LoadReportError(f"not a report of a Penstock engine: {error}") from None
 
 
-# The scalar fields in wire order; `num_requests_waiting` is spelled out by reason.
+def _fields(metrics: Mapping[str, float]) -> dict[str, object]:
+    """The fields of a report: scalars by their names, and what is spelled out by reason or by adapter."""
+    fields: dict[str, object] = {}
+    waiting: dict[str, float] = {}
+    lora: dict[str, dict[str, float]] = {"lora_running": {}, "lora_waiting": {}}
+    for name, figure in metrics.items():
+        if name in _SCALAR:
+            fields[name] = figure
+        elif "." in name:
+            kind, _, which = name.partition(".")
+            if kind in lora:
+                lora[kind][unquote(which)] = figure
+            elif name in _BY_REASON and figure:
+                waiting[which] = int(figure)
+    return {**fields, **lora, "num_requests_waiting": waiting}
+
+
+# The scalar fields in wire order; what is counted by reason or by adapter is spelled out.
 _FIELDS = tuple(field.name for field in msgspec.structs.fields(LoadReport) if field.type in (int, float))
+_KINDS = tuple(field.type for field in msgspec.structs.fields(LoadReport) if field.name in _FIELDS)
+_SCALAR = frozenset(_FIELDS)
+_BY_REASON = frozenset(_WAITING + reason for reason in WAITING_REASONS)
+
+
+# Fifteen digits are a double's, as all figures of ORCA are: what has more is read, or refused, the long way.
+_WHOLE, _FIGURE = "([0-9]{1,15})", r"([0-9]{1,17}(?:\.[0-9]{1,20})?(?:e-[0-9]{1,3})?)"
+_ITEM = f", {re.escape(_NAMED)}"
+_OWN_REASON = re.compile(f"{_ITEM}{re.escape(_WAITING)}({'|'.join(WAITING_REASONS)})=([1-9][0-9]{{0,14}})")
+_OWN = re.compile(
+    f"TEXT application_utilization={_FIGURE.replace('(', '(?:', 1)}"
+    + "".join(f"{_ITEM}{name}={_WHOLE if kind is int else _FIGURE}" for name, kind in zip(_FIELDS, _KINDS, strict=True))
+    + f"{_ITEM}num_requests_waiting=[0-9]{{1,15}}((?:{_OWN_REASON.pattern.replace('(', '(?:')})*)"
+)
 
 
 def encode(report: LoadReport, form: Format) -> str:
@@ -114,7 +155,19 @@ def encode(report: LoadReport, form: Format) -> str:
 
 def decode(value: str) -> LoadReport:
     """The Penstock report in a header value; raises `LoadReportError` for anything else, other engines' reports included."""
-    return LoadReport.from_metrics(decode_metrics(value))
+    return _own(value) or LoadReport.from_metrics(decode_metrics(value))
+
+
+def _own(value: str) -> LoadReport | None:
+    """The report of an engine of ours as `encode` writes it in TEXT, which every answer carries: one match in place of twenty
+    splits. None for any other text, right or wrong."""
+    found = _OWN.fullmatch(value)
+    if found is None:
+        return None
+    *figures, reasons = found.groups()
+    fields = {name: kind(figure) for name, kind, figure in zip(_FIELDS, _KINDS, figures, strict=True)}
+    waiting = {reason: int(count) for reason, count in _OWN_REASON.findall(reasons)}
+    return LoadReport(**fields, num_requests_waiting=waiting) if len(waiting) == reasons.count("=") else None
 
 
 def decode_metrics(value: str) -> dict[str, float]:
@@ -136,16 +189,20 @@ def decode_metrics(value: str) -> dict[str, float]:
         case _:  # the dialect without a format word
             metrics = _from_json(value) if value.lstrip().startswith("{") else _from_text(value)
     for name, figure in metrics.items():
-        if not math.isfinite(figure) or figure < 0:
+        if not 0 <= figure < math.inf:
             raise LoadReportError(f"{name} is {figure}")
     return metrics
 
 
 def _from_text(text: str) -> dict[str, float]:
     metrics: dict[str, float] = {}
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        name, separator, figure = item.partition("=") if "=" in item else item.partition(":")
+    for item in text.split("," if "," in text else ";"):
+        name, separator, figure = item.partition("=")
+        if not separator:
+            name, separator, figure = item.partition(":")
         name = name.strip().removeprefix(_NAMED)
+        if not name and not separator:  # a comma too many
+            continue
         if not separator or not name:
             raise LoadReportError(f"{item!r} is not name=value")
         if name in metrics:
@@ -173,7 +230,7 @@ def _from_json(text: str) -> dict[str, float]:
 _SCALARS = {1: "cpu_utilization", 2: "mem_utilization", 6: "rps_fractional", 7: "eps", 9: "application_utilization"}
 _MAPS = (4, 5, 8)  # request_cost, utilization, named_metrics
 _NAMED_METRICS = 8
-_DOUBLE, _BYTES, _VARINT = 1, 2, 0
+_DOUBLE, _BYTES, _VARINT, _FLOAT = 1, 2, 0, 5
 
 
 def _varint(number: int) -> bytes:
@@ -217,6 +274,10 @@ def _proto_fields(data: bytes) -> Iterator[tuple[int, float | bytes | int]]:
                 at += 8
             elif wire == _VARINT:
                 yield field, varint()
+            elif wire == _FLOAT:  # none that is known
+                at += 4
+                if at > len(data):
+                    raise LoadReportError("truncated protobuf")
             elif wire == _BYTES:
                 size = varint()
                 if at + size > len(data):

@@ -21,6 +21,7 @@ INTER_TOKEN_LATENCY: Final = "penstock_inter_token_latency_seconds"
 TIME_PER_OUTPUT_TOKEN: Final = "penstock_request_time_per_output_token_seconds"
 E2E_LATENCY: Final = "penstock_e2e_request_latency_seconds"
 QUEUE_TIME: Final = "penstock_request_queue_time_seconds"
+WAIT_TIME: Final = "penstock_request_wait_seconds"
 PREFILL_TIME: Final = "penstock_request_prefill_time_seconds"
 DECODE_TIME: Final = "penstock_request_decode_time_seconds"
 INFERENCE_TIME: Final = "penstock_request_inference_time_seconds"
@@ -29,15 +30,28 @@ REQUEST_GENERATION_TOKENS: Final = "penstock_request_generation_tokens"
 REQUEST_MAX_TOKENS: Final = "penstock_request_params_max_tokens"
 REQUEST_N: Final = "penstock_request_params_n"
 ENGINE_INFO: Final = "penstock_engine_info"  # labels version, device, dtype, kernels
+LOAD_SECONDS: Final = "penstock_load_seconds"  # label part: imports, weights, memory, cache, warm_up, adapters
 CACHE_CONFIG_INFO: Final = "penstock_cache_config_info"  # the settings as labels
 STEP_SECONDS: Final = "penstock_step_seconds"
 STEP_TOKENS: Final = "penstock_step_tokens"
 SAMPLED_TOKENS: Final = "penstock_sampled_tokens"
 PREEMPTED_TOKENS: Final = "penstock_preempted_tokens"
 RESUMED_CACHED_TOKENS: Final = "penstock_resumed_cached_tokens"
+CUDAGRAPH_STEPS: Final = "penstock_cudagraph_steps"  # labels mode: FULL, PIECEWISE, NONE; reason
+CUDAGRAPH_TOKENS: Final = "penstock_cudagraph_tokens"  # label kind: real, padding
+CUDAGRAPHS: Final = "penstock_cudagraphs"  # label state: captured, pending, failed
+CUDAGRAPH_BYTES: Final = "penstock_cudagraph_memory_bytes"
+LORA_SLOTS: Final = "penstock_lora_slots"
+LORA_SLOTS_FREE: Final = "penstock_lora_slots_free"
+LORA_REQUESTS_INFO: Final = "penstock_lora_requests_info"  # labels max_lora, running_lora_adapters, waiting_lora_adapters
+LORA_SLOT_LOADS: Final = "penstock_lora_slot_loads"
+LORA_READS: Final = "penstock_lora_reads"
 ESTIMATED_FLOPS: Final = "penstock_estimated_flops"  # label part: linear, attention, lm_head
 ESTIMATED_READ_BYTES: Final = "penstock_estimated_read_bytes"  # label part: weights, kv
 ESTIMATED_WRITE_BYTES: Final = "penstock_estimated_write_bytes"  # KV
+STEP_FLOOR_SECONDS: Final = "penstock_step_floor_seconds"
+DEVICE_BANDWIDTH: Final = "penstock_device_memory_bytes_per_second"
+DEVICE_FLOPS: Final = "penstock_device_flops_per_second"
 
 VLLM_NAMES: Final = {
     NUM_REQUESTS_RUNNING: "vllm:num_requests_running",
@@ -62,6 +76,7 @@ VLLM_NAMES: Final = {
     REQUEST_MAX_TOKENS: "vllm:request_params_max_tokens",
     REQUEST_N: "vllm:request_params_n",
     CACHE_CONFIG_INFO: "vllm:cache_config_info",
+    LORA_REQUESTS_INFO: "vllm:lora_requests_info",
     ESTIMATED_WRITE_BYTES: "vllm:estimated_write_bytes_per_gpu",
 }
 """What vLLM calls the same series; `penstock serve --metrics-compat vllm` tells both. Waiting requests, prompt tokens and what is
@@ -70,16 +85,41 @@ estimated by part have other labels there."""
 # --- gateway ---
 PICKS: Final = "penstock_picker_picks"  # labels pool, policy
 PICK_SECONDS: Final = "penstock_picker_pick_seconds"
+MODEL_REQUESTS: Final = "penstock_gateway_requests"  # labels model, code
+RESPONSE_SECONDS: Final = "penstock_gateway_response_seconds"  # label model
 PICK_REFUSALS: Final = "penstock_picker_refusals"  # label reason
 BOOKINGS_RELEASED: Final = "penstock_picker_booking_released"  # label by
 BOOKINGS_OPEN: Final = "penstock_picker_bookings"
 EVENT_GAPS: Final = "penstock_picker_event_gaps"
+RESIDENT_BLOCKS: Final = "penstock_picker_resident_blocks"
+RESIDENT_BLOCKS_DROPPED: Final = "penstock_picker_resident_blocks_dropped"
+RESIDENCY_REPLICAS: Final = "penstock_picker_residency_replicas"  # label knowledge: exact, partial, predicted, unknown
+CACHED_TOKENS: Final = "penstock_picker_cached_tokens"  # labels model; view: predicted, found
+CACHED_TOKENS_ERROR: Final = "penstock_picker_cached_tokens_error"  # label model
+TTFT_RATIO: Final = "penstock_picker_ttft_ratio"  # label model
+TTFT_CORRECTION: Final = "penstock_picker_ttft_correction"  # label replica
+PROMPTS_MISCOUNTED: Final = "penstock_picker_prompts_miscounted"  # label model
 REPORT_AGE: Final = "penstock_picker_load_report_age_seconds"
 REQUESTS_HELD: Final = "penstock_gateway_requests_held"
-XDS_NACKS: Final = "penstock_xds_nacks"
+FLOW_QUEUED: Final = "penstock_flow_queued_requests"  # labels model, priority
+FLOW_QUEUED_BYTES: Final = "penstock_flow_queued_bytes"
+FLOW_WAIT: Final = "penstock_flow_wait_seconds"  # labels model, outcome
+TENANT_REQUESTS: Final = "penstock_tenant_requests"  # labels tenant, outcome
+TENANT_TOKENS: Final = "penstock_tenant_tokens"  # labels tenant, kind: prompt, cached, output
+TENANT_RUNNING: Final = "penstock_tenant_running_requests"  # label tenant
+TENANTS_RELOADS: Final = "penstock_tenants_reloads"  # label result
+AUDIT_LINES: Final = "penstock_audit_lines"  # label outcome: written, dropped, failed
+XDS_NACKS: Final = "penstock_xds_nacks"  # label type
+XDS_ENVOYS: Final = "penstock_xds_envoys"
 
 # --- operator and autoscaler ---
 RECONCILES: Final = "penstock_operator_reconciles"  # label result
 RECONCILE_SECONDS: Final = "penstock_operator_reconcile_seconds"
 DESIRED_REPLICAS: Final = "penstock_autoscaler_desired_replicas"  # labels namespace, model, pool
+CURRENT_REPLICAS: Final = "penstock_autoscaler_current_replicas"  # labels namespace, model, pool
+DEMAND_REPLICAS: Final = "penstock_autoscaler_demand_replicas"  # labels namespace, model, pool
 SCALING_DECISIONS: Final = "penstock_autoscaler_decisions"  # label constraint
+COLD_START: Final = "penstock_autoscaler_cold_start_seconds"  # labels namespace, model, pool
+MODEL_CONDITION: Final = "penstock_model_condition"  # labels namespace, model, condition, status, reason
+CANARY_WEIGHT: Final = "penstock_canary_weight_percent"  # labels namespace, model, verdict
+POOL_REPLICAS: Final = "penstock_pool_replicas"  # labels namespace, model, pool, state: wanted, ready, updated

@@ -2,14 +2,20 @@
 
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from kubernetes.aio.client import ApiClient, ApiException, Configuration
-from kubernetes.aio.config import KUBE_CONFIG_DEFAULT_LOCATION, ConfigException, load_incluster_config, load_kube_config
+from kubernetes.aio.config import (
+    KUBE_CONFIG_DEFAULT_LOCATION,
+    ConfigException,
+    list_kube_config_contexts,
+    load_incluster_config,
+    load_kube_config,
+)
 from yaml import YAMLError
 
 from penstock.kube.errors import NoApiServer
@@ -19,6 +25,8 @@ Object = dict[str, Any]
 
 PAGE = 500
 """Objects a list request asks for; kubectl's and client-go's figure."""
+LONGEST_PAUSE_S = 10.0
+"""However long a server asks to be left alone."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +45,21 @@ class Resource:
 
 
 PODS = Resource("", "v1", "pods")
+POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-async def connect(kubeconfig: str | None = None) -> ApiClient:
+async def connect(kubeconfig: str | None = None, context: str | None = None) -> ApiClient:
     """A client with the pod's service account where there is one, else with `kubeconfig` or kubectl's usual file.
+
+    Args:
+        context: A context of the file, which is used then even in a pod; None: its current one.
 
     Raises:
         NoApiServer: none of them can be used.
     """
     configuration = Configuration()
     tried: list[str] = []
-    if kubeconfig is None:
+    if kubeconfig is None and context is None:
         try:
             load_incluster_config(client_configuration=configuration)
             return ApiClient(configuration)
@@ -58,11 +70,28 @@ async def connect(kubeconfig: str | None = None) -> ApiClient:
         tried.append(f"the file {place} (not there)")
         raise NoApiServer(_none_of(tried))
     try:
-        await load_kube_config(config_file=place, client_configuration=configuration)
+        await load_kube_config(config_file=place, context=context, client_configuration=configuration)
     except (ConfigException, OSError, YAMLError, TypeError, AttributeError) as error:  # the last two: a file of something else
         tried.append(f"the file {place} ({error!r})")
         raise NoApiServer(_none_of(tried)) from error
     return ApiClient(configuration)
+
+
+def usual_namespace(kubeconfig: str | None = None, context: str | None = None) -> str:
+    """The namespace where a command looks that is told none, as kubectl does: the context's, or the pod's where `connect` uses
+    its ServiceAccount."""
+    if kubeconfig is None and context is None and POD_NAMESPACE.is_file() and "KUBERNETES_SERVICE_HOST" in os.environ:
+        return POD_NAMESPACE.read_text().strip()
+    place = kubeconfig or KUBE_CONFIG_DEFAULT_LOCATION
+    if not _exists(place):
+        return "default"
+    try:
+        listed: Any = list_kube_config_contexts(config_file=place)
+    except (ConfigException, OSError, YAMLError, TypeError, AttributeError):
+        return "default"  # `connect` says what is wrong with the file
+    contexts, current = listed
+    chosen = next((it for it in contexts if it["name"] == context), current)
+    return str(chosen["context"].get("namespace") or "default")
 
 
 def _exists(kubeconfig: str) -> bool:
@@ -87,12 +116,26 @@ async def get(api: ApiClient, path: str, query: dict[str, str], limits: aiohttp.
     response = (await api.call_api(*request, _request_timeout=limits)).response
     if response.status != 200:
         body = await response.text()
-        raise ApiException(status=response.status, reason=response.reason, body=body)
+        error = ApiException(status=response.status, reason=response.reason, body=body)
+        error.headers = response.headers
+        raise error
     return response
 
 
-async def list_all(api: ApiClient, path: str, query: dict[str, str]) -> tuple[list[Object], str]:
-    """Every object of a collection, page by page, and the resource version to watch from. Errors are those of `get`."""
+def asked_to_wait(error: ApiException) -> float | None:
+    """After how many seconds the server wants to be asked again that has too much to do; None where it does not say."""
+    after = (error.headers or {}).get("Retry-After", "")
+    return min(float(after), LONGEST_PAUSE_S) if error.status in (429, 503) and after.isdecimal() else None
+
+
+async def list_all(
+    api: ApiClient, path: str, query: dict[str, str], keep: Callable[[Object], Object] = lambda item: item
+) -> tuple[list[Object], str]:
+    """Every object of a collection, page by page, and the resource version to watch from. Errors are those of `get`.
+
+    Args:
+        keep: What is kept of each object, so that only a page is ever there as a whole.
+    """
     items: list[Object] = []
     token = ""
     while True:
@@ -101,7 +144,7 @@ async def list_all(api: ApiClient, path: str, query: dict[str, str]) -> tuple[li
             answer = json.loads(await response.read())
         # Items of a list carry neither kind nor apiVersion.
         common = {"apiVersion": answer.get("apiVersion"), "kind": str(answer.get("kind", "")).removesuffix("List")}
-        items.extend({**common, **item} for item in answer.get("items") or [])
+        items.extend(keep({**common, **item}) for item in answer.get("items") or [])
         token = answer["metadata"].get("continue") or ""
         if not token:
             return items, answer["metadata"]["resourceVersion"]

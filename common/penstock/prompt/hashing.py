@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 DIGEST_BYTES = 32
+_EMPTY = hashlib.sha256()
 
 
 class PromptItem(msgspec.Struct, frozen=True, array_like=True):
@@ -43,6 +44,23 @@ def root_hash(seed: str) -> bytes:
     return hashlib.sha256(b"penstock/" + seed.encode()).digest()
 
 
+def _add_items(block: "hashlib._Hash", items: tuple[PromptItem, ...], start: int, size: int) -> None:
+    for item in items:
+        if item.start < start + size and item.start + item.length > start:
+            name = item.identifier.encode()
+            block.update(b"item" + len(name).to_bytes(4, "little") + name)
+            block.update((item.start - start).to_bytes(8, "little", signed=True))
+
+
+def _add_first(block: "hashlib._Hash", extra: ExtraKeys) -> None:
+    """What the first block alone holds, and with it the whole chain."""
+    if extra.tenant:
+        tenant = extra.tenant.encode()
+        block.update(b"tenant" + len(tenant).to_bytes(4, "little") + tenant)
+    if extra.cache_salt is not None:
+        block.update(b"salt" + extra.cache_salt.encode())
+
+
 class BlockHasher:
     """Hashes the full blocks of token sequences.
 
@@ -60,29 +78,41 @@ class BlockHasher:
     def extend(self, hashes: list[bytes], tokens: Sequence[int], extra: ExtraKeys) -> None:
         """Appends the hashes of the full blocks of `tokens` that `hashes` does not cover yet (earlier blocks are not hashed
         again)."""
+        start = len(hashes) * self.block_size
+        if len(tokens) - start >= self.block_size:
+            hashes.extend(self.chain(hashes[-1] if hashes else None, tokens[start:], extra, start))
+
+    def chain(self, parent: bytes | None, tokens: Sequence[int], extra: ExtraKeys, start: int) -> list[bytes]:
+        """The hashes of the full blocks of `tokens`, which go on where another part of the same sequence ended.
+
+        Args:
+            parent: Hash of the block before; None for the first block of all.
+            tokens: From that block's end on.
+            extra: Of the sequence.
+            start: Position of the first of `tokens` in the sequence.
+        """
         size = self.block_size
-        lora = extra.lora.encode() if extra.lora is not None else b""
-        parent = hashes[-1] if hashes else self.root
-        for start in range(len(hashes) * size, len(tokens) - size + 1, size):
-            packed = array("I", tokens[start : start + size])
-            if sys.byteorder == "big":
-                packed.byteswap()
-            block = hashlib.sha256(parent)
-            block.update(packed)
-            # Length-prefixed, and after the tokens, whose length is fixed: no two sets of keys read the same.
-            block.update(len(lora).to_bytes(4, "little") + lora)
-            for item in extra.items:
-                if item.start < start + size and item.start + item.length > start:
-                    name = item.identifier.encode()
-                    block.update(b"item" + len(name).to_bytes(4, "little") + name)
-                    block.update((item.start - start).to_bytes(8, "little", signed=True))
-            if start == 0 and extra.tenant:
-                tenant = extra.tenant.encode()
-                block.update(b"tenant" + len(tenant).to_bytes(4, "little") + tenant)
-            if start == 0 and extra.cache_salt is not None:
-                block.update(b"salt" + extra.cache_salt.encode())
-            parent = block.digest()
-            hashes.append(parent)
+        width = 4 * size
+        packed = array("I", tokens)
+        if sys.byteorder == "big":
+            packed.byteswap()
+        data = packed.tobytes()
+        # Length-prefixed, and after the tokens, whose length is fixed: no two sets of keys read the same.
+        name = extra.lora.encode() if extra.lora is not None else b""
+        lora = len(name).to_bytes(4, "little") + name
+        first, last = parent is None, self.root if parent is None else parent
+        hashes: list[bytes] = []
+        for at in range(0, len(data) - width + 1, width):
+            block = _EMPTY.copy()  # half the price of a new one
+            block.update(last + data[at : at + width] + lora)
+            if extra.items:
+                _add_items(block, extra.items, start + at // 4, size)
+            if first:
+                _add_first(block, extra)
+                first = False
+            last = block.digest()
+            hashes.append(last)
+        return hashes
 
     def hash(self, tokens: Sequence[int], extra: ExtraKeys | None = None) -> list[bytes]:
         """The hashes of all full blocks of `tokens`."""

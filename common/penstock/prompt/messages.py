@@ -46,14 +46,14 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise PromptError(f"{where}.{field} is not supported", f"{where}.{field}")
     content = message.get("content")
     calls = message.get("tool_calls") if role == "assistant" else None
-    if content is None and calls:  # calls alone
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if content is None and (calls or (reasoning and role == "assistant")):  # calls alone, or an answer cut while it reasoned
         out: dict[str, Any] = {"role": role, "content": ""}
     else:
         out = {"role": role, "content": _text(content, f"{where}.content")}
     for field in ("name", "tool_call_id"):
         if field in known and message.get(field) is not None:
             out[field] = _string(message[field], f"{where}.{field}")
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
     if reasoning:
         out["reasoning_content"] = _string(reasoning, f"{where}.reasoning_content")
     if calls:
@@ -115,6 +115,9 @@ def _text(content: Any, where: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise PromptError(f"{where}[{at}] must be a text part; this model reads text alone", f"{where}[{at}]")
+        for field in part:
+            if field not in ("type", "text"):
+                raise PromptError(f"{where}[{at}].{field} is not supported", f"{where}[{at}].{field}")
         text = part.get("text")
         if not isinstance(text, str):
             raise PromptError(f"{where}[{at}].text must be a string", f"{where}[{at}].text")

@@ -1,21 +1,42 @@
 """From the body of a request to token ids: the one way, called by the engine and by the picker in front of it."""
 
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from tokenizers import Tokenizer
 
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import BundleError, PromptError
 from penstock.prompt.messages import normalize
-from penstock.prompt.responses import as_chat
+from penstock.prompt.responses import as_chat, in_own_words
 from penstock.prompt.template import ChatTemplate
 from penstock.prompt.tools import read_tools, template_variables
+from penstock.prompt.truncation import Truncation, read_truncation
 
 CHAT_PATH: Final = "/v1/chat/completions"
 COMPLETIONS_PATH: Final = "/v1/completions"
 RESPONSES_PATH: Final = "/v1/responses"
-PROMPT_PATHS: Final = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH)
+EMBEDDINGS_PATH: Final = "/v1/embeddings"
+PROMPT_PATHS: Final = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, EMBEDDINGS_PATH)
+PARAMS: Final = {CHAT_PATH: "messages", COMPLETIONS_PATH: "prompt", RESPONSES_PATH: "input", EMBEDDINGS_PATH: "input"}
+"""The field that holds the prompt."""
+COMPLETION_DEFAULT_TOKENS: Final = 16
+"""Of output, where a completion has no `max_tokens`: OpenAI's."""
+
+
+class TextPrompt(NamedTuple):
+    """A prompt as text; the arguments of `PromptProcessor.encode`."""
+
+    text: str
+    add_special_tokens: bool
+    param: str
+
+
+def refuse_empty(path: str, lengths: Sequence[int]) -> None:
+    """Raises `PromptError` where a prompt of a request to `path` has no tokens; `lengths` are those of all its prompts."""
+    if 0 in lengths:
+        param = PARAMS[path] if len(lengths) == 1 else f"{PARAMS[path]}[{lengths.index(0)}]"
+        raise PromptError(f"{param} has no tokens", param)
 
 
 class PromptProcessor:
@@ -42,7 +63,11 @@ class PromptProcessor:
 
     def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
         """Token ids of a text; raises `PromptError` on text that is not Unicode or is certainly longer than the context."""
-        # A token stands for so many characters at most: hopeless texts are refused before the costly encode.
+        self.check_length(text, param)
+        return self.encode_pieces([text], add_special_tokens, param)[0]
+
+    def check_length(self, text: str, param: str) -> None:
+        """Refuses hopeless texts before the costly encode: a token stands for so many characters at most."""
         if len(text) > self.bundle.max_model_len * self._longest_token:
             raise PromptError(
                 f"{param} has {len(text)} characters; at most {self._longest_token} a token, that is more than "
@@ -50,11 +75,14 @@ class PromptProcessor:
                 param,
                 "context_length_exceeded",
             )
+
+    def encode_pieces(self, pieces: list[str], add_special_tokens: bool, param: str) -> list[list[int]]:
+        """Token ids of each piece by itself; raises `PromptError` on text that is not Unicode."""
         try:
-            # A batch of one: only batches can go without character offsets, which cost a quarter of the time and more.
-            return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            # As a batch, even of one: only batches can go without character offsets, which cost a quarter of the time and more.
+            return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(pieces, add_special_tokens=add_special_tokens)]
         except (TypeError, UnicodeEncodeError):
-            raise PromptError(f"{param} is not valid Unicode: it holds half of a surrogate pair", param) from None
+            raise _no_unicode(param) from None
 
     def render_chat(self, body: Mapping[str, Any]) -> str:
         """The text that the chat template makes of a chat request's body, the beginning of the answer included unless
@@ -84,37 +112,60 @@ class PromptProcessor:
         Raises `PromptError` naming the field for prompts that are missing, empty or of a wrong type, and `ValueError` for
         another path.
         """
-        if path in (CHAT_PATH, RESPONSES_PATH):
-            chat = body if path == CHAT_PATH else as_chat(body)
-            param = "messages" if path == CHAT_PATH else "input"
-            # Unless it says otherwise: the template has written the special tokens already.
-            special = bool(_flag(body, "add_special_tokens"))
-            try:
-                prompts = [self.encode(self.render_chat(chat), add_special_tokens=special, param=param)]
-            except PromptError as error:
-                if path == CHAT_PATH or not error.param.startswith("messages"):
-                    raise
-                raise PromptError(str(error), param, error.code) from None
-        elif path == COMPLETIONS_PATH:
-            special = _flag(body, "add_special_tokens")
-            prompts, param = self._completion_prompts(body.get("prompt"), special is not False), "prompt"
+        given = self.prompts_of(path, body)
+        cut = self._truncation(path, body)
+        if cut is not None:
+            prompts = [self._truncated(prompt, cut) for prompt in given]
         else:
-            raise ValueError(f"{path} carries no prompt")
-        if not all(prompts):
-            raise PromptError(f"{param} has no tokens", param)
+            prompts = [self.encode(*prompt) if isinstance(prompt, TextPrompt) else prompt for prompt in given]
+        refuse_empty(path, [len(prompt) for prompt in prompts])
         return prompts
 
-    def _completion_prompts(self, prompt: Any, special: bool) -> list[list[int]]:
-        if isinstance(prompt, str):
-            return [self.encode(prompt, special)]
-        if isinstance(prompt, list) and prompt:
-            if all(isinstance(entry, str) for entry in prompt):
-                return [self.encode(text, special, f"prompt[{at}]") for at, text in enumerate(prompt)]
-            if all(isinstance(entry, list) for entry in prompt):
-                return [self._ids(ids, f"prompt[{at}]") for at, ids in enumerate(prompt)]
-            if all(type(entry) is int for entry in prompt):
-                return [self._ids(prompt, "prompt")]
-        raise PromptError("prompt must be a string, a list of strings, a list of token ids or a list of such lists", "prompt")
+    def prompts_of(self, path: str, body: Mapping[str, Any]) -> list[TextPrompt | list[int]]:
+        """The prompts in the body of a request: texts before they become tokens, and token ids where the client gave those.
+
+        Raises as `tokens_of` does, but for what the tokens alone can tell.
+        """
+        if path == CHAT_PATH:
+            # Unless it says otherwise: the template has written the special tokens already.
+            special = bool(_flag(body, "add_special_tokens"))
+            return [TextPrompt(self.render_chat(body), special, PARAMS[path])]
+        if path == RESPONSES_PATH:
+            special = bool(_flag(body, "add_special_tokens"))
+            try:
+                return [TextPrompt(self.render_chat(as_chat(body)), special, PARAMS[path])]
+            except PromptError as error:
+                raise in_own_words(error) from None
+        if path in (COMPLETIONS_PATH, EMBEDDINGS_PATH):
+            special = _flag(body, "add_special_tokens")
+            return self._plain_prompts(body.get(PARAMS[path]), special is not False, PARAMS[path])
+        raise ValueError(f"{path} carries no prompt")
+
+    def _truncation(self, path: str, body: Mapping[str, Any]) -> Truncation | None:
+        if path == EMBEDDINGS_PATH:  # as in sentence-transformers, what is embedded loses its end
+            return read_truncation(body, self.bundle.max_model_len, 0, "right")
+        return read_truncation(body, self.bundle.max_model_len, COMPLETION_DEFAULT_TOKENS if path == COMPLETIONS_PATH else 1)
+
+    def _truncated(self, prompt: TextPrompt | list[int], cut: Truncation) -> list[int]:
+        """No text is too long here."""
+        if not isinstance(prompt, TextPrompt):
+            return cut.ids(prompt)
+        try:
+            return cut.text(prompt.text, self.tokenizer, prompt.add_special_tokens)
+        except (TypeError, UnicodeEncodeError):
+            raise _no_unicode(prompt.param) from None
+
+    def _plain_prompts(self, given: Any, special: bool, param: str) -> list[TextPrompt | list[int]]:
+        if isinstance(given, str):
+            return [TextPrompt(given, special, param)]
+        if isinstance(given, list) and given:
+            if all(isinstance(entry, str) for entry in given):
+                return [TextPrompt(text, special, f"{param}[{at}]") for at, text in enumerate(given)]
+            if all(isinstance(entry, list) for entry in given):
+                return [self._ids(ids, f"{param}[{at}]") for at, ids in enumerate(given)]
+            if all(type(entry) is int for entry in given):
+                return [self._ids(given, param)]
+        raise PromptError(f"{param} must be a string, a list of strings, a list of token ids or a list of such lists", param)
 
     def _ids(self, ids: list[Any], where: str) -> list[int]:
         if not all(type(token) is int for token in ids):
@@ -122,6 +173,10 @@ class PromptProcessor:
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise PromptError(f"{where} holds a token id outside 0 to {self.vocab_size - 1}", where)
         return list(ids)
+
+
+def _no_unicode(param: str) -> PromptError:
+    return PromptError(f"{param} is not valid Unicode: it holds half of a surrogate pair", param)
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool | None:

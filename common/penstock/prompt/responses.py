@@ -6,12 +6,18 @@ from typing import Any, Final
 from penstock.prompt.errors import PromptError
 
 _PART_TYPES: Final = ("input_text", "output_text", "text")
+_PART_FIELDS: Final = ("type", "text", "annotations", "logprobs")
+"""The latter two are those of an answer that comes back."""
 _ITEM_FIELDS: Final = {
     "message": ("type", "role", "content", "id", "status", "phase"),
     "function_call": ("type", "call_id", "name", "arguments", "id", "status"),
     "function_call_output": ("type", "call_id", "output", "id", "status"),
     "reasoning": ("type", "id", "summary", "content", "encrypted_content", "status"),
 }
+_STRINGS: Final = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id",)}
+_ROLES: Final = ("system", "developer", "user", "assistant")
+_OWN_NAMES: Final = (("reasoning_effort", "reasoning.effort"), (".function.", "."))
+"""What a chat calls a field, and what a response does."""
 
 
 def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,6 +34,8 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     elif isinstance(given, list) and given:
         for at, item in enumerate(given):
             _add(messages, item, f"input[{at}]")
+        if not messages:
+            raise PromptError("input holds nothing that the model could read", "input")
     else:
         raise PromptError("input must be a string or a list with at least one item", "input")
     chat: dict[str, Any] = {"messages": messages, "tools": chat_tools(body.get("tools"))}
@@ -64,7 +72,12 @@ def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
     for name in item:
         if name not in fields:
             raise PromptError(f"{where}.{name} is not supported", f"{where}.{name}")
+    for name in _STRINGS.get(kind, ()):
+        if not isinstance(item.get(name), str):
+            raise PromptError(f"{where}.{name} must be a string", f"{where}.{name}")
     if kind == "message":
+        if item.get("role") not in _ROLES:
+            raise PromptError(f"{where}.role must be one of {', '.join(_ROLES)}", f"{where}.role")
         content = _content(item.get("content"), f"{where}.content")
         last = messages[-1] if messages else {}
         if item.get("role") == "assistant" and last.get("role") == "assistant" and "content" not in last:
@@ -89,16 +102,33 @@ def _open_turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
+def in_own_words(error: PromptError) -> PromptError:
+    """What a chat's body was refused for, with the names of a response's fields."""
+    if error.param.startswith("messages"):  # all of them were sound by themselves: the template refuses the conversation
+        return PromptError(str(error), "input", error.code)
+    message, param = str(error), error.param
+    for theirs, ours in _OWN_NAMES:
+        message, param = message.replace(theirs, ours), param.replace(theirs, ours)
+    return PromptError(message, param, error.code)
+
+
 def _content(content: Any, where: str) -> Any:
-    """Text parts as a chat has them; a text is itself, and chat messages are checked later."""
-    if not isinstance(content, list):
+    """Text parts as a chat has them; a text is itself."""
+    if isinstance(content, str):
         return content
+    if not isinstance(content, list) or not content:
+        raise PromptError(f"{where} must be a string or a list of text parts", where)
     parts: list[Any] = []
     for at, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in _PART_TYPES:
             raise PromptError(f"{where}[{at}] must be an input_text part; this model reads text alone", f"{where}[{at}]")
-        parts.append({"type": "text", "text": part.get("text")})
+        if not isinstance(part.get("text"), str):
+            raise PromptError(f"{where}[{at}].text must be a string", f"{where}[{at}].text")
+        for field in part:
+            if field not in _PART_FIELDS:
+                raise PromptError(f"{where}[{at}].{field} is not supported", f"{where}[{at}].{field}")
+        parts.append({"type": "text", "text": part["text"]})
     return parts
 
 

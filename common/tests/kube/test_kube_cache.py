@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,7 +13,8 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 from penstock.kube.backoff import Backoff
 from penstock.kube.cache import Cache, Change
-from penstock.kube.client import PODS
+from penstock.kube.client import PODS, Resource
+from penstock.kube.groups import Groups
 
 Object = dict[str, Any]
 
@@ -26,6 +28,8 @@ class FakeApi:
         self.log: list[tuple[int, str, Object]] = []
         self.oldest = 0  # watches from before it are answered 410
         self.down = False
+        self.refusal, self.said = 500, dict[str, str]()
+        self.refused: list[float] = []
         self.lists: list[dict[str, str]] = []
         self.watches: list[dict[str, str]] = []
         self.changed = asyncio.Condition()
@@ -46,7 +50,8 @@ class FakeApi:
 
     async def pods(self, request: web.Request) -> web.StreamResponse:
         if self.down:
-            return web.json_response({"kind": "Status", "reason": "InternalError"}, status=500)
+            self.refused.append(time.monotonic())
+            return web.json_response({"kind": "Status", "reason": "InternalError"}, status=self.refusal, headers=self.said)
         query = dict(request.query)
         if query.get("watch") != "true":
             self.lists.append(query)
@@ -98,7 +103,7 @@ async def api() -> AsyncIterator[tuple[FakeApi, ApiClient]]:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -112,7 +117,7 @@ async def cached(api: tuple[FakeApi, ApiClient]) -> AsyncIterator[tuple[FakeApi,
     changes: list[Change] = []
     cache.subscribe(changes.append)
     task = asyncio.create_task(cache.run())
-    await asyncio.wait_for(cache.synced.wait(), 5)
+    await asyncio.wait_for(cache.synced.wait(), 60)
     yield fake, cache, changes
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -172,11 +177,45 @@ async def test_trouble_never_empties_it(cached: tuple[FakeApi, Cache, list[Chang
     fake, cache, _ = cached
     fake.down = True
     await fake.hang_up()
-    await until(lambda: "500" in caplog.text)
+    await until(lambda: len(fake.refused) > 4)
+    assert caplog.text.count("500 Internal Server Error") == 1, "it says so once"
     assert names(cache) == {"a", "b", "c"}
     fake.down = False
     await fake.emit("ADDED", "d")
     await until(lambda: "d" in names(cache))
+
+
+async def test_a_server_that_says_when_is_asked_again_then(cached: tuple[FakeApi, Cache, list[Change]]) -> None:
+    fake, _, _ = cached
+    fake.refusal, fake.said, fake.down = 429, {"Retry-After": "1"}, True
+    await fake.hang_up()
+    await until(lambda: len(fake.refused) == 2)
+    assert fake.refused[1] - fake.refused[0] >= 1.0
+    fake.down = False
+
+
+async def test_an_optional_resource_may_come_later(
+    api: tuple[FakeApi, ApiClient], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake, client = api
+    monkeypatch.setattr("penstock.kube.cache.ABSENT_S", 0.01)
+    caplog.set_level("INFO")
+    gadgets = Resource("", "v1", "gadgets")
+    caches = {False: Cache(client, gadgets), True: Cache(client, gadgets, optional=Groups(client))}
+    turns: list[bool] = []
+    caches[True].on_presence(lambda: turns.append(caches[True].absent))
+    tasks = [asyncio.create_task(cache.run()) for cache in caches.values()]
+    await asyncio.wait_for(caches[True].synced.wait(), 60)
+    await asyncio.sleep(0.1)
+    assert not caches[False].synced.is_set()
+    assert caplog.text.count("the API server has no /api/v1/gadgets (yet)") == 1
+    caches[True]._path = "/api/v1/pods"  # the CRD is installed
+    await fake.emit("ADDED", "a")
+    await until(lambda: names(caches[True]) == {"a"})
+    assert turns == [True, False]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_a_silent_connection_is_taken_for_dead(api: tuple[FakeApi, ApiClient]) -> None:

@@ -38,3 +38,28 @@ async def test_a_file_that_is_no_kubeconfig_is_named(tmp_path: Path, content: st
     file.write_text(content)
     with pytest.raises(NoApiServer, match=rf"^looked for the file {file} \(.+\)$"):
         await client.connect(str(file))
+
+
+def test_the_namespace_is_the_contexts_where_none_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    there = {"name": "there", "context": {"cluster": "here", "user": "me", "namespace": "team-a"}}
+    file = tmp_path / "config"
+    file.write_text(yaml.dump({**KUBECONFIG, "contexts": [*KUBECONFIG["contexts"], there]}))
+    assert client.usual_namespace(str(file)) == "default"
+    assert client.usual_namespace(str(file), "there") == "team-a"
+    file.write_text("a list")
+    assert client.usual_namespace(str(file)) == "default"
+
+
+def test_the_namespace_of_a_pod_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setattr(client, "POD_NAMESPACE", tmp_path / "namespace")
+    (tmp_path / "namespace").write_text("mine\n")
+    assert client.usual_namespace() == "mine"
+
+
+async def test_a_context_that_is_not_there_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "config"
+    file.write_text(yaml.dump(KUBECONFIG))
+    with pytest.raises(NoApiServer, match="nowhere"):
+        await client.connect(str(file), "nowhere")

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import PromptError
-from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, PromptProcessor
+from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH, PromptProcessor
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{{ reasoning_effort }}{{ style }}{% for m in messages %}"
@@ -85,6 +85,11 @@ def deep(levels: int) -> Any:
         ({"messages": [call("{}", colour=1)]}, "messages[0].tool_calls[0].colour"),
         ({"messages": [call("[" * 900 + "]" * 900)]}, "messages[0].tool_calls[0].function.arguments"),
         ({"messages": [USER | {"tool_call_id": "c"}]}, "messages[0].tool_call_id"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}]},
+            "messages[0].content[0].cache_control",
+        ),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
     ],
 )
 def test_what_cannot_be_rendered_is_named(processor: PromptProcessor, body: dict[str, Any], param: str) -> None:
@@ -131,8 +136,20 @@ def test_responses_are_the_prompts_of_the_same_chats(processor: PromptProcessor)
         ({"input": [{"type": ["message"]}]}, "input[0].type"),
         ({"input": [USER | {"colour": 1}]}, "input[0].colour"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"role": "user", "content": None}]}, "input"),
-        ({"input": [{"type": "function_call", "call_id": "c"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+        ({"input": [{"role": "user", "content": [{"type": "text", "text": "x", "colour": 1}]}]}, "input[0].content[0].colour"),
+        ({"input": [{"role": "user", "content": None}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": []}]}, "input[0].content"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
+        ({"input": "x", "reasoning": {"effort": "a lot"}}, "reasoning.effort"),
+        ({"input": "x", "tools": [{"type": "function", "name": "f", "strict": True}]}, "tools[0].strict"),
         ({"input": "x", "instructions": 5}, "instructions"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0]"),
     ],
@@ -141,6 +158,17 @@ def test_bad_responses_name_their_own_field(processor: PromptProcessor, body: di
     with pytest.raises(PromptError) as caught:
         processor.tokens_of(RESPONSES_PATH, body)
     assert caught.value.param == param
+    assert param in str(caught.value)
+
+
+def test_an_answer_that_was_cut_while_it_reasoned_can_go_back(processor: PromptProcessor) -> None:
+    """Servers give its content as null."""
+    cut = {"role": "assistant", "content": None, "reasoning": "hm"}
+    same = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    item = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    chat = processor.tokens_of(CHAT_PATH, {"messages": [USER, cut, USER]})
+    assert chat == processor.tokens_of(CHAT_PATH, {"messages": [USER, same, USER]})
+    assert chat == processor.tokens_of(RESPONSES_PATH, {"input": [USER, item, USER]})
 
 
 def test_special_tokens_are_added_or_not(bundle: PromptBundle) -> None:
@@ -149,3 +177,26 @@ def test_special_tokens_are_added_or_not(bundle: PromptBundle) -> None:
     assert processor.tokens_of(COMPLETIONS_PATH, {"prompt": "the", "add_special_tokens": False}) == [with_bos[1:]]
     [chat] = processor.tokens_of(CHAT_PATH, {"messages": [USER]})
     assert processor.tokens_of(CHAT_PATH, {"messages": [USER], "add_special_tokens": True}) == [[chat[0], *chat]]
+
+
+def test_what_is_embedded_has_the_tokens_of_a_completion_and_loses_its_end(bundle: PromptBundle) -> None:
+    processor = PromptProcessor(bundle)
+    texts = ["the river", "the mill turns"]
+    tokens = processor.tokens_of(EMBEDDINGS_PATH, {"input": texts})
+    assert tokens == processor.tokens_of(COMPLETIONS_PATH, {"prompt": texts})
+    assert processor.tokens_of(EMBEDDINGS_PATH, {"input": texts, "truncate_prompt_tokens": 2}) == [ids[:2] for ids in tokens]
+    ids = list(range(bundle.max_model_len + 5))
+    [fitting] = processor.tokens_of(EMBEDDINGS_PATH, {"input": ids, "truncate_prompt_tokens": -1})
+    assert fitting == ids[: bundle.max_model_len]
+
+
+def test_an_empty_prompt_among_several_is_named_by_its_place(bundle: PromptBundle) -> None:
+    processor = PromptProcessor(bundle)
+    for path, body, param in (
+        (EMBEDDINGS_PATH, {"input": [[1], [], []]}, "input[1]"),
+        (EMBEDDINGS_PATH, {"input": [[]]}, "input"),
+        (COMPLETIONS_PATH, {"prompt": [[1], []]}, "prompt[1]"),
+    ):
+        with pytest.raises(PromptError) as refused:
+            processor.tokens_of(path, body)
+        assert refused.value.param == param

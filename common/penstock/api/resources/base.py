@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
-from pydantic.alias_generators import to_camel
+from pydantic.alias_generators import to_camel, to_snake
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -14,13 +14,14 @@ from penstock.api.labels import GROUP, VERSION
 
 RFC1123: str = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 
-Duration = Annotated[str, Field(pattern=r"^([0-9]+(ms|s|m|h))+$", min_length=2, max_length=32)]
+Duration = Annotated[str, Field(pattern=r"^([0-9]{1,6}(ms|s|m|h))+$", min_length=2, max_length=32)]
 """Numbers with units, such as `40ms`, `90s` or `1h30m`."""
 ServedName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/:-]*[A-Za-z0-9])?$", min_length=1, max_length=128)]
 ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", min_length=1, max_length=253)]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", min_length=1, max_length=64)]
 """The name of a scheme or a method."""
 Uri = Annotated[str, Field(min_length=1, max_length=1024)]
+URI_SCHEMES = r"^((hf|file|pvc|s3)://.|/.)"
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -39,6 +40,34 @@ class Rule:
     message: str
     """A sentence that says what to change."""
     holds: Callable[[Any], bool]
+
+
+def lasting(part: str, field: str, least: str, most: str) -> Rule:
+    """A duration is within bounds, where it is given.
+
+    Args:
+        part: Where the field is, as messages begin; empty for the spec itself.
+        field: Its name as in YAML.
+        least: As a `Duration`.
+        most: Likewise.
+    """
+    name, low, high = to_snake(field), seconds(least), seconds(most)
+
+    def holds(value: Any) -> bool:
+        text = getattr(value, name)
+        return text is None or low <= seconds(text) <= high
+
+    given = f"duration(self.{field})"
+    return Rule(
+        f"!has(self.{field}) || ({given} >= duration('{least}') && {given} <= duration('{most}'))",
+        f"{part}: {field} must be from {least} to {most}".removeprefix(": "),
+        holds,
+    )
+
+
+def unchangeable(field: str, message: str) -> Rule:
+    """A field keeps the value that it was made with. Only the API server knows both, so elsewhere it always holds."""
+    return Rule(f"self.{field} == oldSelf.{field}", message, lambda _: True)
 
 
 class Part(BaseModel):

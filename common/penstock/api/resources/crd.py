@@ -11,12 +11,22 @@ from pydantic import BaseModel
 from penstock.api.labels import GROUP, VERSION
 from penstock.api.resources.base import Part, Rule
 from penstock.api.resources.lora import LoraAdapter, LoraAdapterSpec, LoraAdapterStatus
-from penstock.api.resources.model import NAME_RULE, InferenceModel, InferenceModelSpec, InferenceModelStatus
+from penstock.api.resources.model import NAME_RULE, InferenceModel, InferenceModelSpec
+from penstock.api.resources.model_status import InferenceModelStatus
 
 Schema = dict[str, Any]
 
-STATUS_COLUMN = {"name": "Status", "type": "string", "jsonPath": '.status.conditions[?(@.type=="Ready")].reason'}
-_UNKNOWN = ("title", "additionalProperties", "$defs", "const", "default")  # to the API server, or written otherwise below
+
+def _condition(kind: str, field: str) -> str:
+    return f'.status.conditions[?(@.type=="{kind}")].{field}'
+
+
+def _wide(name: str, path: str) -> dict[str, Any]:
+    """A column that `kubectl get -o wide` adds."""
+    return {"name": name, "type": "string", "jsonPath": path, "priority": 1}
+
+
+STATUS_COLUMN = {"name": "Status", "type": "string", "jsonPath": _condition("Ready", "reason")}
 AGE_COLUMN = {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}
 
 
@@ -29,12 +39,22 @@ def crds() -> list[dict[str, Any]]:
         STATUS_COLUMN,
         {"name": "URL", "type": "string", "jsonPath": ".status.url"},
         AGE_COLUMN,
+        _wide("Source", ".spec.source.uri"),
+        _wide("Image", ".spec.engine.image"),
+        _wide("Rollout", _condition("Progressing", "reason")),
+        _wide("Scaling", _condition("ScalingActive", "reason")),
+        _wide("Routed", _condition("Routed", "reason")),
+        _wide("Canary", ".status.canary.verdict"),
+        _wide("Message", _condition("Ready", "message")),
     ]
     adapter_columns = [
         {"name": "Adapter", "type": "string", "jsonPath": ".spec.served.name", "description": "What clients put in `model`"},
         {"name": "Base", "type": "string", "jsonPath": ".spec.modelRef.name"},
+        {"name": "Ready", "type": "string", "jsonPath": ".status.ready", "description": "Replicas that serve it / ready ones"},
         STATUS_COLUMN,
         AGE_COLUMN,
+        _wide("Source", ".spec.source.uri"),
+        _wide("Message", _condition("Ready", "message")),
     ]
     scale = {
         "specReplicasPath": ".spec.replicas",

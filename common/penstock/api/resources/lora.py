@@ -1,23 +1,53 @@
 """LoraAdapter: an adapter served on top of an InferenceModel of the same namespace."""
 
+import re
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.api.resources.base import Conditions, LocalReference, Part, ResourceMeta, Served, Uri, body
+from penstock.api.resources.base import (
+    URI_SCHEMES,
+    Conditions,
+    LocalReference,
+    Part,
+    ResourceMeta,
+    Rule,
+    Served,
+    Uri,
+    body,
+    unchangeable,
+)
+
+UPWARDS = "/[.][.](/|$)"
 
 
 class AdapterOrigin(Part):
     """Where the adapter's weights are. No secret: the model's `lora.sources` is the allow-list."""
 
+    RULES = (
+        Rule(
+            f"self.uri.matches('{URI_SCHEMES}')",
+            "source: uri must be an absolute path or begin with hf://, file://, pvc:// or s3://",
+            lambda source: re.match(URI_SCHEMES, source.uri) is not None,
+        ),
+        Rule(
+            f"!self.uri.matches('{UPWARDS}')",
+            "source: uri may not lead upwards by '..'; write the path as it is",
+            lambda source: re.search(UPWARDS, source.uri) is None,
+        ),
+    )
+
     uri: Uri
-    """Must begin with one of the prefixes in the model's `lora.sources`."""
+    """One of the model's `lora.sources`, or below one: `hf://ORG/NAME`, `file://PATH` or an absolute path, `pvc://CLAIM/PATH`,
+    `s3://BUCKET/PATH`."""
     revision: str | None = Field(default=None, min_length=1, max_length=128)
     """Branch, tag, commit or version."""
 
 
 class LoraAdapterSpec(Part):
     """What is wanted."""
+
+    RULES = (unchangeable("modelRef", "modelRef cannot change: delete the adapter, and create it for the other model"),)
 
     model_ref: LocalReference
     """The InferenceModel that the adapter belongs to."""
@@ -32,6 +62,8 @@ class LoraAdapterStatus(Part):
 
     observed_generation: int = Field(default=0, ge=0)
     """The generation of the spec that this status is about."""
+    ready: str = Field(default="", max_length=32)
+    """Ready replicas of the model that serve the adapter / all of its ready replicas."""
     conditions: Conditions = Field(default=[])
     """`Ready` sums up the others."""
 

@@ -6,23 +6,24 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.api.resources.base import (
-    Conditions,
+    URI_SCHEMES,
     Duration,
     LocalReference,
+    ObjectName,
     Part,
     ResourceMeta,
     Rule,
     Served,
-    ServedName,
     Uri,
     Word,
     body,
-    seconds,
+    lasting,
 )
-from penstock.api.resources.pools import Pool, Rollout, Routing
+from penstock.api.resources.canary import Canary
+from penstock.api.resources.pools import MAX_POOLS, Pool, Rollout, Routing
+from penstock.api.resources.scaling import SharedScaling
 
 Argument = Annotated[str, Field(max_length=512)]
-Sentence = Annotated[str, Field(max_length=1024)]
 
 # Child objects are called NAME-POOL, and a Service's name has 63 characters and begins with a letter.
 NAME = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
@@ -31,9 +32,19 @@ NAME_RULE = Rule(
     "metadata.name must have at most 40 characters, begin with a letter and hold only a-z, 0-9 and '-'",
     lambda model: len(model.metadata.name) <= 40 and re.match(NAME, model.metadata.name) is not None,
 )
-URI_SCHEMES = r"^((hf|file|pvc|s3)://.|/.)"
-# Set by Penstock from other fields: a second value would break probes, discovery or drain.
-OWNED_FLAGS = r"^--(host|port|events-port|replay-port|served-model-name|shutdown-timeout)(=.*)?$"
+# Set by Penstock: a second value would break probes, discovery or drain.
+OWNED_FLAGS = r"^--(host|port|admin-port|events-port|replay-port|served-model-name|shutdown-timeout)(=.*)?$"
+# What has a field of its own is said there alone, also where the engine has no such flag yet.
+TYPED_FLAGS = (
+    r"^--(revision|load-format|dtype|quantization|kv-cache-dtype|max-model-len|max-num-seqs|max-num-batched-tokens"
+    r"|long-prefill-token-threshold|block-size|gpu-memory-utilization|speculative-config|kv-transfer-config|device"
+    r"|enable-lora|allow-runtime-lora-updating|lora-modules|max-loras|max-cpu-loras|max-lora-rank"
+    r"|(tensor|pipeline|data)-parallel-size|enable-expert-parallel|num-redundant-experts)(=.*)?$"
+)
+MEMORY_FLAGS = r"^--(kv-cache-memory-bytes|num-gpu-blocks-override)(=.*)?$"
+
+
+_CLAIM = r"^pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/.*)?$"
 
 
 class Cache(Part):
@@ -41,7 +52,7 @@ class Cache(Part):
 
     type: Literal["PVC"] = "PVC"
     """A PersistentVolumeClaim."""
-    claim_name: str = Field(min_length=1, max_length=253)
+    claim_name: ObjectName
     """The claim's name."""
 
 
@@ -59,6 +70,16 @@ class Source(Part):
             "source: secretRef is for hf:// and s3://; remove it",
             lambda source: source.secret_ref is None or re.match("^(hf|s3)://", source.uri) is not None,
         ),
+        Rule(
+            "!has(self.cache) || self.uri.matches('^(hf|s3)://')",
+            "source: cache is for hf:// and s3://; remove it",
+            lambda source: source.cache is None or re.match("^(hf|s3)://", source.uri) is not None,
+        ),
+        Rule(
+            f"!self.uri.startsWith('pvc://') || self.uri.matches('{_CLAIM}')",
+            "source: pvc:// must be followed by a claim's name, then '/' and a path on it",
+            lambda source: not source.uri.startswith("pvc://") or re.match(_CLAIM, source.uri) is not None,
+        ),
     )
 
     uri: Uri
@@ -69,9 +90,10 @@ class Source(Part):
     load_format: Literal["auto", "safetensors"] = "auto"
     """Format of the weights; `auto` looks."""
     secret_ref: LocalReference | None = None
-    """Secret with the credentials; for hf:// its key `HF_TOKEN`. Penstock never reads it: the pod refers to it."""
+    """Secret with the credentials: for hf:// its key `HF_TOKEN`, for s3:// `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY` and, if
+    they are there, `AWS_SESSION_TOKEN`, `AWS_REGION`, `AWS_ENDPOINT_URL`. Penstock never reads it: the pod refers to it."""
     cache: Cache | None = None
-    """Where downloads are kept."""
+    """Where downloads are kept: a Job fills it before any replica starts. Absent: each replica downloads for itself."""
 
 
 class Quantization(Part):
@@ -124,9 +146,24 @@ class Engine(Part):
     RULES = (
         Rule(
             f"!has(self.extraArgs) || self.extraArgs.all(arg, !arg.matches('{OWNED_FLAGS}'))",
-            "engine: extraArgs may not set --host, --port, --events-port, --replay-port, --served-model-name or "
+            "engine: extraArgs may not set --host, --port, --admin-port, --events-port, --replay-port, --served-model-name or "
             "--shutdown-timeout, which Penstock sets; use spec.served and spec.drainTimeout",
             lambda engine: not any(re.match(OWNED_FLAGS, arg) for arg in engine.extra_args),
+        ),
+        Rule(
+            f"!has(self.extraArgs) || self.extraArgs.all(arg, !arg.matches('{TYPED_FLAGS}'))",
+            "engine: extraArgs may not set what has a field: use source, engine.dtype, engine.limits, engine.quantization, "
+            "engine.speculative, engine.connector, lora, and the pools' parallelism and accelerator",
+            lambda engine: not any(re.match(TYPED_FLAGS, arg) for arg in engine.extra_args),
+        ),
+        Rule(
+            "!has(self.extraArgs) || !has(self.limits) || !has(self.limits.memoryPercent) || "
+            f"self.extraArgs.all(arg, !arg.matches('{MEMORY_FLAGS}'))",
+            "engine: limits.memoryPercent, and --kv-cache-memory-bytes or --num-gpu-blocks-override in extraArgs, exclude each "
+            "other; remove one",
+            lambda engine: (
+                engine.limits.memory_percent is None or not any(re.match(MEMORY_FLAGS, arg) for arg in engine.extra_args)
+            ),
         ),
     )
 
@@ -135,13 +172,13 @@ class Engine(Part):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of weights and activations; `auto` is the checkpoint's."""
     quantization: Quantization | None = None
-    """Absent: as the checkpoint is."""
+    """What is stored and computed in fewer bits. Absent: as the checkpoint is."""
     limits: Limits = Limits()
-    """Sizes."""
+    """Sizes; absent ones take the engine's defaults."""
     speculative: Speculative | None = None
-    """Absent: off."""
+    """Speculative decoding. Absent: off."""
     connector: Connector = Connector()
-    """KV transfer."""
+    """How KV cache leaves a replica, for prefill/decode disaggregation and offload."""
     extra_args: list[Argument] = Field(default=[], max_length=64, json_schema_extra={"x-kubernetes-list-type": "atomic"})
     """More flags for `penstock serve`, as they are."""
 
@@ -149,10 +186,28 @@ class Engine(Part):
 class AdapterSource(Part):
     """A place that adapters may come from."""
 
+    RULES = (
+        Rule(
+            f"self.prefix.matches('{URI_SCHEMES}')",
+            "lora: sources: prefix must be an absolute path or begin with hf://, file://, pvc:// or s3://",
+            lambda source: re.match(URI_SCHEMES, source.prefix) is not None,
+        ),
+        Rule(
+            "!has(self.secretRef) || self.prefix.matches('^(hf|s3)://')",
+            "lora: sources: secretRef is for hf:// and s3://; remove it",
+            lambda source: source.secret_ref is None or re.match("^(hf|s3)://", source.prefix) is not None,
+        ),
+    )
+
     prefix: Uri
-    """URIs that begin so are allowed."""
+    """This place and everything below it is allowed: `s3://team-a` and `s3://team-a/sql`, but not `s3://team-ab`."""
     secret_ref: LocalReference | None = None
-    """Secret with the credentials for it."""
+    """Secret with the credentials for it, as in `source.secretRef`."""
+
+    def allows(self, uri: str) -> bool:
+        """Whether an adapter at `uri` comes from here. `uri` has no `..`, as of an `AdapterOrigin`."""
+        place = self.prefix.rstrip("/")
+        return uri == place or uri.startswith(place + "/")
 
 
 class Lora(Part):
@@ -176,18 +231,15 @@ class Lora(Part):
     """Where LoraAdapters of this model may come from."""
 
 
-class Canary(Part):
-    """A share of another model's traffic."""
-
-    of: ServedName
-    """Served name of the model whose traffic is shared; same namespace."""
-    weight: int = Field(ge=0, le=100)
-    """Percent."""
-
-
 def _whole(pools: list[Pool]) -> bool:
     roles = {pool.role for pool in pools}
     return roles == {"Both"} or roles == {"Prefill", "Decode"}
+
+
+def _affordable(pools: list[Pool], scaling: SharedScaling | None) -> bool:
+    if scaling is None or scaling.budget is None:
+        return True
+    return sum(pool.scaling.min * pool.cost for pool in pools if pool.scaling is not None) <= scaling.budget
 
 
 class InferenceModelSpec(Part):
@@ -216,76 +268,52 @@ class InferenceModelSpec(Part):
             "canary: of must name another model, not this one's served.name",
             lambda spec: spec.canary is None or spec.canary.of != spec.served.name,
         ),
+        Rule(
+            "!has(self.scaling) || self.pools.exists(pool, has(pool.scaling))",
+            "scaling is for pools that the autoscaler sizes: give at least one pool scaling, or remove spec.scaling",
+            lambda spec: spec.scaling is None or any(pool.scaling is not None for pool in spec.pools),
+        ),
+        Rule(
+            "!has(self.scaling) || !has(self.scaling.prefillPerDecode) || self.pools.exists(pool, pool.role == 'Prefill')",
+            "scaling.prefillPerDecode is for Prefill and Decode pools: remove it, or give the pools these roles",
+            lambda spec: spec.scaling is None or spec.scaling.prefill_per_decode is None or spec.pools[0].role != "Both",
+        ),
         Rule("", "pools: two pools have the same name", lambda spec: len({pool.name for pool in spec.pools}) == len(spec.pools)),
         Rule(
-            "duration(self.drainTimeout) <= duration('24h')",
-            "drainTimeout must be 24h or shorter",
-            lambda spec: seconds(spec.drain_timeout) <= 86_400,
+            "!has(self.scaling) || !has(self.scaling.budget) || self.pools.filter(pool, has(pool.scaling))"
+            ".map(pool, pool.scaling.min * pool.cost).sum() <= self.scaling.budget",
+            "scaling: budget must pay for the min of every pool; raise it, or lower a pool's scaling.min or cost",
+            lambda spec: _affordable(spec.pools, spec.scaling),
         ),
+        lasting("", "drainTimeout", "0s", "24h"),
     )
 
     served: Served
     """The names that clients use."""
     canary: Canary | None = None
-    """Absent: traffic comes by this model's own names."""
+    """A share of another model's traffic. Absent: traffic comes by this model's own names."""
     source: Source
     """Where the weights are."""
     engine: Engine = Engine()
     """What each replica runs."""
     lora: Lora | None = None
-    """Absent: no adapters."""
+    """Room for LoRA adapters, and where they may come from. Absent: no adapters."""
     replicas: int | None = Field(default=None, ge=0, le=1000)
     """Replicas of the only pool, and the model's scale subresource (`kubectl scale`). 0 stops serving on purpose."""
     pools: list[Pool] = Field(
-        min_length=1, max_length=8, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
+        min_length=1,
+        max_length=MAX_POOLS,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
     """Groups of interchangeable replicas: all `Both`, or at least one `Prefill` and one `Decode`."""
+    scaling: SharedScaling | None = None
+    """What the pools share that the autoscaler sizes: a budget, a ratio."""
     routing: Routing = Routing()
     """How the gateway chooses replicas."""
     rollout: Rollout = Rollout()
     """How a change reaches the replicas."""
     drain_timeout: Duration = "120s"
     """How long a replica that is told to stop may finish its requests."""
-
-
-class PoolScalingStatus(Part):
-    """What the autoscaler last decided for a pool, and why."""
-
-    pool: str = Field(max_length=20)
-    """The pool's name."""
-    current: int = Field(ge=0)
-    """Replicas it saw."""
-    desired: int = Field(ge=0)
-    """Replicas it wants."""
-    constraint: str = Field(max_length=64)
-    """What bound the decision: `Demand`, `Min`, `Max`, `DownWindow`, `UpRate`, `Pending`, `NoData` …."""
-    reason: str = Field(max_length=1024)
-    """The decision in a sentence."""
-    decisions: list[Sentence] = Field(default=[], max_length=10, json_schema_extra={"x-kubernetes-list-type": "atomic"})
-    """The last changes, newest first."""
-
-
-class InferenceModelStatus(Part):
-    """What was observed."""
-
-    observed_generation: int = Field(default=0, ge=0)
-    """The generation of the spec that this status is about."""
-    ready: str = Field(default="0/0", max_length=16)
-    """Ready replicas and wanted ones, `x/y`."""
-    replicas: int = Field(default=0, ge=0)
-    """Replicas that exist, ready or not."""
-    desired: int = Field(default=0, ge=0)
-    """Replicas that are wanted."""
-    selector: str = Field(default="", max_length=512)
-    """Label selector of the replicas, for HPA and `kubectl scale`."""
-    url: str = Field(default="", max_length=1024)
-    """Where clients reach it (OpenAI base URL), if the operator was told."""
-    scaling: list[PoolScalingStatus] = Field(
-        default=[], max_length=8, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["pool"]}
-    )
-    """The autoscaler's last decision for each pool that it sizes."""
-    conditions: Conditions = Field(default=[])
-    """`Ready` sums up the others."""
 
 
 class InferenceModel(BaseModel):

@@ -4,11 +4,23 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from penstock.api.resources.base import RFC1123, Duration, Part, Rule, seconds
+from penstock.api.resources.base import RFC1123, Duration, ObjectName, Part, Rule, lasting, unchangeable
+from penstock.api.resources.scaling import Scaling
+
+MAX_POOLS = 8
+"""Of a model; and of its status, which has those that leave too."""
 
 
 class ExpertParallelism(Part):
     """Spreading a mixture-of-experts model's experts over devices."""
+
+    RULES = (
+        Rule(
+            "self.redundant == 0 || self.enabled",
+            "parallelism.expert: redundant needs enabled: true",
+            lambda expert: expert.redundant == 0 or expert.enabled,
+        ),
+    )
 
     enabled: bool = False
     """Spread the experts instead of slicing each."""
@@ -26,7 +38,12 @@ class Parallelism(Part):
     data: int = Field(default=1, ge=1, le=64)
     """Engine ranks with a cache of their own, served as one replica."""
     expert: ExpertParallelism = ExpertParallelism()
-    """Expert parallelism."""
+    """Spreading a mixture-of-experts model's experts over devices."""
+
+    @property
+    def devices(self) -> int:
+        """Devices that one replica takes."""
+        return self.tensor * self.pipeline * self.data
 
 
 class Accelerator(Part):
@@ -34,71 +51,34 @@ class Accelerator(Part):
 
     resource: str = Field(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$", min_length=3, max_length=253)
     """The extended resource's name, such as `nvidia.com/gpu`."""
-
-
-class Slo(Part):
-    """What clients are to see."""
-
-    RULES = (
-        Rule("has(self.ttft) || has(self.itl)", "slo: name a goal: ttft, itl or both", lambda slo: bool(slo.ttft or slo.itl)),
-    )
-
-    ttft: Duration | None = None
-    """Goal for the time to the first token."""
-    itl: Duration | None = None
-    """Goal for the time between tokens."""
-    percentile: int = Field(default=95, ge=50, le=99)
-    """Which percentile of requests is to meet the goals."""
-
-
-class Scaling(Part):
-    """How the autoscaler sizes the pool."""
-
-    RULES = (
-        Rule("self.min <= self.max", "scaling: min must not be above max", lambda scaling: scaling.min <= scaling.max),
-        Rule(
-            "!has(self.warm) || self.warm <= self.max",
-            "scaling: warm must not be above max",
-            lambda scaling: scaling.warm is None or scaling.warm <= scaling.max,
-        ),
-        Rule(
-            "(self.min > 0) == !has(self.scaleToZeroAfter)",
-            "scaling: min 0 and scaleToZeroAfter go together; set both or neither",
-            lambda scaling: (scaling.min > 0) == (scaling.scale_to_zero_after is None),
-        ),
-    )
-
-    mode: Literal["Auto", "DryRun"] = "Auto"
-    """`Auto` acts; `DryRun` only reports what it would do."""
-    min: int = Field(default=1, ge=0, le=1000)
-    """Never fewer replicas. 0: none at all after `scaleToZeroAfter` without a request; the next one waits at the gateway."""
-    max: int = Field(ge=1, le=1000)
-    """Never more replicas."""
-    warm: int | None = Field(default=None, ge=0, le=1000)
-    """Spare replicas kept ready beyond the demand."""
-    down_window: Duration = "5m"
-    """A pool shrinks no further than to the most that was recommended in this time."""
-    slo: Slo | None = None
-    """Goals that the size is derived from."""
-    scale_to_zero_after: Duration | None = None
-    """With `min: 0`: stop the last replica after so long without a request."""
+    per_node: int | None = Field(default=None, ge=1, le=1024)
+    """Devices of one node: a replica of more spans several nodes, as a LeaderWorkerSet; absent: a replica fits a node."""
 
 
 class Pool(Part):
     """Interchangeable replicas."""
 
+    RULES = (
+        unchangeable(
+            "role",
+            "role cannot change, as replicas of both roles would be in one pool meanwhile: add a pool with another name, and "
+            "remove this one",
+        ),
+    )
+
     name: str = Field(pattern=RFC1123, min_length=1, max_length=20)
     """Unique within the model; child objects are named `MODEL-POOL`."""
     role: Literal["Both", "Prefill", "Decode"] = "Both"
     """`Both`, or one half of prefill/decode disaggregation."""
-    cost: int | None = Field(default=None, ge=1, le=1_000_000)
+    cost: int = Field(default=1, ge=1, le=1_000_000)
     """Price of a replica relative to those of other pools: the cheapest grows first, the dearest shrinks first."""
     parallelism: Parallelism = Parallelism()
     """How one replica spans devices."""
     accelerator: Accelerator | None = None
-    """Absent: the CPU."""
+    """The device that a replica runs on; how many follows from `parallelism`. Absent: the CPU."""
     scaling: Scaling | None = None
-    """Absent: `spec.replicas`, or whoever writes the Deployment's scale (HPA, KEDA, kubectl)."""
+    """How the autoscaler sizes the pool. Absent: `spec.replicas` does, or whoever writes the Deployment's scale (HPA, KEDA,
+    kubectl)."""
     template: dict[str, Any] = Field(default={}, json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})
     """A PodTemplateSpec laid over the generated one; lists merge by the keys of server-side apply (containers by name, …).
 
@@ -117,15 +97,48 @@ class RoutingWeights(Part):
     """Against KV cache usage."""
 
 
+class PickerReference(Part):
+    """A Service that leads to a Penstock picker."""
+
+    name: ObjectName
+    """The Service's name, in the model's namespace."""
+    port: int = Field(default=9002, ge=1, le=65_535)
+    """The Service's port that leads to the picker's port for this pool."""
+
+
+class GatewayReference(Part):
+    """A Gateway of the Gateway API."""
+
+    name: ObjectName
+    """The Gateway's name."""
+    namespace: str | None = Field(default=None, pattern=RFC1123, min_length=1, max_length=63)
+    """The Gateway's namespace; absent: the model's."""
+
+
+class Exposure(Part):
+    """How a gateway of somebody else reaches the model."""
+
+    picker: PickerReference
+    """Who chooses replicas: becomes `endpointPickerRef` of an InferencePool called as the model."""
+    gateway: GatewayReference | None = None
+    """Makes an HTTPRoute to the InferencePool on this Gateway, for requests whose header `X-Gateway-Model-Name` has one of the
+    served names; absent: none."""
+
+
 class Routing(Part):
     """How the gateway chooses replicas."""
+
+    RULES = (lasting("routing", "holdTimeout", "0s", "1h"),)
 
     policy: Literal["Cost", "WeightedScore", "Random", "RoundRobin", "LeastRequest", "PowerOfTwo"] = "Cost"
     """`Cost` estimates seconds to the first token; the others are for comparison."""
     weights: RoutingWeights | None = None
-    """For `WeightedScore`."""
-    priority: int | None = Field(default=None, ge=-100, le=100)
-    """Of this model's requests against other models' where they share a limit."""
+    """What counts how much for the policy `WeightedScore`; the others take no notice of it."""
+    priority: int = Field(default=0, ge=-100, le=100)
+    """Added to that of each request where models share the gateway's room for waiting: when it runs out, requests of models with
+    smaller numbers displace those of others."""
+    inference_pool: Exposure | None = None
+    """Makes an InferencePool, for gateways of the Gateway API Inference Extension; absent: none."""
     hold_timeout: Duration = "5m"
     """How long a request may wait at the gateway for a replica to become ready."""
 
@@ -133,16 +146,13 @@ class Routing(Part):
 class Rollout(Part):
     """How a change reaches the replicas."""
 
-    RULES = (
-        Rule(
-            "duration(self.progressDeadline) >= duration('10s')",
-            "rollout: progressDeadline must be 10s or longer",
-            lambda rollout: seconds(rollout.progress_deadline) >= 10,
-        ),
-    )
+    RULES = (lasting("rollout", "progressDeadline", "10s", "24h"),)
 
     paused: bool = False
     """Leave running replicas as they are until this is false again."""
+    restarted_at: str | None = Field(default=None, pattern=r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z$", max_length=32)
+    """Replace every replica that was made before, as `penstock rollout restart` asks: a time in UTC such as
+    `2026-01-31T12:00:00Z`. Taking it away restarts nothing."""
     allow_downtime: bool = False
     """Where there is no room for one more replica, stop an old one first."""
     progress_deadline: Duration = "30m"

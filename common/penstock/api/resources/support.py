@@ -13,13 +13,8 @@ def unsupported(spec: InferenceModelSpec) -> list[str]:
 
 def _source(spec: InferenceModelSpec) -> Iterator[str]:
     source = spec.source
-    scheme = source.uri.partition("://")[0] if "://" in source.uri else "file"
-    if scheme not in ("file", "hf"):
-        yield f"spec.source.uri ({scheme}://; hf://, file:// and plain paths work)"
-    if source.revision is not None:
-        yield "spec.source.revision"
-    if source.cache is not None:
-        yield "spec.source.cache"
+    if source.revision is not None and not source.uri.startswith("hf://"):
+        yield "spec.source.revision (only hf:// has revisions)"
 
 
 def _engine(spec: InferenceModelSpec) -> Iterator[str]:
@@ -32,30 +27,22 @@ def _engine(spec: InferenceModelSpec) -> Iterator[str]:
 
 
 def _rest(spec: InferenceModelSpec) -> Iterator[str]:
-    if spec.canary is not None:
-        yield "spec.canary"
     if spec.lora is not None:
-        yield "spec.lora"
-    if spec.routing.weights is not None:
-        yield "spec.routing.weights"
-    if spec.routing.priority is not None:
-        yield "spec.routing.priority"
-    if spec.rollout.allow_downtime:
-        yield "spec.rollout.allowDowntime"
+        for number, source in enumerate(spec.lora.sources):
+            path = f"spec.lora.sources[{number}]"
+            scheme = source.prefix.partition("://")[0] if "://" in source.prefix else "file"
+            if scheme not in ("file", "hf"):
+                yield f"{path}.prefix ({scheme}://; hf://, file:// and plain paths work)"
+            if source.secret_ref is not None:
+                yield f"{path}.secretRef"
 
 
 def _pool(pool: Pool) -> Iterator[str]:
     path = f"spec.pools[{pool.name}]"
     if pool.role != "Both":
         yield f"{path}.role ({pool.role}; only Both works)"
-    if pool.cost is not None:
-        yield f"{path}.cost"
-    if pool.accelerator is not None:
-        yield f"{path}.accelerator (the engine runs on CPU)"
     for name in ("tensor", "pipeline", "data"):
         if getattr(pool.parallelism, name) != 1:
             yield f"{path}.parallelism.{name} (only 1 works)"
     if pool.parallelism.expert.enabled or pool.parallelism.expert.redundant:
         yield f"{path}.parallelism.expert"
-    if pool.scaling is not None and pool.scaling.slo is not None:
-        yield f"{path}.scaling.slo"

@@ -1,0 +1,190 @@
+"""Tokens and block hashes of prompts, remembered by prefix: a conversation pays for its new part alone.
+
+A text is cut where the tokens of the pieces are those of the whole (`cuts`). What is kept of a piece is found by the SHA-256 of
+all that stands before it and of itself, so that a hit is the same text in the same place under the same keys, and holds what the
+next piece needs to go on: the number of tokens, the block hashes, and the tokens that fill no block yet. Texts and token ids are
+not kept.
+"""
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from threading import Lock
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from penstock.prompt.cuts import Cutter
+from penstock.prompt.hashing import DIGEST_BYTES, BlockHasher, ExtraKeys
+from penstock.prompt.processor import PromptProcessor, TextPrompt, refuse_empty
+
+MAX_BYTES: Final = 128 * 2**20
+"""About 50 million tokens in blocks of 16."""
+NODE_BYTES: Final = 500
+"""What a piece takes besides its hashes (measured)."""
+IDS_PIECE: Final = 512
+"""Token ids of a piece where the client gave ids."""
+
+
+class HashedPrompt(NamedTuple):
+    """One prompt as the picker sees it."""
+
+    tokens: int
+    block_hashes: tuple[bytes, ...]
+
+
+class _Node(NamedTuple):
+    """What is known at the end of a piece."""
+
+    tokens: int
+    """From the beginning of the prompt."""
+    hashes: bytes
+    """Of the blocks that the piece has completed, one after another."""
+    parent: bytes | None
+    """Hash of the last complete block of all."""
+    tail: tuple[int, ...]
+    """Tokens after that block."""
+
+
+class PrefixMemo:
+    """The prompts of one bundle. Thread-safe.
+
+    Args:
+        processor: Of the bundle.
+        max_bytes: Of what is remembered; the prefixes that were used least recently go first.
+    """
+
+    def __init__(self, processor: PromptProcessor, max_bytes: int = MAX_BYTES) -> None:
+        self.processor = processor
+        bundle = processor.bundle
+        self._max_bytes = max_bytes
+        self._hasher = BlockHasher(bundle.block_size, bundle.hash_seed)
+        self._cutter = Cutter(bundle.tokenizer)
+        self._wrap = _special_ids(msgspec.json.decode(bundle.tokenizer).get("post_processor"))
+        self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
+        self._lock = Lock()
+        self.bytes = 0
+        self.hits = 0
+        """Tokens that were remembered."""
+        self.misses = 0
+        """Tokens that were not."""
+
+    def hashed(self, path: str, body: Mapping[str, Any], extra: ExtraKeys) -> list[HashedPrompt]:
+        """Token counts and block hashes of the prompts in a request's body; raises as `PromptProcessor.tokens_of` does."""
+        if body.get("truncate_prompt_tokens") is not None:  # what is kept begins elsewhere each time
+            return [self._ids(ids, extra) for ids in self.processor.tokens_of(path, body)]
+        given = self.processor.prompts_of(path, body)
+        prompts = [self._text(prompt, extra) if isinstance(prompt, TextPrompt) else self._ids(prompt, extra) for prompt in given]
+        refuse_empty(path, [prompt.tokens for prompt in prompts])
+        return prompts
+
+    def _text(self, prompt: TextPrompt, extra: ExtraKeys) -> HashedPrompt:
+        text, special, param = prompt
+        self.processor.check_length(text, param)
+        before: list[int] = []
+        after: list[int] = []
+        pieces = [text]
+        if not special or self._wrap is not None:
+            pieces = self._cutter.pieces(text)
+            before, after = self._wrap if special and self._wrap is not None else ([], [])
+        # Half of a surrogate pair, which is no text, is refused when it comes to be tokenised.
+        encoded = [piece.encode(errors="surrogatepass") for piece in pieces]
+        keys = _keys(b"text" + bytes([special]), extra, encoded)
+        if after:  # the piece that ends the prompt is another than the same piece in the middle of one
+            keys[-1] = hashlib.sha256(b"end" + keys[-1]).digest()
+        nodes = self._known(keys)
+        if len(nodes) < len(pieces):
+            alone = special and self._wrap is None
+            ids = self.processor.encode_pieces(pieces[len(nodes) :], alone, param)
+            if not nodes:
+                ids[0] = before + ids[0]
+            ids[-1] += after
+            nodes += self._add(nodes, keys, ids, extra)
+        return _joined(nodes)
+
+    def _ids(self, ids: list[int], extra: ExtraKeys) -> HashedPrompt:
+        pieces = [ids[start : start + IDS_PIECE] for start in range(0, len(ids), IDS_PIECE)]
+        keys = _keys(b"ids", extra, (array("I", piece).tobytes() for piece in pieces))
+        nodes = self._known(keys)
+        nodes += self._add(nodes, keys, pieces[len(nodes) :], extra)
+        return _joined(nodes)
+
+    def _known(self, keys: Sequence[bytes]) -> list[_Node]:
+        """The longest remembered run from the beginning."""
+        nodes: list[_Node] = []
+        with self._lock:
+            for key in keys:
+                node = self._nodes.get(key)
+                if node is None:
+                    break
+                self._nodes.move_to_end(key)
+                nodes.append(node)
+            self.hits += nodes[-1].tokens if nodes else 0
+        return nodes
+
+    def _add(self, known: list[_Node], keys: Sequence[bytes], pieces: Sequence[Sequence[int]], extra: ExtraKeys) -> list[_Node]:
+        """The nodes of `pieces`, which follow `known`."""
+        size = self._hasher.block_size
+        tokens, parent, tail = (known[-1].tokens, known[-1].parent, known[-1].tail) if known else (0, None, ())
+        first = tokens
+        added: list[_Node] = []
+        for piece in pieces:
+            todo = (*tail, *piece)
+            hashes = self._hasher.chain(parent, todo, extra, tokens - len(tail))
+            tokens += len(piece)
+            parent = hashes[-1] if hashes else parent
+            tail = todo[len(hashes) * size :]
+            added.append(_Node(tokens, b"".join(hashes), parent, tail))
+        with self._lock:
+            self.misses += tokens - first
+            for key, node in zip(keys[len(known) :], added, strict=True):
+                if key not in self._nodes:
+                    self._nodes[key] = node
+                    self.bytes += NODE_BYTES + len(node.hashes)
+            while self.bytes > self._max_bytes:
+                _, oldest = self._nodes.popitem(last=False)
+                self.bytes -= NODE_BYTES + len(oldest.hashes)
+        return added
+
+
+def _keys(kind: bytes, extra: ExtraKeys, pieces: Iterable[bytes]) -> list[bytes]:
+    """The names of the pieces, each with all that stands before it."""
+    key = hashlib.sha256(kind + msgspec.msgpack.encode(extra)).digest()
+    keys: list[bytes] = []
+    for piece in pieces:
+        key = hashlib.sha256(key + piece).digest()
+        keys.append(key)
+    return keys
+
+
+def _joined(nodes: list[_Node]) -> HashedPrompt:
+    hashes = b"".join([node.hashes for node in nodes])
+    blocks = tuple([hashes[at : at + DIGEST_BYTES] for at in range(0, len(hashes), DIGEST_BYTES)])
+    return HashedPrompt(nodes[-1].tokens if nodes else 0, blocks)
+
+
+def _special_ids(post: dict[str, Any] | None) -> tuple[list[int], list[int]] | None:
+    """The special tokens that go before and after a text; None where that is not known."""
+    match post:
+        case None | {"type": "ByteLevel"}:
+            return [], []
+        case {"type": "Sequence", "processors": [*steps]}:
+            before: list[int] = []
+            after: list[int] = []
+            for step in steps:
+                if (wrap := _special_ids(step)) is None:
+                    return None
+                before, after = wrap[0] + before, after + wrap[1]
+            return before, after
+        case {"type": "TemplateProcessing", "single": [*parts], "special_tokens": dict(known)}:
+            sides: tuple[list[int], list[int]] = ([], [])
+            texts = 0
+            for part in parts:
+                if "Sequence" in part:
+                    texts += 1
+                else:
+                    sides[min(texts, 1)].extend(known[part["SpecialToken"]["id"]]["ids"])
+            return sides if texts == 1 else None
+        case _:
+            return None

@@ -1,0 +1,44 @@
+"""How far a download is, for whoever asks meanwhile."""
+
+import threading
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["resolving", "waiting", "downloading", "verifying", "done"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """At one moment."""
+
+    phase: Phase
+    done: int
+    """Bytes that are there."""
+    total: int
+    """Bytes in all; 0 before that is known."""
+    waits_for: str = ""
+    """Who fills the folder, where another does."""
+
+
+class Progress:
+    """Written by the threads of a download, read by any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now = Snapshot("resolving", 0, 0)
+
+    @property
+    def now(self) -> Snapshot:
+        """The latest."""
+        return self._now
+
+    def enter(self, phase: Phase, total: int = 0, waits_for: str = "") -> None:
+        """Begins a phase, from no bytes on."""
+        with self._lock:
+            self._now = Snapshot(phase, 0, total, waits_for)
+
+    def add(self, count: int) -> None:
+        """So many bytes more."""
+        with self._lock:
+            now = self._now
+            self._now = Snapshot(now.phase, now.done + count, now.total, now.waits_for)
