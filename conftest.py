@@ -1,14 +1,43 @@
-"""What every test shares: torch computes in one thread, as an engine does.
+"""What every test shares: torch computes in one thread, as an engine does, slowness is no failure, and chance decides nothing.
 
 Results are bit-stable for one number of threads only, and on a busy two-core machine a second thread costs more than it gives.
 """
 
+import datetime
+import ipaddress
 import os
+import random
+import sys
+from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Tests run beside others on few cores: slowness there says nothing about the code. And a change is judged by the same examples
+# each time, so that nobody's change fails by what another's might have; `--hypothesis-profile=explore` looks for new ones.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("same", unhurried, derandomize=True)
+settings.register_profile("explore", unhurried)
+settings.load_profile("same")
 
 # Before anything imports torch; processes that a test starts inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has Triton's kernels interpreted, unless what needs a CUDA device is asked for: they are decorated for one or the other."""
+    if config.option.markexpr != "gpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Every test draws the same numbers, whichever ran before it."""
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,3 +50,53 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason=f"{item.name} needs a CUDA device"))
+
+
+class Authority:
+    """Signs certificates, and mounts them as Kubernetes mounts a Secret of cert-manager's: `ca.crt`, `tls.crt`, `tls.key`."""
+
+    def __init__(self) -> None:
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._own = self._certificate("authority", self._key.public_key(), ca=True)
+
+    def mount(self, folder: Path, version: str = "one", name: str = "replica") -> Path:
+        """A new certificate for `name` and 127.0.0.1, for servers and clients, in place of what the folder holds."""
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        key = ec.generate_private_key(ec.SECP256R1())
+        encoding = serialization.Encoding.PEM
+        private = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        contents = {"tls.crt": self._certificate(name, key.public_key()).public_bytes(encoding), "tls.key": private}
+        contents["ca.crt"] = self._own.public_bytes(encoding)
+        (folder / version).mkdir(parents=True)
+        for file, content in contents.items():
+            (folder / version / file).write_bytes(content)
+            if not (folder / file).is_symlink():
+                (folder / file).symlink_to(f"..data/{file}")
+        (folder / "..next").symlink_to(version)
+        (folder / "..next").replace(folder / "..data")
+        return folder
+
+    def _certificate(self, name, public, ca=False):
+        from cryptography import x509
+        from cryptography.hazmat.primitives.hashes import SHA256
+
+        day, now = datetime.timedelta(days=1), datetime.datetime.now(datetime.UTC)
+        own = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+        issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "authority")])
+        names = x509.SubjectAlternativeName([x509.DNSName(name), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+        builder = x509.CertificateBuilder().subject_name(own).issuer_name(issuer).public_key(public)
+        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - day).not_valid_after(now + day)
+        builder = builder.add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+        builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        return builder.add_extension(signer, critical=False).add_extension(names, critical=False).sign(self._key, SHA256())
+
+
+@pytest.fixture(scope="session")
+def make_authority() -> type[Authority]:
+    """`make_authority()` is one that nobody knows yet."""
+    return Authority

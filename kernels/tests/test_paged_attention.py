@@ -78,14 +78,14 @@ cases = st.builds(Case, shapes, requests, st.sampled_from([8, 16, 32, 256]), st.
 
 
 @pytest.mark.req("ATT-06", "ATT-07", "ATT-08", "ATT-29")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases)
 def test_equals_dense_attention(ops_in, case):
     for i, out in enumerate(case.run(ops_in(torch.float32), list(range(len(case.lengths))))):
         torch.testing.assert_close(out.double(), case.dense(i), rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases, st.integers(0, 4), st.integers(0, 130))
 def test_bits_depend_on_the_request_alone(ops_in, case, which, skip):
     """In a crowd in any order, alone, and with a part of the queries in an earlier batch."""

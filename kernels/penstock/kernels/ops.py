@@ -1,21 +1,32 @@
 """The operations of a model step, each in the form that suits the device; chosen once at start."""
 
+import importlib.util
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from penstock.kernels.cpu.build import BuildError, library
 from penstock.kernels.cpu.native import DTYPES, NativeOps
+from penstock.kernels.cpu.tape import Pool, Tape
+from penstock.kernels.embedding.reference import embedding
 from penstock.kernels.gated_mul.reference import gelu_tanh_mul, silu_mul
-from penstock.kernels.paged_attention.batch import PagedBatch
+from penstock.kernels.lora import device_reference as device_lora
+from penstock.kernels.lora.batch import lora_shelves
+from penstock.kernels.lora.device import DeviceLoraShelves
+from penstock.kernels.lora.packed import PackedLoraShelves
+from penstock.kernels.lora.reference import add_lora
+from penstock.kernels.paged_attention.device_reference import paged_attention_device
 from penstock.kernels.paged_attention.reference import paged_attention
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary, prepare_kv
 from penstock.kernels.rms_norm.reference import add_rms_norm, rms_norm
 
 log = logging.getLogger(__name__)
+
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 CACHE = Path("~/.cache/penstock/kernels")
 """Where compiled operations are kept."""
@@ -26,6 +37,7 @@ class Ops:
     """One form of every operation; the reference documents arguments and results."""
 
     form: str
+    embedding: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
@@ -33,17 +45,29 @@ class Ops:
     prepare_kv: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Rotary, QKNorm | None], torch.Tensor
     ]
-    paged_attention: Callable[[torch.Tensor, torch.Tensor, PagedBatch, float, float], torch.Tensor]
+    paged_attention: Callable[..., torch.Tensor]
+    """Over a `PagedBatch` on the CPU; over a `DeviceBatch` on a device, where it also takes `out`."""
+    lora_shelves: Callable[[int, int, int, Sequence[tuple[int, int]], torch.dtype, torch.device], Iterable[Any]]
+    add_lora: Callable[[torch.Tensor, torch.Tensor, Any, Any], None]
+    """With what `lora_shelves` made, and a `LoraBatch` on the CPU, a `DeviceLoraBatch` on a device."""
+    linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor] | None = None
+    """Over a weight from `linear.reference.pack_weight`, in one thread; None: torch's are better here."""
+    tape: Callable[[Callable[[], torch.Tensor], Pool], Tape] | None = None
+    """Takes down what a function of these operations does, so that it can be done again by itself; None: there is no such
+    thing in this form."""
 
 
 REFERENCE = Ops(
     form="reference",
+    embedding=embedding,
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
     silu_mul=silu_mul,
     gelu_tanh_mul=gelu_tanh_mul,
     prepare_kv=prepare_kv,
     paged_attention=paged_attention,
+    lora_shelves=lora_shelves,
+    add_lora=add_lora,
 )
 
 
@@ -54,19 +78,69 @@ def native_ops(dtype: torch.dtype, cache: Path) -> Ops:
     native = NativeOps(library(cache), dtype)
     return Ops(
         form="native",
+        embedding=embedding,
         rms_norm=native.rms_norm,
         add_rms_norm=native.add_rms_norm,
         silu_mul=native.silu_mul,
         gelu_tanh_mul=native.gelu_tanh_mul,
         prepare_kv=native.prepare_kv,
         paged_attention=native.paged_attention,
+        lora_shelves=PackedLoraShelves,
+        add_lora=native.add_lora,
+        linear=native.linear if native.has_linear else None,
+        tape=native.tape,
+    )
+
+
+def device_reference_ops() -> Ops:
+    """Plain torch on whatever device the tensors are, without a look at their values by the host: what a step on a GPU does, for
+    tests without one."""
+    return replace(
+        REFERENCE,
+        form="device reference",
+        paged_attention=paged_attention_device,
+        lora_shelves=DeviceLoraShelves,
+        add_lora=device_lora.add_lora,
+    )
+
+
+def triton_ops(dtype: torch.dtype) -> Ops:
+    """Triton's kernels, for a GPU, for `compile_only`, or for Triton's interpreter; ValueError where there is no Triton, or none
+    for the dtype."""
+    if dtype not in TRITON_DTYPES:
+        raise ValueError(f"no Triton kernels for {dtype} (supported: {', '.join(map(str, TRITON_DTYPES))})")
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("no Triton kernels: the package triton is not installed")
+    from penstock.kernels.embedding import triton as embeddings
+    from penstock.kernels.gated_mul import triton as gated_mul
+    from penstock.kernels.lora import triton as lora
+    from penstock.kernels.paged_attention import triton as attention
+    from penstock.kernels.prepare_kv import triton as kv
+    from penstock.kernels.rms_norm import triton as norms
+
+    return Ops(
+        form="triton",
+        embedding=embeddings.embedding,
+        rms_norm=norms.rms_norm,
+        add_rms_norm=norms.add_rms_norm,
+        silu_mul=gated_mul.silu_mul,
+        gelu_tanh_mul=gated_mul.gelu_tanh_mul,
+        prepare_kv=kv.prepare_kv,
+        paged_attention=attention.paged_attention,
+        lora_shelves=DeviceLoraShelves,
+        add_lora=lora.add_lora,
     )
 
 
 def ops_for(device: str, dtype: torch.dtype) -> Ops:
-    """The best form there is on a device; ValueError where there is none."""
-    if device != "cpu":
-        raise ValueError(f"no kernels for the device {device!r} (supported: cpu)")
+    """The best form there is on a device, `cpu`, `cuda` or one of several as in `cuda:1`; ValueError where there is none."""
+    kind = device.partition(":")[0]
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"no kernels for the device {device!r}: torch sees no CUDA device")
+        return triton_ops(dtype)
+    if kind != "cpu":
+        raise ValueError(f"no kernels for the device {device!r} (supported: cpu, cuda)")
     try:
         return native_ops(dtype, CACHE.expanduser())
     except BuildError as error:

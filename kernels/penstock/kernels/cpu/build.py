@@ -1,4 +1,4 @@
-"""Compiles `ops.cpp` for this machine on first use, into the user's cache."""
+"""Compiles the C++ files beside it for this machine on first use, into the user's cache."""
 
 import hashlib
 import platform
@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("ops.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("ops.cpp", "linear.cpp", "lora.cpp", "replay.cpp"))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
 
@@ -30,13 +30,13 @@ def library(cache: Path) -> Path:
         raise BuildError(f"no C++ compiler ({', '.join(COMPILERS)})")
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-        parts = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), version, _cpu())
+        parts = (*(source.read_bytes() for source in SOURCES), " ".join(FLAGS).encode(), version, _cpu())
         target = cache / f"ops-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:20]}.so"
         if not target.is_file():
             cache.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=cache) as folder:
                 built = Path(folder) / target.name
-                subprocess.run([compiler, *FLAGS, "-o", built, SOURCE], capture_output=True, check=True)
+                subprocess.run([compiler, *FLAGS, "-o", built, *SOURCES], capture_output=True, check=True)
                 built.replace(target)
     except subprocess.CalledProcessError as error:
         raise BuildError(f"{compiler}: {error.stderr.decode(errors='replace').strip()[-500:]}") from error

@@ -4,10 +4,14 @@ import ctypes
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from penstock.kernels.cpu.tape import Listener, Pool, Recording, Tape, Watch
+from penstock.kernels.lora.batch import LoraBatch
+from penstock.kernels.lora.packed import PackedLoraShelves
 from penstock.kernels.paged_attention.batch import PagedBatch
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
 
@@ -20,10 +24,19 @@ _SIGNATURES = {
     "penstock_gelu_tanh_mul": [c_int, *[c_void_p] * 2, *[c_int64] * 2],
     "penstock_prepare_kv": [
         *[c_int, *[c_void_p] * 3, *[c_int64] * 3, *[c_void_p] * 2, c_int64],
-        *[*[c_void_p] * 5, c_float, *[c_int64] * 6],
+        *[*[c_void_p] * 3, c_int64, *[c_void_p] * 2, c_float, *[c_int64] * 6],
     ],
+    "penstock_linear": [*[c_void_p] * 4, *[c_int64] * 3],
     "penstock_paged_attention": [c_int, *[c_void_p] * 3, c_int64, *[c_void_p] * 3, *[c_int64] * 7, *[c_float] * 2],
+    "penstock_gather_rows": [*[c_void_p] * 3, *[c_int64] * 2],
+    "penstock_add_lora": [
+        *[c_int, *[c_void_p] * 4, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p],
+        *[c_int64] * 2,
+    ],
+    "penstock_replay": [c_void_p, c_int64],
 }
+_NUMBERS = tuple(_SIGNATURES)
+"""The operations in the order in which `replay.cpp` numbers them."""
 
 
 class NativeOps:
@@ -39,7 +52,41 @@ class NativeOps:
         for name, arguments in _SIGNATURES.items():
             function = getattr(loaded, name)
             function.argtypes, function.restype = arguments, None
-        self._library, self._dtype, self._code = loaded, dtype, DTYPES[dtype]
+        self._library: Any = loaded
+        self._dtype, self._code = dtype, DTYPES[dtype]
+
+    @property
+    def has_linear(self) -> bool:
+        """Whether there is a linear layer for this dtype and CPU."""
+        return self._dtype is torch.bfloat16 and bool(self._library.penstock_has_linear())
+
+    def tape(self, run: Callable[[], torch.Tensor], pool: Pool) -> Tape:
+        """Runs a function of these operations and torch's, and takes down what it does; see `penstock.kernels.cpu.tape`.
+
+        Args:
+            run: Whose tensors and arrays from outside stay where they are as long as the tape is used.
+            pool: Where intermediate tensors lie, of this tape and of others.
+
+        Raises:
+            NotTapeable: It does something that could not be done again.
+        """
+        library, recording = self._library, Recording(self._library.penstock_replay)
+        self._library = Listener(library, _NUMBERS, recording)
+        try:
+            with Watch(recording, pool, _NUMBERS.index("penstock_gather_rows")):
+                return recording.tape(pool.alias(run()))
+        finally:
+            self._library = library
+
+    def linear(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> torch.Tensor:
+        """See the reference."""
+        x = self._checked(x)
+        rows, in_features = x.shape
+        out = torch.empty((rows, out_features), dtype=self._dtype)
+        bias_pointer = None if bias is None else bias.data_ptr()
+        pointers = (x.data_ptr(), packed.data_ptr(), bias_pointer, out.data_ptr())
+        self._library.penstock_linear(*pointers, rows, out_features, in_features)
+        return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See the reference."""
@@ -96,7 +143,13 @@ class NativeOps:
         self._library.penstock_prepare_kv(
             *(self._code, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0)),
             *(out.data_ptr(), kv_cache.data_ptr(), block_stride, slot_mapping.data_ptr()),
-            *(rotary.cos.data_ptr(), rotary.sin.data_ptr(), *weights, 0.0 if qk_norm is None else qk_norm.eps),
+            *(
+                rotary.cos.data_ptr(),
+                rotary.sin.data_ptr(),
+                rotary.cos.stride(0),
+                *weights,
+                0.0 if qk_norm is None else qk_norm.eps,
+            ),
             *(q.shape[0], q.shape[1], kv_heads, block_size, q.shape[2], 2 * rotary.cos.shape[1]),
         )
         return out
@@ -115,6 +168,14 @@ class NativeOps:
             *(len(lens), q.shape[1], kv_heads, block_size, q.shape[2], batch.window or 0, scale, softcap),
         )
         return out
+
+    def add_lora(self, y: torch.Tensor, x: torch.Tensor, shelves: PackedLoraShelves, batch: LoraBatch) -> None:
+        """See the reference; what is between the two products is rounded to the dtype, and `y` is in one piece."""
+        x = self._checked(x)
+        if y.dtype != self._dtype or not y.is_contiguous():
+            raise TypeError(f"outputs must be {self._dtype} and in one piece")
+        pointers = (y.data_ptr(), x.data_ptr())
+        self._library.penstock_add_lora(self._code, *pointers, *batch.layout, *shelves.layout, y.shape[1])
 
     def _checked(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != self._dtype:

@@ -182,11 +182,11 @@ struct CacheShape {
 
 template <typename T>
 void prepare_kv(const T* q, const T* k, const T* v, int64_t q_stride, int64_t k_stride, int64_t v_stride, T* q_out, T* cache,
-                CacheShape shape, const int64_t* slots, const float* cos, const float* sin, const float* q_weight,
-                const float* k_weight, float eps, int64_t n, int64_t heads, int64_t rotary_size) {
+                CacheShape shape, const int64_t* slots, const float* cos, const float* sin, int64_t angle_stride,
+                const float* q_weight, const float* k_weight, float eps, int64_t n, int64_t heads, int64_t rotary_size) {
   const int64_t d = shape.d, half = rotary_size / 2;
   std::vector<float> row(round_up(d));
-  for (int64_t t = 0; t < n; ++t, cos += half, sin += half) {
+  for (int64_t t = 0; t < n; ++t, cos += angle_stride, sin += angle_stride) {
     for (int64_t h = 0; h < heads; ++h)
       rotate(q + t * q_stride + h * d, q_weight, eps, cos, sin, d, half, row.data(), q_out + (t * heads + h) * d);
     const int64_t block = slots[t] / shape.block_size, token = slots[t] % shape.block_size;
@@ -379,11 +379,11 @@ void penstock_gelu_tanh_mul(int dtype, const void* x, void* out, int64_t n, int6
 
 void penstock_prepare_kv(int dtype, const void* q, const void* k, const void* v, int64_t q_stride, int64_t k_stride, int64_t v_stride,
                          void* q_out, void* cache, int64_t block_stride, const int64_t* slots, const float* cos, const float* sin,
-                         const float* q_weight, const float* k_weight, float eps, int64_t n, int64_t heads, int64_t kv_heads,
+                         int64_t angle_stride, const float* q_weight, const float* k_weight, float eps, int64_t n, int64_t heads, int64_t kv_heads,
                          int64_t block_size, int64_t d, int64_t rotary_size) {
   const CacheShape shape{block_stride, kv_heads, block_size, d};
   PENSTOCK_BOTH(prepare_kv<T>(IN(q), IN(k), IN(v), q_stride, k_stride, v_stride, OUT(q_out), OUT(cache), shape, slots, cos, sin,
-                              q_weight, k_weight, eps, n, heads, rotary_size))
+                              angle_stride, q_weight, k_weight, eps, n, heads, rotary_size))
 }
 
 void penstock_paged_attention(int dtype, const void* q, void* out, const void* cache, int64_t block_stride,

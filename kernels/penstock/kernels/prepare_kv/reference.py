@@ -7,6 +7,9 @@ import torch
 from penstock.kernels.rms_norm.reference import rms_norm
 from penstock.kernels.rope.reference import rope
 
+PAD_SLOT_ID = -1
+"""The slot of a token that only fills up a step."""
+
 
 @dataclass(frozen=True)
 class QKNorm:
@@ -24,9 +27,9 @@ class Rotary:
     """The step's rotary angles, for the first r elements of each head."""
 
     cos: torch.Tensor
-    """[n, r/2], float32."""
+    """[n, r/2], float32; a row's elements side by side."""
     sin: torch.Tensor
-    """[n, r/2], float32."""
+    """[n, r/2], float32; rows as far apart as the cosines'."""
 
 
 def prepare_kv(
@@ -45,7 +48,9 @@ def prepare_kv(
         k: [n, kv_heads, d].
         v: [n, kv_heads, d].
         kv_cache: [blocks, 2, kv_heads, block_size, d]: keys at 0, values at 1 of the second dimension. Changed.
-        slot_mapping: [n], int64: block · block_size + offset in the block, of each token; no slot twice.
+        slot_mapping: [n], int64 (on a device int32 too): block · block_size + offset in the block, of each token; no slot twice
+            but PAD_SLOT_ID: such a token is written nowhere, or, in this form, to the first slot of block 0, the null block,
+            whose content nobody reads.
         rotary: Of the n tokens.
         qk_norm: None where the model has none.
 
@@ -56,8 +61,9 @@ def prepare_kv(
         q = rms_norm(q, qk_norm.q_weight, qk_norm.eps)
         k = rms_norm(k, qk_norm.k_weight, qk_norm.eps)
     block_size = kv_cache.shape[3]
-    block = torch.div(slot_mapping, block_size, rounding_mode="floor")
-    offset = slot_mapping - block * block_size
+    slots = slot_mapping.clamp(min=0)
+    block = torch.div(slots, block_size, rounding_mode="floor")
+    offset = slots - block * block_size
     kv_cache[block, 0, :, offset] = rope(k, rotary.cos, rotary.sin).to(kv_cache.dtype)
     kv_cache[block, 1, :, offset] = v.to(kv_cache.dtype)
     return rope(q, rotary.cos, rotary.sin)

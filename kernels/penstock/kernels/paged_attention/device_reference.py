@@ -1,0 +1,85 @@
+"""Paged attention over a `DeviceBatch` in plain torch: what a GPU kernel must give, and what runs a device step where none is.
+
+Nothing here reads a tensor on the host, and no shape depends on a length: it is memory, not time, that it spends freely.
+"""
+
+import torch
+
+from penstock.kernels.paged_attention.device_batch import DeviceBatch
+
+
+def paged_attention_device(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    batch: DeviceBatch,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attends each query to the keys of its request up to its own position, from the first or as far back as the batch's window.
+
+    Args:
+        q: [n, heads, d], padding included.
+        kv_cache: [blocks, 2, kv_heads, block_size, d], this step's keys and values included. What lies outside the requests'
+            tokens may be anything, NaN as well.
+        batch: Which of the n tokens and which blocks are whose.
+        scale: Of the scores, 1/√d as a rule.
+        softcap: Where not 0, a score s becomes softcap · tanh(s / softcap), as in Gemma 2.
+        sinks: [heads]: the score of one more key a head, whose value is zero (gpt-oss). None: there is none.
+        out: [n, heads, d] in q's dtype, contiguous: where the result goes. None: into new memory.
+
+    Returns:
+        [n, heads, d] in q's dtype; zeros for padding.
+    """
+    request, local, real = _places(batch)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    keys, values, seen = _gather(kv_cache, batch, dtype)
+    query_lens = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
+    at = torch.arange(batch.max_query_len, device=q.device)
+    tokens = (batch.query_start_loc[:-1, None] + at).clamp(max=max(batch.num_tokens - 1, 0))
+    kv_heads, head_size = kv_cache.shape[2], kv_cache.shape[4]
+    grouped = q[tokens].to(dtype).unflatten(2, (kv_heads, -1))  # [r, queries, kv_heads, group, d]
+    scores = torch.einsum("rqhgd,rhkd->rqhgk", grouped, keys) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    position = (batch.seq_lens - query_lens)[:, None] + at
+    back = position[:, :, None] - torch.arange(keys.shape[2], device=q.device)
+    visible = seen[:, None] & (back >= 0)
+    if batch.window is not None:
+        visible &= back < batch.window
+    scores = scores.masked_fill(~visible[:, :, None, None], float("-inf"))
+    weights = _softmax(scores, None if sinks is None else sinks.to(dtype).view(kv_heads, -1, 1))
+    found = torch.einsum("rqhgk,rhkd->rqhgd", weights, values).flatten(2, 3)[request, local]
+    found = found.masked_fill(~real[:, None, None], 0.0).to(q.dtype).view(-1, q.shape[1], head_size)
+    return found if out is None else out.copy_(found)
+
+
+def _places(batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each token: its request, which of that request's queries it is, and whether it is one at all."""
+    token = torch.arange(batch.num_tokens, device=batch.rows.device, dtype=torch.int32)
+    request = torch.searchsorted(batch.query_start_loc[1:].contiguous(), token, right=True)
+    inside = request < batch.num_requests
+    request = request.clamp(max=batch.num_requests - 1)
+    local = (token - batch.query_start_loc[request]).clamp(max=batch.max_query_len - 1)
+    return request, local, inside & (batch.seq_lens[request] > 0)
+
+
+def _gather(kv_cache: torch.Tensor, batch: DeviceBatch, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each request's keys and values, [r, kv_heads, keys, d], zeros where nobody sees them; where somebody does: [r, keys]."""
+    blocks = kv_cache[batch.block_table[batch.rows]]  # [r, max_blocks, 2, kv_heads, block_size, d]
+    keys, values = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).to(dtype)
+    at = torch.arange(keys.shape[2], device=keys.device)
+    seen = at < batch.seq_lens[:, None]
+    if batch.window is not None:
+        first = batch.seq_lens - (batch.query_start_loc[1:] - batch.query_start_loc[:-1])
+        seen &= at > (first - batch.window)[:, None]
+    unseen = ~seen[:, None, :, None]
+    return keys.masked_fill(unseen, 0.0), values.masked_fill(unseen, 0.0), seen
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Weights over the last dimension, of [r, queries, kv_heads, group, keys]; rows without a key give anything."""
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1).softmax(-1)[..., :-1]

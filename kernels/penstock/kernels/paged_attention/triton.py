@@ -1,0 +1,317 @@
+"""Causal attention over a paged cache on a GPU: one kernel for decoding, for chunks of prompts, for both at once and for drafts.
+
+A program takes a tile of rows, each a query and one of the heads that share a key head, so that keys are read once for all of
+them, and meets the keys of its request tile by tile with an online softmax (Dao et al., 2022; Milakov and Gimelshein, 2018). The
+tiles that every row sees in full go through a loop without masks; the causal diagonal and a window's edge have a loop with them.
+With split keys (Flash-Decoding, 2023) each program leaves a normalised result and the logarithm of its sum, from which the merge
+is exact. Scores are kept in base 2, the scale folded into the exponent.
+
+Nothing outside a request's keys is read into a product: such keys are masked when they are loaded, and count as zeros.
+"""
+
+# pyright: reportCallIssue=false
+# Triton types a launch without its options.
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from penstock.kernels.paged_attention.device_batch import DeviceBatch
+from penstock.kernels.paged_attention.launch import MAX_SPLITS, AttentionShape, AttentionWorkspace, LaunchTable, fast_launches
+
+UPCAST = knobs.runtime.interpret
+"""Whether products are taken in float32: Triton's interpreter multiplies bfloat16 wrongly. Never in what is compiled."""
+_LOG2E = 1.4426950408889634
+_VARYING = ["num_requests", "num_tokens", "splits"]
+_SMALL = ["rows", "query_start_loc", "seq_lens", "block_table", "sinks"]
+
+
+@triton.jit
+def _request_of(query_start_loc, num_requests, at, BLOCK_Q: tl.constexpr):
+    """The request that tile `at` of BLOCK_Q queries belongs to: request i begins at tile start_i / BLOCK_Q + i, which leaves room
+    for a last tile that is not full. With BLOCK_Q 0, `at` is a token."""
+    low = 0
+    high = num_requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        start = tl.load(query_start_loc + middle)
+        if BLOCK_Q > 0:
+            start = start // BLOCK_Q + middle
+        if start <= at:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _attend(
+    acc, total, maximum, query, kv, kv_stride, table, block_stride, position, start, stop, first_tile, end_tile, scale, cap,
+    HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Takes in the keys of some tiles; without MASKED each row must see all of them."""
+    dims = tl.arange(0, HEAD_BLOCK)
+    real = dims < HEAD
+    LOAD_MASK: tl.constexpr = MASKED or HEAD < HEAD_BLOCK
+    for tile in range(first_tile, end_tile):
+        keys = tile * TILE + tl.arange(0, TILE)
+        if MASKED:
+            seen = (keys >= start) & (keys < stop)
+            block = tl.load(table + keys // PAGE, seen, 0)
+            there = seen[:, None] & real[None, :]
+        else:
+            block = tl.load(table + keys // PAGE)
+            there = (keys >= 0)[:, None] & real[None, :]
+        at = (block.to(tl.int64) * block_stride + (keys % PAGE) * HEAD)[:, None] + dims[None, :]
+        key = tl.load(kv + at, there, 0.0) if LOAD_MASK else tl.load(kv + at)
+        if UPCAST:
+            key = key.to(tl.float32)
+        # The precision is float32's, which takes three passes through the tensor cores; other types have but one.
+        score = tl.dot(query, tl.trans(key), input_precision="tf32x3")
+        # cap · tanh(x) is written with an exponential; scale and cap come with its factors.
+        score = cap * (1.0 - 2.0 / (tl.exp2(score * scale) + 1.0)) if SOFTCAP else score * scale
+        if MASKED:
+            back = position[:, None] - keys[None, :]
+            visible = back >= 0
+            if WINDOW > 0:
+                visible = visible & (back < WINDOW)
+            score = tl.where(visible, score, float("-inf"))
+        highest = tl.maximum(maximum, tl.max(score, 1))
+        # With masks a row may have seen no key yet.
+        base = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
+        weight = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(maximum - base)
+        maximum = highest
+        total = total * shrink + tl.sum(weight, 1)
+        acc = acc * shrink[:, None]
+        value = tl.load(kv + kv_stride + at, there, 0.0) if LOAD_MASK else tl.load(kv + kv_stride + at)
+        if UPCAST:
+            value = value.to(tl.float32)
+        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision="tf32x3")
+    return acc, total, maximum
+
+
+def _name(specialization: Any) -> str:
+    """What a profiler calls a variant."""
+    of = specialization.constants
+    return f"paged_attention_{'long' if of['SEARCH'] else 'short'}{'_split' if of['SPLIT'] else ''}"
+
+
+@triton.jit(repr=_name, do_not_specialize=[*_VARYING, "least_tiles"], do_not_specialize_on_alignment=_SMALL)
+def _paged_attention_kernel(
+    out, values, lse, q, kv_cache, rows, query_start_loc, seq_lens, block_table, sinks,
+    num_requests, num_tokens, splits, least_tiles, scale, cap,
+    q_token, q_head, block_stride, kv_stride, head_stride, table_stride,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr, SPLIT_TOKENS: tl.constexpr, SEARCH: tl.constexpr, SKIP: tl.constexpr, PADS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    heads = tl.num_programs(1) * GROUP
+    row = tl.arange(0, BLOCK_M)
+    local = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    dims = tl.arange(0, HEAD_BLOCK)
+    real = (row < BLOCK_Q * GROUP)[:, None] & (dims < HEAD)[None, :]
+    zeros = tl.zeros([BLOCK_M, HEAD_BLOCK], tl.float32)
+
+    # Which queries of which request.
+    request = tl.program_id(0)
+    first = 0
+    if SEARCH:
+        # A prompt's last queries see most keys, and begin first.
+        block = tl.num_programs(0) - 1 - tl.program_id(0)
+        request = _request_of(query_start_loc, num_requests + PADS, block, BLOCK_Q)
+        first = (block - tl.load(query_start_loc + request) // BLOCK_Q - request) * BLOCK_Q
+    begin = tl.load(query_start_loc + request)
+    if PADS and request == num_requests:
+        if first + split == 0:
+            for token in range(begin, num_tokens, BLOCK_Q):
+                at = ((token + local).to(tl.int64) * heads + head)[:, None] * HEAD + dims[None, :]
+                tl.store(out + at, zeros, real & (token + local < num_tokens)[:, None])
+        return
+    query_len = tl.load(query_start_loc + request + 1) - begin
+    if SEARCH:
+        if (query_len <= SKIP) | (first >= query_len):
+            return
+    else:
+        if (query_len > BLOCK_Q) | (query_len <= 0):
+            return
+    seq_len = tl.load(seq_lens + request)
+    inside = (row < BLOCK_Q * GROUP) & (first + local < query_len)
+    real = real & inside[:, None]
+    token = (begin + first + local).to(tl.int64)
+    out_at = (token * heads + head)[:, None] * HEAD + dims[None, :]
+    if seq_len == 0:
+        if split == 0:
+            tl.store(out + out_at, zeros, real)
+        return
+
+    # Which of its keys.
+    lowest = seq_len - query_len + first
+    stop = tl.minimum(lowest + BLOCK_Q, seq_len)
+    start = 0
+    if WINDOW > 0:
+        start = tl.maximum(lowest - WINDOW + 1, 0)
+    first_tile = start // TILE
+    end_tile = tl.cdiv(stop, TILE)
+    slot = begin + first + local if SEARCH else request * BLOCK_Q + local
+    part = (slot.to(tl.int64) * heads + head) * splits + split
+    if SPLIT:
+        if SPLIT_TOKENS > 0:
+            first_tile = tl.maximum(first_tile, split * (SPLIT_TOKENS // TILE))
+            end_tile = tl.minimum(end_tile, (split + 1) * (SPLIT_TOKENS // TILE))
+        else:
+            share = tl.maximum(tl.cdiv(end_tile - first_tile, splits), least_tiles)
+            first_tile = first_tile + split * share
+            end_tile = tl.minimum(end_tile, first_tile + share)
+        if first_tile >= end_tile:
+            tl.store(lse + part, tl.full([BLOCK_M], float("-inf"), tl.float32), inside)
+            return
+
+    query = tl.load(q + (token * q_token + head * q_head)[:, None] + dims[None, :], real, 0.0)
+    if UPCAST:
+        query = query.to(tl.float32)
+    kv = kv_cache + kv_head.to(tl.int64) * head_stride
+    table = block_table + tl.load(rows + request).to(tl.int64) * table_stride
+    position = lowest + local
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = zeros
+    # Tiles that all rows see in full lie between those on a window's edge and those on the diagonal.
+    full_end = tl.maximum(tl.minimum((lowest + 1) // TILE, end_tile), first_tile)
+    if WINDOW > 0:
+        full_start = tl.cdiv(tl.maximum(stop - WINDOW, 0), TILE)
+        full_start = tl.maximum(tl.minimum(full_start, full_end), first_tile)
+        acc, total, maximum = _attend(
+            acc, total, maximum, query, kv, kv_stride, table, block_stride, position, start, stop, first_tile, full_start,
+            scale, cap, HEAD, HEAD_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, True, UPCAST,
+        )  # fmt: skip
+    else:
+        full_start = first_tile
+    acc, total, maximum = _attend(
+        acc, total, maximum, query, kv, kv_stride, table, block_stride, position, start, stop, full_start, full_end,
+        scale, cap, HEAD, HEAD_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, False, UPCAST,
+    )  # fmt: skip
+    acc, total, maximum = _attend(
+        acc, total, maximum, query, kv, kv_stride, table, block_stride, position, start, stop, full_end, end_tile,
+        scale, cap, HEAD, HEAD_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, True, UPCAST,
+    )  # fmt: skip
+
+    if SPLIT:
+        # A row of the tile may see none of this split's keys.
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(values + part[:, None] * HEAD + dims[None, :], acc, real)
+        tl.store(lse + part, tl.where(total == 0.0, float("-inf"), maximum + tl.log2(total)), inside)
+    else:
+        if sinks is not None:
+            sink = tl.load(sinks + head, inside, 0.0).to(tl.float32) * 1.4426950408889634
+            highest = tl.maximum(maximum, sink)
+            shrink = tl.exp2(maximum - highest)
+            total = total * shrink + tl.exp2(sink - highest)
+            acc = acc * shrink[:, None]
+        tl.store(out + out_at, acc / total[:, None], real)
+
+
+@triton.jit(do_not_specialize=[*_VARYING, "block_q"], do_not_specialize_on_alignment=_SMALL)
+def _merge_splits_kernel(
+    out, values, lse, query_start_loc, seq_lens, sinks, num_requests, splits, block_q,
+    HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, SPLITS: tl.constexpr, SEARCH: tl.constexpr,
+):  # fmt: skip
+    """Merges what the splits found for one query and head; padding has been zeroed."""
+    slot = tl.program_id(0)
+    head = tl.program_id(1)
+    if SEARCH:
+        request = _request_of(query_start_loc, num_requests, slot, 0)
+        begin = tl.load(query_start_loc + request)
+        local = slot - begin
+    else:
+        request = slot // block_q
+        begin = tl.load(query_start_loc + request)
+        local = slot - request * block_q
+    query_len = tl.load(query_start_loc + request + 1) - begin
+    if (local >= query_len) | (tl.load(seq_lens + request) == 0):
+        return
+    if not SEARCH and query_len > block_q:
+        return
+    heads = tl.num_programs(1)
+    dims = tl.arange(0, HEAD_BLOCK)
+    split = tl.arange(0, SPLITS)
+    part = (slot.to(tl.int64) * heads + head) * splits + split
+    found = tl.load(lse + part, split < splits, float("-inf"))
+    highest = tl.max(found, 0)
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        highest = tl.maximum(highest, sink)
+    weight = tl.exp2(found - highest)
+    total = tl.sum(weight, 0)
+    if sinks is not None:
+        total += tl.exp2(sink - highest)
+    some = (found > float("-inf"))[:, None] & (dims < HEAD)[None, :]
+    value = tl.load(values + part[:, None] * HEAD + dims[None, :], some, 0.0)
+    merged = tl.sum(value * weight[:, None], 0) / total
+    at = ((begin + local).to(tl.int64) * heads + head) * HEAD + dims
+    tl.store(out + at, merged, dims < HEAD)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    batch: DeviceBatch,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    *,
+    table: LaunchTable = fast_launches,
+    workspace: AttentionWorkspace | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See the reference for arguments and result; in q a head's elements lie side by side, in the cache those of a block's head.
+
+    Args:
+        q: See the reference.
+        kv_cache: See the reference.
+        batch: See the reference.
+        scale: See the reference.
+        softcap: See the reference.
+        sinks: See the reference.
+        table: How to launch.
+        workspace: For what the table asks, ValueError where it is too small; None: allocated for the call.
+        out: See the reference.
+    """
+    num_heads, head_size = q.shape[1], q.shape[2]
+    kv_heads, requests, tokens = kv_cache.shape[2], batch.num_requests, batch.num_tokens
+    shape = AttentionShape(num_heads, kv_heads, head_size, q.element_size())
+    launches = table(shape, requests, batch.max_query_len, batch.block_table.shape[1] * batch.block_size)
+    parts = max(launch.parts(requests, tokens) for launch in launches)
+    if workspace is None:
+        workspace = AttentionWorkspace.of(shape, parts, q.device)
+    elif parts * num_heads > workspace.lse.shape[0]:
+        raise ValueError(f"the workspace is too small for {requests} requests and {tokens} tokens")
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    cap = softcap * _LOG2E
+    factor = 2.0 * _LOG2E * scale / softcap if softcap else _LOG2E * scale
+    padded = shape.padded_head_size
+    for launch in launches:
+        _paged_attention_kernel[launch.blocks(requests, tokens), kv_heads, launch.splits](
+            out, workspace.values, workspace.lse, q, kv_cache, batch.rows, batch.query_start_loc, batch.seq_lens,
+            batch.block_table, sinks, requests, tokens, launch.splits, launch.least_tiles, factor, cap,
+            q.stride(0), q.stride(1), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), batch.block_table.stride(0),
+            GROUP=shape.group, HEAD=head_size, HEAD_BLOCK=padded, PAGE=batch.block_size,
+            BLOCK_M=launch.block_m, BLOCK_Q=launch.block_q, TILE=launch.tile, WINDOW=batch.window or 0, SOFTCAP=softcap != 0.0,
+            SPLIT=launch.splits > 1, SPLIT_TOKENS=launch.split_tokens, SEARCH=launch.search, SKIP=launch.skip,
+            PADS=launch.pads, UPCAST=UPCAST, num_warps=launch.num_warps, num_stages=launch.num_stages,
+        )  # fmt: skip
+        if launch.splits > 1:
+            _merge_splits_kernel[launch.slots(requests, tokens), num_heads](
+                out, workspace.values, workspace.lse, batch.query_start_loc, batch.seq_lens, sinks, requests, launch.splits,
+                launch.block_q, HEAD=head_size, HEAD_BLOCK=padded, SPLITS=MAX_SPLITS, SEARCH=launch.search, num_warps=4,
+            )  # fmt: skip
+    return out

@@ -1,0 +1,70 @@
+"""Launches of the dense operations and of adapters, as `aot_gates.py` compiles them: for so many tokens, few."""
+
+import torch
+
+from penstock.kernels.embedding.triton import embedding
+from penstock.kernels.gated_mul.triton import gelu_tanh_mul, silu_mul
+from penstock.kernels.lora.device import DeviceLoraBatch, DeviceLoraShelves
+from penstock.kernels.lora.triton import add_lora
+from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
+from penstock.kernels.prepare_kv.triton import prepare_kv
+from penstock.kernels.rms_norm.triton import add_rms_norm, rms_norm
+
+HIDDEN = 4096
+DTYPE = torch.bfloat16
+
+
+def empty(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def norms(tokens: int = 16) -> None:
+    """RMSNorm with and without the residual stream, and of short rows."""
+    x, weight = empty(tokens, HIDDEN), empty(HIDDEN, dtype=torch.float32)
+    rms_norm(x, weight, 1e-5)
+    add_rms_norm(x, x, weight, 1e-5)
+    rms_norm(empty(tokens, 32, 128), empty(128, dtype=torch.float32), 1e-5)
+
+
+def gates(tokens: int = 16) -> None:
+    """Of an MLP's hidden layer."""
+    silu_mul(empty(tokens, 2 * 14336))
+    gelu_tanh_mul(empty(tokens, 2 * 14336))
+
+
+def tables(tokens: int = 16) -> None:
+    """Embedding and rotary angles."""
+    ids = empty(tokens, dtype=torch.int32)
+    embedding(empty(128256, HIDDEN), ids)
+    embedding(empty(8192, 128, dtype=torch.float32), ids)
+
+
+def writes(tokens: int = 16) -> None:
+    """The way into the cache: Llama 8B's, Qwen3's with norms, Gemma's wide heads, Phi's partial rotation."""
+    for heads, kv_heads, size, rotated, normalised in (
+        (32, 8, 128, 128, False),
+        (16, 8, 128, 128, True),
+        (8, 4, 256, 256, True),
+        (24, 8, 128, 96, False),
+    ):
+        sizes = [heads * size, kv_heads * size, kv_heads * size]
+        q, k, v = (part.view(tokens, -1, size) for part in empty(tokens, sum(sizes)).split(sizes, -1))
+        cache = empty(100, 32, 2 * kv_heads * 16 * size)[:, 0].view(100, 2, kv_heads, 16, size)
+        rotary = Rotary(*empty(tokens, rotated, dtype=torch.float32).chunk(2, -1))
+        weights = (empty(size, dtype=torch.float32) for _ in range(2))
+        norm = QKNorm(*weights, 1e-6) if normalised else None
+        prepare_kv(q, k, v, cache, empty(tokens, dtype=torch.int64), rotary, norm)
+
+
+def adapters(tokens: int = 16) -> None:
+    """On the fused projection, few tokens and many, narrow and wide."""
+    for rank in (16, 128):
+        parts = [(0, HIDDEN), (HIDDEN, 1024), (HIDDEN + 1024, 1024)]
+        shelves = DeviceLoraShelves(8, rank, HIDDEN, parts, DTYPE, torch.device("meta"))
+        for count in (tokens, 2000 + tokens):
+            batch = DeviceLoraBatch(empty(4096, dtype=torch.int32))
+            add_lora(empty(count, HIDDEN + 2048), empty(count, HIDDEN), shelves, batch)
+
+
+LAUNCHES = [norms, gates, tables, writes, adapters]
