@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from penstock.engine.config import ConfigError
     from penstock.engine.core.ipc.client import CoreError
     from penstock.engine.frontend.async_llm import AsyncLLM
+    from penstock.engine.frontend.python.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
     from penstock.engine.frontend.python.offline import LLM
     from penstock.engine.frontend.python.params import SamplingParams
     from penstock.engine.frontend.python.request_output import CompletionOutput, Logprob, RequestFailed, RequestOutput
@@ -21,6 +22,8 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "CoreError",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "Logprob",
     "RequestFailed",
@@ -34,6 +37,8 @@ _MODULES = {
     "CompletionOutput": "frontend.python.request_output",
     "ConfigError": "config",
     "CoreError": "core.ipc.client",
+    "EmbeddingOutput": "frontend.python.embedding_output",
+    "EmbeddingRequestOutput": "frontend.python.embedding_output",
     "EngineArgs": "args",
     "Logprob": "frontend.python.request_output",
     "RequestFailed": "frontend.python.request_output",

@@ -2,11 +2,28 @@
 
 import logging
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from penstock.engine.config import CacheConfig, ConfigError, DType, EngineConfig, LogprobsMode, SchedulerConfig, SchedulingPolicy
+from penstock.engine.config import (
+    AttentionBackendName,
+    CacheConfig,
+    ConfigError,
+    CudagraphMode,
+    DType,
+    EngineConfig,
+    GraphConfig,
+    LoadFormat,
+    LogprobsMode,
+    LoraConfig,
+    LoraModule,
+    RunnerType,
+    SchedulerConfig,
+    SchedulingPolicy,
+)
+from penstock.engine.devices import choose_device
+from penstock.engine.runner.device.graphs.settings import graph_config
 
 _log = logging.getLogger(__name__)
 
@@ -18,11 +35,16 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     """Named as the flags, with their defaults; `docs/engine/serve.md` says what they do."""
 
     model: str
-    """A folder in Hugging Face format, `file://…` or `hf://org/name`."""
+    """A folder in Hugging Face format, `file://…`, `hf://org/name` or `s3://bucket/path`."""
+    revision: str | None = None
+    """Branch, tag or commit, for hf:// alone."""
     served_model_name: list[str] | None = None
     """None: the model as it was given."""
     dtype: DType | Literal["auto"] = "auto"
-    device: Literal["auto", "cpu"] = "auto"
+    load_format: LoadFormat = "auto"
+    runner: RunnerType = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a CUDA device where one serves."""
     max_model_len: Positive | None = None
     max_num_seqs: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 256
     max_num_batched_tokens: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)] = 2048
@@ -33,7 +55,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     watermark: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.01
     tenant_weights: dict[str, Annotated[float, msgspec.Meta(gt=0)]] = {}
     async_scheduling: bool | None = None
-    """Whether the next step is planned while one runs. None: not on a CPU, whose cores the model needs."""
+    """Whether the next step is planned while one runs. None: on a GPU, and not on a CPU, whose cores the model needs."""
     block_size: Positive = 16
     num_gpu_blocks_override: Positive | None = None
     kv_cache_memory_bytes: Positive | None = None
@@ -41,13 +63,33 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     hash_seed: str = "penstock"
     seed: Count = 0
+    generation_config: str = "auto"
+    """Whose sampling is the default of requests: `auto` is the checkpoint's, `vllm` OpenAI's; else a folder."""
+    override_generation_config: dict[str, Any] = {}
+    """Fields that win over it."""
     watchdog_timeout: Annotated[float, msgspec.Meta(gt=0)] = 120.0
     logprobs_mode: LogprobsMode = "raw_logprobs"
     logits_processors: list[str] | None = None
     profile_dir: str | None = None
+    attention_backend: AttentionBackendName | None = None
+    enforce_eager: bool = False
+    cudagraph_mode: CudagraphMode | None = None
+    """None: `FULL_AND_PIECEWISE` on a GPU."""
+    cudagraph_capture_sizes: list[Positive] | None = None
+    max_cudagraph_capture_size: Positive | None = None
+    enable_lora: bool = False
+    lora_modules: list[str] | None = None
+    """`name=path` each."""
+    max_loras: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
+    max_cpu_loras: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
+    """None: `max_loras`."""
+    max_lora_rank: Annotated[int, msgspec.Meta(ge=1, le=512)] = 16
 
-    def config(self) -> EngineConfig:
+    def config(self, device: Literal["cpu", "cuda"] | None = None) -> EngineConfig:
         """The typed tree that they are a view of; reads the checkpoint's configuration.
+
+        Args:
+            device: For which it is meant, wherever this is; None: this machine's.
 
         Raises `ConfigError` for a value that makes no sense, and for a model that cannot be served.
         """
@@ -55,9 +97,23 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         from penstock.engine.loading.checkpoint import read_model_config, resolve  # heavy for `penstock --help`
 
         names = self.served_model_name or [self.model]
-        model = read_model_config(resolve(self.model), served_names=names, dtype=self.dtype, max_model_len=self.max_model_len)
+        device = device or choose_device(self.device)
+        folder = resolve(self.model, self.revision)
+        model = read_model_config(
+            folder,
+            served_names=names,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            load_format=self.load_format,
+            runner=self.runner,
+            generation_config=self.generation_config,
+            override_generation_config=self.override_generation_config,
+        )
+        source = self.model.removeprefix("hf://").removeprefix("file://")
+        if model.pooling is not None:
+            self._check_pooling(device)
         return EngineConfig(
-            model=msgspec.structs.replace(model, logits_processors=tuple(self.logits_processors or ())),
+            model=msgspec.structs.replace(model, logits_processors=tuple(self.logits_processors or ()), source=source),
             cache=CacheConfig(
                 block_size=self.block_size,
                 num_blocks=self.num_gpu_blocks_override,
@@ -76,18 +132,68 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 watermark=self.watermark,
                 tenant_weights=self.tenant_weights,
             ),
-            depth=self._depth(),
+            lora=self._lora(names),
+            device=device,
+            attention_backend=self.attention_backend,
+            graphs=self._graphs(cuda=device == "cuda"),
+            depth=self._depth(device),
             seed=self.seed,
             profile_dir=Path(self.profile_dir) if self.profile_dir is not None else None,
             watchdog_timeout=self.watchdog_timeout,
             logprobs_mode=self.logprobs_mode,
         )
 
-    def _depth(self) -> int:
+    def _check_pooling(self, device: Literal["cpu", "cuda"]) -> None:
+        """Refuses what an engine that embeds cannot do."""
+        if device == "cuda":
+            raise ConfigError("--runner pooling: this model is served for embeddings, so far on a CPU alone (--device cpu)")
+        for flag, given in (
+            ("--enable-lora", self.enable_lora),
+            ("--logits-processors", self.logits_processors),
+            ("--override-generation-config", self.override_generation_config),
+        ):
+            if given:
+                raise ConfigError(f"{flag}: this model is served for embeddings, which have none (--runner generate)")
+
+    def _depth(self, device: Literal["cpu", "cuda"]) -> int:
         """Plans in flight."""
-        if self.async_scheduling is None:
-            _log.info("async scheduling: off, since on a CPU the scheduler would take the model's cores (--async-scheduling)")
-        return 2 if self.async_scheduling else 1
+        if self.async_scheduling is not None:
+            return 2 if self.async_scheduling else 1
+        if device == "cuda":
+            return 2
+        _log.info("async scheduling: off, since on a CPU the scheduler would take the model's cores (--async-scheduling)")
+        return 1
+
+    def _graphs(self, cuda: bool) -> GraphConfig:
+        return graph_config(
+            cuda=cuda,
+            enforce_eager=self.enforce_eager,
+            mode=self.cudagraph_mode,
+            sizes=self.cudagraph_capture_sizes,
+            largest=self.max_cudagraph_capture_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+
+    def _lora(self, served_names: list[str]) -> LoraConfig | None:
+        if not self.enable_lora:
+            if self.lora_modules:
+                raise ConfigError("--lora-modules needs --enable-lora")
+            return None
+        host = self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+        if host < self.max_loras:
+            raise ConfigError(f"--max-cpu-loras {host} is below --max-loras {self.max_loras}: what is on the device is there too")
+        modules: dict[str, LoraModule] = {}
+        for given in self.lora_modules or ():
+            name, separator, uri = given.partition("=")
+            if not (name and separator and uri):
+                raise ConfigError(f"--lora-modules {given!r} is not NAME=PATH")
+            if name in modules or name in served_names:
+                raise ConfigError(f"--lora-modules: the name {name!r} is taken")
+            modules[name] = LoraModule(name, uri)
+        return LoraConfig(
+            max_loras=self.max_loras, max_cpu_loras=host, max_lora_rank=self.max_lora_rank, modules=tuple(modules.values())
+        )
 
     def _check(self) -> None:
         """As the flags' parser does; types and limits are those of the fields."""

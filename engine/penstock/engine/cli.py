@@ -1,13 +1,17 @@
 """`penstock serve`. Light to import: `penstock --help` loads it."""
 
 import argparse
+import json
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from penstock.flag_values import count, not_negative, number, port, positive, share
 
 if TYPE_CHECKING:
     from penstock.engine.frontend.http.settings import ApiSettings
+    from penstock.engine.frontend.http.tls import TlsFiles
     from penstock.engine.frontend.processes.serve import ServeConfig
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
@@ -42,13 +46,18 @@ def serve(argv: list[str]) -> int:
 def _config(args: argparse.Namespace) -> "ServeConfig":
     """The typed tree that the flags are a view of; raises `ConfigError` for a model that cannot be served."""
     from penstock.engine.args import EngineArgs
+    from penstock.engine.config import ConfigError
     from penstock.engine.frontend.processes.serve import ServeConfig
 
     engine = EngineArgs(**{name: getattr(args, name) for name in EngineArgs.__struct_fields__})
+    for flag in ("port", "events_port", "replay_port"):
+        if args.admin_port == getattr(args, flag):
+            raise ConfigError(f"--admin-port {args.admin_port} is the --{flag.replace('_', '-')} too")
     return ServeConfig(
         engine=engine.config(),
         host=args.host,
         port=args.port,
+        admin_port=args.admin_port,
         events_port=args.events_port,
         replay_port=args.replay_port,
         shutdown_timeout=args.shutdown_timeout,
@@ -73,7 +82,29 @@ def _api_settings(args: argparse.Namespace) -> "ApiSettings":
     keys: list[str] = args.api_key or [os.environ[name] for name in (API_KEY_VARIABLE,) if name in os.environ]
     if not all(keys):
         raise ConfigError(f"--api-key or {API_KEY_VARIABLE} is empty")
-    return ApiSettings(parsers=parsers, api_keys=tuple(keys))
+    if args.allow_runtime_lora_updating and not args.enable_lora:
+        raise ConfigError("--allow-runtime-lora-updating needs --enable-lora")
+    updating: bool = args.allow_runtime_lora_updating
+    return ApiSettings(
+        parsers=parsers,
+        api_keys=tuple(keys),
+        tls=_tls(args),
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
+        runtime_lora_updating=updating,
+    )
+
+
+def _tls(args: argparse.Namespace) -> "TlsFiles | None":
+    from penstock.engine.config import ConfigError
+    from penstock.engine.frontend.http.tls import TlsFiles
+
+    if args.ssl_certfile is None or args.ssl_keyfile is None:
+        if args.ssl_certfile or args.ssl_keyfile or args.ssl_ca_certs:
+            raise ConfigError("--ssl-certfile and --ssl-keyfile come together, and --ssl-ca-certs with them")
+        return None
+    files = TlsFiles(certificates=args.ssl_certfile, key=args.ssl_keyfile, clients=args.ssl_ca_certs)
+    files.context()  # what cannot be used is said now, not when a model has been loaded
+    return files
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,41 +114,54 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="MODEL", help="a folder in Hugging Face format, file://… or hf://org/name")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a folder in Hugging Face format, file://…, hf://org/name or s3://bucket/path"
+    )
     _add_server_flags(parser)
-    _add_engine_flags(parser)
+    add_engine_flags(parser)
+    add_lora_flags(parser)
     return parser
 
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on, for HTTP and events")
-    add("--port", type=_port, default=8000, help="HTTP port")
-    add("--events-port", type=_port, default=5557, help="port of the event stream (ZMQ PUB)")
-    add("--replay-port", type=_port, default=5558, help="port for the replay of events (ZMQ ROUTER)")
+    add("--port", type=port, default=8000, help="HTTP port")
+    add("--admin-port", type=port, help="HTTP port of what changes the engine: adapters, /sleep … (None: they are on --port)")
+    add("--events-port", type=port, default=5557, help="port of the event stream (ZMQ PUB)")
+    add("--replay-port", type=port, default=5558, help="port for the replay of events (ZMQ ROUTER)")
     add(
         "--served-model-name", nargs="+", metavar="NAME", help="names that requests may give (None: MODEL); answers say the first"
     )
     add("--metrics-compat", choices=["vllm"], help="whose names metrics have beside our own")
     add("--disable-log-stats", action="store_true", help="no line every ten seconds about what the engine did")
-    add("--stream-interval", type=_positive, default=1, help="tokens in an event of a stream, but for the first and the last one")
-    add("--api-server-count", type=_positive, default=1, help="frontend processes that share the port and the core")
+    add("--stream-interval", type=positive, default=1, help="tokens in an event of a stream, but for the first and the last one")
+    add("--api-server-count", type=positive, default=1, help="frontend processes that share the port and the core")
     add("--api-key", nargs="+", metavar="KEY", help=f"keys of which a request must have one (None: {API_KEY_VARIABLE}, or open)")
+    add("--ssl-certfile", metavar="FILE", help="HTTPS: the server's certificates, PEM; reread on change (None: plain HTTP)")
+    add("--ssl-keyfile", metavar="FILE", help="its private key, PEM without a password")
+    add("--ssl-ca-certs", metavar="FILE", help="clients need a certificate that these have signed, but for probes (None: no)")
+    add("--otlp-traces-endpoint", type=_url, metavar="URL", help="a collector's OTLP/HTTP endpoint for traces (None: no traces)")
     add("--enable-auto-tool-choice", action="store_true", help="find tool calls in answers; needs --tool-call-parser")
     add("--tool-call-parser", metavar="NAME", help="how the model writes tool calls: docs/engine/api.md lists the names")
     add("--reasoning-parser", metavar="NAME", help="how the model marks its reasoning: docs/engine/api.md lists the names")
-    add("--shutdown-timeout", type=_seconds, default=120.0, help="seconds that running requests get after SIGTERM")
+    add("--shutdown-timeout", type=not_negative, default=120.0, help="seconds that running requests get after SIGTERM")
+    add("--allow-runtime-lora-updating", action="store_true", help="serve /v1/load_lora_adapter …: for a trusted network")
     add("--enable-control-endpoints", action="store_true", help="serve /pause, /sleep, /reload_weights …: for a trusted network")
 
 
-def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("engine").add_argument
+    add("--revision", help="branch, tag or commit of a model from hf:// (None: main)")
     add("--dtype", choices=["auto", "bfloat16", "float32", "float16"], default="auto", help="auto: the checkpoint's")
-    add("--device", choices=["auto", "cpu"], default="auto", help="where the model runs")
-    add("--max-model-len", type=_positive, help="tokens of prompt and output together (None: the checkpoint's)")
-    add("--max-num-seqs", type=_positive, default=256, help="sequences in a step at most")
-    add("--max-num-batched-tokens", type=_positive, default=2048, help="tokens in a step at most")
-    add("--long-prefill-token-threshold", type=_count, default=0, help="prompt tokens of one request in a step; 0: no cap")
+    add("--load-format", choices=["auto", "safetensors", "dummy"], default="auto", help="dummy: random weights, for benchmarks")
+    runners = ["auto", "generate", "pooling"]
+    add("--runner", choices=runners, default="auto", help="pooling: embeddings; auto: what the checkpoint is made for")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where the model runs; auto: on a GPU that serves")
+    add("--max-model-len", type=positive, help="tokens of prompt and output together (None: the checkpoint's)")
+    add("--max-num-seqs", type=positive, default=256, help="sequences in a step at most")
+    add("--max-num-batched-tokens", type=positive, default=2048, help="tokens in a step at most")
+    add("--long-prefill-token-threshold", type=count, default=0, help="prompt tokens of one request in a step; 0: no cap")
     add("--enable-chunked-prefill", action=argparse.BooleanOptionalAction, default=True, help="compute prompts in chunks")
     add(
         "--scheduling-policy",
@@ -127,21 +171,21 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-num-waiting",
-        type=_count,
+        type=count,
         default=1024,
         help="sequences in the queue at most",
     )
     add(
         "--watermark",
-        type=_share,
+        type=share,
         default=0.01,
         help="share of the KV blocks that admission leaves free",
     )
     add("--tenant-weights", type=_weights, default={}, metavar="NAME=WEIGHT,…", help="shares of tenants' service; others have 1")
-    add("--async-scheduling", action=argparse.BooleanOptionalAction, help="plan the next step while one runs (None: not on CPU)")
-    add("--block-size", type=_positive, default=16, help="tokens in a KV block")
-    add("--num-gpu-blocks-override", type=_positive, help="KV blocks (None: from memory)")
-    add("--kv-cache-memory-bytes", type=_positive, help="memory for the KV cache (None: see the next)")
+    add("--async-scheduling", action=argparse.BooleanOptionalAction, help="plan the next step while one runs (None: on a GPU)")
+    add("--block-size", type=positive, default=16, help="tokens in a KV block")
+    add("--num-gpu-blocks-override", type=positive, help="KV blocks (None: from memory)")
+    add("--kv-cache-memory-bytes", type=positive, help="memory for the KV cache (None: see the next)")
     add(
         "--gpu-memory-utilization",
         type=_utilization,
@@ -150,64 +194,50 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse the KV of equal prefixes")
     add("--hash-seed", default="penstock", help="names the hash space of KV blocks; equal in all replicas of a model")
     add("--profile-dir", metavar="FOLDER", help="where /start_profile and /stop_profile leave traces (None: they are refused)")
-    add("--watchdog-timeout", type=_positive, default=120, help="seconds without a step after which work counts as hung")
-    add("--seed", type=_count, default=0, help="of the seeds drawn for requests that bring none")
+    add("--watchdog-timeout", type=positive, default=120, help="seconds without a step after which work counts as hung")
+    add("--seed", type=count, default=0, help="of the seeds drawn for requests that bring none")
+    whose = "whose sampling is the default: auto (the checkpoint's), vllm (OpenAI's) or a folder with a generation_config.json"
+    add("--generation-config", default="auto", metavar="WHOSE", help=whose)
+    add("--override-generation-config", type=_object, default={}, metavar="JSON", help="wins over it: '{\"temperature\": 0.5}'")
+    backends = ["triton", "flash_attn", "flashinfer", "torch"]
+    add("--attention-backend", choices=backends, help="whose attention kernels run (None: the first that can)")
+    add("--enforce-eager", action="store_true", help="no CUDA graphs: every kernel is launched by itself")
+    graphs = ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"]
+    add("--cudagraph-mode", choices=graphs, help="what is captured as CUDA graphs (None: FULL_AND_PIECEWISE on a GPU)")
+    add("--cudagraph-capture-sizes", type=positive, nargs="+", metavar="SIZE", help="to which steps are padded (None: few)")
+    add("--max-cudagraph-capture-size", type=positive, help="the largest of them (None: 512, or --max-num-seqs if more)")
     modes = ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
     add("--logits-processors", nargs="+", metavar="MODULE:CLASS", help="logits processors of one's own, importable by the engine")
     add("--logprobs-mode", choices=modes, default=modes[0], help="what logprobs are: before or after masks, temperature, filters")
 
 
-def _integer(text: str, least: int, most: int | None = None) -> int:
+def _object(text: str) -> dict[str, Any]:
     try:
-        number = int(text)
+        value = json.loads(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if number < least or (most is not None and number > most):
-        raise argparse.ArgumentTypeError(f"{number} is not {f'{least} to {most}' if most is not None else f'at least {least}'}")
-    return number
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
 
 
-def _positive(text: str) -> int:
-    return _integer(text, 1)
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as http://collector:4318/v1/traces")
+    return text
 
 
-def _count(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _port(text: str) -> int:
-    return _integer(text, 1, 65535)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 on")
-    return seconds
-
-
-def _share(text: str) -> float:
-    share = _number(text)
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to below 1")
-    return share
+def add_lora_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("LoRA").add_argument
+    add("--enable-lora", action="store_true", help="serve LoRA adapters on top of the model")
+    add("--lora-modules", nargs="+", metavar="NAME=PATH", help="adapters to load at the start")
+    add("--max-loras", type=positive, default=1, help="different adapters in a step at most: slots on the device")
+    add("--max-cpu-loras", type=positive, help="adapters in the host's memory at most (None: --max-loras)")
+    add("--max-lora-rank", type=positive, default=16, help="largest rank of an adapter")
 
 
 def _utilization(text: str) -> float:
-    share = _number(text)
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0, up to 1")
-    return share
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    return number(text, 0, 1, above=True)
 
 
 def _weights(text: str) -> dict[str, float]:

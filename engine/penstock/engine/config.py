@@ -1,21 +1,69 @@
 """The engine's configuration: one typed tree, made once at start. CLI flags and the InferenceModel's fields are views of it."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from penstock.engine.cost import ModelCost
 
 DType = Literal["bfloat16", "float16", "float32"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+"""Where weights come from: `auto` is `safetensors`; `dummy` makes them up."""
+AttentionBackendName = Literal["triton", "flash_attn", "flashinfer", "torch"]
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 """What is reported as a token's logprob: its log probability or its logit, as the model gave it or as it was sampled from, after
 masks, penalties, temperature and filters."""
 SchedulingPolicy = Literal["fcfs", "priority"]
+RunnerType = Literal["auto", "generate", "pooling"]
+"""What an engine does: `auto` is what the checkpoint is made for."""
+PooledTokens = Literal["last", "mean", "first"]
+"""Which hidden states of a text make its embedding."""
+CudagraphMode = Literal["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"]
+"""What steps of a GPU are captured as: nothing; the parts of the model between attentions; whole steps; whole steps where all
+requests have equally many new tokens, and parts for the others."""
 
 
 class ConfigError(ValueError):
     """A setting that cannot work; the message names the flag and what to change."""
+
+
+class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How a text's hidden states become its embedding."""
+
+    tokens: PooledTokens
+    normalize: bool
+    """Whether embeddings have length 1."""
+    size: int
+    """Elements of an embedding."""
+    dimensions: tuple[int, ...] | None = None
+    """Sizes to which it may be cut (Matryoshka); none of them: any from 1 to `size`. None: it may not be cut."""
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether the hidden states of tokens are needed that a prefix cache would have skipped."""
+        return self.tokens != "last"
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What requests get that leave it out. As it is here: OpenAI's defaults."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+    """Of requests that would else fill the context; None: they do."""
+    max_tokens_limit: int | None = None
+    """To which requests over HTTP are cut that ask for more; None: to the context alone."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The fields that are a request's."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        return {name: getattr(self, name) for name in names}
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,10 +78,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     """Tokens of prompt and output together."""
     eos_token_ids: tuple[int, ...]
+    generation_defaults: GenerationDefaults = GenerationDefaults()
     cost: ModelCost | None = None
     """None: not known, and then not estimated."""
+    load_format: LoadFormat = "auto"
+    pooling: PoolingConfig | None = None
+    """None: the engine generates; else it embeds, and that alone."""
     logits_processors: tuple[str, ...] = ()
     """`module:Class` of each, as `runner.sampler.custom` has it."""
+    source: str | None = None
+    """A folder, or a name on the Hub, as whoever started it gave it; None: `path`."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,13 +124,46 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of tenants in comparison with the others; 1 for those that are not named."""
 
 
+class LoraModule(msgspec.Struct, frozen=True):
+    """An adapter that is loaded at the start."""
+
+    name: str
+    """What clients put in `model`."""
+    uri: str
+    """A folder in PEFT's format, `file://…` or `hf://org/name`."""
+
+
+class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Adapters on top of the model; see `docs/engine/lora.md`."""
+
+    max_loras: int = 1
+    """Different adapters in a step."""
+    max_cpu_loras: int = 1
+    """Adapters in the host's memory; the others are read again when they are asked for."""
+    max_lora_rank: int = 16
+    modules: tuple[LoraModule, ...] = ()
+
+
+class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """CUDA graphs; see `docs/engine/cuda-graphs.md`."""
+
+    mode: CudagraphMode = "NONE"
+    capture_sizes: tuple[int, ...] = ()
+    """To which steps are padded, ascending: tokens, or requests where all have equally many new tokens."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the core process needs; travels to it as msgpack."""
 
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
-    device: Literal["cpu"] = "cpu"
+    lora: LoraConfig | None = None
+    """None: the engine serves no adapters."""
+    graphs: GraphConfig = GraphConfig()
+    device: Literal["cpu", "cuda"] = "cpu"
+    attention_backend: AttentionBackendName | None = None
+    """None: the first that can serve the model."""
     depth: int = 1
     """Plans in flight: 1 waits for each step's result, 2 plans the next step while one runs."""
     threads: int = 1

@@ -41,8 +41,14 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
 
     def __add__(self, other: "StepCost") -> "StepCost":
         """Both together."""
-        mine, more = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
-        return StepCost(*(a + b for a, b in zip(mine, more, strict=True)))
+        return StepCost(
+            self.linear_flops + other.linear_flops,
+            self.attention_flops + other.attention_flops,
+            self.lm_head_flops + other.lm_head_flops,
+            self.weight_bytes + other.weight_bytes,
+            self.kv_read_bytes + other.kv_read_bytes,
+            self.kv_write_bytes + other.kv_write_bytes,
+        )
 
     @property
     def flops(self) -> float:

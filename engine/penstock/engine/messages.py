@@ -1,4 +1,4 @@
-"""What frontend and core say to each other over ZMQ (msgpack).
+"""What frontend and core say to each other (msgpack).
 
 Requests are known by an integer that the frontend draws (`index`); the core answers with one columnar frame a step, so that
 egress does not cost an object a token.
@@ -6,13 +6,16 @@ egress does not cost an object a token.
 
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any
 
 import msgspec
 
-from penstock.api.load_report import LoadReport
+from penstock.api.load_report import LoadReport, WaitingReason
+from penstock.engine.commands import Command
 from penstock.engine.config import EngineConfig
+from penstock.engine.core.plan import GraphReport
 from penstock.engine.cost import StepCost
+from penstock.engine.roofline import Ceilings
 from penstock.engine.sampling import SamplingParams
 
 
@@ -47,15 +50,17 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
 
     config: EngineConfig
     engine_index: int
-    address: str
-    """The frontend's ROUTER socket; the core's DEALER has the identity `core_identity(engine_index)`."""
+    connection: int
+    """Descriptor of the socket to whoever starts it, inherited."""
     events_address: str | None
     """Where the event stream is published; None: nowhere."""
     replay_address: str | None
-    runner: str
-    """`module:Class` of the model runner."""
+    runner: str | None
+    """`module:Class` of the model runner; None: the device's."""
+    listener: int | None = None
+    """Descriptor of the socket where further frontends connect, inherited; None: the one that starts it is the only one."""
     frontends_address: str | None = None
-    """The core's ROUTER for further frontends; None: the one that starts it is the only one."""
+    """The path of that socket, in a folder of its own."""
 
 
 FRONTEND_SHIFT = 40
@@ -93,6 +98,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     """Among whom service is shared fairly; requests that name none are one tenant together."""
     deadline: float | None = None
     """Unix time in seconds at which the answer is of no use any more."""
+    lora_id: int = 0
+    """The adapter, as `AdapterInfo` numbers it; 0: none."""
     input_complete: bool = True
     """False: more of the prompt comes with `ExtendPrompt`; until its last part is here the request waits."""
 
@@ -112,89 +119,6 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
     indexes: list[int]
 
 
-class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
-    """Forget every cached block; refused while requests hold any."""
-
-    reset_running_requests: bool = False
-    """Take the blocks from those that hold them; they compute their tokens anew."""
-
-
-class PinPrefix(msgspec.Struct, frozen=True, tag="pin_prefix"):
-    """Keep what is cached of these tokens, in full blocks, from being evicted; a forced reset, sleep and new weights end it.
-    Refused where nothing of them is cached, the name is taken, or a sequence of full length would no longer fit. The result's
-    `tokens`: how many are pinned."""
-
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(min_length=1)]
-    cache_salt: str | None = None
-    """As the requests that are to find them say it."""
-    tenant: str = ""
-
-
-class UnpinPrefix(msgspec.Struct, frozen=True, tag="unpin_prefix"):
-    """Let a pinned prefix go."""
-
-    name: str
-
-
-PauseMode = Literal["abort", "wait", "keep"]
-"""What becomes of requests when the engine pauses: `abort` ends all with a retriable error; `wait` lets running ones finish;
-`keep` stops running ones where they are. Those that `wait` and `keep` leave go on after the pause, as do those that come during
-it."""
-
-
-class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """Make no step until `Resume`; done when nothing runs any more."""
-
-    mode: PauseMode = "abort"
-    clear_cache: bool = True
-    """Forget every cached block too, those of requests that `keep` keeps included."""
-
-
-class Resume(msgspec.Struct, frozen=True, tag="resume"):
-    """Go on after a pause; refused while asleep. A `Pause` that still waits is answered with an error."""
-
-
-Tag = Literal["weights", "kv_cache"]
-"""Memory that sleeps and wakes by itself."""
-TAGS: tuple[Tag, ...] = get_args(Tag)
-
-
-class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
-    """Pause, forget the KV cache and give its memory back; at level 2 also the weights'. New requests are refused meanwhile."""
-
-    level: Literal[1, 2] = 1
-    mode: PauseMode = "abort"
-
-
-class WakeUp(msgspec.Struct, frozen=True, tag="wake_up"):
-    """Undo `Sleep`, for some of the memory or all; with the last of it the engine goes on. After level 2 the weights' memory is
-    there and empty: `ReloadWeights` fills it."""
-
-    tags: tuple[Tag, ...] = TAGS
-
-
-class ReloadWeights(msgspec.Struct, frozen=True, tag="reload_weights"):
-    """Read the weights again, between two steps. Running requests go on with the new ones and compute their tokens anew."""
-
-    path: str | None = None
-    """A checkpoint of the same architecture and shapes; None: the one that was read last."""
-
-
-class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
-    """Profile every step from now on."""
-
-
-class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile"):
-    """End the profile; its result is `{"path": …}`, the trace's file on the core's machine."""
-
-
-Command = (
-    ResetPrefixCache | PinPrefix | UnpinPrefix | Pause | Resume | Sleep | WakeUp | ReloadWeights | StartProfile | StopProfile
-)
-"""What a core can be told to do: carried out by `core.control.controls`, between two steps."""
-
-
 class Control(msgspec.Struct, frozen=True, tag="control"):
     """A command, answered by the `ControlDone` of the same call; at once or when it is done, whatever else happens meanwhile."""
 
@@ -209,15 +133,34 @@ CoreInput = AddRequest | ExtendPrompt | AbortRequests | Control | FrontendJoined
 # --- core → frontend ---
 
 
+class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter that requests can ask for."""
+
+    lora_id: int
+    """From 1 on; another one each time that one is loaded."""
+    name: str
+    uri: str
+    """Where it was read, as it was given."""
+    revision: str | None
+
+
+class AdaptersChanged(msgspec.Struct, frozen=True, tag="adapters"):
+    """Which adapters requests can ask for from now on."""
+
+    adapters: list[AdapterInfo]
+
+
 class CoreReady(msgspec.Struct, frozen=True, tag="ready"):
     """The first forward pass has been made; sent once."""
 
     epoch: int
     max_model_len: int
     num_blocks: int
-    load_seconds: float
+    load_seconds: dict[str, float]
+    """By what it was spent on, in the order of a start: `imports`, `weights`, `memory`, `cache`, `warm_up`, `adapters`."""
     kernels: str = ""
     """Which form of the model's operations runs."""
+    adapters: list[AdapterInfo] = []
 
 
 class CoreFailed(msgspec.Struct, frozen=True, tag="failed"):
@@ -249,6 +192,13 @@ QUEUE_TIMEOUT = "queue_timeout"
 
 REQUEST_TIMEOUT = "request_timeout"
 """Of one that had begun to run by then."""
+
+
+ADAPTER_GONE = "model_not_found"
+"""Of one whose adapter has been unloaded meanwhile."""
+
+ADAPTER_FAILED = "adapter_failed"
+"""Of one whose adapter had to be read again and could not be."""
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
@@ -325,6 +275,17 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """float32 [p, k]."""
 
 
+class Pooled(msgspec.Struct, frozen=True, array_like=True):
+    """Embeddings of the requests that a step has ended, as pooled: neither cut nor normalised. Arrays as little-endian bytes."""
+
+    indexes: bytes
+    """int64 [m]: the requests."""
+    size: int
+    """Elements of each."""
+    vectors: bytes
+    """float32 [m, size]."""
+
+
 class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
     """What one step produced, for all requests of one frontend. Arrays are little-endian bytes."""
 
@@ -343,6 +304,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     lifecycle: Lifecycle | None = None
+    pooled: Pooled | None = None
 
 
 class Buckets(msgspec.Struct, frozen=True, array_like=True):
@@ -352,6 +314,25 @@ class Buckets(msgspec.Struct, frozen=True, array_like=True):
     """One a bucket; the last has no upper bound."""
     total: float
     """Sum of the values."""
+
+
+class Roofline(msgspec.Struct, frozen=True, array_like=True):
+    """What the core's steps would have taken at best."""
+
+    ceilings: Ceilings
+    floor_s: float
+    """Of all steps together, each at the ceiling that it meets."""
+
+
+class GraphSteps(msgspec.Struct, frozen=True, array_like=True):
+    """Steps that were launched in one way; see `GraphStep`."""
+
+    mode: str
+    reason: str
+    steps: int
+    tokens: int
+    padding: int
+    """Tokens that were computed for nobody."""
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True):
@@ -366,6 +347,10 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     """Requests that failed because their logits were not finite."""
     cost: StepCost | None
     """Estimated; None: the model's shape is not known."""
+    roofline: Roofline | None = None
+    """None: the device's ceilings are not known."""
+    graphs: list[GraphSteps] = []
+    """Of a device that has CUDA graphs."""
 
 
 class CoreStats(msgspec.Struct, frozen=True, tag="stats"):
@@ -388,8 +373,16 @@ class CoreStats(msgspec.Struct, frozen=True, tag="stats"):
     """Requests wait until somebody resumes."""
     asleep: str | None = None
     """Why no request is taken, and what ends that; None: awake."""
+    lora_loads: int = 0
+    """Adapters that took a slot where they were not, since the start."""
+    lora_reads: int = 0
+    """Adapters that were read, since the start."""
+    graphs: GraphReport | None = None
+    """None: the device has no CUDA graphs."""
     command: str | None = None
     """What the core does next, saying nothing until it is done; None: steps."""
+    waits: dict[WaitingReason, Buckets] = {}
+    """Seconds that requests waited before they first ran, by reason; the bounds are those of `core.scheduling.waits`."""
 
 
 class ControlDone(msgspec.Struct, frozen=True, tag="control_done"):
@@ -402,15 +395,10 @@ class ControlDone(msgspec.Struct, frozen=True, tag="control_done"):
     """Why it was not carried out; None where it was."""
 
 
-CoreOutput = CoreReady | CoreFailed | StepOutputs | CoreStats | ControlDone
+CoreOutput = CoreReady | CoreFailed | StepOutputs | CoreStats | AdaptersChanged | ControlDone
 
 
 # --- the wire ---
-
-
-def core_identity(engine_index: int) -> bytes:
-    """The ZMQ identity of a core."""
-    return engine_index.to_bytes(2, "little")
 
 
 def enc_hook(value: Any) -> Any:

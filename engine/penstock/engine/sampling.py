@@ -1,8 +1,9 @@
 """How a request's tokens are chosen: the part of a request that travels from the frontend to the sampler."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 GREEDY_TEMPERATURE = 1e-5
 """Below this the choice is the argmax."""
@@ -10,6 +11,16 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_BAD_WORD_TOKENS = 32
 
 MAX_REPETITION_PATTERN = 64
+
+# What may be asked for, by requests and by a model's generation_config.json alike.
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, lt=2**31)]
+"""-1 and 0: all tokens."""
+MinP = Annotated[float, Meta(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Meta(ge=0.001, le=1000)]
+"""vLLM: anything above 0. Beyond these bounds nothing changes but that float32 may overflow."""
+TokenCount = Annotated[int, Meta(ge=1)]
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, array_like=True):

@@ -13,26 +13,38 @@ import numpy as np
 from penstock.engine.cache.layout import KVGroup, KVLayout, full_attention
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.executor import StepFailed
-from penstock.engine.core.plan import SampledLogprobs, SampleInputs, StepPlan, StepResult
+from penstock.engine.core.memory import Memory, measure_memory
+from penstock.engine.core.plan import GraphReport, SampledLogprobs, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.row_table import RowTable
 
 VOCAB = 50
 FAILING_TOKEN = 999
 CRASHING_TOKEN = 888
 SLOW_TOKEN = 777
+SLOWER_TOKEN = 778
 HANGING_TOKEN = 555
 COUGHING_TOKENS = (666, 667)
 
 
-def next_token(tokens: Sequence[int]) -> int:
-    return zlib.crc32(np.asarray(tokens, np.int32).tobytes()) % VOCAB
+def next_token(tokens: Sequence[int], adapter: str | None = None) -> int:
+    return zlib.crc32(np.asarray(tokens, np.int32).tobytes(), _name(adapter)) % VOCAB
 
 
-def reference(prompt: list[int], max_tokens: int, stop_token_ids: Sequence[int] = (), max_model_len: int = 10**9) -> list[int]:
+def _name(adapter: str | None) -> int:
+    return 0 if adapter is None else zlib.crc32(adapter.encode())
+
+
+def reference(
+    prompt: list[int],
+    max_tokens: int,
+    stop_token_ids: Sequence[int] = (),
+    max_model_len: int = 10**9,
+    adapter: str | None = None,
+) -> list[int]:
     """What a request generates when nothing else exists."""
     tokens = list(prompt)
     while len(tokens) < min(len(prompt) + max_tokens, max_model_len):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, adapter))
         if tokens[-1] in stop_token_ids:
             break
     return tokens[len(prompt) :]
@@ -54,11 +66,26 @@ class FakeRunner:
         self._next: list[tuple[int, int, int]] = []
         self.prefilled = 0
         self.awake = {"weights", "kv_cache"}
+        self._row_slots = np.full(config.scheduler.max_num_seqs, -1, np.int64)
+        self._slots: list[str | None] = [None] * (config.lora.max_loras if config.lora else 0)
+        self._host: dict[int, str] = {}
+        self._reads: dict[int, str | None] = {}
+        self._reading: list[tuple[int, str]] = []
+        self.read: list[str] = []
+        self.slow_reads = False
+        self.captures: list[float] = []
+        self._config = config
 
     kernels = "fake"
 
     def profile_memory(self) -> int:
         return 0
+
+    def ceilings(self) -> None:
+        return None
+
+    def measure_memory(self) -> Memory:
+        return measure_memory()
 
     def load(self) -> None:
         pass
@@ -68,10 +95,17 @@ class FakeRunner:
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
-        self._kv = np.full((num_blocks, max(group.block_size for group in self._groups), 3), -1, np.int64)
+        self._kv = np.full((num_blocks, max(group.block_size for group in self._groups), 4), -1, np.int64)
 
     def warm_up(self) -> None:
         pass
+
+    def capture_graph(self) -> GraphReport | None:
+        """Of three graphs in all, where the configuration wants any."""
+        if self._config.graphs.mode == "NONE":
+            return None
+        self.captures.append(time.monotonic())
+        return GraphReport(len(self.captures), max(0, 3 - len(self.captures)), 0, 0, 0.0)
 
     def sleep(self, level: int) -> None:
         self.awake -= {"kv_cache"} if level == 1 else {"kv_cache", "weights"}
@@ -90,16 +124,52 @@ class FakeRunner:
             raise OSError("the disk is gone")
         self.awake |= {"weights"}
 
+    def read_adapter(self, copy: int, uri: str, revision: str | None) -> None:
+        """Done at once, unless `slow_reads`: then when a test calls `finish_reads`."""
+        self._reading.append((copy, uri))
+        if not self.slow_reads:
+            self.finish_reads()
+
+    def finish_reads(self) -> None:
+        for copy, uri in self._reading:
+            self.read.append(uri)
+            self._reads[copy] = f"{uri} is broken" if "broken" in uri else None
+            if self._reads[copy] is None:
+                self._host[copy] = uri
+        self._reading.clear()
+
+    def take_reads(self) -> dict[int, str | None]:
+        reads, self._reads = self._reads, {}
+        return reads
+
+    def drop_adapters(self, copies: Sequence[int]) -> None:
+        for copy in copies:
+            self._host.pop(copy, None)
+
+    def adapters(self, plan: StepPlan) -> list[str | None]:
+        """Of the plan's rows."""
+        return [None if slot < 0 else self._slots[slot] for slot in self._row_slots[plan.rows]]
+
+    def _apply_adapters(self, plan: StepPlan) -> None:
+        for load in plan.lora_loads:
+            self._slots[load.slot] = self._host[load.copy]
+        self.drop_adapters(plan.lora_drops)
+        self._row_slots[plan.released] = -1
+        for admission in plan.admissions:
+            assert admission.lora_slot < len(self._slots)
+            self._row_slots[admission.row] = admission.lora_slot
+
     def execute(self, plan: StepPlan) -> None:
+        self._apply_adapters(plan)
         starts = self.table.apply(plan)
         self._plan, self._starts = plan, starts
-        for row, start, count in zip(plan.rows, starts, plan.num_new_tokens, strict=True):
+        for row, start, count, adapter in zip(plan.rows, starts, plan.num_new_tokens, self.adapters(plan), strict=True):
             positions = np.arange(start, start + count)
             tokens = self.table.token_ids[row, positions]
             for number, group in enumerate(self._groups):
                 blocks = self.table.block_tables[number][row, positions // group.block_size]
                 assert blocks.all(), "a token would be written to the null block"
-                content = np.stack([tokens, positions, np.full(count, number)], axis=1)
+                content = np.stack([tokens, positions, np.full(count, number), np.full(count, _name(adapter))], axis=1)
                 self._kv[blocks, positions % group.block_size] = content
             self.prefilled += int(count)
 
@@ -108,21 +178,23 @@ class FakeRunner:
         assert plan is not None and plan.step_id == inputs.step_id
         token_ids, counts, failed = np.zeros((len(plan.rows), 1), np.int32), np.zeros(len(plan.rows), np.int32), {}
         ends = self._starts + plan.num_new_tokens
-        for at, (row, end) in enumerate(zip(plan.rows, ends, strict=True)):
-            tokens = self._read(row, self._starts[at], end)
+        for at, (row, end, adapter) in enumerate(zip(plan.rows, ends, self.adapters(plan), strict=True)):
+            tokens = self._read(row, self._starts[at], end, adapter)
             if FAILING_TOKEN in tokens:
                 failed[at] = "the logits are not finite"
             elif CRASHING_TOKEN in tokens:
                 raise RuntimeError("the device is on fire")
             if SLOW_TOKEN in tokens:
                 time.sleep(0.02)
+            elif SLOWER_TOKEN in tokens:
+                time.sleep(0.2)
             if plan.samples[at]:
-                token_ids[at, 0], counts[at] = next_token(tokens), 1
+                token_ids[at, 0], counts[at] = next_token(tokens, adapter), 1
         rows = plan.samples
         self.table.write_sampled(plan.rows[rows], ends[rows], token_ids[rows, 0])
         return StepResult(plan.step_id, token_ids, counts, self._logprobs(token_ids[:, 0], counts), failed)
 
-    def _read(self, row: int, start: int, end: int) -> np.ndarray:
+    def _read(self, row: int, start: int, end: int, adapter: str | None) -> np.ndarray:
         """The row's first `end` tokens, as the step that begins at `start` sees them."""
         found = self.table.token_ids[row, :end].copy()
         for number, group in enumerate(self._groups):
@@ -131,6 +203,7 @@ class FakeRunner:
             content = self._kv[blocks, positions % group.block_size]
             assert (content[:, 1] == positions).all(), f"row {row} reads KV of other positions: {content[:, 1].tolist()}"
             assert (content[:, 2] == number).all(), f"row {row} reads KV of other groups: {content[:, 2].tolist()}"
+            assert (content[:, 3] == _name(adapter)).all(), f"row {row} reads KV of another adapter than {adapter}"
             assert group.window is None or (content[:, 0] == found[positions]).all(), f"row {row} reads KV of other tokens"
             found[positions] = content[:, 0]
         return found

@@ -11,8 +11,14 @@ from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, Req
 from penstock.engine.cache.block_pool import NULL_BLOCK
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.cache.layout import KVGroup, full_attention
-from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SchedulingPolicy
+from penstock.engine.commands import LoadAdapter
+from penstock.engine.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig, SchedulingPolicy
+from penstock.engine.core.control.adapters import AdapterControl
+from penstock.engine.core.control.control_error import ControlError
+from penstock.engine.core.executor import InlineExecutor
 from penstock.engine.core.plan import SampleInputs, StepPlan
+from penstock.engine.core.scheduling.lora.adapter import Residency
+from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
 from penstock.engine.core.scheduling.outputs import RequestOutputs
 from penstock.engine.core.scheduling.scheduler import Scheduler
 from penstock.engine.messages import AddRequest, Finished, LifecycleEvent
@@ -35,8 +41,10 @@ def make_config(
     policy: SchedulingPolicy = "fcfs",
     chunked: bool = True,
     weights: dict[str, float] | None = None,
+    loras: tuple[int, int] | None = None,
 ) -> EngineConfig:
     return EngineConfig(
+        lora=LoraConfig(max_loras=loras[0], max_cpu_loras=loras[1]) if loras else None,
         model=ModelConfig(
             path=Path("/nowhere"),
             served_names=("m",),
@@ -69,7 +77,8 @@ def make_scheduler(config: EngineConfig, groups: Sequence[KVGroup] = ()) -> Sche
         watermark=config.scheduler.watermark,
         max_in_flight=config.max_in_flight,
     )
-    return Scheduler(config.scheduler, config.model.max_model_len, kv, BlockHasher(config.cache.block_size, "test"))
+    table = AdapterTable(config.lora.max_loras, config.lora.max_cpu_loras) if config.lora else None
+    return Scheduler(config.scheduler, config.model.max_model_len, kv, BlockHasher(config.cache.block_size, "test"), table)
 
 
 def make_request(
@@ -84,6 +93,7 @@ def make_request(
     deadline: float | None = None,
     complete: bool = True,
     repetition: RepetitionDetection | None = None,
+    lora_id: int = 0,
 ) -> AddRequest:
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stop, repetition_detection=repetition)
     return AddRequest(
@@ -97,6 +107,7 @@ def make_request(
         tenant=tenant,
         deadline=deadline,
         input_complete=complete,
+        lora_id=lora_id,
     )
 
 
@@ -122,6 +133,7 @@ class Machine:
         self.lifecycle: dict[int, list[tuple[LifecycleEvent, float]]] = {}
         self.live_hashes: set[bytes] = set()
         self._results: deque = deque()
+        self.control = AdapterControl(self.scheduler, InlineExecutor(self.runner), config.model.served_names)
 
     def add(self, *requests: AddRequest) -> None:
         for request in requests:
@@ -132,8 +144,25 @@ class Machine:
         self.scheduler.abort(indexes)
         self._take(self.scheduler.take_outputs())
 
+    def load(self, name: str, uri: str = "", replace: bool = False) -> str | None:
+        """Loads an adapter; what was wrong with it, if anything was."""
+        errors: list[str | None] = []
+        try:
+            self.control.load(LoadAdapter(name, uri or f"/{name}", None, replace), errors.append)
+        except ControlError as error:
+            return str(error)
+        self.control.pump()
+        return errors[0] if errors else "not yet"
+
+    def ask(self, index: int, prompt: list[int], max_tokens: int, adapter: str, **fields) -> None:
+        """A request for an adapter by its name."""
+        info = self.scheduler.adapters.find(adapter)
+        assert info is not None
+        self.add(make_request(index, prompt, max_tokens, lora_id=info.lora_id, **fields))
+
     def step(self) -> StepPlan | None:
         self.now += 1
+        self.control.pump()
         preemptions = self.scheduler.num_preemptions
         plan = self.scheduler.schedule(self.now)
         if plan is not None:
@@ -143,7 +172,7 @@ class Machine:
             self.runner.execute(plan)
             self._results.append(self.runner.sample(SampleInputs(plan.step_id)))
         if self._results and (plan is None or len(self._results) >= self.config.depth):
-            self._take(self.scheduler.update(self._results.popleft()))
+            self._take(self.scheduler.update(self._results.popleft(), self.now))
         else:
             self._take(self.scheduler.take_outputs())
         self._check_state()
@@ -152,7 +181,7 @@ class Machine:
     def run(self, limit: int = 10_000) -> "Machine":
         self._take(self.scheduler.take_outputs())
         for _ in range(limit):
-            if not (self.scheduler.has_requests or self._results):
+            if not (self.scheduler.indexes() or self._results):
                 break
             self.step()
         else:
@@ -162,7 +191,7 @@ class Machine:
     def check_no_leak(self) -> None:
         pool = self.scheduler.kv.pool
         assert pool.num_used == 0 and not any(pool.ref_counts)
-        assert self.scheduler.num_running == 0 and not self.scheduler.waiting() and not self.scheduler.has_requests
+        assert self.scheduler.num_running == 0 and not self.scheduler.indexes()
         assert sorted(self.scheduler._tenancy.free_rows) == list(range(self.config.scheduler.max_num_seqs))
         assert {event.request_id for event in self.ended.values()} == {f"r{index}" for index in self.finished}
 
@@ -229,12 +258,28 @@ class Machine:
                     # A row keeps the numbers of blocks that windows have left behind; nobody reads there.
                     assert len(known) == len(table)
                     assert all(held in (block, NULL_BLOCK) for held, block in zip(table, known, strict=True))
+            if request.adapter is not None and request.row >= 0:
+                assert request.adapter.slot >= 0, "whoever runs has its adapter in a slot"
             if request.row >= 0:
                 assert 0 <= scheduler.table.num_computed[request.row] <= scheduler.table.num_tokens[request.row]
                 assert scheduler.table.num_tokens[request.row] <= scheduler._tenancy.limits[request.row]
+        self._check_adapters()
         assert {block: count for block, count in enumerate(pool.ref_counts) if count} == dict(holders)
         free = list(pool.free_list)
         assert len(free) == len(set(free)) == pool.num_free
         assert not set(free) & set(holders) and len(free) + len(holders) == pool.num_blocks - 1
         self._take_events()
         assert self.live_hashes == set(pool.cached_hashes()), "the event stream tells another story than the cache"
+
+    def _check_adapters(self) -> None:
+        table, live = self.scheduler.adapters.table, self.scheduler._book.live.values()
+        held = [(slot, adapter) for slot, adapter in enumerate(table.slots) if adapter is not None]
+        assert all(adapter.slot == slot and adapter.residency is Residency.IN_HOST for slot, adapter in held)
+        assert len({id(adapter) for _, adapter in held}) == len(held)
+        for adapter in table:
+            mine = [request for request in live if request.adapter is adapter]
+            running = sum(request.row >= 0 for request in mine)
+            assert (adapter.num_live, adapter.num_running) == (len(mine), running)
+            assert adapter.slot < 0 or table.slots[adapter.slot] is adapter
+            assert not running or adapter.slot >= 0
+            assert adapter.num_live or not adapter.retired

@@ -181,11 +181,13 @@ class NaiveScheduler:
             r = min(ready, key=lambda r: (r.message.priority, not r.started, self.counters.get(r.message.tenant, 0.0), r.key))
             running = len(self.of("running"))
             margin = self.watermark if running else 0
-            if running >= self.limits.max_num_seqs or self.budget < 1:
-                break
-            if not self.limits.enable_chunked_prefill and r.known > self.budget:
-                break
-            if ceil(r.known / self.size) + owed + margin > self.free():
+            if (
+                running >= self.limits.max_num_seqs
+                or self.budget < 1
+                or (not self.limits.enable_chunked_prefill and r.known > self.budget)
+                or ceil(r.known / self.size) + owed + margin > self.free()
+            ):
+                r.reason = "capacity"
                 break
             if r.message.index in self.blocked:
                 self.no_longer_ready(r, "aside")

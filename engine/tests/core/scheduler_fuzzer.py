@@ -75,7 +75,7 @@ class Episode:
         parked = [r.message.index for r in self.naive.of("parked")]
         if waiting and pick.random() < 0.1:
             index, reason = pick.choice(waiting), pick.choice(["grammar", "remote_kv"])
-            self.real.scheduler.park(index, reason)
+            self.real.scheduler.park(index, reason, self.real.now)
             self.naive.park(index, reason)
         if parked and pick.random() < 0.3:
             self.clear(pick.choice(parked))
@@ -113,10 +113,10 @@ class Episode:
             return
         if request.reason == "streaming":
             message = ExtendPrompt(index, [pick.randrange(50) for _ in range(pick.randint(0, 9))], last=True)
-            self.real.scheduler.extend(message)
+            self.real.scheduler.extend(message, self.real.now)
             self.naive.extend(index, message.token_ids, message.last)
         else:
-            self.real.scheduler.unpark(index)
+            self.real.scheduler.unpark(index, self.real.now)
             self.naive.unpark(index)
 
     def set_pause(self, state: PauseState) -> None:

@@ -8,14 +8,8 @@ from fake_runner import FakeRunner, reference
 from harness import make_config, make_request
 
 from penstock.api.events import AllBlocksCleared
-from penstock.engine.core.core import EngineCore
-from penstock.engine.core.executor import InlineExecutor, ThreadExecutor
-from penstock.engine.messages import (
-    AbortRequests,
+from penstock.engine.commands import (
     Command,
-    Control,
-    ControlDone,
-    Finished,
     Pause,
     PinPrefix,
     ReloadWeights,
@@ -25,6 +19,9 @@ from penstock.engine.messages import (
     UnpinPrefix,
     WakeUp,
 )
+from penstock.engine.core.core import EngineCore
+from penstock.engine.core.executor import InlineExecutor, ThreadExecutor
+from penstock.engine.messages import AbortRequests, Control, ControlDone, Finished
 
 
 class Engine:

@@ -13,6 +13,7 @@ from penstock.engine.messages import (
     FinishReason,
     Lifecycle,
     Logprobs,
+    Pooled,
     PromptLogprobs,
     Started,
     StepOutputs,
@@ -120,3 +121,17 @@ def test_a_frame_of_one_frontend_is_not_copied() -> None:
     frame = frame_of([(2, [1], False, False, False, 0, 0)] * 3, 0)
     [(frontend, part)] = split(frame)
     assert frontend == 2 and part is frame
+
+
+def test_embeddings_go_to_whoever_asked() -> None:
+    indexes = [1, (1 << FRONTEND_SHIFT) + 1, 2, (2 << FRONTEND_SHIFT) + 9]
+    vectors = np.arange(12, dtype="<f4").reshape(4, 3)
+    gone = Finished(3 << FRONTEND_SHIFT, FinishReason.ABORT)
+    ends = [*(Finished(index, FinishReason.STOP) for index in indexes), gone]
+    pooled = Pooled(column(indexes, "<i8"), 3, vectors.tobytes())
+    parts = dict(split(StepOutputs(0, 7, 1.5, b"", column([0], "<i4"), b"", [], ends, pooled=pooled)))
+    for frontend, of in ((0, [0, 2]), (1, [1]), (2, [3])):
+        part = parts[frontend].pooled
+        assert part is not None and part.size == 3 and part.vectors == vectors[of].tobytes()
+        assert np.frombuffer(part.indexes, "<i8").tolist() == [indexes[at] for at in of]
+    assert parts[3].pooled is None

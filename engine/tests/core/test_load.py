@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.cache.layout import KVGroup, KVLayout, full_attention
+from penstock.engine.commands import ResetPrefixCache
 from penstock.engine.config import CacheConfig, ConfigError
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import InlineExecutor, ThreadExecutor
 from penstock.engine.core.ipc.publisher import ReplayBuffer
 from penstock.engine.core.measure.load import RATE_WINDOW_S, LoadMeter, Rate
-from penstock.engine.core.memory import Memory, measure_memory, num_kv_blocks
-from penstock.engine.messages import Control, ControlDone, ResetPrefixCache
+from penstock.engine.core.memory import Memory, check_at_start, measure_memory, num_kv_blocks
+from penstock.engine.messages import Control, ControlDone
 
 
 def test_a_steady_rate_is_read_as_it_is_and_fades_when_it_ends():
@@ -99,6 +100,39 @@ def test_a_share_of_the_memory_is_for_weights_steps_and_cache_together():
         num_kv_blocks(with_cache(memory_utilization=0.9), LAYOUT, Memory(1_000_000, 549_999, 350_000), 100_000)
 
 
+@pytest.mark.req("MEM-01", "MEM-04")
+def test_a_devices_parts_add_up_to_the_share_that_was_asked_for():
+    memory = Memory(total=1_000_000, free=640_000, own=330_000, at_start=970_000)
+    assert num_kv_blocks(with_cache(), LAYOUT, memory, 50_000) == (900_000 - 330_000 - 50_000) // 1000
+    with_graphs = msgspec.structs.replace(memory, graphs=20_500)
+    assert num_kv_blocks(with_cache(), LAYOUT, with_graphs, 50_000) == 499, "21 blocks fewer, for graphs of 20.5"
+    assert num_kv_blocks(with_cache(memory_utilization=0.8), LAYOUT, with_graphs, 50_000) == 399
+    arithmetic = (
+        r"--gpu-memory-utilization 0.9 x 1,000,000 bytes of memory - 330,000 with the weights - 540,000 for a step"
+        r" - 20,500 for CUDA graphs = 9,500\) / 1,000 bytes a block = 9 blocks"
+    )
+    with pytest.raises(ConfigError, match=arithmetic):
+        num_kv_blocks(with_cache(), LAYOUT, with_graphs, 540_000)
+    # Somebody else has taken memory since.
+    crowded = msgspec.structs.replace(with_graphs, free=540_000)
+    with pytest.raises(ConfigError, match=r"540,000 are free, .*, and a step takes 50,000 and CUDA graphs 20,500"):
+        num_kv_blocks(with_cache(), LAYOUT, crowded, 50_000)
+
+
+@pytest.mark.req("MEM-03")
+def test_what_others_hold_of_a_device_is_refused_before_anything_is_loaded():
+    check_at_start(CacheConfig(), 1_000_000, 900_000)
+    message = (
+        r"--gpu-memory-utilization 0.9 x 1,000,000 bytes of memory = 900,000, but only 657,999 are free before "
+        r"anything is loaded: others use 342,001; at most --gpu-memory-utilization 0.65 can be had"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_at_start(CacheConfig(), 1_000_000, 657_999)
+    check_at_start(CacheConfig(memory_utilization=0.65), 1_000_000, 657_999)
+    for decided in (CacheConfig(num_blocks=20), CacheConfig(memory_bytes=1000)):
+        check_at_start(decided, 1_000_000, 100)
+
+
 def test_a_cache_that_does_not_fit_beside_what_others_use_is_refused_with_the_numbers():
     for cache in ({"num_blocks": 50}, {"memory_bytes": 50_000}, {}):
         assert num_kv_blocks(with_cache(**cache), LAYOUT, Memory(500_000, 52_000, 0), 2_000) == 50
@@ -146,7 +180,7 @@ def test_a_step_is_planned_while_another_runs_at_depth_two_alone(executor, depth
     def watched(plan):
         # The second plan is there before the first has run, or it never is.
         if plan.step_id == 1:
-            waited.append(submitted.acquire(timeout=0.2))
+            waited.append(submitted.acquire(timeout=60 if overlaps else 0.0))
         execute(plan)
 
     runner.execute = watched

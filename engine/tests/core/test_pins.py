@@ -65,7 +65,7 @@ def test_what_cannot_be_pinned_is_refused_and_changes_nothing():
     machine.check_no_leak()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from(["ask", "pin", "unpin"]), st.integers(0, 4)), max_size=30), st.booleans())
 def test_pins_and_requests_in_any_order_leave_nothing_behind(steps, windows):
     machine = Machine(make_config(num_blocks=48, max_num_seqs=3), WINDOWS if windows else ())

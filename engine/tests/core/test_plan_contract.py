@@ -11,7 +11,7 @@ FULL, WINDOW = KVGroup((0,), 4, None), KVGroup((1,), 4, 9)
 
 
 @pytest.mark.req("SCH-17")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=2, max_size=12), st.integers(17, 40))
 def test_rows_are_admitted_once_run_at_most_once_a_step_and_are_released_once(shapes, num_blocks):
     machine = Machine(make_config(num_blocks=num_blocks, max_num_seqs=5, budget=16))

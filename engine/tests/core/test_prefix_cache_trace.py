@@ -1,17 +1,10 @@
 """The prefix cache keeps what a radix tree that evicts its oldest leaf would keep."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-BENCHMARK = Path(__file__).parents[3] / "benchmarks/bench_prefix_cache.py"
-spec = importlib.util.spec_from_file_location("bench_prefix_cache", BENCHMARK)
-assert spec is not None and spec.loader is not None
-bench = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bench)
+from benchmarks import bench_prefix_cache as bench
 
 
 def prompts_of(paths: list[list[int]]) -> list:

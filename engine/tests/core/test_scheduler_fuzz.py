@@ -3,6 +3,8 @@
 Every example also passes the machine's invariants at every step.
 """
 
+from collections.abc import Sequence
+
 import pytest
 from fake_runner import FAILING_TOKEN, VOCAB, reference
 from harness import Machine, make_config, make_request
@@ -61,21 +63,17 @@ requests = st.lists(
 )
 
 
-@pytest.mark.req(
-    "RL-04", "RL-07", "RL-10", "RL-17", "SCH-02", "SCH-03", "SCH-05", "SCH-07", "SCH-22", "SCH-24", "CHK-01", "CHK-05"
-)
-@pytest.mark.req("KV-01", "KV-08", "KV-09", "KV-13", "KV-14", "KV-29", "PC-10", "PC-12", "PC-15", "PC-17", "PC-19", "PC-24")
-@pytest.mark.req("PRE-06", "PRE-08", "PRE-14", "PRE-16", "AS-05", "AS-10", "AS-11", "AS-12", "AS-15", "AS-17")
-@pytest.mark.req("KV-12", "KV-22", "KV-23", "KV-25", "PC-31")
-@settings(max_examples=150, deadline=None)
-@given(configs, layouts, requests)
-def test_every_stream_is_that_of_the_request_alone(config, layout, wanted):
+def make_machine(config: dict, layout: Sequence[KVGroup]) -> Machine:
+    """Of one of `configs` and one of `layouts`."""
     spare = config.pop("spare")
-    in_flight = make_config(**config).max_in_flight
-    num_blocks = 1 + max_blocks(layout, MAX_LEN, in_flight) + spare
-    machine = Machine(
+    num_blocks = 1 + max_blocks(layout, MAX_LEN, make_config(**config).max_in_flight) + spare
+    return Machine(
         make_config(num_blocks=num_blocks, block_size=BLOCK, max_model_len=MAX_LEN, policy="priority", **config), layout
     )
+
+
+def live(machine: Machine, wanted: list[dict]) -> None:
+    """Has requests come, wait, arrive in parts and be aborted as they say, and runs those that are left to their end."""
     for one in wanted:
         one["prompt"] = one["prompt"][: MAX_LEN - 2] + ([FAILING_TOKEN] if one["fails"] else [])
     for step in range(31):
@@ -85,14 +83,27 @@ def test_every_stream_is_that_of_the_request_alone(config, layout, wanted):
                 terms = {name: one[name] for name in ("stop", "priority", "tenant")}
                 machine.add(make_request(index, first, one["max_tokens"], complete=one["in_parts"] is None, **terms))
                 if one["parked"] and one["in_parts"] is None:
-                    machine.scheduler.park(index, "remote_kv")
+                    machine.scheduler.park(index, "remote_kv", machine.now)
             if one["arrives"] + 2 == step and one["in_parts"] is not None:
-                machine.scheduler.extend(ExtendPrompt(index, one["prompt"][len(first) :], last=True))
+                machine.scheduler.extend(ExtendPrompt(index, one["prompt"][len(first) :], last=True), machine.now)
             if one["arrives"] + 3 == step:
-                machine.scheduler.unpark(index)
+                machine.scheduler.unpark(index, machine.now)
         machine.abort(*[index for index, one in enumerate(wanted) if one["aborted"] == step])
         machine.step()
     machine.run()
+
+
+@pytest.mark.req(
+    "RL-04", "RL-07", "RL-10", "RL-17", "SCH-02", "SCH-03", "SCH-05", "SCH-07", "SCH-22", "SCH-24", "CHK-01", "CHK-05"
+)
+@pytest.mark.req("KV-01", "KV-08", "KV-09", "KV-13", "KV-14", "KV-29", "PC-10", "PC-12", "PC-15", "PC-17", "PC-19", "PC-24")
+@pytest.mark.req("PRE-06", "PRE-08", "PRE-14", "PRE-16", "AS-05", "AS-10", "AS-11", "AS-12", "AS-15", "AS-17")
+@pytest.mark.req("KV-12", "KV-22", "KV-23", "KV-25", "PC-31")
+@settings(max_examples=150)
+@given(configs, layouts, requests)
+def test_every_stream_is_that_of_the_request_alone(config, layout, wanted):
+    machine = make_machine(config, layout)
+    live(machine, wanted)
     machine.check_no_leak()
     for index, one in enumerate(wanted):
         stream, finished = machine.streams.get(index, []), machine.finished[index]
@@ -111,7 +122,7 @@ def test_every_stream_is_that_of_the_request_alone(config, layout, wanted):
 
 
 @pytest.mark.req("PRE-14", "SCH-33")
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 3), st.lists(st.integers(20, MAX_LEN - 1), min_size=2, max_size=6))
 def test_requests_that_do_not_fit_together_all_finish(depth, lengths):
     """Each may take the whole pool, so that they preempt one another until one is done; and never for ever."""

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 from fake_runner import reference
@@ -44,7 +45,7 @@ def test_a_frame_tells_of_those_to_whom_something_happened_alone():
     for now in (5.0, 6.0):
         plan = machine.scheduler.schedule(now)
         machine.runner.execute(plan)
-        outputs = machine.scheduler.update(machine.runner.sample(plan))
+        outputs = machine.scheduler.update(machine.runner.sample(plan), now)
         frames.append(messages.decode_output(messages.encode(outputs.frame(0, plan.step_id, now))))
     first, second = frames
     assert isinstance(first, StepOutputs) and second.lifecycle is None
@@ -70,3 +71,21 @@ def test_a_pause_loses_nothing(depth):
     machine.scheduler.pause_state = PauseState.UNPAUSED
     machine.run().check_no_leak()
     assert all(machine.streams[index] == reference([index], 10) for index in range(3))
+
+
+def test_the_end_of_a_request_tells_how_long_its_first_token_took():
+    machine = Machine(make_config(max_num_seqs=1))
+    machine.now = 100.0
+    for index, arrival in enumerate((99.5, 100.0, 100.0)):
+        machine.add(msgspec.structs.replace(make_request(index, [index, 7], 3), arrival_time=arrival))
+    machine.abort(2)
+    machine.run()
+    assert [machine.ended[f"r{index}"].ttft_s for index in range(3)] == [1.5, 4.0, 0.0]
+
+
+def test_a_preempted_request_has_one_first_token():
+    machine = Machine(make_config(num_blocks=13, max_model_len=48, budget=64))
+    machine.add(*[msgspec.structs.replace(make_request(index, [index] * 12, 12), arrival_time=0.0) for index in range(3)])
+    machine.run()
+    assert machine.scheduler.num_preemptions
+    assert [machine.ended[f"r{index}"].ttft_s for index in range(3)] == [1.0, 1.0, 1.0]

@@ -52,7 +52,7 @@ def test_rows_stay_where_they_are_and_a_dictionary_would_say_the_same():
     machine = Machine(make_config(num_blocks=200, max_num_seqs=4, depth=2))
     machine.add(*[make_request(index, [index] * (index % 7 + 1), index % 5 + 2) for index in range(30)])
     homes: dict[int, int] = {}
-    while machine.scheduler.has_requests:
+    while machine.scheduler.indexes():
         machine.step()
         tenancy, table = machine.scheduler._tenancy, machine.scheduler.table
         for request in tenancy.running:

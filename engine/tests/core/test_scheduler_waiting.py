@@ -7,6 +7,7 @@ from harness import Machine, make_config, make_request
 from penstock.engine.config import ConfigError
 from penstock.engine.core.scheduling.pause import PauseState
 from penstock.engine.core.scheduling.request import RequestStatus
+from penstock.engine.core.scheduling.waits import SECONDS
 from penstock.engine.messages import (
     QUEUE_FULL,
     QUEUE_TIMEOUT,
@@ -37,13 +38,60 @@ def admitted(machine: Machine) -> list[int]:
 def test_a_parked_head_lets_those_behind_it_pass_in_the_same_step(reason):
     machine = Machine(make_config(max_num_seqs=1))
     machine.add(*[make_request(index, [index], 2) for index in range(3)])
-    machine.scheduler.park(0, reason)
+    machine.scheduler.park(0, reason, machine.now)
     assert machine.scheduler.waiting() == {reason: 1, "capacity": 2}
     machine.step()
     assert admitted(machine) == [1]
-    machine.scheduler.unpark(0)
+    machine.scheduler.unpark(0, machine.now)
     machine.run().check_no_leak()
     assert admitted(machine) == [1, 0, 2], "it came before the one that waits still"
+
+
+@pytest.mark.req("OB-26")
+def test_whoever_is_next_and_finds_no_room_waits_for_room_whatever_it_waited_for_before():
+    machine = Machine(make_config(max_num_seqs=1))
+    blocks = Blocks(0)
+    machine.scheduler.rules.append(blocks)
+    machine.add(make_request(0, [5], 2), make_request(1, [6], 20))
+    machine.step()
+    assert machine.scheduler.waiting() == {"lora": 1} and admitted(machine) == [1]
+    blocks.indexes.clear()
+    machine.step()
+    assert machine.scheduler.waiting() == {"capacity": 1}
+    machine.run().check_no_leak()
+
+
+@pytest.mark.req("OB-26")
+def test_time_in_the_queue_is_told_by_what_was_waited_for():
+    """Three delays of different lengths land in three series, and the rest in a fourth; together they are the queue time."""
+    machine = Machine(make_config(max_num_seqs=3))
+    blocks = Blocks(2)
+    machine.scheduler.rules.append(blocks)
+    machine.add(*[make_request(index, [index], 2) for index in range(3)], make_request(3, [3], 2, complete=False))
+    machine.scheduler.park(0, "grammar", machine.now)
+    machine.scheduler.park(1, "remote_kv", machine.now)
+    machine.step()  # at 1 s; who is blocked is found out only here
+    machine.now += 9
+    machine.scheduler.unpark(0, machine.now)
+    machine.now += 20
+    machine.scheduler.unpark(1, machine.now)
+    machine.now += 40
+    machine.scheduler.extend(ExtendPrompt(3, [4], last=True), machine.now)
+    blocks.indexes.clear()
+    machine.run().check_no_leak()
+    found = machine.scheduler.waits.buckets()
+    assert {reason: sum(buckets.counts) for reason, buckets in found.items()} == {
+        "capacity": 4,
+        "grammar": 1,
+        "remote_kv": 1,
+        "lora": 1,
+        "streaming": 1,
+    }
+    totals = {reason: buckets.total for reason, buckets in found.items()}
+    # All four start at 71 s but the last, for which there is room at 73 s alone.
+    assert (totals["grammar"], totals["remote_kv"], totals["lora"], totals["streaming"]) == (10, 30, 70, 70)
+    assert sum(totals.values()) == 71 * 3 + 73
+    assert found["grammar"].counts[SECONDS.index(10)] == 1
 
 
 @pytest.mark.req("RL-01", "RL-05", "RL-17")
@@ -59,13 +107,13 @@ def test_whoever_is_parked_has_a_status_runs_later_and_can_be_aborted(reason, st
     machine = Machine(make_config())
     machine.add(make_request(0, [5, 6], 3), make_request(1, [7], 3))
     for index in (0, 1):
-        machine.scheduler.park(index, reason)
+        machine.scheduler.park(index, reason, machine.now)
         assert machine.scheduler._book.live[index].status is status
     assert machine.step() is None and not machine.scheduler.has_work
     machine.abort(1)
-    machine.scheduler.unpark(0)
-    machine.scheduler.unpark(0)
-    machine.scheduler.unpark(1)
+    machine.scheduler.unpark(0, machine.now)
+    machine.scheduler.unpark(0, machine.now)
+    machine.scheduler.unpark(1, machine.now)
     machine.run().check_no_leak()
     assert machine.streams == {0: reference([5, 6], 3)} and machine.finished[1].reason is FinishReason.ABORT
 
@@ -74,11 +122,11 @@ def test_only_what_waits_can_be_parked():
     machine = Machine(make_config())
     machine.add(make_request(0, [5], 3))
     with pytest.raises(KeyError):
-        machine.scheduler.park(0, "capacity")
+        machine.scheduler.park(0, "capacity", machine.now)
     machine.step()
     for index in (0, 1):
         with pytest.raises(KeyError):
-            machine.scheduler.park(index, "grammar")
+            machine.scheduler.park(index, "grammar", machine.now)
 
 
 def test_a_preempted_request_can_be_parked_and_loses_nothing():
@@ -86,10 +134,10 @@ def test_a_preempted_request_can_be_parked_and_loses_nothing():
     machine.add(*[make_request(index, [index] * 12, 12) for index in range(3)])
     while not machine.scheduler.num_preemptions:
         machine.step()
-    machine.scheduler.park(2, "remote_kv")
+    machine.scheduler.park(2, "remote_kv", machine.now)
     while machine.scheduler.num_running:
         machine.step()
-    machine.scheduler.unpark(2)
+    machine.scheduler.unpark(2, machine.now)
     assert machine.scheduler._book.live[2].status is RequestStatus.PREEMPTED
     machine.run().check_no_leak()
     assert machine.streams[2] == reference([2] * 12, 12)
@@ -111,7 +159,7 @@ def test_a_reason_of_ones_own_blocks_nobody_else_and_keeps_the_order():
 def test_in_a_pause_nobody_waits_for_capacity():
     machine = Machine(make_config())
     machine.add(make_request(0, [1], 2), make_request(1, [1], 2))
-    machine.scheduler.park(1, "grammar")
+    machine.scheduler.park(1, "grammar", machine.now)
     machine.scheduler.pause_state = PauseState.PAUSED_NEW
     assert machine.scheduler.waiting() == {"paused": 1, "grammar": 1}
 
@@ -124,9 +172,9 @@ def test_a_prompt_may_come_in_parts(caching):
     machine.step()
     assert admitted(machine) == [1] and machine.scheduler.waiting() == {"streaming": 1}
     assert machine.scheduler._book.live[0].status is RequestStatus.WAITING_FOR_STREAMING_REQ
-    machine.scheduler.extend(ExtendPrompt(0, [4, 5, 6, 7], last=False))
+    machine.scheduler.extend(ExtendPrompt(0, [4, 5, 6, 7], last=False), machine.now)
     machine.step()
-    machine.scheduler.extend(ExtendPrompt(0, [8], last=True))
+    machine.scheduler.extend(ExtendPrompt(0, [8], last=True), machine.now)
     machine.run().check_no_leak()
     assert machine.streams[0] == reference([1, 2, 3, 4, 5, 6, 7, 8], 5)
     assert machine.ended["r0"].prompt_tokens == 8
@@ -136,11 +184,11 @@ def test_a_prompt_may_come_in_parts(caching):
 def test_a_prompt_in_parts_is_checked_when_it_is_there():
     machine = Machine(make_config(max_model_len=16))
     machine.add(*[make_request(index, [], 5, complete=False) for index in range(3)])
-    machine.scheduler.extend(ExtendPrompt(0, [1] * 16, last=False))
-    machine.scheduler.extend(ExtendPrompt(1, [], last=True))
-    machine.scheduler.extend(ExtendPrompt(2, [1], last=True))
-    machine.scheduler.extend(ExtendPrompt(2, [1], last=True))
-    machine.scheduler.extend(ExtendPrompt(0, [1], last=True))
+    machine.scheduler.extend(ExtendPrompt(0, [1] * 16, last=False), machine.now)
+    machine.scheduler.extend(ExtendPrompt(1, [], last=True), machine.now)
+    machine.scheduler.extend(ExtendPrompt(2, [1], last=True), machine.now)
+    machine.scheduler.extend(ExtendPrompt(2, [1], last=True), machine.now)
+    machine.scheduler.extend(ExtendPrompt(0, [1], last=True), machine.now)
     machine.run().check_no_leak()
     assert machine.finished[0].reason is FinishReason.IGNORED and "16 tokens" in machine.finished[0].error
     assert machine.finished[1].error == "the prompt has no tokens"
@@ -155,7 +203,7 @@ def test_a_deadline_ends_a_request_wherever_it_is():
         make_request(2, [3], 3, deadline=50.0),
         make_request(3, [4], 3, deadline=9.0),
     )
-    machine.scheduler.park(3, "grammar")
+    machine.scheduler.park(3, "grammar", machine.now)
     machine.run().check_no_leak()
     ends = {index: (finished.reason, finished.code) for index, finished in machine.finished.items()}
     assert ends == {
@@ -222,7 +270,7 @@ def test_an_output_that_repeats_itself_ends(depth, monkeypatch):
     import fake_runner
 
     period = [3, 1, 4]
-    monkeypatch.setattr(fake_runner, "next_token", lambda tokens: period[len(tokens) % 3])
+    monkeypatch.setattr(fake_runner, "next_token", lambda tokens, adapter: period[len(tokens) % 3])
     machine = Machine(make_config(depth=depth, max_num_seqs=4))
     guard = RepetitionDetection(max_pattern_size=8, min_count=4)
     machine.add(
@@ -240,7 +288,7 @@ def test_an_output_that_repeats_itself_ends(depth, monkeypatch):
 def test_a_preemption_does_not_forget_what_was_repeated(monkeypatch):
     import fake_runner
 
-    monkeypatch.setattr(fake_runner, "next_token", lambda tokens: len(tokens) % 3)
+    monkeypatch.setattr(fake_runner, "next_token", lambda tokens, adapter: len(tokens) % 3)
     machine = Machine(make_config(num_blocks=13, max_model_len=48, budget=64))
     guard = RepetitionDetection(max_pattern_size=3, min_count=4)
     machine.add(*[make_request(index, [20 + index] * 12, 24, repetition=guard if index == 2 else None) for index in range(3)])

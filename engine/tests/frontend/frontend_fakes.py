@@ -68,7 +68,7 @@ class FakeCore:
         self._outputs: asyncio.Queue[StepOutputs | CoreStats | CoreError] = asyncio.Queue()
 
     async def start(self) -> CoreReady:
-        return CoreReady(epoch=1, max_model_len=64, num_blocks=8, load_seconds=0.0)
+        return CoreReady(epoch=1, max_model_len=64, num_blocks=8, load_seconds={"weights": 2.5})
 
     async def add(self, request: AddRequest) -> None:
         self.added.append(request)

@@ -1,7 +1,6 @@
 """`penstock serve` as a process, and a random Llama for it to serve."""
 
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from testing.ports import free_ports
 
 START_S = 120.0
 
@@ -37,17 +38,6 @@ def make_llama(path: Path, tokenizer_files: Path, seed: int = 0) -> Path:
     for file in tokenizer_files.iterdir():
         shutil.copy(file, path)
     return path
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine.args import EngineArgs
 from penstock.engine.cli import API_KEY_VARIABLE, _api_settings, _parser
-from penstock.engine.config import ConfigError
+from penstock.engine.config import ConfigError, GraphConfig
 
 
 def test_every_engine_flag_is_a_keyword_with_the_same_default() -> None:
@@ -22,13 +22,17 @@ def test_every_engine_flag_is_a_keyword_with_the_same_default() -> None:
 
 
 @pytest.mark.req("AS-02")
-@pytest.mark.parametrize(("flags", "depth"), [([], 1), (["--async-scheduling"], 2), (["--no-async-scheduling"], 1)])
-def test_async_scheduling_is_a_depth(flags: list[str], depth: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("device", "unsaid"), [("cpu", 1), ("cuda", 2)])
+@pytest.mark.parametrize(("flags", "depth"), [([], None), (["--async-scheduling"], 2), (["--no-async-scheduling"], 1)])
+def test_async_scheduling_is_a_depth(device, unsaid, flags, depth, caplog, monkeypatch) -> None:
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr("penstock.engine.args.choose_device", lambda asked: device)
     model = Path(__file__).parents[3] / "examples/models/penstock-tiny"
     parsed = vars(_parser().parse_args([str(model), *flags]))
-    assert EngineArgs(**{name: parsed[name] for name in EngineArgs.__struct_fields__}).config().depth == depth
-    assert ("async scheduling: off" in caplog.text) is not bool(flags), "where nobody has said, the log says what was chosen"
+    config = EngineArgs(**{name: parsed[name] for name in EngineArgs.__struct_fields__}).config()
+    assert (config.device, config.depth) == (device, depth or unsaid)
+    off = device == "cpu" and not flags
+    assert ("async scheduling: off" in caplog.text) is off, "where nobody has said, the log says what was chosen"
 
 
 @pytest.mark.parametrize(
@@ -78,3 +82,22 @@ def test_keys_come_from_flags_or_the_environment(monkeypatch: pytest.MonkeyPatch
 def test_parsers_that_do_not_exist_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="--tool-call-parser nonsense: there are hermes"):
         _api_settings(_parser().parse_args(["m", "--tool-call-parser", "nonsense"]))
+
+
+TINY = str(Path(__file__).parents[3] / "examples/models/penstock-tiny")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"cudagraph_mode": "FULL"}, "--cudagraph-mode and --device cpu has no graphs"),
+        ({"cudagraph_capture_sizes": [1, 2]}, "--cudagraph-capture-sizes and --device cpu has no graphs"),
+        ({"max_cudagraph_capture_size": 8}, "--max-cudagraph-capture-size and --device cpu has no graphs"),
+        ({"cudagraph_capture_sizes": [0]}, "cudagraph_capture_sizes: Expected `int` >= 1"),
+        ({"cudagraph_mode": "PIECES"}, "cudagraph_mode: Invalid enum value 'PIECES'"),
+    ],
+)
+def test_graphs_that_cannot_be_are_refused_by_name(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        EngineArgs(**{"model": TINY, "device": "cpu", **wrong}).config()
+    assert EngineArgs(model=TINY, device="cpu", enforce_eager=True, cudagraph_mode="NONE").config().graphs == GraphConfig()

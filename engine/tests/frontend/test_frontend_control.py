@@ -1,9 +1,10 @@
 """Pausing, sleeping and reloading over HTTP, on a real engine."""
 
 import os
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,10 @@ class Asking(threading.Thread):
 
 
 def until_load(http: httpx.Client, running: int, waiting: int = 0) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        report = http.get("/load").json()
-        if report["num_requests_running"] == running and sum(report["num_requests_waiting"].values()) == waiting:
+        report = http.get("/load").json()  # an error until the core has said something
+        if report.get("num_requests_running") == running and sum(report["num_requests_waiting"].values()) == waiting:
             return
         time.sleep(0.01)
     raise AssertionError(report)
@@ -93,6 +94,7 @@ def text(response: httpx.Response) -> str:
     ("path", "param"),
     [
         ("/sleep?level=3", "level"),
+        ("/unpin_prefix", "name"),
         ("/sleep?depth=1", "depth"),
         ("/pause?mode=gently", "mode"),
         ("/resume?now=true", "now"),
@@ -108,8 +110,8 @@ def test_bad_parameters_are_named(http: httpx.Client, path: str, param: str) -> 
 
 @pytest.mark.req("SCH-13")
 def test_what_a_pause_keeps_and_what_comes_during_it_goes_on_after_it(http: httpx.Client) -> None:
-    alone = [text(ask(http, 700)), text(ask(http, 8, "mill"))]
-    kept = Asking(http, 700)
+    alone = [text(ask(http, 2000)), text(ask(http, 8, "mill"))]
+    kept = Asking(http, 2000)
     until_load(http, running=1)
     assert http.post("/pause?mode=keep").status_code == 200
     assert http.get("/is_paused").json() == {"is_paused": True} and http.get("/is_sleeping").json() == {"is_sleeping": False}
@@ -122,7 +124,7 @@ def test_what_a_pause_keeps_and_what_comes_during_it_goes_on_after_it(http: http
 
 
 def test_a_pause_that_aborts_sends_clients_elsewhere_and_a_busy_cache_is_not_reset(http: httpx.Client) -> None:
-    running = Asking(http, 3000)
+    running = Asking(http, 4000)  # nearly all that fits: it must not end before the pause
     until_load(http, running=1)
     refused = http.post("/reset_prefix_cache")
     assert refused.status_code == 409 and "1 requests hold blocks" in refused.json()["error"]["message"]
@@ -170,15 +172,21 @@ def test_other_weights_give_other_answers_and_wrong_ones_change_nothing(
 
 
 def test_idle_processes_use_next_to_no_cpu(server: Server) -> None:
-    time.sleep(0.3)
     pids = [server.process.pid, server.core_pid()]
-    before, began = [cpu_seconds(pid) for pid in pids], time.monotonic()
-    wakes = [voluntary_switches(pid) for pid in pids]
-    time.sleep(2.5)
+    tries = [used_and_woken(pids)]
+    while tries[-1][0] > 0.02 or tries[-1][1] > 12:  # what was still to do, or a busy machine: it gets quiet, and not at once
+        assert len(tries) < 12, f"never less of a core, and fewer wakes a second, than {tries}"
+        tries.append(used_and_woken(pids))
+
+
+def used_and_woken(pids: list[int]) -> tuple[float, float]:
+    """Of each, over two seconds, the most: the share of a core, and wakes a second."""
+    before, began = [(cpu_seconds(pid), voluntary_switches(pid)) for pid in pids], time.monotonic()
+    time.sleep(2)
     seconds = time.monotonic() - began
-    for pid, used, woken in zip(pids, before, wakes, strict=True):
-        assert cpu_seconds(pid) - used <= 0.02 * seconds, "more than 2 % of a core"
-        assert voluntary_switches(pid) - woken <= 12 * seconds
+    now = [(cpu_seconds(pid), voluntary_switches(pid)) for pid in pids]
+    used, woken = ([(b[at] - a[at]) / seconds for a, b in zip(before, now, strict=True)] for at in range(2))
+    return max(used), max(woken)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -190,3 +198,25 @@ def voluntary_switches(pid: int) -> int:
     """Of all its threads: how often they went to sleep, hence woke up."""
     status = [(task / "status").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
     return sum(int(one.split("\nvoluntary_ctxt_switches:")[1].split()[0]) for one in status)
+
+
+def test_a_drain_waits_for_what_a_pause_keeps_and_a_command_lets_it_go_on(llama: Path, tmp_path: Path) -> None:
+    with serving(llama, tmp_path / "serve.log", FLAG) as running, httpx.Client(base_url=running.url, timeout=60) as http:
+        assert http.post("/pause?mode=keep").status_code == 200
+        kept = Asking(http, 700)  # now, not before: it might end before the pause
+        until_load(http, running=0, waiting=1)
+        running.process.send_signal(signal.SIGTERM)
+        until(lambda: http.get("/ready").json().get("error", {}).get("code") == "draining")
+        refused = ask(http)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert kept.is_alive()
+        assert http.post("/resume").status_code == 200
+        assert kept.done().json()["usage"]["completion_tokens"] == 700
+        assert running.process.wait(60) == 0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -15,12 +15,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from frontend_process import Server, command, free_ports, make_llama, serving
+from frontend_process import Server, command, make_llama, serving
 from openai import AsyncOpenAI, OpenAI
 
 from penstock.api.headers import TENANT
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.processor import PromptProcessor
+from testing.ports import free_ports
 
 MESSAGES: Any = [{"role": "user", "content": "the river turns the wheel"}]
 
@@ -49,7 +50,7 @@ def load(server: Server) -> dict[str, Any]:
 
 def wait_idle(server: Server) -> dict[str, Any]:
     """The load report once nothing runs or waits."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         report = load(server)
         if report["num_requests_running"] == 0 and not report["num_requests_waiting"]:
@@ -60,7 +61,7 @@ def wait_idle(server: Server) -> dict[str, Any]:
 
 def wait_unready(server: Server) -> None:
     """Returns once a signal has reached the server."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while httpx.get(f"{server.url}/ready").status_code != 503:
         assert time.monotonic() < deadline, "still ready"
 
@@ -210,6 +211,30 @@ def test_min_p_and_top_k_of_one_are_greedy(client: OpenAI) -> None:
     assert answer.choices[0].message.content == expected
 
 
+def test_logprobs_name_tokens_by_id_where_that_is_asked_for(client: OpenAI) -> None:
+    extra = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    fields: Any = {"max_tokens": 6, "logprobs": True, "top_logprobs": 2}
+    plain = greedy(client, **fields).choices[0].logprobs.content
+    choice = greedy(client, extra_body=extra, **fields).choices[0]
+    names = [f"token_id:{token}" for token in choice.token_ids]
+    assert [entry.token for entry in choice.logprobs.content] == names
+    assert [entry.bytes for entry in choice.logprobs.content] == [entry.bytes for entry in plain]
+    assert [entry.top_logprobs[0].token for entry in choice.logprobs.content] == names
+    streamed = greedy(client, stream=True, extra_body=extra, **fields)
+    entries = [entry for chunk in streamed if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    assert [entry.token for entry in entries] == names
+
+    text: Any = {"model": "tiny", "prompt": "the mill", "temperature": 0, "max_tokens": 6, "logprobs": 2}
+    plain = client.completions.create(**text).choices[0].logprobs
+    named: Any = client.completions.create(extra_body=extra, **text).choices[0]
+    names = [f"token_id:{token}" for token in named.token_ids]
+    assert named.logprobs.tokens == names != plain.tokens
+    assert all(name in top and len(top) == 2 for name, top in zip(names, named.logprobs.top_logprobs, strict=True))
+    assert (named.logprobs.text_offset, named.logprobs.token_logprobs) == (plain.text_offset, plain.token_logprobs)
+    chunks = [chunk.choices[0].logprobs for chunk in client.completions.create(stream=True, extra_body=extra, **text)]
+    assert [name for columns in chunks if columns for name in columns.tokens] == names
+
+
 @pytest.mark.req("LP-01")
 def test_prompt_logprobs_are_those_of_generation(client: OpenAI) -> None:
     """Before and after the prefix is cached."""
@@ -278,7 +303,7 @@ def test_adjustments_of_the_logits_change_what_a_client_gets(client: OpenAI) -> 
         assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (length, "stop")
 
 
-def test_errors_are_the_clients_own_types(client: OpenAI) -> None:
+def test_errors_are_the_clients_own_types(client: OpenAI, llama: Path) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-4", messages=MESSAGES)
     assert missing.value.code == "model_not_found"
@@ -293,7 +318,9 @@ def test_errors_are_the_clients_own_types(client: OpenAI) -> None:
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=4096)
-    assert [model.id for model in client.models.list()] == ["tiny", "random"]
+    models: Any = list(client.models.list())
+    assert [model.id for model in models] == ["tiny", "random"]
+    assert {(model.root, model.parent) for model in models} == {(str(llama), None)}
 
 
 @pytest.mark.req("EG-12")
@@ -305,7 +332,7 @@ def test_a_client_that_disconnects_frees_its_blocks(client: OpenAI, server: Serv
     assert report["kv_blocks_reclaimable"] == report["kv_blocks_total"]
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4000, "ignore_eos": True}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=0.05)
+        httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=httpx.Timeout(60, read=0.05))
     report = wait_idle(server)
     assert report["kv_blocks_reclaimable"] == report["kv_blocks_total"]
 
@@ -321,15 +348,17 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes(llama: Path, tmp_path
         core = server.core_pid()
         with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             stream = greedy(
-                client, max_tokens=450, stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True}
+                client, max_tokens=2000, stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True}
             )
             next(stream)
+            os.kill(core, signal.SIGSTOP)  # so that it runs until it may go on
             server.process.send_signal(signal.SIGTERM)
             wait_unready(server)
             refused = httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "x"})
             assert (refused.status_code, refused.headers["x-penstock-retriable"]) == (503, "true")
-            assert [chunk.usage.completion_tokens for chunk in stream if chunk.usage] == [450]
-        assert server.process.wait(timeout=20) == 0
+            os.kill(core, signal.SIGCONT)
+            assert [chunk.usage.completion_tokens for chunk in stream if chunk.usage] == [2000]
+        assert server.process.wait(timeout=60) == 0
         assert not Path(f"/proc/{core}").exists()
 
 
@@ -342,20 +371,21 @@ def test_the_cores_death_ends_streams_with_an_error_and_the_process(llama: Path,
             os.kill(server.core_pid(), signal.SIGKILL)
             with pytest.raises(openai.APIError, match="signal 9"):
                 list(stream)
-        assert server.process.wait(timeout=20) == 1
+        assert server.process.wait(timeout=60) == 1
 
 
 def test_two_interrupts_end_at_once(llama: Path, tmp_path: Path) -> None:
-    with serving(llama, tmp_path / "log") as server:
+    with serving(llama, tmp_path / "log", "--enable-control-endpoints") as server:
         with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             stream = greedy(client, max_tokens=4000, stream=True, extra_body={"ignore_eos": True})
             next(stream)
+            assert httpx.post(f"{server.url}/pause?mode=keep").status_code == 200
             server.process.send_signal(signal.SIGINT)
             wait_unready(server)
             server.process.send_signal(signal.SIGINT)
             with pytest.raises(openai.APIError, match="shut down"):
                 list(stream)
-        assert server.process.wait(timeout=20) == 1
+        assert server.process.wait(timeout=60) == 1
 
 
 @pytest.mark.parametrize(

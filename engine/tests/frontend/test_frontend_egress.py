@@ -21,7 +21,7 @@ class Bench:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.special = Vocabulary(tokenizer).special_ids
+        self.vocabulary = Vocabulary(tokenizer)
         self.metrics = EngineMetrics()
         self.egress = Egress(self.metrics)
         self._next = 0
@@ -31,8 +31,7 @@ class Bench:
     ) -> Generation:
         ends = frozenset({9})
         choices = [
-            Choice(self._next + k, k, 3, Detokenizer(self.tokenizer, self.special, []), stops, ends, logprobs, min_tokens)
-            for k in range(n)
+            Choice(self._next + k, k, 3, Detokenizer(self.vocabulary, []), stops, ends, logprobs, min_tokens) for k in range(n)
         ]
         self._next += n
         generation = Generation(choices, n, stream, arrival=100.0)
@@ -69,7 +68,7 @@ async def test_what_was_not_taken_is_merged_without_loss(bench: Bench) -> None:
 
 @pytest.mark.req("EG-15")
 async def test_an_interval_gathers_tokens_but_for_the_first_and_the_last(bench: Bench, byte_level: Tokenizer) -> None:
-    choice = Choice(0, 0, 3, Detokenizer(byte_level, bench.special, []), (), frozenset(), None, interval=4)
+    choice = Choice(0, 0, 3, Detokenizer(bench.vocabulary, []), (), frozenset(), None, interval=4)
     generation = Generation([choice], 1, True, arrival=100.0)
     bench.egress.add(generation)
     ids = bench.ids("the river turns the wheel and the wheel turns the mill")
@@ -79,7 +78,7 @@ async def test_an_interval_gathers_tokens_but_for_the_first_and_the_last(bench: 
         await bench.egress.process(step_frame({0: [token]}, end))
         if (delta := choice.take()) is not None:
             sizes.append(len(delta.token_ids))
-            await asyncio.wait_for(generation.changed(), 1)
+            await asyncio.wait_for(generation.changed(), 60)
     rest = (len(ids) - 1) % 4
     assert len(ids) >= 9 and sizes == [1, *[4] * ((len(ids) - 1) // 4), *([rest] if rest else [])]
 

@@ -36,6 +36,11 @@ def test_the_line_is_of_the_period_alone():
     )
 
 
+def test_where_the_ceilings_are_known_a_step_is_held_to_them():
+    before, now = after(floor_seconds=0.7), after(floor_seconds=0.98, steps=60, step_seconds=1.4)
+    assert "step 8.00 ms (70% of the roofline)" in str(describe(before, now, 10.0))
+
+
 def test_what_did_not_happen_is_not_said():
     line = describe(BEFORE, after(generation_tokens=60, steps=20, step_seconds=1.01), 5.0)
     assert line == "prompt 0.0 tok/s, generation 2.0 tok/s, running 9, waiting 0, KV 90.0%, step 1.00 ms"
@@ -55,6 +60,9 @@ async def test_the_log_says_it_only_when_something_happened(caplog: pytest.LogCa
         await asyncio.sleep(0.05)
         assert not caplog.messages
         metrics.prompt_tokens.add(5, "computed")
+        async with asyncio.timeout(60):
+            while not caplog.messages:
+                await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         task.cancel()
     assert len(caplog.messages) == 1 and "prefix hits 0.0%" in caplog.messages[0]

@@ -103,9 +103,18 @@ def model(tmp_path: Any) -> ModelConfig:
         ({"skip_special_tokens": 0}, "skip_special_tokens"),
         ({"include_stop_str_in_output": 0}, "include_stop_str_in_output"),
         ({"verbosity": "low"}, "verbosity"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"length_penalty": 1.5}, "length_penalty"),
+        ({"echo": True}, "echo"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": "5"}, "truncate_prompt_tokens"),
+        ({"truncation_side": "middle"}, "truncation_side"),
+        ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids"),
+        ({"include_reasoning": "no"}, "include_reasoning"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"prompt": "x"}, "prompt"),
-        ({"echo": False}, "echo"),
         ({"guided_json": None}, "guided_json"),
         ({"colour": 1}, "colour"),
     ],
@@ -155,6 +164,15 @@ def test_neutral_values_and_null_are_absence() -> None:
         "tools": None,
         "response_format": {"type": "text"},
         "parallel_tool_calls": True,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "echo": False,
+        "include_reasoning": True,
+        "thinking_token_budget": -1,
+        "stream_interval": 1,
+        "verbosity": "medium",
+        "moderation": None,
+        "prompt_cache_options": None,
         "temperature": None,
         "stop": None,
         "stream_options": None,
@@ -240,12 +258,17 @@ def test_the_output_is_capped_by_the_context(model: ModelConfig) -> None:
 
 @pytest.mark.parametrize(
     ("length", "fields", "words"),
-    [(64, {}, ["64 tokens"]), (60, {"max_tokens": 5}, ["60 tokens", "5 are asked for", "65 together", "context is 64"])],
+    [
+        (64, {}, ["64 tokens"]),
+        (60, {"max_tokens": 5}, ["60 tokens", "5 are asked for", "65 together", "context is 64"]),
+        (60, {"max_completion_tokens": 5}, ["65 together"]),
+    ],
 )
 def test_a_prompt_that_does_not_fit_is_refused_with_the_arithmetic(length: int, fields: dict, words: list[str]) -> None:
+    param = next(iter(fields), "messages")
     with pytest.raises(ApiError) as caught:
         check_prompts([[7] * length], parse_chat({**CHAT, **fields}), 64)
-    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "context_length_exceeded", "messages")
+    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "context_length_exceeded", param)
     assert all(word in caught.value.message for word in words)
     check_prompts([[7] * (length - 1)], parse_chat({**CHAT, **fields}), 64)
 
@@ -266,6 +289,14 @@ def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse_json(data)
     assert caught.value.status == 400
+
+
+def test_an_error_quotes_no_more_of_a_body_than_people_read() -> None:
+    name = "k" * 10**6
+    with pytest.raises(ApiError) as caught:
+        parse_chat({**CHAT, name: 1})
+    assert caught.value.message.startswith("there is no parameter kkk") and len(caught.value.body()) < 3000
+    assert caught.value.param and caught.value.param.startswith("kkk")
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +324,7 @@ def bodies(kind: type, prompts: dict[str, Any]) -> st.SearchStrategy[dict[str, A
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_no_body_is_an_error_of_ours(path: str, data: st.DataObject, model: ModelConfig, processor: PromptProcessor) -> None:
     chat = path == CHAT_PATH

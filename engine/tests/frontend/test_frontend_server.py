@@ -30,8 +30,8 @@ COMPLETIONS = "/v1/completions"
 class Site:
     """A served engine and a client of it."""
 
-    def __init__(self, core: FakeCore, llm: AsyncLLM, server: ApiServer, client: aiohttp.ClientSession) -> None:
-        self.core, self.llm, self.server, self.client = core, llm, server, client
+    def __init__(self, core: FakeCore, llm: AsyncLLM, server: ApiServer, client: aiohttp.ClientSession, port: int) -> None:
+        self.core, self.llm, self.server, self.client, self.port = core, llm, server, client, port
 
     async def chat(self, **fields: Any) -> aiohttp.ClientResponse:
         body = {"model": "m", "messages": [{"role": "user", "content": "the mill"}], **fields}
@@ -43,7 +43,7 @@ class Site:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -70,7 +70,7 @@ async def serve(tokenizer_files: Path) -> AsyncIterator[Callable[..., Awaitable[
         port = runner.addresses[0][1]
         client = aiohttp.ClientSession(f"http://127.0.0.1:{port}")
         closers.extend([client.close, runner.cleanup, llm.close])
-        return Site(core, llm, server, client)
+        return Site(core, llm, server, client, port)
 
     yield start
     for close in closers:
@@ -122,6 +122,19 @@ async def test_a_priority_is_refused_where_arrival_decides(serve: Any) -> None:
     site = await serve()
     response = await site.chat(priority=1)
     assert response.status == 400 and (await response.json())["error"]["param"] == "priority" and not site.core.added
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("priority", 7), ("fcfs", 0)])
+async def test_a_priority_that_the_gateway_grants_counts_where_priorities_do(
+    serve: Any, byte_level: Tokenizer, policy: str, expected: int
+) -> None:
+    site = await serve(says(byte_level, "x"), policy=policy)
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    response = await site.client.post(CHAT, json=body, headers={"x-penstock-priority": "7"})
+    assert response.status == 200
+    assert [request.priority for request in site.core.added] == [expected]
+    response = await site.client.post(CHAT, json=body, headers={"x-penstock-priority": "high"})
+    assert response.status == 400 and (await response.json())["error"]["param"] == "x-penstock-priority"
 
 
 @pytest.mark.req("LIM-04")
@@ -225,6 +238,30 @@ async def test_other_content_is_refused(serve: Any) -> None:
     assert (response.status, (await error_of(response))["param"]) == (415, "content-type")
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",
+        b"GET /" + b"a" * 20000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-a: " + b"a" * 20000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+    ],
+)
+async def test_what_is_no_http_is_a_400_in_openais_shape_too(serve: Any, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    site = await serve()
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+    async with asyncio.timeout(60):
+        writer.write(data)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")  # all of it: the connection ends
+    writer.close()
+    assert b" 400 " in head.splitlines()[0] and b"application/json" in head
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error" and "not valid HTTP" in error["message"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"], "the fault is the client's"
+    assert (await site.client.get("/health")).status == 200
+
+
 async def test_unknown_models_and_long_prompts_have_their_codes(serve: Any) -> None:
     site = await serve()
     assert (await error_of(await site.chat(model="other")))["code"] == "model_not_found"
@@ -245,7 +282,8 @@ async def test_request_ids_are_echoed_given_or_refused(serve: Any, byte_level: T
     assert (response.status, (await error_of(response))["param"]) == (400, "x-request-id")
 
 
-@pytest.mark.parametrize("form", ["TEXT", "JSON", "BIN", "text"])
+@pytest.mark.req("RT-04")
+@pytest.mark.parametrize("form", ["TEXT", "JSON", "BIN", "text", "Json"])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_load_reports_ride_on_every_answer(serve: Any, byte_level: Tokenizer, form: str, stream: bool) -> None:
     site = await serve(says(byte_level, "x"))
@@ -258,11 +296,15 @@ async def test_load_reports_ride_on_every_answer(serve: Any, byte_level: Tokeniz
     assert (await (await site.client.get("/load")).json())["seq"] == 7
 
 
-async def test_a_load_format_that_does_not_exist_is_refused(serve: Any) -> None:
+@pytest.mark.req("RT-04")
+@pytest.mark.parametrize("asked", [{}, {"endpoint-load-metrics-format": "XML"}])
+async def test_no_load_report_where_none_is_asked_for_in_a_known_form(serve: Any, asked: dict[str, str]) -> None:
     site = await serve()
-    response = await site.client.get("/v1/models", headers={"endpoint-load-metrics-format": "XML"})
-    assert (response.status, (await error_of(response))["param"]) == (400, "endpoint-load-metrics-format")
-    assert "endpoint-load-metrics" not in (await site.client.get("/v1/models")).headers
+    site.core.report(seq=7)
+    await until(lambda: site.llm.load is not None)
+    response = await site.client.get("/v1/models", headers=asked)
+    assert response.status == 200
+    assert "endpoint-load-metrics" not in response.headers
 
 
 async def test_the_prompt_bundle_is_fetched_once(serve: Any) -> None:
@@ -281,6 +323,7 @@ async def test_models_and_version(serve: Any) -> None:
     site = await serve()
     models = await (await site.client.get("/v1/models")).json()
     assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("m", 64), ("alias", 64)]
+    assert {(model["root"], model["parent"]) for model in models["data"]} == {(str(site.llm.model.path), None)}
     assert await (await site.client.get("/v1/models/alias")).json() == models["data"][1]
     missing = await site.client.get("/v1/models/org/none")
     assert (missing.status, (await missing.json())["error"]["code"]) == (404, "model_not_found")
@@ -303,6 +346,25 @@ async def test_metrics_have_the_shared_names(serve: Any, byte_level: Tokenizer) 
     assert families[metrics.PREEMPTIONS].samples[0].value == 2
     reasons = {sample.labels["finished_reason"]: sample.value for sample in families[metrics.REQUEST_SUCCESS].samples}
     assert reasons == {"stop": 0, "length": 1, "repetition": 0, "abort": 0, "error": 0}
+
+
+@pytest.mark.req("RT-07")
+async def test_the_server_counts_what_it_answers_and_forgets_who_has_gone(serve: Any) -> None:
+    site = await serve()  # nothing is ever sampled
+    site.core.report(seq=1)
+    await until(lambda: site.llm.load is not None)
+
+    async def load() -> int:
+        return (await (await site.client.get("/load")).json())["server_load"]
+
+    assert await load() == 0
+    tasks = [asyncio.create_task(site.chat(stream=number % 2 == 0)) for number in range(3)]
+    await until(lambda: len(site.core.added) == 3)
+    assert await load() == 3
+    for task in tasks:
+        task.cancel()
+    await until(lambda: site.server.active.idle)
+    assert await load() == 0
 
 
 @pytest.mark.req("EG-12")
@@ -367,6 +429,7 @@ async def test_one_failed_request_leaves_the_others_alone(serve: Any, byte_level
     assert (await site.client.get("/health")).status == 200
 
 
+@pytest.mark.req("LD-13")
 async def test_nothing_is_taken_before_the_core_is_ready_nor_while_draining(serve: Any) -> None:
     site = await serve(ready=False)
     assert (await site.client.get("/health")).status == 200
@@ -391,7 +454,7 @@ async def test_a_drain_waits_for_what_runs(serve: Any) -> None:
     assert not drained.done()
     site.core.say(step_frame({0: [70]}, [Finished(0, FinishReason.LENGTH)]))
     assert (await response.read()).endswith(b"data: [DONE]\n\n")
-    await asyncio.wait_for(drained, 1)
+    await asyncio.wait_for(drained, 60)
 
 
 async def test_a_client_that_does_not_read_stalls_nobody(serve: Any) -> None:
@@ -405,7 +468,7 @@ async def test_a_client_that_does_not_read_stalls_nobody(serve: Any) -> None:
     for _ in range(20_000):
         site.core.say(step_frame({0: [70, 71]}))
     site.core.say(step_frame({1: [71]}, [Finished(1, FinishReason.LENGTH)]))
-    raw = await asyncio.wait_for((await reader).read(), 10)
+    raw = await asyncio.wait_for((await reader).read(), 60)
     assert raw.endswith(b"data: [DONE]\n\n")
     site.core.say(step_frame({0: [71]}, [Finished(0, FinishReason.LENGTH)]))
     chunks = [json.loads(event[6:]) for event in (await (await slow).text()).split("\n\n")[:-2]]

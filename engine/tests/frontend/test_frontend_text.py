@@ -16,7 +16,7 @@ same_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixtu
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, Vocabulary(tokenizer).special_ids, prompt or [])
+    detokenizer = Detokenizer(Vocabulary(tokenizer), prompt or [])
     return [*(detokenizer.step(token) for token in ids), detokenizer.flush()]
 
 
@@ -96,6 +96,16 @@ def test_tokens_that_are_special_or_unknown(byte_level: Tokenizer) -> None:
     vocabulary = Vocabulary(byte_level)
     assert vocabulary.bytes_of(byte_level.token_to_id("<|end|>")) == b"<|end|>"
     assert vocabulary.bytes_of(10**6) == b""
+
+
+def test_the_text_of_a_whole_token_is_known_alone(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
+    vocabulary = Vocabulary(byte_level)
+    [the, *_] = byte_level.encode("the").ids
+    part = byte_level.token_to_id(byte_characters(byte_level, "🎻")[0])
+    texts = [vocabulary.whole_text(token) for token in (the, part, byte_level.token_to_id("<|end|>"), 10**6)]
+    assert texts == [byte_level.decode([the]), "", "", ""]
+    # Its space depends on what stands before it.
+    assert Vocabulary(byte_fallback).whole_text(byte_fallback.token_to_id("▁the")) == ""
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:

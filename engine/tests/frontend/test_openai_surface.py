@@ -226,7 +226,7 @@ async def test_a_response_cut_short_is_incomplete(start: Start) -> None:
         {"tools": [{"type": "web_search"}]},
         {"reasoning": {"effort": "low", "summary": "auto"}},
         {"max_output_tokens": 0},
-        {"input": "beyond the context with its output", "max_output_tokens": 10**6},
+        {"max_output_tokens": 10**6, "input": "beyond the context with its output"},
     ],
 )
 async def test_what_responses_cannot_do_is_refused_by_name(start: Start, fields: dict[str, Any]) -> None:
@@ -266,6 +266,33 @@ async def test_token_ids_come_back_where_they_are_asked_for(start: Start, byte_l
     ):
         chunks = [chunk async for chunk in await api.create(model="m", stream=True, extra_body=extra, **fields)]
         assert [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", [])] == ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_stays_here_where_it_is_not_wanted(start: Start, stream: bool) -> None:
+    site = await start(THOUGHT_AND_CALL, TOOLS)
+    body = {"model": "m", "messages": MESSAGES, "tools": [WEATHER], "stream": stream, "include_reasoning": False}
+    async with site.http.post("/v1/chat/completions", json=body) as response:
+        text = await response.text()
+    assert response.status == 200 and "I look." in text and "get_weather" in text
+    assert "reasoning" not in text and "hm" not in text
+    async with site.http.post("/v1/chat/completions", json=body | {"include_reasoning": True}) as response:
+        assert '"reasoning":"hm' in await response.text()
+
+
+async def test_a_prompt_is_cut_and_its_echo_with_it(start: Start, byte_level: Tokenizer) -> None:
+    site = await start(" turns")
+    ids = byte_level.encode("the river turns the mill").ids
+    extra = {"truncate_prompt_tokens": 3, "return_token_ids": True}
+    for prompt in ("the river turns the mill", ids):
+        answer = await site.openai.completions.create(model="m", prompt=prompt, echo=True, extra_body=extra)
+        choice: Any = answer.choices[0]
+        assert choice.prompt_token_ids == ids[-3:] == site.core.added[-1].prompt_token_ids
+        assert choice.text == byte_level.decode(ids[-3:]) + " turns"
+        assert answer.usage and answer.usage.prompt_tokens == 3
+    with pytest.raises(BadRequestError) as refused:
+        await site.openai.completions.create(model="m", prompt="x", max_tokens=96, extra_body={"truncate_prompt_tokens": 4001})
+    assert refused.value.param == "truncate_prompt_tokens"
 
 
 async def test_usage_comes_with_every_chunk_where_it_is_asked_for(start: Start, byte_level: Tokenizer) -> None:

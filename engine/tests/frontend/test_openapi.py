@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 
 from penstock.engine.frontend.openai import answers
 from penstock.engine.frontend.openai.openapi import ENDPOINTS, document
-from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
+from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH
 
 SMALL = {"max_tokens": 4, "max_completion_tokens": 4, "n": 2, "best_of": 2, "min_tokens": 2}
 LIMITS = {CHAT_PATH: "max_tokens", COMPLETIONS_PATH: "max_tokens", RESPONSES_PATH: "max_output_tokens"}
@@ -35,19 +35,27 @@ def server(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield running
 
 
+@pytest.fixture(scope="module")
+def embedder(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    model = make_llama(tmp_path_factory.mktemp("embedder"), tokenizer_files)
+    with serving(model, tmp_path_factory.mktemp("log") / "serve.log", "--runner", "pooling") as running:
+        yield running
+
+
 DESCRIBED = schemathesis.openapi.from_dict(document("0"))
 
 
 @pytest.mark.parametrize("path", [endpoint.path for endpoint in ENDPOINTS])
 @settings(
     max_examples=20,
-    deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
     derandomize=True,
 )
 @given(data=st.data())
-def test_what_the_description_allows_is_answered_as_it_says(server: Server, path: str, data: st.DataObject) -> None:
+def test_what_the_description_allows_is_answered_as_it_says(
+    server: Server, embedder: Server, path: str, data: st.DataObject
+) -> None:
     case = data.draw(DESCRIBED[path]["POST"].as_strategy())
     if isinstance(case.body, dict):  # the right name, and few tokens: the rest is for the server to judge
         case.body.update({name: value for name, value in SMALL.items() if name in case.body})
@@ -55,7 +63,7 @@ def test_what_the_description_allows_is_answered_as_it_says(server: Server, path
             case.body["model"] = "tiny"
         if path in LIMITS:
             case.body[LIMITS[path]] = 4
-    response = case.call(base_url=server.url)
+    response = case.call(base_url=(embedder if path == EMBEDDINGS_PATH else server).url)
     assert response.status_code < 500, response.text
     checks: list[Any] = [status_code_conformance, content_type_conformance]
     if not (isinstance(case.body, dict) and case.body.get("stream")):

@@ -256,7 +256,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     parts=st.lists(st.sampled_from(MARKUP) | st.text(max_size=4), max_size=24),
     cuts=st.lists(st.integers(0, 400), max_size=12),

@@ -166,7 +166,9 @@ def test_resolves_paths_and_refuses_the_rest(tmp_path):
     assert resolve(str(tmp_path)) == resolve(tmp_path.as_uri()) == tmp_path.resolve()
     for uri, sentence in (
         (str(tmp_path / "nothing"), "does not exist"),
-        ("s3://bucket/model", "unknown scheme 's3'"),
+        ("ftp://host/model", "unknown scheme 'ftp'"),
+        ("s3://bucket", "expected s3://bucket/path"),
+        ("pvc://claim/model", "claims are mounted by Kubernetes"),
         ("hf://name", "expected hf://organisation/name"),
     ):
         with pytest.raises(ConfigError, match=sentence):

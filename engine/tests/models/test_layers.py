@@ -1,14 +1,23 @@
 """Linear layers in shards, their methods' bits, and rotary angles."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.engine.lora.linear import LoraLinearMethod
 from penstock.engine.models.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
-from penstock.engine.models.layers.linear_method import PrepackedLinearMethod, UnquantizedLinearMethod, linear_method
+from penstock.engine.models.layers.linear_method import (
+    NativeLinearMethod,
+    PrepackedLinearMethod,
+    UnquantizedLinearMethod,
+    linear_method,
+)
 from penstock.engine.models.layers.rotary import inverse_frequencies
 from penstock.engine.models.layers.shard import Shard
 from penstock.engine.models.rope import parse_ropes
+from penstock.kernels.lora.batch import LoraBatch
+from penstock.kernels.ops import REFERENCE, ops_for
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WORLD = 2
@@ -20,9 +29,9 @@ def seed():
 
 
 def fill(layer, values: dict[str, torch.Tensor]):
-    for name, (shape, load) in layer.weights().items():
-        assert tuple(values[name].shape) == shape
-        load(values[name])
+    for name, weight in layer.weights().items():
+        assert tuple(values[name].shape) == weight.shape
+        weight.load(values[name])
     layer.finish()
     return layer
 
@@ -30,7 +39,7 @@ def fill(layer, values: dict[str, torch.Tensor]):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["chosen", "plain"])
 def test_a_rows_bits_do_not_depend_on_the_others(dtype, kind):
-    method = linear_method(dtype)() if kind == "chosen" else UnquantizedLinearMethod()
+    method = linear_method(dtype, ops_for("cpu", dtype))() if kind == "chosen" else UnquantizedLinearMethod()
     method.create(96, 259, bias=True, dtype=dtype)
     method.load_shard("weight", torch.randn(259, 96), 0)
     method.load_shard("bias", torch.randn(259), 0)
@@ -39,6 +48,13 @@ def test_a_rows_bits_do_not_depend_on_the_others(dtype, kind):
     whole = method.apply(x)
     for count in (1, 2, 3, 4, 7, 16, 33, 128):
         assert torch.equal(method.apply(x[100 : 100 + count]), whole[100 : 100 + count]), count
+
+
+def test_several_threads_leave_linear_layers_to_onednn():
+    ops = ops_for("cpu", torch.bfloat16)
+    chosen = linear_method(torch.bfloat16, ops)()
+    assert isinstance(chosen, NativeLinearMethod) == (ops.linear is not None)
+    assert not isinstance(linear_method(torch.bfloat16, ops, threads=2)(), NativeLinearMethod)
 
 
 class LinearShapes(TorchDispatchMode):
@@ -71,7 +87,7 @@ def test_falls_back_by_name_where_onednn_cannot(monkeypatch, caplog):
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(PrepackedLinearMethod, "finish", refuse)
-    assert linear_method(torch.float32) is UnquantizedLinearMethod
+    assert linear_method(torch.float32, REFERENCE) is UnquantizedLinearMethod
     assert "no such instruction" in caplog.text
 
 
@@ -90,6 +106,37 @@ def test_shards_of_columns_are_parts_and_of_rows_add_up():
         down = RowParallelLinear("down_proj", inner, hidden, True, shard, UnquantizedLinearMethod(), torch.float64)
         total += fill(down, values)(gate[:, part] * up[:, part])
     torch.testing.assert_close(total, (gate * up) @ values["down_proj.weight"].T + values["down_proj.bias"])
+
+
+@pytest.mark.req("LO-11")
+@pytest.mark.parametrize("form", ["reference", "best"])
+def test_shards_of_adapters_add_up_too(form):
+    hidden, inner, rank = 32, 24, 5
+    ops = REFERENCE if form == "reference" else ops_for("cpu", torch.float32)
+    batch, x, given = LoraBatch(1, 5), torch.randn(5, hidden), torch.randn(5, inner)
+    batch.fill(np.zeros(5, np.int32))
+    factors = {name: (torch.randn(rank, hidden), torch.randn(inner, rank)) for name in ("gate_proj", "up_proj")}
+    factors["down_proj"] = torch.randn(rank, inner), torch.randn(hidden, rank)
+
+    def adapted(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+        methods = [LoraLinearMethod(UnquantizedLinearMethod(), ops, batch) for _ in range(2)]
+        layers = [
+            GateUpParallelLinear(hidden, inner, False, shard, methods[0], torch.float32),
+            RowParallelLinear("down_proj", inner, hidden, False, shard, methods[1], torch.float32),
+        ]
+        for layer in layers:
+            fill(layer, {name: torch.zeros(weight.shape) for name, weight in layer.weights().items()})
+            modules, weights = zip(*layer.weights().items(), strict=True)
+            assert all(weight.part.method in methods for weight in weights)
+            shelves = weights[0].part.method.shelve(1, rank, [(weight.part.offset, weight.part.size) for weight in weights])
+            for name, weight, shelf in zip(modules, weights, shelves, strict=True):
+                shelf.put(0, *weight.part.narrow(*factors[name.removesuffix(".weight")]))
+        return layers[0](x), layers[1](shard.narrow(given, 1))
+
+    (whole, total), parts = adapted(Shard()), [adapted(Shard(rank, WORLD)) for rank in range(WORLD)]
+    halves = [column.chunk(2, -1) for column, _ in parts]
+    torch.testing.assert_close(torch.cat([half[kind] for kind in range(2) for half in halves], -1), whole)
+    torch.testing.assert_close(sum(row for _, row in parts), total)
 
 
 def test_qkv_says_how_to_split():

@@ -194,7 +194,7 @@ def wishes() -> st.SearchStrategy[dict[str, Any]]:
 
 
 @pytest.mark.req("SMP-15", "SMP-16", "SMP-18", "SMP-19", "SMP-20")
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_a_row_is_adjusted_as_if_it_were_alone_and_new(data):
     """Rows gain tokens step by step, and change hands; each time the outcome equals that of a request admitted with those tokens

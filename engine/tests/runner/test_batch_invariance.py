@@ -72,9 +72,18 @@ def params(request) -> SamplingParams:
     return request.param
 
 
+@pytest.fixture(scope="module")
+def traces() -> dict[tuple[int, int | None], Trace]:
+    """What was expected so far, by runner and seed: it takes as long as what is held to it."""
+    return {}
+
+
 @pytest.fixture
-def expected(runner, driver, params) -> Trace:
-    return run_alone(driver(runner), prompt(1, 200), params)[0]
+def expected(runner, driver, params, traces) -> Trace:
+    key = id(runner), params.seed
+    if key not in traces:
+        traces[key] = run_alone(driver(runner), prompt(1, 200), params)[0]
+    return traces[key]
 
 
 @pytest.mark.req("CHK-05", "CHK-06")

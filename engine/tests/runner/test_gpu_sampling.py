@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.engine.runner.sampler.philox import Purpose, uniform
+from penstock.kernels.sampling.philox import Purpose, uniform
 
 pytestmark = pytest.mark.gpu
 

@@ -94,11 +94,13 @@ def test_a_rows_next_tenant_inherits_nothing():
     batch = InputBatch(max_num_seqs=1, max_model_len=40, groups=full_attention(4), vocab_size=100)
     loud = SamplingParams(max_tokens=9, temperature=2.0, top_k=3, top_p=0.5, min_p=0.1, seed=7, logprobs=4)
     batch.apply(plan([0], [9], [True], [admission(0, [200] * 9, sampling=loud)], [(0, 5), (0, 6), (0, 7)]))
+    assert not batch.sampling.is_plain(np.array([0], np.int32))
     step = plan([0], [2], [True], [admission(0, [1, 2])], [(0, 8)], released=[0])
     inputs = batch.apply(step)
     assert inputs.groups[0].batch.block_table.tolist() == [[8]] and inputs.input_ids.tolist() == [1, 2]
-    assert batch.refused(step) == {}
-    params = batch.sampling_batch(step, inputs)
+    assert batch.refusals.of(step) == {}
+    assert batch.sampling.is_plain(np.array([0], np.int32))
+    params = batch.sampling_batch(batch.logits_rows(step, inputs))
     assert [column.tolist() for column in vars(params).values()] == [[True], [1.0], [0], [1.0], [0.0], [0], [2], [-1]]
 
 

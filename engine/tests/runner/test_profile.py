@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from penstock.engine.commands import Command, StartProfile, StopProfile
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import executor_of
-from penstock.engine.messages import AddRequest, Command, Control, ControlDone, StartProfile, StopProfile
+from penstock.engine.messages import AddRequest, Control, ControlDone
 from penstock.engine.sampling import SamplingParams
 
 

@@ -112,7 +112,7 @@ def test_execute_waits_for_no_result(loaded, driver, name):
     runner = loaded(name)
     play = driver(runner)
     play.generate(play.admit(prompt(1)), 2)
-    sequence, other = play.admit(prompt(2)), play.admit(prompt(3))
+    sequence, other = play.admit(prompt(2)), play.admit(prompt(3), RANDOM)
     play.step([(sequence, 20)])
     plan = play.plan([(sequence, 1), (other, 20)])
     with Reads() as reads:

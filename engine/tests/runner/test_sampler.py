@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from penstock.engine.runner.sampler import sampler
 from penstock.engine.runner.sampler.logprobs import gather_logprobs
 from penstock.engine.runner.sampler.params import SamplingTable
-from penstock.engine.runner.sampler.philox import Purpose, philox, uniform
 from penstock.engine.runner.sampler.sampler import CANDIDATES, apply_filters, describe_not_finite, sample
 from penstock.engine.runner.sampler.temperature import apply_temperature
 from penstock.engine.sampling import SamplingParams
+from penstock.kernels.sampling.philox import Purpose, philox, uniform
 
 LOGITS = torch.tensor([4.0, 3.0, 2.5, 2.0, 1.5, 1.0, 0.5, 0.0])
 DRAWS = 20_000
@@ -118,7 +118,7 @@ def check_filtered(logits: list[float], top_k: int, top_p: float, stays: list[in
 
 
 @pytest.mark.req("SMP-08", "SMP-09")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from([0.02, 0.5, 3.0]), st.booleans())
 def test_filters_equal_their_definition_on_large_vocabularies(data, spread, tied):
     """Flat and steep, with ties and without, beyond the candidates and within."""
@@ -148,7 +148,7 @@ def row_params() -> st.SearchStrategy[SamplingParams]:
 
 
 @pytest.mark.req("SMP-05", "SMP-06", "SMP-13")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(row_params(), st.integers(0, 1000)), min_size=1, max_size=8), st.integers(0, 2**32))
 def test_a_rows_token_does_not_depend_on_its_neighbours(rows, seed):
     logits = torch.randn(len(rows), 367, generator=torch.Generator().manual_seed(seed)) * 3

@@ -7,6 +7,7 @@ import torch
 from penstock.engine.models.layers.attention import Attention
 from penstock.kernels.ops import Ops
 from penstock.kernels.paged_attention.batch import PagedBatch
+from penstock.kernels.paged_attention.device_batch import DeviceBatch
 from penstock.kernels.prepare_kv.reference import Rotary
 
 
@@ -15,8 +16,8 @@ class GroupInputs:
     """Where the layers of one KV group find and put a step's n tokens."""
 
     slot_mapping: torch.Tensor
-    """[n], int64: block · block_size + offset."""
-    batch: PagedBatch
+    """[n], int64: block · block_size + offset; -1: the token is padding, and goes nowhere."""
+    batch: PagedBatch | DeviceBatch
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,15 @@ class ForwardContext:
     layer_groups: list[GroupInputs]
     """Per layer, its group's."""
 
-    def attend(self, layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    def attend(
+        self,
+        layer: Attention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: Rotary,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Writes the step's keys and values, then attends.
 
         Args:
@@ -38,6 +47,7 @@ class ForwardContext:
             k: [n, kv_heads · head_size].
             v: [n, kv_heads · head_size].
             rotary: The angles of the n tokens.
+            out: [n, heads · head_size], contiguous: where the result goes, on a device. None: into new memory.
 
         Returns:
             [n, heads · head_size].
@@ -47,4 +57,5 @@ class ForwardContext:
         cache, group = self.kv_caches[layer.index], self.layer_groups[layer.index]
         # The write comes first: a token attends to itself and to its chunk's earlier tokens through the cache.
         q = self.ops.prepare_kv(q, k, v, cache, group.slot_mapping, rotary, layer.qk_norm)
-        return self.ops.paged_attention(q, cache, group.batch, layer.scale, layer.softcap).flatten(1)
+        place = {} if out is None else {"out": out.view(q.shape)}
+        return self.ops.paged_attention(q, cache, group.batch, layer.scale, layer.softcap, **place).flatten(1)

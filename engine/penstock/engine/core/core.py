@@ -7,23 +7,25 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
-import numpy as np
 
 from penstock.api.events import Event
 from penstock.api.load_report import LoadReport
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.cache.layout import KVGroup, full_attention
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, LoraModule
 from penstock.engine.core.control.controls import Controls
 from penstock.engine.core.executor import Executor, StepFailed
 from penstock.engine.core.measure.load import LoadMeter
 from penstock.engine.core.measure.step_meter import StepMeter
-from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
+from penstock.engine.core.plan import GraphReport, SampleInputs, StepPlan, StepResult
+from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
 from penstock.engine.core.scheduling.outputs import RequestOutputs
 from penstock.engine.core.scheduling.scheduler import Scheduler
 from penstock.engine.messages import (
     FRONTEND_SHIFT,
     AbortRequests,
+    AdapterInfo,
+    AdaptersChanged,
     AddRequest,
     Control,
     ControlDone,
@@ -34,6 +36,7 @@ from penstock.engine.messages import (
     FrontendLeft,
     StepOutputs,
 )
+from penstock.engine.roofline import Ceilings
 from penstock.prompt.hashing import BlockHasher
 
 MAX_FAILURES = 3
@@ -59,6 +62,7 @@ class EngineCore:
         epoch: Start of the engine, milliseconds since the Unix epoch.
         engine_index: The core's number among those of its frontend.
         groups: Of the runner's KV layout; None: full attention in every layer.
+        ceilings: Of the runner's device, where they are known.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class EngineCore:
         epoch: int,
         engine_index: int = 0,
         groups: Sequence[KVGroup] | None = None,
+        ceilings: Ceilings | None = None,
     ) -> None:
         cache = config.cache
         kv = KVCacheManager(
@@ -78,16 +83,20 @@ class EngineCore:
             watermark=config.scheduler.watermark,
             max_in_flight=config.max_in_flight,
         )
-        hasher = BlockHasher(cache.block_size, cache.hash_seed)
-        self.scheduler = Scheduler(config.scheduler, config.model.max_model_len, kv, hasher)
+        hasher, lora = BlockHasher(cache.block_size, cache.hash_seed), config.lora
+        table = AdapterTable(lora.max_loras, lora.max_cpu_loras) if lora is not None else AdapterTable()
+        self.scheduler = Scheduler(config.scheduler, config.model.max_model_len, kv, hasher, table, config.model.pooling)
         self.num_steps = 0
-        self._controls = Controls(self.scheduler, executor, config.profile_dir)
+        self._controls = Controls(self.scheduler, executor, config.profile_dir, config.model.served_names)
         self._depth = config.depth
         self._executor = executor
         self._epoch = epoch
         self._engine_index = engine_index
         self._meter = LoadMeter()
-        self._step_meter = StepMeter(config.model.cost)
+        self._step_meter = StepMeter(config.model.cost, ceilings)
+        self._graphs: GraphReport | None = None
+        self._has_graphs = config.graphs.mode != "NONE"
+        self._may_capture = self._has_graphs
         self._submitted: deque[_Submitted] = deque()
         self._failures = 0
         self._last_end = 0.0
@@ -97,6 +106,16 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return self.scheduler.has_work or bool(self._submitted) or self._controls.due is not None
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether adapters are being read: a step takes in those that have been."""
+        return self._controls.adapters.is_reading
+
+    @property
+    def may_capture(self) -> bool:
+        """Whether idle time is good for CUDA graphs that are not there yet."""
+        return self._may_capture and not self.has_work and self._controls.asleep is None
 
     @property
     def next_command(self) -> str | None:
@@ -109,7 +128,7 @@ class EngineCore:
             case AddRequest():
                 self.scheduler.add(message, time.time())
             case ExtendPrompt():
-                self.scheduler.extend(message)
+                self.scheduler.extend(message, time.time())
             case AbortRequests(indexes):
                 self.scheduler.abort(indexes)
             case Control():
@@ -127,8 +146,10 @@ class EngineCore:
         Raises:
             Exception: Whatever the runner raised, other than a `StepFailed` now and then; the core cannot go on then.
         """
+        self._controls.adapters.pump()
         if self.next_command is not None:
             self._controls.carry_out(time.time())
+            self._may_capture = self._has_graphs  # with other weights or another cache there are other graphs
         while not self._controls.due and len(self._submitted) < self._depth and (plan := self.scheduler.schedule(time.time())):
             self._step_meter.submitted(plan, self.scheduler.table.num_computed[plan.rows])
             self._submitted.append(_Submitted(plan, time.perf_counter()))
@@ -155,9 +176,14 @@ class EngineCore:
             _log.exception("step %d failed, and its %d requests with it", submitted.plan.step_id, len(submitted.plan.rows))
             return self.scheduler.fail_step(str(error), STEP_FAILED)
         self._failures = 0
-        outputs = self.scheduler.update(result)
+        outputs = self.scheduler.update(result, time.time())
         self._observe(submitted, result)
         return outputs
+
+    def capture_graph(self) -> None:
+        """Captures one of the graphs that are missing; while it does, requests wait. Only where `may_capture`."""
+        [self._graphs] = self._executor.call("capture_graph")
+        self._may_capture = self._graphs is not None and self._graphs.pending > 0
 
     def close(self) -> None:
         """Ends whatever runs plans, once the steps in flight are over."""
@@ -166,6 +192,19 @@ class EngineCore:
             with suppress(StepFailed):
                 self._executor.collect()
         self._executor.close()
+
+    def load_adapters(self, modules: Sequence[LoraModule]) -> None:
+        """Loads adapters before the first request; `ConfigError` names the first that cannot be."""
+        self._controls.adapters.load_now(modules)
+
+    def adapters(self) -> list[AdapterInfo]:
+        """Those that requests can ask for."""
+        return self.scheduler.adapters.infos()
+
+    def take_adapters(self) -> AdaptersChanged | None:
+        """The same, where they have changed since the last call."""
+        changed = self._controls.adapters.take_changed()
+        return None if changed is None else AdaptersChanged(changed)
 
     def take_replies(self) -> list[ControlDone]:
         """Answers to commands since the last call."""
@@ -177,7 +216,7 @@ class EngineCore:
 
     def stats(self) -> CoreStats:
         """The state of the core, with a new load report."""
-        scheduler, now = self.scheduler, time.perf_counter()
+        scheduler, now, lora = self.scheduler, time.perf_counter(), self.scheduler.adapters.table
         report = LoadReport(
             epoch=self._epoch,
             seq=self._seq,
@@ -193,6 +232,10 @@ class EngineCore:
             decode_step_s=self._meter.decode_step_s,
             prompt_tokens_per_s=self._meter.prompt_tokens_per_s(now),
             generation_tokens_per_s=self._meter.generation_tokens_per_s(now),
+            lora_slots=len(lora.slots),
+            lora_slots_free=lora.num_free_slots,
+            lora_running=lora.running(),
+            lora_waiting=lora.waiting(),
         )
         self._seq += 1
         return CoreStats(
@@ -206,7 +249,11 @@ class EngineCore:
             step=self._step_meter.stats(),
             paused=self._controls.paused,
             asleep=self._controls.asleep,
+            lora_loads=lora.num_loads,
+            lora_reads=lora.num_reads,
+            graphs=self._graphs,
             command=self.next_command,
+            waits=scheduler.waits.buckets(),
         )
 
     def _observe(self, submitted: _Submitted, result: StepResult) -> None:
@@ -220,6 +267,6 @@ class EngineCore:
         self._meter.observe(
             now,
             seconds=seconds,
-            prefill_tokens=int(np.sum(plan.num_new_tokens[chunks])),
-            sampled_tokens=int(np.sum(result.counts)),
+            prefill_tokens=int(plan.num_new_tokens[chunks].sum()) if chunks.any() else 0,
+            sampled_tokens=int(result.counts.sum()),
         )

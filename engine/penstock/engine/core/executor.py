@@ -9,11 +9,21 @@ from typing import Any, Protocol
 
 from penstock.engine.cache.layout import KVLayout
 from penstock.engine.config import EngineConfig
-from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
+from penstock.engine.core.memory import Memory
+from penstock.engine.core.plan import GraphReport, SampleInputs, StepPlan, StepResult
+from penstock.engine.roofline import Ceilings
 
 
 class StepFailed(RuntimeError):
     """A step came to nothing. Its plan has been applied: rows, blocks and weights are as they should be, its tokens are lost."""
+
+
+class Pending(Protocol):
+    """A step that has been launched on a device."""
+
+    def result(self) -> StepResult:
+        """Waits for it."""
+        ...
 
 
 class Runner(Protocol):
@@ -28,12 +38,20 @@ class Runner(Protocol):
         """Which form of the model's operations runs."""
         ...
 
+    def ceilings(self) -> Ceilings | None:
+        """What the device can do, as measured when the weights were loaded; None: that was not done."""
+        ...
+
     def kv_layout(self) -> KVLayout:
         """How the layers share the cache's pages."""
         ...
 
     def profile_memory(self) -> int:
         """Bytes that the largest step takes beside weights and KV cache; before the cache is allocated."""
+        ...
+
+    def measure_memory(self) -> Memory:
+        """The device's memory, after `profile_memory` and before the cache is allocated."""
         ...
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
@@ -44,12 +62,16 @@ class Runner(Protocol):
         """Makes a forward pass, so that the first request does not pay for what is done once."""
         ...
 
+    def capture_graph(self) -> GraphReport | None:
+        """Captures one more CUDA graph, where one is pending; nothing may be in flight. None: the device has none."""
+        ...
+
     def sleep(self, level: int) -> None:
         """Gives the KV cache's memory back, at level 2 the weights' too."""
         ...
 
     def wake_up(self, tags: Sequence[str]) -> None:
-        """Allocates again what sleeps, of `messages.TAGS`; weights given back come without content."""
+        """Allocates again what sleeps, of `commands.TAGS`; weights given back come without content."""
         ...
 
     def reload_weights(self, path: str | None) -> None:
@@ -58,6 +80,18 @@ class Runner(Protocol):
         Raises:
             ConfigError: They cannot be used, and nothing has changed. After any other error there are no weights.
         """
+        ...
+
+    def read_adapter(self, copy: int, uri: str, revision: str | None) -> None:
+        """Begins to read an adapter into the host's memory, to be known by the number `copy`; safe beside a step."""
+        ...
+
+    def take_reads(self) -> dict[int, str | None]:
+        """Copies that have been read since the last call, each with what was wrong with it; safe beside a step."""
+        ...
+
+    def drop_adapters(self, copies: Sequence[int]) -> None:
+        """Frees the host's memory of copies."""
         ...
 
     def start_profile(self) -> None:
@@ -72,8 +106,8 @@ class Runner(Protocol):
         """Applies the plan and runs the forward pass."""
         ...
 
-    def sample(self, inputs: SampleInputs) -> StepResult:
-        """Samples the step executed last."""
+    def sample(self, inputs: SampleInputs) -> StepResult | Pending:
+        """Samples the step executed last; where that runs on a device, it need not be over."""
         ...
 
 
@@ -100,17 +134,22 @@ class Executor(Protocol):
         """
         ...
 
+    def call_beside(self, method: str, *args: Any) -> list[Any]:
+        """The same at once, beside steps that run, of a method for which that is safe."""
+        ...
+
     def close(self) -> None:
         """Ends whatever runs plans; nothing may be in flight."""
         ...
 
 
 class InlineExecutor:
-    """Runs each step at once, in the caller's thread: nothing overlaps."""
+    """Runs each step at once, in the caller's thread. On a CPU nothing overlaps; on a device the step is launched at once, and
+    only whoever collects it waits."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._results: deque[StepResult | StepFailed] = deque()
+        self._results: deque[StepResult | Pending | StepFailed] = deque()
         self._failed: StepFailed | None = None
 
     def submit(self, plan: StepPlan) -> None:
@@ -133,11 +172,13 @@ class InlineExecutor:
         result = self._results.popleft()
         if isinstance(result, StepFailed):
             raise result
-        return result
+        return _retired(result)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls it in the caller's thread."""
         return [getattr(self._runner, method)(*args)]
+
+    call_beside = call
 
     def close(self) -> None:
         """Nothing to end."""
@@ -150,7 +191,7 @@ class ThreadExecutor:
         self._runner = runner
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="runner")
         self._executing: deque[Future[None]] = deque()
-        self._sampling: deque[Future[StepResult]] = deque()
+        self._sampling: deque[Future[StepResult | Pending]] = deque()
 
     def submit(self, plan: StepPlan) -> None:
         """Queues the forward pass."""
@@ -164,17 +205,27 @@ class ThreadExecutor:
         """Waits for the oldest step."""
         executing, sampling = self._executing.popleft(), self._sampling.popleft()
         executing.result()
-        return sampling.result()
+        return _retired(sampling.result())
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls it in the runner's thread."""
         return [self._thread.submit(getattr(self._runner, method), *args).result()]
+
+    def call_beside(self, method: str, *args: Any) -> list[Any]:
+        """Calls it in the caller's thread."""
+        return [getattr(self._runner, method)(*args)]
 
     def close(self) -> None:
         """Ends the thread."""
         self._thread.shutdown()
 
 
+def _retired(step: StepResult | Pending) -> StepResult:
+    """The result, waited for where it is on its way."""
+    return step if isinstance(step, StepResult) else step.result()
+
+
 def executor_of(config: EngineConfig, runner: Runner) -> Executor:
     """What runs the plans of an engine with one rank."""
-    return InlineExecutor(runner) if config.depth == 1 else ThreadExecutor(runner)
+    # A device's steps overlap by themselves.
+    return InlineExecutor(runner) if config.depth == 1 or config.device != "cpu" else ThreadExecutor(runner)

@@ -1,6 +1,7 @@
 """How many KV blocks there are."""
 
 import logging
+import math
 import os
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from penstock.engine.cache.layout import KVLayout, longest_sequence, max_blocks
 from penstock.engine.config import CacheConfig, ConfigError, EngineConfig
 
 CPU_MEMORY_SHARE = 0.1
+DEVICE_UTILIZATION = 0.9
+"""Of a device that nobody else is meant to use."""
 MIN_MODEL_LEN = 2
 """A token of the prompt and one of the answer."""
 _CGROUP = Path("/sys/fs/cgroup")
@@ -20,13 +23,17 @@ _log = logging.getLogger(__name__)
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """Bytes of the device: here the machine's memory, or its container's where that is less."""
+    """Bytes of the device, or of the host: the machine's memory, or its container's where that is less."""
 
     total: int
     free: int
-    """What nobody uses now, this process and others counted; the page cache is free."""
+    """What nobody uses now, this process and others counted; a host's page cache is free."""
     own: int
-    """What this process has written: weights, and the programs themselves."""
+    """What this process has: weights, what steps need for good, and on a host the programs themselves."""
+    at_start: int | None = None
+    """Of a device: what nobody used before anything was loaded."""
+    graphs: int = 0
+    """What CUDA graphs will take that are captured later."""
 
 
 def measure_memory(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> Memory:
@@ -46,13 +53,35 @@ def _fields(path: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
+def check_at_start(cache: CacheConfig, total: int, free: int) -> None:
+    """Refuses a share of a device that is not free, before anything is loaded.
+
+    Args:
+        cache: Its `memory_utilization`, where that decides.
+        total: Bytes of the device.
+        free: Bytes that nobody uses.
+
+    Raises:
+        ConfigError: Others use too much; the message shows the arithmetic.
+    """
+    if cache.num_blocks is not None or cache.memory_bytes is not None:
+        return
+    share = DEVICE_UTILIZATION if cache.memory_utilization is None else cache.memory_utilization
+    if (asked := int(total * share)) > free:
+        raise ConfigError(
+            f"--gpu-memory-utilization {share:g} x {total:,} bytes of memory = {asked:,}, but only {free:,} are free before "
+            f"anything is loaded: others use {total - free:,}; at most --gpu-memory-utilization "
+            f"{math.floor(100 * free / total) / 100:g} can be had"
+        )
+
+
 def num_kv_blocks(config: EngineConfig, layout: KVLayout, memory: Memory, step_bytes: int) -> int:
     """Blocks to allocate, the null block included.
 
     Args:
         config: `cache.num_blocks`, or `cache.memory_bytes`, or `cache.memory_utilization`, or none of them.
         layout: How the model's layers share the pages.
-        memory: As it is when the weights are loaded.
+        memory: As it is when the weights are loaded; on a device, when the largest step has been run too.
         step_bytes: What the largest step takes beside weights and cache.
 
     Raises:
@@ -73,7 +102,8 @@ def num_kv_blocks(config: EngineConfig, layout: KVLayout, memory: Memory, step_b
         )
     needed = blocks * bytes_per_block
     room = f"of {memory.total:,} bytes of memory {memory.free:,} are free, the weights loaded, and a step takes {step_bytes:,}"
-    if needed + step_bytes > memory.free:
+    room += f" and CUDA graphs {memory.graphs:,}" if memory.graphs else ""
+    if needed + step_bytes + memory.graphs > memory.free:
         raise ConfigError(
             f"the KV cache does not fit: {source}, {needed:,} bytes in all, and {room}; "
             "--kv-cache-memory-bytes says how much it gets"
@@ -86,11 +116,14 @@ def _budget(cache: CacheConfig, memory: Memory, step_bytes: int) -> tuple[int, s
     """Bytes for the KV cache, and where they come from."""
     if cache.memory_bytes is not None:
         return cache.memory_bytes, f"--kv-cache-memory-bytes {cache.memory_bytes:,}"
-    if cache.memory_utilization is None:
+    share = cache.memory_utilization
+    if share is None and memory.at_start is None:
         return int(memory.total * CPU_MEMORY_SHARE), f"{CPU_MEMORY_SHARE:.0%} of {memory.total:,} bytes of memory"
-    budget = int(memory.total * cache.memory_utilization) - memory.own - step_bytes
-    parts = f"{memory.total:,} bytes of memory - {memory.own:,} with the weights - {step_bytes:,} for a step = {budget:,}"
-    return budget, f"(--gpu-memory-utilization {cache.memory_utilization:g} x {parts})"
+    share = DEVICE_UTILIZATION if share is None else share
+    budget = int(memory.total * share) - memory.own - step_bytes - memory.graphs
+    parts = f"{memory.total:,} bytes of memory - {memory.own:,} with the weights - {step_bytes:,} for a step"
+    parts += f" - {memory.graphs:,} for CUDA graphs" if memory.graphs else ""
+    return budget, f"(--gpu-memory-utilization {share:g} x {parts} = {budget:,})"
 
 
 def _advice(layout: KVLayout, config: EngineConfig, blocks: int, needed: int) -> str:

@@ -32,10 +32,20 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     num_computed_tokens: int
     """Tokens whose KV the prefix cache supplies; the first chunk starts here."""
     sampling: SamplingParams
+    lora_slot: int = -1
+    """Where its adapter is; -1: it has none."""
+
+
+class SlotLoad(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter takes a LoRA slot, in place of what is there."""
+
+    slot: int
+    copy: int
+    """The number by which `Runner.read_adapter` was told to read it."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step. Applied in the order: releases, admissions, block appends, then the rows run."""
+    """One step. Applied in the order: LoRA slots, releases, admissions, block appends, then the rows run."""
 
     step_id: int
     released: Int32
@@ -51,6 +61,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """[r]: tokens of each."""
     samples: Bool
     """[r]: whether the row reaches its last known token, so that its sampled token counts. False in the middle of a prompt."""
+    lora_loads: list[SlotLoad] = []
+    lora_drops: list[int] = []
+    """Copies that the host's memory need not keep, once the slots are loaded."""
 
 
 class SampleInputs(msgspec.Struct, frozen=True, array_like=True):
@@ -93,6 +106,41 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """[p, k]."""
 
 
+class Pooled(msgspec.Struct, frozen=True, array_like=True):
+    """Embeddings of the plan's rows whose prompts a step has computed to their ends, as pooled: neither cut nor normalised."""
+
+    plan_rows: Int32
+    """[m]: indexes into the plan's `rows`."""
+    vectors: Float32
+    """[m, size]."""
+
+
+class GraphStep(msgspec.Struct, frozen=True, array_like=True):
+    """How a step was launched."""
+
+    mode: str
+    """NONE, PIECEWISE or FULL."""
+    reason: str
+    """Why it had that mode and no better one."""
+    num_tokens: int
+    num_padded_tokens: int
+    """With the padding up to the graph's size."""
+
+
+class GraphReport(msgspec.Struct, frozen=True, array_like=True):
+    """The CUDA graphs of an engine."""
+
+    captured: int
+    pending: int
+    """To be captured while the engine is idle."""
+    failed: int
+    """Captures that failed: such steps run without a graph."""
+    num_bytes: int
+    """The device's memory that they take."""
+    seconds: float
+    """Spent on captures."""
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What a step produced, in the order of the plan's rows."""
 
@@ -107,6 +155,10 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: PromptLogprobs | None = None
     num_not_finite: int = 0
     """How many of `failed` have logits that are not finite."""
+    graph: GraphStep | None = None
+    """None: the device has no graphs."""
+    pooled: Pooled | None = None
+    """None: the engine generates."""
 
 
 def empty(*shape: int) -> Int32:

@@ -74,14 +74,24 @@ class RowTable:
             table[rows] = 0
             num_blocks[rows] = 0
 
+    def append_places(self, group: int, rows: Int32) -> Int32:
+        """Where in their rows' tables the blocks are that the plan applied last has appended: [a], `rows` being its own."""
+        return self.num_blocks[group][rows] - 1 - _ranks(rows[::-1])[::-1]
+
     def _append(self, group: int, rows: Int32, blocks: Int32) -> None:
         if not len(rows):
             return
-        # Several blocks of one row take consecutive places: the rank of each append among those of its row.
-        order = np.argsort(rows, kind="stable")
-        by_row, which = rows[order], np.arange(len(rows))
-        begins = np.ones(len(rows), np.bool_)
-        np.not_equal(by_row[1:], by_row[:-1], out=begins[1:])
-        first = np.maximum.accumulate(np.where(begins, which, 0))
-        self.block_tables[group][by_row, self.num_blocks[group][by_row] + (which - first)] = blocks[order]
+        # Several blocks of one row take consecutive places.
+        self.block_tables[group][rows, self.num_blocks[group][rows] + _ranks(rows)] = blocks
         np.add.at(self.num_blocks[group], rows, 1)
+
+
+def _ranks(rows: Int32) -> Int32:
+    """How often each row comes before, [a]."""
+    order = np.argsort(rows, kind="stable")
+    by_row, which = rows[order], np.arange(len(rows), dtype=np.int32)
+    begins = np.ones(len(rows), np.bool_)
+    np.not_equal(by_row[1:], by_row[:-1], out=begins[1:])
+    ranks = np.empty_like(which)
+    ranks[order] = which - np.maximum.accumulate(np.where(begins, which, 0))
+    return ranks

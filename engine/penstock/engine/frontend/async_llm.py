@@ -18,7 +18,8 @@ from penstock.api import metrics as names
 from penstock.api.load_report import LoadReport
 from penstock.engine import sampling
 from penstock.engine.args import EngineArgs
-from penstock.engine.config import EngineConfig, ModelConfig, SchedulingPolicy
+from penstock.engine.commands import Command
+from penstock.engine.config import EngineConfig, ModelConfig, PoolingConfig, SchedulingPolicy
 from penstock.engine.core.ipc.client import CoreClient, CoreError
 from penstock.engine.core.ipc.inproc import InprocClient
 from penstock.engine.frontend.detokenizer import Detokenizer
@@ -27,13 +28,13 @@ from penstock.engine.frontend.errors import ApiError, unavailable
 from penstock.engine.frontend.generation import Choice, Generation, PromptLogprob
 from penstock.engine.frontend.observe.metrics import EngineMetrics
 from penstock.engine.frontend.progress import Progress
-from penstock.engine.frontend.python.params import SamplingParams
+from penstock.engine.frontend.python.params import SamplingParams, default_params
 from penstock.engine.frontend.python.prompts import Message, Prompt, Tokens, load_processor, python_spec, tokenize, tokenize_chat
-from penstock.engine.frontend.python.request_output import OutputBuilder, RequestOutput, python_error
+from penstock.engine.frontend.python.request_output import OutputBuilder, RequestOutput, python_error, python_errors
 from penstock.engine.frontend.spec import GenerationSpec
 from penstock.engine.frontend.vocabulary import Vocabulary
-from penstock.engine.messages import AddRequest, Command, CoreReady, CoreStats, StepOutputs
-from penstock.prompt.processor import PromptProcessor
+from penstock.engine.messages import AdapterInfo, AdaptersChanged, AddRequest, CoreReady, CoreStats, StepOutputs
+from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, PromptProcessor
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Core(Protocol):
     async def add(self, request: AddRequest) -> None: ...
     async def abort(self, indexes: Sequence[int]) -> None: ...
     async def call(self, command: Command) -> Any: ...
-    def outputs(self) -> AsyncIterator[StepOutputs | CoreStats]: ...
+    def outputs(self) -> AsyncIterator[StepOutputs | CoreStats | AdaptersChanged]: ...
     async def close(self) -> None: ...
 
 
@@ -92,6 +93,8 @@ class AsyncLLM:
         self.state = State.STARTING
         self.stream_interval = 1
         """Tokens that an event of a stream has at least, but for the first and the last one."""
+        self.adapters: dict[str, AdapterInfo] = {}
+        """What requests can ask for by name beside the model itself."""
         self.failed = asyncio.Event()
         self._core = core
         self._egress = Egress(self.metrics)
@@ -131,8 +134,11 @@ class AsyncLLM:
     async def start(self) -> None:
         """Starts the core and returns when it has made its first forward pass; raises `CoreError` when it cannot."""
         ready = await self._core.start()
-        log.info("core ready: %d KV blocks, loaded in %.1f s", ready.num_blocks, ready.load_seconds)
+        log.info("core ready: %d KV blocks, loaded in %.1f s", ready.num_blocks, sum(ready.load_seconds.values()))
+        for part, seconds in ready.load_seconds.items():
+            self.metrics.describe(names.LOAD_SECONDS, "Of the start, by what it was spent on.", seconds, part=part)
         self.kernels = ready.kernels
+        self._take_adapters(ready.adapters)
         self.metrics.describe(
             names.ENGINE_INFO, "What runs.", version=version("penstock"), dtype=self.model.dtype, kernels=ready.kernels
         )
@@ -161,6 +167,14 @@ class AsyncLLM:
         """The newest load report; None before the first."""
         return self.metrics.stats.report if self.metrics.stats is not None else None
 
+    def lora_id(self, adapter: str | None) -> int:
+        """The number of an adapter, 0 for None; `ValueError` where there is none of this name."""
+        if adapter is None:
+            return 0
+        if adapter not in self.adapters:
+            raise ValueError(f"there is no adapter {adapter!r}")
+        return self.adapters[adapter].lora_id
+
     def draw_seed(self) -> int:
         """A seed for a request that brings none."""
         return self._random.getrandbits(63)
@@ -188,14 +202,32 @@ class AsyncLLM:
 
     def require_running(self) -> None:
         """Raises a retriable 503 unless the engine is up, be it asleep."""
-        if self.state is State.STARTING:
-            raise unavailable("the engine is loading its model", "not_ready")
         if self.state is State.DRAINING:
             raise unavailable("the engine is shutting down", "draining")
+        self.require_core()
+
+    def require_core(self) -> None:
+        """Raises a retriable 503 unless there is a core that works, be it for what is left in a drain."""
+        if self.state is State.STARTING:
+            raise unavailable("the engine is loading its model", "not_ready")
         if self.state is State.CLOSED:
             raise unavailable("the engine was closed", "engine_dead")
         if self.state is State.FAILED:
             raise unavailable(f"the engine has failed: {self._failure}", "engine_dead")
+
+    def require_embedding(self) -> PoolingConfig:
+        """How the model pools; `ApiError` 400 where it generates."""
+        if self.model.pooling is None:
+            raise self._unsupported(f"cannot embed: it generates text, at {CHAT_PATH} and {COMPLETIONS_PATH}")
+        return self.model.pooling
+
+    def require_generating(self) -> None:
+        """Raises `ApiError` 400 where the model embeds."""
+        if self.model.pooling is not None:
+            raise self._unsupported(f"cannot generate: it embeds texts, at {EMBEDDINGS_PATH}")
+
+    def _unsupported(self, what: str) -> ApiError:
+        return ApiError(400, f"model {self.model.served_names[0]!r} {what}", param="model", code="unsupported_endpoint")
 
     def chat_prompt(self, messages: Sequence[Message]) -> Tokens:
         """What `generate` takes for a conversation, by the model's chat template; `ValueError` says what is wrong with it."""
@@ -209,24 +241,28 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Answers one prompt: an output whenever there is something new, of the kind that the parameters say. Leaving the loop or
         cancelling its task ends the request.
 
         Args:
             prompt: Text or token ids.
-            sampling_params: None: the defaults.
+            sampling_params: None: the model's defaults (`generation_config`), or the class's.
             request_id: Its name in events and logs; None: a new one.
             priority: As over HTTP.
             cache_salt: As over HTTP.
+            adapter: The name of a LoRA adapter; None: the model alone.
 
         Raises:
             ValueError: The prompt or a parameter cannot be served.
             RequestFailed: The engine is not running, or failed the request.
         """
-        params = sampling_params or SamplingParams()
+        with python_errors():
+            self.require_generating()
         request_id = request_id or uuid.uuid4().hex
         tokens = prompt if isinstance(prompt, Tokens) else tokenize(prompt, self.processor)
+        params = sampling_params or default_params(self.model, len(tokens.token_ids))
         spec = python_spec(
             tokens,
             params,
@@ -234,6 +270,7 @@ class AsyncLLM:
             self.processor,
             seed=self.draw_seed(),
             request_id=request_id,
+            lora_id=self.lora_id(adapter),
             priority=priority,
             cache_salt=cache_salt,
         )
@@ -273,6 +310,7 @@ class AsyncLLM:
     def _make(self, spec: GenerationSpec) -> tuple[Generation, list[AddRequest]]:
         choices: list[Choice] = []
         adds: list[AddRequest] = []
+        granted = spec.granted_priority if self._policy == "priority" else None
         for prompt, params in zip(spec.prompts, spec.sampling, strict=True):
             scores: list[PromptLogprob | None] = [None] * len(prompt)
             for k in range(spec.n):
@@ -282,7 +320,7 @@ class AsyncLLM:
                         index=index,
                         number=len(choices),
                         prompt_tokens=len(prompt),
-                        detokenizer=Detokenizer(self.processor.tokenizer, self.vocabulary.special_ids, prompt, spec.shown_tokens),
+                        detokenizer=Detokenizer(self.vocabulary, prompt, spec.shown_tokens),
                         stops=spec.stops,
                         stop_token_ids=spec.client_stop_token_ids,
                         num_logprobs=params.logprobs,
@@ -299,8 +337,9 @@ class AsyncLLM:
                         prompt_token_ids=prompt,
                         sampling=_of_choice(params, k),
                         arrival_time=spec.arrival,
-                        priority=spec.priority,
+                        priority=spec.priority if granted is None else granted,
                         cache_salt=spec.cache_salt,
+                        lora_id=spec.lora_id,
                         tenant=spec.tenant,
                         deadline=spec.deadline,
                     )
@@ -327,6 +366,8 @@ class AsyncLLM:
                 if isinstance(message, CoreStats):
                     self.metrics.stats = message
                     self._progress.stats(message, len(self._egress) > 0, now)
+                elif isinstance(message, AdaptersChanged):
+                    self._take_adapters(message.adapters)
                 else:
                     self._progress.heard(now)
                     self._abort(await self._egress.process(message))
@@ -335,6 +376,9 @@ class AsyncLLM:
         except Exception as error:  # a frame that cannot be read: nothing after it can be trusted either
             log.exception("the output loop failed")
             self._fail(f"the frontend cannot read the engine core's output: {error}")
+
+    def _take_adapters(self, adapters: list[AdapterInfo]) -> None:
+        self.adapters = {adapter.name: adapter for adapter in adapters}
 
     def _fail(self, reason: str) -> None:
         log.error("engine failed: %s", reason)

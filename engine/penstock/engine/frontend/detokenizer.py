@@ -2,36 +2,39 @@
 
 from collections.abc import Mapping, Sequence
 
-from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+
+from penstock.engine.frontend.vocabulary import REPLACEMENT, Vocabulary
 
 _PRIME_MIN, _PRIME_MAX = 4, 24
 # A character has at most four bytes: so many tokens without text are bytes that will never be a character.
 _MAX_PENDING = 64
-_REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
     """The text of one growing sequence. Special tokens have no text.
 
     Args:
-        tokenizer: Shared by all sequences.
-        special_ids: Ids of the special tokens.
+        vocabulary: Shared by all sequences.
         prompt: The prompt's token ids, since the first token's text may depend on what stands before it.
         shown: Special tokens that have text all the same, with that text.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, special_ids: frozenset[int], prompt: Sequence[int], shown: Mapping[int, str] | None = None
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._special_ids = special_ids
+    __slots__ = ("_pending", "_shown", "_special_ids", "_stream", "_tokenizer", "_vocabulary", "_whole_texts")
+
+    def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int], shown: Mapping[int, str] | None = None) -> None:
+        self._vocabulary = vocabulary
+        self._whole_texts = vocabulary.whole_texts
+        self._tokenizer = vocabulary.tokenizer
+        self._special_ids = vocabulary.special_ids
         self._shown = shown or {}
         self._stream = DecodeStream(self._prime(prompt), skip_special_tokens=True)
         self._pending: list[int] = []
 
     def step(self, token_id: int) -> str:
         """The text that a token completes: empty in the middle of a character."""
+        if not self._pending and (text := self._whole_texts.get(token_id) or self._vocabulary.whole_text(token_id)):
+            return text
         if token_id in self._special_ids:  # not fed: the stream would decode a long run of them again at each step
             return self.flush() + self._shown[token_id] if token_id in self._shown else ""
         self._pending.append(token_id)
@@ -65,6 +68,6 @@ class Detokenizer:
         end = [token for token in prompt[-_PRIME_MAX:] if token not in self._special_ids]
         for length in range(min(_PRIME_MIN, len(end)), len(end) + 1):
             tail = end[len(end) - length :]
-            if _REPLACEMENT not in self._tokenizer.decode(tail):
+            if REPLACEMENT not in self._tokenizer.decode(tail):
                 return tail
         return []

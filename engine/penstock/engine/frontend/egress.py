@@ -3,10 +3,11 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from struct import unpack
 
 import numpy as np
 
-from penstock.engine.frontend.errors import ApiError, engine_error
+from penstock.engine.frontend.errors import ApiError, engine_error, internal_error
 from penstock.engine.frontend.generation import Choice, Generation, PromptLogprob, TokenLogprob
 from penstock.engine.frontend.observe.metrics import EngineMetrics
 from penstock.engine.frontend.observe.timeline import turns
@@ -16,6 +17,7 @@ from penstock.engine.messages import (
     FinishReason,
     Lifecycle,
     Logprobs,
+    Pooled,
     PromptLogprobs,
     StepOutputs,
 )
@@ -72,34 +74,50 @@ class Egress:
                 self._metrics.started(live[0])
         if frame.prompt_logprobs is not None:
             self._score_prompts(frame.prompt_logprobs)
+        if frame.pooled is not None:
+            self._take_pooled(frame.pooled, frame.time)
         aborts: list[int] = []
-        gaps: list[float] = []
+        gaps: dict[float, int] = {}  # how often each: most sequences of a frame were in the one before, too
         generated = 0
-        columns = _Columns(frame)
+        columns, now = _Columns(frame), frame.time
         finished = {end.index: end for end in frame.finished}
+        changed: dict[Generation, None] = {}
         for at, index in enumerate(columns.indexes):
             if at % SLICE == SLICE - 1:
+                _tell(changed)
                 await asyncio.sleep(0)
             if (live := self._live.get(index)) is None:
                 continue
             choice, generation = live
-            end = finished.pop(index, None)
-            tokens = range(columns.offsets[at], columns.offsets[at + 1])
-            generated += len(tokens)
-            self._time(choice, generation, frame.time, len(tokens), gaps)
-            if _advance(choice, columns, tokens, end):
+            end = finished.pop(index, None) if finished else None
+            first, past = columns.offsets[at], columns.offsets[at + 1]
+            generated += past - first
+            if past - first == 1 and end is None and choice.num_tokens and choice.num_logprobs is None:
+                # Nearly every token there is: what the other branch does with it, without its calls.
+                gap = now - choice.last_time
+                gaps[gap] = gaps.get(gap, 0) + 1
+                choice.last_time = now
+                stopped = choice.add_token(columns.token_ids[first], None)
+            else:
+                self._time(choice, generation, now, past - first, gaps)
+                stopped = _advance(choice, columns, range(first, past), end)
+            if stopped:
                 if end is None:
                     aborts.append(index)
                 self._finished(choice, generation)
             elif end is not None:
                 aborts += self._end(choice, generation, end)
-            generation.notify(choice)
+            if generation.concerns(choice):
+                changed[generation] = None
         for index, end in finished.items():  # ended without a token in this frame
             if (live := self._live.get(index)) is not None:
                 aborts += self._end(*live, end)
-                live[1].notify(live[0])
+                if live[1].concerns(live[0]):
+                    changed[live[1]] = None
+        _tell(changed)
         self._metrics.generation_tokens.add(generated)
-        self._metrics.itl.observe_all(gaps)
+        for gap, times in gaps.items():
+            self._metrics.itl.observe(gap, times)
         return aborts
 
     def _turn(self, lifecycle: Lifecycle) -> None:
@@ -123,7 +141,14 @@ class Egress:
                 entry = PromptLogprob(token_ids[at], max(logprobs[at], _LEAST_LOGPROB), ranks[at], others)
                 scores[positions[at]] = entry
 
-    def _time(self, choice: Choice, generation: Generation, now: float, tokens: int, gaps: list[float]) -> None:
+    def _take_pooled(self, columns: Pooled, now: float) -> None:
+        vectors = np.frombuffer(columns.vectors, dtype="<f4").reshape(-1, columns.size)
+        for index, vector in zip(np.frombuffer(columns.indexes, dtype="<i8").tolist(), vectors, strict=True):
+            if (live := self._live.get(index)) is not None:
+                live[0].pooled = vector
+                live[0].first_time = live[0].last_time = now
+
+    def _time(self, choice: Choice, generation: Generation, now: float, tokens: int, gaps: dict[float, int]) -> None:
         """Latencies by the core's clock; tokens of one step have no time between them."""
         if tokens == 0:
             return
@@ -131,8 +156,10 @@ class Egress:
             choice.first_time = now
             self._metrics.ttft.observe(now - generation.arrival)
         else:
-            gaps.append(now - choice.last_time)
-        gaps.extend([0.0] * (tokens - 1))
+            gap = now - choice.last_time
+            gaps[gap] = gaps.get(gap, 0) + 1
+        if tokens > 1:
+            gaps[0.0] = gaps.get(0.0, 0) + tokens - 1
         choice.last_time = now
 
     def _end(self, choice: Choice, generation: Generation, end: Finished) -> list[int]:
@@ -157,12 +184,12 @@ class Egress:
 
 
 class _Columns:
-    """A frame's arrays as Python lists, which cost less than arrays where each element is looked at."""
+    """A frame's arrays as Python's integers, which cost less than arrays where each element is looked at."""
 
     def __init__(self, frame: StepOutputs) -> None:
-        self.indexes: list[int] = np.frombuffer(frame.indexes, dtype="<i8").tolist()
-        self.offsets: list[int] = np.frombuffer(frame.offsets, dtype="<i4").tolist()
-        self.token_ids: list[int] = np.frombuffer(frame.token_ids, dtype="<i4").tolist()
+        self.indexes: tuple[int, ...] = unpack(f"<{len(frame.indexes) // 8}q", frame.indexes)
+        self.offsets: tuple[int, ...] = unpack(f"<{len(frame.offsets) // 4}i", frame.offsets)
+        self.token_ids: tuple[int, ...] = unpack(f"<{len(frame.token_ids) // 4}i", frame.token_ids)
         self._logprobs = frame.logprobs
         if frame.logprobs is not None:
             self._read(frame.logprobs)
@@ -187,6 +214,17 @@ class _Columns:
         return TokenLogprob(self.token_ids[position], sampled, top, choice.characters, self._ranks[row])
 
 
+def _tell(changed: dict[Generation, None]) -> None:
+    """Has the news of requests taken, once for all choices of each."""
+    for generation in changed:
+        try:
+            generation.tell()
+        except Exception:  # this request's trouble alone
+            log.exception("a stream failed")
+            generation.fail(internal_error())
+    changed.clear()
+
+
 def _alternatives(token_ids: list[int], logprobs: list[float]) -> list[tuple[int, float]]:
     """Without what pads them."""
     return [(token, max(logprob, _LEAST_LOGPROB)) for token, logprob in zip(token_ids, logprobs, strict=True) if token >= 0]
@@ -194,9 +232,11 @@ def _alternatives(token_ids: list[int], logprobs: list[float]) -> list[tuple[int
 
 def _advance(choice: Choice, columns: _Columns, positions: Sequence[int], end: Finished | None) -> bool:
     """Adds tokens until a stop string is complete, and says whether one is; tokens after it do not count."""
+    last = positions[-1] if end is not None and end.stop_token_id is not None else -1
     for position in positions:
-        token_id, logprob = columns.token_ids[position], columns.logprob(position, choice)
-        if end is not None and end.stop_token_id is not None and position == positions[-1]:
+        token_id = columns.token_ids[position]
+        logprob = None if choice.num_logprobs is None else columns.logprob(position, choice)
+        if position == last:
             choice.add_stop_token(token_id, logprob)
         elif choice.add_token(token_id, logprob):
             return True

@@ -1,5 +1,7 @@
 """Errors that become answers in OpenAI's shape."""
 
+from typing import Final
+
 import orjson
 from aiohttp import web
 
@@ -9,6 +11,9 @@ from penstock.engine import messages
 from penstock.prompt.errors import PromptError
 
 RETRY_AFTER_S = 1
+MAX_MESSAGE: Final = 2000
+"""Characters; names of fields and models come from the client, and may have any length."""
+MAX_PARAM: Final = 256
 
 
 class ApiError(Exception):
@@ -33,11 +38,12 @@ class ApiError(Exception):
         code: str | None = None,
         retriable: bool = False,
     ) -> None:
+        message = shortened(message, MAX_MESSAGE)
         super().__init__(message)
         self.status = status
         self.message = message
         self.kind = kind
-        self.param = param
+        self.param = None if param is None else shortened(param, MAX_PARAM)
         self.code = code
         self.retriable = retriable
 
@@ -60,9 +66,22 @@ class ApiError(Exception):
         return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=headers)
 
 
+def shortened(text: str, length: int) -> str:
+    """The text, or its beginning and its end where it is longer: what is wrong stands in one of them."""
+    if len(text) <= length:
+        return text
+    half = (length - 3) // 2
+    return f"{text[:half]}...{text[-half:]}"
+
+
 def unavailable(message: str, code: str) -> ApiError:
     """Nothing was done, or nothing was sent: try another replica."""
     return ApiError(503, message, "server_error", code=code, retriable=True)
+
+
+def internal_error() -> ApiError:
+    """A fault of ours, which the log tells in full."""
+    return ApiError(500, "an error inside the engine; its log says more", "server_error")
 
 
 def engine_error(message: str, code: str) -> ApiError:
@@ -70,6 +89,8 @@ def engine_error(message: str, code: str) -> ApiError:
     match code:
         case messages.TENANT_QUEUE_FULL:
             return ApiError(429, message, "rate_limit_error", code=code, retriable=True)
+        case messages.ADAPTER_GONE:
+            return ApiError(404, message, param="model", code=code)
         case messages.REQUEST_TIMEOUT:
             return ApiError(504, message, "server_error", code=code)
         case _:

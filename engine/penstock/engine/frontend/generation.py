@@ -5,9 +5,13 @@ nor hold more than the request's own output.
 """
 
 import asyncio
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
+from penstock.engine.core.plan import Float32
 from penstock.engine.frontend.detokenizer import Detokenizer
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.stop import StopBuffer
@@ -36,7 +40,7 @@ class PromptLogprob(NamedTuple):
     top: list[tuple[int, float]]
 
 
-class Delta(NamedTuple):
+class Delta(msgspec.Struct, frozen=True):
     """What is new of a choice."""
 
     text: str
@@ -67,6 +71,13 @@ class Choice:
         include_stop: Whether the stop string or stop token is part of the text.
     """
 
+    # No dictionary each: between two steps the processor's caches forget all streams, and miss each of their lines anew.
+    __slots__ = (
+        *("_characters", "_detokenizer", "_include_stop", "_interval", "_last_taken", "_logprobs", "_stop_reason"),
+        *("_stop_token_ids", "_stops", "_text", "_token_ids", "_unsearched", "cached_tokens", "finish_reason", "first_time"),
+        *("index", "last_time", "num_logprobs", "num_tokens", "number", "pooled", "prompt_logprobs", "prompt_tokens", "turns"),
+    )
+
     def __init__(
         self,
         index: int,
@@ -91,6 +102,8 @@ class Choice:
         self.first_time = 0.0
         """Of the first token, as `last_time` is of the newest: Unix time in seconds by the core's clock."""
         self.last_time = 0.0
+        self.pooled: Float32 | None = None
+        """What an engine that embeds made of the prompt; it ends the choice."""
         self.turns: list[tuple[LifecycleEvent, float]] = []
         """Of its life in the core, by the core's clock."""
         self.finish_reason: str | None = None
@@ -99,7 +112,7 @@ class Choice:
         self._include_stop = include_stop
         self._stops = StopBuffer(stops, include_stop)
         self._stop_token_ids = stop_token_ids
-        self._min_tokens = min_tokens
+        self._unsearched = min_tokens if stops else math.inf
         self._interval = interval
         self._characters = 0
         self._text: list[str] = []
@@ -117,18 +130,22 @@ class Choice:
         """Length of the text decoded so far, held back or not."""
         return self._characters
 
-    def add_token(self, token_id: int, logprob: TokenLogprob | None) -> bool:
-        """Takes one token; True where it completes a stop string, which ends the choice."""
-        return self._add(token_id, self._detokenizer.step(token_id), logprob)
+    def add_token(self, token_id: int, logprob: TokenLogprob | None, shown: bool = True) -> bool:
+        """Takes one token, whose text counts where it is shown; True where it completes a stop string, which ends the choice."""
+        text = self._detokenizer.step(token_id) if shown else ""
+        self.num_tokens += 1
+        self._token_ids.append(token_id)
+        if logprob is not None:
+            self._logprobs.append(logprob)
+        return bool(text) and self._show(text)
 
     def add_stop_token(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Takes the token that ended the sequence: it counts, and has no text unless that was asked for."""
-        shown = self._include_stop or self._detokenizer.shows(token_id)
-        self._add(token_id, self._detokenizer.step(token_id) if shown else "", logprob)
+        self.add_token(token_id, logprob, shown=self._include_stop or self._detokenizer.shows(token_id))
 
     def finish(self, reason: str, stop_token_id: int | None) -> None:
         """Ends a choice whose last token the core has sent; text held back is released."""
-        if self._show(self._detokenizer.flush()):
+        if (rest := self._detokenizer.flush()) and self._show(rest):
             return
         self._text.append(self._stops.flush())
         self.finish_reason = reason
@@ -144,26 +161,19 @@ class Choice:
         """What is new since the last delta; None where nothing is, or not enough."""
         if not self.due:
             return None
-        text, done = "".join(self._text), self.finish_reason is not None
+        text, logprobs, done = "".join(self._text), self._logprobs, self.finish_reason is not None
         # Tokens without text yet, as of a character half done, come with the text or the end.
-        if self._last_taken or not (text or self._logprobs or done):
+        if self._last_taken or not (text or logprobs or done):
             return None
-        delta = Delta(text, self._token_ids, self._logprobs, self.finish_reason, self._stop_reason)
-        self._text, self._token_ids, self._logprobs, self._last_taken = [], [], [], done
+        delta = Delta(text, self._token_ids, logprobs, self.finish_reason, self._stop_reason)
+        self._text, self._token_ids, self._last_taken = [], [], done
+        if logprobs:
+            self._logprobs = []
         return delta
 
-    def _add(self, token_id: int, text: str, logprob: TokenLogprob | None) -> bool:
-        self.num_tokens += 1
-        self._token_ids.append(token_id)
-        if logprob is not None:
-            self._logprobs.append(logprob)
-        return self._show(text)
-
     def _show(self, text: str) -> bool:
-        if not text:
-            return False
         self._characters += len(text)
-        if self.num_tokens <= self._min_tokens:
+        if self.num_tokens <= self._unsearched:
             self._text.append(text)
             return False
         shown, stop = self._stops.feed(text)
@@ -192,6 +202,8 @@ class Generation:
         arrival: Unix time in seconds.
     """
 
+    __slots__ = ("_error", "_follower", "_n", "_stream", "_wake", "arrival", "choices")
+
     def __init__(self, choices: list[Choice], n: int, stream: bool, arrival: float) -> None:
         self.choices = choices
         self.arrival = arrival
@@ -199,11 +211,16 @@ class Generation:
         self._stream = stream
         self._error: ApiError | None = None
         self._wake = asyncio.Event()
+        self._follower: Callable[[], bool] | None = None
 
     @property
     def finished(self) -> bool:
         """Whether every choice has come to its end."""
-        return all(choice.finish_reason is not None for choice in self.choices)
+        # Asked for each token: a generator would cost more than what it does.
+        for choice in self.choices:  # noqa: SIM110
+            if choice.finish_reason is None:
+                return False
+        return True
 
     @property
     def usage(self) -> Usage:
@@ -215,16 +232,36 @@ class Generation:
             cached_tokens=sum(choice.cached_tokens for choice in firsts),
         )
 
-    def notify(self, choice: Choice) -> None:
-        """Something has changed of a choice."""
-        if (self._stream and choice.due) or self.finished:
+    def concerns(self, choice: Choice) -> bool:
+        """Whether what has changed of a choice is to be told now."""
+        if choice.finish_reason is None:
+            return self._stream and choice.due
+        return self._stream or self.finished
+
+    def follow(self, take: Callable[[], bool]) -> None:
+        """Has what is new taken by a function from now on, at once; the handler is woken at the end, by an error, and where the
+        function says False: not now."""
+        self._follower = take
+
+    def tell(self) -> None:
+        """Has the handler or who follows take what is new."""
+        follower = self._follower
+        if follower is None or self.finished or not follower():
             self._wake.set()
 
     def fail(self, error: ApiError) -> None:
         """Ends the request with an error."""
         if not self.finished:
-            self._error = error
+            self._follower, self._error = None, error
             self._wake.set()
+
+    async def pooled(self) -> list[Float32]:
+        """Waits for what an engine that embeds makes of each prompt; raises as `changed` does."""
+        while not self.finished:
+            await self.changed()
+        vectors = [choice.pooled for choice in self.choices if choice.pooled is not None]
+        assert len(vectors) == len(self.choices), "the core ends a request that embeds with its vector, or with an error"
+        return vectors
 
     async def changed(self) -> None:
         """Waits for something new, the first token at the earliest; raises the `ApiError` that ended the request."""

@@ -27,6 +27,10 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time in seconds."""
     tenant: str = ""
     """Among whom service is shared; empty: no tenant in particular."""
+    lora_id: int = 0
+    """The adapter; 0: none."""
+    granted_priority: int | None = None
+    """By the gateway, in place of `priority`, where the engine serves by priority; None: the gateway says nothing."""
     deadline: float | None = None
     """Unix time in seconds at which the answer is of no use any more."""
     include_stop: bool = False
@@ -45,7 +49,9 @@ def generation_spec(
     request_id: str,
     arrival: float,
     tenant: str = "",
+    granted_priority: int | None = None,
     deadline: float | None = None,
+    lora_id: int = 0,
     markers: tuple[str, ...] = (),
 ) -> GenerationSpec:
     """What the engine runs for a checked body and its tokens; `ApiError` 400 for what cannot be served.
@@ -59,7 +65,9 @@ def generation_spec(
         request_id: Its name in events and logs.
         arrival: Unix time in seconds.
         tenant: Among whom service is shared.
+        granted_priority: By the gateway, in place of the body's.
         deadline: Unix time in seconds at which the answer is of no use any more; None: never.
+        lora_id: The adapter; 0: none.
         markers: Special tokens that whoever reads the text must see.
     """
     check_prompts(prompts, request, model.max_model_len)
@@ -80,7 +88,9 @@ def generation_spec(
         cache_salt=request.cache_salt,
         arrival=arrival,
         tenant=tenant,
+        granted_priority=granted_priority,
         deadline=deadline,
+        lora_id=lora_id,
         include_stop=request.include_stop_str_in_output,
         shown_tokens=_shown(processor.tokenizer, None if not request.skip_special_tokens else markers),
     )

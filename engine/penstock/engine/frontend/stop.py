@@ -14,6 +14,8 @@ class StopBuffer:
         include: Whether the one that is found is shown.
     """
 
+    __slots__ = ("_hold", "_include", "_stops", "_tail")
+
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
         self._hold = max((len(stop) for stop in stops), default=1) - 1

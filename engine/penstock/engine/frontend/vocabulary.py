@@ -1,4 +1,4 @@
-"""Single tokens as bytes and text, for logprobs: a token may be a part of a character."""
+"""Single tokens as bytes and text: a token may be a part of a character."""
 
 import json
 import re
@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -24,7 +25,8 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
         kinds = {part.get("type") for part in _parts(decoder)}
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        self._context_free = decoder.get("type") == "ByteLevel"
         self._byte_level = "ByteLevel" in kinds
         self._byte_fallback = "ByteFallback" in kinds
         self._metaspace = "Metaspace" in kinds or any(
@@ -35,6 +37,8 @@ class Vocabulary:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         """Tokens that have no text in answers."""
         self._known: dict[int, bytes] = {}
+        self.whole_texts: dict[int, str] = {}
+        """What `whole_text` has said so far; looked at for each token, where a call costs more than what it finds."""
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes that a token stands for; none for an id that the tokenizer does not know."""
@@ -47,10 +51,19 @@ class Vocabulary:
         """The token as text, with U+FFFD for bytes that are no character alone."""
         return self.bytes_of(token_id).decode(errors="replace")
 
+    def whole_text(self, token_id: int) -> str:
+        """What a token adds to a text that ends with a whole character, if it ends with one too and that depends on nothing else:
+        so it is for nearly all tokens of byte-level tokenizers. Empty for others, and for special tokens."""
+        text = self.whole_texts.get(token_id)
+        if text is None:
+            text = self.tokenizer.decode([token_id], skip_special_tokens=True) if self._context_free else ""
+            text = self.whole_texts[token_id] = "" if REPLACEMENT in text else text
+        return text
+
     def _bytes_of(self, token_id: int) -> bytes:
         if token_id in self._added:
             return self._added[token_id].encode()
-        token = self._tokenizer.id_to_token(token_id)
+        token = self.tokenizer.id_to_token(token_id)
         if token is None:
             return b""
         if self._byte_level:

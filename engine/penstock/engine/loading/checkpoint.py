@@ -3,64 +3,38 @@
 Weights are read from safetensors alone: a pickle file can run code when it is opened.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from penstock.engine.config import ConfigError, DType, ModelConfig
+from penstock.engine.config import ConfigError, DType, GenerationDefaults, LoadFormat, ModelConfig, RunnerType
+from penstock.engine.loading.generation_config import read_defaults, read_eos_token_ids
+from penstock.engine.loading.pooling import read_pooling
 from penstock.engine.models.config import parse_decoder_config
 from penstock.engine.models.cost import model_cost
+from penstock.sources import SourceError, local_folder
 
 DTYPES: tuple[DType, ...] = ("bfloat16", "float16", "float32")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# What serving reads; pickled weights and other frameworks' copies are not even fetched.
-_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
 
 
-def resolve(uri: str, revision: str | None = None) -> Path:
-    """Returns the local folder of a model.
+def resolve(uri: str, revision: str | None = None, *, what: str = "model") -> Path:
+    """Returns the local folder of a model or an adapter, which is downloaded unless it is there (see `penstock.sources`).
 
     Args:
-        uri: A path, `file://` and a path, or `hf://org/name`, which is downloaded into Hugging Face's cache unless it is
-            there. Relative paths begin at the working directory.
+        uri: A path, `file://` and a path, `hf://org/name` or `s3://bucket/path`. Relative paths begin at the working directory.
         revision: Branch, tag or commit on the Hub.
+        what: What is looked for, in messages.
 
     Raises:
-        ConfigError: There is no such folder, the Hub does not give it, or the scheme is unknown.
+        ConfigError: There is no such folder, the server does not give it, or the scheme is unknown.
     """
-    scheme, separator, rest = uri.partition("://")
-    if separator and scheme == "hf":
-        return _download(rest, revision)
-    if separator and scheme != "file":
-        raise ConfigError(f"model {uri!r}: unknown scheme {scheme!r} (known: a path, file://, hf://)")
-    if revision is not None:
-        raise ConfigError(f"model {uri!r}: a revision ({revision!r}) belongs to hf:// alone; a folder has none")
-    path = _path(uri) if separator else Path(uri)
-    if not path.is_dir():
-        raise ConfigError(f"model {uri!r}: {path.absolute()} {'is not a folder' if path.exists() else 'does not exist'}")
-    return path.resolve()
-
-
-def _path(uri: str) -> Path:
-    """Of `file:///absolute` or, as people write it, `file://relative/to/the/working/directory`."""
-    parts = urlsplit(uri)
-    return Path(unquote(parts.path if parts.netloc in ("", "localhost") else parts.netloc + parts.path))
-
-
-def _download(repo: str, revision: str | None) -> Path:
-    # Here, since local models need not pay its 0.3 s.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    if repo.count("/") != 1:
-        raise ConfigError(f"model 'hf://{repo}': expected hf://organisation/name")
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=_HUB_PATTERNS))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ConfigError(f"model 'hf://{repo}' at revision {revision or 'main'}: {error}") from error
+        return local_folder(uri, revision)
+    except SourceError as error:
+        raise ConfigError(f"{what} {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -82,7 +56,15 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def read_model_config(
-    path: Path, *, served_names: Sequence[str], dtype: DType | Literal["auto"] = "auto", max_model_len: int | None = None
+    path: Path,
+    *,
+    served_names: Sequence[str],
+    dtype: DType | Literal["auto"] = "auto",
+    max_model_len: int | None = None,
+    load_format: LoadFormat = "auto",
+    runner: RunnerType = "auto",
+    generation_config: str = "auto",
+    override_generation_config: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
     """Reads what serving must know before any weight is loaded.
 
@@ -91,6 +73,10 @@ def read_model_config(
         served_names: What clients may put in `model`; the path where it is empty.
         dtype: Of weights, activations and KV cache; `auto` is the checkpoint's.
         max_model_len: Tokens of prompt and output together; None is the checkpoint's.
+        load_format: `dummy` needs no file of weights.
+        runner: Whether it generates or embeds; `auto` is what the checkpoint is made for.
+        generation_config: Whose sampling is the default: `auto` is the checkpoint's, `vllm` OpenAI's; else a folder.
+        override_generation_config: Fields that win over it.
 
     Raises:
         ConfigError: Something is missing, or not supported; the message says what.
@@ -100,18 +86,28 @@ def read_model_config(
     raw = read_json(path / "config.json")
     decoder = parse_decoder_config(raw)
     longest = decoder.max_position_embeddings
-    weight_files(path)
+    if load_format != "dummy":
+        weight_files(path)
     if max_model_len is not None and not 2 <= max_model_len <= longest:
         raise ConfigError(f"--max-model-len {max_model_len}: the checkpoint is made for 2 to {longest} tokens")
     chosen = _dtype(raw) if dtype == "auto" else dtype
+    pooling, cost = read_pooling(path, raw, decoder.hidden_size, runner), model_cost(decoder, chosen)
+    if pooling is not None:
+        cost = msgspec.structs.replace(cost, lm_head_flops_per_row=0, lm_head_bytes=0)
+        defaults = GenerationDefaults()
+    else:
+        defaults = read_defaults(path, generation_config, override_generation_config or {})
     return ModelConfig(
         path=path,
         served_names=tuple(served_names) or (str(path),),
         architecture=raw["architectures"][0],
         dtype=chosen,
         max_model_len=max_model_len or longest,
-        eos_token_ids=_eos_token_ids(path, raw),
-        cost=model_cost(decoder, chosen),
+        eos_token_ids=read_eos_token_ids(path, generation_config, raw),
+        generation_defaults=defaults,
+        cost=cost,
+        load_format=load_format,
+        pooling=pooling,
     )
 
 
@@ -121,14 +117,3 @@ def _dtype(raw: dict[str, Any]) -> DType:
         if name == dtype:
             return dtype
     raise ConfigError(f"config.json: dtype {name!r} is not supported (supported: {', '.join(DTYPES)}); choose one with --dtype")
-
-
-def _eos_token_ids(path: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    """generation_config.json's, which chat models extend by their end-of-turn tokens, else config.json's."""
-    generation = path / "generation_config.json"
-    ids = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    if ids is None:
-        ids = raw.get("eos_token_id")
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (int(ids),)

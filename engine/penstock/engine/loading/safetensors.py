@@ -1,23 +1,25 @@
-"""Fills a model from safetensors files, one or several, and accounts for every tensor."""
+"""Fills a model from safetensors files, one or several, and accounts for every tensor before the first is loaded."""
 
-import logging
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import safetensors
 import torch
 
 from penstock.engine.config import ConfigError
 from penstock.engine.loading.checkpoint import read_json, weight_files
+from penstock.engine.loading.progress import Progress
 from penstock.engine.models.layers.weight import Weights
 
-log = logging.getLogger(__name__)
-
 INDEX = "model.safetensors.index.json"
-_HEADER_FLOATS: dict[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-_FLOATS = tuple(_HEADER_FLOATS.values())
+DTYPES: dict[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""As safetensors spells them."""
+BODY = "model."
+"""Before the names of all tensors but the LM head's; a decoder that was saved without one may lack it (`Qwen3-Embedding`)."""
 _SHOWN = 5
 
 
@@ -33,62 +35,84 @@ class Loadable(Protocol):
         ...
 
 
-def load_weights(model: Loadable, path: Path, progress: Callable[[int, int], None] | None = None) -> None:
-    """Loads a folder's tensors into a model.
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint, as its file's header has it."""
+
+    name: str
+    """As the model calls it."""
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors spells it: `BF16`."""
+    file: Path
+    offset: int
+    """Of its first byte in the file."""
+    size: int
+    """Bytes."""
+    key: str
+    """What its file calls it."""
+
+
+def load_mapped(model: Loadable, tensors: Sequence[StoredTensor], progress: Progress | None = None) -> None:
+    """Loads tensors into a model in the host's memory, from files that are mapped.
 
     Args:
         model: Takes each tensor by its name.
-        path: Folder in Hugging Face's format.
-        progress: Called after each tensor with the bytes read and the bytes of all files.
+        tensors: As `check_weights` has found them.
+        progress: Told of each tensor's bytes.
+    """
+    wanted = model.weights()
+    for file, members in groupby(tensors, key=attrgetter("file")):
+        with safetensors.safe_open(file, framework="pt") as mapped:
+            for tensor in members:
+                wanted[tensor.name].load(mapped.get_tensor(tensor.key))
+                if progress is not None:
+                    progress.add(tensor.size)
+
+
+def check_weights(model: Loadable, path: Path) -> list[StoredTensor]:
+    """Compares a folder in Hugging Face's format with a model; reads the headers of its files alone.
+
+    Returns:
+        The tensors that the model takes, file by file, in the order of their bytes.
 
     Raises:
         ConfigError: A file is missing or damaged, or a tensor is missing, unexpected, of another shape or not of floating point;
             the message names it.
     """
-    start = time.monotonic()
-    files = _files(path)
-    total = sum(file.stat().st_size for file in files)
     wanted = model.weights()
-    loaded: set[str] = set()
-    unexpected: list[str] = []
-    done = 0
-    for file in files:
-        try:
-            with safetensors.safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    if name not in wanted:
-                        unexpected += [] if model.ignores(name) else [name]
-                        continue
-                    done += _load(name, tensors.get_tensor(name), wanted)
-                    loaded.add(name)
-                    if progress is not None:
-                        progress(done, total)
-        except safetensors.SafetensorError as error:
-            raise ConfigError(f"{file} is damaged: {error}") from error
-    _check_complete(path, sorted(wanted.keys() - loaded), sorted(unexpected))
-    seconds = time.monotonic() - start
-    log.info("loaded %d tensors, %.1f MB in %d files, in %.2f s", len(loaded), done / 1e6, len(files), seconds)
+    stored = _with_body([tensor for file in _files(path) for tensor in _header(file)], wanted)
+    found = [tensor for tensor in stored if tensor.name in wanted]
+    unexpected = [tensor.name for tensor in stored if tensor.name not in wanted and not model.ignores(tensor.name)]
+    for tensor in found:
+        _check(tensor, wanted)
+    _check_complete(path, sorted(wanted.keys() - {tensor.name for tensor in found}), sorted(unexpected))
+    return found
 
 
-def check_weights(model: Loadable, path: Path) -> None:
-    """Raises what `load_weights` would, for names, shapes and dtypes, having read the files' headers alone."""
-    wanted = model.weights()
-    found: set[str] = set()
-    unexpected: list[str] = []
-    for file in _files(path):
-        try:
-            with safetensors.safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    if name in wanted:
-                        header = tensors.get_slice(name)
-                        dtype: str = header.get_dtype()
-                        _check(name, tuple(header.get_shape()), _HEADER_FLOATS.get(dtype) or dtype, wanted)
-                        found.add(name)
-                    elif not model.ignores(name):
-                        unexpected.append(name)
-        except safetensors.SafetensorError as error:
-            raise ConfigError(f"{file} is damaged: {error}") from error
-    _check_complete(path, sorted(wanted.keys() - found), sorted(unexpected))
+def _with_body(stored: list[StoredTensor], wanted: Weights) -> list[StoredTensor]:
+    """The tensors by the model's names, where the checkpoint lacks what goes before them."""
+    if any(tensor.name.startswith(BODY) for tensor in stored):
+        return stored
+    return [tensor._replace(name=BODY + tensor.name) if BODY + tensor.name in wanted else tensor for tensor in stored]
+
+
+def _header(file: Path) -> list[StoredTensor]:
+    """The file's tensors in the order of their bytes."""
+    try:
+        with safetensors.safe_open(file, framework="pt"):
+            pass  # its header agrees with itself and with the file's length
+    except safetensors.SafetensorError as error:
+        raise ConfigError(f"{file} is damaged: {error}") from error
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header: dict[str, Any] = msgspec.json.decode(stream.read(length))
+    tensors: list[StoredTensor] = []
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            place = (file, 8 + length + begin, end - begin)
+            tensors.append(StoredTensor(name, tuple(entry["shape"]), entry["dtype"], *place, key=name))
+    return sorted(tensors, key=attrgetter("offset"))
 
 
 def _files(path: Path) -> list[Path]:
@@ -105,18 +129,12 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _load(name: str, value: torch.Tensor, wanted: Weights) -> int:
-    _check(name, tuple(value.shape), value.dtype, wanted)
-    wanted[name].load(value)
-    return value.nbytes
-
-
-def _check(name: str, shape: tuple[int, ...], dtype: torch.dtype | str, wanted: Weights) -> None:
-    expected = wanted[name].shape
-    if shape != expected:
-        raise ConfigError(f"tensor {name}: shape {list(shape)}, expected {list(expected)}")
-    if dtype not in _FLOATS:
-        raise ConfigError(f"tensor {name}: dtype {dtype} is not supported (supported: bfloat16, float16, float32)")
+def _check(tensor: StoredTensor, wanted: Weights) -> None:
+    expected = wanted[tensor.name].shape
+    if tensor.shape != expected:
+        raise ConfigError(f"tensor {tensor.name}: shape {list(tensor.shape)}, expected {list(expected)}")
+    if tensor.dtype not in DTYPES:
+        raise ConfigError(f"tensor {tensor.name}: dtype {tensor.dtype} is not supported (supported: {', '.join(DTYPES)})")
 
 
 def _check_complete(path: Path, missing: list[str], unexpected: list[str]) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.engine.models.layers.linear_method import LinearMethodFactory
+from penstock.engine.models.layers.linear_method import CPU, LinearMethodFactory
 from penstock.engine.models.layers.shard import Shard
 from penstock.kernels.ops import Ops
 
@@ -18,3 +18,7 @@ class Build:
     dtype: torch.dtype
     max_model_len: int
     shard: Shard
+    device: torch.device = CPU
+    """Where weights and tables lie; `meta`: nowhere, to compile without a device."""
+    lm_head: bool = True
+    """Whether the model has one: without, it gives hidden states alone."""

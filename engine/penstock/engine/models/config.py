@@ -108,8 +108,9 @@ def _size(raw: Mapping[str, Any], field: str, default: int | None = None) -> int
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("quantization_config") is not None:
         raise ConfigError("config.json: quantization_config is set, and quantised checkpoints are not supported")
-    if raw.get("use_bidirectional_attention"):
-        raise ConfigError("config.json: use_bidirectional_attention is set, and only causal attention is supported")
+    for field, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
+        if raw.get(field) is not None and bool(raw[field]) is not causal:
+            raise ConfigError(f"config.json: {field} is {raw[field]!r}, and only causal attention is supported")
 
 
 def _activation(raw: Mapping[str, Any]) -> Activation:

@@ -56,4 +56,4 @@ class GemmaForCausalLM(LlamaForCausalLM):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See LlamaForCausalLM."""
         logits, cap = super().compute_logits(hidden), self.config.logits_softcap
-        return (logits / cap).tanh_().mul_(cap) if cap else logits
+        return (logits.float() / cap).tanh_().mul_(cap) if cap else logits

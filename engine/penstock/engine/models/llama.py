@@ -126,13 +126,17 @@ class LlamaForCausalLM:
 
     def __init__(self, config: DecoderConfig, build: Build) -> None:
         self.config = config
+        self._widens_logits = build.device.type == "cpu"
         ropes = list(dict.fromkeys(config.ropes))
-        self._rotaries = [RotaryEmbedding(rope, build.max_model_len) for rope in ropes]
+        self._rotaries = [RotaryEmbedding(rope, build.max_model_len, build.ops, build.device) for rope in ropes]
         self._rotary_of = [ropes.index(rope) for rope in config.ropes]
-        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build.dtype)
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         self.layers = [self.decoder_layer(config, build, index) for index in range(config.num_layers)]
         self.norm = make_norm("norm", config.hidden_size, config, build)
-        self.lm_head = LMHead(config.hidden_size, config.vocab_size, build.shard, build.linear_method(), build.dtype)
+        self.lm_head = self._make_lm_head(build) if build.lm_head else None
+
+    def _make_lm_head(self, build: Build) -> LMHead:
+        return LMHead(self.config.hidden_size, self.config.vocab_size, build.shard, build.linear_method(), build.dtype)
 
     def weights(self) -> Weights:
         """Every tensor that the checkpoint must have, by name."""
@@ -140,26 +144,30 @@ class LlamaForCausalLM:
         for index, layer in enumerate(self.layers):
             found |= prefixed(f"layers.{index}", layer.weights())
         found = prefixed("model", found)
-        return found if self.config.tie_word_embeddings else found | self.lm_head.weights()
+        return found if self.lm_head is None or self.config.tie_word_embeddings else found | self.lm_head.weights()
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor may be there and is not needed: angles that we compute, and the copy of a tied weight."""
-        return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
+        """Whether a tensor may be there and is not needed: angles that we compute, the copy of a tied weight, an LM head that
+        nobody asks."""
+        unused = self.lm_head is None or self.config.tie_word_embeddings
+        return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and unused)
 
     def finish(self) -> None:
         """After loading."""
-        if self.config.tie_word_embeddings:
-            self.lm_head.tie(self.embed_tokens)
         for layer in self.layers:
             layer.finish()
+        if self.lm_head is None:
+            return
+        if self.config.tie_word_embeddings:
+            self.lm_head.tie(self.embed_tokens)
         self.lm_head.finish()
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """Hidden states after the final norm.
 
         Args:
-            input_ids: [n], int64.
-            positions: [n], int64: of each token in its request.
+            input_ids: [n], int32 or int64.
+            positions: [n], int32 or int64: of each token in its request.
             ctx: The caches, and which tokens are whose.
 
         Returns:
@@ -182,10 +190,12 @@ class LlamaForCausalLM:
         return self.embed_tokens(input_ids)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] → [n, vocab] in float32."""
-        return self.lm_head(hidden).float()
+        """[n, hidden] → [n, vocab]: in float32 on the CPU, elsewhere in the model's dtype, which samplers widen as they read."""
+        assert self.lm_head is not None, "a model without an LM head has no logits"
+        logits = self.lm_head(hidden)
+        return logits.float() if self._widens_logits else logits
 
 
 def make_norm(name: str, size: int, config: DecoderConfig, build: Build) -> RMSNorm:
     """A norm as all of a model's are."""
-    return RMSNorm(name, size, config.rms_norm_eps, build.ops, config.norm_offset)
+    return RMSNorm(name, size, config.rms_norm_eps, build.ops, config.norm_offset, build.device)

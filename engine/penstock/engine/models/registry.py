@@ -45,11 +45,21 @@ FAMILIES = {
 }
 
 
+def has_lm_head(architecture: str) -> bool:
+    """Whether checkpoints of an architecture can generate: `MistralModel` is a `MistralForCausalLM` without its LM
+    head, and `Gemma3TextModel` a `Gemma3ForCausalLM`."""
+    return not architecture.endswith("Model")
+
+
 def family(architecture: str) -> Family:
-    """What serves the architecture; ConfigError, with the known ones, where nothing does."""
-    if architecture not in FAMILIES:
+    """What serves the architecture, with or without an LM head; ConfigError, with the known ones, where nothing does."""
+    name = architecture
+    if not has_lm_head(architecture):
+        name = architecture.removesuffix("Model").removesuffix("Text") + "ForCausalLM"
+    found = FAMILIES.get(name)
+    if found is None:
         raise ConfigError(f"architecture {architecture!r} is not supported (supported: {', '.join(sorted(FAMILIES))})")
-    return FAMILIES[architecture]
+    return found
 
 
 def model_class(architecture: str) -> Any:

@@ -1,15 +1,14 @@
 """Where a model's numbers first ceased to be finite. Looked for only when a request's logits are not: the step is run once more,
 part by part, over the same tokens and cache."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from penstock.engine.attention.context import ForwardContext
 from penstock.engine.models.layers.attention import Attention
-from penstock.engine.runner.input_batch import StepInputs
 from penstock.kernels.prepare_kv.reference import Rotary
 
 _ROWS_AT_ONCE = 256
@@ -17,6 +16,9 @@ _ROWS_AT_ONCE = 256
 
 class Traceable(Protocol):
     """A model that says what its parts compute."""
+
+    lm_head: Any
+    """None: it has none."""
 
     def states(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> Iterator[tuple[str, torch.Tensor]]:
         """The name of each part and its output, [n, hidden], in the order in which they are computed."""
@@ -27,21 +29,36 @@ class Traceable(Protocol):
         ...
 
 
-def name_first_part(model: Traceable, inputs: StepInputs, ctx: ForwardContext, plan_rows: list[int]) -> dict[int, str]:
-    """For each of some rows of a plan, the first part of the model whose output for that row's tokens is not finite."""
-    query_start_loc = inputs.groups[0].batch.query_start_loc
-    watch = _Watch({row: slice(int(query_start_loc[row]), int(query_start_loc[row + 1])) for row in plan_rows})
+def name_first_part(
+    model: Traceable, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext, tokens: Mapping[int, slice]
+) -> dict[int, str]:
+    """For each of some requests of a step, the first part of the model whose output for that request is not finite.
+
+    Args:
+        model: That ran.
+        input_ids: [n]: of the step.
+        positions: [n].
+        ctx: The step's.
+        tokens: By request, whatever its number means: which of the n are its own.
+    """
+    watch = _Watch(dict(tokens))
     watched = _WatchedContext(ctx.ops, ctx.kv_caches, ctx.layer_groups, watch)
     hidden = torch.empty(0)
-    for name, hidden in model.states(inputs.input_ids, inputs.positions, watched):
+    for name, hidden in model.states(input_ids, positions, watched):
         watch.look(name, hidden)
         if not watch.clean:
             break
-    for row, tokens in watch.clean.items():
+    for row, own in watch.clean.items():
         # A part at a time: a long prompt's logits all together would be many times the size of a step.
-        finite = all(bool(model.compute_logits(part).isfinite().all()) for part in hidden[tokens].split(_ROWS_AT_ONCE))
+        parts = () if model.lm_head is None else hidden[own].split(_ROWS_AT_ONCE)
+        finite = all(bool(model.compute_logits(part).isfinite().all()) for part in parts)
         watch.found[row] = "nothing when the step was run again" if finite else "lm_head"
     return watch.found
+
+
+def located(message: str, part: str) -> str:
+    """What is wrong with a request's logits, and where it began."""
+    return f"{message}; the first values that are not: {part}"
 
 
 @dataclass
@@ -63,9 +80,17 @@ class _Watch:
 class _WatchedContext(ForwardContext):
     watch: _Watch
 
-    def attend(self, layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    def attend(
+        self,
+        layer: Attention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: Rotary,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See ForwardContext."""
         self.watch.look(f"layers.{layer.index}.self_attn.qkv_proj", torch.cat((q, k, v), dim=-1))
-        out = super().attend(layer, q, k, v, rotary)
-        self.watch.look(f"layers.{layer.index}.self_attn", out)
-        return out
+        found = super().attend(layer, q, k, v, rotary, out)
+        self.watch.look(f"layers.{layer.index}.self_attn", found)
+        return found

@@ -16,7 +16,8 @@ class RunnerProfile:
     """Begins at once; `end` writes it.
 
     Args:
-        runner: Whose steps; its model is made of `layers` with `self_attn` and `mlp`, and an `lm_head`.
+        runner: Whose steps; its model is made of `layers` with `self_attn` and `mlp`, and of an `lm_head` unless that is None.
+            What a graph launches as a whole has no parts in it.
         model: Of the runner.
         config: The model's shape.
     """
@@ -29,13 +30,15 @@ class RunnerProfile:
             ranges.around(layer, "self_attn", "attention" if window is None else "sliding attention")
             ranges.around(layer, "mlp", "mlp")
         ranges.replace(model, "layers", [named(f"layer {index}", layer) for index, layer in enumerate(model.layers)])
-        ranges.around(model, "lm_head", "lm_head")
+        if model.lm_head is not None:
+            ranges.around(model, "lm_head", "lm_head")
         ops = runner.ops
         attend, prepare = named("attend", ops.paged_attention), named("prepare_kv", ops.prepare_kv)
         ranges.replace(runner, "ops", replace(ops, paged_attention=attend, prepare_kv=prepare))
         # Private, and the only way: the scheduler may be in another thread than the runner.
         everywhere = _ExperimentalConfig(profile_all_threads=True)
-        self._profile = profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere)
+        cuda = [ProfilerActivity.CUDA] if model.embed_tokens.weight.is_cuda else []
+        self._profile = profile(activities=[ProfilerActivity.CPU, *cuda], experimental_config=everywhere)
         self._profile.start()
 
     def end(self, folder: Path) -> Path:

@@ -7,8 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.engine.core.plan import Int32, PromptLogprobs
+from penstock.engine.core.plan import Int32, PromptLogprobs, StepPlan
+from penstock.engine.core.row_table import RowTable
 from penstock.engine.runner.sampler.logprobs import gather_logprobs
+from penstock.engine.runner.sampler.params import NO_LOGPROBS
 from penstock.engine.runner.sampler.sampler import describe_not_finite
 
 _ROWS_AT_ONCE = 256
@@ -28,6 +30,30 @@ class PromptRows(NamedTuple):
     """[p]."""
     counts: npt.NDArray[np.int64]
     """[p]: alternatives that the request asked for."""
+
+
+def prompt_rows(plan: StepPlan, rows: RowTable, counts: npt.NDArray[np.int64]) -> PromptRows | None:
+    """The prompt tokens whose logprobs a step gives; None where there are none.
+
+    Args:
+        plan: The step's.
+        rows: To which it has been applied.
+        counts: By row, what its request asks for; NO_LOGPROBS where it asks for none.
+    """
+    asked = counts[plan.rows]
+    if (asked == NO_LOGPROBS).all():
+        return None
+    request = np.repeat(np.arange(len(plan.rows), dtype=np.int32), plan.num_new_tokens)
+    starts = rows.num_computed[plan.rows] - plan.num_new_tokens
+    offsets = np.arange(len(request), dtype=np.int32) - (np.cumsum(plan.num_new_tokens) - plan.num_new_tokens)[request]
+    # Each token's logits are about the one after it.
+    positions = (starts[request] + offsets + 1).astype(np.int32)
+    of_prompt = positions < rows.num_prompt_tokens[plan.rows[request]]
+    indices = np.flatnonzero(of_prompt & (asked[request] != NO_LOGPROBS))
+    if not len(indices):
+        return None
+    request, positions = request[indices], positions[indices]
+    return PromptRows(indices, request, positions, rows.token_ids[plan.rows[request], positions], asked[request])
 
 
 class PromptScores(NamedTuple):

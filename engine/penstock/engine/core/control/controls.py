@@ -5,21 +5,14 @@ pass.
 """
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.engine.config import ConfigError
-from penstock.engine.core.control.control_error import ControlError
-from penstock.engine.core.control.profiles import Profiles
-from penstock.engine.core.executor import Executor
-from penstock.engine.core.scheduling.pause import Closed, PauseState
-from penstock.engine.core.scheduling.scheduler import Scheduler
-from penstock.engine.messages import (
+from penstock.engine.commands import (
     TAGS,
     Command,
-    Control,
-    ControlDone,
+    LoadAdapter,
     Pause,
     PauseMode,
     PinPrefix,
@@ -30,9 +23,18 @@ from penstock.engine.messages import (
     StartProfile,
     StopProfile,
     Tag,
+    UnloadAdapter,
     UnpinPrefix,
     WakeUp,
 )
+from penstock.engine.config import ConfigError
+from penstock.engine.core.control.adapters import AdapterControl
+from penstock.engine.core.control.control_error import ControlError
+from penstock.engine.core.control.profiles import Profiles
+from penstock.engine.core.executor import Executor
+from penstock.engine.core.scheduling.pause import Closed, PauseState
+from penstock.engine.core.scheduling.scheduler import Scheduler
+from penstock.engine.messages import Control, ControlDone
 from penstock.prompt.hashing import ExtraKeys
 
 PAUSED = "paused"
@@ -50,9 +52,16 @@ class Controls:
         scheduler: Of the core.
         executor: Of the core.
         profile_dir: Where profiles are written; None: none are made.
+        served_names: Of the model.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, profile_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        profile_dir: Path | None = None,
+        served_names: Sequence[str] = (),
+    ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._open: list[Control] = []
@@ -60,6 +69,7 @@ class Controls:
         self._sleeping: set[Tag] = set()
         self._weights_lost = False
         self._profiles = Profiles(scheduler, executor, profile_dir)
+        self.adapters = AdapterControl(scheduler, executor, served_names)
 
     @property
     def due(self) -> str | None:
@@ -84,6 +94,9 @@ class Controls:
         """Begins a command; its answer is among the replies when it is done."""
         _log.info("control: %s", control.command)
         match control.command:
+            case LoadAdapter() | UnloadAdapter():
+                self._change_adapters(control)
+                return
             case Pause(mode) | Sleep(_, mode):
                 self._stop(mode)
             case Resume():
@@ -100,6 +113,17 @@ class Controls:
                 self._reply(control, result=self._carry_out(control.command, now))
             except ControlError as error:
                 self._reply(control, str(error))
+
+    def _change_adapters(self, control: Control) -> None:
+        """At once, or when files have been read: no step need end for it."""
+        try:
+            if isinstance(control.command, LoadAdapter):
+                self.adapters.load(control.command, lambda error: self._reply(control, error))
+            elif isinstance(control.command, UnloadAdapter):
+                self.adapters.unload(control.command)
+                self._reply(control)
+        except ControlError as error:
+            self._reply(control, str(error))
 
     def take_replies(self) -> list[ControlDone]:
         """Answers since the last call."""
@@ -144,6 +168,8 @@ class Controls:
                 self._profiles.start()
             case StopProfile():
                 return {"path": self._profiles.stop()}
+            case LoadAdapter() | UnloadAdapter():
+                raise ValueError("adapters wait for no step")
         return None
 
     def _stop(self, mode: PauseMode) -> None:

@@ -2,11 +2,9 @@
 
 import asyncio
 
-import zmq
-import zmq.asyncio
-
 from penstock.engine import messages
 from penstock.engine.core.ipc.client import CoreConnection, CoreError
+from penstock.engine.core.ipc.inbox import Inbox
 from penstock.engine.messages import FRONTEND_SHIFT, CoreFailed, CoreInput, CoreOutput, CoreReady, FrontendJoined
 
 
@@ -23,20 +21,21 @@ class AttachedClient(CoreConnection):
     def __init__(self, frontend: int, address: str) -> None:
         super().__init__(first_number=frontend << FRONTEND_SHIFT)
         self._frontend = frontend
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(address)
-        self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._address = address
+        self._inbox = Inbox()
+        self._gone: str | None = None
 
     def gone(self, reason: str) -> None:
         """The core has ended: so does everything that waits for it."""
-        if not self._gone.done():
-            self._gone.set_result(reason)
+        self._gone = reason
+        self._inbox.end()
 
     async def start(self) -> CoreReady:
         """Joins, and waits until the core is ready."""
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: self._inbox, self._address)
+        except OSError as error:
+            raise CoreError(self._gone or f"the engine core cannot be reached: {error}") from error
         await self._send(FrontendJoined(self._frontend))
         while not isinstance(message := await self._receive(), CoreReady):
             pass
@@ -44,23 +43,18 @@ class AttachedClient(CoreConnection):
 
     async def close(self) -> None:
         """Releases everything; safe to call twice."""
-        self._socket.close()
-        self._context.term()
+        self._inbox.close()
 
     async def _send(self, message: CoreInput) -> None:
-        if self._gone.done():
-            raise CoreError(self._gone.result())
-        await self._socket.send(messages.encode(message))
+        if self._gone is not None:
+            raise CoreError(self._gone)
+        self._inbox.send(messages.encode(message))
 
     async def _receive(self) -> CoreOutput:
-        receive = asyncio.ensure_future(self._socket.recv())
-        try:
-            await asyncio.wait({receive, self._gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not receive.done():
-                raise CoreError(self._gone.result())
-            message = messages.decode_output(receive.result())
-        finally:
-            receive.cancel()
+        payload = await self._inbox.next()
+        if payload is None:
+            raise CoreError(self._gone or "the connection has been closed")
+        message = messages.decode_output(payload)
         if isinstance(message, CoreFailed):
             raise CoreError(message.message)
         return message

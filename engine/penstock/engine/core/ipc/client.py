@@ -1,12 +1,13 @@
 """The frontend's side of the core: starts its process, sends requests, yields what it says, and notices its death.
 
-Imports no torch. Frontend ROUTER and core DEALER meet on a Unix socket in a folder of their own; messages are those of
-`penstock.engine.messages`.
+Imports no torch. They speak over a pair of Unix sockets, of which the core inherits one; further frontends connect to a socket
+in a folder of its own. Messages are those of `penstock.engine.messages`.
 """
 
 import asyncio
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from abc import ABC, abstractmethod
@@ -14,16 +15,16 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import zmq
-import zmq.asyncio
-
 from penstock.engine import messages
+from penstock.engine.commands import Command
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.ipc.calls import Calls
+from penstock.engine.core.ipc.framing import framed
+from penstock.engine.core.ipc.inbox import Inbox
 from penstock.engine.messages import (
     AbortRequests,
+    AdaptersChanged,
     AddRequest,
-    Command,
     Control,
     ControlDone,
     CoreFailed,
@@ -37,7 +38,6 @@ from penstock.engine.messages import (
     StepOutputs,
 )
 
-MODEL_RUNNER = "penstock.engine.runner.model_runner:ModelRunner"
 _LAST_WORDS_S = 0.5
 _CLOSE_S = 5.0
 
@@ -91,12 +91,12 @@ class CoreConnection(ABC):
             await self._send(Control(call_id, command))
             return await done
 
-    async def outputs(self) -> AsyncIterator[StepOutputs | CoreStats]:
+    async def outputs(self) -> AsyncIterator[StepOutputs | CoreStats | AdaptersChanged]:
         """What the core says, without end; raises `CoreError` when it fails or dies."""
         try:
             while True:
                 message = await self._receive()
-                if isinstance(message, StepOutputs | CoreStats):
+                if isinstance(message, StepOutputs | CoreStats | AdaptersChanged):
                     yield message
                 elif isinstance(message, ControlDone):
                     self._calls.settle(message)
@@ -115,7 +115,7 @@ class CoreClient(CoreConnection):
         events_address: Where the core publishes its event stream, such as `tcp://127.0.0.1:5557`; None: nowhere.
         replay_address: Where it answers requests for replay.
         engine_index: The core's number among those of this frontend.
-        runner: `module:Class` of the model runner.
+        runner: `module:Class` of the model runner; None: the device's.
         shared: Whether further frontends may join, at `frontends_address`.
     """
 
@@ -126,28 +126,25 @@ class CoreClient(CoreConnection):
         events_address: str | None = None,
         replay_address: str | None = None,
         engine_index: int = 0,
-        runner: str = MODEL_RUNNER,
+        runner: str | None = None,
         shared: bool = False,
     ) -> None:
         super().__init__()
         self._config = config
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-core-"))
+        self._ours, self._theirs = socket.socketpair()
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-core-")) if shared else None
+        self._listener = None if self._folder is None else _listener(self._folder / "frontends")
         self._start = CoreStart(
             config=config,
             engine_index=engine_index,
-            address=f"ipc://{self._folder}/core",
+            connection=self._theirs.fileno(),
             events_address=events_address,
             replay_address=replay_address,
             runner=runner,
-            frontends_address=f"ipc://{self._folder}/frontends" if shared else None,
+            listener=None if self._listener is None else self._listener.fileno(),
+            frontends_address=None if self._folder is None else str(self._folder / "frontends"),
         )
-        self._identity = messages.core_identity(engine_index)
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        # Nothing is ever dropped: requests are bounded by the core's queue, outputs by what the requests generate.
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._inbox = Inbox()
         self._process: asyncio.subprocess.Process | None = None
         self._exited: asyncio.Task[int] | None = None
 
@@ -164,22 +161,27 @@ class CoreClient(CoreConnection):
     async def start(self) -> CoreReady:
         """Starts the process and waits until it has made its first forward pass; raises `CoreError` when it cannot,
         `ConfigError` when it cannot as it was asked to."""
-        self._socket.bind(self._start.address)
+        loop, inbox = asyncio.get_running_loop(), self._inbox
+        await loop.create_unix_connection(lambda: inbox, sock=self._ours)
         # The OpenMP runtime reads its thread count from the environment alone, when torch is loaded.
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._config.threads)}
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "penstock.engine.core.ipc.process", stdin=asyncio.subprocess.PIPE, env=environment
+            *(sys.executable, "-m", "penstock.engine.core.ipc.process"),
+            stdin=asyncio.subprocess.PIPE,
+            env=environment,
+            pass_fds=[number for number in (self._start.connection, self._start.listener) if number is not None],
         )
+        self._close_theirs()
         self._exited = asyncio.create_task(self._process.wait())
+        # What it said last may still be under way.
+        self._exited.add_done_callback(lambda _: loop.call_later(_LAST_WORDS_S, inbox.end))
         start = messages.encode(self._start)
         pipe = self._process.stdin
         assert pipe is not None
-        pipe.write(len(start).to_bytes(4, "little") + start)
+        pipe.write(framed(start))
         message = await self._receive()
         if not isinstance(message, CoreReady):
             raise CoreError(f"the engine core began with {type(message).__name__} instead of CoreReady")
-        if self.frontends_address is None:
-            self._remove_folder()  # both ends are connected: nothing is left behind, even by a frontend that is killed
         return message
 
     async def frontend_left(self, frontend: int) -> None:
@@ -196,35 +198,30 @@ class CoreClient(CoreConnection):
             except TimeoutError:
                 self._process.kill()
                 await self._exited
-        self._socket.close()
-        self._context.term()
-        self._remove_folder()
+        self._inbox.close()
+        self._ours.close()
+        self._close_theirs()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _remove_folder(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def _close_theirs(self) -> None:
+        """What the process has inherited, or would have."""
+        self._theirs.close()
+        if self._listener is not None:
+            self._listener.close()
 
     async def _send(self, message: CoreInput) -> None:
         if self._exited is None or self._exited.done():
             raise CoreError(self._obituary())
-        try:
-            await self._socket.send(self._identity, zmq.SNDMORE)
-            await self._socket.send(messages.encode(message))
-        except zmq.ZMQError as error:
-            raise CoreError(f"the engine core does not answer: {error}") from error
+        if not self._inbox.is_open:
+            raise CoreError("the engine core does not answer")
+        self._inbox.send(messages.encode(message))
 
     async def _receive(self) -> CoreOutput:
         """The next message; `CoreFailed` is raised as `CoreError`, or `ConfigError` where that is what it was."""
-        assert self._exited is not None, "start() first"
-        receive = asyncio.ensure_future(self._socket.recv_multipart())
-        try:
-            await asyncio.wait({receive, self._exited}, return_when=asyncio.FIRST_COMPLETED)
-            if not receive.done():  # dead; what it said last may still be under way
-                await asyncio.wait({receive}, timeout=_LAST_WORDS_S)
-            if not receive.done():
-                raise CoreError(self._obituary())
-            _, payload = receive.result()
-        finally:
-            receive.cancel()
+        payload = await self._inbox.next()
+        if payload is None:
+            raise CoreError(self._obituary())
         message = messages.decode_output(payload)
         if isinstance(message, CoreFailed):
             raise ConfigError(message.message) if message.refused else CoreError(message.message)
@@ -233,6 +230,16 @@ class CoreClient(CoreConnection):
     def _obituary(self) -> str:
         if self._exited is None:
             return "the engine core has not been started"
+        if not self._exited.done():
+            return "the engine core has been closed"
         status = self._exited.result()
         how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
         return f"the engine core {how}; its log says more"
+
+
+def _listener(path: Path) -> socket.socket:
+    """A Unix socket that listens there; the core inherits it, so that frontends may connect before the core has begun."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    return listener

@@ -6,19 +6,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock.engine.messages import FRONTEND_SHIFT, Lifecycle, Logprobs, PromptLogprobs, StepOutputs
+from penstock.engine.messages import FRONTEND_SHIFT, Lifecycle, Logprobs, Pooled, PromptLogprobs, StepOutputs
 
 _Bool = npt.NDArray[np.bool_]
 
 
 def split(frame: StepOutputs) -> Iterator[tuple[int, StepOutputs]]:
     """(frontend, its part) for every frontend that the frame concerns; a frame of a single one is passed on as it is."""
-    owners = np.frombuffer(frame.indexes, "<i8") >> FRONTEND_SHIFT
+    owners = _owners(frame.indexes)
     concerned = set(np.unique(owners).tolist())
     concerned.update(one.index >> FRONTEND_SHIFT for one in (*frame.started, *frame.finished))
-    for columns in (frame.lifecycle, frame.prompt_logprobs):
+    for columns in (frame.lifecycle, frame.prompt_logprobs, frame.pooled):
         if columns is not None:
-            concerned.update(np.unique(np.frombuffer(columns.indexes, "<i8") >> FRONTEND_SHIFT).tolist())
+            concerned.update(np.unique(_owners(columns.indexes)).tolist())
     if len(concerned) == 1:
         yield concerned.pop(), frame
         return
@@ -40,6 +40,7 @@ def _part(frame: StepOutputs, frontend: int, mine: _Bool) -> StepOutputs:
         logprobs=_logprobs(frame.logprobs, tokens),
         prompt_logprobs=_prompt_logprobs(frame.prompt_logprobs, frontend),
         lifecycle=_lifecycle(frame.lifecycle, frontend),
+        pooled=_pooled(frame.pooled, frontend),
     )
 
 
@@ -65,7 +66,7 @@ def _logprobs(columns: Logprobs | None, tokens: _Bool) -> Logprobs | None:
 def _prompt_logprobs(columns: PromptLogprobs | None, frontend: int) -> PromptLogprobs | None:
     if columns is None:
         return None
-    kept = np.frombuffer(columns.indexes, "<i8") >> FRONTEND_SHIFT == frontend
+    kept = _owners(columns.indexes) == frontend
     if not kept.any():
         return None
     return PromptLogprobs(
@@ -83,10 +84,24 @@ def _prompt_logprobs(columns: PromptLogprobs | None, frontend: int) -> PromptLog
 def _lifecycle(columns: Lifecycle | None, frontend: int) -> Lifecycle | None:
     if columns is None:
         return None
-    kept = np.frombuffer(columns.indexes, "<i8") >> FRONTEND_SHIFT == frontend
+    kept = _owners(columns.indexes) == frontend
     if not kept.any():
         return None
     return Lifecycle(_kept(columns.indexes, 8, kept), _kept(columns.events, 1, kept), _kept(columns.times, 8, kept))
+
+
+def _pooled(columns: Pooled | None, frontend: int) -> Pooled | None:
+    if columns is None:
+        return None
+    kept = _owners(columns.indexes) == frontend
+    if not kept.any():
+        return None
+    return Pooled(_kept(columns.indexes, 8, kept), columns.size, _kept(columns.vectors, 4 * columns.size, kept))
+
+
+def _owners(indexes: bytes) -> npt.NDArray[np.int64]:
+    """The frontend of each request in a column of indexes."""
+    return np.frombuffer(indexes, "<i8") >> FRONTEND_SHIFT
 
 
 def _kept(column: bytes, width: int, kept: _Bool) -> bytes:

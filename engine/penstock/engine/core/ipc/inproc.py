@@ -6,12 +6,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+from penstock.engine.commands import Command
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.core import EngineCore
+from penstock.engine.core.ipc.boot_times import BootTimes
 from penstock.engine.core.ipc.calls import Calls
-from penstock.engine.core.ipc.client import MODEL_RUNNER, CoreError
-from penstock.engine.core.ipc.process import HEARTBEAT_S, REPORT_INTERVAL_S, build_core, build_runner
-from penstock.engine.messages import AbortRequests, AddRequest, Command, Control, CoreReady, CoreStats, StepOutputs
+from penstock.engine.core.ipc.client import CoreError
+from penstock.engine.core.ipc.process import HEARTBEAT_S, READ_POLL_MS, REPORT_INTERVAL_S, build_core, build_runner
+from penstock.engine.messages import AbortRequests, AdaptersChanged, AddRequest, Control, CoreReady, CoreStats, StepOutputs
 
 
 class InprocClient:
@@ -19,10 +21,10 @@ class InprocClient:
 
     Args:
         config: The engine's configuration.
-        runner: `module:Class` of the model runner.
+        runner: `module:Class` of the model runner; None: the device's.
     """
 
-    def __init__(self, config: EngineConfig, *, runner: str = MODEL_RUNNER) -> None:
+    def __init__(self, config: EngineConfig, *, runner: str | None = None) -> None:
         self.first_number = 0
         self._config = config
         self._runner = runner
@@ -33,11 +35,13 @@ class InprocClient:
 
     async def start(self) -> CoreReady:
         """Loads the model and makes the first forward pass; raises `ConfigError` where it cannot be served."""
-        began = time.time()
-        runner, num_blocks = build_runner(self._config, self._runner)
-        epoch = int(began * 1000)
+        boot, epoch = BootTimes(), int(time.time() * 1000)
+        runner, num_blocks = build_runner(self._config, self._runner, boot)
         self._core = build_core(self._config, runner, num_blocks, epoch)
-        return CoreReady(epoch, self._config.model.max_model_len, num_blocks, time.time() - began)
+        while self._core.may_capture:  # whoever calls from Python has no idle time to give
+            self._core.capture_graph()
+        boot.end("adapters")
+        return CoreReady(epoch, self._config.model.max_model_len, num_blocks, boot.seconds, adapters=self._core.adapters())
 
     async def add(self, request: AddRequest) -> None:
         """Hands over one request; raises `CoreError` when the core has failed."""
@@ -58,7 +62,7 @@ class InprocClient:
             self._wake.set()
             return await done
 
-    async def outputs(self) -> AsyncIterator[StepOutputs | CoreStats]:
+    async def outputs(self) -> AsyncIterator[StepOutputs | CoreStats | AdaptersChanged]:
         """Turns the loop: what the core says, without end; raises `CoreError` when it fails."""
         core, reported = self._running(), 0.0
         while True:
@@ -70,6 +74,8 @@ class InprocClient:
                 raise CoreError(self._failure) from error
             if step is not None:
                 yield step
+            if (adapters := core.take_adapters()) is not None:
+                yield adapters
             if replies := core.take_replies():
                 yield core.stats()  # whoever reads an answer finds the state that it speaks of
                 for reply in replies:
@@ -82,7 +88,7 @@ class InprocClient:
                 await asyncio.sleep(0)
             else:
                 with suppress(TimeoutError):  # what waits may have a deadline
-                    await asyncio.wait_for(self._wake.wait(), HEARTBEAT_S)
+                    await asyncio.wait_for(self._wake.wait(), READ_POLL_MS / 1000 if core.is_reading else HEARTBEAT_S)
             self._wake.clear()
 
     async def close(self) -> None:

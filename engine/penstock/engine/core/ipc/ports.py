@@ -1,14 +1,17 @@
-"""The core's sockets towards its frontends: one, or several that share the core."""
+"""The core's side of its frontends: one, or several that share the core."""
 
+import socket
 from collections.abc import Iterator
 from typing import Protocol
 
-import zmq
+import msgspec
 
 from penstock.engine import messages
 from penstock.engine.core.ipc.fanout import split
+from penstock.engine.core.ipc.links import Link, Links
 from penstock.engine.messages import (
     FRONTEND_SHIFT,
+    AdaptersChanged,
     ControlDone,
     CoreFailed,
     CoreInput,
@@ -19,15 +22,16 @@ from penstock.engine.messages import (
     StepOutputs,
 )
 
-Socket = zmq.Socket[bytes]
-
 
 class Port(Protocol):
     """Where messages come from and go to."""
 
-    @property
-    def sockets(self) -> list[Socket]:
-        """Those to be polled for input."""
+    def watch(self, descriptor: int) -> None:
+        """Has `poll` wait for something else too."""
+        ...
+
+    def poll(self, patience_ms: int) -> bool:
+        """Waits until something has come, at most so long, and says whether it has."""
         ...
 
     def receive(self) -> Iterator[CoreInput]:
@@ -35,7 +39,11 @@ class Port(Protocol):
         ...
 
     def send(self, message: CoreOutput) -> None:
-        """Says something to whoever it concerns."""
+        """Says something to whoever it concerns, without waiting for them to listen."""
+        ...
+
+    def finish(self, seconds: float) -> None:
+        """Waits at most so long until everything that was said is on its way."""
         ...
 
 
@@ -43,58 +51,54 @@ class SinglePort:
     """To the frontend that started the core.
 
     Args:
-        socket: The DEALER, connected.
+        connection: To it.
     """
 
-    def __init__(self, socket: Socket) -> None:
-        self._socket = socket
-        self.sockets = [socket]
+    def __init__(self, connection: socket.socket) -> None:
+        self._links = Links()
+        self._first = self._links.add(connection)
+        self.watch, self.poll, self.finish = self._links.watch, self._links.poll, self._links.finish
 
     def receive(self) -> Iterator[CoreInput]:
         """What has arrived."""
-        while self._socket.poll(0):
-            yield messages.decode_input(self._socket.recv())
+        return map(messages.decode_input, self._links.receive(self._first))
 
     def send(self, message: CoreOutput) -> None:
         """Says something to the frontend."""
-        self._socket.send(messages.encode(message))
+        self._links.send(self._first, messages.encode(message))
 
 
-class SharedPort:
+class SharedPort(SinglePort):
     """To the process that started the core, which sends no requests, and to the frontends that it has started.
 
     Each frontend gets a frame of its own requests; what concerns the core as a whole goes to all of them.
 
     Args:
-        first: The DEALER to the process that started the core.
-        context: Where the ROUTER is made.
-        address: Of the ROUTER.
+        connection: To the process that started the core.
+        listener: Where frontends connect.
     """
 
-    def __init__(self, first: Socket, context: "zmq.Context[Socket]", address: str) -> None:
-        self._first = SinglePort(first)
-        self._router = context.socket(zmq.ROUTER)
-        self._router.set_hwm(0)
-        self._router.bind(address)
-        self.sockets = [first, self._router]
-        self._joined: dict[int, bytes] = {}
+    def __init__(self, connection: socket.socket, listener: socket.socket) -> None:
+        super().__init__(connection)
+        listener.setblocking(False)
+        self._listener = listener
+        self.watch(listener.fileno())
+        self._strangers: list[Link] = []
+        self._joined: dict[int, Link] = {}
         self._left: set[int] = set()
-        self._ready: bytes | None = None
+        self._ready: CoreReady | None = None
 
     def receive(self) -> Iterator[CoreInput]:
         """What has arrived, without what the dead have said."""
-        for message in self._first.receive():
+        for message in super().receive():
             if isinstance(message, FrontendLeft):
-                self._joined.pop(message.frontend, None)
                 self._left.add(message.frontend)
+                if (link := self._joined.pop(message.frontend, None)) is not None:
+                    self._links.remove(link)
             yield message
-        while self._router.poll(0):
-            identity, payload = self._router.recv_multipart()
-            message = messages.decode_input(payload)
-            if isinstance(message, FrontendJoined):
-                self._join(message.frontend, identity)
-            elif identity in self._joined.values():
-                yield message
+        self._accept()
+        for link in list(self._joined.values()):
+            yield from map(messages.decode_input, self._links.receive(link))
 
     def send(self, message: CoreOutput) -> None:
         """Says something to whoever it concerns."""
@@ -109,21 +113,38 @@ class SharedPort:
             case _:
                 payload = messages.encode(message)
                 if isinstance(message, CoreReady):
-                    self._ready = payload
+                    self._ready = message
+                elif isinstance(message, AdaptersChanged) and self._ready is not None:
+                    self._ready = msgspec.structs.replace(self._ready, adapters=message.adapters)
                 self._send(0, payload)
                 for frontend in self._joined:
                     self._send(frontend, payload)
 
-    def _join(self, frontend: int, identity: bytes) -> None:
+    def _accept(self) -> None:
+        """Takes in who has connected, and whoever of them has said who they are: frontends say nothing else until they hear that
+        the core is ready."""
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                break
+            self._strangers.append(self._links.add(connection))
+        for link in list(self._strangers):
+            for message in map(messages.decode_input, self._links.receive(link)):
+                if isinstance(message, FrontendJoined):
+                    self._join(message.frontend, link)
+        self._strangers = [link for link in self._strangers if not link.is_gone and link not in self._joined.values()]
+
+    def _join(self, frontend: int, link: Link) -> None:
         if frontend in self._left:
+            self._links.remove(link)
             return
-        self._joined[frontend] = identity
+        self._joined[frontend] = link
         if self._ready is not None:
-            self._send(frontend, self._ready)
+            self._send(frontend, messages.encode(self._ready))
 
     def _send(self, frontend: int, payload: bytes) -> None:
         """Nothing where the frontend is gone."""
-        if frontend == 0:
-            self._first.sockets[0].send(payload)
-        elif (identity := self._joined.get(frontend)) is not None:
-            self._router.send_multipart([identity, payload])
+        link = self._first if frontend == 0 else self._joined.get(frontend)
+        if link is not None:
+            self._links.send(link, payload)

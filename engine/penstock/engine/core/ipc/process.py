@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -25,15 +26,29 @@ from penstock.engine import messages
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import Runner, executor_of
+from penstock.engine.core.ipc.boot_times import BootTimes
+from penstock.engine.core.ipc.framing import LENGTH_BYTES
 from penstock.engine.core.ipc.ports import Port, SharedPort, SinglePort
 from penstock.engine.core.ipc.publisher import EventPublisher
-from penstock.engine.core.memory import measure_memory, num_kv_blocks
+from penstock.engine.core.memory import num_kv_blocks
 from penstock.engine.messages import CoreFailed, CoreReady, CoreStart
 
 REPORT_INTERVAL_S = 0.05
 """Between two reports while something changes."""
 HEARTBEAT_S = 1.0
 """Between two reports while nothing does."""
+READ_POLL_MS = 5
+"""Between two looks at adapters that are being read, while nothing else is there to do."""
+IDLE_S = 0.1
+"""Without work or a word from the frontend, after which the time is used for CUDA graphs."""
+
+_LAST_WORDS_S = 1.0
+
+RUNNERS = {
+    "cpu": "penstock.engine.runner.model_runner:ModelRunner",
+    "cuda": "penstock.engine.runner.device.device_runner:DeviceRunner",
+}
+"""`module:Class` of each device's."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,31 +69,38 @@ class CoreLoop:
         self._send = port.send
         self._port = port
         self._publisher = publisher
-        self._poller = zmq.Poller()
-        for socket in port.sockets:
-            self._poller.register(socket, zmq.POLLIN)
         if publisher is not None:
-            self._poller.register(publisher.replay_socket, zmq.POLLIN)
+            port.watch(publisher.replay_socket.fileno())
         self._last_report = -HEARTBEAT_S
+        self._watch_again = 0.0
+        self._busy_until = time.monotonic()
         self._changed = True
         self._watch()
 
     def turn(self) -> None:
         """One turn: waits for input only when there is no other work."""
         # Everything that the cache has said is published before a replay reads the cache.
-        if dict(self._poller.poll(self._patience_ms())):
+        if self._port.poll(self._patience_ms()):
             for message in self._port.receive():
                 self._core.handle(message)
                 self._changed = True
             if self._publisher is not None:
                 self._publish([])
                 self._publisher.serve_replay(self._core.scheduler.kv.cached_hashes)
-        self._changed |= self._core.has_work
+            self._busy_until = time.monotonic()
+        elif self._core.may_capture and time.monotonic() - self._busy_until >= IDLE_S:
+            self._core.capture_graph()
+            self._changed = True
+        if self._core.has_work:
+            self._changed, self._busy_until = True, time.monotonic()
         if self._core.next_command is not None:
             faulthandler.cancel_dump_traceback_later()
+            self._watch_again = 0.0
             self._send(self._core.stats())  # it may take long, and must not pass for a hang
         if outputs := self._core.step():
             self._send(outputs)
+        if adapters := self._core.take_adapters():
+            self._send(adapters)
         self._reply()
         self._report()
 
@@ -91,14 +113,20 @@ class CoreLoop:
 
     def _watch(self) -> None:
         """Puts the dump off: it comes when nothing is reported for long. From a thread of its own that needs no interpreter, so
-        that it comes even when an operator hangs and holds the lock."""
-        faulthandler.dump_traceback_later(self._watchdog_timeout)
+        that it comes even when an operator hangs and holds the lock. Each time begins another thread: so it is not done at every
+        report, and the dump may come an eighth of its time early."""
+        if (now := time.monotonic()) >= self._watch_again:
+            faulthandler.dump_traceback_later(self._watchdog_timeout)
+            self._watch_again = now + self._watchdog_timeout / 8
 
     def _patience_ms(self) -> int:
         if self._core.has_work:
             return 0
         interval = REPORT_INTERVAL_S if self._changed else HEARTBEAT_S
-        return max(0, round(1000 * (self._last_report + interval - time.monotonic())))
+        patience = max(0, round(1000 * (self._last_report + interval - time.monotonic())))
+        if self._core.may_capture:
+            return min(patience, max(0, round(1000 * (self._busy_until + IDLE_S - time.monotonic()))))
+        return min(patience, READ_POLL_MS) if self._core.is_reading else patience
 
     def _report(self) -> None:
         """Tells the frontend and the event stream; load at most every `REPORT_INTERVAL_S` and at least every `HEARTBEAT_S`."""
@@ -117,41 +145,55 @@ class CoreLoop:
             self._publisher.publish(batch, time.time())
 
 
-def build_runner(config: EngineConfig, path: str) -> tuple[Runner, int]:
+def build_runner(config: EngineConfig, path: str | None = None, boot: BootTimes | None = None) -> tuple[Runner, int]:
     """A runner with its weights and cache that has made its first forward pass, and the number of its KV blocks.
 
     Args:
         config: The engine's.
-        path: `module:Class`.
+        path: `module:Class`; None: the device's.
+        boot: Told what it took.
     """
-    module, _, name = path.partition(":")
+    boot = boot or BootTimes()
+    module, _, name = (path or RUNNERS[config.device]).partition(":")
     runner: Runner = getattr(import_module(module), name)(config)
+    boot.end("imports")
     runner.load()
-    num_blocks = num_kv_blocks(config, runner.kv_layout(), measure_memory(), runner.profile_memory())
+    boot.end("weights")
+    step_bytes = runner.profile_memory()
+    num_blocks = num_kv_blocks(config, runner.kv_layout(), runner.measure_memory(), step_bytes)
+    boot.end("memory")
     runner.initialize_kv_cache(num_blocks)
+    boot.end("cache")
     runner.warm_up()
+    boot.end("warm_up")
     return runner, num_blocks
 
 
 def build_core(config: EngineConfig, runner: Runner, num_blocks: int, epoch: int, engine_index: int = 0) -> EngineCore:
-    """The core of an engine with one rank."""
-    return EngineCore(config, executor_of(config, runner), num_blocks, epoch, engine_index, runner.kv_layout().groups)
+    """The core of an engine with one rank, with the adapters that it starts with."""
+    groups, ceilings = runner.kv_layout().groups, runner.ceilings()
+    core = EngineCore(config, executor_of(config, runner), num_blocks, epoch, engine_index, groups, ceilings)
+    if config.lora is not None:
+        core.load_adapters(config.lora.modules)
+    if core.may_capture:
+        core.capture_graph()
+    return core
 
 
 def run(start: CoreStart, port: Port, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     """Serves for ever; raises what makes that impossible."""
-    began = time.time()
-    epoch = int(began * 1000)
+    boot, epoch = BootTimes(), int(time.time() * 1000)
     publisher = None
     if start.events_address is not None and start.replay_address is not None:
         # Bound before the weights are loaded: a port that is taken should not cost the wait.
         publisher = EventPublisher(context, epoch, start.events_address, start.replay_address)
-    runner, num_blocks = build_runner(start.config, start.runner)
+    runner, num_blocks = build_runner(start.config, start.runner, boot)
     core = build_core(start.config, runner, num_blocks, epoch, start.engine_index)
     loop = CoreLoop(core, port, publisher, start.config.watchdog_timeout)
-    ready = CoreReady(epoch, start.config.model.max_model_len, num_blocks, time.time() - began, runner.kernels)
+    boot.end("adapters")
+    ready = CoreReady(epoch, start.config.model.max_model_len, num_blocks, boot.seconds, runner.kernels, core.adapters())
     port.send(ready)
-    _log.info("ready after %.1f s with %d KV blocks of %d tokens", ready.load_seconds, num_blocks, start.config.cache.block_size)
+    _log.info("ready after %s with %d KV blocks of %d tokens", boot, num_blocks, start.config.cache.block_size)
     # What exists now stays: no collection need look at it again.
     gc.collect()
     gc.freeze()
@@ -165,13 +207,10 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s core: %(message)s")
     start = read_start(sys.stdin.buffer)
-    threading.Thread(target=_end_with_frontend, args=[start.address], name="frontend-watch", daemon=True).start()
+    threading.Thread(target=_end_with_frontend, args=[start.frontends_address], name="frontend-watch", daemon=True).start()
+    connection = _inherited(start.connection)
+    port = SinglePort(connection) if start.listener is None else SharedPort(connection, _inherited(start.listener))
     context = zmq.Context[zmq.Socket[bytes]]()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, messages.core_identity(start.engine_index))
-    socket.set_hwm(0)
-    socket.connect(start.address)
-    port = SharedPort(socket, context, start.frontends_address) if start.frontends_address else SinglePort(socket)
     try:
         run(start, port, context)
     except ConfigError as error:
@@ -180,27 +219,34 @@ def main() -> int:
         port.send(CoreFailed(f"{type(error).__name__}: {error}"))
         raise
     finally:
-        context.destroy(linger=1000)
+        port.finish(_LAST_WORDS_S)
+        context.destroy(linger=round(1000 * _LAST_WORDS_S))
     return 1
 
 
 def read_start(stream: BinaryIO) -> CoreStart:
     """The start message: four bytes of length, little endian, then msgpack. Raises `EOFError` where the stream ends before."""
-    size = stream.read(4)
+    size = stream.read(LENGTH_BYTES)
     body = stream.read(int.from_bytes(size, "little"))
-    if len(size) < 4 or len(body) < int.from_bytes(size, "little"):
+    if len(size) < LENGTH_BYTES or len(body) < int.from_bytes(size, "little"):
         raise EOFError("standard input holds no start message: this module is started by penstock.engine.core.ipc.client")
     return messages.decode_start(body)
 
 
-def _end_with_frontend(address: str) -> None:
+def _inherited(descriptor: int) -> socket.socket:
+    """A socket that whoever started this process has passed on, and that goes no further."""
+    os.set_inheritable(descriptor, False)
+    return socket.socket(fileno=descriptor)
+
+
+def _end_with_frontend(frontends_address: str | None) -> None:
     while os.read(sys.stdin.fileno(), 1):
         pass
-    # A frontend that was killed while the model loaded has left the socket's folder behind.
-    path = Path(address.removeprefix("ipc://"))
-    with suppress(OSError):
-        path.unlink(missing_ok=True)
-        path.parent.rmdir()
+    if frontends_address is not None:  # one that was killed has left the socket's folder behind
+        path = Path(frontends_address)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+            path.parent.rmdir()
     os._exit(0)
 
 

@@ -88,6 +88,8 @@ class EventPublisher:
         batches = self._buffer.since(start)
         if batches is not None:
             return batches
+        if not self._buffer.next_seq:  # a snapshot has the number of the batch that it follows
+            self.publish([], self._time)
         snapshot: list[Event] = [AllBlocksCleared(), BlockStored(list(cached_hashes()))]
         return [(self._buffer.next_seq - 1, events.encode(EventBatch(self._epoch, self._time, snapshot)))]
 

@@ -23,7 +23,7 @@ def step_cost(model: ModelCost, new: Int32, ends: Int32, num_sampled: int) -> St
     num_tokens = int(new.sum())
     attention = kv_read = kv_write = 0
     for group in model.windows:
-        pairs, keys = _attended(new, ends, group.window)
+        pairs, keys = _attended(new, ends, num_tokens, group.window)
         attention += pairs * group.flops_per_pair
         kv_read += keys * group.kv_bytes_per_token
         kv_write += num_tokens * group.kv_bytes_per_token
@@ -37,9 +37,12 @@ def step_cost(model: ModelCost, new: Int32, ends: Int32, num_sampled: int) -> St
     )
 
 
-def _attended(new: Int32, ends: Int32, window: int | None) -> tuple[int, int]:
+def _attended(new: Int32, ends: Int32, num_tokens: int, window: int | None) -> tuple[int, int]:
     """Over all rows, the pairs of a query and a key that it sees, and the keys that any query of the row sees."""
-    counts, upto = new.astype(np.int64), ends.astype(np.int64)
+    upto = ends.astype(np.int64)
+    if window is None and num_tokens == len(new):  # a token each
+        return (total := int(upto.sum())), total
+    counts = new.astype(np.int64)
     if window is None:
         # The token at position p sees p + 1: an arithmetic series from `upto - counts + 1` to `upto`.
         return int((counts * (2 * upto - counts + 1)).sum()) // 2, int(upto.sum())

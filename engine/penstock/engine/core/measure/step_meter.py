@@ -7,7 +7,8 @@ import numpy as np
 from penstock.engine.core.measure.step_cost import step_cost
 from penstock.engine.core.plan import Int32, StepPlan, StepResult
 from penstock.engine.cost import ModelCost, StepCost
-from penstock.engine.messages import Buckets, StepStats
+from penstock.engine.messages import Buckets, GraphSteps, Roofline, StepStats
+from penstock.engine.roofline import Ceilings, floor_s
 
 SECONDS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05),
@@ -21,10 +22,13 @@ class StepMeter:
 
     Args:
         model: The model's shape; None: its cost is not known.
+        ceilings: What the device can do; None: nobody has measured it.
     """
 
-    def __init__(self, model: ModelCost | None) -> None:
+    def __init__(self, model: ModelCost | None, ceilings: Ceilings | None = None) -> None:
         self._model = model
+        self._ceilings = ceilings
+        self._floor_s = 0.0
         self._seconds = [0] * (len(SECONDS) + 1)
         self._tokens = [0] * (len(TOKENS) + 1)
         self._seconds_sum = 0.0
@@ -32,11 +36,15 @@ class StepMeter:
         self._sampled = 0
         self._not_finite = 0
         self._cost = StepCost()
+        self._graphs: dict[tuple[str, str], list[int]] = {}
 
     def submitted(self, plan: StepPlan, ends: Int32) -> None:
         """A plan goes to the runner; `ends`, [r]: how many tokens of each row are computed after it."""
         if self._model is not None:
-            self._cost += step_cost(self._model, plan.num_new_tokens, ends, int(np.count_nonzero(plan.samples)))
+            cost = step_cost(self._model, plan.num_new_tokens, ends, int(np.count_nonzero(plan.samples)))
+            self._cost += cost
+            if self._ceilings is not None:
+                self._floor_s += floor_s(cost, self._ceilings)
 
     def retired(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """A step has ended."""
@@ -45,8 +53,13 @@ class StepMeter:
         self._tokens[bisect_left(TOKENS, tokens)] += 1
         self._seconds_sum += seconds
         self._tokens_sum += tokens
-        self._sampled += int(np.count_nonzero(plan.samples))
+        self._sampled += int(np.count_nonzero(plan.samples)) if result.pooled is None else 0
         self._not_finite += result.num_not_finite
+        if (graph := result.graph) is not None:
+            counts = self._graphs.setdefault((graph.mode, graph.reason), [0, 0, 0])
+            counts[0] += 1
+            counts[1] += graph.num_tokens
+            counts[2] += graph.num_padded_tokens - graph.num_tokens
 
     def stats(self) -> StepStats:
         """Everything so far."""
@@ -56,4 +69,6 @@ class StepMeter:
             sampled_tokens=self._sampled,
             not_finite=self._not_finite,
             cost=None if self._model is None else self._cost,
+            roofline=None if self._ceilings is None or self._model is None else Roofline(self._ceilings, self._floor_s),
+            graphs=[GraphSteps(mode, reason, *counts) for (mode, reason), counts in self._graphs.items()],
         )

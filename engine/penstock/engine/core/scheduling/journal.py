@@ -13,6 +13,7 @@ from penstock.engine.messages import (
     Lifecycle,
     LifecycleEvent,
     Logprobs,
+    Pooled,
     PromptLogprobs,
     Started,
 )
@@ -60,6 +61,7 @@ class Journal:
                 prompt_tokens=request.num_prompt_tokens,
                 cached_tokens=max(request.num_cached_tokens, 0),
                 output_tokens=num_tokens - request.num_prompt_tokens,
+                ttft_s=request.ttft_s,
             )
         )
 
@@ -74,6 +76,7 @@ class Journal:
         tokens: Int32 | None = None,
         logprobs: Logprobs | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
+        pooled: Pooled | None = None,
     ) -> RequestOutputs:
         """Everything since the last call, with a step's tokens if there are any."""
         started, finished, lifecycle = self._started, self._finished, None
@@ -83,7 +86,7 @@ class Journal:
             self._clear_lifecycle()
         if indexes is None or tokens is None:
             indexes, tokens = no_tokens()
-        return RequestOutputs(indexes, tokens, started, finished, logprobs, prompt_logprobs, lifecycle)
+        return RequestOutputs(indexes, tokens, started, finished, logprobs, prompt_logprobs, lifecycle, pooled)
 
     def _clear_lifecycle(self) -> None:
         self._indexes, self._events, self._times = array("q"), bytearray(), array("d")

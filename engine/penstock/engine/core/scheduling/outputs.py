@@ -5,7 +5,7 @@ import numpy as np
 
 from penstock.engine.core import plan
 from penstock.engine.core.plan import Bool, Int32, Int64, SampledLogprobs, empty
-from penstock.engine.messages import Finished, Lifecycle, Logprobs, PromptLogprobs, Started, StepOutputs
+from penstock.engine.messages import Finished, Lifecycle, Logprobs, Pooled, PromptLogprobs, Started, StepOutputs
 
 
 class RequestOutputs(msgspec.Struct, frozen=True):
@@ -20,6 +20,7 @@ class RequestOutputs(msgspec.Struct, frozen=True):
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     lifecycle: Lifecycle | None = None
+    pooled: Pooled | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -41,6 +42,7 @@ class RequestOutputs(msgspec.Struct, frozen=True):
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             lifecycle=self.lifecycle,
+            pooled=self.pooled,
         )
 
 
@@ -94,4 +96,24 @@ def prompt_logprob_columns(logprobs: plan.PromptLogprobs | None, live: Bool, ind
         width=logprobs.top_ids.shape[1],
         top_ids=logprobs.top_ids[sent].astype("<i4").tobytes(),
         top_logprobs=logprobs.top_logprobs[sent].astype("<f4").tobytes(),
+    )
+
+
+def pooled_columns(pooled: plan.Pooled | None, live: Bool, indexes: Int64) -> Pooled | None:
+    """The embeddings that are sent.
+
+    Args:
+        pooled: Of the plan's rows whose prompts have ended.
+        live: [r], for each of the plan's rows whether its request is still there.
+        indexes: [r]: the requests.
+    """
+    if pooled is None:
+        return None
+    sent = live[pooled.plan_rows]
+    if not sent.any():
+        return None
+    return Pooled(
+        indexes=indexes[pooled.plan_rows[sent]].astype("<i8").tobytes(),
+        size=pooled.vectors.shape[1],
+        vectors=pooled.vectors[sent].astype("<f4").tobytes(),
     )

@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from penstock.api.load_report import WaitingReason
 from penstock.engine.messages import AddRequest, FinishReason
 from penstock.engine.sampling import SamplingParams
 from penstock.prompt.hashing import BlockHasher, ExtraKeys
+
+if TYPE_CHECKING:
+    from penstock.engine.core.scheduling.lora.adapter import Adapter
 
 
 class RequestStatus(IntEnum):
@@ -56,8 +60,10 @@ class Request:
 
     __slots__ = (
         "_extra_keys",
+        "adapter",
         "block_hashes",
         "deadline",
+        "first_token_at",
         "index",
         "key",
         "num_cached_tokens",
@@ -70,10 +76,12 @@ class Request:
         "status",
         "tenant",
         "token_ids",
+        "waited",
+        "waiting_since",
         "waits_for",
     )
 
-    def __init__(self, message: AddRequest, ordinal: int) -> None:
+    def __init__(self, message: AddRequest, ordinal: int, adapter: "Adapter | None" = None, now: float = 0.0) -> None:
         self.index = message.index
         self.request_id = message.request_id
         self.token_ids = message.prompt_token_ids
@@ -82,25 +90,45 @@ class Request:
         self.sampling: SamplingParams = message.sampling
         self.priority = message.priority
         self.tenant = message.tenant
+        self.adapter = adapter
         self.deadline = message.deadline
         self.key = (message.priority, message.arrival_time, ordinal)
         """The order in which requests are served: the smallest first, and the largest preempted first."""
         self.status = RequestStatus.WAITING
         self.waits_for: WaitingReason = "capacity"
         """Why it did not start when that was last tried, or what it is parked for; of no meaning while RUNNING."""
+        self.waiting_since = now
+        """When that became the reason, Unix time in seconds."""
+        self.waited: dict[WaitingReason, float] = {}
+        """Seconds by reason before it first ran, as far as they are over; of no meaning afterwards."""
         self.row = -1
         """Its row while RUNNING."""
         self.num_cached_tokens = -1
         """Prompt tokens that the prefix cache supplied when it first ran; -1 before."""
         self.num_preemptions = 0
+        self.first_token_at = 0.0
+        """Unix time in seconds; 0 before."""
         self.block_hashes: list[bytes] = []
         """Of its full blocks, as far as anybody asked."""
-        self._extra_keys = ExtraKeys(cache_salt=message.cache_salt, tenant=message.tenant)
+        self._extra_keys = ExtraKeys(
+            lora=adapter.info.name if adapter is not None else None, cache_salt=message.cache_salt, tenant=message.tenant
+        )
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from arrival to the first token; 0 before, and where a clock was set back meanwhile."""
+        return max(self.first_token_at - self.key[1], 0.0)
 
     @property
     def has_started(self) -> bool:
         """Whether it has ever had a row."""
         return self.num_cached_tokens >= 0
+
+    def wait_for(self, reason: WaitingReason, now: float) -> None:
+        """From `now` on it waits for something else than before, or for the same."""
+        # A clock that is set back must not turn an interval negative.
+        self.waited[self.waits_for] = self.waited.get(self.waits_for, 0.0) + max(now - self.waiting_since, 0.0)
+        self.waits_for, self.waiting_since = reason, now
 
     def extend_prompt(self, token_ids: Sequence[int]) -> None:
         """More of a prompt whose beginning came with the request."""
@@ -110,6 +138,11 @@ class Request:
     def extend_hashes(self, hasher: BlockHasher, token_ids: Sequence[int]) -> None:
         """Hashes the full blocks of `token_ids`, all tokens from the first one, that are not hashed yet."""
         hasher.extend(self.block_hashes, token_ids, self._extra_keys)
+
+    def rename_chain(self, lora: str) -> None:
+        """Blocks that it fills from now on are found under this name of its adapter alone: another one has its old name."""
+        self._extra_keys = ExtraKeys(lora=lora, cache_salt=self._extra_keys.cache_salt, tenant=self.tenant)
+        self.block_hashes.clear()
 
 
 def order(request: Request) -> tuple[int, float, int]:

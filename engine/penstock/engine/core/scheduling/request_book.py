@@ -7,12 +7,17 @@ from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.scheduling.deadlines import Deadlines
 from penstock.engine.core.scheduling.journal import Journal
+from penstock.engine.core.scheduling.lora.adapter import Adapter
+from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
+from penstock.engine.core.scheduling.lora.adapters import Adapters
 from penstock.engine.core.scheduling.pause import Closed
 from penstock.engine.core.scheduling.request import Request, RequestStatus
 from penstock.engine.core.scheduling.tenancy import Tenancy
 from penstock.engine.core.scheduling.token_counters import TokenCounters
 from penstock.engine.core.scheduling.waiting_room import WaitingRoom
 from penstock.engine.messages import (
+    ADAPTER_FAILED,
+    ADAPTER_GONE,
     QUEUE_FULL,
     QUEUE_TIMEOUT,
     REQUEST_TIMEOUT,
@@ -38,12 +43,23 @@ class RequestBook:
     Args:
         config: Limits of the queue.
         max_model_len: Tokens of prompt and output together.
+        longest_prompt: Tokens of a prompt at most.
         kv: Holds the running requests' blocks.
         hasher: Names them.
+        table: Where adapters are.
     """
 
-    def __init__(self, config: SchedulerConfig, max_model_len: int, kv: KVCacheManager, hasher: BlockHasher) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        max_model_len: int,
+        longest_prompt: int,
+        kv: KVCacheManager,
+        hasher: BlockHasher,
+        table: AdapterTable,
+    ) -> None:
         self.live: dict[int, Request] = {}
+        self.adapters = Adapters(table, self.live, kv)
         self.counters = TokenCounters(config.tenant_weights)
         self.waiting = WaitingRoom(self.counters)
         self.tenancy = Tenancy(config.max_num_seqs, max_model_len)
@@ -51,6 +67,7 @@ class RequestBook:
         self._policy = config.policy
         self._max_num_waiting = config.max_num_waiting
         self._max_model_len = max_model_len
+        self._longest_prompt = longest_prompt
         self._kv = kv
         self._hasher = hasher
         self._deadlines = Deadlines()
@@ -64,13 +81,18 @@ class RequestBook:
         if message.index in self.live:
             raise ValueError(f"request {message.index} is there already")
         self._ordinal += 1
-        request = Request(message, self._ordinal)
+        adapter = self.adapters.table.get(message.lora_id)
+        request = Request(message, self._ordinal, adapter, now)
+        if adapter is not None:
+            self.adapters.table.joined(adapter)
         if self.counters.is_crowded:
             self.counters.prune(self.waiting.tenants, {other.tenant for other in self.live.values()})
         self.live[request.index] = request
-        self.waiting.push(request)
+        self.waiting.push(request, now)
         if closed is not None:
             self.finish(request, FinishReason.ERROR, error=closed.error, code=closed.code)
+        elif message.lora_id and adapter is None:
+            self.finish(request, FinishReason.ERROR, error="the adapter has been unloaded", code=ADAPTER_GONE)
         elif not message.input_complete or self._accept_prompt(request):
             self._make_room(request)
         if request.status.is_finished:
@@ -78,9 +100,9 @@ class RequestBook:
         self._deadlines.add(request)
         self.journal.note(request, LifecycleEvent.QUEUED, now)
         if not message.input_complete:
-            self.waiting.park(request, "streaming")
+            self.waiting.park(request, "streaming", now)
 
-    def extend(self, message: ExtendPrompt) -> None:
+    def extend(self, message: ExtendPrompt, now: float) -> None:
         """See `Scheduler.extend`."""
         request = self.live.get(message.index)
         if request is None:
@@ -89,23 +111,23 @@ class RequestBook:
             self.finish(request, FinishReason.ERROR, error="more of the prompt came after its last part")
             return
         request.extend_prompt(message.token_ids)
-        if message.last or request.num_prompt_tokens >= self._max_model_len:
-            self.unpark(request.index)
+        if message.last or request.num_prompt_tokens > self._longest_prompt:
+            self.unpark(request.index, now)
 
-    def park(self, index: int, reason: WaitingReason) -> None:
+    def park(self, index: int, reason: WaitingReason, now: float) -> None:
         """See `Scheduler.park`."""
         request = self.live[index]
         if request.status is RequestStatus.RUNNING:
             raise KeyError(f"request {index} runs")
-        self.waiting.park(request, reason)
+        self.waiting.park(request, reason, now)
 
-    def unpark(self, index: int) -> None:
+    def unpark(self, index: int, now: float) -> None:
         """See `Scheduler.unpark`."""
         request = self.live.get(index)
         if request is None or not self.waiting.is_parked(request):
             return
         if request.has_started or self._accept_prompt(request):
-            self.waiting.unpark(request)
+            self.waiting.unpark(request, now)
 
     def _accept_prompt(self, request: Request) -> bool:
         """Whether a prompt that is complete can be served; a request whose prompt cannot ends here."""
@@ -116,7 +138,7 @@ class RequestBook:
             self.finish(request, FinishReason.ERROR, error=f"max_tokens is {max_tokens}; it must be at least 1")
         elif request.priority and self._policy == "fcfs":
             self.finish(request, FinishReason.ERROR, error="a priority needs --scheduling-policy priority")
-        elif length >= self._max_model_len:
+        elif length > self._longest_prompt:
             error = f"the prompt has {length} tokens; the context is {self._max_model_len}, output included"
             self.finish(request, FinishReason.IGNORED, error=error)
         elif self._kv.enable_prefix_caching:
@@ -143,6 +165,11 @@ class RequestBook:
             code = REQUEST_TIMEOUT if request.has_started else QUEUE_TIMEOUT
             self.finish(request, FinishReason.ERROR, error=_ERRORS[code], code=code)
 
+    def fail_adapter(self, adapter: Adapter, error: str) -> None:
+        """Ends the requests that wait for an adapter that could not be read again."""
+        for request in [request for request in self.waiting if request.adapter is adapter]:
+            self.finish(request, FinishReason.ERROR, error=error, code=ADAPTER_FAILED)
+
     def fail_all(self, error: str, code: str) -> None:
         """See `Scheduler.fail_all`."""
         for request in list(self.live.values()):
@@ -165,10 +192,15 @@ class RequestBook:
         else:
             self.waiting.remove(request)
         del self.live[request.index]
+        if request.adapter is not None:
+            self.adapters.table.left(request.adapter)
         self.journal.ended(request, reason, num_tokens, stop_token_id=stop_token_id, error=error, code=code)
 
     def release(self, request: Request) -> None:
         """Takes a running request's row and blocks; the next plan tells the runner."""
+        if request.adapter is not None:
+            self.adapters.note_blocks(request)
+            self.adapters.table.move_out(request.adapter)
         self._kv.free(request)
         self._released.append(request.row)
         self.tenancy.move_out(request)

@@ -16,24 +16,23 @@ import numpy as np
 from penstock.api.events import Event
 from penstock.api.load_report import WaitingReason
 from penstock.engine.cache.kv_manager import KVCacheManager, Prefix
-from penstock.engine.config import ConfigError, SchedulerConfig
-from penstock.engine.core.plan import Admission, Bool, Int32, Int64, StepPlan, StepResult, ints
+from penstock.engine.config import ConfigError, PoolingConfig, SchedulerConfig
+from penstock.engine.core.plan import Admission, Bool, Int32, Int64, Pooled, StepPlan, StepResult, ints
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.core.scheduling.admission.kv_blocks import KVBlocks
+from penstock.engine.core.scheduling.admission.lora_slots import LoraSlots
 from penstock.engine.core.scheduling.admission.max_num_seqs import MaxNumSeqs
 from penstock.engine.core.scheduling.admission.rule import AdmissionRule, Candidate
 from penstock.engine.core.scheduling.admission.token_budget import TokenBudget
-from penstock.engine.core.scheduling.outputs import RequestOutputs, logprob_columns, prompt_logprob_columns
+from penstock.engine.core.scheduling.lora.adapter import Adapter
+from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
+from penstock.engine.core.scheduling.outputs import RequestOutputs, logprob_columns, pooled_columns, prompt_logprob_columns
 from penstock.engine.core.scheduling.pause import Closed, PauseState
 from penstock.engine.core.scheduling.request import Request, RequestStatus
 from penstock.engine.core.scheduling.request_book import RequestBook
 from penstock.engine.core.scheduling.step_draft import StepDraft
-from penstock.engine.messages import (
-    AddRequest,
-    ExtendPrompt,
-    FinishReason,
-    LifecycleEvent,
-)
+from penstock.engine.core.scheduling.waits import Waits
+from penstock.engine.messages import AddRequest, ExtendPrompt, FinishReason, LifecycleEvent
 from penstock.prompt.hashing import BlockHasher, ExtraKeys
 
 
@@ -57,9 +56,19 @@ class Scheduler:
         max_model_len: Tokens of prompt and output together.
         kv: The cache, big enough for one request of that length.
         hasher: Names the cache's blocks.
+        table: Where adapters are; None: there are none.
+        pooling: Of requests that end with their prompts; None: they generate.
     """
 
-    def __init__(self, config: SchedulerConfig, max_model_len: int, kv: KVCacheManager, hasher: BlockHasher) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        max_model_len: int,
+        kv: KVCacheManager,
+        hasher: BlockHasher,
+        table: AdapterTable | None = None,
+        pooling: PoolingConfig | None = None,
+    ) -> None:
         usable, needed = kv.num_blocks, kv.blocks_for(max_model_len)
         if usable < needed:
             raise ConfigError(
@@ -76,14 +85,19 @@ class Scheduler:
         self.config = config
         self.table = RowTable(config.max_num_seqs, max_model_len, kv.block_sizes)
         self.kv = kv
+        self._table = table or AdapterTable()
         self.rules: list[AdmissionRule] = [
             MaxNumSeqs(config.max_num_seqs),
             TokenBudget(chunked=config.enable_chunked_prefill),
+            # Before what counts blocks: whoever waits for an adapter must not hold up those who wait for nothing.
+            LoraSlots(self._table),
             KVBlocks(kv),
         ]
         self.pause_state = PauseState.UNPAUSED
         self.closed: Closed | None = None
         """Why no request is taken; None: they are."""
+        self.waits = Waits()
+        """Of requests that have run."""
         self.num_preemptions = 0
         self.preempted_tokens = 0
         """Computed tokens of requests at the moment when they were preempted."""
@@ -93,7 +107,10 @@ class Scheduler:
         self.prefix_hits = 0
         self._hasher = hasher
         self._max_model_len = max_model_len
-        self._book = RequestBook(config, max_model_len, kv, hasher)
+        self._computes_all = pooling is not None and pooling.computes_all
+        longest_prompt = max_model_len - (pooling is None)  # room for a token of output
+        self._book = RequestBook(config, max_model_len, longest_prompt, kv, hasher, self._table)
+        self.adapters = self._book.adapters
         self._tenancy = self._book.tenancy
         self._waiting = self._book.waiting
         self._journal = self._book.journal
@@ -108,21 +125,11 @@ class Scheduler:
         return len(self._tenancy.running)
 
     @property
-    def num_in_flight(self) -> int:
-        """Plans whose results are still to come."""
-        return len(self._in_flight)
-
-    @property
-    def has_requests(self) -> bool:
-        """Whether anything waits or runs."""
-        return bool(self._book.live)
-
-    @property
     def has_work(self) -> bool:
         """Whether the next plan might hold anything."""
         match self.pause_state:
             case PauseState.UNPAUSED:
-                return bool(self._tenancy.running) or self._waiting.is_ready
+                return bool(self._tenancy.running) or self._waiting.is_ready or (self._waiting.has_held and self._table.changed)
             case PauseState.PAUSED_NEW:
                 return bool(self._tenancy.running)
             case PauseState.PAUSED_ALL:
@@ -159,9 +166,9 @@ class Scheduler:
         """
         self._book.add(message, now, self.closed)
 
-    def extend(self, message: ExtendPrompt) -> None:
+    def extend(self, message: ExtendPrompt, now: float) -> None:
         """Takes in more of a prompt that is still arriving; of no effect where the request has ended."""
-        self._book.extend(message)
+        self._book.extend(message, now)
 
     def indexes(self) -> list[int]:
         """Of all requests, in the order in which they came."""
@@ -171,17 +178,21 @@ class Scheduler:
         """Ends requests in whatever state; unknown ones are ignored."""
         self._book.abort(indexes)
 
-    def park(self, index: int, reason: WaitingReason) -> None:
+    def park(self, index: int, reason: WaitingReason, now: float) -> None:
         """Lets a waiting request stand aside until `unpark`: what it waits for is no room but a resource of its own.
 
         Raises:
             KeyError: No such request waits, or nothing is parked for this reason.
         """
-        self._book.park(index, reason)
+        self._book.park(index, reason, now)
 
-    def unpark(self, index: int) -> None:
+    def unpark(self, index: int, now: float) -> None:
         """What the request was parked for is there; of no effect where it has ended or was not parked."""
-        self._book.unpark(index)
+        self._book.unpark(index, now)
+
+    def fail_adapter(self, adapter: Adapter, error: str) -> None:
+        """Ends the requests that wait for an adapter which cannot be had."""
+        self._book.fail_adapter(adapter, error)
 
     def fail_all(self, error: str, code: str) -> None:
         """Ends every request with an error that another replica may not have."""
@@ -192,10 +203,11 @@ class Scheduler:
         return self.kv.pin(name, Prefix(self._hasher.hash(token_ids, extra)), self.kv.blocks_for(self._max_model_len))
 
     def preempt_all(self, now: float) -> None:
-        """Takes every row and block; the requests wait, and lose nothing but time. No plan may be in flight: its tokens would
-        be lost."""
+        """Takes every row, block and slot; the requests wait, and lose nothing but time. No plan may be in flight: its tokens
+        would be lost."""
         while self._tenancy.running:
             self._preempt(StepDraft(0, now), self._tenancy.running[-1])
+        self._table.empty_slots()
 
     # --- the step ---
 
@@ -237,6 +249,8 @@ class Scheduler:
                 draft.reserved_blocks += self.kv.blocks_for(known) - self.kv.blocks_for(computed + count)
 
     def _schedule_waiting(self, draft: StepDraft) -> None:
+        if self._table.begin(draft.now):
+            self._waiting.release_held(draft.now)
         while self._waiting.is_ready:
             candidate = Candidate(
                 self._waiting.peek(),
@@ -244,14 +258,19 @@ class Scheduler:
                 num_running=self.num_running,
                 token_budget=draft.token_budget,
                 reserved_blocks=draft.reserved_blocks,
+                now=draft.now,
+                computes_all=self._computes_all,
             )
             reason = self._why_not(candidate)
             if reason is None:
                 self._admit(draft, candidate)
             elif reason == "capacity":
+                candidate.request.wait_for(reason, draft.now)
                 break
+            elif candidate.request.adapter is not None and reason == "lora":
+                self._waiting.hold(candidate.request, reason, draft.now)
             else:
-                self._waiting.set_aside(candidate.request, reason)
+                self._waiting.set_aside(candidate.request, reason, draft.now)
         self._waiting.restore()
 
     def _why_not(self, candidate: Candidate) -> WaitingReason | None:
@@ -277,11 +296,14 @@ class Scheduler:
             self.prefix_queries += known
             self.prefix_hits += hit.num_tokens
             self._journal.started(request, draft.now)
+            request.wait_for("capacity", draft.now)
+            self.waits.started(request.waited)
         else:
             self.resumed_cached_tokens += hit.num_tokens
         self._journal.note(request, LifecycleEvent.SCHEDULED, draft.now)
         tokens = np.array(request.token_ids, np.int32)
-        draft.admissions.append(Admission(row, tokens, request.num_prompt_tokens, hit.num_tokens, request.sampling))
+        slot = -1 if request.adapter is None else self._table.move_in(request.adapter, draft.now)
+        draft.admissions.append(Admission(row, tokens, request.num_prompt_tokens, hit.num_tokens, request.sampling, slot))
         draft.appends[row] = blocks
         draft.grant_chunk(row, count, samples=hit.num_tokens + count == known)
         draft.reserved_blocks += self.kv.blocks_for(known) - self.kv.blocks_for(hit.num_tokens + count)
@@ -310,9 +332,10 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._journal.note(request, LifecycleEvent.PREEMPTED, draft.now)
-        self._waiting.push(request)
+        self._waiting.push(request, draft.now)
 
     def _submit(self, draft: StepDraft) -> StepPlan:
+        draft.lora_loads, draft.lora_drops = self._table.take_loads(), self._table.take_drops()
         plan = draft.build(self._next_step_id, self._book.take_released(), self.kv.num_groups)
         self._next_step_id += 1
         starts = self.table.apply(plan)
@@ -322,8 +345,12 @@ class Scheduler:
 
     # --- the result ---
 
-    def update(self, result: StepResult) -> RequestOutputs:
+    def update(self, result: StepResult, now: float) -> RequestOutputs:
         """Takes in what the oldest plan in flight produced. What it holds for requests that have left since is ignored.
+
+        Args:
+            result: The step's.
+            now: Unix time in seconds.
 
         Raises:
             ValueError: The result is another step's.
@@ -338,16 +365,22 @@ class Scheduler:
                 self.kv.invalidate(request)
                 self._book.finish(request, FinishReason.ERROR, error=error)
         prompt_logprobs = prompt_logprob_columns(result.prompt_logprobs, live, self._tenancy.indexes[flight.rows])
+        pooled = pooled_columns(result.pooled, live, self._tenancy.indexes[flight.rows])
         self._commit(flight, live)
+        self._end_pooled(result.pooled, flight, live)
         accepted = live & (result.counts > 0)
-        rows, positions, tokens = flight.rows[accepted], flight.ends[accepted], result.token_ids[accepted, 0]
+        rows, positions, tokens = flight.rows, flight.ends, result.token_ids[:, 0]
+        if np.count_nonzero(accepted) < len(accepted):
+            rows, positions, tokens = rows[accepted], positions[accepted], tokens[accepted]
         indexes = self._tenancy.indexes[rows]
         self._book.counters.charge_outputs(self._tenancy.slots[rows])
         self.table.write_sampled(rows, positions, tokens)
         self._tenancy.num_known[rows] = positions + 1
+        for request in self._tenancy.begun(rows, positions):
+            request.first_token_at = now
         for request, reason, stop_token_id in self._tenancy.endings(rows, tokens, self.table.token_ids):
             self._book.finish(request, reason, stop_token_id=stop_token_id)
-        return self._journal.take(indexes, tokens, logprob_columns(result.logprobs, accepted), prompt_logprobs)
+        return self._journal.take(indexes, tokens, logprob_columns(result.logprobs, accepted), prompt_logprobs, pooled)
 
     def fail_step(self, error: str, code: str) -> RequestOutputs:
         """Takes in that the oldest plan in flight came to nothing: its requests end with an error."""
@@ -358,12 +391,18 @@ class Scheduler:
                 self._book.finish(request, FinishReason.ERROR, error=error, code=code)
         return self._journal.take()
 
+    def _end_pooled(self, pooled: Pooled | None, flight: Flight, live: Bool) -> None:
+        """Ends the requests whose embeddings are there."""
+        for at in [] if pooled is None else ints(pooled.plan_rows):
+            if live[at] and (request := self._tenancy.requests[int(flight.rows[at])]):
+                self._book.finish(request, FinishReason.STOP)
+
     def _commit(self, flight: Flight, live: Bool) -> None:
         """Publishes the blocks that this step has filled, and gives back those that windows have left behind."""
         if not self.kv.needs_commits:
             return
         size = self.kv.block_size
-        for at in np.flatnonzero(live & (flight.ends // size > flight.starts // size)).tolist():
+        for at in (live & (flight.ends // size > flight.starts // size)).nonzero()[0].tolist():
             row, upto = int(flight.rows[at]), int(flight.ends[at])
             request = self._tenancy.requests[row]
             assert request is not None

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from penstock.engine.core.plan import Admission, Int32, StepPlan, empty
+from penstock.engine.core.plan import Admission, Int32, SlotLoad, StepPlan, empty
 
 
 class StepDraft:
@@ -26,6 +26,8 @@ class StepDraft:
         self.admissions: list[Admission] = []
         self.reserved_blocks = 0
         """Blocks that rows of this step still need for tokens that they already have."""
+        self.lora_loads: list[SlotLoad] = []
+        self.lora_drops: list[int] = []
         self.preempted = False
         """Whether anybody lost a row for this step; then nobody is admitted."""
 
@@ -70,6 +72,8 @@ class StepDraft:
             rows=rows,
             num_new_tokens=num_new_tokens,
             samples=samples,
+            lora_loads=self.lora_loads,
+            lora_drops=self.lora_drops,
         )
 
     def _append_rows(self, group: int) -> Int32:

@@ -4,7 +4,7 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-from penstock.engine.core.plan import Bool, Int32, Int64
+from penstock.engine.core.plan import Bool, Int32, Int64, ints
 from penstock.engine.core.scheduling.repetition import RepetitionGuard
 from penstock.engine.core.scheduling.request import Request, RequestStatus, order
 from penstock.engine.messages import FinishReason
@@ -34,6 +34,8 @@ class Tenancy:
         """[rows]: the requests' names."""
         self.num_known: Int32 = np.zeros(max_num_seqs, np.int32)
         """[rows]: tokens whose ids are known here; behind the row table's `num_tokens` by those being sampled."""
+        self.num_prompt: Int32 = np.zeros(max_num_seqs, np.int32)
+        """[rows]: tokens of the prompt, which is where the first output token stands."""
         self.limits: Int32 = np.zeros(max_num_seqs, np.int32)
         """[rows]: tokens at which the request ends."""
         self.slots: Int64 = np.zeros(max_num_seqs, np.int64)
@@ -60,6 +62,7 @@ class Tenancy:
         self.indexes[row] = request.index
         self.slots[row] = slot
         self.num_known[row] = len(request.token_ids)
+        self.num_prompt[row] = request.num_prompt_tokens
         self.limits[row] = min(request.num_prompt_tokens + request.sampling.max_tokens, self._max_model_len)
         self._set_stop_ids(row, request.sampling.stop_token_ids)
         self._repetition.move_in(row, request.sampling, request.token_ids, request.num_prompt_tokens)
@@ -77,6 +80,11 @@ class Tenancy:
         del self.running[bisect_left(self.running, request.key, key=order)]
         self._rows = None
 
+    def begun(self, rows: Int32, positions: Int32) -> list[Request]:
+        """Requests among `rows` [m] whose newest tokens, at `positions` [m], are their first."""
+        first = [self.requests[row] for row in ints(rows[positions == self.num_prompt[rows]])]
+        return [request for request in first if request is not None]
+
     def endings(self, rows: Int32, token_ids: Int32, all_token_ids: Int32) -> list[tuple[Request, FinishReason, int | None]]:
         """Requests that their newest tokens end, why, and the token where it is the reason.
 
@@ -90,7 +98,7 @@ class Tenancy:
         capped: Bool = known >= self.limits[rows]
         repeats = self._repetition.trips(rows, known - 1, all_token_ids)
         found: list[tuple[Request, FinishReason, int | None]] = []
-        for at in np.flatnonzero(stopped | capped | repeats).tolist():
+        for at in (stopped | capped | repeats).nonzero()[0].tolist():
             request = self.requests[int(rows[at])]
             assert request is not None
             if stopped[at]:

@@ -25,6 +25,7 @@ class WaitingRoom:
         self._queues: dict[str, RequestQueue] = {}
         self._parked: dict[int, Request] = {}
         self._aside: list[Request] = []
+        self._held: dict[int, Request] = {}
         self._count = 0
         self._by_tenant = Counter[str]()
 
@@ -37,6 +38,12 @@ class WaitingRoom:
         for queue in self._queues.values():
             yield from queue
         yield from self._parked.values()
+        yield from self._held.values()
+
+    @property
+    def has_held(self) -> bool:
+        """Whether any request waits for `release_held`."""
+        return bool(self._held)
 
     @property
     def is_ready(self) -> bool:
@@ -49,11 +56,11 @@ class WaitingRoom:
 
     # --- coming and going ---
 
-    def push(self, request: Request) -> None:
-        """Adds a request that may start."""
+    def push(self, request: Request, now: float) -> None:
+        """Adds a request that may start; `now`, here and below, is Unix time in seconds."""
         self._count += 1
         self._by_tenant[request.tenant] += 1
-        self._admit(request)
+        self._admit(request, now)
 
     def peek(self) -> Request:
         """The next one to serve; raises `ValueError` where none is ready."""
@@ -65,7 +72,7 @@ class WaitingRoom:
         self._by_tenant[request.tenant] -= 1
         if not self._by_tenant[request.tenant]:
             del self._by_tenant[request.tenant]
-        if self._parked.pop(request.index, None) is None:
+        if self._parked.pop(request.index, None) is None and self._held.pop(request.index, None) is None:
             self._dequeue(request)
 
     @property
@@ -90,31 +97,31 @@ class WaitingRoom:
 
     # --- reasons of a request's own ---
 
-    def park(self, request: Request, reason: WaitingReason) -> None:
+    def park(self, request: Request, reason: WaitingReason, now: float) -> None:
         """Lets a member stand aside until `unpark`.
 
         Raises:
             KeyError: Nothing is parked for this reason.
         """
         request.status = PARKED_STATUS[reason]
-        request.waits_for = reason
+        request.wait_for(reason, now)
         if request.index not in self._parked:
             self._dequeue(request)
             self._parked[request.index] = request
 
-    def unpark(self, request: Request) -> None:
+    def unpark(self, request: Request, now: float) -> None:
         """What a member was parked for is there."""
         del self._parked[request.index]
         request.status = RequestStatus.PREEMPTED if request.has_started else RequestStatus.WAITING
-        self._admit(request)
+        self._admit(request, now)
 
     def is_parked(self, request: Request) -> bool:
         """Whether the request waits for more than its turn."""
         return request.index in self._parked
 
-    def set_aside(self, request: Request, reason: WaitingReason) -> None:
+    def set_aside(self, request: Request, reason: WaitingReason, now: float) -> None:
         """Hides a member for the rest of a step, for a reason that is not its neighbours'."""
-        request.waits_for = reason
+        request.wait_for(reason, now)
         self._dequeue(request)
         self._aside.append(request)
 
@@ -124,11 +131,24 @@ class WaitingRoom:
             self._enqueue(request)
         self._aside.clear()
 
+    def hold(self, request: Request, reason: WaitingReason, now: float) -> None:
+        """Hides a member until `release_held`: what it waits for is looked at again only when that has changed."""
+        request.wait_for(reason, now)
+        self._dequeue(request)
+        self._held[request.index] = request
+
+    def release_held(self, now: float) -> None:
+        """Puts back those held; each takes its old place, and waits for its turn until it is held again."""
+        for request in self._held.values():
+            request.wait_for("capacity", now)
+            self._enqueue(request)
+        self._held.clear()
+
     def _turn(self, request: Request) -> tuple[int, bool, float, tuple[int, float, int]]:
         return request.priority, not request.has_started, self._counters[request.tenant], request.key
 
-    def _admit(self, request: Request) -> None:
-        request.waits_for = "capacity"
+    def _admit(self, request: Request, now: float) -> None:
+        request.wait_for("capacity", now)
         if request.tenant not in self._queues and not request.has_started:
             self._counters.join(request.tenant, self._queues)
         self._enqueue(request)

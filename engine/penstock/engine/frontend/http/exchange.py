@@ -8,7 +8,7 @@ from typing import Any, Final
 import orjson
 from aiohttp import web
 
-from penstock.api.headers import TENANT, TIMEOUT
+from penstock.api.headers import PRIORITY, TENANT, TIMEOUT
 from penstock.engine.frontend.errors import ApiError
 
 MAX_BODY_BYTES: Final = 20 * 2**20
@@ -37,6 +37,17 @@ def tenant(request: web.Request) -> str:
     return name
 
 
+def priority(request: web.Request) -> int | None:
+    """What the request goes by, as the gateway says; None: it says nothing."""
+    given = request.headers.get(PRIORITY)
+    if given is None:
+        return None
+    digits = given.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 9):
+        raise ApiError(400, f"{PRIORITY} must be a whole number of nine digits at most", param=PRIORITY)
+    return int(given)
+
+
 def deadline(request: web.Request, arrival: float) -> float | None:
     """When the client stops waiting, Unix time in seconds; None: it does not say."""
     given = request.headers.get(TIMEOUT)
@@ -59,6 +70,11 @@ class Active:
         self._count = 0
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def count(self) -> int:
+        """How many there are, streams until their last chunk included."""
+        return self._count
 
     @property
     def idle(self) -> bool:

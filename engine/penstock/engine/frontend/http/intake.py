@@ -9,7 +9,7 @@ from aiohttp import web
 
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.errors import ApiError
-from penstock.engine.frontend.http.exchange import REQUEST_ID_KEY, deadline, read_json, tenant
+from penstock.engine.frontend.http.exchange import REQUEST_ID_KEY, deadline, priority, read_json, tenant
 from penstock.engine.frontend.openai.parsing.assembly import Assembler
 from penstock.engine.frontend.openai.parsing.pieces import Parser
 from penstock.engine.frontend.openai.parsing.registry import TOOL_FORMATS, ParserConfig
@@ -36,10 +36,11 @@ class Intake:
     def __init__(self, llm: AsyncLLM, parsers: ParserConfig) -> None:
         self._llm = llm
         self._parsers = parsers
+        self._defaults = llm.model.generation_defaults.sampling
 
     def served(self, name: str) -> str:
-        """The name, if it is one of this model's; else `ApiError` 404."""
-        if name not in self._llm.model.served_names:
+        """The name, if it is one of this model's or of an adapter; else `ApiError` 404."""
+        if name not in self._llm.model.served_names and name not in self._llm.adapters:
             raise ApiError(404, f"there is no model {name!r} here", param="model", code="model_not_found")
         return name
 
@@ -48,6 +49,16 @@ class Intake:
         data = await read_json(request)
         body = parse_json(data)
         return parse(body), body, len(data)
+
+    async def read_generation(
+        self, request: web.Request, parse: Callable[[dict[str, Any]], _T]
+    ) -> tuple[_T, dict[str, Any], int]:
+        """As `read`, for what generates: sampling that the body leaves out is the model's default."""
+
+        def parse_whole(body: dict[str, Any]) -> _T:
+            return parse(body | {name: value for name, value in self._defaults.items() if body.get(name) is None})
+
+        return await self.read(request, parse_whole)
 
     async def tokens(self, path: str, body: Mapping[str, Any], size: int) -> list[list[int]]:
         """The prompts of a body; `ApiError` 400 names the field.
@@ -76,6 +87,7 @@ class Intake:
             arrival: Unix time in seconds.
         """
         chat = isinstance(params, ChatRequest)
+        adapter = self._llm.adapters.get(params.model)
         return generation_spec(
             prompts,
             params,
@@ -85,21 +97,24 @@ class Intake:
             request_id=request[REQUEST_ID_KEY],
             arrival=arrival,
             tenant=tenant(request),
+            granted_priority=priority(request),
             deadline=deadline(request, arrival),
+            lora_id=0 if adapter is None else adapter.lora_id,
             markers=self._parsers.markers(self._calls(params)) if chat else (),
         )
 
     async def chat_or_completion(
         self, request: web.Request, path: str, parse: Callable[[dict[str, Any]], _T]
-    ) -> tuple[_T, GenerationSpec, dict[str, Any]]:
+    ) -> tuple[_T, GenerationSpec]:
         """All of it for the two APIs whose bodies are what the engine takes."""
         arrival = time.time()
+        self._llm.require_generating()
         self._llm.require_ready()
-        params, body, size = await self.read(request, parse)
+        params, body, size = await self.read_generation(request, parse)
         assert isinstance(params, ChatRequest | CompletionRequest)
         self.served(params.model)
         prompts = await self.tokens(path, body, size)
-        return params, self.spec(request, prompts, params, arrival), body
+        return params, self.spec(request, prompts, params, arrival)
 
     def parser(self, params: ChatRequest, spec: GenerationSpec) -> Callable[[], Parser] | None:
         """Makes what takes an answer's text apart; None where all of it is content."""
@@ -121,7 +136,7 @@ class Intake:
         if make is None:
             return None
         short = self._parsers.tools is not None and TOOL_FORMATS[self._parsers.tools].short_ids
-        return lambda: Assembler(make(), parallel=params.parallel_tool_calls, short_ids=short)
+        return lambda: Assembler(make(), params.parallel_tool_calls, short, params.include_reasoning)
 
     def _calls(self, params: ChatRequest) -> bool:
         """Whether calls are to be found; `ApiError` where they would be and nothing finds them."""

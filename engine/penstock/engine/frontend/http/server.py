@@ -2,8 +2,8 @@
 
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
-from typing import get_args
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, get_args
 
 import msgspec
 from aiohttp import web
@@ -11,19 +11,28 @@ from aiohttp import web
 from penstock.api import load_report
 from penstock.api.headers import LOAD, LOAD_FORMAT, REQUEST_ID
 from penstock.engine.frontend.async_llm import AsyncLLM, State
-from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.errors import ApiError, internal_error
+from penstock.engine.frontend.http.connection import Runner
 from penstock.engine.frontend.http.exchange import MAX_BODY_BYTES, REQUEST_ID_KEY, Active
 from penstock.engine.frontend.http.keys import ApiKeys
+from penstock.engine.frontend.http.routes.adapters import AdapterRoutes
 from penstock.engine.frontend.http.routes.control import ControlRoutes
+from penstock.engine.frontend.http.routes.embeddings import EmbeddingRoutes
 from penstock.engine.frontend.http.routes.openai import OpenAIRoutes
 from penstock.engine.frontend.http.routes.replica import ReplicaRoutes
 from penstock.engine.frontend.http.routes.tokens import TokenRoutes
 from penstock.engine.frontend.http.settings import ApiSettings
+from penstock.engine.frontend.http.tls import check_certificate
+from penstock.engine.frontend.observe.traces import Traces
 
 log = logging.getLogger(__name__)
 
 _MAX_REQUEST_ID = 256
 _LOAD_FORMAT_KEY = web.RequestKey("load_format", str)
+
+
+class _Routes(Protocol):
+    def routes(self) -> list[web.RouteDef]: ...
 
 
 class ApiServer:
@@ -33,40 +42,62 @@ class ApiServer:
         llm: What answers.
         settings: Parsers and keys; None: neither.
         vllm_names: Whether metrics have vLLM's names too.
+        traces: Told of requests; None: nobody is.
         control: Whether it can be paused, put to sleep and reloaded over HTTP.
+        admin_apart: Whether what changes the engine is in `admin_app` instead of `app`.
     """
 
     def __init__(
-        self, llm: AsyncLLM, settings: ApiSettings | None = None, vllm_names: bool = False, *, control: bool = False
+        self,
+        llm: AsyncLLM,
+        settings: ApiSettings | None = None,
+        vllm_names: bool = False,
+        *,
+        control: bool = False,
+        traces: Traces | None = None,
+        admin_apart: bool = False,
     ) -> None:
         settings = settings or ApiSettings()
         self._llm = llm
         self._keys = ApiKeys(settings.api_keys)
+        self._asks_certificates = settings.tls is not None and settings.tls.clients is not None
         self.active = Active()
-        self._routes = [
-            OpenAIRoutes(llm, self.active, settings.parsers),
-            TokenRoutes(llm),
-            ReplicaRoutes(llm, vllm_names),
+        self._admin: list[_Routes] = [
             *([ControlRoutes(llm)] if control else []),
+            *([AdapterRoutes(llm)] if settings.runtime_lora_updating else []),
+        ]
+        self._routes: list[_Routes] = [
+            OpenAIRoutes(llm, self.active, settings.parsers, traces),
+            EmbeddingRoutes(llm, self.active, traces),
+            TokenRoutes(llm),
+            ReplicaRoutes(llm, self.active, vllm_names),
+            *([] if admin_apart else self._admin),
         ]
 
     def app(self) -> web.Application:
         """The application; see `runner`."""
+        return self._app(self._routes)
+
+    def admin_app(self) -> web.Application:
+        """What changes the engine, for a port that fewer people reach."""
+        return self._app(self._admin)
+
+    def _app(self, all_routes: Sequence["_Routes"]) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._boundary])
         app.on_response_prepare.append(self._add_headers)
-        for routes in self._routes:
+        for routes in all_routes:
             app.add_routes(routes.routes())
         return app
 
-    def runner(self, shutdown_timeout: float) -> web.AppRunner:
-        """What serves the application: a client's disconnect ends its request, and bodies come as they are.
+    def runner(self, shutdown_timeout: float, *, admin: bool = False) -> web.AppRunner:
+        """What serves an application: a client's disconnect ends its request, and bodies come as they are.
 
         Args:
             shutdown_timeout: Seconds that handlers get when it is cleaned up.
+            admin: `admin_app` instead of `app`.
         """
-        return web.AppRunner(
-            self.app(), handler_cancellation=True, auto_decompress=False, access_log=None, shutdown_timeout=shutdown_timeout
-        )
+        app = self.admin_app() if admin else self.app()
+        return Runner(app, handler_cancellation=True, auto_decompress=False, access_log=None, shutdown_timeout=shutdown_timeout)
 
     @web.middleware
     async def _boundary(
@@ -76,6 +107,8 @@ class ApiServer:
         try:
             request[REQUEST_ID_KEY] = _request_id(request)
             request[_LOAD_FORMAT_KEY] = _load_format(request)
+            if self._asks_certificates:
+                check_certificate(request)
             self._keys.check(request)
             return await handler(request)
         except ApiError as error:
@@ -86,7 +119,7 @@ class ApiServer:
             response = ApiError(400, f"the body cannot be read: {error}").response()
         except Exception:
             log.exception("request failed: %s %s", request.method, request.path)
-            response = ApiError(500, "an error inside the engine; its log says more", "server_error").response()
+            response = internal_error().response()
         if self._llm.state is not State.READY:
             response.force_close()  # a client's kept connection would lead it here again
         return response
@@ -110,13 +143,10 @@ def _request_id(request: web.Request) -> str:
 
 
 def _load_format(request: web.Request) -> str:
-    """The form of the load report asked for; empty: none."""
-    given = request.headers.get(LOAD_FORMAT)
-    if given is None:
-        return ""
-    if given.upper() not in get_args(load_report.Format):
-        raise ApiError(400, f"{LOAD_FORMAT} must be TEXT, JSON or BIN", param=LOAD_FORMAT)
-    return given.upper()
+    """The form of the load report asked for; empty where none is, or one that we do not know: proxies ask on behalf of clients,
+    whose requests are sound."""
+    given = request.headers.get(LOAD_FORMAT, "").upper()
+    return given if given in get_args(load_report.Format) else ""
 
 
 def _http_error(error: web.HTTPException) -> web.Response:

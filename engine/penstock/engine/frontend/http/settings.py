@@ -2,12 +2,19 @@
 
 import msgspec
 
+from penstock.engine.frontend.http.tls import TlsFiles
 from penstock.engine.frontend.openai.parsing.registry import ParserConfig
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Parsers, and who may ask."""
+    """Parsers, who may ask for what, and how safely."""
 
     parsers: ParserConfig = ParserConfig()
     api_keys: tuple[str, ...] = ()
     """One of these in `authorization: Bearer …`; none: everybody may."""
+    tls: TlsFiles | None = None
+    """None: plain HTTP."""
+    otlp_traces_endpoint: str | None = None
+    """Where requests' spans go, an URL; None: there are none."""
+    runtime_lora_updating: bool = False
+    """Whether adapters can be loaded and unloaded over HTTP."""

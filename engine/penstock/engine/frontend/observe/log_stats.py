@@ -23,6 +23,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     steps: int = 0
     step_seconds: float = 0.0
+    floor_seconds: float = 0.0
+    """What the steps would have taken at the device's ceilings; 0 where these are not known."""
     running: int = 0
     waiting: dict[str, int] = {}
     """By reason."""
@@ -45,6 +47,7 @@ def snapshot(metrics: EngineMetrics) -> Snapshot:
         preemptions=stats.preemptions,
         steps=stats.steps,
         step_seconds=stats.step.seconds.total if stats.step else 0.0,
+        floor_seconds=stats.step.roofline.floor_s if stats.step and stats.step.roofline else 0.0,
         running=stats.report.num_requests_running,
         waiting={reason: count for reason, count in stats.report.num_requests_waiting.items() if count},
         kv_usage=stats.report.kv_cache_usage_perc,
@@ -67,7 +70,8 @@ def describe(before: Snapshot, now: Snapshot, seconds: float) -> str | None:
     if prompt:
         parts.append(f"prefix hits {(now.cached_tokens - before.cached_tokens) / prompt:.1%}")
     if steps:
-        parts.append(f"step {1000 * (now.step_seconds - before.step_seconds) / steps:.2f} ms")
+        spent, floor = now.step_seconds - before.step_seconds, now.floor_seconds - before.floor_seconds
+        parts.append(f"step {1000 * spent / steps:.2f} ms" + (f" ({floor / spent:.0%} of the roofline)" if floor else ""))
     if preemptions := now.preemptions - before.preemptions:
         parts.append(f"preemptions {preemptions}")
     return ", ".join(parts)

@@ -1,22 +1,26 @@
 """The engine's Prometheus metrics: what a frontend counts, and what the core's newest report says."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from penstock.api import metrics as names
 from penstock.api.load_report import WAITING_REASONS
 from penstock.engine.core.measure import step_meter
+from penstock.engine.core.plan import GraphReport
+from penstock.engine.core.scheduling import waits
 from penstock.engine.cost import StepCost
 from penstock.engine.frontend.generation import Choice, Generation
 from penstock.engine.frontend.observe.series import Family, SeriesTable, histogram_family
 from penstock.engine.frontend.observe.timeline import intervals
 from penstock.engine.frontend.observe.vllm_names import vllm_families
-from penstock.engine.messages import FINISH_REASONS, Buckets, CoreStats
+from penstock.engine.messages import FINISH_REASONS, Buckets, CoreStats, GraphSteps
 from penstock.engine.sampling import SamplingParams
 
 # Seconds. Coarse enough for a large model on a busy device, fine enough for a small one on a CPU.
@@ -45,7 +49,7 @@ class EngineMetrics:
         self.stats: CoreStats | None = None
         self.table = table = SeriesTable()
         self._labels = {"model_name": model, "engine": str(engine)}
-        self._infos: list[tuple[str, str, dict[str, str]]] = []
+        self._infos: list[tuple[str, str, float, dict[str, str]]] = []
         counter, histogram = table.counter, table.histogram
         self.prompt_tokens = counter(
             names.PROMPT_TOKENS, "Prompt tokens of scheduled sequences, by where their KV came from.", "source", SOURCES
@@ -72,7 +76,7 @@ class EngineMetrics:
         """A request with one element of `sampling` a prompt and `n` choices of each was sent to the core."""
         self._n.observe(n)
         for params in sampling:
-            self._max_tokens.observe_all([params.max_tokens] * n)
+            self._max_tokens.observe(params.max_tokens, n)
 
     def started(self, choice: Choice) -> None:
         """A sequence was scheduled for the first time."""
@@ -83,7 +87,7 @@ class EngineMetrics:
         """A sequence has come to its end and was not cut off."""
         assert choice.finish_reason is not None
         self.finished.add(1, choice.finish_reason)
-        if choice.num_tokens:
+        if choice.num_tokens or choice.pooled is not None:
             self._e2e.observe(choice.last_time - generation.arrival)
         self._prompt.observe(choice.prompt_tokens)
         self._generated.observe(choice.num_tokens)
@@ -95,19 +99,19 @@ class EngineMetrics:
             self._decode.observe(spans.decode)
             self._inference.observe(spans.prefill + spans.decode)
 
-    def describe(self, name: str, help_text: str, **facts: str) -> None:
-        """Tells facts that never change, as the labels of a gauge that is 1."""
-        self._infos.append((name, help_text, facts))
+    def describe(self, name: str, help_text: str, value: float = 1, /, **facts: str) -> None:
+        """Tells facts that never change, as the labels of a gauge, whose value is one of them or says nothing."""
+        self._infos.append((name, help_text, value, facts))
 
     # --- what is told ---
 
     def families(self) -> Iterator[Family]:
         """Every family, for one scrape."""
         yield from self.table.families(self._labels)
-        for name, help_text, facts in self._infos:
+        for name, help_text, value, facts in self._infos:
             labels = self._labels | facts
             info = GaugeMetricFamily(name, help_text, labels=list(labels))
-            info.add_metric(list(labels.values()), 1)
+            info.add_metric(list(labels.values()), value)
             yield info
         if self.stats is not None:
             yield from _core(self.stats, self._labels)
@@ -156,6 +160,11 @@ def _core(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
     yield counter(names.PREEMPTED_TOKENS, "Tokens whose KV preempted sequences gave up.", stats.preempted_tokens)
     resumed = "Tokens that the prefix cache supplied to them when they ran again."
     yield counter(names.RESUMED_CACHED_TOKENS, resumed, stats.resumed_cached_tokens)
+    yield _waits(stats, labels)
+    if report.lora_slots:
+        yield from _lora(stats, labels)
+    if stats.graphs is not None:
+        yield from _graphs(stats.graphs, stats.step.graphs if stats.step is not None else [], labels)
     if (step := stats.step) is not None:
         yield _buckets(names.STEP_SECONDS, "Of a step.", labels, step_meter.SECONDS, step.seconds)
         yield _buckets(names.STEP_TOKENS, "Tokens that a step computed.", labels, step_meter.TOKENS, step.tokens)
@@ -163,6 +172,48 @@ def _core(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
         yield counter(names.CORRUPTED_REQUESTS, "Requests that failed because their logits were not finite.", step.not_finite)
         if step.cost is not None:
             yield from _cost(step.cost, counter)
+        if (roofline := step.roofline) is not None:
+            floor = "What the steps would have taken at the ceilings that the device reached at start."
+            yield counter(names.STEP_FLOOR_SECONDS, floor, roofline.floor_s)
+            yield gauge(names.DEVICE_BANDWIDTH, "Of the device's memory, measured at start.", roofline.ceilings.bytes_per_s)
+            yield gauge(names.DEVICE_FLOPS, "Of matrix products, measured at start.", roofline.ceilings.flops_per_s)
+
+
+def _waits(stats: CoreStats, labels: dict[str, str]) -> Family:
+    told = "In the core's queue until scheduled for the first time, by what was waited for."
+    family = HistogramMetricFamily(names.WAIT_TIME, told, labels=[*labels, "reason"])
+    bounds = [*map(floatToGoString, waits.SECONDS), "+Inf"]
+    for reason, buckets in stats.waits.items():
+        counts = accumulate(buckets.counts)
+        family.add_metric([*labels.values(), reason], list(zip(bounds, counts, strict=True)), buckets.total)
+    return family
+
+
+def _graphs(report: GraphReport, steps: Sequence[GraphSteps], labels: dict[str, str]) -> Iterator[Family]:
+    told = "Steps by how they were launched, and why so."
+    family = CounterMetricFamily(names.CUDAGRAPH_STEPS, told, labels=[*labels, "mode", "reason"])
+    for item in steps:
+        family.add_metric([*labels.values(), item.mode, item.reason], item.steps)
+    yield family
+    gauge, counter = partial(_samples, GaugeMetricFamily, labels), partial(_samples, CounterMetricFamily, labels)
+    tokens = {"real": sum(item.tokens for item in steps), "padding": sum(item.padding for item in steps)}
+    yield counter(names.CUDAGRAPH_TOKENS, "Tokens that steps computed, and those that padded them.", tokens, "kind")
+    states = {"captured": report.captured, "pending": report.pending, "failed": report.failed}
+    yield gauge(names.CUDAGRAPHS, "CUDA graphs by whether they are there.", states, "state")
+    yield gauge(names.CUDAGRAPH_BYTES, "The device's memory that they take.", report.num_bytes)
+
+
+def _lora(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
+    report, gauge, counter = stats.report, partial(_samples, GaugeMetricFamily), partial(_samples, CounterMetricFamily)
+    yield gauge(labels, names.LORA_SLOTS, "Adapters that fit on the device at once.", report.lora_slots)
+    yield gauge(labels, names.LORA_SLOTS_FREE, "Slots that no adapter holds.", report.lora_slots_free)
+    yield counter(labels, names.LORA_SLOT_LOADS, "Adapters that took a slot where they were not.", stats.lora_loads)
+    yield counter(labels, names.LORA_READS, "Adapters that were read, for the first time or again.", stats.lora_reads)
+    running = ",".join(sorted(name for name, count in report.lora_running.items() if count))
+    waiting = ",".join(sorted(report.lora_waiting))
+    facts = {"max_lora": str(report.lora_slots), "running_lora_adapters": running, "waiting_lora_adapters": waiting}
+    told = "Who runs and who waits; the value is when that was so, Unix time in seconds."
+    yield gauge(labels | facts, names.LORA_REQUESTS_INFO, told, time.time())
 
 
 def _cost(cost: StepCost, counter: Callable[..., Family]) -> Iterator[Family]:

@@ -99,25 +99,11 @@ class Histogram:
         self._bounds = list(bounds)
         self.width = len(bounds) + 2
 
-    def observe(self, value: float) -> None:
-        """Counts a value in the first bucket whose bound is not below it."""
+    def observe(self, value: float, times: int = 1) -> None:
+        """Counts a value, so many times, in the first bucket whose bound is not below it."""
         own = self._table.own
-        own[self._start + bisect_left(self._bounds, value)] += 1
-        own[self._start + self.width - 1] += value
-
-    def observe_all(self, values: Sequence[float]) -> None:
-        """The same for many in one call."""
-        if values:
-            numbers = np.asarray(values, dtype=np.float64)
-            at = np.searchsorted(self._bounds, numbers, side="left")
-            range_ = self._table.own[self._start : self._start + self.width]
-            range_[:-1] += np.bincount(at, minlength=self.width - 1)
-            range_[-1] += numbers.sum()
-
-    def count_and_sum(self, totals: Float64) -> tuple[float, float]:
-        """How many values, and their sum, in `SeriesTable.totals`."""
-        range_ = totals[self._start : self._start + self.width]
-        return float(range_[:-1].sum()), float(range_[-1])
+        own[self._start + bisect_left(self._bounds, value)] += times
+        own[self._start + self.width - 1] += value * times
 
     def family(self, labels: dict[str, str], totals: Float64) -> Family:
         """For one scrape."""

@@ -32,9 +32,9 @@ def turns(lifecycle: Lifecycle) -> Iterator[tuple[int, LifecycleEvent, float]]:
 
 
 def intervals(choice: Choice) -> Intervals | None:
-    """Of a sequence that has tokens; None before."""
+    """Of a sequence that has tokens, or its embedding, which counts as the first and the last one; None before."""
     queued, scheduled = _first(choice, LifecycleEvent.QUEUED), _first(choice, LifecycleEvent.SCHEDULED)
-    if queued is None or scheduled is None or choice.num_tokens == 0:
+    if queued is None or scheduled is None or not (choice.num_tokens or choice.pooled is not None):
         return None
     return Intervals(scheduled - queued, choice.first_time - scheduled, choice.last_time - choice.first_time)
 

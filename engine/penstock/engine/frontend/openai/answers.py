@@ -168,6 +168,12 @@ class Model(_Shape, frozen=True, kw_only=True):
     created: int
     owned_by: str
     max_model_len: int
+    root: str
+    """A folder, or a name on the Hub."""
+    parent: str | None
+    """Of an adapter: the model that it is on."""
+    revision: str | msgspec.UnsetType = msgspec.UNSET
+    """Of an adapter that was loaded at one."""
 
 
 class ModelList(_Shape, frozen=True, kw_only=True):
@@ -190,3 +196,27 @@ class ErrorAnswer(_Shape, frozen=True, kw_only=True):
     """Every answer that is none."""
 
     error: ErrorDetail
+
+
+class Embedding(_Shape, frozen=True, kw_only=True):
+    """Of one input."""
+
+    object: Literal["embedding"]
+    index: _Count
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(_Shape, frozen=True, kw_only=True):
+    """Token counts."""
+
+    prompt_tokens: _Count
+    total_tokens: _Count
+
+
+class Embeddings(_Shape, frozen=True, kw_only=True):
+    """The answer of `/v1/embeddings`."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage

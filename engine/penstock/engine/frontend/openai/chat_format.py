@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from penstock.engine.frontend.generation import Choice, Delta, TokenLogprob, Usage
-from penstock.engine.frontend.openai.encoding import ChunkFormat, prompt_logprobs_of, taken
+from penstock.engine.frontend.openai.encoding import ChunkFormat, prompt_logprobs_of, taken, token_name
 from penstock.engine.frontend.openai.parsing.assembly import Assembler, CallDelta, MessageDelta
 from penstock.engine.frontend.openai.protocol import ChatRequest
 from penstock.engine.frontend.spec import GenerationSpec
@@ -24,6 +24,8 @@ class ChatFormat(ChunkFormat):
         assembler: Makes what takes one choice's text apart; None: all of it is content.
     """
 
+    _opening, _closing = b'"delta":{"content":', b"}"
+
     def __init__(
         self,
         request: ChatRequest,
@@ -34,6 +36,7 @@ class ChatFormat(ChunkFormat):
     ) -> None:
         names = ("chatcmpl", "chat.completion", "chat.completion.chunk")
         super().__init__(*names, model, spec, request.stream_options, request.return_token_ids)
+        self._plain = self._plain and assembler is None
         self._request = request
         self._vocabulary = vocabulary
         self._assemblers = [assembler() for _ in range(spec.n)] if assembler is not None else None
@@ -46,6 +49,8 @@ class ChatFormat(ChunkFormat):
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
         """See `Format`."""
         reason = delta.finish_reason
+        if self._plain and reason is None and delta.text and not delta.logprobs:
+            return self._text(choice, delta.text)
         if self._assemblers is None:
             said = b'"delta":{"content":' + orjson.dumps(delta.text) + b"}" if delta.text else b'"delta":{}'
         else:
@@ -93,7 +98,8 @@ class ChatFormat(ChunkFormat):
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._vocabulary.bytes_of(token_id)
-        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+        name = token_name(token_id) if self._request.return_tokens_as_token_ids else data.decode(errors="replace")
+        return {"token": name, "logprob": logprob, "bytes": list(data)}
 
 
 def _reason(reason: str | None, assembler: Assembler) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from penstock.engine.frontend.generation import Choice, Delta, TokenLogprob, Usage
-from penstock.engine.frontend.openai.encoding import ChunkFormat, prompt_logprobs_of, taken
+from penstock.engine.frontend.openai.encoding import ChunkFormat, prompt_logprobs_of, taken, token_name
 from penstock.engine.frontend.openai.protocol import CompletionRequest
 from penstock.engine.frontend.spec import GenerationSpec
 from penstock.engine.frontend.vocabulary import Vocabulary
@@ -25,6 +25,8 @@ class CompletionFormat(ChunkFormat):
         echoes: The text of each prompt, which begins its choices; None: it does not.
     """
 
+    _opening, _closing = b'"text":', b""
+
     def __init__(
         self,
         request: CompletionRequest,
@@ -38,6 +40,7 @@ class CompletionFormat(ChunkFormat):
         self._request = request
         self._vocabulary = vocabulary
         self._echoes = echoes
+        self._plain = self._plain and request.max_tokens != 0
 
     def first(self, choice: Choice) -> bytes:
         """See `Format`: this API has no opening chunk but for what the prompt says."""
@@ -50,6 +53,8 @@ class CompletionFormat(ChunkFormat):
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
         """See `Format`."""
+        if self._plain and delta.finish_reason is None and not delta.logprobs:
+            return self._text(choice, delta.text)
         delta = self._wanted(delta)
         logprobs = orjson.dumps(self._logprobs(delta.logprobs)) if delta.logprobs else b"null"
         return self._event(choice, b'"text":' + orjson.dumps(delta.text) + self._end(delta, logprobs, delta.finish_reason))
@@ -136,6 +141,8 @@ class CompletionFormat(ChunkFormat):
 
     def _name(self, token_id: int) -> str:
         """Tokens that are no text get OpenAI's `bytes:` form, since here names are keys."""
+        if self._request.return_tokens_as_token_ids:
+            return token_name(token_id)
         data = self._vocabulary.bytes_of(token_id)
         try:
             return data.decode()

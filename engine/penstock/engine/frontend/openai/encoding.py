@@ -52,6 +52,11 @@ class ChunkFormat:
         token_ids: Whether answers have token ids.
     """
 
+    _opening: bytes
+    """What the object of a chunk's choice has before its text."""
+    _closing: bytes
+    """What closes that."""
+
     def __init__(
         self, prefix: str, kind: str, chunk_kind: str, model: str, spec: GenerationSpec, options: StreamOptions, token_ids: bool
     ) -> None:
@@ -63,6 +68,11 @@ class ChunkFormat:
         chunk_head = orjson.dumps({**self._head, "object": chunk_kind})[:-1]
         self._prefix = b"data: " + chunk_head + b',"choices":[{"index":'
         self._suffix = (b'}],"usage":null}' if options.include_usage else b"}]}") + b"\n\n"
+        self._text_begins: dict[int, bytes] = {}
+        """By choice: a chunk of it up to the text."""
+        self._text_end = self._closing + b',"logprobs":null,"finish_reason":null' + self._suffix
+        self._plain = not token_ids and not options.continuous_usage_stats
+        """Whether a chunk amid a stream has nothing but text, if it has no logprobs."""
         self._usage_prefix = b"data: " + chunk_head + b',"choices":[],"usage":'
 
     def last(self, usage: Usage) -> bytes:
@@ -72,6 +82,13 @@ class ChunkFormat:
     def failed(self, error: ApiError) -> bytes:
         """See `Format`."""
         return b"data: " + error.body() + b"\n\n"
+
+    def _text(self, choice: Choice, text: str) -> bytes:
+        """Nearly every chunk there is: `_event` with `_end`, at a fraction of their cost, where `_plain` and nothing ends."""
+        begin = self._text_begins.get(choice.number)
+        if begin is None:
+            begin = self._text_begins[choice.number] = b"%b%d,%b" % (self._prefix, choice.number, self._opening)
+        return begin + orjson.dumps(text) + self._text_end
 
     def _event(self, choice: Choice, middle: bytes, more: bytes = b"") -> bytes:
         """A chunk.
@@ -109,6 +126,11 @@ def usage_of(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def token_name(token_id: int) -> str:
+    """A token by its id, where a request has `return_tokens_as_token_ids`."""
+    return f"token_id:{token_id}"
 
 
 def taken(choice: Choice) -> Delta:

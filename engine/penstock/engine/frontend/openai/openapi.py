@@ -1,5 +1,6 @@
 """`/openapi.json`, made of the types that requests are checked with."""
 
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -7,10 +8,11 @@ import msgspec
 from penstock.engine.frontend.http.keys import OPEN_PATHS
 from penstock.engine.frontend.http.routes.tokens import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from penstock.engine.frontend.openai import answers
+from penstock.engine.frontend.openai.embeddings import EmbeddingRequest
 from penstock.engine.frontend.openai.protocol import ChatRequest, CompletionRequest
 from penstock.engine.frontend.openai.responses_protocol import ResponsesRequest
 from penstock.prompt.messages import MAX_MESSAGES, ROLES
-from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
+from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH
 from penstock.prompt.tools import EFFORTS, MAX_TOOLS
 
 _ERRORS: Final = {
@@ -40,6 +42,7 @@ ENDPOINTS: Final = (
     Endpoint(CHAT_PATH, "Answers a conversation", ChatRequest, answers.ChatCompletion, streams=True),
     Endpoint(COMPLETIONS_PATH, "Continues texts", CompletionRequest, answers.Completion, streams=True),
     Endpoint(RESPONSES_PATH, "Answers a conversation with items", ResponsesRequest, answers.Response, streams=True),
+    Endpoint(EMBEDDINGS_PATH, "Texts to vectors", EmbeddingRequest, answers.Embeddings),
     Endpoint("/tokenize", "Text to tokens", TokenizeRequest, TokenizeAnswer),
     Endpoint("/detokenize", "Tokens to text", DetokenizeRequest, DetokenizeAnswer),
 )
@@ -63,17 +66,18 @@ _TOOL: Final = {
         },
     },
 }
+_PLAIN: Final = {
+    "anyOf": [
+        _TEXT,
+        {"type": "array", "items": _TEXT, "minItems": 1},
+        _IDS,
+        {"type": "array", "items": _IDS, "minItems": 1},
+    ]
+}
 # What makes the prompt is checked by `penstock.prompt`, not by these types.
 _PROMPT_FIELDS: Final[dict[str, dict[str, Any]]] = {
     "messages": {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": MAX_MESSAGES},
-    "prompt": {
-        "anyOf": [
-            _TEXT,
-            {"type": "array", "items": _TEXT, "minItems": 1},
-            _IDS,
-            {"type": "array", "items": _IDS, "minItems": 1},
-        ]
-    },
+    "prompt": _PLAIN,
     "input": {"anyOf": [_TEXT, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
     "instructions": _TEXT,
     "tools": {"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS},
@@ -82,8 +86,13 @@ _PROMPT_FIELDS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def document(version: str) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of this server."""
+def document(version: str, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of this server.
+
+    Args:
+        version: Of the server.
+        defaults: The model's, of sampling parameters; None: OpenAI's.
+    """
     types = [kind for endpoint in ENDPOINTS for kind in (endpoint.request, endpoint.answer)]
     types += [answers.ModelList, answers.Model, answers.ErrorAnswer]
     _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
@@ -91,7 +100,10 @@ def document(version: str) -> dict[str, Any]:
         properties = components[endpoint.request.__name__]["properties"]
         for name, schema in _PROMPT_FIELDS.items():
             if name in properties:
-                properties[name] = schema
+                properties[name] = _PLAIN if endpoint.path == EMBEDDINGS_PATH else schema
+        for name, value in (defaults or {}).items():
+            if name in properties:
+                properties[name]["default"] = value
     paths: dict[str, Any] = {endpoint.path: {"post": _operation(endpoint)} for endpoint in ENDPOINTS}
     paths["/v1/models"] = {"get": _read("Every served name", answers.ModelList)}
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}

@@ -12,7 +12,7 @@ import orjson
 from msgspec import Meta
 
 from penstock.engine.frontend.errors import ApiError
-from penstock.engine.sampling import MAX_REPETITION_PATTERN
+from penstock.engine.sampling import MAX_REPETITION_PATTERN, MinP, RepetitionPenalty, Temperature, TokenCount, TopK, TopP
 
 MAX_CHOICES: Final = 128
 """`n` times prompts of one request."""
@@ -22,7 +22,6 @@ _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _ExtraArg = bool | int | float | str | list[int | float | str]
 _TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 _StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
-_Count = Annotated[int, Meta(ge=1)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,12 +47,12 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `bad_words`, `allowed_token_ids`, `prompt_logprobs`, `stop_token_ids`, `ignore_eos`, `repetition_detection` and `vllm_xargs`
     are vLLM's."""
 
-    max_tokens: _Count | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] = 0
+    max_tokens: TokenCount | None = None
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
     """-1 and 0: all tokens."""
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    min_p: MinP = 0.0
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     stop: _StopString | Annotated[list[_StopString], Meta(max_length=16)] = msgspec.field(default_factory=list)
@@ -61,8 +60,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: Annotated[list[_TokenId], Meta(max_length=128)] = msgspec.field(default_factory=list)
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
-    repetition_penalty: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
-    """vLLM: anything above 0. Beyond these bounds nothing changes but that float32 may overflow."""
+    repetition_penalty: RepetitionPenalty = 1.0
     logit_bias: Annotated[dict[_TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] = msgspec.field(
         default_factory=dict
     )
@@ -95,6 +93,12 @@ class _Request(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     return_token_ids: bool = False
     """vLLM's: answers have `token_ids` and `prompt_token_ids`."""
+    return_tokens_as_token_ids: bool = False
+    """vLLM's: logprobs name tokens `token_id:N`."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    """vLLM's: of a longer prompt so many tokens are kept; -1: as many as fit. `penstock.prompt` cuts."""
+    truncation_side: Literal["left", "right"] | None = None
+    """vLLM's: where a prompt is cut. None: left, which keeps its end."""
     add_special_tokens: bool | None = None
     """vLLM's: whether the tokenizer adds those that begin a text. None: for completions it does, for chats the template did."""
     user: str | None = None
@@ -104,6 +108,9 @@ class _Request(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    session_id: str | None = None
+    """vLLM's."""
 
 
 class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,7 +119,7 @@ class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prompt_field: ClassVar[str] = "messages"
     """What the client calls its prompt."""
     messages: Any
-    max_completion_tokens: _Count | None = None
+    max_completion_tokens: TokenCount | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     tools: Any = None
@@ -120,6 +127,8 @@ class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool = True
     """False: of several calls the first alone is given out."""
+    include_reasoning: bool = True
+    """vLLM's: false keeps what the reasoning parser finds from the client."""
     reasoning_effort: Any = None
     chat_template_kwargs: Any = None
     add_generation_prompt: bool | None = None
@@ -130,6 +139,11 @@ class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def output_limit(self) -> int | None:
         """Tokens at most; None: as many as fit into the context."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def limit_field(self) -> str:
+        """What the client calls its limit."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def generated(self) -> int:
@@ -161,6 +175,11 @@ class CompletionRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.max_tokens if self.max_tokens != 0 else 1
 
     @property
+    def limit_field(self) -> str:
+        """What the client calls its limit."""
+        return "max_tokens"
+
+    @property
     def generated(self) -> int:
         """Choices a prompt that are generated."""
         return self.best_of or self.n
@@ -177,19 +196,37 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 _NEUTRAL_SHARED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
+    # vLLM's, which its users' scripts may spell out.
+    "ec_transfer_params": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logprob_token_ids": (),
+    "request_id": (),
+    "stream_interval": (1,),
+    "structured_outputs": (),
+    "thinking_token_budget": (-1,),
+    "use_beam_search": (False,),
+    "watermarking": (False,),
 }
 _NEUTRAL_CHAT = _NEUTRAL_SHARED | {
     "audio": (),
     "best_of": (1,),
+    "chat_template": (),
     "documents": ([],),
+    "echo": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
+    "moderation": (),
     "prediction": (),
-    "verbosity": (),
+    "prompt_cache_options": (),
+    "return_prompt_text": (False,),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
-_NEUTRAL_COMPLETION = _NEUTRAL_SHARED | {"suffix": ("",)}
+_NEUTRAL_COMPLETION = _NEUTRAL_SHARED | {"prompt_embeds": (), "suffix": ("",)}
 
 
 def parse_json(data: bytes) -> dict[str, Any]:

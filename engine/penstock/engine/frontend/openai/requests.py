@@ -8,8 +8,7 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.openai.protocol import MAX_CHOICES, ChatRequest, CompletionRequest
 from penstock.engine.sampling import MAX_BAD_WORD_TOKENS, RepetitionDetection, SamplingParams
-
-COMPLETION_DEFAULT_TOKENS = 16
+from penstock.prompt.processor import COMPLETION_DEFAULT_TOKENS
 
 
 def check_prompts(prompts: list[list[int]], request: ChatRequest | CompletionRequest, max_model_len: int) -> None:
@@ -21,13 +20,14 @@ def check_prompts(prompts: list[list[int]], request: ChatRequest | CompletionReq
     for prompt in prompts:
         room = max_model_len - len(prompt)
         if room < 1:
-            message = f"the prompt has {len(prompt)} tokens; that leaves no room for an answer"
+            message, param = f"the prompt has {len(prompt)} tokens; that leaves no room for an answer", request.prompt_field
         elif limit is not None and limit > room:
             message = f"the prompt has {len(prompt)} tokens and {limit} are asked for, {len(prompt) + limit} together"
+            param = request.limit_field
         else:
             continue
         message += f": the model's context is {max_model_len} tokens"
-        raise ApiError(400, message, param=request.prompt_field, code="context_length_exceeded")
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def bad_word_tokens(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
@@ -69,9 +69,10 @@ def sampling_params(
     _check_tokens("logit_bias", request.logit_bias, vocab_size)
     _check_tokens("allowed_token_ids", allowed, vocab_size)
     room = model.max_model_len - prompt_tokens
-    limit = request.output_limit
+    limit, defaults = request.output_limit, model.generation_defaults
     if limit is None:
-        limit = room if isinstance(request, ChatRequest) else min(COMPLETION_DEFAULT_TOKENS, room)
+        limit = (defaults.max_tokens or room) if isinstance(request, ChatRequest) else COMPLETION_DEFAULT_TOKENS
+    limit = min(limit, room, defaults.max_tokens_limit or room)
     if request.min_tokens > limit:
         message = f"min_tokens is {request.min_tokens}, and the output has at most {limit} tokens"
         raise ApiError(400, message, param="min_tokens")

@@ -46,17 +46,21 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
 
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "background": (False,),
+    "context_management": ([],),
     "conversation": (),
     "max_tool_calls": (),
+    "moderation": (),
     "previous_response_id": (),
     "prompt": (),
+    "prompt_cache_options": (),
     "store": (False,),
     "stream_options": ({}, {"include_obfuscation": False}),
-    "text": ({}, {"format": {"type": "text"}}),
+    "text": ({}, {"format": {"type": "text"}}, {"verbosity": "medium"}, {"format": {"type": "text"}, "verbosity": "medium"}),
     "truncation": ("disabled",),
     # Of chats, and nothing here.
     "max_tokens": (),
@@ -81,6 +85,11 @@ class ResponseAsChat(ChatRequest, frozen=True, kw_only=True, forbid_unknown_fiel
     """A response's body as a chat's; its messages are tokens already."""
 
     prompt_field: ClassVar[str] = "input"
+
+    @property
+    def limit_field(self) -> str:
+        """What the client calls its limit."""
+        return "max_output_tokens"
 
 
 def as_chat_request(request: ResponsesRequest, body: Mapping[str, Any]) -> ChatRequest:

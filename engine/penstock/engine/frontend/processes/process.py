@@ -65,7 +65,7 @@ async def _listen(reader: asyncio.StreamReader, ending: Ending, core: AttachedCl
                 core.gone(reason)
             case FrontendStart():
                 raise ValueError("a second start")
-    shutil.rmtree(os.path.dirname(core_address.removeprefix("ipc://")), ignore_errors=True)  # noqa: PTH120
+    shutil.rmtree(os.path.dirname(core_address), ignore_errors=True)  # noqa: PTH120
     os._exit(1)
 
 

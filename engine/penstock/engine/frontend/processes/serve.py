@@ -1,11 +1,13 @@
 """The frontend process: starts everything, waits for the end, and ends it in order."""
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
-from collections.abc import Coroutine
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Final, Literal
 
 import msgspec
 from aiohttp import web
@@ -17,12 +19,14 @@ from penstock.engine.frontend.http.server import ApiServer
 from penstock.engine.frontend.http.settings import ApiSettings
 from penstock.engine.frontend.observe.log_stats import log_stats
 from penstock.engine.frontend.observe.shared_counts import SharedCounts
+from penstock.engine.frontend.observe.traces import Traces
 from penstock.engine.frontend.python.prompts import load_processor
 
 log = logging.getLogger(__name__)
 
 # How long handlers get to tell their clients that the core is gone.
 _LAST_WORDS_S = 2.0
+ADMIN: Final = "--admin-port"
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +37,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     events_port: int
     replay_port: int
+    admin_port: int | None = None
+    """Where alone adapters are loaded and the engine is controlled; None: on `port`."""
     shutdown_timeout: float
     """Seconds that running requests get after SIGTERM."""
     metrics_compat: Literal["vllm"] | None = None
@@ -84,28 +90,51 @@ async def serve_http(core: Core, config: ServeConfig, ending: "Ending", counts: 
     llm.stream_interval = config.stream_interval
     if counts is not None:
         counts.join(llm.metrics.table)
-    server = ApiServer(llm, config.api, vllm_names=config.metrics_compat == "vllm", control=config.enable_control_endpoints)
-    runner = server.runner(_LAST_WORDS_S)
-    await runner.setup()
+    endpoint = config.api.otlp_traces_endpoint
+    traces = None if endpoint is None else Traces(endpoint, engine.model.served_names[0], f"{config.host}:{config.port}")
+    vllm_names = config.metrics_compat == "vllm"
+    control, apart = config.enable_control_endpoints, config.admin_port is not None
+    server = ApiServer(llm, config.api, vllm_names, control=control, traces=traces, admin_apart=apart)
     reporters: list[asyncio.Task[None]] = []
     if config.log_stats and core.first_number == 0:  # one of several frontends speaks for all
         reporters.append(asyncio.create_task(log_stats(llm.metrics)))
+    if traces is not None:
+        reporters.append(asyncio.create_task(traces.run()))
     try:
         # Before the model is loaded: probes get answers from the start, and a port that is taken is found at once.
-        await web.TCPSite(runner, config.host, config.port, reuse_port=counts is not None).start()
-        return await _run(llm, server, ending, config)
-    except OSError as error:
-        raise port_error(config, error) from error
+        async with _listening(server, config, shared=counts is not None):
+            return await _run(llm, server, ending, config)
     finally:
         for reporter in reporters:
             reporter.cancel()
-        await runner.cleanup()
+        await asyncio.gather(*reporters, return_exceptions=True)
         await llm.close()
 
 
-def port_error(config: ServeConfig, error: OSError) -> ConfigError:
+@asynccontextmanager
+async def _listening(server: ApiServer, config: ServeConfig, *, shared: bool) -> AsyncIterator[None]:
+    """On all ports, `shared` with other frontends or not; handlers that run at its end get `_LAST_WORDS_S`."""
+    tls = None if config.api.tls is None else config.api.tls.context()
+    async with AsyncExitStack() as stack:
+        for flag, port in http_ports(config).items():
+            runner = server.runner(_LAST_WORDS_S, admin=flag == ADMIN)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            try:
+                await web.TCPSite(runner, config.host, port, ssl_context=tls, reuse_port=shared).start()
+            except OSError as error:
+                raise port_error(config.host, flag, port, error) from error
+        yield
+
+
+def http_ports(config: ServeConfig) -> dict[str, int]:
+    """By the flags that name them."""
+    return {"--port": config.port} | ({} if config.admin_port is None else {ADMIN: config.admin_port})
+
+
+def port_error(host: str, flag: str, port: int, error: OSError) -> ConfigError:
     """Of an address that cannot be listened on."""
-    return ConfigError(f"--host {config.host} --port {config.port}: {error.strerror}")
+    return ConfigError(f"--host {host} {flag} {port}: {error.strerror}")
 
 
 async def _run(llm: AsyncLLM, server: ApiServer, ending: "Ending", config: ServeConfig) -> int:
@@ -116,7 +145,11 @@ async def _run(llm: AsyncLLM, server: ApiServer, ending: "Ending", config: Serve
         starting.cancel()
         return 0
     await starting
-    log.info("serving %s on http://%s:%d", config.engine.model.served_names[0], config.host, config.port)
+    # What exists now stays: no collection, which would hold up every stream, need look at it again.
+    gc.collect()
+    gc.freeze()
+    scheme = "http" if config.api.tls is None else "https"
+    log.info("serving %s on %s://%s:%d", config.engine.model.served_names[0], scheme, config.host, config.port)
     await any_of(ending.stop.wait(), llm.failed.wait())
     if not llm.failed.is_set():
         llm.state = State.DRAINING

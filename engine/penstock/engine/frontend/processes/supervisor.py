@@ -10,14 +10,14 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from penstock.engine.config import ConfigError
 from penstock.engine.core.ipc.client import CoreClient, CoreError
 from penstock.engine.frontend.observe.metrics import EngineMetrics
 from penstock.engine.frontend.observe.shared_counts import SharedCounts
 from penstock.engine.frontend.processes import words
-from penstock.engine.frontend.processes.serve import Ending, ServeConfig, core_client, port_error
+from penstock.engine.frontend.processes.serve import Ending, ServeConfig, core_client, http_ports, port_error
 from penstock.engine.frontend.processes.words import CoreGone, FrontendStart, Stop, StopNow, Word
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,9 @@ async def supervise(config: ServeConfig) -> int:
     """Serves with `config.api_server_count` frontends; as `serve` otherwise."""
     ending = Ending()
     ending.on_signals()
-    with _reserve(config):
+    with ExitStack() as held:
+        for flag, port in http_ports(config).items():
+            held.enter_context(_reserve(config.host, flag, port))
         core = core_client(config, shared=True)
         try:
             return await _Supervisor(config, core, ending).run()
@@ -40,12 +42,12 @@ async def supervise(config: ServeConfig) -> int:
             await core.close()
 
 
-def _reserve(config: ServeConfig) -> socket.socket:
-    """Holds the port without listening; `ConfigError` where another server has it, which sharing ports would hide."""
+def _reserve(host: str, flag: str, port: int) -> socket.socket:
+    """Holds a port without listening; `ConfigError` where another server has it, which sharing ports would hide."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise port_error(config, error) from error
+        raise port_error(host, flag, port, error) from error
     holder = socket.socket(family, kind)
     try:
         with socket.socket(family, kind) as probe:
@@ -56,7 +58,7 @@ def _reserve(config: ServeConfig) -> socket.socket:
         holder.bind(address)
     except OSError as error:
         holder.close()
-        raise port_error(config, error) from error
+        raise port_error(host, flag, port, error) from error
     return holder
 
 

@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
+import time
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import count
 from typing import Any, TypeVar
 
@@ -15,9 +16,11 @@ from tokenizers import Tokenizer
 from penstock.engine.args import EngineArgs
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.errors import ApiError
-from penstock.engine.frontend.python.params import SamplingParams
+from penstock.engine.frontend.openai.embeddings import check_embeddings, embedding_of, embedding_spec, parse_embeddings
+from penstock.engine.frontend.python.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
+from penstock.engine.frontend.python.params import SamplingParams, default_params
 from penstock.engine.frontend.python.prompts import Message, Prompt, Tokens, python_spec, tokenize, tokenize_chat
-from penstock.engine.frontend.python.request_output import OutputBuilder, RequestOutput, python_error
+from penstock.engine.frontend.python.request_output import OutputBuilder, RequestOutput, python_error, python_errors
 from penstock.engine.frontend.spec import GenerationSpec
 
 _T = TypeVar("_T")
@@ -76,15 +79,17 @@ class LLM:
         progress: bool = True,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> list[RequestOutput]:
         """Answers prompts; the outputs are in their order.
 
         Args:
             prompts: One or many. A list of integers is one prompt of token ids.
-            sampling_params: For all prompts, or one each; None: the defaults.
+            sampling_params: For all prompts, or one each; None: the model's defaults (`generation_config`), or the class's.
             progress: Whether to show a progress bar.
             priority: As over HTTP.
             cache_salt: As over HTTP.
+            adapter: The name of a LoRA adapter (`lora_modules=["name=path"]`); None: the model alone.
 
         Raises:
             ValueError: A prompt or parameter cannot be served; nothing was run.
@@ -92,7 +97,50 @@ class LLM:
             KeyboardInterrupt: Ctrl-C; every request was ended, and the engine can be used further.
         """
         tokens = [tokenize(prompt, self._llm.processor) for prompt in _listed(prompts)]
-        return self._run(tokens, sampling_params, progress, priority=priority, cache_salt=cache_salt)
+        return self._run(tokens, sampling_params, progress, adapter=adapter, priority=priority, cache_salt=cache_salt)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        progress: bool = True,
+        dimensions: int | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embeds prompts, of a model that is served for it; the outputs are in their order.
+
+        Args:
+            prompts: One or many. A list of integers is one prompt of token ids.
+            progress: Whether to show a progress bar.
+            dimensions: As over HTTP.
+            priority: As over HTTP.
+            cache_salt: As over HTTP.
+
+        Raises: As `generate` does.
+        """
+        self._require_open()
+        tokens = [tokenize(prompt, self._llm.processor) for prompt in _listed(prompts)]
+        with python_errors():
+            pooling = self._llm.require_embedding()
+            body = {"model": "", "input": "", "dimensions": dimensions, "priority": priority, "cache_salt": cache_salt}
+            request = parse_embeddings(body)
+            for prompt in tokens:
+                check_embeddings([prompt.token_ids], request, self._llm.model)
+        specs = [
+            embedding_spec([prompt.token_ids], request, request_id=str(next(self._numbers)), arrival=time.time())
+            for prompt in tokens
+        ]
+
+        async def answer(prompt: Tokens, spec: GenerationSpec) -> EmbeddingRequestOutput:
+            async with self._llm.running(spec) as generation:
+                [pooled] = await generation.pooled()
+            vector = embedding_of(pooled, pooling, dimensions).tolist()
+            cached = generation.usage.cached_tokens
+            return EmbeddingRequestOutput(spec.request_id, EmbeddingOutput(vector), prompt.token_ids, cached)
+
+        with _progress(progress, len(specs)) as bar:
+            return self._loop.run(self._answer_all(tokens, specs, answer, lambda output: bar.advance(output.prompt_token_ids)))
 
     def chat(
         self,
@@ -102,22 +150,27 @@ class LLM:
         progress: bool = True,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or many, rendered by the model's chat template; otherwise as `generate`."""
         many = [messages] if messages and isinstance(messages[0], Mapping) else messages
         tokens = [tokenize_chat(one, self._llm.processor) for one in many]  # type: ignore[arg-type]
-        return self._run(tokens, sampling_params, progress, priority=priority, cache_salt=cache_salt)
+        return self._run(tokens, sampling_params, progress, adapter=adapter, priority=priority, cache_salt=cache_salt)
 
     def _run(
         self,
         tokens: list[Tokens],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
+        adapter: str | None,
         **fields: Any,
     ) -> list[RequestOutput]:
-        if not self._finalizer.alive:
-            raise RuntimeError("this LLM was closed")
-        params = _one_each(sampling_params, len(tokens))
+        self._require_open()
+        with python_errors():
+            self._llm.require_generating()
+        if sampling_params is None:
+            sampling_params = [default_params(self._llm.model, len(prompt.token_ids)) for prompt in tokens]
+        params, lora_id = _one_each(sampling_params, len(tokens)), self._llm.lora_id(adapter)
         specs = [
             python_spec(
                 prompt,
@@ -126,21 +179,32 @@ class LLM:
                 self._llm.processor,
                 seed=self._llm.draw_seed(),
                 request_id=str(next(self._numbers)),
+                lora_id=lora_id,
                 **fields,
             )
             for prompt, one in zip(tokens, params, strict=True)
         ]
         with _progress(progress, len(specs)) as bar:
-            return self._loop.run(self._answer_all(tokens, specs, bar))
+            return self._loop.run(self._answer_all(tokens, specs, self._answer, bar.answered))
 
-    async def _answer_all(self, tokens: list[Tokens], specs: list[GenerationSpec], bar: "_Bar") -> list[RequestOutput]:
+    def _require_open(self) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError("this LLM was closed")
+
+    async def _answer_all(
+        self,
+        tokens: list[Tokens],
+        specs: list[GenerationSpec],
+        answer_one: Callable[[Tokens, GenerationSpec], Awaitable[_T]],
+        tell: Callable[[_T], None],
+    ) -> list[_T]:
         """At most so many sequences at once that the core's queue never refuses one."""
         free = asyncio.Semaphore(max(1, self._window // max((spec.n for spec in specs), default=1)))
 
-        async def answer(prompt: Tokens, spec: GenerationSpec) -> RequestOutput:
+        async def answer(prompt: Tokens, spec: GenerationSpec) -> _T:
             async with free:
-                output = await self._answer(prompt, spec)
-            bar.advance(output)
+                output = await answer_one(prompt, spec)
+            tell(output)
             return output
 
         tasks = [asyncio.create_task(answer(*pair)) for pair in zip(tokens, specs, strict=True)]
@@ -171,9 +235,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
+def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
@@ -242,10 +304,14 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def advance(self, output: RequestOutput) -> None:
+    def answered(self, output: RequestOutput) -> None:
         """One request more."""
-        self._prompt_tokens += len(output.prompt_token_ids)
-        self._output_tokens += output.metrics.num_generation_tokens
+        self.advance(output.prompt_token_ids, output.metrics.num_generation_tokens)
+
+    def advance(self, prompt: Sequence[int], output_tokens: int = 0) -> None:
+        """The same, of token ids and how many tokens came of them."""
+        self._prompt_tokens += len(prompt)
+        self._output_tokens += output_tokens
         elapsed = max(self._progress.tasks[0].elapsed or 0.0, 1e-3)
         rates = f"{self._prompt_tokens / elapsed:,.0f} tok/s in, {self._output_tokens / elapsed:,.0f} tok/s out"
         self._progress.update(self._task, advance=1, rates=rates)

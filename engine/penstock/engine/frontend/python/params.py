@@ -4,8 +4,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.engine.config import ModelConfig
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.openai.protocol import CompletionRequest, SamplingFields, parse_completion
+from penstock.prompt.processor import COMPLETION_DEFAULT_TOKENS
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 
@@ -13,7 +15,7 @@ OutputKind = Literal["cumulative", "delta", "final_only"]
 class SamplingParams(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to generate, checked when it is made: `ValueError` names the field. `docs/engine/api.md` explains each field."""
 
-    max_tokens: int | None = 16
+    max_tokens: int | None = COMPLETION_DEFAULT_TOKENS
     """None: what fits into the model's context."""
     logprobs: int | None = None
     """Alternatives to report with each token, 0 to 20; None: no logprobs."""
@@ -41,3 +43,15 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True, forbid_unknown_f
             return parse_completion({"model": "", "prompt": "", **body})
         except ApiError as error:
             raise ValueError(error.message) from None
+
+
+def default_params(model: ModelConfig, prompt_tokens: int) -> SamplingParams:
+    """How to generate where nobody says.
+
+    Args:
+        model: The model, whose authors may have said.
+        prompt_tokens: Length of the prompt, after which so much fits as the context has left.
+    """
+    defaults = model.generation_defaults
+    room = max(model.max_model_len - prompt_tokens, 1)
+    return SamplingParams(**defaults.sampling, max_tokens=min(defaults.max_tokens or COMPLETION_DEFAULT_TOKENS, room))

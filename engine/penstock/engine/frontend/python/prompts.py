@@ -2,14 +2,16 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.engine.config import ConfigError, EngineConfig, ModelConfig
+from penstock.engine.config import ConfigError, EngineConfig, GenerationDefaults, ModelConfig
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.python.params import SamplingParams
 from penstock.engine.frontend.spec import GenerationSpec, generation_spec
+from penstock.engine.loading.checkpoint import read_json
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import BundleError, PromptError
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, PromptProcessor
@@ -36,9 +38,22 @@ def load_processor(engine: EngineConfig) -> PromptProcessor:
             hash_seed=engine.cache.hash_seed,
             max_model_len=engine.model.max_model_len,
         )
-        return PromptProcessor(bundle)
+        processor = PromptProcessor(bundle)
     except BundleError as error:
         raise ConfigError(str(error)) from None
+    if engine.model.pooling is not None:
+        _check_end(engine.model.path / "tokenizer_config.json", processor)
+    return processor
+
+
+def _check_end(file: Path, processor: PromptProcessor) -> None:
+    """Refuses a tokenizer that leaves out the end token after which a model was trained to be pooled: `add_eos_token` is a word
+    to transformers alone, as long as tokenizer.json does not say the same."""
+    if not (file.is_file() and read_json(file).get("add_eos_token")):
+        return
+    end = processor.tokenizer.token_to_id(processor.bundle.special_tokens.get("eos_token", ""))
+    if end is None or processor.encode("a", add_special_tokens=True)[-1] != end:
+        raise ConfigError(f"{file}: add_eos_token is set, and by tokenizer.json none is added; save the tokenizer anew")
 
 
 def tokenize(prompt: Prompt, processor: PromptProcessor) -> Tokens:
@@ -77,6 +92,7 @@ def python_spec(
     processor: PromptProcessor,
     seed: int,
     request_id: str,
+    lora_id: int = 0,
     **fields: Any,
 ) -> GenerationSpec:
     """What the engine runs for one prompt; `ValueError` names the parameter that cannot be served.
@@ -88,13 +104,16 @@ def python_spec(
         processor: Its tokenizer.
         seed: For parameters that bring none.
         request_id: Its name in events and logs.
+        lora_id: Its adapter; 0: none.
         fields: `priority` and `cache_salt`, where given.
     """
     request = params.request(model.max_model_len, len(tokens.token_ids), **fields)
+    # Parameters of Python are whole: what is not given is the class's default, and no server's limit applies.
+    model = msgspec.structs.replace(model, generation_defaults=GenerationDefaults())
     try:
         spec = generation_spec(
             [tokens.token_ids], request, model, processor, seed=seed, request_id=request_id, arrival=time.time()
         )
     except ApiError as error:
         raise ValueError(error.message) from None
-    return msgspec.structs.replace(spec, stream=params.output_kind != "final_only")
+    return msgspec.structs.replace(spec, stream=params.output_kind != "final_only", lora_id=lora_id)

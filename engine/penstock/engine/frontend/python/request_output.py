@@ -1,5 +1,7 @@
 """What Python gets of a request: vLLM's names, so that scripts carry over."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from penstock.engine.frontend.errors import ApiError
@@ -21,6 +23,15 @@ def python_error(error: ApiError) -> Exception:
     if error.status < 500:
         return ValueError(error.message)
     return RequestFailed(error.message, error.retriable)
+
+
+@contextmanager
+def python_errors() -> Iterator[None]:
+    """Errors as Python knows them."""
+    try:
+        yield
+    except ApiError as error:
+        raise python_error(error) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import torch
 
 from penstock.engine.models.layers.linear_method import LinearMethod
 from penstock.engine.models.layers.shard import Shard
-from penstock.engine.models.layers.weight import Weight, Weights
+from penstock.engine.models.layers.weight import LinearPart, Weight, Weights
 
 
 class _MergedColumnLinear:
@@ -21,9 +21,10 @@ class _MergedColumnLinear:
     def weights(self) -> Weights:
         """Under `part.weight` and `part.bias`."""
         found: Weights = {}
-        offset = 0
+        offset, shard = 0, self._shard
         for (name, total), size in zip(self._parts.items(), self.sizes, strict=True):
-            found[f"{name}.weight"] = Weight((total, self._in_features), self._loader("weight", offset))
+            part = LinearPart(self._method, offset, size, lambda a, b: (a, shard.narrow(b, 0)))
+            found[f"{name}.weight"] = Weight((total, self._in_features), self._loader("weight", offset), part)
             if self._bias:
                 found[f"{name}.bias"] = Weight((total,), self._loader("bias", offset))
             offset += size
@@ -78,11 +79,12 @@ class RowParallelLinear:
     ) -> None:
         self._name, self._shape, self._shard, self._method = name, (out_features, in_features), shard, method
         self._bias = bias
+        self._part = LinearPart(method, 0, out_features, lambda a, b: (shard.narrow(a, 1), b))
         method.create(shard.size(in_features, f"the inputs of {name}"), out_features, bias, dtype)
 
     def weights(self) -> Weights:
         """Under `name.weight` and `name.bias`."""
-        found = {f"{self._name}.weight": Weight(self._shape, self._load_weight)}
+        found = {f"{self._name}.weight": Weight(self._shape, self._load_weight, self._part)}
         if self._bias:
             found[f"{self._name}.bias"] = Weight(self._shape[:1], self._load_bias)
         return found

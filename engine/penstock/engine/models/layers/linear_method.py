@@ -2,19 +2,29 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from penstock.kernels.linear.reference import pack_weight
+from penstock.kernels.ops import Ops
+
 log = logging.getLogger(__name__)
 
 # Below four rows float32 GEMM takes other paths, with other bits, so that a lone request would differ from one in a batch.
 PLAIN_MIN_ROWS = 4
+CPU = torch.device("cpu")
 
 
 class LinearMethod(Protocol):
     """Life of a weight: `create`, `load_shard` for each part, `finish`, then `apply` at each step."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight lies."""
+        ...
 
     def create(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
         """Allocates the rank's weight [out, in] and bias [out]."""
@@ -22,6 +32,10 @@ class LinearMethod(Protocol):
 
     def load_shard(self, name: str, value: torch.Tensor, offset: int) -> None:
         """Copies a part of `weight` or `bias` to the output features from `offset` on."""
+        ...
+
+    def tie(self, weight: torch.Tensor) -> None:
+        """Takes another layer's weight [out, in] in place of one that is loaded."""
         ...
 
     def finish(self) -> None:
@@ -34,15 +48,18 @@ class LinearMethod(Protocol):
 
 
 LinearMethodFactory = Callable[[], LinearMethod]
+LinearKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor]
 
 
 class UnquantizedLinearMethod:
-    """The weight in the model's dtype, multiplied by torch."""
+    """The weight in the model's dtype, multiplied by torch on the CPU."""
+
+    device = CPU
 
     def create(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
         """See LinearMethod."""
-        self.weight = torch.empty(out_features, in_features, dtype=dtype)
-        self.bias = torch.empty(out_features, dtype=dtype) if bias else None
+        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=self.device)
+        self.bias = torch.empty(out_features, dtype=dtype, device=self.device) if bias else None
 
     def load_shard(self, name: str, value: torch.Tensor, offset: int) -> None:
         """See LinearMethod."""
@@ -50,6 +67,10 @@ class UnquantizedLinearMethod:
         if target is None:
             raise ValueError(f"the layer has no {name}")
         target[offset : offset + value.shape[0]].copy_(value)
+
+    def tie(self, weight: torch.Tensor) -> None:
+        """Copies it: `finish` may change its form."""
+        self.weight.copy_(weight)
 
     def finish(self) -> None:
         """Nothing to do: torch multiplies by the weight as it is."""
@@ -60,6 +81,26 @@ class UnquantizedLinearMethod:
         if rows >= PLAIN_MIN_ROWS:
             return F.linear(x, self.weight, self.bias)
         return F.linear(F.pad(x, (0, 0, 0, PLAIN_MIN_ROWS - rows)), self.weight, self.bias)[:rows]
+
+
+class DeviceLinearMethod(UnquantizedLinearMethod):
+    """The weight on an accelerator, multiplied by its vendor's library for as many rows as there are. Which kernel that takes,
+    and with it a row's last bits, depends on their number.
+
+    Args:
+        device: Where the weight lies.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def tie(self, weight: torch.Tensor) -> None:
+        """Shares its memory."""
+        self.weight = weight
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod; a row's last bits may depend on the others."""
+        return F.linear(x, self.weight, self.bias)
 
 
 class PrepackedLinearMethod(UnquantizedLinearMethod):
@@ -84,6 +125,26 @@ class PrepackedLinearMethod(UnquantizedLinearMethod):
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")[:rows]
 
 
+class NativeLinearMethod(UnquantizedLinearMethod):
+    """The weight in our own kernel's order, brought into it once: the same bits at every batch size, without padding.
+
+    Args:
+        linear: The kernel; see `penstock.kernels.linear.reference`.
+    """
+
+    def __init__(self, linear: LinearKernel) -> None:
+        self._linear = linear
+
+    def finish(self) -> None:
+        """Reorders the weight; the plain copy is dropped."""
+        self.packed, self._out_features = pack_weight(self.weight), self.weight.shape[0]
+        del self.weight
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
+        return self._linear(x, self.packed, self.bias, self._out_features)
+
+
 def padded_rows(rows: int) -> int:
     """The next number of rows for which there may be a kernel: all up to 16, then multiples of 8, 16 and 64."""
     if rows <= 16:
@@ -92,8 +153,14 @@ def padded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def linear_method(dtype: torch.dtype) -> LinearMethodFactory:
-    """The unquantised method for a dtype; oneDNN's is tried first, since it is private to torch and depends on the CPU."""
+def linear_method(dtype: torch.dtype, ops: Ops, threads: int = 1, device: torch.device = CPU) -> LinearMethodFactory:
+    """The unquantised method for a dtype. On the CPU our own kernel where there is one, which has one thread; else oneDNN's,
+    which is tried first, since it is private to torch and depends on the CPU."""
+    if device.type != "cpu":
+        return partial(DeviceLinearMethod, device)
+    if ops.linear is not None and threads == 1:
+        log.info("linear layers in %s: weights packed for our own kernel", dtype)
+        return partial(NativeLinearMethod, ops.linear)
     reason = _why_not_prepacked(dtype)
     if reason is None:
         log.info("linear layers in %s: weights prepacked for oneDNN", dtype)

@@ -2,6 +2,7 @@
 
 import torch
 
+from penstock.engine.models.layers.linear_method import CPU
 from penstock.engine.models.layers.weight import Weight, Weights
 from penstock.kernels.ops import Ops
 
@@ -13,8 +14,8 @@ class RMSNorm:
         offset: What the model adds to the checkpoint's weight: 1 in Gemma.
     """
 
-    def __init__(self, name: str, size: int, eps: float, ops: Ops, offset: float = 0.0) -> None:
-        self.weight = torch.empty(size, dtype=torch.float32)
+    def __init__(self, name: str, size: int, eps: float, ops: Ops, offset: float = 0.0, device: torch.device = CPU) -> None:
+        self.weight = torch.empty(size, dtype=torch.float32, device=device)
         self.eps = eps
         self._name, self._ops, self._offset = name, ops, offset
 

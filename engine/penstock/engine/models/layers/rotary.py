@@ -5,19 +5,26 @@ import math
 import torch
 
 from penstock.engine.models.rope import RopeConfig
+from penstock.kernels.ops import Ops
 from penstock.kernels.prepare_kv.reference import Rotary
 
 
 class RotaryEmbedding:
-    """Cosine and sine of every position up to `max_positions`, computed once."""
+    """Cosine and sine of every position up to `max_positions`, computed once, on the CPU: devices have the same bits.
 
-    def __init__(self, rope: RopeConfig, max_positions: int) -> None:
+    A step's angles are gathered once for all layers, not by each layer through its positions: that would be the same bytes a
+    layer, and one load more to wait for.
+    """
+
+    def __init__(self, rope: RopeConfig, max_positions: int, ops: Ops, device: torch.device) -> None:
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(rope, max_positions))
-        self._cos, self._sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+        # [positions, r]: the cosines, then the sines.
+        self._table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(rope.attention_factor).to(device)
+        self._ops = ops
 
     def __call__(self, positions: torch.Tensor) -> Rotary:
         """The angles of positions [n]; once a step for all layers."""
-        return Rotary(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
+        return Rotary(*self._ops.embedding(self._table, positions).chunk(2, dim=-1))
 
 
 def inverse_frequencies(rope: RopeConfig, max_positions: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import torch
 
+from penstock.engine.models.build import Build
 from penstock.engine.models.layers.linear import ColumnParallelLinear
 from penstock.engine.models.layers.linear_method import LinearMethod
 from penstock.engine.models.layers.shard import Shard
@@ -11,8 +12,9 @@ from penstock.engine.models.layers.weight import Weight, Weights
 class VocabEmbedding:
     """Token ids to vectors; every rank holds the whole table, so that a look-up needs no exchange."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
-        self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype)
+    def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
+        self.weight = torch.empty(vocab_size, hidden_size, dtype=build.dtype, device=build.device)
+        self._ops = build.ops
 
     def weights(self) -> Weights:
         """Under `embed_tokens.weight`."""
@@ -23,7 +25,7 @@ class VocabEmbedding:
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[n] → [n, hidden]."""
-        return self.weight.index_select(0, input_ids)
+        return self._ops.embedding(self.weight, input_ids)
 
 
 class LMHead(ColumnParallelLinear):
@@ -34,4 +36,4 @@ class LMHead(ColumnParallelLinear):
 
     def tie(self, embedding: VocabEmbedding) -> None:
         """Takes the embedding's weight instead of one from the checkpoint."""
-        self.weights()["lm_head.weight"].load(embedding.weight)
+        self._method.tie(self._shard.narrow(embedding.weight, 0))

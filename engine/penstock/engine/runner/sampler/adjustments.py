@@ -18,6 +18,8 @@ from penstock.engine.runner.sampler.repetition_penalty import RepetitionPenalty
 from penstock.engine.runner.sampler.stage import MASKED, LogitsStage
 from penstock.engine.sampling import SamplingParams
 
+NOTHING_LEFT = "no token is left to sample: allowed_token_ids, bad_words, min_tokens and logits processors together exclude all"
+
 
 class Adjustments:
     """The stages and their state by request row; a step none of whose rows asks for any pays one look.
@@ -40,13 +42,16 @@ class Adjustments:
             RepetitionPenalty(max_num_seqs),
             OutputPenalties(max_num_seqs, vocab_size),
         )
-        self._asked = np.zeros(max_num_seqs, np.bool_)
+        self._asked: set[int] = set()
 
     def admit(self, row: int, token_ids: Int32, num_prompt_tokens: int, params: SamplingParams) -> None:
         """Takes in a row's new request; arguments as in `LogitsStage.admit`."""
         # Every stage hears of it, so that none keeps what the row's last request asked for.
         asked = [stage.admit(row, token_ids, num_prompt_tokens, params) for stage in self._stages]
-        self._asked[row] = any(asked)
+        if any(asked):
+            self._asked.add(row)
+        else:
+            self._asked.discard(row)
         for processor in self._invariant:
             processor.admit(row, token_ids, num_prompt_tokens, params)
 
@@ -60,7 +65,7 @@ class Adjustments:
         Returns:
             [m, vocab], masked entries -inf; `logits` itself where no row asks for anything.
         """
-        if not self._asked[rows.request_rows].any():
+        if not self._any_asked(rows):
             return logits
         adjusted = logits.clone()
         for stage in self._stages:
@@ -81,9 +86,12 @@ class Adjustments:
 
     def observe(self, rows: LogitsRows, token_ids: Int32) -> None:
         """Takes in the chosen tokens, [m]."""
-        if self._asked[rows.request_rows].any():
+        if self._any_asked(rows):
             for stage in self._stages:
                 stage.observe(rows, token_ids)
+
+    def _any_asked(self, rows: LogitsRows) -> bool:
+        return bool(self._asked) and not self._asked.isdisjoint(rows.request_rows.tolist())
 
 
 def _apply(stage: LogitsStage, logits: torch.Tensor, rows: LogitsRows) -> None:
@@ -95,5 +103,4 @@ def _apply(stage: LogitsStage, logits: torch.Tensor, rows: LogitsRows) -> None:
 def describe_nothing_left(adjusted: torch.Tensor) -> dict[int, str]:
     """Row → what is wrong, for the rows of [m, vocab] in which every token is masked."""
     rows = (adjusted.amax(-1) == MASKED).nonzero().squeeze(-1).tolist()
-    message = "no token is left to sample: allowed_token_ids, bad_words, min_tokens and logits processors together exclude all"
-    return dict.fromkeys(rows, message)
+    return dict.fromkeys(rows, NOTHING_LEFT)

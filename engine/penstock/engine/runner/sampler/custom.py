@@ -91,7 +91,8 @@ class GuardedProcessor:
             for place in range(len(at)):
                 self.apply(logits, at[place : place + 1], rows.take(np.array([place])))
             return
-        unfit = (changed.isnan() | changed.isposinf()).any(-1)
+        # On the host, wherever the logits are.
+        unfit = (changed.isnan() | changed.isposinf()).any(-1).cpu()
         logits[at[~unfit]] = changed[~unfit]
         for row in rows.request_rows[unfit.numpy()].tolist():
             self._fail(row, ValueError("apply returned NaN or infinity"))

@@ -44,12 +44,17 @@ class SamplingTable:
         self._min_p = np.zeros(max_num_seqs, np.float32)
         self._seed = np.zeros(max_num_seqs, np.int64)
         self._logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
+        self._particular: set[int] = set()
         self.prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
         """[rows]: alternatives for each token of the prompt; NO_LOGPROBS where none are asked for."""
 
     def admit(self, row: int, params: SamplingParams) -> None:
         """Sets every parameter of a row."""
         self._greedy[row] = params.greedy
+        if params.greedy and params.logprobs is None:
+            self._particular.discard(row)
+        else:
+            self._particular.add(row)
         self._temperature[row] = 1.0 if params.greedy else params.temperature
         self._top_k[row] = max(params.top_k, 0)
         self._top_p[row] = params.top_p
@@ -58,6 +63,10 @@ class SamplingTable:
         self._seed[row] = np.uint64(params.seed & 0xFFFFFFFFFFFFFFFF).astype(np.int64)
         self._logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.prompt_logprobs[row] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
+
+    def is_plain(self, request_rows: Int32) -> bool:
+        """Whether nothing is asked for any of these rows, [m], but the likeliest token: its parameters need not be gathered."""
+        return not self._particular or self._particular.isdisjoint(request_rows.tolist())
 
     def batch(self, request_rows: Int32, positions: Int32) -> SamplingBatch:
         """Parameters of logits rows.

@@ -3,6 +3,7 @@
 Indexed by logits row; each row's token is a function of its own logits, parameters and position.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,10 +13,10 @@ from penstock.engine.runner.sampler.draw import draw
 from penstock.engine.runner.sampler.greedy import greedy
 from penstock.engine.runner.sampler.min_p import apply_min_p
 from penstock.engine.runner.sampler.params import SamplingBatch
-from penstock.engine.runner.sampler.philox import Purpose, uniform
 from penstock.engine.runner.sampler.temperature import apply_temperature
 from penstock.engine.runner.sampler.top_k import apply_top_k
 from penstock.engine.runner.sampler.top_p import apply_top_p
+from penstock.kernels.sampling.philox import Purpose, uniform
 
 CANDIDATES = 256
 """The likeliest tokens, among which almost every filter ends; sorting them alone costs a fraction of sorting the vocabulary."""
@@ -108,7 +109,7 @@ def _likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
 def describe_not_finite(logits: torch.Tensor) -> dict[int, str]:
     """Row → what is wrong with its logits, [m, vocab], for the rows that have NaN or infinity among them."""
     # A sum with a NaN or an infinity in it is not finite either, and is far cheaper than the least and greatest of each row.
-    if bool(logits.sum().isfinite()):
+    if math.isfinite(logits.sum().item()):
         return {}
     low, high = torch.aminmax(logits, dim=-1)
     # A NaN is both the least and the greatest.
@@ -117,5 +118,9 @@ def describe_not_finite(logits: torch.Tensor) -> dict[int, str]:
 
 
 def _describe(logits: torch.Tensor) -> str:
-    nans, infinities = int(logits.isnan().sum()), int(logits.isinf().sum())
-    return f"the model's logits are not finite ({nans} NaN and {infinities} infinite of {logits.numel()})"
+    return not_finite_message(int(logits.isnan().sum()), int(logits.isinf().sum()), logits.numel())
+
+
+def not_finite_message(nans: int, infinities: int, number: int) -> str:
+    """What a request is told whose logits, so many, are not all finite."""
+    return f"the model's logits are not finite ({nans} NaN and {infinities} infinite of {number})"

@@ -20,16 +20,29 @@ class Candidate:
         num_running: Requests that have a row.
         token_budget: Tokens left in this step.
         reserved_blocks: Blocks that running requests still need for tokens they already have.
+        now: Unix time in seconds.
+        computes_all: Whether it needs more of each token of its prompt than the cache supplies.
     """
 
     def __init__(
-        self, request: Request, kv: KVCacheManager, *, num_running: int, token_budget: int, reserved_blocks: int
+        self,
+        request: Request,
+        kv: KVCacheManager,
+        *,
+        num_running: int,
+        token_budget: int,
+        reserved_blocks: int,
+        now: float,
+        computes_all: bool = False,
     ) -> None:
         self.request = request
+        self.now = now
         self.num_running = num_running
         self.token_budget = token_budget
         self.reserved_blocks = reserved_blocks
         self._kv = kv
+        # A token that is not computed has no logprob.
+        self._computes_all = computes_all or request.sampling.prompt_logprobs is not None
         self._hit: CacheHit | None = None
 
     @property
@@ -39,10 +52,9 @@ class Candidate:
 
     @property
     def hit(self) -> CacheHit:
-        """Its cached prefix; none where the prompt's own logprobs are asked for, since a token that is not computed has none."""
+        """Its cached prefix; none where every token must be computed."""
         if self._hit is None:
-            computes_all = self.request.sampling.prompt_logprobs is not None
-            self._hit = self._kv.lookup(self.request, 1 if computes_all else self.num_tokens)
+            self._hit = self._kv.lookup(self.request, 1 if self._computes_all else self.num_tokens)
         return self._hit
 
 

@@ -8,12 +8,7 @@ be many, and are a JSON body.
 import msgspec
 from aiohttp import web
 
-from penstock.engine.core.ipc.calls import CommandRefused
-from penstock.engine.frontend.async_llm import AsyncLLM
-from penstock.engine.frontend.errors import ApiError
-from penstock.engine.frontend.http.exchange import json_response, read_json
-from penstock.engine.frontend.openai.protocol import convert, parse_json
-from penstock.engine.messages import (
+from penstock.engine.commands import (
     Command,
     Pause,
     PinPrefix,
@@ -26,6 +21,11 @@ from penstock.engine.messages import (
     UnpinPrefix,
     WakeUp,
 )
+from penstock.engine.core.ipc.calls import CommandRefused
+from penstock.engine.frontend.async_llm import AsyncLLM
+from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.http.exchange import json_response, read_json
+from penstock.engine.frontend.openai.protocol import convert, parse_json
 
 _COMMANDS: dict[str, type[Command]] = {
     "/reset_prefix_cache": ResetPrefixCache,
@@ -65,7 +65,7 @@ class ControlRoutes:
         return await self._carry_out(convert(body, PinPrefix, {}))
 
     async def _carry_out(self, command: Command) -> web.Response:
-        self._llm.require_running()
+        self._llm.require_core()  # a drain may wait for what only a command lets go on
         try:
             result = await self._llm.call(command)
         except CommandRefused as error:
@@ -90,6 +90,9 @@ def _read_query(request: web.Request, kind: type[Command]) -> Command:
         if name not in fields:
             known = f"there are {', '.join(fields)}" if fields else "it takes none"
             raise ApiError(400, f"{request.path} has no parameter {name}: {known}", param=name, code="unknown_parameter")
+    for name, field in fields.items():
+        if field.required and name not in request.query:
+            raise ApiError(400, f"{request.path} needs {name}", param=name)
     values = {name: _values(request, name, fields[name].default) for name in request.query}
     for name, value in values.items():
         try:

@@ -2,21 +2,23 @@
 
 import logging
 import time
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from aiohttp import web
 
 from penstock.engine.frontend.async_llm import AsyncLLM
-from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.generation import Generation
 from penstock.engine.frontend.http.exchange import Active, json_response
 from penstock.engine.frontend.http.intake import Intake
 from penstock.engine.frontend.http.streaming import stream
 from penstock.engine.frontend.observe.timeline import wants_timeline, with_timeline
+from penstock.engine.frontend.observe.traces import Traces
 from penstock.engine.frontend.openai.chat_format import ChatFormat
 from penstock.engine.frontend.openai.completion_format import CompletionFormat
 from penstock.engine.frontend.openai.encoding import Format
 from penstock.engine.frontend.openai.parsing.registry import ParserConfig
-from penstock.engine.frontend.openai.protocol import parse_chat, parse_completion
+from penstock.engine.frontend.openai.protocol import CompletionRequest, parse_chat, parse_completion
 from penstock.engine.frontend.openai.responses_format import ResponsesFormat
 from penstock.engine.frontend.openai.responses_protocol import as_chat_request, parse_responses
 from penstock.engine.frontend.spec import GenerationSpec
@@ -32,9 +34,11 @@ class OpenAIRoutes:
         llm: What answers.
         active: Counts the requests that a drain waits for.
         parsers: Of the model's answers.
+        traces: Told of requests; None: nobody is.
     """
 
-    def __init__(self, llm: AsyncLLM, active: Active, parsers: ParserConfig) -> None:
+    def __init__(self, llm: AsyncLLM, active: Active, parsers: ParserConfig, traces: Traces | None = None) -> None:
+        self._traces = traces
         self._llm = llm
         self._active = active
         self._intake = Intake(llm, parsers)
@@ -46,7 +50,6 @@ class OpenAIRoutes:
             web.post(CHAT_PATH, self.chat_completions),
             web.post(COMPLETIONS_PATH, self.completions),
             web.post(RESPONSES_PATH, self.responses),
-            web.post("/v1/embeddings", self.embeddings),
             web.get("/v1/models", self.models),
             web.get("/v1/models/{name:.+}", self.model),
         ]
@@ -54,65 +57,72 @@ class OpenAIRoutes:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/chat/completions`."""
         with self._active.counted():
-            params, spec, _ = await self._intake.chat_or_completion(request, CHAT_PATH, parse_chat)
+            params, spec = await self._intake.chat_or_completion(request, CHAT_PATH, parse_chat)
             assembler = self._intake.assembler(params, spec)
-            answer = ChatFormat(params, spec, self._name, self._llm.vocabulary, assembler)
+            answer = ChatFormat(params, spec, self._name(params.model), self._llm.vocabulary, assembler)
             return await self._answer(request, spec, answer)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/completions`."""
         with self._active.counted():
-            params, spec, body = await self._intake.chat_or_completion(request, COMPLETIONS_PATH, parse_completion)
-            echoes = self._echoes(body["prompt"], spec) if params.echo else None
-            answer = CompletionFormat(params, spec, self._name, self._llm.vocabulary, echoes)
+            params, spec = await self._intake.chat_or_completion(request, COMPLETIONS_PATH, parse_completion)
+            echoes = self._echoes(params, spec) if params.echo else None
+            answer = CompletionFormat(params, spec, self._name(params.model), self._llm.vocabulary, echoes)
             return await self._answer(request, spec, answer)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/responses`, stateless."""
         with self._active.counted():
             arrival = time.time()
+            self._llm.require_generating()
             self._llm.require_ready()
-            params, body, size = await self._intake.read(request, parse_responses)
+            params, body, size = await self._intake.read_generation(request, parse_responses)
             self._intake.served(params.model)
             prompts = await self._intake.tokens(RESPONSES_PATH, body, size)
             chat = as_chat_request(params, body)
             spec = self._intake.spec(request, prompts, chat, arrival)
             answer = ResponsesFormat(
-                params, spec, self._name, self._llm.vocabulary, self._intake.parser(chat, spec), self._llm.processor
+                params, spec, self._name(params.model), self._llm.vocabulary, self._intake.parser(chat, spec), self._llm.processor
             )
             return await self._answer(request, spec, answer)
 
-    async def embeddings(self, _request: web.Request) -> web.Response:
-        """`POST /v1/embeddings`: refused by name."""
-        message = f"model {self._name!r} cannot embed: it generates text, at {CHAT_PATH} and {COMPLETIONS_PATH}"
-        raise ApiError(400, message, param="model", code="unsupported_endpoint")
-
     async def models(self, _request: web.Request) -> web.Response:
-        """`GET /v1/models`: every served name."""
-        return json_response({"object": "list", "data": [self._entry(name) for name in self._llm.model.served_names]})
+        """`GET /v1/models`: every served name, then every adapter."""
+        names = [*self._llm.model.served_names, *self._llm.adapters]
+        return json_response({"object": "list", "data": [self._entry(name) for name in names]})
 
     async def model(self, request: web.Request) -> web.Response:
         """`GET /v1/models/{name}`."""
         return json_response(self._entry(self._intake.served(request.match_info["name"])))
 
-    @property
-    def _name(self) -> str:
-        return self._llm.model.served_names[0]
+    def _name(self, asked: str) -> str:
+        """What answers say: the adapter, or the model's first name."""
+        return asked if asked in self._llm.adapters else self._llm.model.served_names[0]
 
     def _entry(self, name: str) -> dict[str, Any]:
-        shared = {"object": "model", "created": self._created, "owned_by": "penstock"}
-        return {"id": name, **shared, "max_model_len": self._llm.model.max_model_len}
+        model = self._llm.model
+        entry = {"id": name, "object": "model", "created": self._created, "owned_by": "penstock"}
+        # vLLM's clients look for a tokenizer at the root.
+        entry |= {"max_model_len": model.max_model_len, "root": model.source or str(model.path), "parent": None}
+        if (adapter := self._llm.adapters.get(name)) is not None:
+            entry |= {"root": adapter.uri, "parent": model.served_names[0]}
+            if adapter.revision is not None:
+                entry["revision"] = adapter.revision
+        return entry
 
-    def _echoes(self, prompt: Any, spec: GenerationSpec) -> list[str]:
-        """Each prompt's text: as it was given, or what its token ids say."""
-        given = [prompt] if isinstance(prompt, str) else prompt
-        if isinstance(given[0], str):
+    def _echoes(self, params: CompletionRequest, spec: GenerationSpec) -> list[str]:
+        """Each prompt's text: as it was given, or what its token ids say where those were given or cut."""
+        given = [params.prompt] if isinstance(params.prompt, str) else params.prompt
+        if isinstance(given[0], str) and params.truncate_prompt_tokens is None:
             return given
         return [self._llm.processor.tokenizer.decode(ids, skip_special_tokens=True) for ids in spec.prompts]
 
+    def _watching(self, request: web.Request, spec: GenerationSpec, generation: Generation) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if self._traces is None else self._traces.watching(request, spec, generation)
+
     async def _answer(self, request: web.Request, spec: GenerationSpec, answer: Format) -> web.StreamResponse:
         tell_timeline = wants_timeline(request)
-        async with self._llm.running(spec) as generation:
+        async with self._llm.running(spec) as generation, self._watching(request, spec, generation):
             if spec.stream:
                 response = await stream(request, generation, answer)
             else:

@@ -8,7 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.errors import ApiError, unavailable
-from penstock.engine.frontend.http.exchange import json_response
+from penstock.engine.frontend.http.exchange import Active, json_response
 from penstock.engine.frontend.observe.metrics import Metrics
 from penstock.engine.frontend.openai import openapi
 
@@ -18,11 +18,13 @@ class ReplicaRoutes:
 
     Args:
         llm: What is watched.
+        active: The requests that this server answers.
         vllm_names: Whether metrics have vLLM's names too.
     """
 
-    def __init__(self, llm: AsyncLLM, vllm_names: bool = False) -> None:
+    def __init__(self, llm: AsyncLLM, active: Active, vllm_names: bool = False) -> None:
         self._llm = llm
+        self._active = active
         self._bundle = llm.processor.bundle.to_json()
         self._etag = llm.processor.bundle.digest
         self._registry = Metrics([llm.metrics], vllm_names).registry()
@@ -51,11 +53,11 @@ class ReplicaRoutes:
         return json_response({"status": "ready"})
 
     async def load(self, _request: web.Request) -> web.Response:
-        """`GET /load`: the newest load report."""
+        """`GET /load`: the newest load report, and as `server_load` the requests that this server answers."""
         report = self._llm.load
         if report is None:
             raise unavailable("there is no load report yet", "not_ready")
-        return web.Response(body=msgspec.json.encode(report), content_type="application/json")
+        return json_response({**msgspec.to_builtins(report), "server_load": self._active.count})
 
     async def metrics(self, _request: web.Request) -> web.Response:
         """`GET /metrics`: Prometheus."""
@@ -71,7 +73,7 @@ class ReplicaRoutes:
 
     async def openapi(self, _request: web.Request) -> web.Response:
         """`GET /openapi.json`."""
-        return json_response(openapi.document(version("penstock")))
+        return json_response(openapi.document(version("penstock"), self._llm.model.generation_defaults.sampling))
 
     async def version(self, _request: web.Request) -> web.Response:
         """`GET /version`; `kernels` is the form of the model's operations that runs, empty before it has started."""

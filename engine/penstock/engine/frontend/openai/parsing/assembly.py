@@ -38,12 +38,14 @@ class Assembler:
         parser: Takes its text apart.
         parallel: Whether more than one call is given out; of more the first alone is, as in vLLM.
         short_ids: Whether ids have nine letters and digits.
+        reasoning: Whether reasoning is given out.
     """
 
-    def __init__(self, parser: Parser, parallel: bool = True, short_ids: bool = False) -> None:
+    def __init__(self, parser: Parser, parallel: bool = True, short_ids: bool = False, reasoning: bool = True) -> None:
         self._parser = parser
         self._parallel = parallel
         self._short_ids = short_ids
+        self._reasoning = reasoning
         self._index = -1
 
     @property
@@ -64,8 +66,10 @@ class Assembler:
             match piece:
                 case Content(text):
                     content.append(text)
-                case Reasoning(text):
+                case Reasoning(text) if self._reasoning:
                     reasoning.append(text)
+                case Reasoning():
+                    pass  # the client does not want it
                 case CallStart(name):
                     self._index += 1
                     calls.append(CallDelta(self._index, self._new_id(), name, ""))

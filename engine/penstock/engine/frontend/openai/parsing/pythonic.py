@@ -26,7 +26,6 @@ class PythonicCalls(Machine):
         self._accept = accept
         self._before = ""
         """Markup read since the last call, which is content should none follow."""
-        self._called = False
 
     def _opening(self, final: bool) -> bool:
         text = self.buffer.lstrip()
@@ -56,8 +55,7 @@ class PythonicCalls(Machine):
         if arguments is None:
             return self._give_up()
         self.out += [CallStart(match[1]), CallArguments(arguments)]
-        self._before, self.buffer, self._called = "", self.buffer[end:], True
-        self.state = self._after
+        self._before, self.buffer, self.state = "", self.buffer[end:], self._after
         return True
 
     def _after(self, final: bool) -> bool:

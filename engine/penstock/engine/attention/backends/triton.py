@@ -1,0 +1,63 @@
+"""The project's own kernels: any head size, window, soft cap and sinks, every step in a graph."""
+
+import torch
+
+from penstock.engine.attention.backends.interface import AttentionBackend, AttentionNeeds, below, outside
+from penstock.engine.runner.device.graphs.descriptor import GraphSupport
+from penstock.kernels.paged_attention.device_batch import DeviceBatch
+from penstock.kernels.paged_attention.launch import (
+    AttentionShape,
+    AttentionWorkspace,
+    LaunchTable,
+    fast_launches,
+    invariant_launches,
+)
+from penstock.kernels.paged_attention.triton import paged_attention
+
+MAX_HEAD_SIZE = 256
+
+
+class TritonBackend(AttentionBackend):
+    """Args:
+    needs: What the layers ask.
+    batch_invariant: Whether a request's result must have the same bits whatever else is in a step; see `invariant_launches`.
+    """
+
+    name = "triton"
+
+    def __init__(self, needs: AttentionNeeds, *, batch_invariant: bool = False) -> None:
+        super().__init__(needs)
+        self._table: LaunchTable = invariant_launches if batch_invariant else fast_launches
+        shape = AttentionShape(needs.num_heads, needs.num_kv_heads, needs.head_size, needs.dtype.itemsize)
+        # The most that a block table can name.
+        max_keys = needs.max_blocks * max(needs.block_sizes)
+        self._workspace = AttentionWorkspace.sized(
+            shape, self._table, needs.max_num_seqs, needs.max_num_tokens, max_keys, needs.device
+        )
+
+    @classmethod
+    def refusals(cls, needs: AttentionNeeds) -> list[str]:
+        reasons = below(needs, (8, 0))
+        reasons += outside(needs.dtype, (torch.bfloat16, torch.float16, torch.float32), "dtype")
+        if needs.head_size > MAX_HEAD_SIZE or needs.head_size % 8:
+            reasons.append(f"head size {needs.head_size} is no multiple of 8 up to {MAX_HEAD_SIZE}")
+        reasons += [f"block size {size} is no multiple of 8" for size in needs.block_sizes if size % 8]
+        return reasons
+
+    @classmethod
+    def graph_support(cls, needs: AttentionNeeds) -> GraphSupport:
+        return GraphSupport.ALWAYS
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: DeviceBatch,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return paged_attention(
+            q, kv_cache, batch, scale, softcap, sinks, table=self._table, workspace=self._workspace, out=out
+        )  # fmt: skip

@@ -1,0 +1,79 @@
+"""Adapters by name: what requests can ask for, and what becomes of the cache and of requests when that changes."""
+
+from collections.abc import Mapping
+
+from penstock.engine.cache.kv_manager import KVCacheManager
+from penstock.engine.core.scheduling.lora.adapter import Adapter
+from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
+from penstock.engine.core.scheduling.request import Request
+from penstock.engine.messages import AdapterInfo
+
+
+class Adapters:
+    """Of one scheduler.
+
+    Args:
+        table: Where they are.
+        live: The requests, by index.
+        kv: Their cache.
+    """
+
+    def __init__(self, table: AdapterTable, live: Mapping[int, Request], kv: KVCacheManager) -> None:
+        self.table = table
+        self._live = live
+        self._kv = kv
+        self._named: dict[str, Adapter] = {}
+        self._last_id = 0
+
+    def find(self, name: str) -> AdapterInfo | None:
+        """What requests get under a name."""
+        adapter = self._named.get(name)
+        return None if adapter is None else adapter.info
+
+    def infos(self) -> list[AdapterInfo]:
+        """All that requests can ask for, in the order in which they came."""
+        return [adapter.info for adapter in self._named.values()]
+
+    def add(self, name: str, uri: str, revision: str | None) -> AdapterInfo:
+        """Begins to read an adapter, which `publish` names."""
+        self._last_id += 1
+        info = AdapterInfo(self._last_id, name, uri, revision)
+        self.table.add(info)
+        return info
+
+    def publish(self, info: AdapterInfo) -> None:
+        """Lets requests ask for an adapter that has been read; one that has the name is unloaded."""
+        if info.name in self._named:
+            self.remove(info.name)
+        adapter = self.table.get(info.lora_id)
+        assert adapter is not None, "what was read is there"
+        self._named[info.name] = adapter
+
+    def discard(self, info: AdapterInfo) -> None:
+        """Drops an adapter that could not be read and was never published."""
+        adapter = self.table.get(info.lora_id)
+        assert adapter is not None, "it takes no requests"
+        self.table.retire(adapter)
+
+    def remove(self, name: str) -> None:
+        """Unloads an adapter: its requests go on to their end, and what the cache holds of it is forgotten, since another one may
+        come under its name. Raises `KeyError` where there is none."""
+        adapter = self._named.pop(name)
+        mine = [request for request in self._live.values() if request.adapter is adapter]
+        for request in mine:
+            adapter.published.update(request.block_hashes)
+            request.rename_chain(f"{name}\0{adapter.info.lora_id}")
+        for block_hash in adapter.published:
+            self._kv.pool.forget(block_hash)
+        adapter.published.clear()
+        self.table.retire(adapter)
+
+    def note_blocks(self, request: Request) -> None:
+        """A request gives its blocks back, which the cache may keep."""
+        adapter = request.adapter
+        assert adapter is not None, "the request has one"
+        if adapter.retired:
+            return
+        adapter.published.update(request.block_hashes)
+        if len(adapter.published) > 2 * self._kv.num_blocks:
+            adapter.published.intersection_update(self._kv.cached_hashes())

@@ -1,0 +1,100 @@
+"""HTTPS, and who may ask by certificate: files that are looked at again at each handshake, so that what is renewed is used.
+
+Connections that are open keep what they began with.
+"""
+
+import logging
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from penstock.engine.config import ConfigError
+from penstock.engine.frontend.errors import ApiError
+
+log = logging.getLogger(__name__)
+
+PROBED_PATHS: Final = frozenset(("/health", "/ready"))
+"""What needs no client certificate: the kubelet has none."""
+
+
+class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """PEM files, as `penstock serve`'s flags name them."""
+
+    certificates: str
+    """The server's chain, its own first."""
+    key: str
+    """Without a password."""
+    clients: str | None = None
+    """Who signs clients' certificates; None: clients need none."""
+
+    def context(self) -> ssl.SSLContext:
+        """A server's context that presents and believes what the files hold at each handshake.
+
+        Files that cannot be used then (half of them replaced) are logged once, and those before stay.
+
+        Raises:
+            ConfigError: they cannot be used now.
+        """
+        seen = self._look()
+        server = fresh = self._load()
+
+        def hello(connection: ssl.SSLObject, _name: str | None, _server: ssl.SSLContext) -> None:
+            nonlocal seen, fresh
+            if (now := self._look()) != seen:
+                seen = now
+                try:
+                    fresh = self._load()
+                    log.info("TLS: new files, among them %s", self.certificates)
+                except ConfigError as error:
+                    log.error("TLS: %s; the certificate stays as it was", error)
+            connection.context = fresh
+
+        server.sni_callback = hello  # called whether or not the client names a server
+        return server
+
+    def _look(self) -> Sequence[object]:
+        """What identifies the content of the files."""
+        return [_identity(path) for path in (self.certificates, self.key, self.clients) if path is not None]
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        # A resumed session would skip the question whether its certificate is still believed.
+        context.options |= ssl.OP_NO_TICKET
+        context.num_tickets = 0
+        try:
+            context.load_cert_chain(self.certificates, self.key, password=_no_password)
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise ConfigError(f"--ssl-certfile {self.certificates} --ssl-keyfile {self.key}: {error}") from None
+        if self.clients is not None:
+            try:
+                context.load_verify_locations(self.clients)
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"--ssl-ca-certs {self.clients}: {error}") from None
+            # A wrong certificate ends the handshake; whether there is one is asked by path, see `check_certificate`.
+            context.verify_mode = ssl.CERT_OPTIONAL
+        return context
+
+
+def check_certificate(request: web.Request) -> None:
+    """`ApiError` 403 for a request on a connection without a client certificate that needs one."""
+    if request.path not in PROBED_PATHS and not request.get_extra_info("peercert"):
+        message = "this server answers those alone who present a client certificate that it knows the signer of"
+        raise ApiError(403, message, "permission_error", code="client_certificate_required")
+
+
+def _no_password() -> str:
+    """Asked for only where the key has one; OpenSSL would ask the terminal."""
+    raise ValueError("the key has a password")
+
+
+def _identity(path: str) -> object:
+    try:
+        status = Path(path).stat()
+    except OSError as error:
+        return error.errno
+    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -1,0 +1,79 @@
+"""A linear layer with adapters on top: wraps whatever method multiplies by the base weight."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from penstock.engine.models.layers.linear_method import LinearMethod
+from penstock.kernels.lora.batch import LoraBatch
+from penstock.kernels.lora.device import DeviceLoraBatch
+from penstock.kernels.ops import Ops
+
+
+class Shelf(Protocol):
+    """Room for the adapters of one projection: a `LoraShelf`, or a device's."""
+
+    a: torch.Tensor
+    """Its part of the first factors, of all slots."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all slots."""
+        ...
+
+    def put(self, slot: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Fills a slot with [rank, in] and [out, rank]."""
+        ...
+
+    def clear(self, slot: int) -> None:
+        """Leaves nothing in a slot."""
+        ...
+
+
+class LoraLinearMethod:
+    """The base runs for all tokens, as it would alone; then each token's adapter is added.
+
+    Args:
+        base: What multiplies by the layer's own weight.
+        ops: With `lora_shelves` and `add_lora`.
+        batch: The step's, filled before the forward pass.
+    """
+
+    def __init__(self, base: LinearMethod, ops: Ops, batch: LoraBatch | DeviceLoraBatch) -> None:
+        self._base, self._ops, self._batch = base, ops, batch
+        self._shelves: Iterable[Any] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """See LinearMethod."""
+        return self._base.device
+
+    def create(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
+        """See LinearMethod."""
+        self._in_features, self._dtype = in_features, dtype
+        self._base.create(in_features, out_features, bias, dtype)
+
+    def load_shard(self, name: str, value: torch.Tensor, offset: int) -> None:
+        """See LinearMethod."""
+        self._base.load_shard(name, value, offset)
+
+    def tie(self, weight: torch.Tensor) -> None:
+        """See LinearMethod."""
+        self._base.tie(weight)
+
+    def finish(self) -> None:
+        """See LinearMethod."""
+        self._base.finish()
+
+    def shelve(self, slots: int, max_rank: int, parts: Sequence[tuple[int, int]]) -> Iterable[Shelf]:
+        """Makes room for adapters of the layer's projections, each given by its first output and how many there are."""
+        self._shelves = self._ops.lora_shelves(slots, max_rank, self._in_features, parts, self._dtype, self.device)
+        return self._shelves
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
+        y = self._base.apply(x)
+        if self._shelves:  # the LM head, whose rows are not the step's tokens, has none
+            self._ops.add_lora(y, x, self._shelves, self._batch)
+        return y

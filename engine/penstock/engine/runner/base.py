@@ -1,0 +1,344 @@
+"""What runners on every device do alike: the model, its weights and adapters, the layout of the cache, steps for measurement."""
+
+import gc
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.engine.attention.backends.interface import AttentionBackend, AttentionNeeds
+from penstock.engine.attention.backends.registry import choose_backend
+from penstock.engine.cache.layout import KVLayer, KVLayout, kv_layout
+from penstock.engine.config import ConfigError, EngineConfig
+from penstock.engine.core.executor import StepFailed
+from penstock.engine.core.plan import Admission, Bool, GraphReport, Int32, StepPlan, StepResult, empty
+from penstock.engine.loading.checkpoint import read_json, resolve
+from penstock.engine.loading.loader import Source, check, fill
+from penstock.engine.loading.pooling import read_pooling
+from penstock.engine.loading.stream import Uploader
+from penstock.engine.lora.runner import lora_runner
+from penstock.engine.models.build import Build
+from penstock.engine.models.config import parse_decoder_config
+from penstock.engine.models.layers.linear_method import CPU, linear_method
+from penstock.engine.models.layers.shard import Shard
+from penstock.engine.models.registry import model_class
+from penstock.engine.runner.host_memory import return_free_memory
+from penstock.engine.runner.profile import RunnerProfile
+from penstock.engine.sampling import SamplingParams
+from penstock.kernels.ops import Ops
+
+log = logging.getLogger(__name__)
+
+# What asks the most memory of the sampler.
+_COSTLY = SamplingParams(
+    max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, logprobs=20, prompt_logprobs=20, repetition_penalty=1.1
+)
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class RunnerBase(ABC):
+    """Weights, KV cache and rows of one rank.
+
+    In order: `load`, `profile_memory`, `initialize_kv_cache`, `warm_up`; then `execute` and `sample` in turn. One thread at a
+    time.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.decoder_config = parse_decoder_config(read_json(config.model.path / "config.json"))
+        self._dtype = _DTYPES[config.model.dtype]
+        self._profile: RunnerProfile | None = None
+        self._thread: int | None = None
+        self._layout = self._kv_layout()
+        self._layer_groups = self._layout.layer_groups
+        self._lora = self._make_lora()
+
+    # --- what differs ---
+
+    def _make_lora(self) -> Any:
+        """What this rank does about adapters."""
+        scheduler = self.config.scheduler
+        tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        return lora_runner(self.config.lora, scheduler.max_num_seqs, tokens)
+
+    @abstractmethod
+    def _make_ops(self) -> Ops:
+        """The operations that the model is built on."""
+
+    @abstractmethod
+    def _zeroed(self, size: int) -> torch.Tensor:
+        """So many bytes of the device's memory, uint8, all zero."""
+
+    @abstractmethod
+    def _run(self, plan: StepPlan) -> StepResult:
+        """A step from its plan to its result."""
+
+    @abstractmethod
+    def _reset(self) -> None:
+        """No row has a request."""
+
+    def _uploader(self) -> Uploader | None:
+        """The device where the model is; None: in the host's memory."""
+        return None
+
+    @property
+    def _device(self) -> torch.device:
+        uploader = self._uploader()
+        return CPU if uploader is None else uploader.device
+
+    def _to_fill(self) -> Any:
+        """What takes other weights: another model, since weights that were packed cannot be written again."""
+        return self._new_model()
+
+    # --- the model ---
+
+    def load(self) -> None:
+        """Builds the model and reads its weights; ConfigError where the checkpoint does not fit."""
+        self._limit_threads()
+        self.attention = self._choose_attention()
+        self.ops = self.attention.bind(self._make_ops())
+        method = linear_method(self._dtype, self.ops, self.config.threads, self._device)
+        self._linear_method = self._lora.wrap(method, self.ops)
+        self._adopt(self._new_model())
+        self._fill(Source(self.config.model.path, self.config.model.load_format))
+        log.info("kernels: %s; threads: %d", self.ops.form, self.config.threads)
+
+    def _choose_attention(self) -> AttentionBackend:
+        """For the model's layers, for good."""
+        needs = self._attention_needs()
+        return choose_backend(needs, self.config.attention_backend)(needs)
+
+    def _attention_needs(self) -> AttentionNeeds:
+        config, scheduler, device = self.decoder_config, self.config.scheduler, self._device
+        return AttentionNeeds(
+            device=device.type,
+            capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+            dtype=self._dtype,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            block_sizes=tuple({group.block_size for group in self._layout.groups}),
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            sinks=False,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
+            max_model_len=self.config.model.max_model_len,
+        )
+
+    @property
+    def kernels(self) -> str:
+        """Which form of the model's operations runs."""
+        return self.ops.form
+
+    def reload_weights(self, path: str | None) -> None:
+        """Reads the weights again: from `path`, or from where they were read last. The old ones are gone before the new ones
+        come, so that there is never memory for both.
+
+        Raises:
+            ConfigError: Another architecture, or other tensors; nothing has changed.
+        """
+        self._limit_threads()
+        try:
+            source, fresh = self._check_checkpoint(path)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a strange file leads to: the weights that are there stay
+            raise ConfigError(f"{path or self._source.path} cannot be read: {type(error).__name__}: {error}") from error
+        if fresh is not self.model:
+            self._adopt(fresh)
+            return_free_memory()
+        self._fill(source)
+
+    def _check_checkpoint(self, path: str | None) -> tuple[Source, Any]:
+        """Weights that fit, and a model to be filled with them; any error where they do not."""
+        source, fresh = self._source if path is None else Source(resolve(path)), self._to_fill()
+        raw, pooling = read_json(source.path / "config.json"), self.config.model.pooling
+        if parse_decoder_config(raw) != self.decoder_config:
+            raise ConfigError(f"{source.path}: its config.json describes another model than the one that is served")
+        if pooling is not None and read_pooling(source.path, raw, pooling.size, "pooling") != pooling:
+            raise ConfigError(f"{source.path}: its embeddings are pooled otherwise than those of the model that is served")
+        check(fresh, source)
+        return source, fresh
+
+    def _new_model(self) -> Any:
+        """Without weights: their memory is the system's until they are written."""
+        build = Build(
+            ops=self.ops,
+            linear_method=self._linear_method,
+            dtype=self._dtype,
+            max_model_len=self.config.model.max_model_len,
+            shard=Shard(rank=0, world=1),
+            device=self._device,
+            lm_head=self.config.model.pooling is None,
+        )
+        return model_class(self.config.model.architecture)(self.decoder_config, build)
+
+    def _adopt(self, model: Any) -> None:
+        """Serves with another model, whose weights are yet to come."""
+        self.model = model
+        with torch.inference_mode():
+            self._lora.attach(model)
+
+    def _fill(self, source: Source) -> None:
+        with torch.inference_mode():
+            fill(self.model, source, self._dtype, self._uploader())
+            self.model.finish()
+        self._source = source
+
+    def _limit_threads(self) -> None:
+        """OpenMP counts per calling thread, and an executor may run steps in another thread than the one that loaded."""
+        if self._thread != threading.get_ident():
+            torch.set_num_threads(self.config.threads)
+            self._thread = threading.get_ident()
+
+    def capture_graph(self) -> GraphReport | None:
+        """See Runner: this device has no graphs."""
+        return None
+
+    # --- adapters ---
+
+    def read_adapter(self, copy: int, uri: str, revision: str | None) -> None:
+        """Begins to read an adapter; see `LoraRunner`."""
+        self._lora.read_adapter(copy, uri, revision)
+
+    def take_reads(self) -> dict[int, str | None]:
+        """Copies that have been read since the last call, each with what was wrong with it."""
+        return self._lora.take_reads()
+
+    def drop_adapters(self, copies: Sequence[int]) -> None:
+        """Frees the host's memory of copies."""
+        self._lora.drop_adapters(copies)
+
+    # --- profiles ---
+
+    def start_profile(self) -> None:
+        """Profiles every step from the next one on."""
+        self._profile = RunnerProfile(self, self.model, self.decoder_config)
+
+    def stop_profile(self, folder: Path) -> str:
+        """Ends the profile that was started; returns the file that it was written to."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            raise RuntimeError("no profile was started")
+        try:
+            return str(profile.end(folder))
+        finally:
+            # A second of steps is tens of megabytes, in cycles that no collection would find for long.
+            del profile
+            gc.collect()
+            return_free_memory()
+
+    # --- the cache ---
+
+    def kv_layout(self) -> KVLayout:
+        """How the layers share the cache's pages."""
+        return self._layout
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocates the cache, block 0 (the null block) included.
+
+        One page holds a block of all layers of a group, so that a block is one range of bytes wherever it travels; layers see
+        strided views.
+        """
+        self._num_blocks = num_blocks
+        layout, config = self._layout, self.decoder_config
+        pages = self._zeroed(num_blocks * layout.page_bytes).view(self._dtype).view(num_blocks, layout.num_slots, -1)
+        self.kv_caches = [pages[:, 0]] * config.num_layers
+        for group in layout.groups:
+            for slot, layer in enumerate(group.layers):
+                shape = (num_blocks, 2, config.num_kv_heads, group.block_size, config.head_size)
+                self.kv_caches[layer] = pages[:, slot].view(shape)
+
+    def _kv_layout(self) -> KVLayout:
+        config, longest = self.decoder_config, self.config.model.max_model_len
+        layers = [
+            KVLayer(
+                num_kv_heads=config.num_kv_heads,
+                head_size=config.head_size,
+                dtype_bytes=self._dtype.itemsize,
+                # A window over everything is none, and caches prefixes better.
+                window=window if window is not None and window < longest else None,
+            )
+            for window in config.windows
+        ]
+        return kv_layout(layers, self.config.cache.block_size)
+
+    # --- steps in the null block ---
+
+    def _dummy_step(self, num_tokens: int, num_rows: int) -> None:
+        """Runs prompts of so many tokens, of which so many rows sample with everything that costs memory, in the null block. No
+        more tokens than all rows can have between them."""
+        longest = self.config.model.max_model_len - 1
+        num_tokens = min(num_tokens, self.config.scheduler.max_num_seqs * longest)
+        rows = max(num_rows, -(-num_tokens // longest))
+        lengths = np.full(rows, num_tokens // rows, np.int32)
+        lengths[: num_tokens % rows] += 1
+        self.run_null_step(lengths, np.arange(rows) < num_rows, _COSTLY)
+
+    def run_null_step(self, lengths: Int32, samples: Bool, sampling: SamplingParams) -> None:
+        """Runs prompts in the null block, and forgets them.
+
+        Args:
+            lengths: [r]: tokens of each.
+            samples: [r]: whether it samples.
+            sampling: Of all of them.
+        """
+        admissions = [
+            Admission(
+                row=row,
+                token_ids=np.zeros(length, np.int32),
+                num_prompt_tokens=length,
+                num_computed_tokens=0,
+                sampling=sampling,
+                lora_slot=self._lora.dummy_slot,
+            )
+            for row, length in enumerate(lengths.tolist())
+        ]
+        self._run(self._null_plan(admissions, lengths, samples))
+        self._reset()
+
+    def warm_up(self) -> None:
+        """Makes a prompt's step and a decode step for real, in the null block; RuntimeError where what comes of them is not
+        finite."""
+        config = self.config
+        length = min(config.cache.block_size, config.model.max_model_len - 1, config.scheduler.max_num_batched_tokens)
+        params = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9, logprobs=1)
+        prompt = Admission(
+            row=0, token_ids=np.zeros(length, np.int32), num_prompt_tokens=length, num_computed_tokens=0, sampling=params
+        )
+        # An embedding ends with its prompt.
+        decodes = [] if config.model.pooling is not None else [(list[Admission](), 1)]
+        for admissions, count in ([prompt], length), *decodes:
+            failed = self._run(self._null_plan(admissions, np.array([count], np.int32), samples=np.ones(1, np.bool_))).failed
+            if failed:
+                raise RuntimeError(f"warm-up: {failed[0]}; are the checkpoint's weights finite in {self.config.model.dtype}?")
+        self._reset()
+
+    def _null_plan(self, admissions: list[Admission], num_new_tokens: Int32, samples: Bool) -> StepPlan:
+        """Of the first rows, whose blocks all are the null block."""
+        return StepPlan(
+            step_id=0,
+            released=empty(),
+            admissions=admissions,
+            append_rows=[empty() for _ in self._layout.groups],
+            append_blocks=[empty() for _ in self._layout.groups],
+            rows=np.arange(len(num_new_tokens), dtype=np.int32),
+            num_new_tokens=num_new_tokens,
+            samples=samples,
+        )
+
+
+@contextmanager
+def failing(plan: StepPlan) -> Iterator[None]:
+    """What goes wrong in here is the step's failure alone: the plan has been applied, and releasing its rows undoes the rest."""
+    try:
+        yield
+    except Exception as error:
+        raise StepFailed(f"step {plan.step_id} failed: {type(error).__name__}: {error}") from error

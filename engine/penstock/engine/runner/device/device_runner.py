@@ -1,0 +1,403 @@
+"""Runs the model on one rank on a device: the host says what a step consists of, launches it, and does not wait.
+
+What a row's next step needs is on the device before the host knows of it: sampled tokens go into the rows' table there. So a
+step is launched as soon as it is planned, and the host waits once, for the results of the oldest.
+"""
+
+import gc
+import logging
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from penstock.engine.attention.backends.interface import StepLengths
+from penstock.engine.config import EngineConfig
+from penstock.engine.core.executor import StepFailed
+from penstock.engine.core.memory import Memory
+from penstock.engine.core.plan import Bool, GraphReport, GraphStep, Int32, SampleInputs, StepPlan, StepResult
+from penstock.engine.core.row_table import RowTable
+from penstock.engine.loading.loader import Source
+from penstock.engine.lora.runner import device_lora_runner
+from penstock.engine.roofline import Ceilings
+from penstock.engine.runner.base import RunnerBase
+from penstock.engine.runner.device.adjustments import DeviceAdjustments, Tokens
+from penstock.engine.runner.device.ceilings import measure_ceilings
+from penstock.engine.runner.device.choice import DeviceChoice
+from penstock.engine.runner.device.graphs.capture import GraphManager
+from penstock.engine.runner.device.graphs.cuda import CudaGraphs
+from penstock.engine.runner.device.graphs.descriptor import GraphMode, effective_mode
+from penstock.engine.runner.device.graphs.dispatcher import Batch, Dispatch, GraphDispatcher
+from penstock.engine.runner.device.graphs.estimate import estimate_graph_bytes
+from penstock.engine.runner.device.graphs.runtime import GraphRuntime
+from penstock.engine.runner.device.graphs.step import LOGITS, SERVED_BY, VARIANTS, CapturableStep
+from penstock.engine.runner.device.memory import DeviceAccount
+from penstock.engine.runner.device.not_finite import NotFinite, Suspect
+from penstock.engine.runner.device.offload import HostCopy
+from penstock.engine.runner.device.pending import PendingStep
+from penstock.engine.runner.device.program import Step, StepBuffers, StepProgram
+from penstock.engine.runner.device.rows import new_rows, stage_rows, targets
+from penstock.engine.runner.device.runtime import CudaRuntime, DeviceRuntime
+from penstock.engine.runner.device.sampler import DeviceSampler
+from penstock.engine.runner.device.scores import PromptParts, pairs, score_prompts
+from penstock.engine.runner.device.staging import Staging
+from penstock.engine.runner.prompt_logprobs import PromptRows, prompt_rows
+from penstock.engine.runner.refusals import Refusals
+from penstock.engine.runner.sampler.custom import load_processors
+from penstock.kernels.lora.device import DeviceLoraBatch
+from penstock.kernels.ops import Ops, ops_for
+from penstock.kernels.sampling.ops import SamplingOps, sampling_ops
+from penstock.kernels.sampling.params import WORDS
+from penstock.kernels.step_state.ops import StepOps, triton_step_ops
+
+log = logging.getLogger(__name__)
+
+GRAPHS_OVER_ESTIMATE = 2
+"""How often CUDA graphs may take what was estimated: it comes from what `--gpu-memory-utilization` leaves to others."""
+
+
+class Launched(NamedTuple):
+    """What `execute` leaves for `sample`."""
+
+    plan: StepPlan
+    slot: int
+    """Of the staging."""
+    step: Step | None
+    """None: the plan runs no row."""
+    logits: torch.Tensor | None
+    """[r, vocab]; None: no row samples, or the graph has seen to it."""
+    prompts: PromptParts | None
+    """Of prompt tokens that requests want scored."""
+    graph: Dispatch
+    """How it was launched; a full graph may have sampled as well."""
+    suspect: Suspect
+
+
+class DeviceForms(NamedTuple):
+    """The forms of everything that a step launches."""
+
+    model: Ops
+    step: StepOps
+    sampling: SamplingOps
+
+
+class DeviceRunner(RunnerBase):
+    """Of a GPU. `sample` returns before the step is over; whoever wants its result waits for it.
+
+    Args:
+        config: The engine's.
+        runtime: The device; None: the CUDA device.
+        forms: What runs there; None: the best there is.
+        graphs: What captures; None: CUDA's graphs.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runtime: DeviceRuntime | None = None,
+        forms: DeviceForms | None = None,
+        graphs: GraphRuntime | None = None,
+    ) -> None:
+        self._graph_runtime: GraphRuntime = CudaGraphs() if graphs is None else graphs
+        self.runtime = CudaRuntime() if runtime is None else runtime
+        self._account = DeviceAccount(self.runtime, config.cache)
+        super().__init__(config)
+        self._ceilings: Ceilings | None = None
+        self._asleep: HostCopy | None = None
+        self._empty = True
+        """Whether the model waits for weights, as after sleep at level 2."""
+        self._given = forms
+        self._launched: Launched | None = None
+
+    def _make_ops(self) -> Ops:
+        scheduler, model, device = self.config.scheduler, self.config.model, self.runtime.device
+        self.forms = self._given or DeviceForms(ops_for(self.config.device, self._dtype), triton_step_ops(), sampling_ops(device))
+        groups, most = self._layout.groups, scheduler.max_num_seqs
+        self.state = new_rows(groups, most, model.max_model_len, device)
+        self.sampler = DeviceSampler(most, most, self.decoder_config.vocab_size, device, self.forms.sampling)
+        changing = [*targets(self.state), self.sampler.params]
+        self._staging = Staging(self.runtime, self.forms.step, most, self.config.depth, changing)
+        self.program = StepProgram(self.forms.step, self.state, self.buffers, groups, self._layer_groups)
+        self._results = self.runtime.pinned(*self.buffers.results.shape)
+        self._make_graphs()
+        self._reset()
+        return self.forms.model
+
+    def _make_graphs(self) -> None:
+        graphs, most, lora = self.config.graphs, self.config.scheduler.max_num_seqs, self.config.lora is not None
+        mode, why = effective_mode(graphs.mode, self.attention.graph_support(self.attention.needs))
+        if why is not None:
+            log.warning("--cudagraph-mode %s becomes %s: %s", graphs.mode, mode, why)
+        self._capturable = CapturableStep(self, self.program, self._staging, self.sampler, self.runtime)
+        self.dispatcher = GraphDispatcher(mode, graphs.capture_sizes, most, served_by=SERVED_BY)
+        self.graphs = GraphManager(
+            self.runtime, self._graph_runtime, self._capturable, self.dispatcher, lora=lora, variants=VARIANTS
+        )
+
+    def _make_lora(self) -> Any:
+        scheduler, groups = self.config.scheduler, self._layout.groups
+        # Padding of a step of few tokens may go beyond the most that are planned.
+        tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        self.buffers = StepBuffers(tokens, scheduler.max_num_seqs, len(groups), self.config.depth + 1, self.runtime.device)
+        batch = DeviceLoraBatch(self.buffers.inputs.token_slots)
+        return device_lora_runner(self.config.lora, scheduler.max_num_seqs, batch, self.runtime.pinned)
+
+    def _uploader(self) -> DeviceRuntime:
+        return self.runtime
+
+    def _to_fill(self) -> Any:
+        """The model itself: there may be no room for another."""
+        return self.model
+
+    def _adopt(self, model: Any) -> None:
+        self._empty = True
+        super()._adopt(model)
+
+    def _fill(self, source: Source) -> None:
+        self._empty = True
+        super()._fill(source)
+        self._empty = False
+
+    def _zeroed(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self.runtime.device)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        self.execute(plan)
+        return self.sample(SampleInputs(plan.step_id)).result()
+
+    def _reset(self) -> None:
+        """What is on the device is written anew at each admission."""
+        self._lora.reset()
+        scheduler, model = self.config.scheduler, self.config.model
+        most, vocab_size = scheduler.max_num_seqs, self.decoder_config.vocab_size
+        sizes = [group.block_size for group in self._layout.groups]
+        self._rows = RowTable(most, model.max_model_len, sizes)
+        self._refusals = Refusals(vocab_size)
+        self._not_finite = NotFinite(self.runtime, self.program, self, self.attention, most)
+        tokens, ops = Tokens(self.state.token_ids, self._rows.token_ids), self.forms.sampling
+        processors = load_processors(model.logits_processors, most, vocab_size)
+        adjustments = DeviceAdjustments(self.runtime, ops, most, vocab_size, tokens, processors)
+        self._choice = DeviceChoice(self.runtime, ops, self.sampler, adjustments, most, self.config.logprobs_mode)
+
+    def load(self) -> None:
+        """See RunnerBase. The ceilings are measured first, while there is room for it."""
+        if self.runtime.device.type == "cuda":
+            self._ceilings = measure_ceilings(self.runtime, self._dtype)
+        super().load()
+
+    def sleep(self, level: int) -> None:
+        """Gives the KV cache's memory back to the device, and the model's: at level 1 the weights go to the host's, at level 2
+        nowhere."""
+        self.graphs.clear()
+        self._capturable.forget()
+        self.kv_caches = []
+        if level == 1 and self._asleep is None and hasattr(self, "model"):
+            self._asleep = HostCopy(self.runtime, self.model)
+        elif level == 2:
+            self._asleep, self._empty = None, True
+            if hasattr(self, "model"):
+                self._lora.detach()
+                del self.model
+        gc.collect()
+        self.runtime.return_free_memory()
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Allocates again what sleeps, of `commands.TAGS`: the model with its weights, or after level 2 without; the cache."""
+        if "weights" in tags and self._asleep is not None:
+            with self.runtime.main_stream():
+                self._asleep.restore()
+            self._asleep = None
+        elif "weights" in tags and not hasattr(self, "model"):
+            self._adopt(self._new_model())
+        if "kv_cache" in tags:
+            self.initialize_kv_cache(self._num_blocks)
+        self._capture_first()
+
+    def reload_weights(self, path: str | None) -> None:
+        """See RunnerBase. The new weights come where the old ones are, so that graphs stay what they are."""
+        super().reload_weights(path)
+        self._capture_first()
+
+    def warm_up(self) -> None:
+        """See RunnerBase; then captures the graphs that are to be there before the first request."""
+        super().warm_up()
+        self._capture_first()
+
+    def capture_graph(self) -> GraphReport | None:
+        """See Runner."""
+        if self.dispatcher.mode == "NONE":
+            return None
+        self._limit_threads()
+        self.graphs.capture_next()
+        return self.graphs.report()
+
+    def _capture_first(self) -> None:
+        if self.kv_caches and self._asleep is None and not self._empty:
+            self.graphs.capture_first()
+
+    def ceilings(self) -> Ceilings | None:
+        """What the device can do."""
+        return self._ceilings
+
+    def profile_memory(self) -> int:
+        """Bytes that the largest step takes beside weights and KV cache, which need not be there yet: it is run."""
+        scheduler = self.config.scheduler
+        self.initialize_kv_cache(1)
+        with self.dispatcher.profile():
+            peak = self._account.peak_of(lambda: self._dummy_step(scheduler.max_num_batched_tokens, scheduler.max_num_seqs))
+        self._step_bytes = peak
+        return peak
+
+    def measure_memory(self) -> Memory:
+        """The device's."""
+        tokens, layers = self.config.scheduler.max_num_batched_tokens, self.decoder_config.num_layers
+        graphs = estimate_graph_bytes(self.config.graphs, layers, self._step_bytes, tokens, num_variants=len(VARIANTS))
+        self.graphs.max_bytes = GRAPHS_OVER_ESTIMATE * graphs
+        return self._account.measure(graphs)
+
+    # --- a step ---
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> None:
+        """Applies a plan and launches the forward pass; `sample` must follow before the next.
+
+        Raises:
+            RuntimeError: The last step has not been sampled: its tokens are not there for this one.
+            StepFailed: The forward pass could not be launched.
+            DeviceFailed: The device is lost.
+        """
+        if self._launched is not None:
+            raise RuntimeError(f"step {plan.step_id}: step {self._launched.plan.step_id} has not been sampled yet")
+        self._limit_threads()
+        computed = self._rows.apply(plan)
+        suspect = self._not_finite.watch(plan, computed)
+        with self.runtime.main_stream():
+            self._stage(plan)
+            asked = prompt_rows(plan, self._rows, self._choice.prompt_logprobs)
+            found = self._dispatch(plan, asked)
+            rows, starts, samples = self._padded(plan, found)
+            slot, launched = self._staging.send(rows, starts, samples), (None, None, None)
+            if len(plan.rows):
+                if found.mode is not GraphMode.FULL:
+                    self.attention.begin_step(StepLengths(plan.rows, starts, computed + plan.num_new_tokens))
+                step = self._capturable.at(found.descriptor, len(rows), int(plan.num_new_tokens.max()))
+                with self._failing(plan, slot, step):
+                    launched = (step, *self._forward(plan, step, found, asked))
+            self._launched = Launched(plan, slot, *launched, found, suspect)
+
+    def _forward(
+        self, plan: StepPlan, step: Step, found: Dispatch, asked: PromptRows | None
+    ) -> tuple[torch.Tensor | None, PromptParts | None]:
+        """Launches the model, in graphs where there are any: the logits, [r, vocab], where any row samples, and the scores of
+        prompts."""
+        if found.mode is GraphMode.FULL:
+            return self.graphs.replay_full(found.descriptor), None
+        if found.mode is GraphMode.PIECEWISE:
+            self.program.prepare(step)
+            hidden = self.graphs.replay_forward(found.descriptor)
+        else:
+            hidden = self.program.forward(step, self.model)
+        samples, logits, prompts = bool(plan.samples.any()), None, None
+        if samples:
+            logits = self.model.compute_logits(hidden.index_select(0, step.inputs.logits_indices))
+        if asked is not None:
+            raw = self.config.logprobs_mode.endswith("logits")
+            ops, buffers = self.forms.sampling, self.sampler.buffers
+            prompts = score_prompts(self.runtime, ops, buffers, self.model.compute_logits, hidden, asked, normalised=not raw)
+        return logits, prompts
+
+    def _dispatch(self, plan: StepPlan, asked: PromptRows | None) -> Dispatch:
+        """How the step is launched, given the prompt tokens that it scores."""
+        tokens, reqs = int(plan.num_new_tokens.sum()), len(plan.rows)
+        uniform = 1 if tokens == reqs else None
+        variant: Hashable = self.sampler.path(plan.rows[plan.samples]) if self._choice.plain(plan) else LOGITS
+        if asked is not None:
+            variant = "hidden states"  # which no whole step leaves
+        return self.dispatcher.dispatch(Batch(tokens, reqs, uniform, self.config.lora is not None, variant))
+
+    def _padded(self, plan: StepPlan, found: Dispatch) -> tuple[Int32, Int32, Bool]:
+        """The plan's rows, where each one's tokens begin, and which sample; with the requests of nobody that a full graph has."""
+        rows, counts, samples = plan.rows, plan.num_new_tokens, plan.samples
+        if found.mode is GraphMode.FULL:
+            missing = (found.descriptor.num_reqs or len(rows)) - len(rows)
+            rows = np.append(rows, np.full(missing, self.state.spare_row, np.int32))
+            counts = np.append(counts, np.full(missing, found.descriptor.uniform_query_len or 0, np.int32))
+            samples = np.append(samples, np.zeros(missing, np.bool_))
+        starts = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        return rows, starts, samples
+
+    @torch.inference_mode()
+    def sample(self, inputs: SampleInputs) -> PendingStep:
+        """Launches the sampling of the step that `execute` has launched, and sends its result on its way.
+
+        Raises:
+            RuntimeError: No step waits for it, or another one does.
+            StepFailed: The sampling could not be launched.
+            DeviceFailed: The device is lost.
+        """
+        if self._launched is None or self._launched.plan.step_id != inputs.step_id:
+            waiting = "none" if self._launched is None else f"step {self._launched.plan.step_id}"
+            raise RuntimeError(f"sampling step {inputs.step_id}: {waiting} waits for it")
+        (plan, slot, step, logits, prompts, graph, suspect), self._launched = self._launched, None
+        count, scores, failed = len(plan.rows), None, self._refusals.of(plan)
+        with self.runtime.main_stream():
+            if step is not None and not _is_whole(graph):
+                with self._failing(plan, slot, step):
+                    if logits is None:
+                        self.program.advance(step)
+                    else:
+                        choice = self._choice.choose(plan, self._rows, logits, step.request.rows, step.inputs.seq_lens)
+                        scores, failed = choice.scores, failed | choice.failed
+                        self.program.commit(step, choice.result)
+            found = self._results[slot, :count]
+            transfer = self.runtime.download([(self.buffers.results[slot, :count], found), *pairs(scores, prompts)])
+        return PendingStep(
+            plan=plan,
+            runtime=self.runtime,
+            transfer=transfer,
+            sampled=found,
+            failed=failed,
+            scores=scores,
+            prompts=prompts,
+            vocab_size=self.decoder_config.vocab_size,
+            over=partial(self._staging.over, slot),
+            graph=GraphStep(graph.mode.value, graph.reason, int(plan.num_new_tokens.sum()), graph.descriptor.num_tokens),
+            suspect=suspect,
+        )
+
+    def _stage(self, plan: StepPlan) -> None:
+        """What the device must learn of the plan beside its rows."""
+        changes, rows = self._staging.changes, self._rows
+        self._refusals.release(plan.released)
+        for admission in plan.admissions:
+            # Before they are staged: what is outside the vocabulary is made harmless.
+            known = rows.token_ids[admission.row, : len(admission.token_ids)]
+            self._refusals.admit(admission.row, known)
+            self._choice.admit(admission.row, known, admission.num_prompt_tokens, admission.sampling)
+        stage_rows(changes, plan, rows, self.state)
+        for row, words in zip(*self.sampler.take_changes(), strict=True):
+            changes.write(self.sampler.params, int(row) * WORDS, words)
+        self._lora.apply(plan)
+
+    @contextmanager
+    def _failing(self, plan: StepPlan, slot: int, step: Step) -> Iterator[None]:
+        """What goes wrong in here is the step's failure alone, unless it is the device's: its rows move on without tokens."""
+        try:
+            yield
+        except Exception as error:
+            failure = self.runtime.failure(error)
+            if failure is not None:
+                raise failure from error
+            self.program.skip(step)
+            self.runtime.synchronize()
+            self._staging.over(slot)
+            raise StepFailed(f"step {plan.step_id} failed: {type(error).__name__}: {error}") from error
+
+
+def _is_whole(graph: Dispatch) -> bool:
+    """Whether the step's graph has sampled too."""
+    return graph.mode is GraphMode.FULL and graph.descriptor.variant != LOGITS

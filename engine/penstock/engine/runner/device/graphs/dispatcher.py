@@ -1,0 +1,178 @@
+"""Which graph a step runs with, if any. Pure: it knows what has been captured, and captures nothing."""
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from penstock.engine.config import CudagraphMode
+from penstock.engine.runner.device.graphs.descriptor import BatchDescriptor, GraphMode
+from penstock.engine.runner.device.graphs.sizes import PaddedSizes
+
+
+class Batch(NamedTuple):
+    """A step before it is padded."""
+
+    num_tokens: int
+    num_reqs: int
+    uniform_query_len: int | None
+    """New tokens of each request; None where they differ."""
+    has_lora: bool = False
+    variant: Hashable = None
+    """See `BatchDescriptor`."""
+
+
+class Dispatch(NamedTuple):
+    """A decision, and why no better one: the label `reason` of the steps' counter."""
+
+    mode: GraphMode
+    descriptor: BatchDescriptor
+    """With mode NONE the batch as it is."""
+    reason: str
+
+
+# Why a step has the mode that it has.
+UNIFORM = "uniform"
+MIXED = "mixed"
+NO_FULL_GRAPH = "no_full_graph"
+"""Uniform, but there is no full graph for it; pieces do."""
+DISABLED = "disabled"
+PROFILING = "profiling"
+TOO_LARGE = "too_large"
+"""Beyond the largest size."""
+NOT_CAPTURED = "not_captured"
+"""A graph that is still to come, or whose capture failed."""
+
+
+class GraphDispatcher:
+    """One engine's.
+
+    Args:
+        mode: As the attention backend allows it.
+        capture_sizes: What graphs are to be captured for, in tokens, or in requests where all have equally many tokens.
+        max_num_seqs: Requests of a step at most.
+        query_lens: New tokens a request of uniform steps: (1,), or (1, 1 + K) with K drafts.
+        served_by: For each variant of a step the variants whose full graphs serve it, the best first.
+    """
+
+    def __init__(
+        self,
+        mode: CudagraphMode,
+        capture_sizes: Iterable[int],
+        max_num_seqs: int,
+        query_lens: tuple[int, ...] = (1,),
+        served_by: Mapping[Hashable, Sequence[Hashable]] | None = None,
+    ) -> None:
+        self.mode: CudagraphMode = mode
+        self.full_keys: set[BatchDescriptor] = set()
+        self.piecewise_keys: set[BatchDescriptor] = set()
+        self._profiling = False
+        self._sizes, self._max_num_seqs, self._query_lens = sorted(set(capture_sizes)), max_num_seqs, query_lens
+        self._served_by: Mapping[Hashable, Sequence[Hashable]] = served_by or {None: (None,)}
+        self._full_tables: dict[tuple[int | None, bool, Hashable], PaddedSizes] = {}
+        self._piecewise_tables: dict[bool, PaddedSizes] = {}
+
+    # --- what there may be ---
+
+    def full_candidates(self, has_lora: bool, variant: Hashable = None) -> list[BatchDescriptor]:
+        """The FULL graphs that the mode asks for, largest first."""
+        if self.mode not in ("FULL", "FULL_AND_PIECEWISE"):
+            return []
+        requests = sorted({min(size, self._max_num_seqs) for size in self._sizes}, reverse=True)
+        found = [BatchDescriptor(n * length, n, length, has_lora, variant) for length in self._query_lens for n in requests]
+        if self.mode == "FULL":
+            found += [self._mixed(size, has_lora, variant) for size in reversed(self._sizes)]
+        return found
+
+    def piecewise_candidates(self, has_lora: bool) -> list[BatchDescriptor]:
+        """The PIECEWISE graphs that the mode asks for, largest first."""
+        if self.mode not in ("PIECEWISE", "FULL_AND_PIECEWISE"):
+            return []
+        return [BatchDescriptor(size, None, None, has_lora) for size in reversed(self._sizes)]
+
+    def add(self, mode: GraphMode, key: BatchDescriptor) -> None:
+        """A graph has been captured; from now on it is used."""
+        keys = self.full_keys if mode is GraphMode.FULL else self.piecewise_keys
+        keys.add(key)
+        self._rebuild()
+
+    def clear(self) -> None:
+        """All graphs are gone."""
+        self.full_keys, self.piecewise_keys = set(), set()
+        self._rebuild()
+
+    # --- a step ---
+
+    @contextmanager
+    def profile(self) -> Iterator[None]:
+        """Within it nothing runs in a graph: what is measured is the step itself."""
+        self._profiling = True
+        try:
+            yield
+        finally:
+            self._profiling = False
+
+    def dispatch(self, batch: Batch, eager_reason: str | None = None) -> Dispatch:
+        """FULL where the exact key exists, else PIECEWISE, else NONE with the batch's own numbers.
+
+        Args:
+            batch: The step.
+            eager_reason: Why it cannot run in a graph at all, whatever has been captured.
+        """
+        reason = eager_reason or self._why_none()
+        if reason is not None:
+            return self._none(batch, reason)
+        if (full := self._full(batch)) is not None:
+            return Dispatch(GraphMode.FULL, full, UNIFORM if full.uniform else MIXED)
+        table = self._piecewise_tables.get(batch.has_lora)
+        if table is not None and (padded := table.padded(batch.num_tokens)) is not None:
+            key = BatchDescriptor(padded, None, None, batch.has_lora)
+            return Dispatch(GraphMode.PIECEWISE, key, MIXED if batch.uniform_query_len is None else NO_FULL_GRAPH)
+        return self._none(batch, self._why_missed(batch))
+
+    def _full(self, batch: Batch) -> BatchDescriptor | None:
+        """The smallest that serves the batch, and of those the one with the least to do."""
+        found: BatchDescriptor | None = None
+        for variant in self._served_by.get(batch.variant, ()):
+            key = self._next_full(batch, variant)
+            if key is not None and (found is None or key.num_tokens < found.num_tokens):
+                found = key
+        return found
+
+    def _next_full(self, batch: Batch, variant: Hashable) -> BatchDescriptor | None:
+        length, has_lora = batch.uniform_query_len, batch.has_lora
+        if length is not None and (table := self._full_tables.get((length, has_lora, variant))) is not None:
+            padded = table.padded(batch.num_reqs)
+            if padded is not None:
+                return BatchDescriptor(padded * length, padded, length, has_lora, variant)
+        table = self._full_tables.get((None, has_lora, variant))
+        padded = None if table is None else table.padded(batch.num_tokens)
+        return None if padded is None else self._mixed(padded, has_lora, variant)
+
+    def _mixed(self, num_tokens: int, has_lora: bool, variant: Hashable) -> BatchDescriptor:
+        return BatchDescriptor(num_tokens, min(num_tokens, self._max_num_seqs), None, has_lora, variant)
+
+    def _none(self, batch: Batch, reason: str) -> Dispatch:
+        own = BatchDescriptor(batch.num_tokens, batch.num_reqs, batch.uniform_query_len, batch.has_lora, batch.variant)
+        return Dispatch(GraphMode.NONE, own, reason)
+
+    def _why_none(self) -> str | None:
+        if self.mode == "NONE":
+            return DISABLED
+        return PROFILING if self._profiling else None
+
+    def _why_missed(self, batch: Batch) -> str:
+        by_requests = batch.uniform_query_len in self._query_lens and self.mode != "PIECEWISE"
+        size = min(batch.num_tokens, batch.num_reqs if by_requests else batch.num_tokens)
+        return TOO_LARGE if not self._sizes or size > self._sizes[-1] else NOT_CAPTURED
+
+    def _rebuild(self) -> None:
+        full: dict[tuple[int | None, bool, Hashable], list[int]] = {}
+        for key in self.full_keys:
+            size = key.num_reqs if key.uniform else key.num_tokens
+            assert size is not None
+            full.setdefault((key.uniform_query_len, key.has_lora, key.variant), []).append(size)
+        pieces: dict[bool, list[int]] = {}
+        for key in self.piecewise_keys:
+            pieces.setdefault(key.has_lora, []).append(key.num_tokens)
+        self._full_tables = {of: PaddedSizes(sizes) for of, sizes in full.items()}
+        self._piecewise_tables = {of: PaddedSizes(sizes) for of, sizes in pieces.items()}

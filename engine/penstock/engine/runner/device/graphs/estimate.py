@@ -1,0 +1,34 @@
+"""What graphs will take of the device's memory, reckoned before there are any, for the sizing of the KV cache."""
+
+from penstock.engine.config import GraphConfig
+
+BYTES_PER_LAUNCH = 20 * 1024
+"""What the driver keeps of a captured launch: graphs of a 70B model, 1,600 launches each, are reported to take about 30 MB. Not
+measured here; the log says at the start what the first graphs have taken."""
+LAUNCHES_PER_LAYER = 12
+"""Four products, two norms, the gated product, keys and values, attention and its reduction, and what adapters add."""
+LAUNCHES_PER_STEP = 32
+"""Inputs, embedding, angles, last norm, LM head, sampling."""
+
+
+def estimate_graph_bytes(
+    graphs: GraphConfig, num_layers: int, step_bytes: int, max_num_batched_tokens: int, num_variants: int = 1
+) -> int:
+    """Bytes of all graphs that a configuration asks for.
+
+    All share one pool, which the largest has filled: the intermediate tensors of its step. Besides, each keeps its launches.
+
+    Args:
+        graphs: As configured.
+        num_layers: Of the model.
+        step_bytes: What the largest step takes beside weights and cache, of `max_num_batched_tokens` tokens.
+        max_num_batched_tokens: Of that step.
+        num_variants: Of full graphs of one size.
+    """
+    if graphs.mode == "NONE" or not graphs.capture_sizes:
+        return 0
+    full = {"FULL": 2 * num_variants, "FULL_AND_PIECEWISE": num_variants}.get(graphs.mode, 0)
+    kinds = full + (graphs.mode != "FULL")
+    launches = len(graphs.capture_sizes) * kinds * (LAUNCHES_PER_LAYER * num_layers + LAUNCHES_PER_STEP)
+    pool = step_bytes * min(1.0, max(graphs.capture_sizes) / max_num_batched_tokens)
+    return int(pool) + launches * BYTES_PER_LAUNCH

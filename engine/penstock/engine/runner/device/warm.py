@@ -1,0 +1,181 @@
+"""Launches every kernel variant that serving a model launches, on a device that is not there: within `compile_only` that fills
+Triton's cache, so that no request waits for a compiler.
+
+What runs is the device runner itself, with its weights and tensors on the device `meta`: shapes without content. So what is
+compiled is what is launched, whatever the launches are made of.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from penstock.engine.attention.backends.interface import AttentionBackend
+from penstock.engine.attention.backends.triton import TritonBackend
+from penstock.engine.config import ConfigError, EngineConfig
+from penstock.engine.loading.loader import Source
+from penstock.engine.runner.device.device_runner import DeviceForms, DeviceRunner
+from penstock.engine.runner.device.graphs.runtime import CapturedGraph
+from penstock.engine.runner.device.runtime import MIN_CAPABILITY, DeviceFailed, DeviceMemory
+from penstock.engine.sampling import SamplingParams
+from penstock.kernels.ops import triton_ops
+from penstock.kernels.sampling.ops import sampling_ops
+from penstock.kernels.step_state.ops import triton_step_ops
+
+_DRAWS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.01},
+)
+_SCORES: tuple[dict[str, Any], ...] = ({}, {"logprobs": 20, "prompt_logprobs": 5})
+_CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"repetition_penalty": 1.1},
+    {"logit_bias": ((1, 1.0),), "bad_words": ((1, 2),), "min_tokens": 1, "stop_token_ids": (0,)},
+)
+SAMPLING = [
+    SamplingParams(max_tokens=2, **draw, **score, **change) for draw in _DRAWS for score in _SCORES for change in _CHANGES
+]
+"""One for each way that a row is sampled: how the token is drawn, whether it is scored, what changes its logits."""
+_ROOM = 1 << 40
+
+
+class _Nothing:
+    def wait(self) -> None:
+        """At once."""
+
+
+class MetaRuntime:
+    """A device without content: copies bring nothing, and memory has no end. See `DeviceRuntime`."""
+
+    device = torch.device("meta")
+
+    def pinned(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """Zeros, which is what every result is."""
+        return torch.zeros(shape, dtype=dtype)
+
+    def main_stream(self) -> nullcontext[None]:
+        """There is one."""
+        return nullcontext()
+
+    def upload(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Nothing."""
+
+    def download(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _Nothing:
+        """Nothing."""
+        return _Nothing()
+
+    def synchronize(self) -> None:
+        """Nothing runs."""
+
+    def memory(self) -> DeviceMemory:
+        """More than anybody wants."""
+        return DeviceMemory(_ROOM, _ROOM, 0, 0, 0)
+
+    def reset_peak(self) -> None:
+        """There is none."""
+
+    def return_free_memory(self) -> None:
+        """There is none."""
+
+    def failure(self, error: Exception) -> DeviceFailed | None:
+        """It never fails."""
+        return None
+
+
+class MetaGraphs:
+    """Captures nothing: what is launched under a capture is compiled, and that is all. See `GraphRuntime`."""
+
+    def new_pool(self) -> None:
+        """Memory of nobody."""
+
+    def begin(self, pool: object) -> None:
+        """Nothing."""
+
+    def end(self) -> CapturedGraph:
+        """A graph of nothing."""
+        return self
+
+    def replay(self) -> None:
+        """Nothing."""
+
+    def abandon(self) -> None:
+        """Nothing."""
+
+    def weak(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor."""
+        return tensor
+
+
+class MetaRunner(DeviceRunner):
+    """A device runner whose weights are nowhere."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, MetaRuntime(), graphs=MetaGraphs())
+        # Those of a GPU, which only sees shapes: nothing asks whether one is there.
+        self._given = DeviceForms(triton_ops(self._dtype), triton_step_ops(), sampling_ops(torch.device("cuda")))
+
+    def _choose_attention(self) -> AttentionBackend:
+        """The one whose kernels are compiled here."""
+        asked, needs = self.config.attention_backend, self._attention_needs()
+        if asked not in (None, TritonBackend.name):
+            raise ConfigError(f"--attention-backend {asked} brings kernels of its own: those of triton alone are compiled ahead")
+        if reasons := TritonBackend.refusals(replace(needs, device="cuda", capability=MIN_CAPABILITY)):
+            raise ConfigError(f"no kernels for this model's attention: {', '.join(reasons)}")
+        return TritonBackend(needs)
+
+    def _fill(self, source: Source) -> None:
+        """Nothing but the forms that weights take."""
+        with torch.inference_mode():
+            self.model.finish()
+        self._source = source
+
+
+class Shape(NamedTuple):
+    """A step that is launched for its variants."""
+
+    decodes: int
+    """Requests with one token each."""
+    prompt: int
+    """Tokens of one more request; 0: there is none."""
+
+
+def shapes(max_num_seqs: int, max_num_batched_tokens: int) -> Iterator[Shape]:
+    """Steps in which every number that a launch may depend on takes every kind of value: 1, multiples of 16 and others, powers of
+    two, one less, one more, and the largest."""
+    for decodes in _numbers(max_num_seqs):
+        yield Shape(decodes, 0)
+    for prompt in _numbers(max_num_batched_tokens):
+        yield Shape(0, prompt)
+        if prompt + 1 < max_num_batched_tokens:
+            yield Shape(min(max_num_seqs - 1, max_num_batched_tokens - prompt, max(prompt // 4, 1)), prompt)
+
+
+def _numbers(most: int) -> list[int]:
+    powers = [1 << power for power in range(most.bit_length())]
+    near = chain.from_iterable((power - 1, power, power + 1, power * 3 // 2) for power in powers)
+    return sorted({number for number in (*range(1, 17), *near, most) if 1 <= number <= most})
+
+
+def launch_all(runner: MetaRunner) -> Iterator[Shape]:
+    """Launches every step, and says which one is next.
+
+    Args:
+        runner: Loaded, with a cache.
+    """
+    scheduler, longest = runner.config.scheduler, runner.config.model.max_model_len - 1
+    for shape in shapes(scheduler.max_num_seqs, scheduler.max_num_batched_tokens):
+        yield shape
+        # How a row is sampled has to do with how many are; of a prompt's tokens that are scored there may be any number.
+        for sampling in SAMPLING if not shape.prompt else [it for it in SAMPLING if it.prompt_logprobs][:1]:
+            lengths = np.array([1] * shape.decodes + [min(shape.prompt, longest)] * (shape.prompt > 0), np.int32)
+            runner.run_null_step(lengths, np.ones(len(lengths), np.bool_), sampling)
+    # Last, as steps that have a graph launch nothing.
+    while runner.graphs.capture_next():
+        pass
+    if failed := runner.graphs.report().failed:
+        raise RuntimeError(f"{failed} graphs could not be captured")

@@ -1,0 +1,209 @@
+"""Which attention backend is chosen and why; and adapters to libraries against stand-ins with the libraries' signatures."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.attention.backends import flashinfer, registry
+from penstock.engine.attention.backends.flash_attn import FlashAttentionBackend
+from penstock.engine.attention.backends.interface import AttentionNeeds, StepLengths, StepMetadata
+from penstock.engine.attention.backends.registry import BACKENDS, choose_backend
+from penstock.engine.config import ConfigError
+from penstock.engine.runner.device.graphs.descriptor import GraphSupport
+from penstock.kernels.paged_attention.device_batch import DeviceBatch
+from penstock.kernels.paged_attention.device_reference import paged_attention_device
+
+STAND_INS = Path(__file__).with_name("stand_ins")
+HOPPER = AttentionNeeds(
+    device="cuda",
+    capability=(9, 0),
+    dtype=torch.bfloat16,
+    num_heads=8,
+    num_kv_heads=2,
+    head_size=64,
+    block_sizes=(16,),
+    scale=0.125,
+    softcap=0.0,
+    sinks=False,
+    max_num_seqs=8,
+    max_num_tokens=64,
+    max_model_len=128,
+)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """`installed("version_3")`: a library's stand-in can be imported."""
+
+    def install(*names: str) -> None:
+        for name in names:
+            monkeypatch.syspath_prepend(STAND_INS / name)
+            for module in (STAND_INS / name).glob("*.py"):
+                monkeypatch.delitem(__import__("sys").modules, module.stem, raising=False)
+
+    return install
+
+
+@pytest.mark.req("ATT-31")
+def test_a_cpu_and_a_gpu_are_served_by_the_first_that_can(caplog):
+    assert choose_backend(HOPPER).name == "triton"
+    with caplog.at_level(logging.INFO):
+        assert choose_backend(replace(HOPPER, device="cpu", capability=None)).name == "torch"
+    assert "attention: torch (triton: needs a CUDA device, not 'cpu'" in caplog.text
+
+
+@pytest.mark.req("ATT-03")
+@pytest.mark.parametrize(
+    ("name", "needs", "reason"),
+    [
+        ("triton", {"device": "cpu", "capability": None}, "--attention-backend triton: .* needs a CUDA device, not 'cpu'"),
+        ("triton", {"head_size": 512}, "head size 512 is no multiple of 8 up to 256"),
+        ("triton", {"block_sizes": (16, 12)}, "block size 12 is no multiple of 8"),
+        ("flash_attn", {}, r"neither flash_attn_interface .* nor flash_attn is installed"),
+        ("flashinfer", {}, "flashinfer is not installed"),
+    ],
+)
+def test_a_backend_that_is_asked_for_and_cannot_is_refused_with_the_reason(name, needs, reason):
+    with pytest.raises(ConfigError, match=reason):
+        choose_backend(replace(HOPPER, **needs), name)
+
+
+@pytest.mark.req("ATT-03")
+def test_only_the_backend_that_is_asked_for_is_imported(monkeypatch):
+    for name in set(BACKENDS) - {"torch"}:
+        monkeypatch.setitem(registry.BACKENDS, name, "no.such.module:Backend")
+    assert choose_backend(HOPPER, "torch").name == "torch"
+
+
+@pytest.mark.parametrize(
+    ("library", "needs", "reason"),
+    [
+        ("version_3", {}, None),
+        ("version_3", {"block_sizes": (24,)}, "block size 24 is no multiple of 16"),
+        ("version_3", {"capability": (7, 5)}, "compute capability 7.5 is below 8.0"),
+        ("version_3", {"capability": (8, 0)}, "neither"),
+        ("version_3", {"sinks": True}, "sinks"),
+        ("version_3", {"dtype": torch.float32}, "dtype torch.float32 is none of"),
+        ("version_2", {}, "block size 16 is no multiple of 256"),
+        ("version_2", {"block_sizes": (256,), "capability": (8, 0)}, None),
+    ],
+)
+def test_what_flash_attention_can(installed, library, needs, reason):
+    installed(library)
+    if reason is None:
+        assert choose_backend(replace(HOPPER, **needs), "flash_attn") is FlashAttentionBackend
+    else:
+        with pytest.raises(ConfigError, match=reason):
+            choose_backend(replace(HOPPER, **needs), "flash_attn")
+
+
+def test_which_steps_can_be_captured(installed):
+    levels = {name: choose_backend(HOPPER, name).graph_support(HOPPER) for name in ("triton", "torch")}
+    assert levels == {"triton": GraphSupport.ALWAYS, "torch": GraphSupport.ALWAYS}
+    assert flashinfer.FlashInferBackend.graph_support(HOPPER) == GraphSupport.NEVER
+    installed("version_2")
+    assert FlashAttentionBackend.graph_support(HOPPER) == GraphSupport.UNIFORM_BATCH
+    installed("version_3")
+    assert FlashAttentionBackend.graph_support(HOPPER) == GraphSupport.ALWAYS
+
+
+@pytest.mark.req("ATT-11")
+@pytest.mark.parametrize(
+    ("needs", "reason"),
+    [
+        ({"block_sizes": (128,)}, "block size 128 is none of 16, 32, 64"),
+        ({"capability": (7, 0)}, "compute capability 7.0 is below 7.5"),
+        ({"capability": (13, 0)}, "compute capability 13.0 is above 12.1"),
+        ({"head_size": 80}, "head size 80 is none of 64, 128, 256"),
+    ],
+)
+def test_what_flashinfer_can(installed, needs, reason):
+    installed("flashinfer")
+    assert choose_backend(HOPPER, "flashinfer").name == "flashinfer"
+    with pytest.raises(ConfigError, match=reason):
+        choose_backend(replace(HOPPER, **needs), "flashinfer")
+
+
+class Step:
+    """Requests of (computed, new) tokens over a cache of 40 blocks, whose rows lie anywhere in the table."""
+
+    def __init__(self, lengths: list[tuple[int, int]], window: int | None = None, pad_tokens: int = 0) -> None:
+        rng = np.random.default_rng(0)
+        starts = np.concatenate(([0], np.cumsum([new for _, new in lengths]))).astype(np.int32)
+        seq_lens, rows = np.array([sum(pair) for pair in lengths], np.int32), rng.permutation(8)[: len(lengths)].astype(np.int32)
+        table = rng.integers(0, 40, (8, 8)).astype(np.int32)
+        tokens = int(starts[-1]) + pad_tokens
+        self.batch = DeviceBatch.from_host(starts, seq_lens, table, 16, window, rows=rows, num_tokens=tokens)
+        self.lengths = StepLengths(rows, starts, seq_lens)
+        torch.manual_seed(0)
+        self.q, self.cache = torch.randn(tokens, 8, 64), torch.randn(40, 2, 2, 16, 64)
+
+    def check(self, backend) -> None:
+        """In two layers, then with other lengths in the same tensors, then in another batch: nothing of before may be left."""
+        layers = self.cache, self.cache.flip(0)
+        shorter = self.lengths.seq_lens - (self.lengths.seq_lens > np.diff(self.lengths.query_start_loc))
+        for batch, seq_lens in ((self.batch, self.lengths.seq_lens), (self.batch, shorter), (replace(self.batch), shorter)):
+            batch.seq_lens.copy_(torch.from_numpy(seq_lens))
+            backend.begin_step(replace(self.lengths, seq_lens=seq_lens))
+            for cache in layers:
+                out = backend.attend(self.q, cache, batch, HOPPER.scale, backend.needs.softcap)
+                expected = paged_attention_device(self.q, cache, batch, HOPPER.scale, backend.needs.softcap)
+                torch.testing.assert_close(out, expected)
+        self.batch.seq_lens.copy_(torch.from_numpy(self.lengths.seq_lens))
+
+
+STEPS = {
+    "decode": Step([(40, 1), (0, 1), (99, 1)]),
+    "padded": Step([(40, 1), (17, 1)], pad_tokens=2),
+    "mixed": Step([(20, 7), (33, 1), (0, 30), (16, 16)], pad_tokens=3),
+    "window": Step([(20, 7), (100, 1), (90, 5)], window=18),
+}
+
+
+ON_CPU = replace(HOPPER, device="cpu", dtype=torch.float32, softcap=20.0)
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("library", ["version_2", "version_3"])
+def test_flash_attention_is_given_what_a_step_is(installed, step, library):
+    installed(library)
+    step.check(FlashAttentionBackend(replace(ON_CPU, capability=(9, 0))))
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_flashinfer_is_given_decodes_and_prompts_apart(installed, step):
+    installed("flashinfer")
+    step.check(flashinfer.FlashInferBackend(ON_CPU))
+
+
+@pytest.mark.req("ATT-11", "ATT-12")
+def test_a_mixed_batch_is_split_with_its_decodes_first(installed):
+    installed("flashinfer")
+    step = STEPS["mixed"]
+    backend = flashinfer.FlashInferBackend(ON_CPU)
+    backend.begin_step(step.lengths)
+    found = backend._build(step.batch)
+    assert (found.num_decodes, found.num_decode_tokens, found.num_prefills, found.num_prefill_tokens) == (1, 1, 3, 53)
+    assert found.order.tolist() == [7, *range(7), *range(8, 54)]
+
+
+def test_the_layers_of_a_group_share_what_is_derived_from_a_step():
+    built, step = [], STEPS["mixed"]
+    metadata = StepMetadata(lambda batch: built.append(batch))
+    layers = [torch.empty(1) for _ in range(3)]
+    for _ in range(2):
+        for cache in layers:
+            metadata.of(step.batch, cache)
+    assert len(built) == 2
+
+
+def test_two_kv_groups_of_a_step_keep_their_metadata_apart(installed):
+    installed("version_3")
+    full, windowed = Step([(20, 7), (33, 1)]), Step([(20, 7), (33, 1)], window=9)
+    backend = FlashAttentionBackend(replace(ON_CPU, capability=(9, 0)))
+    for step in (full, windowed, full, windowed):
+        step.check(backend)

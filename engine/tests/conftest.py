@@ -1,0 +1,6 @@
+"""Makes helpers that several folders of tests share importable."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,24 @@
+"""Makes this folder's helpers importable, and the scheduler's."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "core")]
+
+
+@pytest.fixture(scope="session")
+def build_device_runner():
+    """See `device_runners.make_device_runner`."""
+    from device_runners import make_device_runner
+
+    return make_device_runner
+
+
+@pytest.fixture(scope="session")
+def triton_device():
+    """Where Triton's kernels run: on a GPU where there is one, else in Triton's interpreter on the CPU."""
+    return "cuda" if os.environ.get("TRITON_INTERPRET") != "1" else "cpu"

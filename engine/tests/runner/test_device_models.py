@@ -1,0 +1,204 @@
+"""Every family built for a device: its logits are those of the CPU's runner, and no value is read by the host on the way."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from lora_adapters import ALL, make_adapter, merged
+
+from penstock.engine.attention.context import ForwardContext, GroupInputs
+from penstock.engine.config import LoraConfig
+from penstock.engine.core.plan import SlotLoad, StepPlan, empty
+from penstock.engine.loading.checkpoint import read_json
+from penstock.engine.loading.loader import Source, fill
+from penstock.engine.lora.runner import device_lora_runner
+from penstock.engine.models.build import Build
+from penstock.engine.models.config import parse_decoder_config
+from penstock.engine.models.layers.linear_method import CPU, DeviceLinearMethod, linear_method
+from penstock.engine.models.layers.shard import Shard
+from penstock.engine.models.registry import model_class
+from penstock.engine.sampling import SamplingParams
+from penstock.kernels.lora.device import DeviceLoraBatch
+from penstock.kernels.ops import Ops, device_reference_ops, triton_ops
+from penstock.kernels.paged_attention.device_batch import DeviceBatch
+from penstock.kernels.paged_attention.device_reference import paged_attention_device
+from penstock.kernels.prepare_kv.reference import PAD_SLOT_ID
+
+NAMES = ["llama", "llama-7to1-llama3-tied", "llama-mha-linear-bias", "qwen3-windows", "qwen2-yarn", "mistral-7to1-window"]
+NAMES += ["gemma2", "gemma3", "phi3-longrope", "olmo2"]
+BLOCK_SIZE, VOCAB = 16, 257
+ALL_LOGPROBS = SamplingParams(max_tokens=100, temperature=0.0, logprobs=VOCAB)
+
+
+class DeviceModel:
+    """A model on a device, and one request's cache: request r has the blocks from 1 + 8 r on, the spare row none."""
+
+    def __init__(self, path, device: torch.device = CPU, wrap=lambda method: method, ops: Ops | None = None) -> None:
+        raw = read_json(path / "config.json")
+        self.config, self.device = parse_decoder_config(raw), device
+        self.ops = ops or device_reference_ops()
+        build = Build(
+            ops=self.ops,
+            linear_method=wrap(partial(DeviceLinearMethod, device)),
+            dtype=torch.float32,
+            max_model_len=320,
+            shard=Shard(),
+            device=device,
+        )
+        self.model = model_class(raw["architectures"][0])(self.config, build)
+        shape = (32, 2, self.config.num_kv_heads, BLOCK_SIZE, self.config.head_size)
+        self.caches = [torch.full(shape, float("nan"), device=device) for _ in range(self.config.num_layers)]
+
+    def load(self, path) -> "DeviceModel":
+        with torch.inference_mode():
+            fill(self.model, Source(path), torch.float32)
+            self.model.finish()
+        return self
+
+    @torch.inference_mode()
+    def step(self, work: dict[int, tuple[list[int], int]], padding: int = 0) -> torch.Tensor:
+        """Logits of each request's last token: `work` has by request its tokens so far and how many of them are new."""
+        lengths = np.array([count for _, count in work.values()], np.int32)
+        starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        ids, positions, slots = [0] * padding, [0] * padding, [PAD_SLOT_ID] * padding
+        for row, (tokens, count) in reversed(work.items()):
+            at = range(len(tokens) - count, len(tokens))
+            ids, positions = tokens[-count:] + ids, [*at, *positions]
+            slots = [(1 + 8 * row) * BLOCK_SIZE + position for position in at] + slots
+        # A request of padding stands after the others, in the spare row.
+        table = np.array([*(range(1 + 8 * row, 9 + 8 * row) for row in range(3)), [0] * 8], np.int32)
+        groups = {
+            window: GroupInputs(
+                torch.tensor(slots).to(self.device),
+                DeviceBatch.from_host(
+                    np.append(starts, starts[-1]),
+                    np.array([*(len(tokens) for tokens, _ in work.values()), 0], np.int32),
+                    table,
+                    BLOCK_SIZE,
+                    window,
+                    rows=np.array([*work, 3], np.int32),
+                    num_tokens=len(ids),
+                    device=self.device,
+                ),
+            )
+            for window in self.config.windows
+        }
+        ctx = ForwardContext(self.ops, self.caches, [groups[window] for window in self.config.windows])
+        inputs = torch.tensor(ids, dtype=torch.int32).to(self.device), torch.tensor(positions).to(self.device)
+        hidden = self.model.forward(*inputs, ctx)
+        return self.model.compute_logits(hidden.index_select(0, torch.from_numpy(starts[1:] - 1).to(self.device)))
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+def reference_logprobs(play, tokens: list[int]) -> torch.Tensor:
+    """The CPU's runner on the last of them."""
+    result = play.step([(play.admit(tokens, ALL_LOGPROBS), len(tokens))]).logprobs
+    found = torch.empty(VOCAB)
+    return found.scatter(0, torch.tensor(result.top_ids[0]).long(), torch.tensor(result.top_logprobs[0]))
+
+
+@pytest.mark.req("ATT-31", "CG-07")
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_on_a_device_are_those_of_the_cpu(name, checkpoint, loaded, driver):
+    path, play = checkpoint(name), driver(loaded(name))
+    model, first, second = DeviceModel(path).load(path), prompt(1, 63), prompt(2, 20)
+    model.step({0: (first[:40], 40)}, padding=3)
+    logits = [
+        model.step({0: (first[:-1], 22), 2: (second[:-1], 19)}, padding=2),
+        model.step({2: (second, 1), 0: (first, 1)}, padding=1),
+    ]
+    given = torch.log_softmax(torch.cat(logits), -1)
+    expected = torch.stack([reference_logprobs(play, tokens) for tokens in (first[:-1], second[:-1], second, first)])
+    torch.testing.assert_close(given, expected, rtol=0, atol=3e-5)
+
+
+def check_dense_kernels(name, device, checkpoint, play, tolerance):
+    path, prompts = checkpoint(name), [prompt(1, 9), prompt(2, 4)]
+    ops = replace(triton_ops(torch.float32), paged_attention=paged_attention_device)
+    model = DeviceModel(path, torch.device(device), ops=ops).load(path)
+    model.step({0: (prompts[0][:6], 6)}, padding=1)
+    logits = model.step({0: (prompts[0], 3), 2: (prompts[1], 4)}, padding=2).cpu()
+    expected = torch.stack([reference_logprobs(play, tokens) for tokens in prompts])
+    torch.testing.assert_close(torch.log_softmax(logits, -1), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.req("PERF-09")
+@pytest.mark.parametrize("name", ["qwen3-windows", "gemma3", "phi3-longrope", "olmo2"])
+def test_logits_are_the_same_with_tritons_dense_kernels(name, checkpoint, loaded, driver):
+    check_dense_kernels(name, "cpu", checkpoint, driver(loaded(name)), 3e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_on_a_gpu_are_those_of_the_cpu(name, checkpoint, loaded, driver):
+    check_dense_kernels(name, "cuda", checkpoint, driver(loaded(name)), 3e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_can_be_built_and_stepped_where_there_is_no_memory(name, checkpoint):
+    """On the device `meta` no value can be read: weights and tables are all there, and the host decides nothing by a value."""
+    model = DeviceModel(checkpoint(name), torch.device("meta"))
+    model.model.finish()
+    logits = model.step({0: (prompt(1, 30), 30), 1: (prompt(2, 5), 1)}, padding=4)
+    assert (logits.shape, logits.dtype, logits.device.type) == ((2, VOCAB), torch.float32, "meta")
+
+
+def test_a_tied_weight_is_there_once(checkpoint):
+    path = checkpoint("llama-7to1-llama3-tied")
+    model = DeviceModel(path).load(path).model
+    assert model.lm_head._method.weight.data_ptr() == model.embed_tokens.weight.data_ptr()
+
+
+def test_linear_layers_on_a_device_are_its_librarys():
+    method = linear_method(torch.float16, device_reference_ops(), device=torch.device("meta"))()
+    method.create(8, 24, bias=True, dtype=torch.float16)
+    out = method.apply(torch.empty(1, 8, dtype=torch.float16, device="meta"))
+    assert isinstance(method, DeviceLinearMethod) and (out.shape, out.device.type) == ((1, 24), "meta")
+
+
+@pytest.mark.req("LO-01", "LO-02", "LO-13")
+@pytest.mark.parametrize("name", ["llama", "phi3-longrope"])
+def test_adapters_on_a_device_are_those_merged_into_the_weights(name, checkpoint, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    path = checkpoint(name)
+    load = partial(AutoModelForCausalLM.from_pretrained, path, attn_implementation="eager")
+    modules = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if name.startswith("phi3") else ALL
+    folders = [make_adapter(tmp_path / str(seed), load(), rank=4 * seed, seed=seed, modules=modules[:seed]) for seed in (2, 4)]
+    slots = torch.full((256,), -1, dtype=torch.int32)
+    config = LoraConfig(max_loras=2, max_cpu_loras=2, max_lora_rank=16)
+    lora = device_lora_runner(config, 4, DeviceLoraBatch(slots), lambda *shape, dtype: torch.empty(shape, dtype=dtype))
+    model = DeviceModel(path, wrap=lambda method: lora.wrap(method, device_reference_ops()))
+    lora.attach(model.model)
+    model.load(path)
+    for copy, folder in enumerate(folders):
+        lora.read_adapter(copy, str(folder), None)
+    lora._thread.shutdown()
+    assert lora.take_reads() == {0: None, 1: None}
+    lora.reset()
+    lora.apply(
+        StepPlan(
+            step_id=1,
+            released=empty(),
+            admissions=[],
+            append_rows=[],
+            append_blocks=[],
+            rows=empty(),
+            num_new_tokens=empty(),
+            samples=np.zeros(0, np.bool_),
+            lora_loads=[SlotLoad(1, 0), SlotLoad(0, 1)],
+        )
+    )
+    # Longer than what Phi-3 was made for, so that transformers takes the long factors too.
+    prompts = [prompt(seed, 66) for seed in range(3)]
+    slots[66:132], slots[132:198] = 1, 0
+    given = torch.log_softmax(model.step({row: (tokens, 66) for row, tokens in enumerate(prompts)}, padding=2), -1)
+    for models, tokens, found in zip([load(), *(merged(load(), folder) for folder in folders)], prompts, given, strict=True):
+        with torch.no_grad():
+            due = torch.log_softmax(models.float().eval()(torch.tensor([tokens])).logits[0, -1].float(), -1)
+        torch.testing.assert_close(found, due, rtol=0, atol=1e-4)

@@ -1,0 +1,155 @@
+"""Steps from tapes: the same bits as without, whatever happens between them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import CONFIGS, MAX_MODEL_LEN
+
+from penstock.engine.config import LoraConfig
+from penstock.engine.core.plan import SampleInputs
+from penstock.engine.runner.step_tapes import StepTapes
+from penstock.engine.sampling import SamplingParams
+
+
+@pytest.fixture
+def pair(build_runner, checkpoint):
+    """`pair(name, dtype)`: a runner with tapes and one without."""
+
+    def make(name, dtype="bfloat16"):
+        taped, plain = (build_runner(checkpoint(name), dtype) for _ in range(2))
+        if taped.ops.tape is None:
+            pytest.skip("no compiled operations")
+        plain.ops = replace(plain.ops, tape=None)
+        for runner in (taped, plain):
+            runner.warm_up()
+        return taped, plain
+
+    return make
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """How many steps ran from tapes, by rows."""
+    counts: dict[int, int] = {}
+    original = StepTapes.logits
+
+    def counted(self, inputs):
+        rows = len(inputs.input_ids)
+        counts[rows] = counts.get(rows, 0) + 1
+        return original(self, inputs)
+
+    monkeypatch.setattr(StepTapes, "logits", counted)
+    return counts
+
+
+def play(driver, runner, lengths=(5, 30, 44, 17), steps=40, slots=(-1,)):
+    """Sequences that come and go one by one, and go round these LoRA slots; the logits of every step and all outputs."""
+    drive, rng = driver(runner), np.random.default_rng(1)
+    seen, running, done = [], [], []
+
+    def step(work):
+        plan = drive.plan(work)
+        runner.execute(plan)
+        seen.append(runner._state.logits.clone())
+        result = runner.sample(SampleInputs(plan.step_id))
+        for (sequence, _), token, count in zip(work, result.token_ids[:, 0].tolist(), result.counts.tolist(), strict=True):
+            sequence.tokens += [token] * count
+            sequence.outputs += [token] * count
+
+    for number in range(steps):
+        if number % 7 == 0 and number // 7 < len(lengths):
+            params = SamplingParams(max_tokens=100, temperature=0.8 * (number % 2), seed=number, logprobs=3)
+            prompt, slot = rng.integers(3, 250, lengths[number // 7]).tolist(), slots[number // 7 % len(slots)]
+            running.append(drive.admit(prompt, params, lora_slot=slot))
+        if number in (25, 33):
+            done.append(running.pop(0))
+            drive.release(done[-1])
+        step([(sequence, min(20, len(sequence.tokens) - sequence.computed)) for sequence in running])
+    return seen, [sequence.outputs for sequence in done + running]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_same_bits_with_and_without(pair, driver, runs, name):
+    taped, plain = pair(name)
+    (seen, outputs), (expected, expected_outputs) = (play(driver, runner) for runner in (taped, plain))
+    assert sum(runs.values()) > 20 and len(runs) >= 3, "steps of several sizes ran from tapes"
+    assert outputs == expected_outputs
+    for number, (one, other) in enumerate(zip(seen, expected, strict=True)):
+        assert torch.equal(one, other), f"step {number}"
+
+
+def test_the_same_bits_in_float32(pair, driver, runs):
+    taped, plain = pair("gemma3", "float32")
+    assert play(driver, taped)[1] == play(driver, plain)[1] and runs
+
+
+def test_new_weights_and_a_new_cache_are_what_the_next_step_uses(pair, driver, runs, checkpoint):
+    taped, plain = pair("qwen3")
+    for change in (
+        lambda runner: (runner.sleep(1), runner.wake_up(["kv_cache"])),
+        lambda runner: (runner.sleep(2), runner.wake_up(["kv_cache", "weights"]), runner.reload_weights(None)),
+        lambda runner: runner.reload_weights(None),
+    ):
+        before = sum(runs.values())
+        assert play(driver, taped)[1] == play(driver, plain)[1]
+        assert sum(runs.values()) > before
+        change(taped), change(plain)
+    assert play(driver, taped)[1] == play(driver, plain)[1]
+
+
+def test_what_differs_from_step_to_step_is_not_taped(build_runner, checkpoint, driver, runs, tmp_path):
+    runner = build_runner(checkpoint("qwen3"), "bfloat16")
+    runner.warm_up()
+    drive = driver(runner)
+    runner.start_profile()
+    drive.generate(drive.admit([5, 6, 7]), 4)
+    assert not runs, "a step that is profiled"
+    runner.stop_profile(tmp_path)
+    sequence = drive.admit([3 + number % 250 for number in range(MAX_MODEL_LEN - 20)])
+    drive.generate(sequence, 4)
+    assert runs == {1: 3}, "the prompt's step has many tokens"
+
+
+def test_steps_with_adapters_are_taped_whatever_lies_in_the_slots(build_runner, checkpoint, driver, runs):
+    """Beside steps without any; adapters come and go between them."""
+    lora = LoraConfig(max_loras=2, max_cpu_loras=2, max_lora_rank=16)
+    taped, plain = (build_runner(checkpoint("qwen3"), "bfloat16", lora=lora) for _ in range(2))
+    if taped.ops.tape is None:
+        pytest.skip("no compiled operations")
+    plain.ops = replace(plain.ops, tape=None)
+    bare = build_runner(checkpoint("qwen3"), "bfloat16")
+    for runner in (taped, plain, bare):
+        runner.warm_up()
+    expected = play(driver, bare, slots=(-1,))
+    for filled in (lambda runner: None, lambda runner: fill_slots(runner, 1, 9, 5), lambda runner: fill_slots(runner, 16, 3, 6)):
+        filled(taped), filled(plain)
+        runs.clear()
+        (seen, outputs), (due, due_outputs) = (play(driver, runner, slots=(0, -1, 1, 0)) for runner in (taped, plain))
+        assert sum(runs.values()) > 20 and len(runs) >= 3, "steps of several sizes ran from tapes"
+        assert outputs == due_outputs
+        for number, (one, other) in enumerate(zip(seen, due, strict=True)):
+            assert torch.equal(one, other), f"step {number}"
+        without, _ = play(driver, taped, slots=(-1,))
+        assert all(torch.equal(one, other) for one, other in zip(without, expected[0], strict=True))
+
+
+@torch.inference_mode()
+def fill_slots(runner, *ranks_and_seed):
+    """Puts random adapters of these ranks into the slots."""
+    *ranks, seed = ranks_and_seed
+    torch.manual_seed(seed)
+    for module, shelf in runner._lora._shelves.items():
+        out_features, in_features = runner._lora._targets[module].shape
+        for slot, rank in enumerate(ranks):
+            shelf.put(slot, torch.randn(rank, in_features) * 0.3, torch.randn(out_features, rank) * 0.3)
+
+
+def test_a_model_that_cannot_be_taped_runs_without(pair, driver, runs, caplog):
+    taped, plain = pair("qwen3")
+    for runner in (taped, plain):
+        compute = runner.model.compute_logits
+        runner.model.compute_logits = lambda hidden, compute=compute: compute(hidden).sort(dim=-1).values
+    assert play(driver, taped)[1] == play(driver, plain)[1]
+    assert sum(runs.values()) == 1 and "without tapes" in caplog.text

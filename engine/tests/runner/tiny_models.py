@@ -1,0 +1,105 @@
+"""Configurations of tiny models of every family, each with something of its own."""
+
+MAX_MODEL_LEN = 320
+
+LLAMA = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "initializer_range": 0.2}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [1.0, 2.0, 4.0, 6.0],
+}
+CONFIGS = {
+    "llama": ("Llama", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "llama-7to1-llama3-tied": (
+        "Llama",
+        {
+            "hidden_size": 112,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "head_dim": 80,
+            "rope_parameters": LLAMA3_ROPE,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama-mha-linear-bias": (
+        "Llama",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 96,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    # Two groups of window layers and one of full attention over pages of one layer.
+    "qwen3-windows": (
+        "Qwen3",
+        {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "use_sliding_window": True,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3": ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}),
+    "qwen2-yarn": ("Qwen2", {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": YARN}),
+    "mistral-7to1-window": (
+        "Mistral",
+        {"hidden_size": 112, "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 80, "sliding_window": 40},
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 33,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 9.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 96,
+            "query_pre_attn_scalar": 96,
+            "sliding_window": 20,
+            "sliding_window_pattern": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": LONGROPE,
+        },
+    ),
+    "olmo2": ("Olmo2", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+}
