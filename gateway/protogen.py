@@ -26,22 +26,30 @@ PACKAGE = "penstock_pb."
 LIBRARY = "google/protobuf/"  # the protobuf library's own files stay what they are
 
 ROOTS = (
+    "envoy/service/accesslog/v3/als",
     "envoy/service/discovery/v3/ads",
     "envoy/service/ext_proc/v3/external_processor",
     "envoy/config/cluster/v3/cluster",
     "envoy/config/endpoint/v3/endpoint",
     "envoy/config/listener/v3/listener",
     "envoy/config/route/v3/route",
+    "envoy/config/trace/v3/opentelemetry",
     "envoy/extensions/access_loggers/filters/cel/v3/cel",
+    "envoy/extensions/access_loggers/grpc/v3/als",
     "envoy/extensions/access_loggers/stream/v3/stream",
     "envoy/extensions/filters/http/ext_proc/v3/ext_proc",
+    "envoy/extensions/filters/http/header_mutation/v3/header_mutation",
     "envoy/extensions/filters/http/router/v3/router",
     "envoy/extensions/filters/network/http_connection_manager/v3/http_connection_manager",
     "envoy/extensions/http/early_header_mutation/header_mutation/v3/header_mutation",
     "envoy/extensions/load_balancing_policies/override_host/v3/override_host",
     "envoy/extensions/load_balancing_policies/round_robin/v3/round_robin",
+    "envoy/extensions/retry/priority/previous_priorities/v3/previous_priorities_config",
     "envoy/extensions/retry/host/previous_hosts/v3/previous_hosts",
+    "envoy/extensions/transport_sockets/tls/v3/tls",
     "envoy/extensions/upstreams/http/v3/http_protocol_options",
+    "envoy/data/accesslog/v3/accesslog",
+    "opentelemetry/proto/collector/trace/v1/trace_service",
     "xds/data/orca/v3/orca_load_report",
 )
 

@@ -2,48 +2,76 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
-import grpc
 import msgspec
 from aiohttp import web
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from prometheus_client import CollectorRegistry
 
 from penstock.api.fleet import Fleet
+from penstock.api.replica_tls import ReplicaTls
+from penstock.api.span_exporter import SpanExporter
+from penstock.gateway._pb.envoy.data.accesslog.v3.accesslog_pb2 import HTTPAccessLogEntry
+from penstock.gateway._pb.envoy.service.accesslog.v3.als_pb2_grpc import add_AccessLogServiceServicer_to_server
 from penstock.gateway._pb.envoy.service.discovery.v3.ads_pb2_grpc import add_AggregatedDiscoveryServiceServicer_to_server
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc import add_ExternalProcessorServicer_to_server
+from penstock.gateway.audit.director import Audit
+from penstock.gateway.audit.writer import AuditWriter
 from penstock.gateway.discovery.source import Discovery
-from penstock.gateway.extproc.body import MAX_BODY_BYTES
+from penstock.gateway.extproc.access_log import AccessLogService
+from penstock.gateway.extproc.call import Routed
+from penstock.gateway.extproc.ceiling import Ceiling
 from penstock.gateway.extproc.decisions import DecisionLog
 from penstock.gateway.extproc.director import PickDirector
+from penstock.gateway.extproc.exchange import Director
 from penstock.gateway.extproc.health import Health
-from penstock.gateway.extproc.holding import HoldingArea
 from penstock.gateway.extproc.service import ExtProcService
+from penstock.gateway.extproc.stages.admit import Admit
+from penstock.gateway.extproc.stages.identify import Identify
+from penstock.gateway.extproc.stages.listing import Listing
+from penstock.gateway.extproc.stages.meter import Meter, TenantMetrics
+from penstock.gateway.extproc.stages.pick import Pick
+from penstock.gateway.extproc.stages.resolve import Resolve
+from penstock.gateway.extproc.stages.respond import Respond
+from penstock.gateway.extproc.stages.tokenise import Tokenise
+from penstock.gateway.extproc.underway import Underway
+from penstock.gateway.flow.control import DEFAULT_LIMITS, FlowLimits
+from penstock.gateway.flow.gate import FlowGate
+from penstock.gateway.front_ends import FRONT_ENDS
+from penstock.gateway.http.flow_metrics import FlowCollector, FlowMetrics
 from penstock.gateway.http.metrics import PickerMetrics, StateCollector
 from penstock.gateway.http.server import GatewayHttp
 from penstock.gateway.load.follower import FleetFollower
-from penstock.gateway.load.poller import LoadPoller
+from penstock.gateway.load.poller import PERIOD_S, LoadPoller
 from penstock.gateway.load.prompts import PromptLibrary
+from penstock.gateway.load.replica_client import ReplicaClient, ReplicaTlsStates
+from penstock.gateway.models.served import ServedNames
+from penstock.gateway.picker.choice import MAX_ENDPOINTS
 from penstock.gateway.picker.state import FleetState
+from penstock.gateway.pool_ports import Listening, PoolPorts
+from penstock.gateway.residency.index import SWEPT_AT_ONCE
+from penstock.gateway.tenants.watch import TenantsWatcher
+from penstock.gateway.tls import Certificate
+from penstock.gateway.tracing import TracedDirector
 from penstock.gateway.xds.listener import ListenerSettings
 from penstock.gateway.xds.server import AdsServicer
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 20.0
+DRAIN_S = 300.0
 """How long requests that wait for their response headers may keep a stopping gateway; those that stream need it no more."""
+NOTICE_S = 1.5
+"""What Envoy's health checks need to find out that this process is going."""
 APPLY_LIMIT_S = 2.0
 EXPIRY_TICK_S = 10.0
-MAX_MESSAGE_BYTES = MAX_BODY_BYTES + 64 * 1024
-"""A buffered body is one message."""
-MAX_STREAMS = 100_000
-"""Held requests are open streams: gRPC's own default must not bound them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +83,37 @@ class GatewaySettings:
     grpc_port: int
     http_port: int
     listener: ListenerSettings
+    health_port: int | None = None
+    destinations: int = MAX_ENDPOINTS
+    """The longest list of destinations that the callers read; 1 for those that take one address."""
+    certificate: Certificate | None = None
+    """TLS on the gRPC port; None for plaintext."""
+    ext_proc: str = "lean"
+    """A name in `FRONT_ENDS`."""
+    pool_ports: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Ports of InferencePools by their ids."""
+    pool_port_range: range = range(9100, 9200)
+    """Of which the other InferencePools get theirs."""
+    pool_fallbacks: bool = False
+    """Whether foreign gateways take a list of destinations."""
+    pool_certificate: Certificate | None = None
+    """TLS on the ports of InferencePools; None for plaintext."""
+    replica_tls: ReplicaTls | None = None
+    """TLS to replicas, Envoy's and our own; None: plain HTTP."""
+    tenants: Path | None = None
+    """The tenants file; None: nobody is told from anybody else."""
+    audit_log: Path | None = None
+    """Where each request leaves a line; `-`: on standard output; None: nowhere."""
+    poll_period_s: float = PERIOD_S
+    """Between two looks at an engine of others; 0: nobody is polled."""
+    tokenizers: Mapping[str, Path] = field(default_factory=dict[str, Path])
+    """Folders with the tokenizers of models that engines of others serve, by served name."""
+    flow: FlowLimits = DEFAULT_LIMITS
+    """How much may wait."""
 
 
 class Gateway:
-    """All parts of one gateway process. Ports of 0 are chosen by the system: see `grpc_port`, `http_port` once it runs."""
+    """All parts of one gateway process. Ports of 0 are chosen by the system: see `grpc_port` and its like once it runs."""
 
     def __init__(self, settings: GatewaySettings, discovery: Discovery) -> None:
         self._settings = settings
@@ -67,15 +122,58 @@ class Gateway:
         state = FleetState()
         decisions = DecisionLog()
         self._follower = FleetFollower(state)
-        self._poller = LoadPoller(state)
-        self._prompts = PromptLibrary(state)
-        self._holding = HoldingArea(self._follower)
-        self._extproc = ExtProcService(PickDirector(state, self._prompts, self._holding, decisions, PickerMetrics(registry)))
-        self._ads = AdsServicer(settings.listener, registry)
+        self._poller = LoadPoller(state, self._follower.learned, settings.poll_period_s)
+        self._prompts = PromptLibrary(state, settings.tokenizers)
+        self._served = ServedNames(state)
+        self._gate = FlowGate(self._follower, settings.flow)
+        self._underway = Underway(state.bookings)
+        metrics, resolve = PickerMetrics(registry, state.outcomes), Resolve(state, self._served, self._prompts)
+        self._tenants = None if settings.tenants is None else TenantsWatcher(settings.tenants, registry)
+        tenants = None if self._tenants is None else self._tenants.registry
+        identify = Identify(tenants)
+        self._respond = Respond(state, self._gate, metrics)
+        director = PickDirector(
+            identify=identify,
+            resolve=resolve,
+            listing=Listing(resolve),
+            meter=Meter(tenants, self._gate, self._follower, TenantMetrics(registry)),
+            admit=Admit(self._gate, resolve, FlowMetrics(registry)),
+            tokenise=Tokenise(state, self._prompts),
+            pick=Pick(state, self._underway, decisions, metrics),
+            respond=self._respond,
+            underway=self._underway,
+            metrics=metrics,
+        )
+        ceiling = Ceiling()
+        traces = settings.listener.traces
+        self._spans: SpanExporter | None = None
+        asked: Director = director
+        if traces is not None:
+            self._spans = SpanExporter(
+                traces.endpoint, {"service.name": "penstock-gateway", "service.instance.id": settings.name}
+            )
+            asked = TracedDirector(director, decisions, self._spans, traces.percent)
+        self._audit = self._audit_log(registry, identify)
+        if self._audit is not None:
+            asked = self._audit.director(asked)
+        self._extproc = ExtProcService(asked, settings.destinations, ceiling=ceiling, traced=traces is not None)
+        self._pool_ports = PoolPorts(
+            asked,
+            self._listen,
+            fixed=settings.pool_ports,
+            ports=settings.pool_port_range,
+            fallbacks=settings.pool_fallbacks,
+            ceiling=ceiling,
+        )
+        self._access_log = AccessLogService(self._underway, self._over)
+        self._ads = AdsServicer(settings.listener, registry, settings.replica_tls)
         self._health = Health()
-        self._http = GatewayHttp(settings.name, self._follower, decisions, registry)
+        self._tls = ReplicaTlsStates(settings.replica_tls)
+        self._http = GatewayHttp(settings.name, self._follower, decisions, self._ads, self._pool_ports, registry, self._tls)
         registry.register(StateCollector(self._follower))
+        registry.register(FlowCollector(self._gate.control, tenants))
         self.grpc_port = settings.grpc_port
+        self.health_port = settings.health_port
         self.http_port = settings.http_port
 
     async def run(self, stop: asyncio.Event, started: asyncio.Event | None = None) -> None:
@@ -84,17 +182,42 @@ class Gateway:
             session = await stack.enter_async_context(aiohttp.ClientSession())
             stack.push_async_callback(self._follower.close)
             stack.callback(self._prompts.close)
+            if self._audit is not None:
+                self._audit.start()
+                stack.callback(self._audit.close)
             await stack.enter_async_context(self._serve_http())
             await stack.enter_async_context(self._serve_grpc())
             log.info("gateway %s: gRPC on port %d, HTTP on port %d", self._settings.name, self.grpc_port, self.http_port)
             if started is not None:
                 started.set()
-            await self._work(stop, session)
+            await self._work(stop, ReplicaClient(session, self._tls))
             await self._drain()
 
-    async def _work(self, stop: asyncio.Event, session: aiohttp.ClientSession) -> None:
+    def _audit_log(self, registry: CollectorRegistry, identify: Identify) -> Audit | None:
+        path = self._settings.audit_log
+        if path is None:
+            return None
+        writer = AuditWriter(None if str(path) == "-" else path, registry)
+        return Audit(writer, self._settings.name, follower=self._follower, identify=identify, underway=self._underway)
+
+    def _over(self, routed: Routed, entry: HTTPAccessLogEntry) -> None:
+        """Envoy has done with a request."""
+        if self._audit is not None:
+            self._audit.over(routed, entry)
+        self._respond.over(routed, entry.response.response_code.value)
+
+    async def _work(self, stop: asyncio.Event, client: ReplicaClient) -> None:
         """Runs the background tasks until `stop`; the first that fails ends this with its error."""
-        jobs = (self._follow(), self._poller.run(session), self._prompts.run(session), self._expire(), stop.wait())
+        jobs = (
+            self._follow(),
+            self._poller.run(client),
+            self._prompts.run(client),
+            self._served.run(client),
+            self._gate.run(),
+            self._expire(),
+            stop.wait(),
+        )
+        jobs = (*jobs, *(each.run() for each in (self._tenants, self._spans, self._audit) if each is not None))
         tasks = [asyncio.ensure_future(job) for job in jobs]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -114,6 +237,7 @@ class Gateway:
             if not await self._ads.applied(APPLY_LIMIT_S):
                 log.warning("an Envoy has not confirmed the fleet within %.0f s", APPLY_LIMIT_S)
             self._follower.update(fleet)
+            await self._pool_ports.update(fleet.inference_pools)
             known = frozenset((replica.pool, replica.endpoint) for replica in fleet.replicas)
             await self._health.ready(True)
         raise RuntimeError("discovery has ended by itself")
@@ -122,40 +246,54 @@ class Gateway:
         while True:
             await asyncio.sleep(EXPIRY_TICK_S)
             self._follower.state.bookings.expire(time.monotonic())
+            self._underway.sweep(time.monotonic())
+            await self._pool_ports.update(self._follower.state.fleet.inference_pools)
+            self._follower.state.residency.sweep(SWEPT_AT_ONCE)
+            self._follower.state.beliefs.history.expire(time.monotonic())
 
     async def _drain(self) -> None:
-        """Refuses what is held and waits for requests that have no response headers yet."""
-        log.info("stopping: %d requests in progress", self._extproc.open)
+        """Lets another gateway take over: hands on what is held, and waits for requests that have no response headers yet."""
+        services = [self._extproc, *self._pool_ports.services]
+        log.info("stopping: %d requests in progress", sum(service.open for service in services))
         self._http.stopping = True
         await self._health.ready(False)
-        self._holding.close()
+        self._gate.close()
+        # Until Envoy has noticed, it asks here; and is answered as before.
+        await asyncio.sleep(NOTICE_S)
         try:
-            async with asyncio.timeout(DRAIN_S):
-                await self._extproc.idle.wait()
+            async with asyncio.timeout(DRAIN_S - NOTICE_S):
+                for service in services:
+                    await service.idle.wait()
         except TimeoutError:
-            log.warning("%d requests had no response headers after %.0f s", self._extproc.open, DRAIN_S)
+            left = sum(service.open for service in services)
+            log.warning("%d requests had no response headers after %.0f s", left, DRAIN_S)
 
     @contextlib.asynccontextmanager
     async def _serve_grpc(self) -> AsyncIterator[None]:
-        options = [
-            ("grpc.max_concurrent_streams", MAX_STREAMS),
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.so_reuseport", 0),
-            # Envoy pings all the time; by default gRPC takes the third ping of an idle peer for abuse and cuts the connection.
-            ("grpc.http2.max_ping_strikes", 0),
-        ]
-        server = grpc.aio.server(options=options)
+        settings, front_end = self._settings, FRONT_ENDS[self._settings.ext_proc]
+        servers = [server := front_end()]
         add_ExternalProcessorServicer_to_server(self._extproc, server)
         add_AggregatedDiscoveryServiceServicer_to_server(self._ads, server)
+        add_AccessLogServiceServicer_to_server(self._access_log, server)
         add_HealthServicer_to_server(self._health.servicer, server)
-        host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
-        self.grpc_port = server.add_insecure_port(f"{host}:{self._settings.grpc_port}")
         await self._health.start()
-        await server.start()
         try:
+            self.grpc_port = await server.listen(settings.host, settings.grpc_port, settings.certificate)
+            if settings.health_port is not None:
+                servers.append(health := front_end())
+                add_HealthServicer_to_server(self._health.servicer, health)
+                self.health_port = await health.listen(settings.host, settings.health_port, None)  # kubelets speak no TLS
             yield
         finally:
-            await server.stop(grace=0.5)
+            await asyncio.gather(self._pool_ports.close(0.5), *(each.stop(grace=0.5) for each in servers))
+
+    async def _listen(self, service: ExtProcService, port: int) -> Listening:
+        """Serves one InferencePool; see `pool_ports.Listen`."""
+        server = FRONT_ENDS[self._settings.ext_proc]()
+        add_ExternalProcessorServicer_to_server(service, server)
+        add_HealthServicer_to_server(self._health.servicer, server)
+        await server.listen(self._settings.host, port, self._settings.pool_certificate)
+        return server
 
     @contextlib.asynccontextmanager
     async def _serve_http(self) -> AsyncIterator[None]:
@@ -185,4 +323,7 @@ async def serve(settings: GatewaySettings, discovery: Discovery) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    # What is imported stays: no collection, which would hold up every request, need look at it again.
+    gc.collect()
+    gc.freeze()
     await Gateway(settings, discovery).run(stop)

@@ -8,7 +8,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import ApiClient, Configuration
 
-from penstock.gateway.discovery.kubernetes import KubernetesDiscovery, fleet_of, trimmed_pod
+from penstock.api.fleet import Weights
+from penstock.gateway.discovery.kubernetes import KubernetesDiscovery
+from penstock.gateway.discovery.objects import fleet_of, trimmed_pod
 
 Object = dict[str, Any]
 PORTS = {"http": 8000, "events": 5557, "replay": 5558}
@@ -38,8 +40,10 @@ def pod(
 
 
 def test_models_give_pools_and_pods_give_replicas() -> None:
-    routing = {"policy": "RoundRobin", "holdTimeout": "1m30s"}
+    routing = {"policy": "RoundRobin", "holdTimeout": "1m30s", "weights": {"prefix": 5}, "priority": -3}
     fleet = fleet_of([model("m", "llama", "l", routing=routing)], [pod("b"), pod("a", ready="False")])
+    assert fleet.models[0].weights == Weights(prefix=5, queue=2, kv=2)
+    assert fleet.models[0].priority == -3
     assert (fleet.models[0].served_names, fleet.models[0].policy, fleet.models[0].hold_timeout_s) == (
         ["llama", "l"],
         "RoundRobin",
@@ -68,10 +72,15 @@ def test_pods_that_are_no_replicas_are_left_out() -> None:
     assert fleet_of([model("m", "m")], strangers).replicas == []
 
 
-def test_the_oldest_claim_to_a_name_wins() -> None:
-    old = model("z-old", "llama", created="2025-01-01T00:00:00Z")
-    new = model("a-new", "llama", "mine", created="2026-01-01T00:00:00Z")
-    assert [(it.id, it.served_names) for it in fleet_of([new, old], []).models] == [("d/a-new", ["mine"]), ("d/z-old", ["llama"])]
+def test_a_pool_that_its_model_names_no_longer_serves_until_its_pods_are_gone() -> None:
+    marks = {"penstock.dev/model": "m", "penstock.dev/pool": "old", "penstock.dev/role": "Decode"}
+    renamed, left = model("m", "m"), pod("left", labels=marks)
+    fleet = fleet_of([renamed], [left, pod("new")])
+    assert {pool.id: (pool.model, pool.role) for pool in fleet.pools} == {"d/m/p": ("d/m", "Both"), "d/m/old": ("d/m", "Decode")}
+    assert {it.name: it.pool for it in fleet.replicas} == {"left": "d/m/old", "new": "d/m/p"}
+    odd = pod("odd", labels={**marks, "penstock.dev/role": "Chief"})
+    for pods in ([], [odd], [pod("stranger", labels={**marks, "penstock.dev/model": "gone"})]):
+        assert [pool.id for pool in fleet_of([renamed], pods).pools] == ["d/m/p"]
 
 
 def test_one_unreadable_model_does_not_take_the_others_along(caplog: pytest.LogCaptureFixture) -> None:
@@ -103,10 +112,10 @@ async def test_yields_nothing_before_both_lists_are_complete() -> None:
         async def connect() -> ApiClient:
             return ApiClient(Configuration(host=str(server.make_url("")).rstrip("/")))
 
-        fleets = KubernetesDiscovery("d", connect).watch()
+        fleets = KubernetesDiscovery(["d"], connect).watch()
         first = asyncio.ensure_future(anext(fleets))
         await asyncio.sleep(0.2)
         assert not first.done()
         pods_may_answer.set()
-        assert [it.name for it in (await asyncio.wait_for(first, 5)).replicas] == ["a"]
+        assert [it.name for it in (await asyncio.wait_for(first, 60)).replicas] == ["a"]
         await fleets.aclose()  # type: ignore[attr-defined]

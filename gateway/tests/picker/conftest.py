@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -48,8 +49,11 @@ class Engine:
     """A replica's HTTP side."""
 
     def __init__(self) -> None:
-        self.report = LoadReport(epoch=1, seq=1, max_num_seqs=8, prefill_tokens_per_s=1000.0, decode_step_s=0.01)
+        self.report = LoadReport(epoch=1, seq=1, max_num_seqs=32, prefill_tokens_per_s=1000.0, decode_step_s=0.01)
         self.bundles = 0
+        self.going = asyncio.Event()
+        """Cleared: as a process that was stopped, it takes connections and answers nothing."""
+        self.going.set()
 
     async def start(self, stack: contextlib.AsyncExitStack) -> int:
         app = web.Application()
@@ -61,6 +65,7 @@ class Engine:
         return runner.addresses[0][1]
 
     async def _load(self, _: web.Request) -> web.Response:
+        await self.going.wait()
         return web.Response(body=msgspec.json.encode(self.report))
 
     async def _bundle(self, request: web.Request) -> web.Response:
@@ -85,10 +90,18 @@ class QueueDiscovery:
 class World:
     """A gateway with two replicas of the model `tiny`."""
 
-    def __init__(self) -> None:
+    def __init__(self, ext_proc: str = "lean", tenants: Path | None = None, audit_log: Path | None = None) -> None:
         self.discovery = QueueDiscovery()
+        listener = ListenerSettings(host="127.0.0.1", port=1)
         settings = GatewaySettings(
-            name="gw", host="127.0.0.1", grpc_port=0, http_port=0, listener=ListenerSettings(host="127.0.0.1", port=1)
+            name="gw",
+            host="127.0.0.1",
+            grpc_port=0,
+            http_port=0,
+            listener=listener,
+            ext_proc=ext_proc,
+            tenants=tenants,
+            audit_log=audit_log,
         )
         self.gateway = Gateway(settings, self.discovery)
         self.state = self.gateway._follower.state
@@ -124,7 +137,7 @@ class World:
         self.stop.set()
         await self.task
 
-    def fleet(self, *replicas: Replica, hold_timeout_s: float = 5.0) -> None:
+    def fleet(self, *replicas: Replica, hold_timeout_s: float = 60.0) -> None:
         model = Model(id="ns/tiny", served_names=["tiny", "alias"], created=7.0, hold_timeout_s=hold_timeout_s)
         pool = Pool(id="ns/tiny/p", model="ns/tiny")
         self.discovery.queue.put_nowait(Fleet(models=[model], pools=[pool], replicas=list(replicas)))
@@ -145,7 +158,7 @@ class World:
 
     @staticmethod
     async def until(condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.01)
 
@@ -170,8 +183,29 @@ class World:
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
-    world = World()
+def ext_proc() -> str:
+    """The front end of the gateway; files that show both name two."""
+    return "lean"
+
+
+@pytest.fixture
+def tenants_file() -> Path | None:
+    """None: no tenants; files that show tenants name one."""
+    return None
+
+
+@pytest.fixture
+def audit_log() -> Path | None:
+    """None: no audit log; files that show it name one."""
+    return None
+
+
+@pytest.fixture
+async def world(
+    ext_proc: str, tenants_file: Path | None, audit_log: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[World]:
+    monkeypatch.setattr("penstock.gateway.process.NOTICE_S", 0.0)  # no Envoy is to notice that it stops
+    world = World(ext_proc, tenants_file, audit_log)
     async with contextlib.AsyncExitStack() as stack:
         await world.start(stack)
         yield world
@@ -191,19 +225,25 @@ class Stream:
         message = ProcessingRequest(request_headers=HttpHeaders(end_of_stream=not raw))
         fields = {":method": "POST" if raw else "GET", ":path": path, **more}
         for name, value in fields.items():
-            message.request_headers.headers.headers.add(key=name, raw_value=value.encode())
+            message.request_headers.headers.headers.add(key=name, raw_value=value.encode("latin-1"))
         message.protocol_config.request_body_mode = ProcessingMode.FULL_DUPLEX_STREAMED
         if subset is not None:
             message.metadata_context.filter_metadata[headers.SUBSET_NAMESPACE].update({headers.SUBSET: subset})
+        answer = asyncio.ensure_future(self.call.read())
         await self.call.write(message)
         if raw:
-            await self.call.write(ProcessingRequest(request_body=HttpBody(body=raw, end_of_stream=True)))
-        return await self.call.read()
+            with contextlib.suppress(grpc.aio.AioRpcError):  # what can be answered by the head alone may be answered already
+                await self.call.write(ProcessingRequest(request_body=HttpBody(body=raw, end_of_stream=True)))
+        return await answer
 
     async def respond(self, status: int = 200, served: str | None = None, **fields: str) -> dict[str, str]:
-        """Sends response headers; returns what is added to them."""
+        """Takes the body that goes on and sends response headers; returns what is added to them."""
         chunk = await self.call.read()
         assert chunk.WhichOneof("response") == "request_body"
+        return await self.headers(status, served, **fields)
+
+    async def headers(self, status: int = 200, served: str | None = None, **fields: str) -> dict[str, str]:
+        """Sends response headers; returns what is added to them."""
         message = ProcessingRequest(response_headers=HttpHeaders())
         for name, value in {":status": str(status), **fields}.items():
             message.response_headers.headers.headers.add(key=name, raw_value=value.encode())
@@ -212,7 +252,7 @@ class Stream:
         await self.call.write(message)
         answer = await self.call.read()
         mutation = answer.response_headers.response.header_mutation
-        assert list(mutation.remove_headers) == [headers.LOAD]
+        assert list(mutation.remove_headers) == list(headers.LOADS)
         return {o.header.key: o.header.raw_value.decode() for o in mutation.set_headers}
 
     async def end(self) -> None:

@@ -1,6 +1,7 @@
 """The ext_proc state machine in each body mode, without a transport."""
 
 import asyncio
+from collections.abc import Mapping
 
 import orjson
 import pytest
@@ -29,11 +30,12 @@ ENDPOINTS = "10.0.0.1:8000,10.0.0.2:8000"
 class FixedDirector:
     """Sends everything to the same place, or refuses it."""
 
-    def __init__(self, refusal: Refused | None = None) -> None:
+    def __init__(self, refusal: Refused | None = None, body: bytes | None = None) -> None:
         self.calls: list[Call] = []
         self.heads: list[ResponseHead] = []
         self.ended = 0
         self._refusal = refusal
+        self._body = body
 
     def preview(self, call: Call) -> None:
         if call.path == "/nowhere":
@@ -46,14 +48,30 @@ class FixedDirector:
         if call.path == "/v1/models":
             return Answered(status=200, body=b"{}")
         booking = Bookings().book("r", ReplicaKey("u", 8000), 1, 0.0)
-        return Routed(endpoints=ENDPOINTS.split(","), pool="ns/m/p", booking=booking)
+        return Routed(
+            endpoints=ENDPOINTS.split(","), pool="ns/m/p", booking=booking, body=self._body, model="ns/m", name="m", came=0.0
+        )
 
     def responded(self, routed: Routed, head: ResponseHead) -> list[tuple[str, str]]:
         self.heads.append(head)
         return [(headers.REPLICA, "u")]
 
+    def returned(self, noted: Mapping[str, str], head: ResponseHead) -> list[tuple[str, str]]:
+        self.noted = noted
+        self.heads.append(head)
+        return [(headers.REPLICA, "other")]
+
+    def passed_on(self, routed: Routed) -> None:
+        self.gone_on = routed
+
+    def ended(self, routed: Routed) -> None:
+        self.ended_with = routed
+
     def closed(self, routed: Routed) -> None:
         self.ended += 1
+
+    def refused(self, call: Call, refused: Refused) -> None:
+        self.told = call.path, refused.status
 
 
 def head(
@@ -74,12 +92,20 @@ def chunk(body: bytes, ends: bool = False) -> ProcessingRequest:
 TRAILERS = ProcessingRequest(request_trailers=HttpTrailers())
 
 
-def play(director: FixedDirector, *messages: ProcessingRequest) -> list[list[ProcessingResponse]]:
+def play(director: FixedDirector, *messages: ProcessingRequest, destinations: int = 4) -> list[list[ProcessingResponse]]:
     async def run() -> list[list[ProcessingResponse]]:
-        exchange = Exchange(director)
+        exchange = Exchange(director, destinations)
         return [await exchange.receive(message) for message in messages]
 
     return asyncio.run(run())
+
+
+@pytest.mark.parametrize("mode", [DUPLEX, ProcessingMode.BUFFERED])
+async def test_a_body_is_not_kept_while_the_answer_streams(mode: int) -> None:
+    exchange = Exchange(FixedDirector())
+    for message in (head(mode), chunk(b'{"model":"m"}', True)):
+        assert await exchange.receive(message) or message.HasField("request_headers")
+    assert not exchange._body
 
 
 def check_pick(answer: ProcessingResponse, part: str) -> None:
@@ -120,6 +146,7 @@ def test_full_duplex_holds_the_headers_and_sends_the_whole_body_again(mode: int 
     assert len(director.calls) == 1
 
 
+@pytest.mark.req("RT-41")
 def test_trailers_end_the_body_of_a_full_duplex_request() -> None:
     _, _, answers = play(FixedDirector(), head(), chunk(b"{}"), TRAILERS)
     check_pick(answers[0], "request_headers")
@@ -135,6 +162,7 @@ def test_an_empty_body_is_one_empty_chunk() -> None:
     assert streamed(answers[1:-1]) == (b"", [False])
 
 
+@pytest.mark.req("RT-41")
 def test_buffered_answers_headers_at_once_and_picks_in_the_body_answer() -> None:
     first, second, third = play(FixedDirector(), head(BUFFERED), chunk(b"{}", ends=True), chunk(b"{}", ends=True))
     assert [answer.WhichOneof("response") for answer in first] == ["request_headers"]
@@ -144,6 +172,7 @@ def test_buffered_answers_headers_at_once_and_picks_in_the_body_answer() -> None
     assert (len(second), third) == (1, [])
 
 
+@pytest.mark.req("RT-41")
 def test_a_request_without_a_body_is_decided_at_its_headers() -> None:
     director = FixedDirector()
     ((answer,),) = play(director, head(ends=True))
@@ -152,12 +181,94 @@ def test_a_request_without_a_body_is_decided_at_its_headers() -> None:
     assert models.immediate_response.status.code == 200
 
 
-@pytest.mark.parametrize("mode", [ProcessingMode.NONE, ProcessingMode.STREAMED, ProcessingMode.BUFFERED_PARTIAL])
-def test_modes_that_no_picker_can_serve_are_refused_by_name(mode: int) -> None:
-    with pytest.raises(UnsupportedMode, match=ProcessingMode.BodySendMode.Name(mode)):
-        play(FixedDirector(), head(mode))
+@pytest.mark.parametrize("mode", ["NONE", "STREAMED", "BUFFERED_PARTIAL", "99"])
+def test_modes_that_no_picker_can_serve_are_refused_by_name(mode: str) -> None:
+    number = 99 if mode == "99" else ProcessingMode.BodySendMode.Value(mode)
+    with pytest.raises(UnsupportedMode, match=f"request_body_mode {mode}"):
+        play(FixedDirector(), head(number))
 
 
+def ahead() -> ProcessingRequest:
+    message = head(ProcessingMode.STREAMED)
+    message.protocol_config.send_body_without_waiting_for_header_response = True
+    return message
+
+
+@pytest.mark.req("RT-41")
+@pytest.mark.parametrize("last", [chunk(b"}", ends=True), TRAILERS])
+def test_a_gateway_that_streams_ahead_of_the_headers_waits_for_the_pick(last: ProcessingRequest) -> None:
+    director = FixedDirector()
+    *early, (first, *chunks) = play(director, ahead(), chunk(b"{"), chunk(b""), last)
+    assert early == [[], [], []]
+    check_pick(first, "request_headers")
+    kinds = [answer.WhichOneof("response") for answer in chunks]
+    trailers = last is TRAILERS
+    assert kinds == ["request_body"] * (2 if trailers else 3) + ["request_trailers"] * trailers, "one answer a message"
+    assert not any(answer.request_body.response.HasField("body_mutation") for answer in chunks)
+    assert director.calls[0].body == (b"{" if trailers else b"{}")
+
+
+def test_a_replaced_body_goes_on_in_place_of_streamed_chunks() -> None:
+    *_, (_, *chunks) = play(FixedDirector(body=b"other"), ahead(), chunk(b"{"), chunk(b"}", ends=True))
+    first, second = [answer.request_body.response.body_mutation for answer in chunks]
+    assert (first.body, second.clear_body) == (b"other", True)
+
+
+@pytest.mark.parametrize("messages", [(chunk(b"{}", ends=True),), (TRAILERS,)])
+def test_a_gateway_that_skips_request_headers_is_told_so(messages: tuple[ProcessingRequest, ...]) -> None:
+    with pytest.raises(UnsupportedMode, match="request_header_mode SKIP"):
+        play(FixedDirector(), *messages)
+
+
+def test_request_headers_come_once() -> None:
+    with pytest.raises(UnsupportedMode, match="twice"):
+        play(FixedDirector(), head(), head())
+
+
+def test_a_buffered_body_with_trailers_is_complete_before_them() -> None:
+    director = FixedDirector()
+    _, (answer,), (trailers,) = play(director, head(BUFFERED), chunk(b"{}"), TRAILERS)
+    check_pick(answer, "request_body")
+    assert trailers.WhichOneof("response") == "request_trailers"
+    assert [call.body for call in director.calls] == [b"{}"]
+
+
+def test_trailers_alone_after_buffered_headers_never_go_on_without_a_destination() -> None:
+    director = FixedDirector()
+    _, (answer,), rest = play(director, head(BUFFERED), TRAILERS, TRAILERS)
+    assert answer.immediate_response.status.code == 400
+    assert [message.WhichOneof("response") for message in rest] == ["request_trailers"]
+    _, (models,) = play(director, head(BUFFERED, path="/v1/models", method="GET"), TRAILERS)
+    assert models.immediate_response.status.code == 200
+
+
+def test_a_replaced_body_goes_on_with_its_own_length() -> None:
+    sent = bytes(n % 251 for n in range(CHUNK_BYTES + 7))
+    director = FixedDirector(body=sent)
+    _, answers = play(director, head(), chunk(b"{}", ends=True))
+    assert streamed(answers[1:]) == (sent, [False, True])
+    _, (answer,) = play(director, head(BUFFERED), chunk(b"{}", ends=True))
+    common = answer.request_body.response
+    assert common.body_mutation.body == sent
+    lengths = [o.header.raw_value for o in common.header_mutation.set_headers if o.header.key == "content-length"]
+    assert lengths == [str(len(sent)).encode()]
+
+
+def test_a_gateway_that_takes_one_address_gets_one() -> None:
+    _, answers = play(FixedDirector(), head(), chunk(b"{}", ends=True), destinations=1)
+    namespace = answers[0].dynamic_metadata.fields[headers.METADATA_NAMESPACE].struct_value
+    assert namespace.fields[headers.DESTINATION].string_value == ENDPOINTS.split(",")[0]
+
+
+def test_header_names_are_read_in_any_case() -> None:
+    message = head()
+    message.request_headers.headers.headers.add(key="X-Request-ID", value="mine")
+    director = FixedDirector()
+    play(director, message, chunk(b"{}", ends=True))
+    assert director.calls[0].headers[headers.REQUEST_ID] == "mine"
+
+
+@pytest.mark.req("RT-41")
 def test_refusals_are_openais_json_with_their_headers() -> None:
     refusal = Refused(503, "nobody is ready", "no_ready_replica", retry_after_s=5)
     _, (answer,) = play(FixedDirector(refusal), head(), chunk(b"{}", ends=True))
@@ -186,6 +297,7 @@ def test_a_body_beyond_the_limit_is_413_before_its_end() -> None:
     assert director.calls == []
 
 
+@pytest.mark.req("RT-41")
 @pytest.mark.parametrize("carrier", ["headers", "body"])
 def test_a_subset_hint_counts_whichever_message_carries_it(carrier: str) -> None:
     director = FixedDirector()
@@ -200,6 +312,7 @@ def test_a_subset_hint_counts_whichever_message_carries_it(carrier: str) -> None
     assert director.calls[1].subset is None
 
 
+@pytest.mark.req("RT-41")
 def test_an_unreadable_subset_hint_allows_nothing() -> None:
     director = FixedDirector()
     message = head()
@@ -210,6 +323,7 @@ def test_an_unreadable_subset_hint_allows_nothing() -> None:
     assert not subset.hosts | subset.endpoints
 
 
+@pytest.mark.req("RT-41")
 def test_response_headers_lose_the_load_report_and_gain_the_replica() -> None:
     director = FixedDirector()
     response = ProcessingRequest(response_headers=HttpHeaders())
@@ -220,11 +334,33 @@ def test_response_headers_lose_the_load_report_and_gain_the_replica() -> None:
     response.metadata_context.filter_metadata[headers.METADATA_NAMESPACE].update({headers.DESTINATION_SERVED: "10.0.0.1:8000"})
     *_, (first,), (second,) = play(director, head(), chunk(b"{}", ends=True), response, by_attribute)
     common = first.response_headers.response
-    assert list(common.header_mutation.remove_headers) == [headers.LOAD]
+    assert list(common.header_mutation.remove_headers) == list(headers.LOADS)
     assert common.header_mutation.set_headers[0].header.key == headers.REPLICA
     assert director.heads[0].headers[headers.LOAD] == "TEXT a=1"
     assert [h.served for h in director.heads] == ["10.0.0.1:8000", "10.0.0.2:8000"]
     assert second.WhichOneof("response") == "response_headers"
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("text/event-stream; charset=utf-8", "STREAMED"), ("application/json", "NONE")])
+@pytest.mark.parametrize("configured", ["BUFFERED", "BUFFERED_PARTIAL"])
+def test_a_gateway_that_buffers_responses_is_asked_not_to(kind: str, mode: str, configured: str) -> None:
+    first = head()
+    first.protocol_config.response_body_mode = ProcessingMode.BodySendMode.Value(configured)  # type: ignore[assignment]
+    response = ProcessingRequest(response_headers=HttpHeaders())
+    response.response_headers.headers.headers.add(key="content-type", raw_value=kind.encode())
+    *_, (answer,) = play(FixedDirector(), first, chunk(b"{}", ends=True), response)
+    assert ProcessingMode.BodySendMode.Name(answer.mode_override.response_body_mode) == mode
+    assert answer.mode_override.request_body_mode == DUPLEX
+    *_, (plain,) = play(FixedDirector(), head(), chunk(b"{}", ends=True), response)
+    assert not plain.HasField("mode_override")
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_response_chunk_that_is_too_large_for_one_message_comes_back_in_several(ends: bool) -> None:
+    event = ProcessingRequest(response_body=HttpBody(body=bytes(3 * CHUNK_BYTES), end_of_stream=ends))
+    *_, answers = play(FixedDirector(), head(None), chunk(b"{}", ends=True), event)
+    chunks = [answer.response_body.response.body_mutation.streamed_response for answer in answers]
+    assert [(len(c.body), c.end_of_stream) for c in chunks] == [(CHUNK_BYTES, False)] * 2 + [(CHUNK_BYTES, ends)]
 
 
 def test_response_bodies_pass_where_a_gateway_sends_them() -> None:

@@ -7,10 +7,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from penstock.gateway.extproc.body import parse_body
-from penstock.gateway.load.prompts import _tokenize
+from penstock.gateway.load.tokenized import exact, extra_keys
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.hashing import BlockHasher
-from penstock.prompt.processor import CHAT_PATH, RESPONSES_PATH, PromptProcessor
+from penstock.prompt.memo import PrefixMemo
+from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH, PromptProcessor
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{{ reasoning_effort }}{{ style }}"
@@ -48,13 +49,19 @@ def processor() -> PromptProcessor:
         (CHAT_PATH, CHAT | {"reasoning_effort": "low"}),
         (CHAT_PATH, CHAT | {"add_generation_prompt": False}),
         (CHAT_PATH, CHAT | {"continue_final_message": True}),
+        (CHAT_PATH, CHAT | {"truncate_prompt_tokens": 9}),
+        (CHAT_PATH, CHAT | {"truncate_prompt_tokens": 9, "truncation_side": "right"}),
+        (COMPLETIONS_PATH, {"model": "tiny", "prompt": WORDS, "truncate_prompt_tokens": 9}),
         (RESPONSES_PATH, {"model": "tiny", "input": WORDS}),
+        (EMBEDDINGS_PATH, {"model": "tiny", "input": [WORDS]}),
+        (EMBEDDINGS_PATH, {"model": "tiny", "input": [5] * 9, "truncate_prompt_tokens": 8}),
         (RESPONSES_PATH, {"model": "tiny", "input": WORDS, "tools": [{"type": "function", "name": "turn"}]}),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
 )
 def test_the_picker_sees_the_engines_tokens(processor: PromptProcessor, path: str, body: dict[str, Any]) -> None:
-    [seen] = _tokenize(processor, path, parse_body(orjson.dumps(body)).fields)
+    fields = parse_body(orjson.dumps(body)).fields
+    [seen] = exact(PrefixMemo(processor), path, fields, extra_keys(fields, "", None))
     [tokens] = processor.tokens_of(path, body)
     bundle = processor.bundle
     hasher = BlockHasher(bundle.block_size, bundle.hash_seed)
@@ -71,4 +78,10 @@ def test_each_apis_limit_is_read() -> None:
 async def test_responses_are_routed(world: Any) -> None:
     await world.ready()
     answer = await world.stream().ask({"model": "tiny", "input": "x"}, path=RESPONSES_PATH)
+    assert world.destinations(answer)
+
+
+async def test_embeddings_are_routed(world: Any) -> None:
+    await world.ready()
+    answer = await world.stream().ask({"model": "tiny", "input": ["x", "y"]}, path=EMBEDDINGS_PATH)
     assert world.destinations(answer)

@@ -3,8 +3,12 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from picks import replica
 
-from penstock.gateway.picker.candidates import ReplicaKey
+from penstock.gateway.picker.candidates import ReplicaKey, key_of
+from penstock.gateway.picker.columns import Columns
+from penstock.gateway.picker.request import Prompt
+from penstock.gateway.picker.resident import ResidentColumn
 from penstock.gateway.residency.index import ResidencyIndex
 
 KEYS = [ReplicaKey(uid, 8000) for uid in "abcd"]
@@ -60,3 +64,18 @@ def test_emptying_one_replica_leaves_the_others() -> None:
         index.store(key, BLOCKS)
     index.clear(KEYS[0])
     assert index.longest_prefix(BLOCKS) == {KEYS[1]: 12}
+
+
+@pytest.mark.req("RT-19")
+@given(st.lists(st.integers(0, 12), max_size=60), st.integers(1, 16 * 13))
+def test_a_column_shows_of_each_replica_what_the_index_says(cached: list[int], tokens: int) -> None:
+    """Few replicas and many are looked up in different ways; replicas of other models are in the index too."""
+    index, columns = ResidencyIndex(), Columns()
+    replicas = [replica(at) for at in range(len(cached))]
+    for there, count in zip(replicas, cached, strict=True):
+        index.store(key_of(there), BLOCKS[:count])
+    columns.update(replicas[::2])
+    supplied = ResidentColumn(index, columns).tokens([Prompt(tokens, tuple(BLOCKS))], 16, None)
+    most = (tokens - 1) // 16
+    expected = {key_of(there): 16 * min(count, most) for there, count in zip(replicas, cached, strict=True)}
+    assert supplied.tolist() == [expected[key_of(there)] for there in replicas[::2]]

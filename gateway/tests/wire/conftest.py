@@ -1,8 +1,9 @@
 """A real Envoy, engines that are small HTTP servers, and processes that never outlive their test."""
 
 import asyncio
+import contextlib
 import os
-import socket
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,6 +17,7 @@ from aiohttp import web
 
 from penstock.api import headers
 from penstock.api.fleet import Fleet, Model, Pool, Replica
+from testing.ports import free_ports
 
 POOL = "default/tiny/main"
 MODEL = "default/tiny"
@@ -29,6 +31,8 @@ class Engine:
     host: str
     port: int
     chunks: int = 3
+    think_s: float = 0.0
+    """Before the answer's head."""
     pause_s: float = 0.0
     """Before each chunk of a stream."""
     refuse: str = ""
@@ -36,6 +40,17 @@ class Engine:
     after the answer's first bytes."""
     requests: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
     finished: int = 0
+    fail: int = 0
+    """The status of an engine that answers, and cannot do what it is asked; 0: it can."""
+    names: tuple[str, ...] = ("tiny",)
+    """What `/v1/models` says."""
+    says: dict[str, str] = field(default_factory=dict)
+    """More headers of its answers."""
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    """While it is clear an answer waits: a stream after its first chunk, any other before its head."""
+
+    def __post_init__(self) -> None:
+        self.go_on.set()
 
     @property
     def endpoint(self) -> str:
@@ -47,6 +62,9 @@ class Engine:
             "events_port": 1, "replay_port": 2, "ready": True,
         }  # fmt: skip
         return Replica(**{**known, **changes})
+
+    async def models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in self.names]})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
@@ -62,17 +80,23 @@ class Engine:
             assert request.transport is not None
             request.transport.close()
             return torn
+        await asyncio.sleep(self.think_s)
+        if self.fail:
+            return web.json_response({"error": {"message": "broken"}}, status=self.fail)
         if self.refuse:
             marks = {headers.RETRIABLE: "true"} if self.refuse == "retriable" else {}
             return web.json_response({"error": {"message": "draining"}}, status=503, headers={"retry-after": "7", **marks})
         load = {headers.LOAD: "TEXT named_metrics.num_requests_running=1"} if headers.LOAD_FORMAT in request.headers else {}
+        says = {**self.says, **load}
         if b'"stream": true' not in body and b'"stream":true' not in body:
-            return web.json_response({"id": self.name, "object": "chat.completion", "choices": [_CHOICE]}, headers=load)
-        response = web.StreamResponse(headers={"content-type": "text/event-stream", **load})
+            await self.go_on.wait()
+            return web.json_response({"id": self.name, "object": "chat.completion", "choices": [_CHOICE]}, headers=says)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", **says})
         await response.prepare(request)
         for index in range(self.chunks):
             await asyncio.sleep(self.pause_s)
             await response.write(_CHUNK % index)
+            await self.go_on.wait()
         await response.write(b"data: [DONE]\n\n")
         self.finished += 1
         return response
@@ -91,9 +115,10 @@ async def engine() -> AsyncIterator[Callable[[str], Any]]:
     runners: list[web.AppRunner] = []
 
     async def start(name: str) -> Engine:
-        its = Engine(name, "127.0.0.1", free_port())
+        its = Engine(name, "127.0.0.1", free_ports(1)[0])
         app = web.Application(client_max_size=64 * 1024 * 1024)
         app.router.add_post("/v1/chat/completions", its.complete)
+        app.router.add_get("/v1/models", its.models)
         app.router.add_get("/load", _not_here)
         app.router.add_get("/prompt-bundle", _not_here)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -117,13 +142,6 @@ def fleet_of(*replicas: Replica, hold_timeout_s: float = 1.0) -> Fleet:
     return Fleet(models=[model], pools=[Pool(id=POOL, model=MODEL)], replicas=list(replicas))
 
 
-def free_port() -> int:
-    """A port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Processes:
     """Starts commands of `penstock` and ends them all, whatever happens."""
 
@@ -132,12 +150,13 @@ class Processes:
         self._running: list[subprocess.Popen[bytes]] = []
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        # From this, the main thread: Envoy dies with the thread that started it.
+        return self.spawn(name, sys.executable, "-m", "penstock.cli", *arguments)
+
+    def spawn(self, name: str, *command: str) -> subprocess.Popen[bytes]:
+        # From this, the main thread: a child may ask to die with the thread that started it.
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with (self._folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "penstock.cli", *arguments], stdout=log, stderr=log, env=environment
-            )
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         self._running.append(process)
         return process
 
@@ -146,7 +165,8 @@ class Processes:
 
     def stop(self) -> None:
         for process in self._running:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started: Envoy is a child of `penstock envoy`
         for process in self._running:
             process.wait()
 
@@ -173,7 +193,7 @@ def fleet_of_fixture() -> Callable[..., Fleet]:
 
 @pytest.fixture(scope="session")
 def ports() -> Callable[[int], list[int]]:
-    return lambda count: [free_port() for _ in range(count)]
+    return free_ports
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,8 @@ NO_HTTP = [
 class Stack:
     """A gateway process, an Envoy, and the fleet file between the test and them."""
 
-    def __init__(self, folder: Path, processes: Any, ports: Callable[[int], list[int]]) -> None:
+    def __init__(self, folder: Path, processes: Any, ports: Callable[[int], list[int]], ext_proc: str = "lean") -> None:
+        self.ext_proc = ext_proc
         self.fleet_file = folder / "fleet.json"
         self.processes = processes
         self.port, self.grpc_port, self.http_port = ports(3)
@@ -43,12 +44,13 @@ class Stack:
         self._fleets = 0
         self.put(Fleet())
         self.start_gateway()
-        processes.start("envoy", "envoy", "--xds", f"127.0.0.1:{self.grpc_port}", "--concurrency", "1", "--node-id", "test")
+        processes.start("envoy", "envoy", "--gateway", f"127.0.0.1:{self.grpc_port}", "--concurrency", "1", "--node-id", "test")
 
     def start_gateway(self) -> None:
         where = ("--grpc-port", str(self.grpc_port), "--http-port", str(self.http_port))
         listen = ("--listener-host", "127.0.0.1", "--listener-port", str(self.port))
-        command = ("gateway", "--discovery", f"file:{self.fleet_file}", *where, *listen, "--name", "test")
+        server = ("--ext-proc", self.ext_proc)
+        command = ("gateway", "--discovery", f"file:{self.fleet_file}", *where, *listen, *server, "--name", "test")
         self.gateway = self.processes.start("gateway", *command)
 
     def put(self, fleet: Fleet) -> None:
@@ -61,8 +63,8 @@ class Stack:
         self._fleets += 1
         marker = Model(id=f"default/marker-{self._fleets}", served_names=[])
         pool = Pool(id=f"{marker.id}/main", model=marker.id)
-        self.put(Fleet(models=[*fleet.models, marker], pools=[*fleet.pools, pool], replicas=fleet.replicas))
-        async with asyncio.timeout(20), aiohttp.ClientSession() as session:
+        self.put(msgspec.structs.replace(fleet, models=[*fleet.models, marker], pools=[*fleet.pools, pool]))
+        async with asyncio.timeout(60), aiohttp.ClientSession() as session:
             wanted = {pool.id, *(f"{it.uid}:{it.port}" for it in fleet.replicas)}
             while not wanted <= await self._shown(session):
                 await asyncio.sleep(0.02)
@@ -73,7 +75,7 @@ class Stack:
         return {it["id"] for it in pools} | {f"{it['uid']}:{it['port']}" for pool in pools for it in pool["replicas"]}
 
 
-def wait_until_it_answers(stack: Stack, limit_s: float = 30.0) -> None:
+def wait_until_it_answers(stack: Stack, limit_s: float = 60.0) -> None:
     """Waits until a question through Envoy reaches the picker."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
@@ -87,12 +89,14 @@ def wait_until_it_answers(stack: Stack, limit_s: float = 30.0) -> None:
     raise AssertionError(f"no answer in {limit_s} s\n{stack.processes.log('gateway')}\n{stack.processes.log('envoy')}")
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, make_processes: Any, ports: Any) -> Iterator[Stack]:
+@pytest.fixture(scope="module", params=["lean", "grpc"])
+def shared(
+    tmp_path_factory: pytest.TempPathFactory, make_processes: Any, ports: Any, request: pytest.FixtureRequest
+) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("stack")
     processes = make_processes(folder)
     try:
-        stack = Stack(folder, processes, ports)
+        stack = Stack(folder, processes, ports, request.param)
         wait_until_it_answers(stack)
         yield stack
     finally:
@@ -188,7 +192,7 @@ async def test_an_unknown_path_is_an_openai_error(serving: Any, client: aiohttp.
 async def test_what_is_no_http_is_an_openai_error(serving: Any, request_: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", serving[0].port)
     writer.write(request_)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         answer = await reader.read()
     writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -212,7 +216,7 @@ async def test_a_body_that_ends_in_trailers_arrives_whole(serving: Any) -> None:
     body = json.dumps(BODY).encode()
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ntrailer: x-sum\r\nconnection: close\r\n\r\n"
     writer.write(head.encode() + b"%x\r\n%s\r\n0\r\nx-sum: 1\r\n\r\n" % (len(body), body))
-    assert b" 200 OK" in await asyncio.wait_for(reader.readline(), 10)
+    assert b" 200 OK" in await asyncio.wait_for(reader.readline(), 60)
     writer.close()
     assert [its for engine in (first, second) for _, its in engine.requests] == [body]
 
@@ -252,7 +256,7 @@ async def test_without_a_replica_a_request_is_held_and_then_refused(
         assert int(response.headers["retry-after"]) >= 1
         assert headers.REASON in response.headers
         assert (await error_of(response))["message"]
-    assert 0.4 < time.monotonic() - began < 10
+    assert time.monotonic() - began > 0.4
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known before", "appears ready"])
@@ -260,12 +264,12 @@ async def test_a_held_request_is_served_when_a_replica_gets_ready(
     shared: Stack, engine: Any, fleet_of: Any, client: aiohttp.ClientSession, known: bool
 ) -> None:
     its = await engine("late")
-    await shared.serve(fleet_of(*([its.replica(ready=False)] if known else []), hold_timeout_s=30))
+    await shared.serve(fleet_of(*([its.replica(ready=False)] if known else []), hold_timeout_s=120))
     asking = asyncio.ensure_future(client.post(shared.url + PATH, json=BODY))
     await asyncio.sleep(0.3)
     assert not asking.done()
-    shared.put(fleet_of(its.replica(), hold_timeout_s=30))
-    async with await asyncio.wait_for(asking, 10) as response:
+    shared.put(fleet_of(its.replica(), hold_timeout_s=120))
+    async with await asyncio.wait_for(asking, 60) as response:
         assert (response.status, (await response.json())["id"]) == (200, "late")
 
 
@@ -301,3 +305,36 @@ async def test_what_leaves_the_fleet_gets_no_more_requests(serving: Any, fleet_o
             async with client.post(stack.url + PATH, json=BODY) as response:
                 assert response.headers[headers.REPLICA] == "uid-second"
         assert first.requests == []
+
+
+async def test_the_gateway_shows_its_envoys_and_what_they_refuse(serving: Any, client: aiohttp.ClientSession) -> None:
+    stack, *_ = serving
+
+    async def shown() -> dict[str, Any]:
+        async with client.get(f"http://127.0.0.1:{stack.http_port}/debug/xds") as response:
+            (envoy,) = await response.json()
+        return envoy
+
+    async with asyncio.timeout(60):
+        while not all(its["acknowledged"] for its in (await shown())["types"].values()):
+            await asyncio.sleep(0.02)
+    envoy = await shown()
+    assert (envoy["node"], envoy["protocol"]) == ("test", "delta")
+    assert all(its["version"] and not its["refusals"] for its in envoy["types"].values())
+    assert envoy["types"]["Cluster"]["resources"] == envoy["types"]["ClusterLoadAssignment"]["resources"] == 2
+    async with client.get(f"http://127.0.0.1:{stack.http_port}/metrics") as response:
+        assert "penstock_xds_envoys 1.0" in await response.text()
+
+
+async def test_the_access_log_shows_the_decision(serving: Any, client: aiohttp.ClientSession) -> None:
+    stack, *_ = serving
+    async with client.post(stack.url + PATH, json=BODY) as response:
+        request_id, replica = response.headers[headers.REQUEST_ID], response.headers[headers.REPLICA]
+    async with asyncio.timeout(60):
+        while request_id not in stack.processes.log("envoy"):
+            await asyncio.sleep(0.05)
+    (line,) = [json.loads(it) for it in stack.processes.log("envoy").splitlines() if request_id in it]
+    assert (line["model"], line["policy"], line["replica"]) == ("default/tiny", "RoundRobin", replica)
+    assert line["resident_tokens"] == 0
+    assert line["waited_ms"] >= 0
+    assert "hi" not in line.values()

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from prometheus_client import CollectorRegistry
 
 from penstock.api import headers, metrics
@@ -20,6 +21,8 @@ from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc 
     ExternalProcessorServicer,
     add_ExternalProcessorServicer_to_server,
 )
+from penstock.gateway.extproc.call import READ
+from penstock.gateway.extproc.health import Health
 from penstock.gateway.xds.listener import ListenerSettings
 from penstock.gateway.xds.server import AdsServicer
 
@@ -57,10 +60,6 @@ class ScriptedPicker(ExternalProcessorServicer):
                 case "request_body":
                     chunks.append(request.request_body.body)
                     ended = request.request_body.end_of_stream
-                case "response_headers":
-                    response = ProcessingResponse()
-                    response.response_headers.response.header_mutation.remove_headers.append(headers.LOAD)
-                    yield response
             if ended:
                 for response in self._answers(b"".join(chunks)):
                     yield response
@@ -117,6 +116,9 @@ class Rig:
         self._server = grpc.aio.server()
         add_AggregatedDiscoveryServiceServicer_to_server(self.ads, self._server)
         add_ExternalProcessorServicer_to_server(self.picker, self._server)
+        health = Health()
+        await health.ready(True)
+        add_HealthServicer_to_server(health.servicer, self._server)
         self._server.add_insecure_port(f"127.0.0.1:{self._grpc_port}")
         await self._server.start()
 
@@ -130,19 +132,22 @@ class Rig:
         return next((it["value"] for it in stats if it.get("name") == name), 0)
 
 
-async def eventually(holds: Callable[[], Awaitable[bool]], limit_s: float = 20.0) -> None:
+async def eventually(holds: Callable[[], Awaitable[bool]], limit_s: float = 60.0) -> None:
     async with asyncio.timeout(limit_s):
         while not await holds():
             await asyncio.sleep(0.02)
 
 
+both_protocols = pytest.mark.parametrize("rig", ["delta", "sotw"], indirect=True)
+
+
 @pytest.fixture
-async def rig(processes: Any, ports: Any) -> AsyncIterator[Rig]:
+async def rig(request: pytest.FixtureRequest, processes: Any, ports: Any) -> AsyncIterator[Rig]:
     port, admin, grpc_port = ports(3)
     its = Rig(port, admin, grpc_port, processes)
     await its.start()
-    envoy = ("--xds", f"127.0.0.1:{grpc_port}", "--admin-port", str(admin), "--concurrency", "1", "--node-id", "test")
-    its.processes.start("envoy", "envoy", *envoy)
+    envoy = ("--gateway", f"127.0.0.1:{grpc_port}", "--admin-port", str(admin), "--concurrency", "1", "--node-id", "test")
+    its.processes.start("envoy", "envoy", *envoy, "--xds-protocol", getattr(request, "param", "delta"))
     yield its
     await its.stop()
 
@@ -170,6 +175,7 @@ async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
     return (await response.json())["error"]
 
 
+@both_protocols
 async def test_nothing_is_served_before_the_first_fleet_and_everything_after(
     rig: Rig, engine: Any, client: aiohttp.ClientSession, fleet_of: Any
 ) -> None:
@@ -204,11 +210,23 @@ async def test_the_picker_decides_and_forged_headers_are_gone(serving: Any, clie
         assert headers.LOAD not in response.headers
         request_id = response.headers[headers.REQUEST_ID]
     asked = rig.picker.seen[-1]
-    assert not set(asked) & set(headers.CONTROL_HEADERS)
+    assert {":path", ":method", headers.REQUEST_ID} <= set(asked) <= READ
     received, body = second.requests[-1]
+    assert not {name for name, value in forged.items() if received.get(name) == value}
     assert received[headers.REQUEST_ID] == asked[headers.REQUEST_ID] == request_id != "forged"
     assert received[headers.LOAD_FORMAT] == "TEXT"
     assert json.loads(body) == BODY
+
+
+async def test_a_replica_does_not_speak_in_the_pickers_place(serving: Any, client: aiohttp.ClientSession) -> None:
+    rig, first, _ = serving
+    rig.picker.destinations = first.endpoint
+    first.says = dict.fromkeys((headers.REPLICA, headers.MODEL, headers.DECISION), "forged") | {"x-own": "stays"}
+    for stream in (False, True):
+        async with client.post(rig.url + PATH, json={**BODY, "stream": stream}) as response:
+            assert (response.status, response.headers["x-own"]) == (200, "stays")
+            assert response.headers.getall(headers.REPLICA) == ["uid-first"]
+            assert not {headers.MODEL, headers.DECISION} & {name.lower() for name in response.headers}, "nobody asked, or noted"
 
 
 async def test_nobodys_envoy_headers_are_obeyed(serving: Any, client: aiohttp.ClientSession) -> None:
@@ -259,17 +277,22 @@ async def test_any_other_refusal_reaches_the_client_as_it_is(serving: Any, clien
     assert second.requests == []
 
 
-@pytest.mark.parametrize("when", ["reset", "torn"])
-async def test_a_replica_that_breaks_off_is_an_openai_error_and_final(
-    serving: Any, client: aiohttp.ClientSession, when: str
-) -> None:
-    # "torn": the head of its answer is still with the picker when the replica dies, so the client has seen nothing of it.
+async def test_a_replica_that_breaks_off_is_an_openai_error_and_final(serving: Any, client: aiohttp.ClientSession) -> None:
     rig, first, second = serving
-    first.refuse = when
+    first.refuse = "reset"
     async with client.post(rig.url + PATH, json=BODY) as response:
         assert response.status == 503
         assert response.headers["retry-after"] == "1"
         assert (await error_of(response))["code"] == "replica_failed"
+    assert second.requests == []
+
+
+async def test_an_answer_that_is_torn_breaks_and_is_final(serving: Any, client: aiohttp.ClientSession) -> None:
+    rig, first, second = serving
+    first.refuse = "torn"
+    with pytest.raises(aiohttp.ClientError):
+        async with client.post(rig.url + PATH, json=BODY) as response:
+            await response.read()
     assert second.requests == []
 
 
@@ -308,6 +331,7 @@ async def test_the_pickers_own_answers_are_left_alone(serving: Any, client: aioh
             assert "retry-after" not in response.headers
 
 
+@both_protocols
 async def test_a_picker_that_is_away_is_an_openai_error_and_comes_back(
     serving: Any, client: aiohttp.ClientSession, fleet_of: Any
 ) -> None:
@@ -376,6 +400,7 @@ async def test_a_pool_has_a_cluster_before_it_has_replicas(serving: Any, client:
     await eventually(serves)
 
 
+@both_protocols
 async def test_what_envoy_refuses_is_counted_and_changes_nothing(
     serving: Any, client: aiohttp.ClientSession, fleet_of: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -384,10 +409,18 @@ async def test_what_envoy_refuses_is_counted_and_changes_nothing(
     assert await rig.ads.applied(5.0), "a refusal is an answer"
     assert rig.registry.get_sample_value(f"{metrics.XDS_NACKS}_total", {"type": "ClusterLoadAssignment"}) == 1
     assert "not-an-address" in caplog.text
+    assert "not-an-address" in rig.ads.refused_pools()[POOL]
+    (view,) = rig.ads.view()
+    ((refusal,), clusters) = view.types["ClusterLoadAssignment"].refusals, view.types["Cluster"]
+    assert (view.node, refusal.resources, clusters.acknowledged, clusters.refusals) == ("test", [POOL], True, [])
     async with client.post(rig.url + PATH, json=BODY) as response:
         assert (await response.json())["id"] == "first"
+    rig.ads.update(fleet_of(second.replica()))
+    assert await rig.ads.applied(5.0)
+    assert rig.ads.refused_pools() == {}
 
 
+@both_protocols
 async def test_what_is_applied_can_be_picked_at_once(
     serving: Any, engine: Any, client: aiohttp.ClientSession, fleet_of: Any
 ) -> None:

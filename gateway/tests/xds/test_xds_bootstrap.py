@@ -1,12 +1,12 @@
 """The command line that `penstock envoy` makes."""
 
-import subprocess
-import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from penstock.gateway.envoy import host_port
-from penstock.gateway.xds.bootstrap import bootstrap
+from penstock.gateway.envoy import host_port, main
+from penstock.gateway.xds.bootstrap import GATEWAY_CLUSTER, PICKER_CLUSTER, Address, BootstrapSettings, bootstrap
 
 
 @pytest.mark.parametrize(
@@ -22,20 +22,68 @@ def test_not_host_port(text: str) -> None:
         host_port(text)
 
 
-def test_the_admin_interface_is_only_there_when_asked_for_and_only_local() -> None:
-    assert "admin" not in bootstrap(xds_host="g", xds_port=1, node_id="n", admin_port=None)
-    admin = bootstrap(xds_host="g", xds_port=1, node_id="n", admin_port=9901)["admin"]
+def settings(**changes: Any) -> BootstrapSettings:
+    known: dict[str, Any] = {"node_id": "n", "gateways": [Address("g", 1)], "admin": Path("/run/admin.sock")}
+    return BootstrapSettings(**{**known, **changes})
+
+
+def clusters(config: dict[str, Any]) -> dict[str, Any]:
+    return {cluster["name"]: cluster for cluster in config["static_resources"]["clusters"]}
+
+
+def test_the_admin_interface_is_private_or_local() -> None:
+    assert bootstrap(settings())["admin"]["address"] == {"pipe": {"path": "/run/admin.sock", "mode": 0o600}}
+    admin = bootstrap(settings(admin=Address("127.0.0.1", 9901)))["admin"]
     assert admin["address"]["socket_address"] == {"address": "127.0.0.1", "port_value": 9901}
 
 
 def test_a_gateway_that_comes_late_or_moves_is_found_within_seconds() -> None:
-    config = bootstrap(xds_host="g", xds_port=1, node_id="n", admin_port=None)
+    config = bootstrap(settings())
     (service,) = config["dynamic_resources"]["ads_config"]["grpc_services"]
     assert service["envoy_grpc"]["retry_policy"]["retry_back_off"]["max_interval"] == "2s"
-    assert config["static_resources"]["clusters"][0]["dns_refresh_rate"] == "1s"
+    for cluster in clusters(config).values():
+        assert cluster["dns_refresh_rate"] == "1s"
+        (check,) = cluster["health_checks"]
+        assert check["unhealthy_interval"] == check["no_traffic_interval"] == "0.5s"
 
 
-def test_bad_arguments_are_named() -> None:
-    result = subprocess.run([sys.executable, "-m", "penstock.cli", "envoy", "--xds", "nowhere"], capture_output=True, text=True)
-    assert result.returncode == 2
-    assert "'nowhere' is not HOST:PORT" in result.stderr
+def test_a_gateway_that_hangs_is_found_out_within_five_seconds() -> None:
+    for cluster in clusters(bootstrap(settings())).values():
+        [options] = cluster["typed_extension_protocol_options"].values()
+        keepalive = options["explicit_http_config"]["http2_protocol_options"]["connection_keepalive"]
+        assert sum(float(keepalive[name].removesuffix("s")) for name in ("interval", "timeout")) <= 5
+        [check] = cluster["health_checks"]
+        once = sum(float(check[name].removesuffix("s")) for name in ("interval", "interval_jitter", "timeout"))
+        assert check["unhealthy_threshold"] * once <= 5.5
+
+
+def test_each_gateway_is_a_priority_and_pickers_may_be_elsewhere() -> None:
+    def priorities(cluster: dict[str, Any]) -> list[tuple[int, str, int]]:
+        return [
+            (it["priority"], address["address"], address["port_value"])
+            for it in cluster["load_assignment"]["endpoints"]
+            for address in [it["lb_endpoints"][0]["endpoint"]["address"]["socket_address"]]
+        ]
+
+    gateways = [Address("a", 1), Address("b", 2)]
+    both = clusters(bootstrap(settings(gateways=gateways)))
+    assert priorities(both[GATEWAY_CLUSTER]) == priorities(both[PICKER_CLUSTER]) == [(0, "a", 1), (1, "b", 2)]
+    both = clusters(bootstrap(settings(gateways=gateways, pickers=[Address("a", 3), Address("b", 4)])))
+    assert priorities(both[GATEWAY_CLUSTER]) == [(0, "a", 1), (1, "b", 2)]
+    assert priorities(both[PICKER_CLUSTER]) == [(0, "a", 3), (1, "b", 4)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gateway", "nowhere"], "'nowhere' is not HOST:PORT"),
+        ([], "--gateway"),
+        (["--gateway", "g:1", "--drain-timeout", "-1"], "argument --drain-timeout: -1 is not at least 0"),
+        (["--gateway", "g:1", "--gateway-name", "g"], "needs --gateway-ca"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code not in (0, None)
+    assert message in f"{capsys.readouterr().err} {end.value.code}"

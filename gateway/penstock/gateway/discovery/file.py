@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.api.fleet import Fleet
-from penstock.gateway.discovery.claims import check, oldest_claims
+from penstock.gateway.discovery.check import check
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +46,12 @@ class FileDiscovery:
         try:
             fleet = msgspec.json.decode(self._path.read_bytes(), type=Fleet)
             check(fleet)
-        except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+        except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             self._complain(str(error))
             self._seen = seen
             return None
         self._seen = seen
-        return msgspec.structs.replace(fleet, models=oldest_claims(fleet.models))
+        return fleet
 
     def _complain(self, reason: str) -> None:
         if self._seen != reason:

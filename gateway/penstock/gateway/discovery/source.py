@@ -1,6 +1,6 @@
 """Where the gateway learns what exists."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,11 +16,11 @@ class Discovery(Protocol):
         ...
 
 
-def discovery_from(source: str, namespace: str | None) -> Discovery:
+def discovery_from(source: str, namespaces: Sequence[str]) -> Discovery:
     """What `--discovery` names: `kubernetes`, or `file:PATH`.
 
     Args:
-        namespace: Kubernetes only; None for all namespaces.
+        namespaces: Kubernetes only; none named: all.
 
     Raises:
         ValueError: neither of them.
@@ -28,7 +28,7 @@ def discovery_from(source: str, namespace: str | None) -> Discovery:
     if source == "kubernetes":
         from penstock.gateway.discovery.kubernetes import KubernetesDiscovery  # a second of imports that a file does not need
 
-        return KubernetesDiscovery(namespace)
+        return KubernetesDiscovery(namespaces)
     if source.startswith("file:") and len(source) > len("file:"):
         from penstock.gateway.discovery.file import FileDiscovery
 

@@ -1,5 +1,6 @@
 """Builds ext_proc's answers. Nothing here decides anything."""
 
+import functools
 from collections.abc import Iterable, Iterator
 
 import orjson
@@ -21,8 +22,9 @@ from penstock.gateway.extproc.call import Answered, Refused, Routed
 
 CHUNK_BYTES = 62_000
 """Envoy takes at most 64 KiB a message."""
-_KINDS = {400: "invalid_request_error", 404: "invalid_request_error", 405: "invalid_request_error"}
-_KINDS |= {413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error"}
+MAX_NAME = 256
+_KINDS: dict[int, str] = dict.fromkeys((400, 404, 405, 413, 415), "invalid_request_error")
+_KINDS |= {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
@@ -33,31 +35,51 @@ def _set(mutation: HeaderMutation, name: str, value: str) -> None:
     option.header.raw_value = value.encode()
 
 
-def _picked() -> CommonResponse:
+def _picked(*kept: str) -> CommonResponse:
     """What the answers for all picks share. What is set is not also removed, whatever the order a proxy applies them in."""
     common = CommonResponse(clear_route_cache=True)
     _set(common.header_mutation, headers.LOAD_FORMAT, "TEXT")
-    kept = (headers.LOAD_FORMAT, headers.DESTINATION, headers.POOL)
-    common.header_mutation.remove_headers.extend(name for name in headers.CONTROL_HEADERS if name not in kept)
+    stays = (headers.LOAD_FORMAT, headers.DESTINATION, headers.POOL, *kept)
+    common.header_mutation.remove_headers.extend(name for name in headers.CONTROL_HEADERS if name not in stays)
     return common
 
 
 # Messages that are copied and completed: building one from keyword arguments, part by part, takes three times as long.
 _PICKED = _picked()
-_RESPONDED = HeadersResponse(response=CommonResponse(header_mutation=HeaderMutation(remove_headers=[headers.LOAD])))
+_PICKED_PAIR = _picked(headers.PREFILLER)
+_TENANTS = _picked(headers.TENANT, headers.PRIORITY)
+_TENANTS_PAIR = _picked(headers.PREFILLER, headers.TENANT, headers.PRIORITY)
+_RESPONDED = HeadersResponse(response=CommonResponse(header_mutation=HeaderMutation(remove_headers=headers.LOADS)))
 
 
 def _pick(answer: ProcessingResponse, common: CommonResponse, routed: Routed) -> None:
     """Sends the request on its way: destination and pool set, the client's control headers gone."""
-    common.CopyFrom(_PICKED)
+    named = any(name == headers.TENANT for name, _ in routed.sets)
+    single, pair = (_TENANTS, _TENANTS_PAIR) if named else (_PICKED, _PICKED_PAIR)
+    common.CopyFrom(single if routed.prefiller is None else pair)
     destination = ",".join(routed.endpoints)
     _set(common.header_mutation, headers.DESTINATION, destination)
-    _set(common.header_mutation, headers.POOL, routed.pool)
+    if routed.pool is not None:
+        _set(common.header_mutation, headers.POOL, routed.pool)
+    else:
+        common.header_mutation.remove_headers.append(headers.POOL)
+    if routed.prefiller is not None:
+        _set(common.header_mutation, headers.PREFILLER, routed.prefiller)
     if routed.request_id is not None:
         _set(common.header_mutation, headers.REQUEST_ID, routed.request_id)
+    for name, value in routed.sets:
+        _set(common.header_mutation, name, value)
+    common.header_mutation.remove_headers.extend(routed.removes)
     # As metadata too, for gateways that read it there.
     namespace = answer.dynamic_metadata.fields[headers.METADATA_NAMESPACE].struct_value
     namespace.fields[headers.DESTINATION].string_value = destination
+    if routed.log:
+        shown = answer.dynamic_metadata.fields[headers.LOG_NAMESPACE].struct_value.fields
+        for name, value in routed.log.items():
+            if isinstance(value, str):
+                shown[name].string_value = value
+            else:
+                shown[name].number_value = value
 
 
 def request_headers(routed: Routed | None = None) -> ProcessingResponse:
@@ -70,34 +92,66 @@ def request_headers(routed: Routed | None = None) -> ProcessingResponse:
 
 def response_headers(sets: Iterable[tuple[str, str]] = ()) -> ProcessingResponse:
     """The answer to response headers: the load report is not the client's business."""
+    return ProcessingResponse.FromString(_responded(tuple(sets)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _responded(sets: tuple[tuple[str, str], ...]) -> bytes:
+    """In bytes, since all answers of one replica with one model are alike."""
     answer = ProcessingResponse(response_headers=_RESPONDED)
     for name, value in sets:
         _set(answer.response_headers.response.header_mutation, name, value)
-    return answer
+    return answer.SerializeToString()
 
 
 def request_body(routed: Routed) -> ProcessingResponse:
-    """The one answer to a buffered body."""
+    """The one answer to a buffered body, of which the length must be right: only where chunks are streamed it does not matter."""
     answer = ProcessingResponse()
-    _pick(answer, answer.request_body.response, routed)
+    common = answer.request_body.response
+    _pick(answer, common, routed)
+    if routed.body is not None:
+        common.body_mutation.body = routed.body
+        _set(common.header_mutation, "content-length", str(len(routed.body)))
     return answer
 
 
 def streamed_request_body(body: bytes, ends: bool) -> Iterator[ProcessingResponse]:
     """The whole body again, in chunks; one empty chunk for an empty body. `ends`: no trailers follow."""
-    for at in range(0, max(len(body), 1), CHUNK_BYTES):
-        last = at + CHUNK_BYTES >= len(body)
+    for chunk, last in _chunks(body):
         answer = ProcessingResponse()
-        _stream(answer.request_body, body[at : at + CHUNK_BYTES], last and ends)
+        _stream(answer.request_body, chunk, last and ends)
         yield answer
 
 
-def response_body(body: bytes, ends: bool, full_duplex: bool) -> ProcessingResponse:
+def request_chunks(count: int, body: bytes | None) -> Iterator[ProcessingResponse]:
+    """One answer to each of `count` streamed chunks, which go on; with another `body`, that goes on in place of the first."""
+    for index in range(count):
+        answer = ProcessingResponse(request_body=BodyResponse())
+        if body is not None:
+            mutation = answer.request_body.response.body_mutation
+            if index == 0:
+                mutation.body = body
+            else:
+                mutation.clear_body = True
+        yield answer
+
+
+def response_body(body: bytes, ends: bool, full_duplex: bool) -> list[ProcessingResponse]:
     """A chunk of the response passes unchanged."""
-    answer = ProcessingResponse(response_body=BodyResponse())
-    if full_duplex:
-        _stream(answer.response_body, body, ends)
-    return answer
+    if not full_duplex:
+        return [ProcessingResponse(response_body=BodyResponse())]
+    passed: list[ProcessingResponse] = []
+    for chunk, last in _chunks(body):
+        answer = ProcessingResponse()
+        _stream(answer.response_body, chunk, last and ends)
+        passed.append(answer)
+    return passed
+
+
+def override(answer: ProcessingResponse, request_body_mode: int, response_body_mode: int) -> None:
+    """Asks in the answer to headers for another response body mode; a gateway that does not allow it goes on as before."""
+    answer.mode_override.request_body_mode = request_body_mode  # type: ignore[assignment] - an open enum
+    answer.mode_override.response_body_mode = response_body_mode  # type: ignore[assignment]
 
 
 def request_trailers() -> ProcessingResponse:
@@ -108,6 +162,19 @@ def request_trailers() -> ProcessingResponse:
 def response_trailers() -> ProcessingResponse:
     """Response trailers pass unchanged."""
     return ProcessingResponse(response_trailers=TrailersResponse())
+
+
+def printable(name: str) -> str:
+    """A name as the value of a header: that of an open pool is whatever a client has called it."""
+    if len(name) <= MAX_NAME and name.isascii() and name.isprintable():
+        return name
+    return "".join(letter if " " <= letter <= "~" else "?" for letter in name[:MAX_NAME])
+
+
+def _chunks(body: bytes) -> Iterator[tuple[bytes, bool]]:
+    """`body` in pieces that Envoy takes, at least one, and whether each is the last."""
+    for at in range(0, max(len(body), 1), CHUNK_BYTES):
+        yield body[at : at + CHUNK_BYTES], at + CHUNK_BYTES >= len(body)
 
 
 def _stream(response: BodyResponse, body: bytes, ends: bool) -> None:
@@ -131,7 +198,7 @@ def immediate(answer: Answered) -> ProcessingResponse:
 def refusal(refused: Refused) -> Answered:
     """A refusal as OpenAI's clients read it."""
     kind = _KINDS.get(refused.status, "server_error")
-    sets = [(headers.REASON, refused.reason)]
+    sets = [(headers.REASON, refused.reason), *refused.sets]
     if refused.retry_after_s is not None:
         sets.append(("retry-after", str(refused.retry_after_s)))
     body = orjson.dumps(error_body(str(refused), kind, param=refused.param, code=refused.code))

@@ -1,17 +1,37 @@
 """What the Envoy wire and the director say to each other: a request, its destination or its refusal, its response."""
 
+from collections.abc import Sequence
+
 import msgspec
 
+from penstock.api import headers
+from penstock.api.tracing import TRACEPARENT
 from penstock.gateway.picker.bookings import Booking
 from penstock.gateway.picker.subset import Subset
 
+READ = frozenset(
+    (
+        *(":method", ":path", "authorization", *headers.API_KEYS, "content-encoding", "content-length"),
+        *(headers.REQUEST_ID, headers.DECISION, headers.TIMEOUT, TRACEPARENT),
+        *(":status", "content-type", *headers.LOADS, headers.RETRIABLE),
+    )
+)
+"""The headers that anybody here looks at, of requests and of responses: our own Envoy sends no others, and no others are read."""
+SHUTTING_DOWN = "shutting_down"
+"""Why a gateway process that is going refuses what it has not decided."""
+
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One HTTP request that the gateway asks about. Header names are lower case."""
+    """One HTTP request that the gateway asks about."""
 
     headers: dict[str, str]
+    """Those in `READ`; names are lower case."""
     body: bytes = b""
     subset: Subset | None = None
+    inference_pool: str | None = None
+    """`InferencePool.id` by whose port the request came; None: by the gateway's own."""
+    traceparent: str | None = None
+    """Of the exchange with the picker, where the gateway traces it."""
 
     @property
     def method(self) -> str:
@@ -29,12 +49,48 @@ class Routed(msgspec.Struct, frozen=True, kw_only=True):
 
     endpoints: list[str]
     """`ip:port` in order of preference."""
-    pool: str
+    pool: str | None
+    """The Envoy cluster; None where a foreign gateway has its own."""
     booking: Booking
+    model: str
+    """`Model.id` of what serves it."""
+    name: str
+    """What serves it, as engines call it."""
+    came: float
+    """When the request was complete; monotonic seconds."""
+    tenant: str = ""
+    """Whose it is; empty where nobody is told from anybody else."""
+    adapter: str | None = None
+    """The LoRA adapter that it names."""
+    policy: str = ""
+    """By which it was picked."""
+    score: float = 0.0
+    """Of the pick: the least wins."""
+    next_best: tuple[str, float] | None = None
+    """Which replica came second, and its score."""
+    prompt_tokens: int = 0
+    resident_tokens: int = 0
+    """Of the prompt, that the replica's cache is believed to hold."""
+    decided: float = 0.0
+    """When it was picked; monotonic seconds."""
+    finishes: int = 1
+    """How many ends its engine will tell: one for each answer to each prompt."""
+    prefiller: str | None = None
+    """`ip:port` of the replica that computes the prompt, if it is another one."""
+    prefill_booking: Booking | None = None
+    """Of that replica."""
     explanation: str | None = None
     """Why, where the client asked."""
     request_id: str | None = None
     """Made up here, where the request came without one."""
+    log: dict[str, str | float] = {}
+    """What Envoy's access log shows of the decision: names and figures, nothing of the prompt."""
+    sets: list[tuple[str, str]] = []
+    """More request headers for the replica."""
+    removes: tuple[str, ...] = ()
+    """Request headers that the replica does not get to see."""
+    body: bytes | None = None
+    """What goes on instead of the client's body; None where that goes on unchanged."""
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +120,7 @@ class Refused(Exception):
         param: The request field at fault.
         code: OpenAI's `code`; `reason` where there is none.
         retry_after_s: Whole seconds after which trying again makes sense.
+        sets: Further response headers.
     """
 
     def __init__(
@@ -75,6 +132,7 @@ class Refused(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        sets: Sequence[tuple[str, str]] = (),
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -82,3 +140,8 @@ class Refused(Exception):
         self.param = param
         self.code = code or reason
         self.retry_after_s = retry_after_s
+        self.sets = sets
+        self.tenant: str | None = None
+        """Whose request it was, as far as that was found."""
+        self.model: str | None = None
+        """`Model.id` of what it asked for, as far as that was found."""

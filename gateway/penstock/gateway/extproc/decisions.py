@@ -1,16 +1,16 @@
 """The last decisions, for people: what `/debug/decisions` shows."""
 
 from collections import deque
+from itertools import islice
 
 import msgspec
 
 from penstock.gateway.picker.candidates import Rejected
-from penstock.gateway.picker.choice import Choice
-from penstock.gateway.picker.policies import Ranked
+from penstock.gateway.picker.choice import Choice, Ranked
 from penstock.gateway.picker.request import RequestView
 
 KEPT = 256
-CANDIDATES_KEPT = 10
+REJECTED_SHOWN = 10
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +36,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     policy: str
     picked: str
+    prefilled_by: str | None
+    """The replica that computes the prompt, if it is another one."""
     endpoints: list[str]
     prompt_tokens: int
     tokens_unknown: str | None
@@ -53,7 +55,6 @@ class _Kept(msgspec.Struct, frozen=True):
     request_id: str
     model: str
     waited_s: float
-    endpoints: list[str]
     choice: Choice
 
     def decision(self) -> Decision:
@@ -63,14 +64,15 @@ class _Kept(msgspec.Struct, frozen=True):
             request_id=self.request_id,
             model=self.model,
             policy=choice.policy,
-            picked=choice.picked.name,
-            endpoints=self.endpoints,
-            prompt_tokens=choice.prompt_tokens,
-            tokens_unknown=choice.tokens_unknown,
+            picked=choice.replica.name,
+            prefilled_by=None if choice.hop is None else choice.hop.replica.name,
+            endpoints=choice.endpoints,
+            prompt_tokens=choice.whole.prompt_tokens,
+            tokens_unknown=choice.whole.tokens_unknown,
             waited_s=self.waited_s,
             reasons=choice.reasons,
             candidates=[_scored(entry) for entry in choice.ranked],
-            rejected=choice.rejected,
+            rejected=choice.rejected[:REJECTED_SHOWN],
         )
 
 
@@ -83,7 +85,7 @@ def _scored(entry: Ranked) -> Scored:
         score=entry.score,
         terms=entry.terms,
         resident_tokens=candidate.resident_tokens,
-        report_age_s=candidate.report_age_s if candidate.report else None,
+        report_age_s=candidate.report_age_s,
         booked_requests=candidate.booked.requests,
         booked_prefill_tokens=candidate.booked.prefill_tokens,
     )
@@ -97,12 +99,12 @@ class DecisionLog:
 
     def add(self, request: RequestView, choice: Choice, waited_s: float, time: float) -> None:
         """Notes a pick made at Unix time `time`."""
-        endpoints = choice.endpoints
-        if len(choice.ranked) > CANDIDATES_KEPT or len(choice.rejected) > CANDIDATES_KEPT:
-            ranked, rejected = choice.ranked[:CANDIDATES_KEPT], choice.rejected[:CANDIDATES_KEPT]
-            choice = msgspec.structs.replace(choice, ranked=ranked, rejected=rejected)
-        self._decisions.append(_Kept(time, request.id, request.model, waited_s, endpoints, choice))
+        self._decisions.append(_Kept(time, request.id, request.model, waited_s, choice))
 
-    def last(self, count: int) -> list[Decision]:
-        """The newest `count` decisions, newest first."""
-        return [kept.decision() for kept in list(self._decisions)[::-1][: max(count, 0)]]
+    def last(self, count: int, model: str | None = None, request_id: str | None = None) -> list[Decision]:
+        """The newest `count` decisions, newest first; only those of a model (as clients call it) or a request where one is
+        named."""
+        found = (
+            kept for kept in reversed(self._decisions) if model in (None, kept.model) and request_id in (None, kept.request_id)
+        )
+        return [kept.decision() for kept in islice(found, max(count, 0))]

@@ -1,13 +1,15 @@
 """One HTTP request on the ext_proc wire: a state machine, messages in, answers out, that knows no transport.
 
 It serves every order that Envoy's body modes allow where the model can be read before the request goes on: full duplex (also
-assumed where the caller does not say), buffered, and requests without a body. Modes that send the request on before its body
-was seen cannot be served and are refused by name.
+assumed where the caller does not say), buffered, streamed where the caller sends the body without waiting for the answer to the
+headers, and requests without a body. Modes that send the request on before its body was seen, or that promise nothing of headers
+in the answer to a body, cannot be served and are refused by name.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+import msgspec
 from google.protobuf.struct_pb2 import Value
 
 from penstock.api import headers
@@ -17,17 +19,31 @@ from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 impor
     HttpHeaders,
     ProcessingRequest,
     ProcessingResponse,
+    ProtocolConfiguration,
 )
 from penstock.gateway.extproc import answers
 from penstock.gateway.extproc.body import MAX_BODY_BYTES, too_large
-from penstock.gateway.extproc.call import Answered, Call, Refused, ResponseHead, Routed
+from penstock.gateway.extproc.call import READ, SHUTTING_DOWN, Answered, Call, Refused, ResponseHead, Routed
+from penstock.gateway.extproc.ceiling import Ceiling
+from penstock.gateway.picker.choice import MAX_ENDPOINTS
 from penstock.gateway.picker.subset import Subset, parse_subset
 
 ATTRIBUTES = "envoy.filters.http.ext_proc"
+# What the endpoint-picker protocol requires of a gateway; older Envoys do not say what they do.
+_ASSUMED = ProtocolConfiguration(
+    request_body_mode=ProcessingMode.FULL_DUPLEX_STREAMED, response_body_mode=ProcessingMode.FULL_DUPLEX_STREAMED
+)
+_NOTED = (headers.BOOKING, headers.NAME, "model")
+"""What is told of a response, of all that was noted of its request."""
+_BUFFERING = (ProcessingMode.BUFFERED, ProcessingMode.BUFFERED_PARTIAL)
 
 
 class UnsupportedMode(Exception):
-    """The gateway is configured so that no picker could work; the message names the setting."""
+    """The gateway is configured so that no picker could work, or breaks the protocol; the message names the setting."""
+
+
+class HandedOver(Exception):
+    """This process is going and has decided nothing: the gateway asks another with the whole request again."""
 
 
 class Director(Protocol):
@@ -45,30 +61,79 @@ class Director(Protocol):
         """Takes in the head of the response; returns headers to add to it."""
         ...
 
+    def returned(self, noted: Mapping[str, str], head: ResponseHead) -> list[tuple[str, str]]:
+        """As `responded`, on an exchange of the response's own; `noted`: what `Routed.log` said, here or in another process."""
+        ...
+
+    def passed_on(self, routed: Routed) -> None:
+        """The exchange is over, and the request has gone to its replica; `returned` will show the response."""
+        ...
+
+    def ended(self, routed: Routed) -> None:
+        """The whole response has passed: only gateways that send response bodies show that."""
+        ...
+
     def closed(self, routed: Routed) -> None:
         """The exchange is over."""
         ...
 
+    def refused(self, call: Call, refused: Refused) -> None:
+        """The request is answered with an error, whoever has raised it; of its body there may be nothing in `call`."""
+        ...
+
 
 class Exchange:
-    """The picker's side of one HTTP request."""
+    """The picker's side of one HTTP request.
 
-    def __init__(self, director: Director) -> None:
+    Args:
+        director: Who decides.
+        destinations: The longest list of destinations that the gateway reads.
+        inference_pool: The InferencePool that the gateway asks for; None for our own Envoy, which asks for all models.
+        ceiling: What all requests together may keep; None: this one is alone.
+        apart: Another exchange has the response.
+        traceparent: The span of this exchange at the gateway; None: it has none.
+    """
+
+    def __init__(
+        self,
+        director: Director,
+        destinations: int = MAX_ENDPOINTS,
+        inference_pool: str | None = None,
+        ceiling: Ceiling | None = None,
+        *,
+        apart: bool = False,
+        traceparent: str | None = None,
+    ) -> None:
+        self._traceparent = traceparent
         self._director = director
+        self._ceiling = ceiling or Ceiling()
+        self._apart = apart
+        self._entered = False
+        self._kept = 0
+        """Bytes of the body that count under the ceiling."""
+        self._inference_pool = inference_pool
+        self._destinations = destinations
+        self._modes: ProtocolConfiguration = _ASSUMED
         self._duplex = True
-        self._response_duplex = False
-        self._headers: dict[str, str] = {}
+        """The gateway forgets the body, and gets it again."""
+        self._waits = True
+        """The answer to the headers waits for the body."""
+        self._headers: dict[str, str] | None = None
         self._body = bytearray()
+        self._chunks = 0
         self._subset: Subset | None = None
         self._routed: Routed | None = None
         self._decided = False
         """Nothing more of the request counts: it was sent on or answered."""
+        self._bodies = False
+        """The gateway sends response bodies, so that the end of the stream is that of the response."""
         self.over = False
         """The gateway has answered: there will be no response phase."""
 
     async def receive(self, message: ProcessingRequest) -> list[ProcessingResponse]:
-        """The answers to one message; raises `UnsupportedMode`."""
+        """The answers to one message; raises `UnsupportedMode` and `HandedOver`."""
         if message.observability_mode:
+            self._observe(message)
             return []
         try:
             match message.WhichOneof("request"):
@@ -84,75 +149,149 @@ class Exchange:
                 case "response_headers":
                     return [self._response_headers(message)]
                 case "response_body":
+                    self._bodies = True
                     body = message.response_body
-                    return [answers.response_body(body.body, body.end_of_stream, self._response_duplex)]
+                    duplex = self._modes.response_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
+                    return answers.response_body(body.body, body.end_of_stream, duplex)
                 case "response_trailers":
                     return [answers.response_trailers()]
                 case _:
                     return []
         except Refused as refused:
+            # Our own Envoy still has what it sent, as long as nothing was answered.
+            if refused.reason == SHUTTING_DOWN and self._duplex and self._inference_pool is None:
+                raise HandedOver(str(refused)) from None
+            self._director.refused(Call(headers=self._headers or {}), refused)
             return [self._answered(answers.refusal(refused))]
+
+    def told(self) -> None:
+        """All answers so far are on their way."""
+        if self._apart and self._routed is not None:
+            self._director.passed_on(self._routed)
+            self._routed, self.over = None, True
 
     def close(self) -> None:
         """The stream has ended, by whomever."""
+        self._let_go()
+        if self._entered:
+            self._ceiling.leave()
+            self._entered = False
         if self._routed is not None:
+            if self._bodies:
+                self._director.ended(self._routed)
             self._director.closed(self._routed)
 
     async def _request_headers(self, message: ProcessingRequest) -> list[ProcessingResponse]:
+        if self._headers is not None:
+            raise UnsupportedMode("request headers came twice on one stream")
         head = message.request_headers
         self._headers = read_headers(head.headers)
         if message.HasField("protocol_config"):
-            self._response_duplex = message.protocol_config.response_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
-            self._duplex = _is_duplex(message.protocol_config.request_body_mode, head)
+            self._modes = message.protocol_config
+            self._duplex = self._modes.request_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
+            self._waits = _waits(self._modes, head)
+        self._ceiling.enter()
+        self._entered = True
         self._director.preview(Call(headers=self._headers))
         if head.end_of_stream:
-            outcome = await self._decide()
+            outcome = await self._decide(b"")
             return [answers.request_headers(outcome)] if isinstance(outcome, Routed) else [outcome]
-        return [] if self._duplex else [answers.request_headers()]
+        return [] if self._waits else [answers.request_headers()]
 
     async def _request_body(self, body: bytes, ends: bool) -> list[ProcessingResponse]:
         if self._decided:  # some Envoys deliver the last chunk of a large body twice
             return []
+        self._ceiling.grow(len(body))
+        self._kept += len(body)
         self._body += body
+        self._chunks += 1
         if len(self._body) > MAX_BODY_BYTES:
             raise too_large()
-        if self._duplex:
+        if self._waits:
             return await self._send_on(ends=True) if ends else []
-        outcome = await self._decide(bytes(self._body))
+        outcome = await self._decide(self._taken())
         return [answers.request_body(outcome)] if isinstance(outcome, Routed) else [outcome]
 
     async def _request_trailers(self) -> list[ProcessingResponse]:
-        if self._decided or not self._duplex:
+        if self._decided:
             return [answers.request_trailers()]
+        if not self._waits:  # no body at all; and an answer to trailers can name no destination
+            outcome = await self._decide(b"")
+            if isinstance(outcome, Routed):
+                raise Refused(400, "a request with trailers needs a body", "invalid_body")
+            return [outcome]
         sent = await self._send_on(ends=False)
         return [*sent, answers.request_trailers()] if self._routed is not None else sent
 
     async def _send_on(self, ends: bool) -> list[ProcessingResponse]:
-        """The body is complete: headers, which waited for it, and the whole body again."""
-        body = bytes(self._body)
-        self._body.clear()
+        """The body is complete: headers, which waited for it, and the whole body again, or a word for each of its chunks."""
+        body = self._taken()
         outcome = await self._decide(body)
         if not isinstance(outcome, Routed):
             return [outcome]
-        return [answers.request_headers(outcome), *answers.streamed_request_body(body, ends)]
+        if not self._duplex:
+            return [answers.request_headers(outcome), *answers.request_chunks(self._chunks, outcome.body)]
+        sent = body if outcome.body is None else outcome.body
+        return [answers.request_headers(outcome), *answers.streamed_request_body(sent, ends)]
 
-    async def _decide(self, body: bytes = b"") -> Routed | ProcessingResponse:
+    async def _decide(self, body: bytes) -> Routed | ProcessingResponse:
+        if self._headers is None:
+            raise UnsupportedMode("request_header_mode SKIP: a body came without its headers; use SEND")
         self._decided = True
-        outcome = await self._director.route(Call(headers=self._headers, body=body, subset=self._subset))
+        call = Call(
+            headers=self._headers,
+            body=body,
+            subset=self._subset,
+            inference_pool=self._inference_pool,
+            traceparent=self._traceparent,
+        )
+        outcome = await self._director.route(call)
+        self._let_go()
         if isinstance(outcome, Answered):
             return self._answered(outcome)
+        if len(outcome.endpoints) > self._destinations:
+            outcome = msgspec.structs.replace(outcome, endpoints=outcome.endpoints[: self._destinations])
         self._routed = outcome
         return outcome
+
+    def _taken(self) -> bytes:
+        """The body, which is not kept here any longer: the stream may last as long as the answer."""
+        body = bytes(self._body)
+        self._body.clear()
+        return body
+
+    def _let_go(self) -> None:
+        self._ceiling.shrink(self._kept)
+        self._kept = 0
 
     def _answered(self, answer: Answered) -> ProcessingResponse:
         self._decided = self.over = True
         return answers.immediate(answer)
 
     def _response_headers(self, message: ProcessingRequest) -> ProcessingResponse:
-        if self._routed is None:  # answered by the gateway itself
-            return answers.response_headers()
+        if self._routed is None:
+            return self._response_alone(message)
         head = ResponseHead(headers=read_headers(message.response_headers.headers), served=_served(message))
-        return answers.response_headers(self._director.responded(self._routed, head))
+        answer = answers.response_headers(self._director.responded(self._routed, head))
+        if self._modes.response_body_mode in _BUFFERING:
+            streams = head.headers.get("content-type", "").startswith("text/event-stream")
+            answers.override(answer, self._modes.request_body_mode, ProcessingMode.STREAMED if streams else ProcessingMode.NONE)
+        return answer
+
+    def _observe(self, message: ProcessingRequest) -> None:
+        """Nobody waits. Our own Envoys show the heads of responses so; of what else is shown there is nothing to learn."""
+        if self._headers is None and message.HasField("response_headers"):
+            self._response_alone(message)
+
+    def _response_alone(self, message: ProcessingRequest) -> ProcessingResponse:
+        """The response to a request of another exchange, or one that the gateway has made itself."""
+        self.over = self._headers is None
+        fields = message.metadata_context.filter_metadata.get(headers.LOG_NAMESPACE)
+        if fields is None or headers.BOOKING not in fields.fields or self._inference_pool is not None:
+            return answers.response_headers()
+        noted = {name: fields.fields[name].string_value for name in _NOTED if name in fields.fields}
+        head = ResponseHead(headers=read_headers(message.response_headers.headers), served=_served(message))
+        return answers.response_headers(self._director.returned(noted, head))
 
     def _hint(self, message: ProcessingRequest) -> None:
         """Callers differ in which message carries the subset: whichever does counts."""
@@ -164,16 +303,26 @@ class Exchange:
 
 
 def read_headers(header_map: HeaderMap) -> dict[str, str]:
-    """Headers by name; of several with one name, the last."""
-    return {h.key: h.raw_value.decode("latin-1") if h.raw_value else h.value for h in header_map.headers}
+    """The headers in `READ` by name, in lower case as HTTP/2 has them; of several with one name, the last."""
+    found: dict[str, str] = {}
+    for header in header_map.headers:
+        name = header.key
+        if name in READ or (name := name.lower()) in READ:
+            found[name] = raw.decode("latin-1") if (raw := header.raw_value) else header.value
+    return found
 
 
-def _is_duplex(mode: int, head: HttpHeaders) -> bool:
+def _waits(modes: ProtocolConfiguration, head: HttpHeaders) -> bool:
+    """Whether the answer to the headers can wait for the body; raises `UnsupportedMode` where neither may name a destination."""
+    mode = modes.request_body_mode
     if mode == ProcessingMode.FULL_DUPLEX_STREAMED:
         return True
     if mode == ProcessingMode.BUFFERED or head.end_of_stream:
         return False
-    name = ProcessingMode.BodySendMode.Name(mode)  # type: ignore[arg-type] - an open enum
+    if mode == ProcessingMode.STREAMED and modes.send_body_without_waiting_for_header_response:
+        return True
+    known = mode in ProcessingMode.BodySendMode.values()  # an open enum
+    name = ProcessingMode.BodySendMode.Name(mode) if known else mode
     raise UnsupportedMode(f"request_body_mode {name}: the model is in the body; use FULL_DUPLEX_STREAMED or BUFFERED")
 
 

@@ -1,24 +1,48 @@
 """The grpc.aio front end of the ext_proc state machine."""
 
 import asyncio
+import contextlib
 import logging
 
 import grpc
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - generated at import
 
+from penstock.api import headers
+from penstock.api.tracing import TRACEPARENT
+from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorServicer
 from penstock.gateway.extproc import answers
 from penstock.gateway.extproc.call import Refused
-from penstock.gateway.extproc.exchange import Director, Exchange, UnsupportedMode
+from penstock.gateway.extproc.ceiling import Ceiling
+from penstock.gateway.extproc.exchange import Director, Exchange, HandedOver, UnsupportedMode
+from penstock.gateway.picker.choice import MAX_ENDPOINTS
+
+_REQUEST_PHASE = (headers.PHASE, headers.REQUEST_PHASE)
+HEARD_OUT_S = 30.0
+"""How long a caller whose request was refused may go on sending it. Some lose the answer if the stream ends under their hands,
+and a caller on a busy machine is slow."""
 
 log = logging.getLogger(__name__)
 
 
 class ExtProcService(ExternalProcessorServicer):
-    """`envoy.service.ext_proc.v3.ExternalProcessor`: one stream for each HTTP request."""
+    """`envoy.service.ext_proc.v3.ExternalProcessor`: one stream for each HTTP request. Arguments are those of `Exchange`, and
+    whether `traceparent` is read."""
 
-    def __init__(self, director: Director) -> None:
+    def __init__(
+        self,
+        director: Director,
+        destinations: int = MAX_ENDPOINTS,
+        inference_pool: str | None = None,
+        ceiling: Ceiling | None = None,
+        *,
+        traced: bool = False,
+    ) -> None:
+        self._traced = traced
         self._director = director
+        self._ceiling = ceiling
+        self._inference_pool = inference_pool
+        self._destinations = destinations
         self.open = 0
         """Streams in progress."""
         self.idle = asyncio.Event()
@@ -27,17 +51,33 @@ class ExtProcService(ExternalProcessorServicer):
 
     async def Process(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
         """See the protocol. A stream that the caller resets cancels this coroutine, wherever it waits."""
-        exchange = Exchange(self._director)
+        metadata = context.invocation_metadata() or ()
+        exchange = Exchange(
+            self._director,
+            self._destinations,
+            self._inference_pool,
+            self._ceiling,
+            apart=self._inference_pool is None and _REQUEST_PHASE in metadata,
+            traceparent=next((str(value) for key, value in metadata if key == TRACEPARENT), None) if self._traced else None,
+        )
+        answered = False
         self.open += 1
         self.idle.clear()
         try:
             while not exchange.over and (message := await context.read()) is not EOF:
                 for answer in await exchange.receive(message):
                     await context.write(answer)
+                exchange.told()
+                answered = exchange.over
+                if exchange.over and _goes_on(message):
+                    exchange.close()
+                    await _hear_out(context)
         except UnsupportedMode as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except HandedOver as reason:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(reason))
         except Exception:
-            if context.cancelled() or context.done():
+            if answered or context.cancelled() or context.done():
                 raise
             # A mistake of ours in one request must not look like a dead picker, which Envoy would retry.
             log.exception("a request could not be decided")
@@ -48,3 +88,22 @@ class ExtProcService(ExternalProcessorServicer):
             if not self.open:
                 self.idle.set()
             exchange.close()
+
+
+def _goes_on(message: ProcessingRequest) -> bool:
+    """Whether more of the request follows."""
+    match message.WhichOneof("request"):
+        case "request_headers":
+            return not message.request_headers.end_of_stream
+        case "request_body":
+            return not message.request_body.end_of_stream
+        case _:
+            return False
+
+
+async def _hear_out(context: grpc.aio.ServicerContext) -> None:
+    """Lets the rest of a request come that is answered already."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(HEARD_OUT_S):
+            while (message := await context.read()) is not EOF and _goes_on(message):
+                pass

@@ -1,28 +1,64 @@
 """What the picker counts, and what it reads off its state when somebody asks."""
 
+import functools
 import time
-from collections.abc import Iterator
+from collections import Counter as Counts
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from penstock.api import metrics
 from penstock.gateway.load.follower import FleetFollower
+from penstock.gateway.models.outcomes import Outcomes
 from penstock.gateway.picker.bookings import State
+from penstock.gateway.residency.index import Knowledge
+from penstock.gateway.residency.truth import BUCKETS, TTFT_BUCKETS, Truth
 
+RESPONSE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 PICK_BUCKETS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
 
 
 class PickerMetrics:
     """Counted as it happens."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, outcomes: Outcomes) -> None:
+        self._outcomes = outcomes
         self.picks = Counter(metrics.PICKS, "Requests sent to a replica", ["pool", "policy"], registry=registry)
         self.refusals = Counter(metrics.PICK_REFUSALS, "Requests answered with an error", ["reason"], registry=registry)
         self.pick_seconds = Histogram(
             metrics.PICK_SECONDS, "Time of a pick, without tokenising", buckets=PICK_BUCKETS, registry=registry
         )
+        self.model_requests = Counter(
+            metrics.MODEL_REQUESTS, "Requests by what served them and how they began", ["model", "code"], registry=registry
+        )
+        self.response_seconds = Histogram(
+            metrics.RESPONSE_SECONDS,
+            "From the complete request to the head of a good response: the first token, where it is streamed",
+            ["model"],
+            buckets=RESPONSE_BUCKETS,
+            registry=registry,
+        )
+
+        # To find a metric by its labels costs the library more than to count.
+        self._picks = functools.cache(self.picks.labels)
+        self._requests = functools.cache(self.model_requests.labels)
+        self._seconds = functools.cache(self.response_seconds.labels)
+
+    def picked(self, pool: str, policy: str, seconds: float) -> None:
+        """One request sent to a replica of `pool`, and how long the pick took."""
+        self._picks(pool, policy).inc()
+        self.pick_seconds.observe(seconds)
+
+    def answered(self, model: str, code: str, seconds: float | None = None, *, streamed: bool = False) -> None:
+        """One request for a model: the status it got, or why it got none; how long a good one took to begin, and whether that is
+        the time to its first token."""
+        self._outcomes.answered(model, code, seconds if streamed else None)
+        self._requests(model, code).inc()
+        if seconds is not None:
+            self._seconds(model).observe(seconds)
 
 
 class StateCollector(Collector):
@@ -43,12 +79,52 @@ class StateCollector(Collector):
             bookings.add_metric([booking_state.value], state.bookings.total(booking_state))
         yield bookings
         yield CounterMetricFamily(metrics.EVENT_GAPS, "Event streams found to have lost messages", value=self._follower.gaps)
+        yield from self._residency()
         age = GaugeMetricFamily(metrics.REPORT_AGE, "Age of the newest load report", labels=["replica"])
         for key, replica in state.replicas().items():
             if (heard := state.reports.get(key)) is not None:
                 age.add_metric([replica.name], now - heard.at)
         yield age
+        corrections = GaugeMetricFamily(metrics.TTFT_CORRECTION, "Factor on what a replica's reports promise", labels=["replica"])
+        for key, replica in state.replicas().items():
+            corrections.add_metric([replica.name], state.correction(key))
+        yield corrections
         held = GaugeMetricFamily(metrics.REQUESTS_HELD, "Requests waiting for a replica", labels=["model"])
         for model, count in state.held.items():
             held.add_metric([model], count)
         yield held
+
+    def _residency(self) -> Iterator[Metric]:
+        state, index = self._follower.state, self._follower.state.residency
+        yield GaugeMetricFamily(metrics.RESIDENT_BLOCKS, "Blocks known to be cached, at each replica", value=index.entries)
+        yield CounterMetricFamily(metrics.RESIDENT_BLOCKS_DROPPED, "Blocks forgotten for want of memory", value=index.dropped)
+        known = Counts(index.knowledge(key) for key in state.replicas())
+        replicas = GaugeMetricFamily(metrics.RESIDENCY_REPLICAS, "Replicas by what is known of their cache", labels=["knowledge"])
+        for knowledge in Knowledge:
+            replicas.add_metric([knowledge.value], known[knowledge])
+        yield replicas
+        yield from _predictions(state.beliefs.truth)
+
+
+def _predictions(truth: Truth) -> Iterator[Metric]:
+    """What was believed of caches against what engines found."""
+    tokens = CounterMetricFamily(metrics.CACHED_TOKENS, "Cached prompt tokens, believed and found", labels=["model", "view"])
+    miscounts = CounterMetricFamily(metrics.PROMPTS_MISCOUNTED, "Prompts of other length than the engine's", labels=["model"])
+    errors = HistogramMetricFamily(metrics.CACHED_TOKENS_ERROR, "Error of cached tokens as share of the prompt", labels=["model"])
+    ratios = HistogramMetricFamily(metrics.TTFT_RATIO, "Time to the first token, as multiple of the estimate", labels=["model"])
+    for model, tally in truth.models.items():
+        tokens.add_metric([model, "predicted"], tally.predicted)
+        tokens.add_metric([model, "found"], tally.found)
+        miscounts.add_metric([model], tally.miscounted)
+        errors.add_metric([model], _counts(BUCKETS, tally.buckets), tally.error_sum)
+        ratios.add_metric([model], _counts(TTFT_BUCKETS, tally.ttft_buckets), tally.ttft_sum)
+    yield tokens
+    yield miscounts
+    yield errors
+    yield ratios
+
+
+def _counts(bounds: Sequence[float], buckets: Sequence[int]) -> list[tuple[str, float]]:
+    """What a histogram shows of `buckets`, the last of which has no bound."""
+    counts = zip((*map(str, bounds), "+Inf"), accumulate(buckets), strict=True)
+    return [(bound, float(count)) for bound, count in counts]

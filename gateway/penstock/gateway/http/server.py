@@ -9,19 +9,35 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from penstock.gateway.extproc.decisions import KEPT, DecisionLog
+from penstock.gateway.http.models import models_view
 from penstock.gateway.load.follower import FleetFollower
+from penstock.gateway.load.replica_client import ReplicaTlsStates
+from penstock.gateway.pool_ports import PoolPorts
+from penstock.gateway.xds.server import AdsServicer
 
 MAX_POLL_S = 60.0
 
 
 class GatewayHttp:
-    """`/pools`, `/debug/decisions`, `/metrics`, `/healthz`, `/readyz`."""
+    """`/pools`, `/debug/decisions`, `/debug/models`, `/debug/xds`, `/debug/tls`, `/metrics`, `/healthz`, `/readyz`."""
 
-    def __init__(self, name: str, follower: FleetFollower, decisions: DecisionLog, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        name: str,
+        follower: FleetFollower,
+        decisions: DecisionLog,
+        ads: AdsServicer,
+        pool_ports: PoolPorts,
+        registry: CollectorRegistry,
+        replica_tls: ReplicaTlsStates,
+    ) -> None:
         self._name = name
         self._follower = follower
         self._decisions = decisions
+        self._ads = ads
+        self._pool_ports = pool_ports
         self._registry = registry
+        self._replica_tls = replica_tls
         self.stopping = False
 
     def application(self) -> web.Application:
@@ -31,6 +47,9 @@ class GatewayHttp:
             [
                 web.get("/pools", self._pools),
                 web.get("/debug/decisions", self._last_decisions),
+                web.get("/debug/models", self._models),
+                web.get("/debug/xds", self._xds),
+                web.get("/debug/tls", self._tls),
                 web.get("/metrics", self._metrics),
                 web.get("/healthz", self._healthz),
                 web.get("/readyz", self._readyz),
@@ -48,12 +67,24 @@ class GatewayHttp:
                     await self._follower.changed()
             except TimeoutError:
                 break
-        return _json(self._follower.state.pools(self._name, time.monotonic()))
+        return _json(self._follower.state.pools(self._name, time.monotonic(), self._ads.refused_pools()))
 
     async def _last_decisions(self, request: web.Request) -> web.Response:
-        """The last decisions, newest first. `?n=COUNT`."""
-        count = int(_number(request, "n", KEPT))
-        return _json(self._decisions.last(count))
+        """The last decisions, newest first. `?n=COUNT&model=NAME&request=ID`."""
+        count = int(min(_number(request, "n", KEPT), KEPT))
+        return _json(self._decisions.last(count, request.query.get("model"), request.query.get("request")))
+
+    async def _xds(self, request: web.Request) -> web.Response:
+        """The Envoys that take their configuration from here: what each was sent, has taken and refuses."""
+        return _json(self._ads.view())
+
+    async def _tls(self, request: web.Request) -> web.Response:
+        """With which replicas there is TLS as asked for, and with which there is none, and why."""
+        return _json(self._replica_tls.view(self._follower.state.replicas().values()))
+
+    async def _models(self, request: web.Request) -> web.Response:
+        """Who is served by which name and by which port."""
+        return _json(models_view(self._follower.state, self._pool_ports.ports))
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -3,16 +3,30 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 import zmq.asyncio
 
-from penstock.api.events import Event
-from penstock.api.fleet import Fleet
+from penstock.api.events import Event, RequestFinished, absurd
+from penstock.api.fleet import Engine, Fleet, Replica
+from penstock.api.load_report import LoadReport
+from penstock.gateway.load.event_wire import EventWire, PenstockWire
 from penstock.gateway.load.subscriber import EventSubscriber
+from penstock.gateway.load.traits import FOREIGN_SEED
+from penstock.gateway.load.vllm_events import VllmWire
 from penstock.gateway.picker.candidates import ReplicaKey, key_of
 from penstock.gateway.picker.state import FleetState
 
 log = logging.getLogger(__name__)
+
+AFRESH_S = 5.0
+"""From the failure of a subscriber to the next."""
+
+_WIRES: dict[Engine, Callable[[], EventWire]] = {
+    "penstock": PenstockWire,
+    "vllm": lambda: VllmWire(FOREIGN_SEED),
+    "sglang": lambda: VllmWire(FOREIGN_SEED),
+}
 
 
 class FleetFollower:
@@ -24,9 +38,11 @@ class FleetFollower:
         """Event messages lost and replayed."""
         self.synced = asyncio.Event()
         """Set once discovery knew the whole fleet."""
+        self.listeners: list[Callable[[ReplicaKey, Event], None]] = []
+        """Told of each event, after the state."""
         self._context = zmq.asyncio.Context()
         self._tasks: dict[ReplicaKey, asyncio.Task[None]] = {}
-        self._addresses: dict[ReplicaKey, tuple[str, int, int]] = {}
+        self._addresses: dict[ReplicaKey, tuple[str, int, int, Engine]] = {}
         self._changed = asyncio.Event()
 
     def update(self, fleet: Fleet) -> None:
@@ -36,15 +52,36 @@ class FleetFollower:
         for key in [key for key in self._tasks if key not in current]:
             self._stop(key)
         for key, replica in current.items():
-            address = (replica.host, replica.events_port, replica.replay_port)
-            if replica.host and self._addresses.get(key) != address:
-                self._stop(key)
-                self._addresses[key] = address
-                task = asyncio.create_task(EventSubscriber(self._context, replica, self).run(), name=f"events {replica.name}")
-                task.add_done_callback(_report_failure)
-                self._tasks[key] = task
+            self._subscribe(key, replica)
         self.synced.set()
         self.notify()
+
+    def learned(self, key: ReplicaKey) -> None:
+        """What `key` runs has become known."""
+        replica = self.state.replicas().get(key)
+        if replica is not None:
+            self._subscribe(key, replica)
+
+    def _subscribe(self, key: ReplicaKey, replica: Replica) -> None:
+        """Follows the events of a replica whose dialect is known, from another address if it has moved."""
+        engine = self.state.engine(key)
+        wire = _WIRES.get(engine)
+        address = (replica.host, replica.events_port, replica.replay_port, engine)
+        if wire is None or not replica.host or not replica.events_port or self._addresses.get(key) == address:
+            return
+        self._stop(key)
+        self._addresses[key] = address
+        self._tasks[key] = asyncio.create_task(self._follow(key, replica, wire), name=f"events {replica.name}")
+
+    async def _follow(self, key: ReplicaKey, replica: Replica, wire: Callable[[], EventWire]) -> None:
+        """One subscriber after another: what breaks one is forgotten with all that it knew."""
+        while True:
+            try:
+                await EventSubscriber(self._context, replica, self, wire()).run()
+            except Exception:
+                log.exception("the events of %s broke what reads them; they are read anew in %g s", replica.name, AFRESH_S)
+            self.lost(key)
+            await asyncio.sleep(AFRESH_S)
 
     def notify(self) -> None:
         """Wakes all that wait for a change."""
@@ -72,18 +109,27 @@ class FleetFollower:
     # --- EventSink ---
 
     def event(self, key: ReplicaKey, event: Event) -> None:
-        """See `EventSink`."""
+        """See `EventSink`. What cannot be is nobody's load and on nobody's bill."""
+        if isinstance(event, RequestFinished | LoadReport) and (why := absurd(event)) is not None:
+            log.info("%s of %s is not believed: %s", type(event).__name__, key.uid, why)
+            return
         self.state.event(key, event, time.monotonic())
+        for listener in self.listeners:
+            listener(key, event)
 
     def restarted(self, key: ReplicaKey) -> None:
         """See `EventSink`."""
+        self.state.reports.drop(key)  # whatever the new process says next is newer
         self.state.restarted(key)
 
     def gap(self, key: ReplicaKey) -> None:
         """See `EventSink`."""
         self.gaps += 1
 
+    def lost(self, key: ReplicaKey) -> None:
+        """See `EventSink`."""
+        self.state.events_lost(key)
 
-def _report_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("%s ended: residency of that replica is no longer followed", task.get_name(), exc_info=error)
+    def complete(self, key: ReplicaKey) -> None:
+        """See `EventSink`."""
+        self.state.events_complete(key)

@@ -1,27 +1,32 @@
 """From a request's body to token counts and block hashes, with the tokenizer and template that the replicas themselves use.
 
-Each ready replica serves its `PromptBundle`; bundles are told apart by digest, so that replicas of one revision share one
-processor, and during a rollout the hashes are those of the bundle that most ready replicas have.
+Each ready replica of ours serves its `PromptBundle`; for engines of others a folder with the tokenizer may be given. Bundles that
+count and hash alike share one memory of prefixes. During a rollout prompts are hashed for both revisions.
 """
 
 import asyncio
 import logging
+import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import aiohttp
-import msgspec
 
 from penstock.api.fleet import Replica
+from penstock.api.replica_answers import body_of
+from penstock.gateway.load.replica_client import ReplicaClient
+from penstock.gateway.load.tokenized import BYTES_PER_TOKEN, TokenizedPrompts, by_bytes, exact, extra_keys, space_of
+from penstock.gateway.load.traits import FOREIGN_SEED
 from penstock.gateway.picker.candidates import ReplicaKey, key_of
-from penstock.gateway.picker.request import Prompt
+from penstock.gateway.picker.request import HashSpace, Prompt
 from penstock.gateway.picker.state import FleetState
 from penstock.prompt.bundle import PromptBundle
-from penstock.prompt.errors import BundleError, PromptError
-from penstock.prompt.hashing import BlockHasher, ExtraKeys
+from penstock.prompt.errors import PromptError
+from penstock.prompt.memo import PrefixMemo
 from penstock.prompt.processor import PromptProcessor
 
 log = logging.getLogger(__name__)
@@ -34,33 +39,56 @@ TOKENIZE_TIMEOUT_S = 0.5
 """A pick is not worth more: the request then goes without residency."""
 INLINE_BYTES = 4096
 """Up to here (about 0.3 ms) handing a prompt to a thread costs more than tokenising it."""
-BYTES_PER_TOKEN = 4
-"""For the guess where a prompt could not be tokenised."""
+INLINE_PROMPTS = 16
+"""Likewise: each prompt of a list is a call of the tokenizer's."""
+MAX_BUNDLE_BYTES = 256 * 2**20
+"""Of a prompt bundle. The largest tokenizers are some 35 MB."""
+SPACES = 2
+"""Hash spaces in which a prompt is hashed at most: the old and the new revision of a rollout."""
+SWITCH_S = 0.0005
+"""How long a thread that tokenises may hold the interpreter while the event loop waits (Python's own: 5 ms)."""
 
 
-class TokenizedPrompts(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompts of one request."""
+class _Known(NamedTuple):
+    """What is kept of a bundle."""
 
-    prompts: tuple[Prompt, ...]
-    block_size: int = 16
-    comparable: frozenset[ReplicaKey] = frozenset()
-    """The replicas in whose hash space the block hashes are."""
-    unknown: str | None = None
-    """Why `prompts` is a guess; None where it is exact."""
+    space: bytes
+    max_model_len: int | None
+
+
+_Groups = tuple[dict[bytes, frozenset[ReplicaKey]], frozenset[ReplicaKey]]
 
 
 class PromptLibrary:
-    """The prompt processors of the fleet."""
+    """The prompt processors of the fleet.
 
-    def __init__(self, state: FleetState) -> None:
+    Args:
+        state: The fleet.
+        tokenizers: Folders in Hugging Face format by served name, for models that engines of others serve.
+    """
+
+    def __init__(self, state: FleetState, tokenizers: Mapping[str, Path] | None = None) -> None:
         self._state = state
+        self._folders = dict(tokenizers or {})
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
-        self._processors: dict[str, PromptProcessor] = {}
+        self._overdue = 0
+        """Threads at work on what nobody waits for any more."""
+        self._memos: dict[bytes, PrefixMemo] = {}
+        self._bundles: dict[str, _Known] = {}
+        """By digest."""
         self._digests: dict[ReplicaKey, tuple[int | None, str]] = {}
         """(epoch at the time, digest) of each replica's bundle."""
         self._retry_at: dict[ReplicaKey, float] = {}
+        self._groups: dict[int, tuple[Sequence[Replica], _Groups]] = {}
+        """See `_spaces`; by the identity of the list of replicas, which never changes."""
+        sys.setswitchinterval(SWITCH_S)
 
-    async def run(self, session: aiohttp.ClientSession) -> None:
+    @property
+    def memos(self) -> Iterable[PrefixMemo]:
+        """What is remembered, one for each hash space."""
+        return self._memos.values()
+
+    async def run(self, client: ReplicaClient) -> None:
         """Fetches the bundles of replicas that became ready or have restarted, until cancelled."""
         while True:
             replicas = self._state.replicas()
@@ -68,17 +96,22 @@ class PromptLibrary:
                 self._digests.pop(gone, None)
                 self._retry_at.pop(gone, None)
             used = {digest for _, digest in self._digests.values()}
-            self._processors = {digest: self._processors[digest] for digest in used}
+            self._bundles = {digest: self._bundles[digest] for digest in used}
+            spaces = {known.space for known in self._bundles.values()}
+            self._memos = {space: self._memos[space] for space in spaces}
+            self._groups.clear()
             now = time.monotonic()
             wanted = [key for key, replica in replicas.items() if replica.ready and not self._is_current(key)]
-            await asyncio.gather(*(self._fetch(session, replicas[key]) for key in wanted if self._retry_at.get(key, now) <= now))
+            await asyncio.gather(*(self._learn(client, replicas[key]) for key in wanted if self._retry_at.get(key, now) <= now))
             await asyncio.sleep(TICK_S)
 
     def close(self) -> None:
         """Ends the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def tokenize(self, replicas: Iterable[Replica], path: str, raw: bytes, body: Mapping[str, Any]) -> TokenizedPrompts:
+    async def tokenize(
+        self, replicas: Sequence[Replica], path: str, raw: bytes, body: Mapping[str, Any], tenant: str, adapter: str | None
+    ) -> TokenizedPrompts:
         """Token counts and block hashes of the prompts in `body`.
 
         What cannot be tokenised is guessed from its bytes and said to be a guess: the engine is the judge of a prompt.
@@ -88,68 +121,152 @@ class PromptLibrary:
             path: Of the request.
             raw: The body as it came.
             body: The same, parsed.
+            tenant: Whose request it is: the engine keeps the caches of tenants apart.
+            adapter: The LoRA adapter: no KV is shared between adapters.
         """
-        ready = [key_of(replica) for replica in replicas if replica.ready]
-        digests = {key: self._digests[key][1] for key in ready if key in self._digests}
-        if not digests:
-            return _guess(raw, "no replica has given its prompt bundle yet")
-        digest = Counter(digests.values()).most_common(1)[0][0]
-        processor = self._processors[digest]
+        extra, inline = extra_keys(body, tenant, adapter), len(raw) <= INLINE_BYTES and not _many(body)
+        spaces, silent = self._spaces(replicas)
+        if not spaces:
+            try:
+                prompts = await self._work(inline, lambda: by_bytes(body, extra))
+            except (PromptError, TimeoutError):  # megabytes: not worth the wait
+                prompts = (_guess(raw),)
+            return TokenizedPrompts(prompts=prompts, comparable=silent, unknown="no replica has given its prompt bundle yet")
+        memos = [self._memos[space] for space in spaces]
         try:
-            if len(raw) <= INLINE_BYTES:
-                prompts = _tokenize(processor, path, body)
-            else:
-                job = asyncio.get_running_loop().run_in_executor(self._pool, _tokenize, processor, path, body)
-                prompts = await asyncio.wait_for(job, TOKENIZE_TIMEOUT_S)
-        except PromptError as error:
-            return _guess(raw, f"its prompt cannot be tokenised: {error}")
+            hashed = await self._work(inline, lambda: [exact(memo, path, body, extra) for memo in memos])
+        except (PromptError, TimeoutError) as error:
+            why = str(error) or f"tokenising took more than {TOKENIZE_TIMEOUT_S} s"
+            return TokenizedPrompts(prompts=(_guess(raw),), unknown=f"its prompt cannot be tokenised: {why}")
+        sizes = [memo.processor.bundle.block_size for memo in memos]
+        each = [
+            HashSpace(prompts=prompts, block_size=size, replicas=keys)
+            for prompts, size, keys in zip(hashed, sizes, spaces.values(), strict=True)
+        ]
+        # What tells nothing of its cache is predicted, by any hashes.
+        comparable = each[0].replicas | silent if silent else each[0].replicas
+        return TokenizedPrompts(prompts=hashed[0], block_size=sizes[0], comparable=comparable, elsewhere=tuple(each[1:]))
+
+    async def _work(self, inline: bool, job: Callable[[], Any]) -> Any:
+        """Raises `TimeoutError` for a job that takes too long, which a thread cannot be told to leave; and for any while as many
+        such are still at it as there are threads: it would wait for nothing."""
+        if inline:
+            return job()
+        if self._overdue >= THREADS:
+            raise TimeoutError
+        future = self._pool.submit(job)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), TOKENIZE_TIMEOUT_S)
         except TimeoutError:
-            return _guess(raw, f"tokenising took more than {TOKENIZE_TIMEOUT_S} s")
-        same = frozenset(key for key, other in digests.items() if other == digest)
-        return TokenizedPrompts(prompts=prompts, block_size=processor.bundle.block_size, comparable=same)
+            if not future.cancelled():  # it had begun, and goes on
+                self._overdue += 1
+                loop = asyncio.get_running_loop()
+                future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._over))
+            raise
+
+    def _over(self) -> None:
+        self._overdue -= 1
+
+    def _spaces(self, replicas: Sequence[Replica]) -> _Groups:
+        """The hash spaces of most of these replicas, each with those that are in it; and the ready replicas of others' engines
+        that are in none."""
+        known = self._groups.get(id(replicas))
+        if known is not None and known[0] is replicas:
+            return known[1]
+        spaces: dict[bytes, set[ReplicaKey]] = defaultdict(set)
+        silent: set[ReplicaKey] = set()
+        for replica in replicas:
+            key = key_of(replica)
+            if not replica.ready:
+                continue
+            if key in self._digests:
+                spaces[self._bundles[self._digests[key][1]].space].add(key)
+            elif self._state.engine(key) != "penstock":
+                silent.add(key)
+        most = sorted(spaces, key=lambda space: (-len(spaces[space]), space))[:SPACES]
+        result = {space: frozenset(spaces[space]) for space in most}, frozenset(silent)
+        self._groups[id(replicas)] = replicas, result
+        return result
+
+    def max_model_len(self, replicas: Iterable[Replica]) -> int | None:
+        """Tokens of prompt and output together that all of these replicas take; None where none has said so yet."""
+        known = (self._digests.get(key_of(replica)) for replica in replicas)
+        lengths = (self._bundles[it[1]].max_model_len for it in known if it is not None)
+        return min((length for length in lengths if length is not None), default=None)
 
     def _is_current(self, key: ReplicaKey) -> bool:
         known = self._digests.get(key)
         return known is not None and known[0] == self._epoch(key)
 
     def _epoch(self, key: ReplicaKey) -> int | None:
+        """What changes when a bundle may have: an engine of others has said its block size."""
+        if self._state.engine(key) != "penstock":
+            return self._state.traits(key).block_size
         heard = self._state.reports.get(key)
         return heard.report.epoch if heard else None
 
-    async def _fetch(self, session: aiohttp.ClientSession, replica: Replica) -> None:
+    async def _learn(self, client: ReplicaClient, replica: Replica) -> None:
         key = key_of(replica)
         epoch = self._epoch(key)
-        known = {"if-none-match": ", ".join(f'"{digest}"' for digest in self._processors)} if self._processors else {}
-        url = f"http://{replica.endpoint}/prompt-bundle"
         try:
-            async with session.get(url, headers=known, timeout=FETCH_TIMEOUT) as response:
-                response.raise_for_status()
-                digest = response.headers.get("etag", "").removeprefix("W/").strip('"')
-                data = await response.read() if response.status == 200 else b""
-            if digest not in self._processors:
-                digest = await self._load(data)
-        except (aiohttp.ClientError, TimeoutError, BundleError) as error:
+            if self._state.engine(key) == "penstock":
+                digest = await self._fetch(client, replica)
+            else:
+                digest = await self._read(replica)
+        except Exception as error:  # noqa: BLE001 - a tokenizer is a program of others: whatever it does, one replica has no bundle
             log.warning("no prompt bundle from %s: %r", replica.name, error)
+            digest = None
+        if digest is None:
             self._retry_at[key] = time.monotonic() + RETRY_S
-            return
-        self._digests[key] = (epoch, digest)
+        else:
+            self._digests[key] = (epoch, digest)
+        self._groups.clear()
 
-    async def _load(self, data: bytes) -> str:
+    async def _fetch(self, client: ReplicaClient, replica: Replica) -> str:
+        """The digest of what the replica serves."""
+        known = {"if-none-match": ", ".join(f'"{digest}"' for digest in self._bundles)} if self._bundles else {}
+        async with client.get(replica, "/prompt-bundle", FETCH_TIMEOUT, known) as response:
+            response.raise_for_status()
+            digest = response.headers.get("etag", "").removeprefix("W/").strip('"')
+            data = await body_of(response, MAX_BUNDLE_BYTES) if response.status == 200 else b""
+        if digest in self._bundles:
+            return digest
         bundle = PromptBundle.from_json(data)
+        return await self._load(bundle, bundle.max_model_len)
+
+    async def _read(self, replica: Replica) -> str | None:
+        """The digest of the tokenizer that was given for the replica's model; None where there is none."""
+        names = self._state.names_at(replica)
+        name = next((name for name in names if name in self._folders), None)
+        if name is None:
+            return None
+        size = self._state.traits(key_of(replica)).block_size
+        bundle = await asyncio.get_running_loop().run_in_executor(self._pool, _bundle_of, self._folders[name], name, size)
+        return await self._load(bundle, None)
+
+    async def _load(self, bundle: PromptBundle, max_model_len: int | None) -> str:
         digest = bundle.digest
-        if digest not in self._processors:
-            loop = asyncio.get_running_loop()
-            self._processors[digest] = await loop.run_in_executor(self._pool, PromptProcessor, bundle)
+        if digest not in self._bundles:
+            space = space_of(bundle)
+            if space not in self._memos:
+                job = asyncio.get_running_loop().run_in_executor(self._pool, lambda: PrefixMemo(PromptProcessor(bundle)))
+                self._memos[space] = await job
+            self._bundles[digest] = _Known(space, max_model_len)
         return digest
 
 
-def _tokenize(processor: PromptProcessor, path: str, body: Mapping[str, Any]) -> tuple[Prompt, ...]:
-    bundle = processor.bundle
-    salt = body.get("cache_salt")
-    extra = ExtraKeys(cache_salt=salt if isinstance(salt, str) else None)
-    hasher = BlockHasher(bundle.block_size, bundle.hash_seed)
-    return tuple(Prompt(len(tokens), tuple(hasher.hash(tokens, extra))) for tokens in processor.tokens_of(path, body))
+def _bundle_of(folder: Path, name: str, block_size: int) -> PromptBundle:
+    """The bundle of an engine that serves none: it judges lengths itself."""
+    return PromptBundle.from_checkpoint(
+        folder, served_names=(name,), block_size=block_size, hash_seed=FOREIGN_SEED, max_model_len=2**31 - 1
+    )
 
 
-def _guess(raw: bytes, why: str) -> TokenizedPrompts:
-    return TokenizedPrompts(prompts=(Prompt(len(raw) // BYTES_PER_TOKEN + 1),), unknown=why)
+def _many(body: Mapping[str, Any]) -> bool:
+    """Whether the prompt is a list of many prompts, and not one of token ids."""
+    prompt = body.get("prompt")
+    return isinstance(prompt, list) and len(prompt) > INLINE_PROMPTS and not isinstance(prompt[0], int)
+
+
+def _guess(raw: bytes) -> Prompt:
+    return Prompt(len(raw) // BYTES_PER_TOKEN + 1)

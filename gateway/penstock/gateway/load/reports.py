@@ -1,9 +1,14 @@
 """The newest load report of each replica, whatever carried it, and how old it is."""
 
+from typing import Final
+
 import msgspec
 
 from penstock.api.load_report import LoadReport
 from penstock.gateway.picker.candidates import ReplicaKey
+
+GONE_S: Final = 5.0
+"""What was not heard of for so long has no late reports any more: it was asked four times meanwhile."""
 
 
 class Heard(msgspec.Struct):
@@ -15,8 +20,12 @@ class Heard(msgspec.Struct):
 
 
 class ReportStore:
-    """Reports by replica. Of one epoch the highest `seq` wins, and a newer epoch wins over any older one, so that carriers may
-    deliver in any order."""
+    """Reports by replica. Of one epoch the highest `seq` wins, and a later epoch wins over any earlier one, so that carriers may
+    deliver in any order: a report on a response may come after that of the process which has taken its place.
+
+    Epochs are clocks, which may be set back between two starts. Then the new process has the earlier epoch, and counts once the
+    old one has been silent for `GONE_S`.
+    """
 
     def __init__(self) -> None:
         self._heard: dict[ReplicaKey, Heard] = {}
@@ -28,7 +37,8 @@ class ReportStore:
             self._heard[key] = Heard(report, now)
             return False
         old = heard.report
-        if (report.epoch, report.seq) < (old.epoch, old.seq):
+        late = report.epoch < old.epoch and now - heard.at < GONE_S
+        if late or (report.epoch == old.epoch and report.seq < old.seq):
             return False
         heard.report, heard.at = report, now
         return report.epoch != old.epoch

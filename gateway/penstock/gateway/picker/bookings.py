@@ -7,6 +7,7 @@ distorts no estimate.
 
 import enum
 from collections import Counter, defaultdict
+from collections.abc import Callable
 
 from penstock.gateway.picker.candidates import Booked, ReplicaKey
 
@@ -14,8 +15,8 @@ EXPIRY_S = 3600.0
 """Longer than any answer; a booking that expires is an end that nobody told us of."""
 
 
-class State(enum.Enum):
-    """Where a booking stands."""
+class State(enum.StrEnum):
+    """Where a booking stands. Strings, since those are hashed without a call."""
 
     PENDING = "pending"
     UNREPORTED = "unreported"
@@ -23,15 +24,19 @@ class State(enum.Enum):
     RELEASED = "released"
 
 
+_NONE = dict.fromkeys(State, 0)
+
+
 class Booking:
     """One request at one replica."""
 
-    __slots__ = ("awaited", "key", "made_at", "prefill_tokens", "request_id", "responded_at", "state")
+    __slots__ = ("awaited", "key", "made_at", "prefill_tokens", "request_id", "responded_at", "state", "transfer_tokens")
 
-    def __init__(self, request_id: str, key: ReplicaKey, prefill_tokens: int, made_at: float) -> None:
+    def __init__(self, request_id: str, key: ReplicaKey, prefill_tokens: int, made_at: float, transfer_tokens: int = 0) -> None:
         self.request_id = request_id
         self.key = key
         self.prefill_tokens = prefill_tokens
+        self.transfer_tokens = transfer_tokens
         self.made_at = made_at
         self.state = State.PENDING
         self.awaited: tuple[int, int] | None = None
@@ -44,22 +49,40 @@ class _Account:
 
     def __init__(self) -> None:
         self.bookings: dict[str, list[Booking]] = {}
-        self.counts: Counter[State] = Counter()
+        self.counts = _NONE.copy()
         self.unreported: set[Booking] = set()
-        self.prefill_tokens = 0  # of pending and unreported bookings
+        self.prefill_tokens = self.transfer_tokens = 0  # of pending and unreported bookings
+
+    @property
+    def outstanding(self) -> Booked:
+        return Booked(self.counts[State.PENDING] + self.counts[State.UNREPORTED], self.prefill_tokens, self.transfer_tokens)
 
 
 class Bookings:
-    """All bookings of a gateway process. Time is an argument (monotonic seconds)."""
+    """All bookings of a gateway process. Time is an argument (monotonic seconds).
 
-    def __init__(self) -> None:
+    Args:
+        changed: Is told what is outstanding at a replica whenever that changes.
+        left: Is told of a replica whose last report includes a request that has ended since.
+    """
+
+    def __init__(
+        self,
+        changed: Callable[[ReplicaKey, Booked], None] = lambda key, booked: None,
+        left: Callable[[ReplicaKey], None] = lambda key: None,
+    ) -> None:
+        self._changed = changed
+        self._left = left
         self._accounts: defaultdict[ReplicaKey, _Account] = defaultdict(_Account)
         self.released: Counter[str] = Counter()
         """How many bookings each cause has ended."""
+        self.ended: list[Callable[[Booking, str], None]] = []
+        """Are told of each end, and its cause."""
 
-    def book(self, request_id: str, key: ReplicaKey, prefill_tokens: int, now: float) -> Booking:
-        """A pending booking of `prefill_tokens` (those that are not resident) at `key`."""
-        booking = Booking(request_id, key, prefill_tokens, now)
+    def book(self, request_id: str, key: ReplicaKey, prefill_tokens: int, now: float, *, transfer_tokens: int = 0) -> Booking:
+        """A pending booking at `key` of the tokens that are not resident: those to compute there, and those whose KV blocks come
+        from a prefill replica."""
+        booking = Booking(request_id, key, prefill_tokens, now, transfer_tokens)
         self._open(booking)
         return booking
 
@@ -68,14 +91,14 @@ class Bookings:
         account = self._accounts.get(key)
         if account is None:
             return Booked()
-        return Booked(account.counts[State.PENDING] + account.counts[State.UNREPORTED], account.prefill_tokens)
+        return account.outstanding
 
     def count(self, key: ReplicaKey, *states: State) -> int:
         """Open bookings of `key` in `states`; in any where none is given."""
         account = self._accounts.get(key)
         if account is None:
             return 0
-        return sum(account.counts[state] for state in states) if states else account.counts.total()
+        return sum(account.counts[state] for state in states) if states else sum(account.counts.values())
 
     def total(self, state: State) -> int:
         """Open bookings of all replicas in `state`."""
@@ -115,8 +138,12 @@ class Bookings:
         if booking.state is State.RELEASED:
             return
         self._close(booking)
+        if booking.state is State.RUNNING:
+            self._left(booking.key)
         booking.state = State.RELEASED
         self.released[by] += 1
+        for told in self.ended:
+            told(booking, by)
 
     def finished(self, key: ReplicaKey, request_id: str) -> None:
         """The replica says that a request has ended. An unknown one is somebody else's."""
@@ -158,13 +185,15 @@ class Bookings:
         booking.state = state
         self._count(account, booking, 1)
 
-    @staticmethod
-    def _count(account: _Account, booking: Booking, sign: int) -> None:
+    def _count(self, account: _Account, booking: Booking, sign: int) -> None:
         account.counts[booking.state] += sign
         if booking.state is not State.RUNNING:
             account.prefill_tokens += sign * booking.prefill_tokens
+            account.transfer_tokens += sign * booking.transfer_tokens
         if booking.state is State.UNREPORTED:
             (account.unreported.add if sign > 0 else account.unreported.discard)(booking)
+        if booking.state is not State.RUNNING:
+            self._changed(booking.key, account.outstanding)
 
 
 def _includes(booking: Booking, epoch: int, seq: int, asked_at: float) -> bool:

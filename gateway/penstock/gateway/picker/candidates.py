@@ -1,12 +1,11 @@
 """Who may be picked at all, and what is known of each."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import NamedTuple
 
 import msgspec
 
 from penstock.api.fleet import Replica
-from penstock.api.load_report import LoadReport
 from penstock.gateway.picker.subset import Subset
 
 
@@ -27,23 +26,25 @@ class Booked(msgspec.Struct, frozen=True):
 
     requests: int = 0
     prefill_tokens: int = 0
+    transfer_tokens: int = 0
+    """Tokens whose KV blocks come from a prefill replica."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica that may be picked, at the moment of a pick."""
+    """One replica that could be picked, as it was at the moment of a pick; made for people, out of `Columns`."""
 
     key: ReplicaKey
     name: str
     pool: str
     endpoint: str
-    report: LoadReport | None = None
-    """The newest report; None where nothing was heard, which is never read as no load."""
-    report_age_s: float = 0.0
-    """Seconds since `report` was received or confirmed; without meaning where there is none."""
-    booked: Booked = Booked()
-    resident_tokens: int = 0
+    report_age_s: float | None
+    """Seconds since the newest report was received or confirmed; None where nothing was heard, which is never no load."""
+    running: int
+    waiting: int
+    booked: Booked
+    resident_tokens: int
     """Prompt tokens that the replica's prefix cache would supply."""
-    suspect: bool = False
+    last_resort: bool
     """A recent request that was sent there was answered by another replica: a last resort."""
 
 
@@ -67,24 +68,3 @@ def why_not(replica: Replica, subset: Subset | None, excluded: Collection[Replic
     if subset is not None and not subset.allows(replica):
         return "outside the gateway's subset"
     return None
-
-
-def eligible(
-    replicas: Iterable[Replica], *, subset: Subset | None = None, excluded: Collection[ReplicaKey] = ()
-) -> tuple[list[Replica], list[Rejected]]:
-    """Splits `replicas` into those that may be picked and the others with reasons.
-
-    Args:
-        replicas: All replicas of the model's pools.
-        subset: The gateway's restriction; None where it made none.
-        excluded: Replicas that this request must not go to.
-    """
-    allowed: list[Replica] = []
-    rejected: list[Rejected] = []
-    for replica in replicas:
-        why = why_not(replica, subset, excluded)
-        if why is None:
-            allowed.append(replica)
-        else:
-            rejected.append(Rejected(replica.name, why))
-    return allowed, rejected

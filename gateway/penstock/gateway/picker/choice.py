@@ -1,100 +1,264 @@
 """The choice: one replica, an ordered list to fall back on, and reasons that a person can read."""
 
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Collection
+from math import inf
 
 import msgspec
+import numpy as np
 
-from penstock.gateway.picker.candidates import Candidate, Rejected
-from penstock.gateway.picker.policies import POLICIES, Ranked, spread
-from penstock.gateway.picker.request import RequestView
+from penstock.api.fleet import Replica
+from penstock.gateway.picker.candidates import Booked, Candidate, Rejected, ReplicaKey, key_of, why_not
+from penstock.gateway.picker.cost import promised_ttft_s
+from penstock.gateway.picker.disaggregation import Hop, Joint, join
+from penstock.gateway.picker.figures import FEW, Figures, Floats, at
+from penstock.gateway.picker.policies import POLICIES
+from penstock.gateway.picker.slate import Slate
+from penstock.gateway.picker.subset import Subset
 
 MAX_ENDPOINTS = 4
 """Length of the fallback list: the pick, and one for each retry of Envoy's route."""
+RANKED = 10
+"""How many candidates a choice remembers."""
+JOINT_POLICY = "Cost"
+"""The policy that weighs pairs of prefill and decode replicas; the others choose the latter by themselves."""
 NOISE = 0.001
 """Scores (seconds, for `Cost`) closer than this are equal where a policy tolerates differences at all."""
 
 
+class Ranked(msgspec.Struct, frozen=True):
+    """A candidate with what a policy makes of it: the least `score` wins."""
+
+    candidate: Candidate
+    score: float
+    terms: dict[str, float]
+    """The figures behind the score."""
+
+
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request goes. `ranked` is in order of preference; its head is the pick."""
+    """Where a request goes. Figures alone are kept: sentences are made when somebody asks, since few picks are ever read."""
 
     policy: str
-    ranked: list[Ranked]
-    rejected: list[Rejected]
+    replica: Replica
+    """The pick."""
+    resident_tokens: int
+    """Prompt tokens that its prefix cache would supply."""
+    endpoints: list[str]
+    """The ordered list for Envoy: replicas of the pick's pool, since a list cannot cross clusters."""
+    whole: Slate
+    """All that it was made of; its figures have gone on since."""
+    rows: list[int]
+    """The best candidates in order of preference."""
+    table: Floats
+    """Their figures at the moment of the pick."""
+    scores: list[float]
+    """Theirs."""
     limit: float
     """Scores up to here count as equal to the best."""
-    prompt_tokens: int
-    tokens_unknown: str | None
-    """See `RequestView`, of which nothing else is kept: these go into the log of decisions, prompts do not."""
+    subset: Subset | None
+    excluded: Collection[ReplicaKey]
+    joint: Joint | None = None
+    """The pairs that the best candidates would make, where the model has prefill replicas."""
+    hop: Hop | None = None
+    """Where the prompt is computed, if not at the pick."""
 
     @property
-    def picked(self) -> Candidate:
-        """The replica that the request goes to first."""
-        return self.ranked[0].candidate
+    def key(self) -> ReplicaKey:
+        """Of the pick."""
+        return key_of(self.replica)
 
     @property
-    def endpoints(self) -> list[str]:
-        """The ordered list for Envoy: replicas of the pick's pool, since a list cannot cross clusters."""
-        same_pool = (r.candidate.endpoint for r in self.ranked if r.candidate.pool == self.picked.pool)
-        return list(islice(same_pool, MAX_ENDPOINTS))
+    def slate(self) -> Slate:
+        """The best candidates alone, in order of preference, as they were."""
+        return self.whole.kept(self.rows, self.table)
+
+    @property
+    def ttft_s(self) -> float:
+        """The time to the first token that the pick's reports promise; 0 where the policy looks at none, or at two replicas."""
+        if self.policy != JOINT_POLICY or self.joint is not None:
+            return 0.0
+        return promised_ttft_s(self.whole, Figures(*self.table[:, 0].tolist()), self.resident_tokens, self.scores[0])
+
+    @property
+    def ranked(self) -> list[Ranked]:
+        """The best candidates in order of preference; the head is the pick."""
+        joint = self.joint if self.policy == JOINT_POLICY else None
+        slate = self.slate
+        columns = POLICIES[self.policy].terms(slate) if joint is None else joint.terms(slate)
+        terms = {name: column.tolist() for name, column in columns.items()}
+        return [
+            Ranked(_candidate(slate, row), score, {name: column[row] for name, column in terms.items()})
+            for row, score in enumerate(self.scores)
+        ]
+
+    @property
+    def rejected(self) -> list[Rejected]:
+        """Those that could not be picked, and why."""
+        found = ((r.name, why_not(r, self.subset, self.excluded)) for r in self.whole.replicas if r is not None)
+        return [Rejected(name, why) for name, why in found if why is not None]
+
+    @property
+    def next_best(self) -> tuple[str, float] | None:
+        """The second in order of preference, and its score; None where there is no other."""
+        if len(self.scores) < 2:
+            return None
+        replica = self.whole.replicas[self.rows[1]]
+        assert replica is not None
+        return replica.name, self.scores[1]
 
     @property
     def reasons(self) -> list[str]:
-        """Sentences for people, made when somebody asks: few picks are ever read."""
-        pick = self.picked
-        only = len(self.ranked) == 1
-        reasons = [f"{pick.name} is the only candidate" if only else _comparison(self.ranked[0], self.ranked[1], self.limit)]
-        if self.tokens_unknown is not None:
-            reasons.append(f"chosen without residency: {self.tokens_unknown}")
+        """Sentences for people."""
+        ranked, slate = self.ranked, self.whole
+        pick = ranked[0].candidate
+        only = len(ranked) == 1
+        reasons = [f"{pick.name} is the only candidate" if only else _comparison(ranked[0], ranked[1], self.limit)]
+        if slate.tokens_unknown is not None:
+            reasons.append(f"chosen without residency: {slate.tokens_unknown}")
         elif pick.resident_tokens:
-            reasons.append(f"{pick.resident_tokens} of {self.prompt_tokens} prompt tokens are resident at {pick.name}")
+            reasons.append(f"{pick.resident_tokens} of {slate.prompt_tokens} prompt tokens are resident at {pick.name}")
         else:
-            reasons.append(f"none of the {self.prompt_tokens} prompt tokens is resident at {pick.name}")
-        if pick.report is None:
+            reasons.append(f"none of the {slate.prompt_tokens} prompt tokens is resident at {pick.name}")
+        if pick.report_age_s is None:
             reasons.append(f"{pick.name} has not reported its load yet; assumed average")
         else:
             reasons.append(
-                f"{pick.name} reported {pick.report.num_requests_running} running and {pick.report.waiting} waiting"
+                f"{pick.name} reported {pick.running} running and {pick.waiting} waiting"
                 f" {pick.report_age_s:.1f} s ago; {pick.booked.requests} more on their way"
             )
-        if pick.suspect:
+        if self.hop is not None:
+            hop = self.hop
+            reasons.append(
+                f"{hop.replica.name} computes the prompt: {hop.prefill_s:.3g} s and {hop.transfer_s:.3g} s of transfer"
+                f" against {hop.local_s:.3g} s at {pick.name}"
+            )
+        elif self.joint is not None:
+            reasons.append(f"{pick.name} computes the prompt itself: {self.joint.why_none(0)}")
+        if pick.last_resort:
             reasons.append("every candidate has recently failed to answer; the best of them")
         return reasons
 
 
-def choose(request: RequestView, candidates: Sequence[Candidate], rejected: Sequence[Rejected], policy: str, turn: int) -> Choice:
-    """Ranks `candidates` by `policy`.
+def choose(
+    slate: Slate,
+    policy: str,
+    subset: Subset | None = None,
+    excluded: Collection[ReplicaKey] = (),
+    *,
+    prefill: Slate | None = None,
+) -> Choice:
+    """Ranks the rows of `slate`, of which at least one may be picked, by `policy`.
 
     Args:
-        request: The request.
-        candidates: At least one; all of them may be picked.
-        rejected: Those that may not, for the record.
+        slate: The pick.
         policy: A name in `POLICIES`; any other is a ValueError.
-        turn: Number of the pick among those of the model.
+        subset: The restriction that the slate was made under, for the record.
+        excluded: Likewise.
+        prefill: Those that could compute the prompt for the pick.
     """
-    if policy not in POLICIES:
+    rule = POLICIES.get(policy)
+    if rule is None:
         raise ValueError(f"routing policy {policy!r} does not exist; there are {', '.join(POLICIES)}")
-    rule = POLICIES[policy]
-    ranked = rule.rank(request, candidates, turn)
-    last_resort = all(candidate.suspect for candidate in candidates)
-    best = min(entry.score for entry in ranked if entry.candidate.suspect == last_resort)
-    limit = best + max(NOISE, abs(best) * rule.tolerance) if rule.tolerance else best
-
-    def order(entry: Ranked) -> tuple[object, ...]:
-        candidate = entry.candidate
-        tie = spread(request.id, candidate)
-        if entry.score <= limit:  # as good as the best: less on its way, then more of the prompt in its cache, then by lot
-            return (candidate.suspect, 0, candidate.booked.requests, -candidate.resident_tokens, tie)
-        return (candidate.suspect, 1, entry.score, tie)
-
-    ranked.sort(key=order)
+    joint = join(slate, prefill) if prefill is not None else None
+    seconds = joint.score if joint is not None and policy == JOINT_POLICY else rule.score(slate)
+    score = seconds if slate.candidates == len(seconds) else np.where(slate.open, seconds, np.inf)
+    limit = _limit(slate, score, rule.tolerance)
+    rows = _ranking(slate, score, limit, RANKED)
+    best = rows[0]
+    hop = joint.hop(best, prefill) if joint is not None and prefill is not None else None
+    replica = slate.replicas[best]
+    assert replica is not None
     return Choice(
         policy=policy,
-        ranked=ranked,
-        rejected=list(rejected),
+        replica=replica,
+        resident_tokens=int(slate.resident[best]),
+        endpoints=_endpoints(slate, score, limit, rows, same_layout=hop is not None),
+        whole=slate,
+        rows=rows,
+        table=slate.table.take(rows, axis=1),
+        scores=at(score, rows),
         limit=limit,
-        prompt_tokens=request.prompt_tokens,
-        tokens_unknown=request.tokens_unknown,
+        subset=subset,
+        excluded=excluded,
+        joint=None if joint is None else joint.kept(np.array(rows)),
+        hop=hop,
+    )
+
+
+def _limit(slate: Slate, score: Floats, tolerance: float) -> float:
+    """The score up to which rows are as good as the best; those that may not be picked have the score inf."""
+    best = np.minimum.reduce(score)
+    if slate.last_resorts is not None and (sound := score[slate.open & ~slate.last_resorts]).size:
+        best = sound.min()
+    return float(best + max(NOISE, abs(best) * tolerance) if tolerance else best)
+
+
+def _ranking(slate: Slate, score: Floats, limit: float, most: int) -> list[int]:
+    """The best `most` rows in order, last resorts last."""
+    if slate.last_resorts is None:
+        return _order(slate, score, limit, most)
+    first = _order(slate, np.where(slate.last_resorts, np.inf, score), limit, most)
+    return first + _order(slate, np.where(slate.last_resorts, score, np.inf), limit, most - len(first))
+
+
+def _order(slate: Slate, score: Floats, limit: float, most: int) -> list[int]:
+    """The best `most` rows of finite score. Of those as good as the best: less on its way, then more of the prompt in its cache,
+    then by lot; the others follow by their scores."""
+    ties = _untied(slate, (score <= limit).nonzero()[0].tolist(), most)
+    if len(ties) >= most:
+        return ties[:most]
+    near = list(range(len(score))) if len(score) <= most else score.argpartition(most)[:most].tolist()
+    places = zip(at(score, near), at(slate.seeds, near), near, strict=True)
+    rest = sorted([place for place in places if limit < place[0] < inf])
+    return ties + [row for _, _, row in rest[: most - len(ties)]]
+
+
+def _untied(slate: Slate, ties: list[int], most: int) -> list[int]:
+    """The best `most` of rows with equal scores, in order."""
+    if len(ties) < 2:
+        return ties
+    # Bookings and tokens are whole numbers, so that neither outweighs the one before it.
+    of_booked, booked = slate.prompt_tokens + 1.0, slate.figures.booked_requests
+    if len(ties) <= FEW:
+        known = zip(at(booked, ties), at(slate.resident, ties), slate.lots_of_few(ties), at(slate.seeds, ties), ties, strict=True)
+        ranks = sorted([(requests * of_booked - tokens + lot, seed, row) for requests, tokens, lot, seed, row in known])
+        return [row for _, _, row in ranks]
+    rows = np.array(ties)
+    rank = booked[rows] * of_booked - slate.resident[rows] + slate.lots(rows)
+    best = rank.argpartition(most)[:most] if len(ties) > most else np.arange(len(ties))
+    return rows[best[np.lexsort((slate.seeds[rows][best], rank[best]))]].tolist()
+
+
+def _endpoints(slate: Slate, score: Floats, limit: float, rows: list[int], *, same_layout: bool) -> list[str]:
+    """The pick's, and those to fall back on in its pool; `same_layout`: only where the transferred KV blocks can be read too."""
+    same = rows
+    if same_layout or len(slate.columns.pools) > 1:
+        pools = at(slate.figures.pool, rows)
+        layouts = at(slate.figures.kv_layout, rows) if same_layout else pools
+        likes = zip(rows, pools, layouts, strict=True)
+        same = [row for row, pool, layout in likes if (pool, layout) == (pools[0], layouts[0])]
+        if len(same) < MAX_ENDPOINTS and len(rows) < slate.candidates:  # behind those ranked there may be others like it
+            like = slate.figures.pool == pools[0]
+            if same_layout:
+                like &= slate.figures.kv_layout == layouts[0]
+            same = _ranking(slate, np.where(like, score, np.inf), limit, MAX_ENDPOINTS)
+    return [slate.endpoints[row] for row in same[:MAX_ENDPOINTS]]
+
+
+def _candidate(slate: Slate, row: int) -> Candidate:
+    f, replica = slate.figures, slate.replicas[row]
+    assert replica is not None
+    age = slate.now - float(f.heard_at[row])
+    return Candidate(
+        key=key_of(replica),
+        name=replica.name,
+        pool=replica.pool,
+        endpoint=replica.endpoint,
+        report_age_s=None if np.isinf(age) else age,
+        running=int(f.running[row]),
+        waiting=int(f.waiting[row]),
+        booked=Booked(int(f.booked_requests[row]), int(f.booked_tokens[row])),
+        resident_tokens=int(slate.resident[row]),
+        last_resort=slate.last_resorts is not None and bool(slate.last_resorts[row]),
     )
 
 
@@ -102,7 +266,7 @@ def _comparison(first: Ranked, second: Ranked, limit: float) -> str:
     """One sentence on why `first` comes before `second`: a tie and what broke it, or the term that differs most."""
     one, other = first.candidate, second.candidate
     a, b = one.name, other.name
-    if one.suspect != other.suspect:
+    if one.last_resort != other.last_resort:
         return f"{a} before {b}, which has recently failed to answer"
     scores = f"{a} ({first.score:.4g}) before {b} ({second.score:.4g})"
     if second.score <= limit:

@@ -1,61 +1,39 @@
-"""Policies: ways to rank candidates. `Cost` is the one to use; the others are the field's, for comparison.
+"""Policies: ways to rank replicas. `Cost` is the one to use; the others are the field's, for comparison.
 
-Every policy is a function of its arguments: randomness is drawn from the request's id and round robin's turn is an argument, so
-that a decision can be repeated.
+Every policy is a function of the slate: randomness is drawn from the request's id and round robin's turn is part of it, so that
+a decision can be repeated.
 """
 
-import hashlib
-from collections.abc import Sequence
-from statistics import fmean
 from typing import Final, Protocol
 
-import msgspec
+import numpy as np
 
-from penstock.gateway.picker.candidates import Candidate
-from penstock.gateway.picker.cost import Estimate, common_rates, estimate
-from penstock.gateway.picker.request import RequestView
-
-
-class Ranked(msgspec.Struct, frozen=True):
-    """A candidate with what a policy makes of it: the least `score` wins."""
-
-    candidate: Candidate
-    score: float
-    basis: Estimate | dict[str, float] = {}
-
-    @property
-    def terms(self) -> dict[str, float]:
-        """The figures behind the score, for people."""
-        if isinstance(self.basis, Estimate):
-            return {**msgspec.structs.asdict(self.basis), "ttft_s": self.basis.ttft_s}
-        return self.basis
+from penstock.gateway.picker.columns import PRIOR_ROWS
+from penstock.gateway.picker.cost import cost_s, estimate
+from penstock.gateway.picker.figures import Floats
+from penstock.gateway.picker.slate import Slate
 
 
 class Policy(Protocol):
-    """Scores all candidates of one pick, in their order."""
+    """Scores all rows of a slate; of those that may be picked the least score wins."""
 
     tolerance: float
     """Scores within this share of the best count as equal: such differences are noise, and following them herds."""
 
-    def rank(self, request: RequestView, candidates: Sequence[Candidate], turn: int) -> list[Ranked]:
-        """One `Ranked` a candidate; `turn` rises by one with every pick of the model."""
+    def score(self, slate: Slate) -> Floats:
+        """float64 [rows]; what it says of rows that may not be picked is ignored."""
+        ...
+
+    def terms(self, slate: Slate) -> dict[str, Floats]:
+        """The figures behind the score, for people."""
         ...
 
 
-def spread(request_id: str, candidate: Candidate) -> float:
-    """A number in [0, 1) that differs by request and replica: rendezvous hashing, so that ties spread and yet repeat."""
-    digest = hashlib.blake2b(f"{request_id}/{candidate.key.uid}/{candidate.key.port}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "big") / 2**56
-
-
-def requests_at(candidates: Sequence[Candidate]) -> list[float]:
-    """Requests at each candidate, booked ones included; where nothing is reported, one more than the others' average."""
-    known = [c.report.num_requests_running + c.report.waiting for c in candidates if c.report is not None]
-    unknown = (fmean(known) if known else 0.0) + 1
-    return [
-        (c.report.num_requests_running + c.report.waiting if c.report is not None else unknown) + c.booked.requests
-        for c in candidates
-    ]
+def requests_at(slate: Slate) -> Floats:
+    """Requests at each replica, booked ones included; where nothing is reported, one more than the others' average."""
+    f = slate.figures
+    reported = np.where(f.heard_at > -np.inf, f.running + f.waiting, slate.rates.requests + 1)
+    return reported + f.booked_requests
 
 
 class Cost:
@@ -63,13 +41,16 @@ class Cost:
 
     tolerance = 0.02
 
-    def rank(self, request: RequestView, candidates: Sequence[Candidate], turn: int) -> list[Ranked]:
-        rates = common_rates(candidates)
-        ranked: list[Ranked] = []
-        for candidate in candidates:
-            cost = estimate(request, candidate, rates)
-            ranked.append(Ranked(candidate, cost.cost_s(request.max_tokens), cost))
-        return ranked
+    def score(self, slate: Slate) -> Floats:
+        """See `Estimate.cost_s`."""
+        return cost_s(slate)
+
+    def terms(self, slate: Slate) -> dict[str, Floats]:
+        """Those of the estimate."""
+        cost = estimate(slate)
+        ttft_s = cost.ttft_s
+        correction_s = (slate.figures.correction - 1) * (ttft_s + cost.others_s)
+        return {**cost._asdict(), "correction_s": correction_s, "ttft_s": ttft_s}
 
 
 class Random:
@@ -77,8 +58,13 @@ class Random:
 
     tolerance = 0.0
 
-    def rank(self, request: RequestView, candidates: Sequence[Candidate], turn: int) -> list[Ranked]:
-        return [Ranked(candidate, spread(request.id, candidate)) for candidate in candidates]
+    def score(self, slate: Slate) -> Floats:
+        """A lot."""
+        return slate.lots(np.arange(len(slate.open)))
+
+    def terms(self, slate: Slate) -> dict[str, Floats]:
+        """None."""
+        return {}
 
 
 class RoundRobin:
@@ -86,9 +72,16 @@ class RoundRobin:
 
     tolerance = 0.0
 
-    def rank(self, request: RequestView, candidates: Sequence[Candidate], turn: int) -> list[Ranked]:
-        order = {candidate.key: at for at, candidate in enumerate(sorted(candidates, key=lambda c: (c.name, c.key)))}
-        return [Ranked(candidate, (order[candidate.key] - turn) % len(candidates)) for candidate in candidates]
+    def score(self, slate: Slate) -> Floats:
+        """How many turns until it is this one's."""
+        order = slate.by_name[slate.open[slate.by_name]]
+        turns = np.zeros(len(slate.open))
+        turns[order] = (np.arange(slate.candidates) - slate.turn) % slate.candidates
+        return turns
+
+    def terms(self, slate: Slate) -> dict[str, Floats]:
+        """None."""
+        return {}
 
 
 class LeastRequest:
@@ -96,9 +89,13 @@ class LeastRequest:
 
     tolerance = 0.0
 
-    def rank(self, request: RequestView, candidates: Sequence[Candidate], turn: int) -> list[Ranked]:
-        counts = requests_at(candidates)
-        return [Ranked(c, count, {"requests": count}) for c, count in zip(candidates, counts, strict=True)]
+    def score(self, slate: Slate) -> Floats:
+        """Requests at each."""
+        return requests_at(slate)
+
+    def terms(self, slate: Slate) -> dict[str, Floats]:
+        """The same."""
+        return {"requests": requests_at(slate)}
 
 
 class PowerOfTwo:
@@ -106,42 +103,42 @@ class PowerOfTwo:
 
     tolerance = 0.0
 
-    def rank(self, request: RequestView, candidates: Sequence[Candidate], turn: int) -> list[Ranked]:
-        counts = requests_at(candidates)
-        drawn = {c.key for c in sorted(candidates, key=lambda c: spread(request.id, c))[:2]}
-        behind = max(counts) + 1
-        return [
-            Ranked(c, count if c.key in drawn else behind + count, {"requests": count})
-            for c, count in zip(candidates, counts, strict=True)
-        ]
+    def score(self, slate: Slate) -> Floats:
+        """Requests at each, far more at those not drawn."""
+        counts = requests_at(slate)
+        among = np.flatnonzero(slate.open)
+        drawn = among[np.argsort(slate.lots(among))[:2]]
+        score = counts + (counts.max() + 1)
+        score[drawn] = counts[drawn]
+        return score
+
+    def terms(self, slate: Slate) -> dict[str, Floats]:
+        """Requests at each."""
+        return {"requests": requests_at(slate)}
 
 
 class WeightedScore:
-    """The classic score α·prefix − β·queue − γ·kv (requirement RT-28), each term between 0 and 1.
-
-    Args:
-        prefix: α, weight of the resident share of the prompt.
-        queue: β, weight of waiting requests as a share of the replica's rows.
-        kv: γ, weight of KV usage.
-    """
+    """The classic score α·prefix − β·queue − γ·kv (requirement RT-28), each term between 0 and 1: the resident share of the
+    prompt, waiting requests as a share of the replica's rows, KV usage. The weights are the model's."""
 
     tolerance = 0.0
 
-    def __init__(self, prefix: float = 3.0, queue: float = 2.0, kv: float = 2.0) -> None:
-        self.prefix, self.queue, self.kv = prefix, queue, kv
+    def score(self, slate: Slate) -> Floats:
+        """The score, negated."""
+        terms, weights = self.terms(slate), slate.weights
+        return weights.queue * terms["queue"] + weights.kv * terms["kv"] - weights.prefix * terms["prefix"]
 
-    def rank(self, request: RequestView, candidates: Sequence[Candidate], turn: int) -> list[Ranked]:
-        return [self._ranked(request, candidate) for candidate in candidates]
-
-    def _ranked(self, request: RequestView, candidate: Candidate) -> Ranked:
-        report, booked = candidate.report, candidate.booked.requests
-        prefix = candidate.resident_tokens / max(request.prompt_tokens, 1)
-        # Without a report: half full, which is neither no load nor a verdict.
-        rows = (report.max_num_seqs if report else 0) or 256
-        queue = min(((report.waiting if report else rows / 2) + booked) / rows, 1.0)
-        usage = report.kv_cache_usage_perc if report else 0.5
-        score = -(self.prefix * prefix - self.queue * queue - self.kv * usage)
-        return Ranked(candidate, score, {"prefix": prefix, "queue": queue, "kv": usage})
+    def terms(self, slate: Slate) -> dict[str, Floats]:
+        """The three shares. Without a report: half full, which is neither no load nor a verdict."""
+        f = slate.figures
+        heard = f.heard_at > -np.inf
+        rows = np.where(f.rows > 0, f.rows, PRIOR_ROWS)
+        waiting = np.where(heard, f.waiting, rows / 2) + f.booked_requests
+        return {
+            "prefix": slate.resident / max(slate.prompt_tokens, 1),
+            "queue": np.minimum(waiting / rows, 1.0),
+            "kv": np.where(heard, f.kv_usage, 0.5),
+        }
 
 
 POLICIES: Final[dict[str, Policy]] = {

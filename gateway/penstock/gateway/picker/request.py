@@ -2,6 +2,8 @@
 
 import msgspec
 
+from penstock.gateway.picker.candidates import ReplicaKey
+
 
 class Prompt(msgspec.Struct, frozen=True):
     """One prompt of a request (`/v1/completions` may bring several)."""
@@ -11,6 +13,15 @@ class Prompt(msgspec.Struct, frozen=True):
     """Chained hashes of the full blocks (`penstock.prompt.hashing`); empty where tokens could not be computed."""
 
 
+class HashSpace(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompts of a request as some of the model's replicas tokenise and hash them."""
+
+    prompts: tuple[Prompt, ...]
+    block_size: int
+    """Tokens in a block."""
+    replicas: frozenset[ReplicaKey]
+
+
 class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     """A request as the decision core sees it."""
 
@@ -18,13 +29,26 @@ class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     model: str
     """What the client put in `model`."""
+    adapter: str | None = None
+    """The LoRA adapter that it names, as engines call it; None: the model itself."""
     prompts: tuple[Prompt, ...]
     block_size: int = 16
     """Tokens in a block of `prompts`."""
+    elsewhere: tuple[HashSpace, ...] = ()
+    """The same prompts for replicas that hash otherwise, as during a rollout."""
     tokens_unknown: str | None = None
     """Why the prompt could not be tokenised; its tokens are then guessed from its bytes and nothing counts as resident."""
     max_tokens: int | None = None
     stream: bool = False
+    answers: int = 1
+    """How many the client wants of each prompt."""
+
+    def space_of(self, key: ReplicaKey) -> tuple[tuple[Prompt, ...], int]:
+        """The prompts as `key` tokenises and hashes them, and the tokens in a block of theirs."""
+        for space in self.elsewhere:
+            if key in space.replicas:
+                return space.prompts, space.block_size
+        return self.prompts, self.block_size
 
     @property
     def prompt_tokens(self) -> int:

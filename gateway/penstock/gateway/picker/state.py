@@ -1,22 +1,42 @@
 """All that a gateway process knows of the fleet: what discovery says, what replicas report, what they cache and what was sent to
 them. No I/O; time is an argument (monotonic seconds)."""
 
-from collections.abc import Collection
+from bisect import bisect_left
+from collections.abc import Collection, Mapping
 
 import msgspec
+import numpy as np
 
 from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, RequestFinished
-from penstock.api.fleet import Fleet, Model, Pool, PoolLoad, PoolsView, Replica, ReplicaLoad
+from penstock.api.fleet import (
+    LATENCY_EDGES_S,
+    Engine,
+    Fleet,
+    InferencePool,
+    Model,
+    Pool,
+    PoolLoad,
+    PoolsView,
+    Replica,
+    ReplicaLoad,
+)
 from penstock.api.load_report import LoadReport
 from penstock.gateway.load.reports import ReportStore
-from penstock.gateway.picker.bookings import Bookings, State
-from penstock.gateway.picker.candidates import Candidate, Rejected, ReplicaKey, eligible, key_of
+from penstock.gateway.load.traits import Traits
+from penstock.gateway.models.names import Names
+from penstock.gateway.models.outcomes import Outcomes
+from penstock.gateway.picker.bookings import Booking, Bookings, State
+from penstock.gateway.picker.candidates import Booked, ReplicaKey, key_of
+from penstock.gateway.picker.columns import Columns
+from penstock.gateway.picker.coming import Coming
+from penstock.gateway.picker.figures import Floats
+from penstock.gateway.picker.outliers import Outliers
 from penstock.gateway.picker.request import RequestView
-from penstock.gateway.picker.subset import Subset
-from penstock.gateway.residency.index import ResidencyIndex
-
-SUSPECT_S = 2.0
-"""How long a replica that failed to answer is a last resort; each poll or request that it answers ends that."""
+from penstock.gateway.picker.resident import ResidentColumn
+from penstock.gateway.picker.slate import Slate, slate_of
+from penstock.gateway.picker.subset import Subset, spelled
+from penstock.gateway.residency.beliefs import Beliefs
+from penstock.gateway.residency.index import Knowledge, ResidencyIndex
 
 
 class FleetChange(msgspec.Struct, frozen=True):
@@ -35,15 +55,30 @@ class FleetState:
         """Rises when replicas change or a hold begins: what must wake an autoscaler."""
         self.reports = ReportStore()
         self.residency = ResidencyIndex()
-        self.bookings = Bookings()
+        self.beliefs = Beliefs(self.residency)
+        self.outliers = Outliers()
+        self._traits: dict[ReplicaKey, Traits] = {}
+        self.bookings = Bookings(self._booked, self._left)
+        self._coming = Coming(self.bookings)
         self.held: dict[str, int] = {}
         """Requests held by model id."""
         self._replicas: dict[ReplicaKey, Replica] = {}
         self._by_endpoint: dict[str, ReplicaKey] = {}
         self._by_model: dict[str, list[Replica]] = {}
-        self._models: dict[str, Model] = {}
-        self._suspect_until: dict[ReplicaKey, float] = {}
+        self.names = Names(self.fleet)
+        """Who owns which name."""
+        self.outcomes = Outcomes()
+        self._inference_pools: dict[str, InferencePool] = {}
+        self._columns: dict[str, Columns] = {}
+        """Of those that answer requests, by model id."""
+        self._prefill: dict[str, Columns] = {}
+        self._resident: dict[Columns, ResidentColumn] = {}
+        """Of those that only compute prompts, likewise."""
+        self._places: dict[ReplicaKey, tuple[Columns, int]] = {}
+        """Where the figures of each replica stand."""
         self._turns: dict[str, int] = {}
+        self._ttft_counts: dict[str, list[int]] = {}
+        """By pool."""
 
     def update(self, fleet: Fleet) -> FleetChange:
         """Takes in what discovery sees now."""
@@ -54,31 +89,51 @@ class FleetState:
         )
         for key in change.removed:
             self.bookings.release_all(key, "replica_gone")
-            self.residency.drop(key)
+            self.beliefs.drop(key)
             self.reports.drop(key)
-            self._suspect_until.pop(key, None)
+            self._traits.pop(key, None)
+            self.outliers.drop(key)
         if replicas != self._replicas:
             self.version += 1
         self.fleet, self._replicas = fleet, replicas
         # A terminating replica's address may have been given to a new one already: the new one owns it.
         order = sorted(replicas.items(), key=lambda item: not item[1].terminating)
-        self._by_endpoint = {replica.endpoint: key for key, replica in order}
-        self._models = {name: model for model in fleet.models for name in model.served_names}
-        model_of = {pool.id: pool.model for pool in fleet.pools if _takes_requests(pool)}
+        self._by_endpoint = {spelled(replica.endpoint): key for key, replica in order}
+        self.names = Names(fleet)
+        self._inference_pools = {pool.id: pool for pool in fleet.inference_pools}
+        pools = {pool.id: pool for pool in fleet.pools}
+        self._ttft_counts = {pool: counts for pool, counts in self._ttft_counts.items() if pool in pools}
         self._by_model = {}
+        prefill: dict[str, list[Replica]] = {}
         for replica in fleet.replicas:
-            if replica.pool in model_of:
-                self._by_model.setdefault(model_of[replica.pool], []).append(replica)
+            if (pool := pools.get(replica.pool)) is not None:
+                (self._by_model if _takes_requests(pool) else prefill).setdefault(pool.model, []).append(replica)
+        before, self._places = self._places, {}
+        self._columns = self._placed(self._columns, self._by_model, before)
+        self._prefill = self._placed(self._prefill, prefill, before)
+        current = {*self._columns.values(), *self._prefill.values()}
+        self._resident = {columns: self._resident.get(columns) or ResidentColumn(self.residency, columns) for columns in current}
         return change
 
-    @property
-    def served_names(self) -> dict[str, Model]:
-        """Every name that clients may put in `model`, with the model that owns it."""
-        return self._models
+    def _placed(
+        self, old: dict[str, Columns], members: dict[str, list[Replica]], before: dict[ReplicaKey, tuple[Columns, int]]
+    ) -> dict[str, Columns]:
+        """Gives every replica its row, and a new row what is known already."""
+        placed = {model: old.get(model) or Columns() for model in members}
+        for model, columns in placed.items():
+            columns.update(members[model])
+            for key, row in columns.rows.items():
+                self._places[key] = columns, row
+                if before.get(key) != (columns, row):
+                    if (heard := self.reports.get(key)) is not None:
+                        columns.report(row, heard.report, heard.at)
+                    self._booked(key, self.bookings.outstanding(key))
+                    self._stand(key)
+        return placed
 
-    def model(self, name: str) -> Model | None:
-        """The model that a client's `model` names."""
-        return self._models.get(name)
+    def inference_pool(self, pool: str) -> InferencePool | None:
+        """An InferencePool by its id."""
+        return self._inference_pools.get(pool)
 
     def replicas(self) -> dict[ReplicaKey, Replica]:
         """All replicas."""
@@ -88,15 +143,57 @@ class FleetState:
         """The replicas that requests for `model` may go to, ready or not."""
         return self._by_model.get(model.id, [])
 
-    def key_at(self, endpoint: str) -> ReplicaKey | None:
-        """The replica at an `ip:port`."""
-        return self._by_endpoint.get(endpoint)
+    def names_at(self, replica: Replica) -> list[str]:
+        """What the model that `replica` serves is called."""
+        models = {pool.model for pool in self.fleet.pools if pool.id == replica.pool}
+        return [name for model in self.fleet.models if model.id in models for name in (*model.served_names, model.id)]
 
-    def turn(self, model: Model) -> int:
+    def engine(self, key: ReplicaKey) -> Engine:
+        """What `key` runs; `auto` as long as nobody knows."""
+        return self.traits(key).engine
+
+    def traits(self, key: ReplicaKey) -> Traits:
+        """The settings of the engine at `key`."""
+        known = self._traits.get(key)
+        if known is None:
+            replica = self._replicas.get(key)
+            known = Traits(engine=replica.engine if replica else "auto")
+        return known
+
+    def learned(self, key: ReplicaKey, traits: Traits) -> None:
+        """The engine at `key` has told its settings."""
+        if key in self._replicas:
+            self._traits[key] = traits
+            if not self.tells(key):
+                self.beliefs.history.set_blocks(key, traits.num_blocks)
+
+    def tells(self, key: ReplicaKey) -> bool:
+        """Whether `key` says by events what it caches."""
+        replica = self._replicas.get(key)
+        return replica is not None and replica.events_port != 0
+
+    def key_at(self, endpoint: str) -> ReplicaKey | None:
+        """The replica at an `ip:port`, however the address is written."""
+        return self._by_endpoint.get(endpoint) or self._by_endpoint.get(spelled(endpoint))
+
+    def picked(self, model: Model) -> None:
         """Counts the picks of a model."""
-        turn = self._turns.get(model.id, 0)
-        self._turns[model.id] = turn + 1
-        return turn
+        self._turns[model.id] = self._turns.get(model.id, 0) + 1
+
+    def routed(
+        self, model: Model, request: RequestView, key: ReplicaKey, resident_tokens: int, now: float, ttft_s: float = 0.0
+    ) -> None:
+        """`request` goes to `key`, which is believed to cache so many of its prompt tokens and promises its first token in
+        `ttft_s` seconds (0: nobody has asked)."""
+        self.beliefs.routed(key, model.id, request, resident_tokens, now, tells=self.tells(key), ttft_s=ttft_s)
+
+    def book(self, request: RequestView, key: ReplicaKey, resident_tokens: int, now: float) -> Booking:
+        """A booking of `request` at `key`, which computes all but `resident_tokens` of it; what it then caches counts at once."""
+        booking = self.bookings.book(request.id, key, request.prompt_tokens - resident_tokens, now)
+        if len(request.prompts) == 1 and self.tells(key):  # of others `beliefs` takes the same for granted
+            (prompt,), block_size = request.space_of(key)
+            self._coming.expect(booking, prompt.block_hashes, resident_tokens // block_size)
+        return booking
 
     # --- what replicas say ---
 
@@ -107,12 +204,34 @@ class FleetState:
         if self.reports.observe(key, report, now):
             self.restarted(key)
         self.bookings.reported(key, report.epoch, report.seq, now if asked_at is None else asked_at)
-        self._suspect_until.pop(key, None)
+        self.outliers.heard(key, now)
+        self._stand(key)
+        if key in self._places:
+            columns, row = self._places[key]
+            heard = self.reports.get(key)
+            if heard is not None and heard.report is report:
+                columns.report(row, report, heard.at)
 
     def restarted(self, key: ReplicaKey) -> None:
         """`key` is a new process: what the old one ran and cached is gone."""
         self.bookings.release_all(key, "new_epoch")
-        self.residency.clear(key)
+        self.beliefs.restarted(key)
+        self.outliers.drop(key)
+        self._stand(key)
+        if key in self._places:
+            columns, row = self._places[key]
+            columns.trust_again(row)
+
+    def events_lost(self, key: ReplicaKey) -> None:
+        """Block events of `key` are gone for good: what it stores from now on is all that counts."""
+        if key in self._replicas:
+            self.residency.clear(key)
+            self.residency.set_knowledge(key, Knowledge.PARTIAL)
+
+    def events_complete(self, key: ReplicaKey) -> None:
+        """The block events of `key` are complete."""
+        if key in self._replicas:
+            self.residency.set_knowledge(key, Knowledge.EXACT)
 
     def event(self, key: ReplicaKey, event: Event, now: float) -> None:
         """One event of the stream of `key`."""
@@ -127,17 +246,64 @@ class FleetState:
                 self.residency.clear(key)
             case RequestFinished():
                 self.bookings.finished(key, event.request_id)
+                self._finished(key, event)
             case LoadReport():
                 self.reported(key, event, now)
 
-    def suspect(self, key: ReplicaKey, now: float) -> None:
-        """A request sent to `key` was answered by another replica, or by none."""
+    def _finished(self, key: ReplicaKey, event: RequestFinished) -> None:
+        if event.ttft_s:
+            counts = self._ttft_counts.setdefault(self._replicas[key].pool, [0] * (len(LATENCY_EDGES_S) + 1))
+            counts[bisect_left(LATENCY_EDGES_S, event.ttft_s)] += 1
+        prediction = self.beliefs.finished(key, event)
+        if key in self._places and event.output_tokens:
+            columns, row = self._places[key]
+            columns.finished(event.output_tokens)
+            if prediction is not None and prediction.times(event):
+                columns.first_token(row, prediction.ttft_s, event.ttft_s)
+
+    def correction(self, key: ReplicaKey) -> float:
+        """By what the times that `key` promises are multiplied."""
+        if key not in self._places:
+            return 1.0
+        columns, row = self._places[key]
+        return float(columns.figures.correction[row])
+
+    def unreachable(self, key: ReplicaKey, now: float) -> None:
+        """`key` could not be connected to, or gave no answer."""
         if key in self._replicas:
-            self._suspect_until[key] = now + SUSPECT_S
+            self.outliers.unreachable(key, now)
+            self._stand(key)
+
+    def refused(self, key: ReplicaKey, now: float) -> None:
+        """`key` would not take a request, and says so."""
+        if key in self._replicas:
+            self.outliers.refused(key, now)
+            self._stand(key)
+
+    def answered(self, key: ReplicaKey, now: float, *, error: bool) -> None:
+        """`key` answered a request; `error`: with a failure of its own."""
+        if key in self._replicas:
+            (self.outliers.error if error else self.outliers.answered)(key, now)
+            self._stand(key)
+
+    def _stand(self, key: ReplicaKey) -> None:
+        if key in self._places:
+            columns, row = self._places[key]
+            columns.stand(row, self.outliers.standing(key))
+
+    def _booked(self, key: ReplicaKey, booked: Booked) -> None:
+        if key in self._places:
+            columns, row = self._places[key]
+            columns.booked(row, booked)
+
+    def _left(self, key: ReplicaKey) -> None:
+        if key in self._places:
+            columns, row = self._places[key]
+            columns.left(row)
 
     # --- what the picker asks ---
 
-    def candidates(
+    def slate(
         self,
         model: Model,
         request: RequestView,
@@ -146,8 +312,8 @@ class FleetState:
         subset: Subset | None = None,
         excluded: Collection[ReplicaKey] = (),
         comparable: Collection[ReplicaKey] | None = None,
-    ) -> tuple[list[Candidate], list[Rejected]]:
-        """Those that may be picked for `request`, and the others with reasons.
+    ) -> Slate:
+        """The pick of `request`: who may take it, and all that is known of them.
 
         Args:
             model: The model that the request names.
@@ -157,35 +323,40 @@ class FleetState:
             excluded: Replicas that this request must not go to.
             comparable: Replicas whose hash space is that of the request's hashes; residency elsewhere says nothing. None: all.
         """
-        allowed, rejected = eligible(self.replicas_of(model), subset=subset, excluded=excluded)
-        resident = self._resident_tokens(request)
-        candidates = [self._candidate(replica, now, resident, comparable) for replica in allowed]
-        return candidates, rejected
+        columns = self._columns.get(model.id) or Columns()
+        resident = self._resident_tokens(columns, request, comparable)
+        eligible, turn = columns.eligible(subset, excluded), self._turns.get(model.id, 0)
+        return slate_of(request, columns, eligible, resident, now, turn, model.weights)
 
-    def _candidate(
-        self, replica: Replica, now: float, resident: dict[ReplicaKey, int], comparable: Collection[ReplicaKey] | None
-    ) -> Candidate:
-        key = key_of(replica)
-        heard = self.reports.get(key)
-        return Candidate(
-            key=key,
-            name=replica.name,
-            pool=replica.pool,
-            endpoint=replica.endpoint,
-            report=heard.report if heard else None,
-            report_age_s=now - heard.at if heard else 0.0,
-            booked=self.bookings.outstanding(key),
-            resident_tokens=resident.get(key, 0) if comparable is None or key in comparable else 0,
-            suspect=self._suspect_until.get(key, now) > now,
-        )
+    def prefill_slate(
+        self,
+        model: Model,
+        request: RequestView,
+        now: float,
+        *,
+        subset: Subset | None = None,
+        comparable: Collection[ReplicaKey] | None = None,
+    ) -> Slate | None:
+        """Those that may compute the prompt of `request` for the replica that answers it; None where there are none. For the
+        arguments see `slate`."""
+        columns = self._prefill.get(model.id)
+        if columns is None or not columns.open_count:
+            return None
+        resident = self._resident_tokens(columns, request, comparable)
+        eligible, turn = columns.eligible(subset, ()), self._turns.get(model.id, 0)
+        return slate_of(request, columns, eligible, resident, now, turn, model.weights)
 
-    def _resident_tokens(self, request: RequestView) -> dict[ReplicaKey, int]:
-        """Prompt tokens that each replica's cache would supply: whole blocks, without the last token."""
-        tokens: dict[ReplicaKey, int] = {}
-        for prompt in request.prompts:
-            for key, depth in self.residency.longest_prefix(prompt.block_hashes).items():
-                blocks = min(depth, (prompt.tokens - 1) // request.block_size)
-                tokens[key] = tokens.get(key, 0) + blocks * request.block_size
+    def _resident_tokens(self, columns: Columns, request: RequestView, comparable: Collection[ReplicaKey] | None) -> Floats:
+        if columns not in self._resident:  # of a model without replicas
+            return np.zeros(0)
+        column = self._resident[columns]
+        tokens = column.tokens(request.prompts, request.block_size, comparable)
+        for space in request.elsewhere:
+            tokens += column.tokens(space.prompts, space.block_size, space.replicas)
+        if len(request.prompts) == 1 and self._coming:
+            self._coming.add_to(tokens, request.prompts[0], request.block_size, columns.rows, comparable)
+            for space in request.elsewhere:
+                self._coming.add_to(tokens, space.prompts[0], space.block_size, columns.rows, space.replicas)
         return tokens
 
     # --- what the autoscaler asks ---
@@ -201,8 +372,8 @@ class FleetState:
         if not self.held[model.id]:
             del self.held[model.id]
 
-    def pools(self, gateway: str, now: float) -> PoolsView:
-        """The pooled load. Held requests belong to a model: its first pool shows them."""
+    def pools(self, gateway: str, now: float, refused: Mapping[str, str] = {}) -> PoolsView:
+        """The pooled load. Held requests belong to a model: its first pool shows them. `refused`: Envoy's words, by pool."""
         by_pool: dict[str, list[ReplicaLoad]] = {pool.id: [] for pool in self.fleet.pools}
         for key, replica in self._replicas.items():
             if replica.pool in by_pool:
@@ -214,10 +385,19 @@ class FleetState:
                 model=pool.model,
                 held=held.pop(pool.model, 0) if _takes_requests(pool) else 0,
                 replicas=by_pool[pool.id],
+                refused=refused.get(pool.id),
+                ttft_counts=list(self._ttft_counts.get(pool.id, ())),
             )
             for pool in self.fleet.pools
         ]
-        return PoolsView(gateway=gateway, version=self.version, pools=loads)
+        return PoolsView(
+            gateway=gateway,
+            version=self.version,
+            pools=loads,
+            conflicts=self.names.conflicts,
+            epoch=self.outcomes.epoch,
+            models=self.outcomes.view(self.names),
+        )
 
     def _load(self, key: ReplicaKey, replica: Replica, now: float) -> ReplicaLoad:
         heard = self.reports.get(key)
@@ -231,6 +411,7 @@ class FleetState:
             report_age_s=now - heard.at if heard else None,
             pending=self.bookings.count(key, State.PENDING),
             in_flight=self.bookings.count(key),
+            resident_blocks=self.residency.blocks(key),
         )
 
 

@@ -2,6 +2,7 @@
 nothing."""
 
 import ipaddress
+from collections.abc import Iterable
 from typing import cast
 
 import msgspec
@@ -17,8 +18,14 @@ class Subset(msgspec.Struct, frozen=True):
 
     def allows(self, replica: Replica) -> bool:
         """Whether the gateway lets this request go to `replica`."""
-        host = _address(replica.host)
+        host = canonical(replica.host)
         return host in self.hosts or (host, replica.port) in self.endpoints
+
+
+def only(replicas: Iterable[Replica], within: Subset | None) -> Subset:
+    """These replicas, as far as `within` allows them."""
+    kept = (replica for replica in replicas if within is None or within.allows(replica))
+    return Subset(frozenset(), frozenset((canonical(replica.host), replica.port) for replica in kept))
 
 
 def parse_subset(value: object) -> Subset:
@@ -51,15 +58,23 @@ def _split(item: str) -> tuple[str, int | None]:
     else:  # a bare address, IPv6 without brackets included
         host, separator, port = item, "", ""
     if not separator:
-        return _address(host), None
-    if separator != ":" or not (port.isascii() and port.isdigit()):
+        return canonical(host), None
+    if separator != ":" or not (port.isascii() and port.isdigit() and len(port) <= 5):
         return "", None
-    return _address(host), int(port)
+    return canonical(host), int(port)
 
 
-def _address(text: str) -> str:
+def canonical(text: str) -> str:
     """The canonical spelling of an IP address; empty where `text` is none."""
     try:
         return str(ipaddress.ip_address(text))
     except ValueError:
         return ""
+
+
+def spelled(endpoint: str) -> str:
+    """An `ip:port` with its address in the canonical spelling, IPv6 in brackets; what is none stays as it is."""
+    host, port = _split(endpoint)
+    if not host or port is None:
+        return endpoint
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,9 +1,16 @@
-"""What Envoy must be told on its command line: who it is, and where the gateway is. Everything else comes over ADS."""
+"""What Envoy must be told on its command line: who it is, and where the gateways are. Everything else comes over ADS."""
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 GATEWAY_CLUSTER = "penstock_gateway"
-"""The static cluster of the gateway process: ADS and the picker are one gRPC server."""
+"""The static cluster of the gateway processes' control plane: ADS, and the access log."""
+PICKER_CLUSTER = "penstock_picker"
+"""The static cluster of the gateway processes' pickers."""
+READINESS = "readiness"
+"""The name under which the gateway's gRPC health says whether it may be asked."""
 
 _EXTENSIONS = "type.googleapis.com/envoy.extensions"
 _MAX_CLIENT_CONNECTIONS = 50_000
@@ -11,40 +18,72 @@ _NO_LIMIT = 1_000_000
 # Envoy's own figures reach 30 s, and as long an Envoy that started before its gateway would serve nobody.
 _RECONNECT = {"retry_back_off": {"base_interval": "0.25s", "max_interval": "2s"}}
 _LOOK_UP = "1s"
-"""How often the gateway's name is looked up: a new gateway pod has a new address."""
+"""How often a gateway's name is looked up: a new gateway pod has a new address."""
 
 
-def bootstrap(*, xds_host: str, xds_port: int, node_id: str, admin_port: int | None) -> dict[str, Any]:
-    """The bootstrap as JSON.
+class Address(NamedTuple):
+    """Where a gateway listens: an IP address or a DNS name, and a port."""
 
-    Args:
-        xds_host: IP address or DNS name of the gateway.
-        admin_port: Envoy's admin interface (statistics, configuration dump) on 127.0.0.1; None for none.
-    """
-    admin = {} if admin_port is None else {"admin": {"address": _address("127.0.0.1", admin_port)}}
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayTls:
+    """TLS on the way to the gateways."""
+
+    ca: Path
+    """PEM: who signs the gateways' certificates."""
+    names: tuple[str, ...] = ()
+    """Names of which a gateway's certificate must hold one; none: any that the CA has signed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BootstrapSettings:
+    """What the flags of `penstock envoy` say."""
+
+    node_id: str
+    gateways: Sequence[Address]
+    """The control plane of each gateway process. The first that is ready is asked, the next when it is not."""
+    pickers: Sequence[Address] = ()
+    """Their pickers, in the same order; none: at the same addresses."""
+    admin: Address | Path
+    """Envoy's admin interface: TCP, or a Unix socket."""
+    delta: bool = True
+    """Incremental xDS: what changed is sent, and not all that there is."""
+    tls: GatewayTls | None = None
+
+
+def bootstrap(settings: BootstrapSettings) -> dict[str, Any]:
+    """The bootstrap as JSON."""
     subscription = {"ads": {}, "resource_api_version": "V3"}
+    gateways = _cluster(GATEWAY_CLUSTER, settings.gateways, settings.tls)
+    # A control plane that is not well is left at once; what a picker has begun, it may still end.
+    gateways["close_connections_on_host_health_failure"] = True
+    pickers = _cluster(PICKER_CLUSTER, settings.pickers or settings.gateways, settings.tls)
     return {
-        "node": {"id": node_id, "cluster": "penstock"},
+        "node": {"id": settings.node_id, "cluster": "penstock"},
         "dynamic_resources": {
             "ads_config": {
-                "api_type": "GRPC",
+                "api_type": "DELTA_GRPC" if settings.delta else "GRPC",
                 "transport_api_version": "V3",
                 "grpc_services": [{"envoy_grpc": {"cluster_name": GATEWAY_CLUSTER, "retry_policy": _RECONNECT}}],
             },
             "cds_config": subscription,
             "lds_config": subscription,
         },
-        "static_resources": {"clusters": [_gateway_cluster(xds_host, xds_port)]},
+        "static_resources": {"clusters": [gateways, pickers]},
         "overload_manager": {"resource_monitors": [_connection_limit()]},
-        **admin,
+        "admin": {"address": _admin(settings.admin)},
     }
 
 
-def _gateway_cluster(host: str, port: int) -> dict[str, Any]:
+def _cluster(name: str, addresses: Sequence[Address], tls: GatewayTls | None) -> dict[str, Any]:
+    """The gateways, each a priority of its own: all is asked of the first that is ready."""
     http2 = {
         "@type": f"{_EXTENSIONS}.upstreams.http.v3.HttpProtocolOptions",
-        # Pings find a gateway whose node has vanished; TCP alone would take a quarter of an hour.
-        "explicit_http_config": {"http2_protocol_options": {"connection_keepalive": {"interval": "10s", "timeout": "5s"}}},
+        # Pings find a gateway that hangs, or whose node has vanished; what it holds goes to the next one.
+        "explicit_http_config": {"http2_protocol_options": {"connection_keepalive": {"interval": "2s", "timeout": "2.5s"}}},
     }
     limits = {
         "max_connections": _NO_LIMIT,
@@ -52,16 +91,57 @@ def _gateway_cluster(host: str, port: int) -> dict[str, Any]:
         "max_requests": _NO_LIMIT,
         "max_retries": _NO_LIMIT,
     }
-    endpoint = {"endpoint": {"address": _address(host, port)}}
+    priorities = [
+        {"priority": priority, "lb_endpoints": [{"endpoint": {"address": _address(it.host, it.port)}}]}
+        for priority, it in enumerate(addresses)
+    ]
     return {
-        "name": GATEWAY_CLUSTER,
+        "name": name,
         "type": "STRICT_DNS",
         "connect_timeout": "1s",
         "dns_refresh_rate": _LOOK_UP,
-        "load_assignment": {"cluster_name": GATEWAY_CLUSTER, "endpoints": [{"lb_endpoints": [endpoint]}]},
-        "circuit_breakers": {"thresholds": [limits]},
+        "load_assignment": {"cluster_name": name, "endpoints": priorities},
+        "health_checks": [_health_check()],
+        # None is well: none is asked, rather than one that knows no fleet yet. What is found counts at once, not a second later.
+        "common_lb_config": {"healthy_panic_threshold": {"value": 0}, "update_merge_window": "0s"},
+        "circuit_breakers": {"thresholds": [{"priority": priority, **limits} for priority in ("DEFAULT", "HIGH")]},
         "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2},
+        **({} if tls is None else {"transport_socket": _transport_socket(tls)}),
     }
+
+
+def _health_check() -> dict[str, Any]:
+    """Twice a second while a gateway is away, so that it is asked again as soon as it is back.
+
+    One that hangs is left within five seconds; one that is slow for two is given the time. A request that finds no gateway
+    there at all goes to the next one anyway.
+    """
+    return {
+        "timeout": "1.5s",
+        "interval": "1s",
+        "interval_jitter": "0.1s",
+        "unhealthy_interval": "0.5s",
+        "no_traffic_interval": "0.5s",
+        "no_traffic_healthy_interval": "1s",
+        "unhealthy_threshold": 2,
+        "healthy_threshold": 1,
+        "grpc_health_check": {"service_name": READINESS},
+    }
+
+
+def _transport_socket(tls: GatewayTls) -> dict[str, Any]:
+    names = [{"san_type": kind, "matcher": {"exact": name}} for name in tls.names for kind in ("DNS", "IP_ADDRESS")]
+    validation: dict[str, Any] = {
+        "trusted_ca": {"filename": str(tls.ca)},
+        **({"match_typed_subject_alt_names": names} if names else {}),
+    }
+    context: dict[str, Any] = {"validation_context": validation, "alpn_protocols": ["h2"]}
+    config = {
+        "@type": f"{_EXTENSIONS}.transport_sockets.tls.v3.UpstreamTlsContext",
+        "common_tls_context": context,
+        **({"sni": tls.names[0]} if tls.names else {}),
+    }
+    return {"name": "envoy.transport_sockets.tls", "typed_config": config}
 
 
 def _connection_limit() -> dict[str, Any]:
@@ -70,6 +150,12 @@ def _connection_limit() -> dict[str, Any]:
         "max_active_downstream_connections": _MAX_CLIENT_CONNECTIONS,
     }
     return {"name": "envoy.resource_monitors.global_downstream_max_connections", "typed_config": config}
+
+
+def _admin(where: Address | Path) -> dict[str, Any]:
+    if isinstance(where, Path):
+        return {"pipe": {"path": str(where), "mode": 0o600}}
+    return _address(where.host, where.port)
 
 
 def _address(host: str, port: int) -> dict[str, Any]:

@@ -1,20 +1,24 @@
 """One Envoy cluster a pool, and the endpoints in it."""
 
+import socket
 from collections.abc import Iterable
 from datetime import timedelta
 
+from google.protobuf.struct_pb2 import Struct, Value
 from google.protobuf.wrappers_pb2 import UInt32Value
 
 from penstock.api import headers
 from penstock.api.fleet import Pool, Replica
+from penstock.api.replica_tls import ReplicaTls
 from penstock.gateway._pb.envoy.config.cluster.v3.circuit_breaker_pb2 import CircuitBreakers
 from penstock.gateway._pb.envoy.config.cluster.v3.cluster_pb2 import Cluster, LoadBalancingPolicy, UpstreamConnectionOptions
-from penstock.gateway._pb.envoy.config.core.v3.address_pb2 import Address, SocketAddress, TcpKeepalive
-from penstock.gateway._pb.envoy.config.core.v3.config_source_pb2 import AggregatedConfigSource, ApiVersion, ConfigSource
+from penstock.gateway._pb.envoy.config.core.v3.address_pb2 import Address, BindConfig, SocketAddress, TcpKeepalive
+from penstock.gateway._pb.envoy.config.core.v3.base_pb2 import Metadata
 from penstock.gateway._pb.envoy.config.core.v3.extension_pb2 import TypedExtensionConfig
 from penstock.gateway._pb.envoy.config.core.v3.health_check_pb2 import HealthStatus
 from penstock.gateway._pb.envoy.config.core.v3.protocol_pb2 import Http1ProtocolOptions
 from penstock.gateway._pb.envoy.config.core.v3.protocol_pb2 import HttpProtocolOptions as CommonHttpOptions
+from penstock.gateway._pb.envoy.config.core.v3.socket_option_pb2 import SocketOption
 from penstock.gateway._pb.envoy.config.endpoint.v3.endpoint_components_pb2 import Endpoint, LbEndpoint, LocalityLbEndpoints
 from penstock.gateway._pb.envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
 from penstock.gateway._pb.envoy.extensions.load_balancing_policies.override_host.v3.override_host_pb2 import OverrideHost
@@ -22,24 +26,28 @@ from penstock.gateway._pb.envoy.extensions.load_balancing_policies.round_robin.v
 from penstock.gateway._pb.envoy.extensions.upstreams.http.v3.http_protocol_options_pb2 import HttpProtocolOptions
 from penstock.gateway._pb.envoy.type.metadata.v3.metadata_pb2 import MetadataKey
 from penstock.gateway._pb.envoy.type.v3.percent_pb2 import Percent
+from penstock.gateway.xds.ads import ADS
 from penstock.gateway.xds.anys import pack
-
-ADS = ConfigSource(ads=AggregatedConfigSource(), resource_api_version=ApiVersion.V3)
+from penstock.gateway.xds.replica_tls import transport_socket
 
 CONNECT_TIMEOUT = timedelta(seconds=2)
 UPSTREAM_IDLE_TIMEOUT = timedelta(seconds=30)
 """Well below an engine's own limit: else Envoy would now and then send a request into a connection that is being closed."""
+UNACKNOWLEDGED = timedelta(seconds=20)
+"""After so long without a word to what was sent, the node has vanished. Linux would try for a quarter of an hour, and probes
+nothing meanwhile: keepalive is for connections on which nothing is under way."""
 NO_LIMIT = 1_000_000
 """Envoy's circuit breakers default to 1,024 requests and 3 retries; how much is too much is the picker's decision."""
 
 
-def cluster(pool: Pool) -> Cluster:
+def cluster(pool: Pool, tls: ReplicaTls | None = None) -> Cluster:
     """The pool's cluster: only the picker's destinations, in the picker's order; round robin over healthy ones after that."""
     return Cluster(
         name=pool.id,
         type=Cluster.EDS,
         eds_cluster_config=Cluster.EdsClusterConfig(eds_config=ADS, service_name=pool.id),
         connect_timeout=CONNECT_TIMEOUT,
+        transport_socket=None if tls is None else transport_socket(tls),
         load_balancing_policy=_override_host(),
         # With no healthy endpoint the fallback answers 503 instead of trying the unhealthy ones.
         common_lb_config=Cluster.CommonLbConfig(healthy_panic_threshold=Percent(value=0)),
@@ -53,6 +61,17 @@ def cluster(pool: Pool) -> Cluster:
                 keepalive_probes=UInt32Value(value=3),
             )
         ),
+        upstream_bind_config=BindConfig(
+            socket_options=[
+                SocketOption(
+                    description="TCP_USER_TIMEOUT",
+                    level=socket.IPPROTO_TCP,
+                    name=socket.TCP_USER_TIMEOUT,
+                    int_value=int(UNACKNOWLEDGED.total_seconds() * 1000),
+                    state=SocketOption.STATE_PREBIND,
+                )
+            ]
+        ),
     )
 
 
@@ -63,7 +82,9 @@ def load_assignment(pool: Pool, replicas: Iterable[Replica]) -> ClusterLoadAssig
     the fallback away from them.
     """
     members = sorted(replicas, key=lambda replica: (replica.host, replica.port))
-    endpoints = [LbEndpoint(endpoint=_endpoint(replica), health_status=_health(replica)) for replica in members]
+    endpoints = [
+        LbEndpoint(endpoint=_endpoint(replica), health_status=_health(replica), metadata=_uid(replica)) for replica in members
+    ]
     return ClusterLoadAssignment(cluster_name=pool.id, endpoints=[LocalityLbEndpoints(lb_endpoints=endpoints)])
 
 
@@ -99,6 +120,11 @@ def _http1() -> HttpProtocolOptions:
 
 def _endpoint(replica: Replica) -> Endpoint:
     return Endpoint(address=Address(socket_address=SocketAddress(address=replica.host, port_value=replica.port)))
+
+
+def _uid(replica: Replica) -> Metadata:
+    """What Envoy tells clients of who has answered."""
+    return Metadata(filter_metadata={headers.LOG_NAMESPACE: Struct(fields={headers.UID: Value(string_value=replica.uid)})})
 
 
 def _health(replica: Replica) -> HealthStatus:

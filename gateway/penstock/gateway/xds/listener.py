@@ -2,24 +2,28 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import PurePosixPath
 
 from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
-from google.protobuf.wrappers_pb2 import BoolValue, UInt32Value
+from google.protobuf.wrappers_pb2 import BoolValue
 
 from penstock.api import headers
-from penstock.gateway._pb.envoy.config.accesslog.v3.accesslog_pb2 import AccessLog
+from penstock.gateway._pb.envoy.config.accesslog.v3.accesslog_pb2 import AccessLog, AccessLogFilter, MetadataFilter
 from penstock.gateway._pb.envoy.config.common.mutation_rules.v3.mutation_rules_pb2 import HeaderMutation as Mutation
 from penstock.gateway._pb.envoy.config.core.v3.address_pb2 import Address, SocketAddress
-from penstock.gateway._pb.envoy.config.core.v3.base_pb2 import RetryPolicy
+from penstock.gateway._pb.envoy.config.core.v3.base_pb2 import DataSource, TransportSocket, WatchedDirectory
+from penstock.gateway._pb.envoy.config.core.v3.config_source_pb2 import ApiVersion
 from penstock.gateway._pb.envoy.config.core.v3.extension_pb2 import TypedExtensionConfig
 from penstock.gateway._pb.envoy.config.core.v3.grpc_service_pb2 import GrpcService
 from penstock.gateway._pb.envoy.config.core.v3.substitution_format_string_pb2 import SubstitutionFormatString
 from penstock.gateway._pb.envoy.config.listener.v3.listener_components_pb2 import Filter, FilterChain
 from penstock.gateway._pb.envoy.config.listener.v3.listener_pb2 import Listener
+from penstock.gateway._pb.envoy.extensions.access_loggers.grpc.v3.als_pb2 import (
+    CommonGrpcAccessLogConfig,
+    HttpGrpcAccessLogConfig,
+)
 from penstock.gateway._pb.envoy.extensions.access_loggers.stream.v3.stream_pb2 import StdoutAccessLog
-from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.ext_proc_pb2 import ExternalProcessor, MetadataOptions
-from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from penstock.gateway._pb.envoy.extensions.filters.http.router.v3.router_pb2 import Router
 from penstock.gateway._pb.envoy.extensions.filters.network.http_connection_manager.v3.http_connection_manager_pb2 import (
     HttpConnectionManager,
@@ -27,18 +31,27 @@ from penstock.gateway._pb.envoy.extensions.filters.network.http_connection_manag
     Rds,
 )
 from penstock.gateway._pb.envoy.extensions.http.early_header_mutation.header_mutation.v3.header_mutation_pb2 import HeaderMutation
-from penstock.gateway._pb.envoy.type.v3.http_status_pb2 import HttpStatus, StatusCode
+from penstock.gateway._pb.envoy.extensions.transport_sockets.tls.v3.common_pb2 import TlsCertificate, TlsParameters
+from penstock.gateway._pb.envoy.extensions.transport_sockets.tls.v3.secret_pb2 import SdsSecretConfig, Secret
+from penstock.gateway._pb.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import CommonTlsContext, DownstreamTlsContext
+from penstock.gateway._pb.envoy.type.matcher.v3.metadata_pb2 import MetadataMatcher
+from penstock.gateway._pb.envoy.type.matcher.v3.value_pb2 import ValueMatcher
+from penstock.gateway.tracing import TraceSettings
+from penstock.gateway.xds.ads import ADS
 from penstock.gateway.xds.anys import pack
+from penstock.gateway.xds.asking import filters
 from penstock.gateway.xds.bootstrap import GATEWAY_CLUSTER
-from penstock.gateway.xds.clusters import ADS
 from penstock.gateway.xds.replies import local_replies
-from penstock.gateway.xds.routes import IDLE_TIMEOUT, PICKER_FILTER, ROUTE_NAME
+from penstock.gateway.xds.routes import IDLE_TIMEOUT, ROUTE_NAME
+from penstock.gateway.xds.tracing import tracing
 
 LISTENER_NAME = "penstock"
-PICKER_TIMEOUT = timedelta(seconds=10)
-"""For a picker that hangs when response headers pass it. FULL_DUPLEX_STREAMED requests have no such limit: the picker owns the
-deadlines of holding and picking."""
+CERTIFICATE_NAME = "penstock_listener"
+ENDS_EVERY = timedelta(milliseconds=200)
+"""How often the gateway hears what has ended."""
 
+DECISION = ("model", "tenant", "policy", "score", "prompt_tokens", "resident_tokens", "waited_ms")
+"""What the picker notes of its decision, as metadata."""
 # What is logged of a request: how it was decided and what became of it, and nothing of what was asked (no query, no body).
 ACCESS_LOG = {
     "time": "%START_TIME%",
@@ -48,6 +61,7 @@ ACCESS_LOG = {
     "status": "%RESPONSE_CODE%",
     "details": "%RESPONSE_CODE_DETAILS%",
     "flags": "%RESPONSE_FLAGS%",
+    **{name: f"%DYNAMIC_METADATA({headers.LOG_NAMESPACE}:{name})%" for name in DECISION},
     "pool": f"%REQ({headers.POOL})%",
     "destinations": f"%REQ({headers.DESTINATION})%",
     "upstream": "%UPSTREAM_HOST%",
@@ -63,32 +77,57 @@ ACCESS_LOG = {
 
 @dataclass(frozen=True)
 class ListenerSettings:
-    """Where Envoy listens for clients."""
+    """Where Envoy listens for clients, and how it serves them."""
 
     host: str
     port: int
+    tls: PurePosixPath | None = None
+    """A folder on Envoy's machine with `tls.crt` and `tls.key`, such as a mounted Secret; None: no TLS."""
+    fail_open: bool = False
+    """With every gateway away, requests go to the healthy replicas in turn, where there is one model alone."""
+    traces: TraceSettings | None = None
+    """None: nothing is traced."""
+
+
+def certificate(folder: PurePosixPath) -> Secret:
+    """The listener's certificate: Envoy reads the files, and reads them again when something is moved into the folder."""
+    return Secret(
+        name=CERTIFICATE_NAME,
+        tls_certificate=TlsCertificate(
+            certificate_chain=DataSource(filename=str(folder / "tls.crt")),
+            private_key=DataSource(filename=str(folder / "tls.key")),
+            watched_directory=WatchedDirectory(path=str(folder)),
+        ),
+    )
 
 
 def listener(settings: ListenerSettings) -> Listener:
     """The listener for clients."""
-    manager = Filter(name="envoy.filters.network.http_connection_manager", typed_config=pack(_connection_manager()))
+    manager = Filter(name="envoy.filters.network.http_connection_manager", typed_config=pack(_connection_manager(settings)))
     return Listener(
         name=LISTENER_NAME,
         address=Address(socket_address=SocketAddress(address=settings.host, port_value=settings.port)),
-        filter_chains=[FilterChain(filters=[manager])],
+        filter_chains=[FilterChain(filters=[manager], transport_socket=None if settings.tls is None else _tls())],
         # With it, a second Envoy on the same port would not fail to bind but silently take a share of the connections.
         enable_reuse_port=BoolValue(value=False),
     )
 
 
-def _connection_manager() -> HttpConnectionManager:
+def _tls() -> TransportSocket:
+    common = CommonTlsContext(
+        alpn_protocols=["h2", "http/1.1"],
+        tls_params=TlsParameters(tls_minimum_protocol_version=TlsParameters.TLSv1_2),
+        tls_certificate_sds_secret_configs=[SdsSecretConfig(name=CERTIFICATE_NAME, sds_config=ADS)],
+    )
+    return TransportSocket(name="envoy.transport_sockets.tls", typed_config=pack(DownstreamTlsContext(common_tls_context=common)))
+
+
+def _connection_manager(settings: ListenerSettings) -> HttpConnectionManager:
     return HttpConnectionManager(
         stat_prefix=LISTENER_NAME,
         rds=Rds(config_source=ADS, route_config_name=ROUTE_NAME),
         http_filters=[
-            # The route enables it: what is no HTTP has no route, and the answer to it would wait for the picker until the
-            # connection is closed.
-            HttpFilter(name=PICKER_FILTER, typed_config=pack(_picker()), disabled=True),
+            *filters(settings.fail_open),
             HttpFilter(name="envoy.filters.http.router", typed_config=pack(Router(suppress_envoy_headers=True))),
         ],
         early_header_mutation_extensions=[_without_control_headers()],
@@ -102,7 +141,8 @@ def _connection_manager() -> HttpConnectionManager:
         request_headers_timeout=timedelta(seconds=10),
         stream_idle_timeout=IDLE_TIMEOUT,
         local_reply_config=local_replies(),
-        access_log=[_access_log()],
+        tracing=None if settings.traces is None else tracing(settings.traces),
+        access_log=[_access_log(), _ends()],
     )
 
 
@@ -116,34 +156,32 @@ def _without_control_headers() -> TypedExtensionConfig:
     return _extension("envoy.http.early_header_mutation.header_mutation", HeaderMutation(mutations=mutations))
 
 
-def _picker() -> ExternalProcessor:
-    return ExternalProcessor(
-        grpc_service=GrpcService(
-            envoy_grpc=GrpcService.EnvoyGrpc(cluster_name=GATEWAY_CLUSTER),
-            # A request that a dying picker held is asked again (bodies to 64 KiB).
-            retry_policy=RetryPolicy(retry_on="connect-failure,unavailable,reset", num_retries=UInt32Value(value=2)),
-        ),
-        processing_mode=ProcessingMode(
-            request_header_mode=ProcessingMode.SEND,
-            request_body_mode=ProcessingMode.FULL_DUPLEX_STREAMED,
-            request_trailer_mode=ProcessingMode.SEND,  # demanded by FULL_DUPLEX_STREAMED: trailers may end the body
-            response_header_mode=ProcessingMode.SEND,
-            response_body_mode=ProcessingMode.NONE,
-            response_trailer_mode=ProcessingMode.SKIP,  # else a dying picker truncates running answers
-        ),
-        metadata_options=MetadataOptions(
-            receiving_namespaces=MetadataOptions.MetadataNamespaces(untyped=[headers.METADATA_NAMESPACE]),
-        ),
-        response_attributes=["upstream.address", "xds.cluster_name", "response.code"],
-        message_timeout=PICKER_TIMEOUT,
-        status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
-    )
-
-
 def _access_log() -> AccessLog:
     fields = Struct()
     fields.update(ACCESS_LOG)
     return AccessLog(
         name="envoy.access_loggers.stdout",
         typed_config=pack(StdoutAccessLog(log_format=SubstitutionFormatString(json_format=fields))),
+    )
+
+
+def _ends() -> AccessLog:
+    """Tells the gateway of the end of each request that it has sent to a replica. What cannot be told is dropped."""
+    named = MetadataMatcher(
+        filter=headers.LOG_NAMESPACE,
+        path=[MetadataMatcher.PathSegment(key=headers.BOOKING)],
+        value=ValueMatcher(present_match=True),
+    )
+    config = HttpGrpcAccessLogConfig(
+        common_config=CommonGrpcAccessLogConfig(
+            log_name=LISTENER_NAME,
+            grpc_service=GrpcService(envoy_grpc=GrpcService.EnvoyGrpc(cluster_name=GATEWAY_CLUSTER)),
+            transport_api_version=ApiVersion.V3,
+            buffer_flush_interval=ENDS_EVERY,
+        )
+    )
+    return AccessLog(
+        name="envoy.access_loggers.http_grpc",
+        filter=AccessLogFilter(metadata_filter=MetadataFilter(matcher=named, match_if_key_not_found=BoolValue(value=False))),
+        typed_config=pack(config),
     )

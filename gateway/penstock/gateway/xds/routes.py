@@ -1,12 +1,10 @@
-"""The one route: to the cluster that the picker named, trying the picker's next destination where nothing has been done yet."""
+"""The route: to the cluster that the picker named, trying the picker's next destination where nothing has been done yet."""
 
-from collections.abc import Iterable
 from datetime import timedelta
 
 from google.protobuf.wrappers_pb2 import UInt32Value, UInt64Value
 
 from penstock.api import headers
-from penstock.api.fleet import Model
 from penstock.gateway._pb.envoy.config.route.v3.route_components_pb2 import (
     HeaderMatcher,
     RetryPolicy,
@@ -16,44 +14,65 @@ from penstock.gateway._pb.envoy.config.route.v3.route_components_pb2 import (
     VirtualHost,
 )
 from penstock.gateway._pb.envoy.config.route.v3.route_pb2 import RouteConfiguration
-from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.ext_proc_pb2 import ExtProcOverrides, ExtProcPerRoute
 from penstock.gateway._pb.envoy.extensions.retry.host.previous_hosts.v3.previous_hosts_pb2 import PreviousHostsPredicate
 from penstock.gateway._pb.envoy.type.matcher.v3.string_pb2 import StringMatcher
 from penstock.gateway.xds.anys import pack
+from penstock.gateway.xds.asking import turned_on
+from penstock.prompt.processor import PROMPT_PATHS
 
 ROUTE_NAME = "penstock"
-PICKER_FILTER = "envoy.filters.http.ext_proc"
-"""The filter that asks the picker: off where the listener has it, on for this route."""
 MAX_BODY_BYTES = 32 * 1024 * 1024
 """What Envoy keeps of a request to send it again; larger ones are served, but not retried."""
 RETRIES = 3
 IDLE_TIMEOUT = timedelta(hours=1)
 """An answer that is not streamed is silent for as long as it is computed."""
 HOLD_MARGIN = timedelta(minutes=1)
+SERVED_PATHS = (*PROMPT_PATHS, "/v1/models")
+"""What goes to a replica without a picker's word: engines have other paths, which are not for clients."""
 
 # Only where the engine has done nothing: it could not be reached, the request never left, or it said so. Not `reset`: a request
 # that kills its replica would be passed on to the next.
 RETRY_ON = "connect-failure,refused-stream,reset-before-request,retriable-headers"
 
 
-def route_configuration(models: Iterable[Model]) -> RouteConfiguration:
-    """All models' route; a held request is idle, so the longest hold bounds the idle timeout from below."""
-    longest_hold = timedelta(seconds=max((model.hold_timeout_s for model in models), default=0.0))
-    action = RouteAction(
-        cluster_header=headers.POOL,
+def route_configuration(longest_hold_s: float, *, open_to: str | None = None) -> RouteConfiguration:
+    """All models' route.
+
+    Args:
+        longest_hold_s: A held request is idle, so this bounds the idle timeout from below.
+        open_to: The cluster of requests that no picker was asked about; None: there are none such.
+    """
+    idle_timeout = max(IDLE_TIMEOUT, timedelta(seconds=longest_hold_s) + HOLD_MARGIN)
+    unasked = HeaderMatcher(name=headers.POOL, present_match=True, invert_match=True)
+    # Until the picker has named a pool these match; its answer makes Envoy look again.
+    routes = [
+        _route(RouteMatch(path=path, headers=[unasked]), _action(idle_timeout, open_to))
+        for path in (SERVED_PATHS if open_to is not None else ())
+    ]
+    routes.append(_route(RouteMatch(prefix="/"), _action(idle_timeout)))
+    return RouteConfiguration(name=ROUTE_NAME, virtual_hosts=[VirtualHost(name=ROUTE_NAME, domains=["*"], routes=routes)])
+
+
+def _action(idle_timeout: timedelta, cluster: str | None = None) -> RouteAction:
+    """To `cluster`; None: to the one that the picker names."""
+    return RouteAction(
+        cluster=cluster,
+        cluster_header=headers.POOL if cluster is None else None,
         timeout=timedelta(0),
-        idle_timeout=max(IDLE_TIMEOUT, longest_hold + HOLD_MARGIN),
+        idle_timeout=idle_timeout,
         retry_policy=_retry_policy(),
         cluster_not_found_response_code=RouteAction.SERVICE_UNAVAILABLE,
     )
-    route = Route(
+
+
+def _route(match: RouteMatch, action: RouteAction) -> Route:
+    return Route(
         name=ROUTE_NAME,
-        match=RouteMatch(prefix="/"),
+        match=match,
         route=action,
         request_body_buffer_limit=UInt64Value(value=MAX_BODY_BYTES),
-        typed_per_filter_config={PICKER_FILTER: pack(ExtProcPerRoute(overrides=ExtProcOverrides()))},
+        typed_per_filter_config=turned_on(),
     )
-    return RouteConfiguration(name=ROUTE_NAME, virtual_hosts=[VirtualHost(name=ROUTE_NAME, domains=["*"], routes=[route])])
 
 
 def _retry_policy() -> RetryPolicy:

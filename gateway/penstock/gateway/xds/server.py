@@ -1,39 +1,77 @@
-"""Envoy's aggregated discovery service (ADS), state of the world, on grpc.aio."""
+"""Envoy's aggregated discovery service (ADS), incremental (delta) and state of the world, on grpc.aio."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
-from typing import Literal
+from typing import Any, Literal
 
 import grpc
-from prometheus_client import CollectorRegistry, Counter
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from penstock.api import metrics
 from penstock.api.fleet import Fleet
+from penstock.api.replica_tls import ReplicaTls
 from penstock.gateway._pb.envoy.service.discovery.v3.ads_pb2_grpc import AggregatedDiscoveryServiceServicer
-from penstock.gateway._pb.envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
+from penstock.gateway._pb.envoy.service.discovery.v3.discovery_pb2 import (
+    DeltaDiscoveryRequest,
+    DeltaDiscoveryResponse,
+    DiscoveryRequest,
+    DiscoveryResponse,
+)
+from penstock.gateway.xds.delta import DeltaStream
 from penstock.gateway.xds.listener import ListenerSettings
-from penstock.gateway.xds.resources import Snapshot, snapshot
-from penstock.gateway.xds.stream import AdsStream
+from penstock.gateway.xds.resources import CLUSTERS, ENDPOINTS, LISTENERS, ROUTES, SECRETS, Snapshot, SnapshotBuilder
+from penstock.gateway.xds.sotw import SotwStream
+from penstock.gateway.xds.subscription import Refusal, Subscription
 
-_Inbox = asyncio.Queue[DiscoveryRequest | Literal["fleet", "end"]]
+_Inbox = asyncio.Queue[Any | Literal["fleet", "end"]]
 """What happened to a stream: Envoy said something, there is a newer fleet, Envoy hung up."""
+
+
+class TypeView(msgspec.Struct, frozen=True, kw_only=True):
+    """One type of resource at one Envoy."""
+
+    resources: int
+    """How many it was sent."""
+    version: str
+    """Of all of them together; the same version, the same content."""
+    acknowledged: bool
+    """Envoy has answered all that it was sent."""
+    refusals: list[Refusal]
+
+
+class EnvoyView(msgspec.Struct, frozen=True, kw_only=True):
+    """One connected Envoy, as `/debug/xds` shows it."""
+
+    node: str
+    protocol: str
+    connected_s: float
+    types: dict[str, TypeView]
 
 
 class AdsServicer(AggregatedDiscoveryServiceServicer):
     """Tells every connected Envoy about the latest fleet; nothing before there is one. Register it with
     `add_AggregatedDiscoveryServiceServicer_to_server`."""
 
-    def __init__(self, settings: ListenerSettings, registry: CollectorRegistry) -> None:
-        self._settings = settings
+    def __init__(self, settings: ListenerSettings, registry: CollectorRegistry, replica_tls: ReplicaTls | None = None) -> None:
+        self._builder = SnapshotBuilder(settings, replica_tls)
         self._snapshot: Snapshot | None = None
-        self._streams: dict[_Inbox, AdsStream] = {}
+        self._streams: dict[_Inbox, SotwStream | DeltaStream] = {}
+        self._since: dict[_Inbox, float] = {}
         self._progress = asyncio.Event()
         """An Envoy has said something, or has gone."""
-        self._nacks = Counter(metrics.XDS_NACKS, "Resources that an Envoy refused", ["type"], registry=registry)
+        self._nacks = Counter(metrics.XDS_NACKS, "Responses that an Envoy refused", ["type"], registry=registry)
+        for kind in (CLUSTERS, ENDPOINTS, LISTENERS, ROUTES, SECRETS):
+            self._refused(kind)  # from the start, since what begins at 1 has no increase that an alert could see
+        self._envoys = Gauge(metrics.XDS_ENVOYS, "Envoys that are connected", registry=registry)
+
+    def _refused(self, kind: str) -> Counter:
+        return self._nacks.labels(type=kind.rpartition(".")[2])
 
     def update(self, fleet: Fleet) -> None:
         """Makes `fleet` what Envoys are told, now and when they connect. It must be complete."""
-        self._snapshot = snapshot(fleet, self._settings)
+        self._snapshot = self._builder.snapshot(fleet)
         for inbox in self._streams:
             inbox.put_nowait("fleet")
 
@@ -50,40 +88,86 @@ class AdsServicer(AggregatedDiscoveryServiceServicer):
         """
         try:
             async with asyncio.timeout(limit_s):
-                while self._snapshot is not None and not all(it.settled(self._snapshot) for it in self._streams.values()):
+                while (snapshot := self._snapshot) is not None and not all(
+                    its.subscriptions.settled(snapshot) for its in self._streams.values()
+                ):
                     self._progress.clear()
                     await self._progress.wait()
         except TimeoutError:
             return False
         return True
 
+    def refused_pools(self) -> dict[str, str]:
+        """What Envoys say of the pools whose cluster or endpoints they refuse, by pool."""
+        words: dict[str, str] = {}
+        for stream in self._streams.values():
+            for (kind, name), refusal in stream.subscriptions.refusals().items():
+                if kind in (CLUSTERS, ENDPOINTS):
+                    words[name] = f"Envoy {stream.subscriptions.node}: {refusal.message}"
+        return words
+
+    def view(self) -> list[EnvoyView]:
+        """The connected Envoys, the one that came first first."""
+        now = time.monotonic()
+        return [
+            EnvoyView(
+                node=stream.subscriptions.node,
+                protocol=stream.protocol,
+                connected_s=round(now - self._since[inbox], 3),
+                types={kind.rpartition(".")[2]: _type_view(its) for kind, its in stream.subscriptions.by_kind.items()},
+            )
+            for inbox, stream in self._streams.items()
+        ]
+
     async def StreamAggregatedResources(
         self, request_iterator: AsyncIterator[DiscoveryRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[DiscoveryResponse]:
-        """One Envoy's stream, until it closes it."""
-        stream = AdsStream()
+        """One Envoy's stream in the state-of-the-world protocol, until it closes it."""
+        async for response in self._serve(SotwStream(), request_iterator):
+            yield response
+
+    async def DeltaAggregatedResources(
+        self, request_iterator: AsyncIterator[DeltaDiscoveryRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[DeltaDiscoveryResponse]:
+        """One Envoy's stream in the incremental protocol, until it closes it."""
+        async for response in self._serve(DeltaStream(), request_iterator):
+            yield response
+
+    async def _serve(self, stream: Any, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         inbox: _Inbox = asyncio.Queue()
-        reader = asyncio.create_task(_forward(request_iterator, inbox))
-        self._streams[inbox] = stream
+        reader = asyncio.create_task(_forward(requests, inbox))
+        self._streams[inbox], self._since[inbox] = stream, time.monotonic()
+        self._envoys.inc()
         try:
             while (event := await inbox.get()) != "end":
                 # Always by the latest fleet, however many came while this was waiting.
-                if isinstance(event, DiscoveryRequest):
+                if event == "fleet":
+                    responses = stream.on_snapshot(self._snapshot)
+                else:
                     responses, refused = stream.on_request(event, self._snapshot)
                     self._progress.set()
                     if refused:
-                        self._nacks.labels(type=event.type_url.rpartition(".")[2]).inc()
-                else:
-                    responses = stream.on_snapshot(self._snapshot)
+                        self._refused(event.type_url).inc()
                 for response in responses:
                     yield response
         finally:
-            del self._streams[inbox]
+            del self._streams[inbox], self._since[inbox]
+            self._envoys.dec()
             self._progress.set()
             reader.cancel()
 
 
-async def _forward(requests: AsyncIterator[DiscoveryRequest], inbox: _Inbox) -> None:
+def _type_view(subscription: Subscription) -> TypeView:
+    refusals = {id(it): it for it in subscription.refusals.values()}
+    return TypeView(
+        resources=sum(bool(version) for version in subscription.sent.values()),
+        version=subscription.version,
+        acknowledged=not subscription.awaiting,
+        refusals=list(refusals.values()),
+    )
+
+
+async def _forward(requests: AsyncIterator[Any], inbox: _Inbox) -> None:
     try:
         async for request in requests:
             inbox.put_nowait(request)

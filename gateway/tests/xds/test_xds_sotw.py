@@ -5,8 +5,8 @@ import pytest
 from penstock.api.fleet import Fleet, Pool, Replica
 from penstock.gateway._pb.envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
 from penstock.gateway.xds.listener import ListenerSettings
-from penstock.gateway.xds.resources import CLUSTERS, ENDPOINTS, LISTENERS, ROUTES, Snapshot, snapshot
-from penstock.gateway.xds.stream import AdsStream
+from penstock.gateway.xds.resources import CLUSTERS, ENDPOINTS, LISTENERS, ROUTES, Snapshot, SnapshotBuilder
+from penstock.gateway.xds.sotw import SotwStream
 
 SETTINGS = ListenerSettings(host="0.0.0.0", port=8080)
 
@@ -17,7 +17,7 @@ def world(pools: int = 1, replicas: int = 1) -> Snapshot:
         Replica(uid=f"{n}", name=f"{n}", pool=ids[0], host=f"10.0.0.{n}", port=1, events_port=2, replay_port=3, ready=True)
         for n in range(replicas)
     ]
-    return snapshot(Fleet(pools=[Pool(id=name, model="d/m") for name in ids], replicas=members), SETTINGS)
+    return SnapshotBuilder(SETTINGS).snapshot(Fleet(pools=[Pool(id=name, model="d/m") for name in ids], replicas=members))
 
 
 def ask(kind: str, *names: str, after: DiscoveryResponse | None = None, refuse: str = "", version: str = "") -> DiscoveryRequest:
@@ -33,7 +33,7 @@ def names(response: DiscoveryResponse) -> int:
     return len(response.resources)
 
 
-def subscribed(stream: AdsStream, snap: Snapshot) -> dict[str, DiscoveryResponse]:
+def subscribed(stream: SotwStream, snap: Snapshot) -> dict[str, DiscoveryResponse]:
     """A stream that has everything and has acknowledged it."""
     answers = {}
     for kind, wanted in ((CLUSTERS, ()), (ENDPOINTS, ("d/m/0",)), (LISTENERS, ()), (ROUTES, ("penstock",))):
@@ -43,35 +43,46 @@ def subscribed(stream: AdsStream, snap: Snapshot) -> dict[str, DiscoveryResponse
 
 
 def test_nothing_before_the_first_fleet_and_everything_asked_for_after() -> None:
-    stream = AdsStream()
+    stream = SotwStream()
     assert stream.on_request(ask(CLUSTERS), None) == ([], False)
     assert stream.on_request(ask(LISTENERS), None) == ([], False)
     assert [it.type_url for it in stream.on_snapshot(world())] == [CLUSTERS, LISTENERS]
 
 
 def test_an_empty_fleet_is_an_answer() -> None:
-    (answer,), _ = AdsStream().on_request(ask(CLUSTERS), world(pools=0, replicas=0))
+    (answer,), _ = SotwStream().on_request(ask(CLUSTERS), world(pools=0, replicas=0))
     assert names(answer) == 0 and answer.version_info
 
 
 def test_only_what_changed_is_sent_and_in_an_order_that_makes_before_it_breaks() -> None:
-    stream = AdsStream()
+    stream = SotwStream()
     subscribed(stream, world())
     assert list(stream.on_snapshot(world())) == []
     assert [it.type_url for it in stream.on_snapshot(world(replicas=2))] == [ENDPOINTS]
-    # A changed cluster waits for its endpoints, even for those it had.
-    assert [it.type_url for it in stream.on_snapshot(world(pools=2, replicas=2))] == [CLUSTERS, ENDPOINTS]
+    (clusters,) = stream.on_snapshot(world(pools=2, replicas=2))
+    assert (clusters.type_url, names(clusters)) == (CLUSTERS, 2), "all of them, as the protocol has it"
+
+
+def test_of_many_pools_only_the_endpoints_that_changed_are_sent() -> None:
+    stream, many = SotwStream(), tuple(f"d/m/{n}" for n in range(50))
+    ((first,), _) = stream.on_request(ask(ENDPOINTS, *many), world(pools=50))
+    assert names(first) == 50
+    (second,) = stream.on_snapshot(world(pools=50, replicas=2))
+    assert names(second) == 1
+    # The version is that of all of them: after a reconnection it says everything.
+    again = SotwStream()
+    assert again.on_request(ask(ENDPOINTS, *many, version=second.version_info), world(pools=50, replicas=2)) == ([], False)
 
 
 def test_more_names_get_more_endpoints() -> None:
-    stream = AdsStream()
+    stream = SotwStream()
     answers = subscribed(stream, world(pools=2))
     (answer,), _ = stream.on_request(ask(ENDPOINTS, "d/m/0", "d/m/1", after=answers[ENDPOINTS]), world(pools=2))
-    assert names(answer) == 2
+    assert names(answer) == 1, "the other it has"
 
 
 def test_a_refused_version_is_counted_logged_and_not_repeated(caplog: pytest.LogCaptureFixture) -> None:
-    stream = AdsStream()
+    stream = SotwStream()
     answers = subscribed(stream, world())
     (changed,) = stream.on_snapshot(world(replicas=2))
     refusal = ask(ENDPOINTS, "d/m/0", after=answers[ENDPOINTS], refuse="no such port")
@@ -83,7 +94,7 @@ def test_a_refused_version_is_counted_logged_and_not_repeated(caplog: pytest.Log
 
 
 def test_word_about_an_earlier_response_is_ignored() -> None:
-    stream = AdsStream()
+    stream = SotwStream()
     answers = subscribed(stream, world())
     list(stream.on_snapshot(world(replicas=2)))
     assert stream.on_request(ask(ENDPOINTS, after=answers[ENDPOINTS]), world(replicas=2)) == ([], False)
@@ -91,39 +102,39 @@ def test_word_about_an_earlier_response_is_ignored() -> None:
 
 
 def test_after_a_reconnection_only_news_is_sent() -> None:
-    before = subscribed(AdsStream(), world())
-    stream = AdsStream()
+    before = subscribed(SotwStream(), world())
+    stream = SotwStream()
     assert stream.on_request(ask(CLUSTERS, version=before[CLUSTERS].version_info), world()) == ([], False)
     (news,), _ = stream.on_request(ask(ENDPOINTS, "d/m/0", version=before[ENDPOINTS].version_info), world(replicas=2))
     assert names(news) == 1
 
 
 def test_an_unknown_type_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    assert AdsStream().on_request(ask("type.googleapis.com/x.Y"), world()) == ([], False)
+    assert SotwStream().on_request(ask("type.googleapis.com/x.Y"), world()) == ([], False)
     assert "type.googleapis.com/x.Y" in caplog.text
 
 
 def test_settled_means_that_every_endpoint_was_answered() -> None:
-    stream, snap = AdsStream(), world(pools=2)
-    assert not stream.settled(snap), "it has not even asked"
+    stream, snap = SotwStream(), world(pools=2)
+    assert not stream.subscriptions.settled(snap), "it has not even asked"
     (clusters,), _ = stream.on_request(ask(CLUSTERS), snap)
     stream.on_request(ask(CLUSTERS, after=clusters), snap)
     (endpoints,), _ = stream.on_request(ask(ENDPOINTS, "d/m/0"), snap)
     stream.on_request(ask(ENDPOINTS, "d/m/0", after=endpoints), snap)
-    assert not stream.settled(snap), "the endpoints of the second pool are not even asked for"
+    assert not stream.subscriptions.settled(snap), "the endpoints of the second pool are not even asked for"
     (endpoints,), _ = stream.on_request(ask(ENDPOINTS, "d/m/0", "d/m/1", after=endpoints), snap)
-    assert not stream.settled(snap), "sent, not yet taken"
+    assert not stream.subscriptions.settled(snap), "sent, not yet taken"
     stream.on_request(ask(ENDPOINTS, "d/m/0", "d/m/1", after=endpoints), snap)
-    assert stream.settled(snap)
+    assert stream.subscriptions.settled(snap)
     grown = world(pools=2, replicas=2)
-    assert not stream.settled(grown)
+    assert not stream.subscriptions.settled(grown)
     (endpoints,) = stream.on_snapshot(grown)
     stream.on_request(ask(ENDPOINTS, "d/m/0", "d/m/1", after=endpoints, refuse="no"), grown)
-    assert stream.settled(grown), "a refusal is an answer"
+    assert stream.subscriptions.settled(grown), "a refusal is an answer"
 
 
 def test_without_clusters_no_endpoints_are_waited_for() -> None:
-    stream, snap = AdsStream(), world(pools=0, replicas=0)
+    stream, snap = SotwStream(), world(pools=0, replicas=0)
     (clusters,), _ = stream.on_request(ask(CLUSTERS), snap)
     stream.on_request(ask(CLUSTERS, after=clusters), snap)
-    assert stream.settled(snap)
+    assert stream.subscriptions.settled(snap)

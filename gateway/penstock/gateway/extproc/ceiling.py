@@ -1,0 +1,49 @@
+"""What all requests together may keep of this process: beyond it new ones are refused by name, before anything suffers."""
+
+from penstock.gateway.extproc.call import Refused
+
+MAX_STREAMS = 20_000
+"""Requests that wait or have no answer yet."""
+MAX_BYTES = 2**30
+"""Of bodies that are being read or wait."""
+RETRY_S = 1
+"""A gateway this full ends thousands of requests a second, or none at all."""
+
+
+class Ceiling:
+    """Counts streams and bytes.
+
+    Args:
+        streams: How many may be open.
+        size: How many bytes of bodies may be kept.
+    """
+
+    def __init__(self, streams: int = MAX_STREAMS, size: int = MAX_BYTES) -> None:
+        self._most_streams = streams
+        self._most_bytes = size
+        self.streams = 0
+        self.bytes = 0
+
+    def enter(self) -> None:
+        """One more request; raises `Refused` with 503 where there are too many."""
+        if self.streams >= self._most_streams:
+            raise _refusal("too many requests are open")
+        self.streams += 1
+
+    def grow(self, size: int) -> None:
+        """So much more of a body has come; raises `Refused` with 503 where it is too much."""
+        if self.bytes + size > self._most_bytes:
+            raise _refusal("the bodies of other requests take all its memory")
+        self.bytes += size
+
+    def shrink(self, size: int) -> None:
+        """So much has gone on."""
+        self.bytes -= size
+
+    def leave(self) -> None:
+        """A request that had entered is over."""
+        self.streams -= 1
+
+
+def _refusal(why: str) -> Refused:
+    return Refused(503, f"the gateway is overloaded: {why}; try again", "gateway_overloaded", retry_after_s=RETRY_S)

@@ -1,0 +1,163 @@
+"""Where a request goes: the choice, its booking, and the record of why."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from penstock.api import headers
+from penstock.gateway.extproc.answers import printable
+from penstock.gateway.extproc.call import Refused, Routed
+from penstock.gateway.extproc.decisions import DecisionLog
+from penstock.gateway.extproc.passage import Passage
+from penstock.gateway.extproc.underway import Underway
+from penstock.gateway.http.metrics import PickerMetrics
+from penstock.gateway.picker.bookings import Booking
+from penstock.gateway.picker.candidates import key_of
+from penstock.gateway.picker.choice import Choice, choose
+from penstock.gateway.picker.request import RequestView
+from penstock.gateway.picker.state import FleetState
+from penstock.prompt.processor import EMBEDDINGS_PATH
+
+EXPLAIN = "explain"
+SUBSET_RETRY_S = 1
+"""What a gateway allows is its own affair: when that changes nobody here knows."""
+
+
+class Pick:
+    """The last stage."""
+
+    def __init__(self, state: FleetState, underway: Underway, decisions: DecisionLog, metrics: PickerMetrics) -> None:
+        self._state = state
+        self._underway = underway
+        self._decisions = decisions
+        self._metrics = metrics
+
+    def run(self, passage: Passage) -> Routed | None:
+        """Picks and books. None where nobody is ready any more; `Refused` with 503 where nobody is in the gateway's subset."""
+        call, model, tokens, state = passage.call, passage.model, passage.tokens, self._state
+        decided = time.monotonic()
+        request = _view(passage)
+        slate = state.slate(model, request, decided, subset=passage.subset, comparable=tokens.comparable)
+        if not slate.candidates:
+            if passage.subset is not None:
+                message = f"model {model.name!r} has no ready replica that the gateway allows; try again later"
+                raise Refused(503, message, "no_ready_replica", retry_after_s=SUBSET_RETRY_S)
+            return None
+        prefill = state.prefill_slate(model, request, decided, subset=passage.subset, comparable=tokens.comparable)
+        body = _renamed(passage)
+        choice = choose(slate, model.policy, passage.subset, prefill=prefill)
+        state.picked(model)
+        state.routed(model, request, choice.key, choice.resident_tokens, decided, choice.ttft_s)
+        pool, hop = choice.replica.pool, choice.hop
+        booking, prefill_booking = self._book(choice, request, decided)
+        self._decisions.add(request, choice, decided - passage.came, time.time())
+        self._metrics.picked(pool, choice.policy, time.monotonic() - decided)
+        name = self._underway.name() if call.inference_pool is None else None
+        explanation = _one_line(choice) if call.headers.get(headers.DECISION) == EXPLAIN else None
+        routed = Routed(
+            endpoints=choice.endpoints,
+            pool=pool if call.inference_pool is None else None,
+            booking=booking,
+            model=model.id,
+            name=passage.name,
+            came=passage.came,
+            tenant=passage.tenant.name,
+            adapter=passage.adapter,
+            policy=choice.policy,
+            score=choice.scores[0],
+            next_best=choice.next_best,
+            prompt_tokens=request.prompt_tokens,
+            resident_tokens=choice.resident_tokens,
+            decided=decided,
+            finishes=passage.finishes,
+            prefiller=None if hop is None else hop.replica.endpoint,
+            prefill_booking=prefill_booking,
+            explanation=explanation,
+            request_id=None if call.headers.get(headers.REQUEST_ID) else request.id,
+            log={} if name is None else _for_the_log(name, passage, request, choice, explanation, decided),
+            sets=_for_the_replica(passage, decided),
+            removes=("authorization", *headers.API_KEYS) if passage.conceals else (),
+            body=body,
+        )
+        if name is not None:
+            self._underway.add(name, routed)
+        return routed
+
+    def _book(self, choice: Choice, request: RequestView, now: float) -> tuple[Booking, Booking | None]:
+        """The bookings of the pick, and of the replica that computes the prompt for it if there is one."""
+        if choice.hop is None:
+            return self._state.book(request, choice.key, choice.resident_tokens, now), None
+        book, fresh = self._state.bookings.book, request.prompt_tokens - choice.resident_tokens
+        decode = book(request.id, choice.key, 0, now, transfer_tokens=fresh)
+        return decode, book(request.id, key_of(choice.hop.replica), choice.hop.fresh_tokens, now)
+
+
+def _for_the_replica(passage: Passage, now: float) -> list[tuple[str, str]]:
+    """What the replica is told of the tenant, and how much time is left of what the client gave."""
+    sets: list[tuple[str, str]] = []
+    if passage.tenant.name:
+        sets += [(headers.TENANT, passage.tenant.name), (headers.PRIORITY, str(passage.priority))]
+    if passage.charged and passage.patience_s is not None:
+        left_s = passage.came + passage.patience_s - now
+        sets.append((headers.TIMEOUT, str(max(int(left_s * 1000), 1))))
+    return sets
+
+
+def _for_the_log(
+    name: str, passage: Passage, request: RequestView, choice: Choice, explanation: str | None, now: float
+) -> dict[str, str | float]:
+    """See `Routed.log`."""
+    log: dict[str, str | float] = {
+        headers.BOOKING: name,
+        "model": passage.model.id,
+        headers.NAME: printable(passage.name),
+        "tenant": passage.tenant.name,
+        "policy": choice.policy,
+        "score": choice.scores[0],
+        "prompt_tokens": request.prompt_tokens,
+        "resident_tokens": choice.resident_tokens,
+        "waited_ms": round((now - passage.came) * 1e3, 3),
+    }
+    if explanation is not None:
+        log[headers.REASONS] = explanation
+    return log
+
+
+def _renamed(passage: Passage) -> bytes | None:
+    """The body with the name that the engines know; None where the client's is one. Raises `Refused` with 400."""
+    if passage.renamed is None:
+        return None
+    try:
+        return orjson.dumps({**passage.body.fields, "model": passage.renamed})
+    except orjson.JSONEncodeError:  # it reads four times as deep as it writes
+        raise Refused(400, "the body has lists or objects in one another too deep", "invalid_body") from None
+
+
+def _view(passage: Passage) -> RequestView:
+    body, tokens = passage.body, passage.tokens
+    return RequestView(
+        id=passage.request_id,
+        path=passage.call.path,
+        model=body.model,
+        adapter=passage.adapter,
+        prompts=tokens.prompts,
+        block_size=tokens.block_size,
+        elsewhere=tokens.elsewhere,
+        tokens_unknown=tokens.unknown,
+        max_tokens=0 if passage.call.path == EMBEDDINGS_PATH else body.max_tokens,
+        stream=body.stream,
+        answers=_answers(body.fields),
+    )
+
+
+def _answers(fields: Mapping[str, Any]) -> int:
+    """How many the engine makes of each prompt, as far as that is a number; the engine is the judge of it."""
+    counts = [fields.get(name) for name in ("n", "best_of")]
+    return max((count for count in counts if isinstance(count, int)), default=1)
+
+
+def _one_line(choice: Choice) -> str:
+    """The reasons as the value of a header."""
+    return "; ".join(choice.reasons).encode("ascii", "replace").decode().replace("\n", " ")

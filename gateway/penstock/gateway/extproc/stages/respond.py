@@ -1,0 +1,144 @@
+"""What the head of a response says: who answered, how loaded it is, whether the request runs on."""
+
+import logging
+import time
+from collections.abc import Mapping
+
+from penstock.api import headers, load_report
+from penstock.api.events import absurd
+from penstock.api.load_report import LoadReport, LoadReportError
+from penstock.gateway.extproc import answers
+from penstock.gateway.extproc.call import ResponseHead, Routed
+from penstock.gateway.flow.gate import FlowGate
+from penstock.gateway.http.metrics import PickerMetrics
+from penstock.gateway.load.foreign import from_orca
+from penstock.gateway.picker.bookings import State
+from penstock.gateway.picker.candidates import ReplicaKey
+from penstock.gateway.picker.state import FleetState
+
+UNAVAILABLE = ("502", "503", "504")
+"""What a proxy says in place of a replica that it cannot reach."""
+
+log = logging.getLogger(__name__)
+
+
+class Respond:
+    """Keeps the booking of a routed request true."""
+
+    def __init__(self, state: FleetState, gate: FlowGate, metrics: PickerMetrics) -> None:
+        self._state = state
+        self._gate = gate
+        self._metrics = metrics
+
+    def run(self, routed: Routed, head: ResponseHead) -> list[tuple[str, str]]:
+        """Takes in the head of the response; returns headers to add to it."""
+        now, state, booking = time.monotonic(), self._state, routed.booking
+        status = head.headers.get(":status", "")
+        if _informs(status):
+            return []
+        if routed.prefill_booking is not None:  # what it computed has arrived
+            state.bookings.release(routed.prefill_booking, "prefilled")
+        served = self._served(head)
+        # Somebody else's words would be taken for the pick's.
+        stranger = bool(head.served) and served is None
+        if served is not None and served != booking.key:
+            state.unreachable(booking.key, now)
+            state.bookings.move(booking, served)
+        key = served or booking.key  # a booking that has ended, since its replica is gone, stays where it was
+        report = None if stranger else self._report(key, head)
+        # Reports of others' engines have no number of their own: the next one asked for includes this request.
+        ours = report is not None and state.engine(key) == "penstock"
+        good = status.startswith("2")
+        streamed = good and head.headers.get("content-type", "").startswith("text/event-stream")
+        if streamed:
+            state.bookings.responded(booking, (report.epoch, report.seq) if report and ours else None, now)
+        else:  # complete, or refused: nothing runs on
+            state.bookings.release(booking, "answered" if good else "error_status")
+        if report is not None:
+            state.reported(key, report, now)
+        if not stranger:
+            self._judge(key, head, served is not None, now)
+        self._metrics.answered(routed.model, status, now - routed.came if good else None, streamed=streamed)
+        self._gate.wake()
+        added = [] if stranger else [(headers.REPLICA, key.uid)]
+        added.append((headers.MODEL, answers.printable(routed.name)))
+        if routed.explanation is not None:
+            added.append((headers.DECISION, routed.explanation))
+        return added
+
+    def strange(self, noted: Mapping[str, str], head: ResponseHead) -> list[tuple[str, str]]:
+        """As `run`, of a request that another gateway process has picked for, which it noted as in `Routed.log`."""
+        now, status = time.monotonic(), head.headers.get(":status", "")
+        if _informs(status):
+            return []
+        self._metrics.answered(noted.get("model", ""), status)
+        key = self._served(head)
+        if key is None:
+            return []
+        if (report := self._report(key, head)) is not None:
+            self._state.reported(key, report, now)
+        self._judge(key, head, True, now)
+        self._gate.wake()
+        return [(headers.REPLICA, key.uid), (headers.MODEL, noted.get(headers.NAME, ""))]
+
+    def _report(self, key: ReplicaKey, head: ResponseHead) -> LoadReport | None:
+        """The load report on a response; None where there is none that can be read."""
+        packed = head.headers.get(headers.LOAD_BIN)
+        value = head.headers.get(headers.LOAD) if packed is None else f"BIN {packed}"
+        if value is None:
+            return None
+        try:
+            if self._state.engine(key) == "penstock":
+                report = load_report.decode(value)
+            else:
+                heard = self._state.reports.get(key)
+                report = from_orca(heard.report if heard else None, load_report.decode_metrics(value))
+            if report is not None and (why := absurd(report)) is not None:
+                raise LoadReportError(why)
+            return report
+        except LoadReportError as error:
+            log.info("unreadable load report of %s: %s", head.served, error)
+            return None
+
+    def _served(self, head: ResponseHead) -> ReplicaKey | None:
+        """Who answered; None where the gateway does not say, or names nobody that is known here."""
+        return self._state.key_at(head.served.strip()) if head.served else None
+
+    def _judge(self, key: ReplicaKey, head: ResponseHead, reached: bool, now: float) -> None:
+        """What the answer says of the replica's health."""
+        status, state = head.headers.get(":status", ""), self._state
+        if not status.startswith("5"):
+            state.answered(key, now, error=False)
+        elif headers.RETRIABLE in head.headers:
+            state.refused(key, now)
+        elif status in UNAVAILABLE and not reached:  # the proxy's own answer: there was none of the replica
+            state.unreachable(key, now)
+        else:
+            state.answered(key, now, error=True)
+
+    def ended(self, routed: Routed) -> None:
+        """The last of the response has passed the gateway."""
+        self._state.bookings.release(routed.booking, "stream")
+
+    def closed(self, routed: Routed) -> None:
+        """A stream that ends before the response headers was reset. Later the end of the stream is not the end of the request."""
+        if routed.booking.state is State.PENDING:
+            self._metrics.answered(routed.model, "reset")
+        for booking in (routed.booking, routed.prefill_booking):
+            if booking is not None and booking.state is State.PENDING:
+                self._state.bookings.release(booking, "reset")
+        self._gate.wake()
+
+    def over(self, routed: Routed, status: int) -> None:
+        """Envoy has done with the request. `status`: of the answer, also where its head was not shown; 0: there was none."""
+        if routed.booking.state is State.PENDING:
+            self._metrics.answered(routed.model, str(status) if status else "reset")
+        for booking in (routed.booking, routed.prefill_booking):
+            if booking is not None:
+                self._state.bookings.release(booking, "access_log")
+        self._gate.wake()
+
+
+def _informs(status: str) -> bool:
+    """Whether it is no response yet: 100, 102 and 103 come before one."""
+    return len(status) == 3 and status[0] == "1"

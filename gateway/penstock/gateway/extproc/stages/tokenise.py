@@ -1,0 +1,20 @@
+"""The request's prompts in tokens and block hashes."""
+
+from penstock.gateway.extproc.passage import Passage
+from penstock.gateway.load.prompts import PromptLibrary
+from penstock.gateway.picker.state import FleetState
+
+
+class Tokenise:
+    """Asks the prompt library."""
+
+    def __init__(self, state: FleetState, prompts: PromptLibrary) -> None:
+        self._state = state
+        self._prompts = prompts
+
+    async def run(self, passage: Passage) -> None:
+        """Fills `tokens`, with a guess that says that it is one where they cannot be known."""
+        call, replicas = passage.call, self._state.replicas_of(passage.model)
+        passage.tokens = await self._prompts.tokenize(
+            replicas, call.path, call.body, passage.body.fields, passage.tenant.name, passage.adapter
+        )

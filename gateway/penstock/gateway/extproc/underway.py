@@ -1,0 +1,76 @@
+"""Requests that our own Envoy has sent to a replica, by names that come back to us: with the response, and with the end."""
+
+import itertools
+import secrets
+
+from penstock.api import headers
+from penstock.gateway.extproc.call import Routed
+from penstock.gateway.picker.bookings import Bookings, State
+
+RESPONSE_S = 300.0
+"""How long a request counts that nobody watches and that has no response, if Envoy never says what became of it."""
+
+
+class Underway:
+    """The routed requests of one gateway process whose ends have not been told. Time is an argument (monotonic seconds)."""
+
+    def __init__(self, bookings: Bookings) -> None:
+        self._bookings = bookings
+        self._process = secrets.token_hex(4)
+        self._numbers = itertools.count()
+        self._routed: dict[str, Routed] = {}
+        self._unwatched: set[str] = set()
+        """Those whose exchange with the picker is over, and whose response had not been seen at the last sweep."""
+        self._done: set[str] = set()
+        """Those whose bookings had been released at the last sweep."""
+
+    def __len__(self) -> int:
+        return len(self._routed)
+
+    def name(self) -> str:
+        """A name for one more request, which no other process gives."""
+        return f"{self._process}-{next(self._numbers):x}"
+
+    def ours(self, name: str) -> bool:
+        """Whether this process gave the name."""
+        return name.startswith(f"{self._process}-")
+
+    def add(self, name: str, routed: Routed) -> None:
+        """The request goes on to its replica."""
+        self._routed[name] = routed
+
+    def get(self, name: str) -> Routed | None:
+        """The request of that name; None where it has ended, or is another process's."""
+        return self._routed.get(name)
+
+    def responded(self, name: str) -> Routed | None:
+        """The head of its response has come; returns what `get` does."""
+        self._unwatched.discard(name)
+        return self._routed.get(name)
+
+    def unanswered(self, name: str) -> bool:
+        """Whether nobody watches it, and no head of a response has come."""
+        return name in self._unwatched
+
+    def passed_on(self, routed: Routed) -> None:
+        """Nobody watches the request any more until its response comes."""
+        self._unwatched.add(str(routed.log[headers.BOOKING]))
+
+    def ended(self, name: str) -> Routed | None:
+        """Envoy has done with the request, whatever became of it; returns what `get` would have."""
+        self._unwatched.discard(name)
+        return self._routed.pop(name, None)
+
+    def sweep(self, now: float) -> None:
+        """Ends the bookings of requests that never had a response, and forgets those of which only Envoy's word is missing:
+        bookings released before the last sweep."""
+        for name in list(self._unwatched):
+            routed = self._routed.get(name)
+            if routed is None or routed.booking.state is not State.PENDING:
+                self._unwatched.discard(name)
+            elif now - routed.booking.made_at >= RESPONSE_S:
+                for booking in filter(None, (routed.booking, routed.prefill_booking)):
+                    self._bookings.release(booking, "expired")
+        for name in self._done:
+            self._routed.pop(name, None)
+        self._done = {name for name, routed in self._routed.items() if routed.booking.state is State.RELEASED}

@@ -1,0 +1,157 @@
+"""The half of a connection that sends: windows, turns, and what waits for them."""
+
+from collections import deque
+from collections.abc import Callable
+
+from penstock.gateway.h2.frames import (
+    DATA,
+    DEFAULT_WINDOW,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    MAX_WINDOW,
+    MIN_FRAME_BYTES,
+    Code,
+    ConnectionFault,
+    StreamFault,
+    frame,
+    head,
+)
+from penstock.gateway.h2.stream import Stream
+
+_WRITE_BYTES = 1024 * 1024
+"""Data that goes into `out` at once: more waits until that is written, so that a peer that does not read is noticed."""
+
+
+class Egress:
+    """Sends what the peer's windows allow, a frame of each stream in turn.
+
+    Args:
+        finished: Told of each stream whose trailers are out.
+        now: Monotonic seconds.
+    """
+
+    def __init__(self, finished: Callable[[Stream], None], now: float) -> None:
+        self.out: list[bytes] = []
+        """Frames to be written; whoever writes them empties it."""
+        self.paused = False
+        """The peer does not read: no data goes into `out`."""
+        self.unsent = 0
+        """Bytes of all streams that wait."""
+        self.progress_at = now
+        """When data last went out, or began to wait."""
+        self.initial_window = DEFAULT_WINDOW
+        self.max_frame = MIN_FRAME_BYTES
+        self.frames_sent = 0
+        self._finished = finished
+        self._window = DEFAULT_WINDOW
+        self._room = _WRITE_BYTES
+        self._turns: deque[Stream] = deque()  # streams that have data and a window
+
+    def headers(self, stream: Stream, block: bytes) -> None:
+        """The head of the answer; `block` fits one frame."""
+        if stream.open:
+            self.out.append(frame(HEADERS, END_HEADERS, stream.id, block))
+
+    def data(self, stream: Stream, data: bytes, now: float) -> None:
+        """Sends `data` when the windows allow it, in frames as large as the peer takes."""
+        if not stream.open or not data:
+            return None
+        if not self.unsent:
+            self.progress_at = now
+            size = len(data)
+            if size <= min(stream.send_window, self._window, self.max_frame, self._room) and not self.paused:
+                return self._write(stream, data, size)  # what nearly always happens
+        stream.unsent += data
+        self.unsent += len(data)
+        self._queue(stream)
+        return self.pump(now)
+
+    def end(self, stream: Stream, block: bytes) -> None:
+        """Ends the stream with trailers, after all data; `block` fits one frame."""
+        if not stream.open:
+            return
+        stream.trailers = block
+        if not stream.unsent:
+            self._finish(stream)
+
+    def drop(self, stream: Stream) -> None:
+        """The stream is gone."""
+        stream.open = False
+        self.unsent -= len(stream.unsent)
+        stream.unsent.clear()
+
+    def grow(self, more: int, now: float) -> None:
+        """The peer takes `more` bytes on the connection."""
+        if not more:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "WINDOW_UPDATE by nothing")
+        self._window += more
+        if self._window > MAX_WINDOW:
+            raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "a window beyond all bounds")
+        if self._turns:
+            self.pump(now)
+
+    def grow_stream(self, stream: Stream, more: int, now: float) -> None:
+        """The peer takes `more` bytes on a stream."""
+        if not more:
+            raise StreamFault(Code.PROTOCOL_ERROR, "WINDOW_UPDATE by nothing")
+        stream.send_window += more
+        if stream.send_window > MAX_WINDOW:
+            raise StreamFault(Code.FLOW_CONTROL_ERROR, "a window beyond all bounds")
+        self._queue(stream)
+        self.pump(now)
+
+    def resize(self, size: int, streams: list[Stream], now: float) -> None:
+        """The peer has another INITIAL_WINDOW_SIZE; the windows of open streams change with it, even below nothing."""
+        more, self.initial_window = size - self.initial_window, size
+        for stream in streams:
+            stream.send_window += more
+            if stream.send_window > MAX_WINDOW:
+                raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "a window beyond all bounds")
+            self._queue(stream)
+        self.pump(now)
+
+    def pump(self, now: float) -> None:
+        """Sends what can be sent."""
+        while self._turns and self._window > 0 and self._room > 0 and not self.paused:
+            stream = self._turns.popleft()
+            stream.queued = False
+            size = min(len(stream.unsent), stream.send_window, self._window, self.max_frame)
+            if size <= 0:  # it is gone, or its window has shrunk
+                continue
+            self._write(stream, bytes(stream.unsent[:size]), size)
+            del stream.unsent[:size]
+            self.unsent -= size
+            self.progress_at = now
+            if stream.unsent:
+                self._queue(stream)
+            elif stream.trailers is not None:
+                self._finish(stream)
+            else:
+                assert stream.receiver is not None
+                stream.receiver.sent()
+
+    def flushed(self, now: float) -> None:
+        """What was in `out` is written."""
+        self._room = _WRITE_BYTES
+        if self._turns:
+            self.pump(now)
+
+    def _write(self, stream: Stream, data: bytes, size: int) -> None:
+        self.out += (head(DATA, 0, stream.id, size), data)
+        stream.answered = True
+        stream.send_window -= size
+        self._window -= size
+        self._room -= size
+        self.frames_sent += 1
+
+    def _queue(self, stream: Stream) -> None:
+        if stream.unsent and stream.send_window > 0 and not stream.queued:
+            stream.queued = True
+            self._turns.append(stream)
+
+    def _finish(self, stream: Stream) -> None:
+        assert stream.trailers is not None
+        self.out.append(frame(HEADERS, END_HEADERS | END_STREAM, stream.id, stream.trailers))
+        stream.open = False
+        self._finished(stream)

@@ -1,0 +1,62 @@
+"""What a peer may ask of a connection, and the bounds on what it may ask too often."""
+
+CONNECTION_WINDOW = 64 * 1024 * 1024
+"""Bytes that a peer may send ahead on all streams."""
+STREAM_WINDOW = 1024 * 1024
+"""Bytes that a peer may send ahead on a stream that nobody reads."""
+MAX_STREAMS = 100_000
+"""Open streams. Held requests are such: no usual figure may bound them."""
+MAX_BLOCK_BYTES = 64 * 1024
+"""A compressed header block, over all its frames."""
+MAX_BLOCK_FRAMES = 32
+MAX_LIST_BYTES = 32 * 1024
+"""A header list, counted as RFC 9113 does: names, values and 32 bytes each."""
+MAX_UNREAD_BYTES = 512 * 1024 * 1024
+"""Messages, whole or in part, that calls of a connection have not taken yet."""
+MAX_UNSENT_BYTES = 256 * 1024 * 1024
+"""Answers that a connection's peer gives no window for. A stream holds little of that: whoever writes waits."""
+MAX_BACKLOG_BYTES = 4 * 1024 * 1024
+"""Control frames that a peer makes us write and does not read."""
+
+IDLE_PING_S = 20.0
+"""After this silence a peer is asked whether it lives."""
+SILENCE_S = 60.0
+"""After this it does not."""
+STALL_S = 120.0
+"""How long data may wait for a window or a reader without a byte of progress."""
+
+
+class Bucket:
+    """Tokens that come back with time. `now` is monotonic seconds and never falls."""
+
+    def __init__(self, burst: float, per_s: float, now: float) -> None:
+        self._burst, self._per_s, self._at = burst, per_s, now
+        self._tokens = burst
+
+    def take(self, now: float, count: int = 1) -> bool:
+        """Takes a token, or several; False where there are not so many."""
+        self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_s)
+        self._at = now
+        if self._tokens < count:
+            return False
+        self._tokens -= count
+        return True
+
+    def give(self) -> None:
+        """Puts one back."""
+        self._tokens = min(self._burst, self._tokens + 1)
+
+
+def control_bucket(now: float) -> Bucket:
+    """For frames that make work and carry nothing: PING, SETTINGS, PRIORITY, empty DATA, unknown ones (CVE-2019-9512 and kin)."""
+    return Bucket(2_000, 200, now)
+
+
+def resize_bucket(now: float) -> Bucket:
+    """For streams whose windows another INITIAL_WINDOW_SIZE changes: one frame of some bytes is work for all that are open."""
+    return Bucket(1_000_000, 100_000, now)
+
+
+def reset_bucket(now: float) -> Bucket:
+    """For streams that the peer gives up (CVE-2023-44487). Clients leave in crowds; each end in order adds one."""
+    return Bucket(20_000, 1_000, now)

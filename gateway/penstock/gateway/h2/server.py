@@ -1,0 +1,243 @@
+"""A gRPC server on asyncio alone, for services written for `grpc.aio`, at a fraction of its CPU a call.
+
+Services are registered by the generated `add_…_to_server`. See `Call` for what they find in their context.
+"""
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import grpc
+
+from penstock.gateway.h2 import limits
+from penstock.gateway.h2.blocks import BlockCache
+from penstock.gateway.h2.call import Call
+from penstock.gateway.h2.connection import Connection
+from penstock.gateway.h2.frames import Code
+from penstock.gateway.h2.messages import CallFault, refusal, timeout_s, trailers
+from penstock.gateway.h2.methods import Methods
+from penstock.gateway.h2.stream import Receiver, Stream
+from penstock.gateway.h2.worker import Worker
+
+TICK_S = 5.0
+LINGER_S = 5.0
+"""How long the last words to a peer may take."""
+
+log = logging.getLogger(__name__)
+
+
+class Server:
+    """Serves gRPC on any number of addresses.
+
+    Args:
+        max_message_bytes: The largest message taken.
+        max_calls: Calls in progress, of all peers; more are refused, as Envoy and gRPC try again elsewhere.
+    """
+
+    def __init__(self, max_message_bytes: int, max_calls: int = limits.MAX_STREAMS) -> None:
+        self.methods = Methods()
+        self.cache = BlockCache()
+        self.max_message_bytes = max_message_bytes
+        self.max_calls = max_calls
+        self.calls = 0
+        """In progress."""
+        self.unread = 0
+        """Bytes of messages that no service has read yet."""
+        self.peers: set[ServerProtocol] = set()
+        self._left = asyncio.Event()
+        self._servers: list[asyncio.Server] = []
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """See `grpc.aio.Server`."""
+        self.methods.add(generic_rpc_handlers)
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
+        """See `grpc.aio.Server`. Generated code says so what it has said to `add_generic_rpc_handlers` already."""
+
+    async def bind(self, host: str, port: int, context: ssl.SSLContext | None = None) -> int:
+        """Serves at one more address, with TLS where there is a context; returns the port."""
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: ServerProtocol(self), host, port, ssl=context, backlog=1024)
+        self._servers.append(server)
+        return server.sockets[0].getsockname()[1]
+
+    async def stop(self, grace: float) -> None:
+        """Takes no more connections, gives calls `grace` seconds to end, and ends the others."""
+        for server in self._servers:
+            server.close()
+        for peer in self.peers:
+            peer.connection.leave()
+            peer.flush_soon()
+        await self._until(lambda: not self.calls, grace)
+        for peer in list(self.peers):
+            peer.connection.fail(Code.NO_ERROR, "the server stops")
+            peer.flush()
+        await self._until(lambda: not self.peers and not self.calls, LINGER_S)
+
+    def left(self, peer: "ServerProtocol | None" = None) -> None:
+        """A call has ended, or a peer has gone."""
+        if peer is None:
+            self.calls -= 1
+        else:
+            self.peers.discard(peer)
+        if not self.calls or peer is not None:
+            self._left.set()
+
+    async def _until(self, done: Callable[[], bool], limit_s: float) -> None:
+        """Waits for what calls and peers do by leaving, at most `limit_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while not done():
+                    self._left.clear()
+                    await self._left.wait()
+
+
+class ServerProtocol(asyncio.Protocol):
+    """A connection and its transport."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._loop = asyncio.get_running_loop()
+        self.connection = Connection(self._accept, server.cache, self._loop.time())
+        self.address = ""
+        self._turning = False  # a turn goes on, or is on its way
+        self._workers: list[Worker] = []  # to be stepped
+        self._backlog = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --- asyncio.Protocol ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self._transport = cast(asyncio.Transport, transport)
+        host, port, *_ = transport.get_extra_info("peername") or ("", 0)
+        self.address = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+        self.server.peers.add(self)
+        tls = transport.get_extra_info("ssl_object")
+        if tls is not None and tls.selected_alpn_protocol() != "h2":
+            self.connection.fail(Code.CONNECT_ERROR, "this is a port for HTTP/2: offer it by ALPN")
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+        self.flush()
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        self._turning = True
+        self.connection.receive(data, self._loop.time())
+        self._turn()
+
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self._backlog = 0
+        self.connection.pause()
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self.connection.resume()
+        self.flush_soon()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self.connection.fail(Code.NO_ERROR, "the connection is lost")
+        self.server.left(self)
+
+    # --- Peer, see `Call` ---
+
+    def flush_soon(self) -> None:
+        """See `Peer`. What is said in one turn goes out in one write."""
+        if not self._turning:
+            self._turning = True
+            self._loop.call_soon(self._turn)
+
+    def step_soon(self, worker: Worker) -> None:
+        """See `Peer`."""
+        self._workers.append(worker)
+        if not self._turning:
+            self.flush_soon()
+
+    def left(self) -> None:
+        """See `Peer`."""
+        self.server.left()
+
+    # --- inside ---
+
+    def _turn(self) -> None:
+        """Lets those go on that have something to do, then writes what they and the connection have to say."""
+        self._turning = True
+        while self._workers:
+            workers, self._workers = self._workers, []
+            for worker in workers:
+                worker.step()
+        self._turning = False
+        if self.connection.out:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what is to be written."""
+        connection, transport = self.connection, self._transport
+        if connection.out and not transport.is_closing():
+            data = b"".join(connection.out)
+            connection.out.clear()
+            if connection.egress.paused:
+                self._backlog += len(data)
+                if self._backlog > limits.MAX_BACKLOG_BYTES:
+                    log.warning("%s makes us answer and does not read: its connection is cut", self.address)
+                    return transport.abort()
+            transport.write(data)
+        if connection.closed:
+            if not transport.is_closing():
+                log.info("connection of %s: %s", self.address, connection.fault)
+                self._loop.call_later(LINGER_S, transport.abort)
+            return transport.close()
+        if connection.flushed():
+            self.flush_soon()
+        return None
+
+    def _accept(self, stream: Stream) -> Receiver | None:
+        """A new stream: a call, or what can be answered without one."""
+        server, head = self.server, stream.head
+        if server.calls >= server.max_calls:
+            return None
+        no_call = refusal(head)
+        if no_call is not None:
+            return _Answered(self, stream, no_call)
+        method = server.methods.get(head.pseudo[":path"])
+        try:
+            if method is None:
+                raise CallFault(grpc.StatusCode.UNIMPLEMENTED, f"{head.pseudo[':path']} does not exist")
+            call = Call(self, stream, method, server.max_message_bytes, timeout_s(head))
+        except CallFault as fault:
+            return _Answered(self, stream, trailers(fault.code, fault.details, alone=True))
+        server.calls += 1
+        return call
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+        self.connection.tick(self._loop.time())
+        if self.connection.out:
+            self.flush_soon()
+
+
+class _Answered:
+    """A stream whose answer does not depend on what comes."""
+
+    def __init__(self, peer: ServerProtocol, stream: Stream, block: bytes) -> None:
+        self._peer, self._stream, self._block = peer, stream, block
+
+    def data(self, data: bytes) -> None:
+        """See `Receiver`."""
+        self._peer.connection.egress.end(self._stream, self._block)
+
+    def end(self) -> None:
+        """See `Receiver`."""
+        self._peer.connection.egress.end(self._stream, self._block)
+
+    def reset(self, code: Code) -> None:
+        """See `Receiver`."""
+
+    def sent(self) -> None:
+        """See `Receiver`."""

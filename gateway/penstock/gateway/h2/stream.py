@@ -1,0 +1,56 @@
+"""One stream of a connection: its windows, what it has yet to send, and who hears of it."""
+
+from typing import Protocol
+
+from penstock.gateway.h2.blocks import Head
+from penstock.gateway.h2.frames import Code
+
+
+class Receiver(Protocol):
+    """Who hears what comes on a stream. None of it may raise."""
+
+    def data(self, data: bytes) -> None:
+        """The next bytes, never none. Whoever has used them up says so to `Connection.consumed`."""
+        ...
+
+    def end(self) -> None:
+        """The peer has sent all."""
+        ...
+
+    def reset(self, code: Code) -> None:
+        """The stream is gone before its end, by the peer's will or by a fault: nothing more comes or goes."""
+        ...
+
+    def sent(self) -> None:
+        """All that was to be sent is on its way."""
+        ...
+
+
+class Stream:
+    """A stream from its request's headers until we have ended it."""
+
+    __slots__ = (
+        "answered", "content_length", "ended", "head", "id", "open", "queued", "receive_window", "receiver", "send_window",
+        "trailers", "unacknowledged", "unsent",
+    )  # fmt: skip
+
+    def __init__(self, stream_id: int, head: Head, send_window: int, receive_window: int) -> None:
+        self.id = stream_id
+        self.head = head
+        self.receiver: Receiver | None = None
+        self.open = True
+        """There is something left for us to say."""
+        self.answered = False
+        """We have sent it data."""
+        self.ended = False
+        """The peer has said all."""
+        self.send_window = send_window
+        self.receive_window = receive_window
+        self.unacknowledged = 0
+        """Bytes used up that the peer has no new window for yet."""
+        self.unsent = bytearray()
+        self.trailers: bytes | None = None
+        """The block that ends the stream once `unsent` is out."""
+        self.queued = False
+        """It waits for its turn to send."""
+        self.content_length = head.content_length

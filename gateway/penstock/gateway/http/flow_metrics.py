@@ -1,0 +1,48 @@
+"""What waits and what tenants have running, read off flow control when somebody asks."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from penstock.api import metrics
+from penstock.gateway.flow.control import FlowControl
+from penstock.gateway.tenants.registry import Registry
+
+WAIT_BUCKETS = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class FlowMetrics:
+    """Counted as it happens; nothing is for requests that go on at once."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.waits = Histogram(
+            metrics.FLOW_WAIT,
+            "Time that requests waited at the gateway, by how that ended",
+            ["model", "outcome"],
+            buckets=WAIT_BUCKETS,
+            registry=registry,
+        )
+
+
+class FlowCollector(Collector):
+    """Read at scrape time."""
+
+    def __init__(self, control: FlowControl, tenants: Registry | None) -> None:
+        self._control = control
+        self._tenants = tenants
+
+    def collect(self) -> Iterator[Metric]:
+        """See `Collector`."""
+        queued = GaugeMetricFamily(metrics.FLOW_QUEUED, "Requests that wait at the gateway", labels=["model", "priority"])
+        for model, queue in self._control.queues.items():
+            for priority, band in queue.bands.items():
+                queued.add_metric([model, str(priority)], sum(len(tickets) for tickets in band.tenants().values()))
+        yield queued
+        yield GaugeMetricFamily(metrics.FLOW_QUEUED_BYTES, "Bytes of requests that wait", value=self._control.bytes)
+        if self._tenants is not None:
+            running = GaugeMetricFamily(metrics.TENANT_RUNNING, "Requests of tenants, waiting or served", labels=["tenant"])
+            for name, account in self._tenants.accounts():
+                running.add_metric([name], account.running)
+            yield running

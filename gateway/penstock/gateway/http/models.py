@@ -1,0 +1,70 @@
+"""Who is served by which name and by which port, for people: what `/debug/models` shows."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from penstock.api.fleet import InferencePool, NameConflict
+from penstock.gateway.picker.state import FleetState
+
+
+class NameView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a name stands for."""
+
+    model: str
+    """`Model.id`."""
+    adapter: str | None
+    """`Adapter.id`."""
+
+
+class CanaryView(msgspec.Struct, frozen=True, kw_only=True):
+    """A share of traffic."""
+
+    model: str
+    of: str
+    weight: float
+    idle: str | None
+    """Why it gets nothing; None where it gets its share, whenever it has a ready replica."""
+
+
+class PoolView(msgspec.Struct, frozen=True, kw_only=True):
+    """An InferencePool."""
+
+    pool: InferencePool
+    port: int | None
+    """Where the picker serves it; None: nowhere, see the log."""
+
+
+class ModelsView(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `GET /debug/models`."""
+
+    names: dict[str, NameView]
+    conflicts: list[NameConflict]
+    unserved_adapters: list[str]
+    """Those whose model does not exist."""
+    canaries: list[CanaryView]
+    inference_pools: list[PoolView]
+
+
+def models_view(state: FleetState, ports: Mapping[str, int]) -> ModelsView:
+    """Everything at this moment.
+
+    Args:
+        state: The fleet.
+        ports: Of InferencePools, by id.
+    """
+    names = state.names
+    return ModelsView(
+        names={
+            name: NameView(model=named.model.id, adapter=named.adapter.id if named.adapter is not None else None)
+            for name, named in sorted(names.items())
+        },
+        conflicts=names.conflicts,
+        unserved_adapters=[adapter.id for adapter in names.orphans],
+        canaries=[
+            CanaryView(model=it.id, of=it.canary.of, weight=it.canary.weight, idle=names.idle_canaries.get(it.id))
+            for it in state.fleet.models
+            if it.canary is not None
+        ],
+        inference_pools=[PoolView(pool=pool, port=ports.get(pool.id)) for pool in state.fleet.inference_pools],
+    )

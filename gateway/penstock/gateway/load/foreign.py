@@ -1,0 +1,205 @@
+"""The load of engines that are not ours, in a load report: from their `/metrics`, or from ORCA response headers.
+
+vLLM, SGLang and TensorRT-LLM name the same things differently. What they do not measure is derived from how their counters move
+between two looks. Several engines behind one endpoint count together: queues are added up, memory is as full as the fullest.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.api.fleet import Engine
+from penstock.api.load_report import LoadReport
+from penstock.gateway.load.pages import largest, samples, total
+from penstock.gateway.load.traits import BLOCK_SIZE, Traits
+
+
+class _Names(NamedTuple):
+    """What an engine calls it; of several names the first that is there."""
+
+    running: tuple[str, ...]
+    waiting: tuple[str, ...]
+    usage: tuple[str, ...]
+    config: str = ""
+    """A series whose labels hold the block size and the number of blocks."""
+    config_labels: tuple[str, str] = ("", "")
+    block_size: str = ""
+    blocks: str = ""
+    prompt_tokens: str = ""
+    generation_tokens: str = ""
+    itl: tuple[str, ...] = ()
+    prefill_time: str = ""
+    prompt_lengths: str = ""
+
+
+_NAMES: dict[Engine, _Names] = {
+    "vllm": _Names(
+        running=("vllm:num_requests_running",),
+        waiting=("vllm:num_requests_waiting",),
+        usage=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+        config="vllm:cache_config_info",
+        config_labels=("block_size", "num_gpu_blocks"),
+        prompt_tokens="vllm:prompt_tokens_total",
+        generation_tokens="vllm:generation_tokens_total",
+        itl=("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+        prefill_time="vllm:request_prefill_time_seconds_sum",
+        prompt_lengths="vllm:request_prompt_tokens",
+    ),
+    "sglang": _Names(
+        running=("sglang:num_running_reqs",),
+        waiting=("sglang:num_queue_reqs",),
+        usage=("sglang:token_usage",),
+        config="sglang:cache_config_info",
+        config_labels=("page_size", "num_pages"),
+        prompt_tokens="sglang:prompt_tokens_total",
+        generation_tokens="sglang:generation_tokens_total",
+        itl=("sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds"),
+    ),
+    "trtllm": _Names(
+        running=("trtllm_num_requests_running",),
+        waiting=("trtllm_num_requests_waiting",),
+        usage=("trtllm_kv_cache_utilization",),
+        block_size="trtllm_kv_cache_tokens_per_block",
+        blocks="trtllm_kv_cache_max_blocks",
+    ),
+}
+_MARKS: tuple[tuple[bytes, Engine], ...] = (
+    (b"penstock_", "penstock"),  # first: ours can speak with vLLM's names too
+    (b"vllm:", "vllm"),
+    (b"sglang:", "sglang"),
+    (b"trtllm_", "trtllm"),
+)
+
+
+def engine_of(page: bytes) -> Engine | None:
+    """Which engine wrote a Prometheus page; None where it cannot be told."""
+    return next((engine for mark, engine in _MARKS if page.startswith(mark) or b"\n" + mark in page), None)
+
+
+class ForeignLoad:
+    """What one replica tells from look to look."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Engine = engine
+        self._names = _NAMES[engine]
+        self._seq = 0
+        self._epoch = 1
+        self._counters: dict[str, float] = {}
+        self._rates: dict[str, float] = {}
+        self._at = 0.0
+
+    def read(self, page: bytes, now: float) -> tuple[LoadReport, Traits]:
+        """The report and the settings in a page that was received at `now` (monotonic seconds)."""
+        names = self._names
+        counters = {
+            "prompt": total(page, names.prompt_tokens),
+            "generation": total(page, names.generation_tokens),
+            "itl_s": total(page, *(f"{name}_sum" for name in names.itl)),
+            "itl_n": total(page, *(f"{name}_count" for name in names.itl)),
+            "prefill_s": total(page, names.prefill_time),
+        }
+        self._count({name: value for name, value in counters.items() if value is not None}, page, now)
+        self._seq += 1
+        traits = self._traits(page)
+        waiting = round(total(page, *names.waiting) or 0)
+        usage = min(largest(page, *names.usage) or 0.0, 1.0)
+        report = LoadReport(
+            epoch=self._epoch,
+            seq=self._seq,
+            num_requests_running=round(total(page, *names.running) or 0),
+            num_requests_waiting={"capacity": waiting} if waiting else {},
+            kv_cache_usage_perc=usage,
+            kv_blocks_total=traits.num_blocks,
+            kv_blocks_reclaimable=round(traits.num_blocks * (1 - usage)),
+            prefill_backlog_tokens=round(waiting * _mean(page, names.prompt_lengths)),
+            prefill_tokens_per_s=self._rates.get("prefill", 0.0),
+            decode_step_s=self._rates.get("step", 0.0),
+            prompt_tokens_per_s=self._rates.get("prompt", 0.0),
+            generation_tokens_per_s=self._rates.get("generation", 0.0),
+        )
+        return _with_adapters(report, page) if self._engine == "vllm" else report, traits
+
+    def _count(self, counters: dict[str, float], page: bytes, now: float) -> None:
+        """The rates by which counters have risen since the last look. One that falls is a new process's."""
+        before, self._counters = self._counters, counters
+        started = largest(page, "process_start_time_seconds")
+        if started is not None:
+            restarted = self._seq > 0 and round(started * 1000) != self._epoch
+            self._epoch = round(started * 1000)
+        else:
+            restarted = any(value < before.get(name, 0.0) for name, value in counters.items())
+            self._epoch += restarted
+        passed, self._at = now - self._at, now
+        if restarted:
+            self._rates.clear()
+        if restarted or not before or passed <= 0:
+            return
+        rise = {name: value - before.get(name, value) for name, value in counters.items()}
+        for name in ("prompt", "generation"):
+            if name in rise:
+                self._rates[name] = rise[name] / passed
+        # What has not moved says nothing: the last measurement stands.
+        if rise.get("itl_n", 0) > 0:
+            self._rates["step"] = rise.get("itl_s", 0.0) / rise["itl_n"]
+        if rise.get("prefill_s", 0) > 0 and rise.get("prompt", 0) > 0:
+            self._rates["prefill"] = rise["prompt"] / rise["prefill_s"]
+
+    def _traits(self, page: bytes) -> Traits:
+        names = self._names
+        size, blocks = largest(page, names.block_size), total(page, names.blocks)
+        for sample in samples(page, names.config):
+            size = size or _number(sample.label(names.config_labels[0]))
+            blocks = (blocks or 0) + _number(sample.label(names.config_labels[1]))
+        return Traits(engine=self._engine, block_size=round(size or 0) or BLOCK_SIZE, num_blocks=round(blocks or 0))
+
+
+def from_orca(last: LoadReport | None, figures: Mapping[str, float]) -> LoadReport | None:
+    """The newest report with what an ORCA header of another engine says; None where it says nothing of use."""
+    known = {name.rpartition(":")[2].lower(): value for name, value in figures.items()}
+    changes: dict[str, object] = {}
+    if "num_requests_waiting" in known:
+        waiting = round(known["num_requests_waiting"])
+        changes["num_requests_waiting"] = {"capacity": waiting} if waiting else {}
+    if "num_requests_running" in known:
+        changes["num_requests_running"] = round(known["num_requests_running"])
+    usage = known.get("kv_cache_usage_perc", known.get("kv_cache_utilization"))
+    base = last or LoadReport(epoch=0, seq=0)
+    if usage is not None:
+        changes["kv_cache_usage_perc"] = min(usage, 1.0)
+        changes["kv_blocks_reclaimable"] = round(base.kv_blocks_total * (1 - min(usage, 1.0)))
+    return msgspec.structs.replace(base, **changes) if changes else None
+
+
+def _with_adapters(report: LoadReport, page: bytes) -> LoadReport:
+    """vLLM's adapters: the newest of its series holds names alone, so each counts as one request."""
+    info = max(samples(page, "vllm:lora_requests_info"), key=lambda sample: sample.value, default=None)
+    if info is None:
+        return report
+    running = _adapters(info.label("running_lora_adapters"))
+    slots = round(_number(info.label("max_lora")))
+    return msgspec.structs.replace(
+        report,
+        lora_slots=slots,
+        lora_slots_free=max(slots - len(running), 0),
+        lora_running=running,
+        lora_waiting=_adapters(info.label("waiting_lora_adapters")),
+    )
+
+
+def _adapters(names: str) -> dict[str, int]:
+    return {name.strip(): 1 for name in names.split(",") if name.strip()}
+
+
+def _mean(page: bytes, histogram: str) -> float:
+    count = total(page, f"{histogram}_count") if histogram else None
+    return (total(page, f"{histogram}_sum") or 0.0) / count if count else 0.0
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        return 0.0
+    return number if math.isfinite(number) and number > 0 else 0.0

@@ -1,0 +1,309 @@
+"""What is known of the replicas of one model, in columns: an array a figure, a stable row a replica.
+
+A report, a booking or a change of the fleet writes the one row that it concerns; a pick reads whole columns. So the cost of a
+pick is a few dozen array operations, whatever the number of replicas.
+"""
+
+from collections.abc import Collection, Sequence
+from hashlib import blake2b
+from statistics import fmean, median
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.api.fleet import Replica
+from penstock.api.load_report import LoadReport
+from penstock.gateway.picker.candidates import Booked, ReplicaKey, key_of
+from penstock.gateway.picker.correction import LONGEST_S, corrections, fading
+from penstock.gateway.picker.figures import (
+    PRIOR_OUTPUT_TOKENS,
+    PRIOR_PREFILL_TOKENS_PER_S,
+    PRIOR_QUEUE_S,
+    PRIOR_STEP_S,
+    Bools,
+    Figures,
+    Floats,
+    Rates,
+    Rows,
+)
+from penstock.gateway.picker.folded import GRACE_S, Folded, itl_s, queue_s
+from penstock.gateway.picker.outliers import UNTROUBLED, Standing
+from penstock.gateway.picker.subset import Subset, canonical
+
+PRIOR_ROWS = 256.0
+ANSWERS = 64
+"""Over how many answers their length is averaged, exponentially."""
+LORA_LOAD_S = 0.1
+"""Loading an adapter into a slot: 50 MB or so from host memory or disk; a prior, as engines do not measure it."""
+LORA_EVICT_S = 0.1
+"""What the adapter that has to go will cost when it comes back: so few replicas as possible hold each adapter."""
+LORA_WAIT_TOKENS = 128
+"""Output tokens after which one of several running adapters is expected to have nobody left."""
+RATES_S = 0.25
+"""How old the common rates may be."""
+
+_PROMISED, _TAKEN = Figures._fields.index("promised_s"), Figures._fields.index("taken_s")
+
+
+class Columns:
+    """The replicas of one model. Time is an argument (monotonic seconds)."""
+
+    def __init__(self) -> None:
+        self.table = _blank(0)
+        """float64 [figures, rows]."""
+        self.figures = Figures(*self.table)
+        self.open: Bools = np.zeros(0, np.bool_)
+        """Ready, not terminating, not cordoned."""
+        self.open_count = 0
+        self.seeds: NDArray[np.uint64] = np.zeros(0, np.uint64)
+        """Of each replica's lots."""
+        self.by_name: Rows = np.zeros(0, np.intp)
+        """The rows in the order of their names, blank ones last."""
+        self.replicas: Sequence[Replica | None] = ()
+        """By row; never changed in place, so that a decision may keep it."""
+        self.endpoints: Sequence[str] = ()
+        self.pools: list[str] = []
+        self.rows: dict[ReplicaKey, int] = {}
+        self.version = 0
+        """Rises when `rows` changes."""
+        self.adapters: dict[str, set[int]] = {}
+        """The rows in which each adapter holds a slot."""
+        self.troubled: set[int] = set()
+        """The rows that may be a last resort now or soon."""
+        self._members: list[Replica] = []
+        self._output_tokens = PRIOR_OUTPUT_TOKENS
+        self._rates = Rates()
+        self._folded = Folded()
+        self._rated_at = self._faded_at = -np.inf
+        self._rows_at: dict[tuple[str, int], list[int]] = {}
+        self._rows_on: dict[str, list[int]] = {}
+
+    def update(self, replicas: Sequence[Replica]) -> None:
+        """Takes in what discovery sees now: those that stay keep their rows, a row that is left is blank again."""
+        if replicas == self._members:  # a fleet of many models changes in one of them
+            return
+        self._members = list(replicas)
+        current = {key_of(replica): replica for replica in replicas}
+        by_row: list[Replica | None] = [None] * len(self.replicas)
+        for key in [key for key in self.rows if key not in current]:
+            self._clear(self.rows.pop(key))
+        for key, row in self.rows.items():
+            by_row[row] = current[key]
+        free = [row for row, replica in enumerate(by_row) if replica is None]
+        for key in [key for key in current if key not in self.rows]:
+            row = free.pop(0) if free else len(by_row)
+            by_row[row : row + 1] = [current[key]]
+            self.rows[key] = row
+        self._grow(len(by_row))
+        self._index(by_row)
+
+    def _grow(self, count: int) -> None:
+        old = self.table.shape[1]
+        if count > old:
+            self.table = np.concatenate((self.table, _blank(count - old)), axis=1)
+            self.figures = Figures(*self.table)
+
+    def _clear(self, row: int) -> None:
+        self.table[:, row] = _blank(1)[:, 0]
+        self.troubled.discard(row)
+        self._hold(row, ())
+
+    def _index(self, by_row: list[Replica | None]) -> None:
+        """Everything that follows from who is there."""
+        self.version += 1
+        self.replicas = tuple(by_row)
+        self.endpoints = tuple(replica.endpoint if replica else "" for replica in by_row)
+        self.open = np.array([r is not None and r.ready and not r.terminating and not r.cordoned for r in by_row], np.bool_)
+        self.open_count = int(self.open.sum())
+        self.seeds = np.array([_seed(replica) for replica in by_row], np.uint64)
+        order = sorted(range(len(by_row)), key=lambda row: _place(by_row[row]))
+        self.by_name = np.array(order, np.intp)
+        self.pools = sorted({replica.pool for replica in by_row if replica})
+        self._rows_at, self._rows_on = {}, {}
+        for row, replica in enumerate(by_row):
+            if replica:
+                self.figures.pool[row] = self.pools.index(replica.pool)
+                self.figures.kv_layout[row] = _layout(replica)
+                host = canonical(replica.host)
+                self._rows_at.setdefault((host, replica.port), []).append(row)
+                self._rows_on.setdefault(host, []).append(row)
+        self._rated_at = -np.inf
+
+    # --- what becomes known ---
+
+    def report(self, row: int, report: LoadReport, at: float) -> None:
+        """The newest report of the replica in `row`, received at `at`."""
+        f, running = self.figures, report.num_requests_running
+        if f.heard_at[row] == -np.inf:
+            self._rated_at = -np.inf  # the first word of a replica changes what all of them show
+        f.heard_at[row] = at
+        f.running[row], f.batch[row], f.waiting[row] = running, running, report.waiting
+        f.rows[row] = report.max_num_seqs
+        f.rows_free[row] = report.max_num_seqs - running if report.max_num_seqs else np.inf
+        f.kv_usage[row] = report.kv_cache_usage_perc
+        total = report.kv_blocks_total
+        f.kv_blocks[row] = total
+        f.blocks_free[row] = report.kv_blocks_reclaimable if total else np.inf
+        f.held_blocks[row] = report.kv_cache_usage_perc * total / running if running else 0.0
+        f.backlog_tokens[row] = report.prefill_backlog_tokens
+        f.measured_tokens_per_s[row] = report.prefill_tokens_per_s
+        f.measured_step_s[row] = report.decode_step_s
+        if report.lora_slots or f.lora_slots[row]:
+            f.lora_slots[row], f.lora_free[row] = report.lora_slots, report.lora_slots_free
+            f.lora_idle[row] = sum(not requests for requests in report.lora_running.values())
+            self._hold(row, report.lora_running)
+        f.s_per_token[row] = 1 / max(report.prefill_tokens_per_s or self._rates.prefill_tokens_per_s, 1.0)
+        f.step_s[row] = report.decode_step_s or self._rates.step_s
+        self._folded.changed.add(row)
+
+    def finished(self, output_tokens: int) -> None:
+        """An answer of this length has ended at one of the replicas."""
+        self._output_tokens += (output_tokens - self._output_tokens) / ANSWERS
+
+    def first_token(self, row: int, promised_s: float, taken_s: float) -> None:
+        """A first token of the replica in `row` took `taken_s` seconds, where its reports promised `promised_s`."""
+        self.figures.promised_s[row] += min(promised_s, LONGEST_S)
+        self.figures.taken_s[row] += min(taken_s, LONGEST_S)
+
+    def trust_again(self, row: int) -> None:
+        """The replica in `row` is a new process, with which nobody has any experience."""
+        f = self.figures
+        f.promised_s[row], f.taken_s[row], f.correction[row] = 0.0, 0.0, 1.0
+        self._folded.changed.add(row)
+
+    def _hold(self, row: int, adapters: Collection[str]) -> None:
+        """The adapters that hold slots in `row`."""
+        for name in [name for name, rows in self.adapters.items() if row in rows and name not in adapters]:
+            self.adapters[name].discard(row)
+            if not self.adapters[name]:
+                del self.adapters[name]
+        for name in adapters:
+            self.adapters.setdefault(name, set()).add(row)
+
+    def lora_s(self, adapter: str) -> Floats:
+        """Seconds until `adapter` is in a slot, by row: none where it is already, the time to load it where a slot is free, more
+        where another adapter has to go, most where all of them are in use. Replicas that say nothing of slots count alike."""
+        f = self.figures
+        wait = np.where(f.lora_idle > 0, LORA_EVICT_S, LORA_EVICT_S + LORA_WAIT_TOKENS * f.step_s)
+        seconds = np.where(f.lora_slots > 0, LORA_LOAD_S + np.where(f.lora_free > 0, 0.0, wait), 0.0)
+        seconds[list(self.adapters.get(adapter, ()))] = 0.0
+        return seconds
+
+    def booked(self, row: int, booked: Booked) -> None:
+        """Work sent to the replica in `row` that its reports do not hold yet."""
+        self.figures.booked_requests[row] = booked.requests
+        self.figures.booked_tokens[row] = booked.prefill_tokens
+        self.figures.booked_transfers[row] = booked.transfer_tokens
+        self._folded.changed.add(row)
+
+    def left(self, row: int) -> None:
+        """A request has ended that the last report of the replica in `row` includes. Where nobody asks for reports, the next is
+        as far away as the next request."""
+        f = self.figures
+        if f.running[row] > 0:
+            f.running[row] -= 1
+            f.rows_free[row] += 1
+            self._folded.changed.add(row)
+
+    def stand(self, row: int, standing: Standing) -> None:
+        """How far the replica in `row` is trusted with requests."""
+        if standing == UNTROUBLED and row not in self.troubled:
+            return
+        self.figures.ejected_until[row], self.figures.allowance[row] = standing
+        (self.troubled.discard if standing == UNTROUBLED else self.troubled.add)(row)
+
+    def last_resorts(self, now: float) -> Bools | None:
+        """The rows to pick only where there is no other; None where there are none."""
+        if not self.troubled:
+            return None
+        f = self.figures
+        mask = (f.ejected_until > now) | (f.booked_requests >= f.allowance)
+        return mask if mask.any() else None
+
+    # --- what a pick asks ---
+
+    def rates(self, now: float) -> Rates:
+        """The common rates, as medians, of replicas that have measured theirs; looked at anew every `RATES_S`."""
+        if now - self._rated_at >= RATES_S:
+            self._rated_at, self._rates = now, self._measure(now)
+        return self._rates
+
+    def folded(self, now: float, block_size: int) -> Floats:
+        """What a pick for prompts in blocks of `block_size` costs; see `Folded`."""
+        rates = self.rates(now)
+        return self._folded.table(self.table, rates, block_size, now)
+
+    def _measure(self, now: float) -> Rates:
+        f = self.figures
+        prefill = _median(f.measured_tokens_per_s, PRIOR_PREFILL_TOKENS_PER_S)
+        step = _median(f.measured_step_s, PRIOR_STEP_S)
+        f.s_per_token[f.measured_tokens_per_s == 0] = 1 / max(prefill, 1.0)
+        unmeasured = f.measured_step_s == 0
+        f.step_s[unmeasured] = step
+        self.table[[_PROMISED, _TAKEN]] *= fading(now - self._faded_at)
+        self._faded_at = now
+        f.correction[:] = corrections(f.promised_s, f.taken_s)
+        fresh = now - f.heard_at <= GRACE_S
+        queues: list[float] = queue_s(f, now, np.maximum)[fresh].tolist()
+        itls: list[float] = itl_s(f, 0.0, np.maximum)[fresh].tolist()
+        heard = f.heard_at > -np.inf
+        requests: list[float] = (f.running + f.waiting)[heard].tolist()
+        return Rates(
+            prefill,
+            step,
+            queue_s=fmean(queues) if queues else PRIOR_QUEUE_S,
+            itl_s=fmean(itls) if itls else step,
+            output_tokens=self._output_tokens,
+            requests=fmean(requests) if requests else 0.0,
+        )
+
+    def eligible(self, subset: Subset | None, excluded: Collection[ReplicaKey]) -> Bools:
+        """The rows that may be picked; see `why_not` in `candidates` for the reasons of the others."""
+        if subset is None and not excluded:
+            return self.open
+        mask = self.open.copy()
+        if subset is not None:
+            allowed = np.zeros(len(mask), np.bool_)
+            for host in subset.hosts:
+                allowed[self._rows_on.get(host, [])] = True
+            for endpoint in subset.endpoints:
+                allowed[self._rows_at.get(endpoint, [])] = True
+            mask &= allowed
+        for key in excluded:
+            if key in self.rows:
+                mask[self.rows[key]] = False
+        return mask
+
+
+def _blank(count: int) -> Floats:
+    table = np.zeros((len(Figures._fields), count))
+    figures = Figures(*table)
+    figures.heard_at[:] = -np.inf
+    figures.rows_free[:] = figures.blocks_free[:] = figures.allowance[:] = np.inf
+    figures.ejected_until[:] = -np.inf
+    figures.s_per_token[:] = 1 / PRIOR_PREFILL_TOKENS_PER_S
+    figures.step_s[:] = PRIOR_STEP_S
+    figures.correction[:] = 1.0
+    return table
+
+
+def _seed(replica: Replica | None) -> int:
+    if replica is None:
+        return 0
+    text = f"{replica.uid}/{replica.port}".encode()
+    return crc32(text) << 32 | crc32(text, 0x9E3779B9)
+
+
+def _layout(replica: Replica) -> float:
+    """48 bits, which a float64 holds exactly."""
+    return float(int.from_bytes(blake2b(replica.kv_layout.encode(), digest_size=6).digest())) if replica.kv_layout else 0.0
+
+
+def _place(replica: Replica | None) -> tuple[bool, str, str, int]:
+    return (False, replica.name, replica.uid, replica.port) if replica else (True, "", "", 0)
+
+
+def _median(values: Floats, prior: float) -> float:
+    measured: list[float] = values[values > 0].tolist()
+    return median(measured) if measured else prior

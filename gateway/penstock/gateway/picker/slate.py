@@ -1,0 +1,114 @@
+"""One pick as figures: the request's, and the columns of those who may take it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.api.fleet import Replica, Weights
+from penstock.gateway.picker.columns import Columns
+from penstock.gateway.picker.figures import Bools, Figures, Floats, Rates, Rows, at
+from penstock.gateway.picker.request import RequestView
+
+_SPREAD, _MIX, _SHIFT, _WORD = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 33, 0xFFFFFFFFFFFFFFFF
+_MIX_64, _SHIFT_64 = np.uint64(_MIX), np.uint64(_SHIFT)
+DEFAULTS = Weights()
+
+
+class Slate(NamedTuple):
+    """What a policy decides on; no prompt is in it. Arrays have one element a row of the model's `Columns`."""
+
+    request_id: str
+    prompt_tokens: int
+    block_size: int
+    max_tokens: int | None
+    tokens_unknown: str | None
+    now: float
+    turn: int
+    """Number of the pick among those of the model."""
+    table: Floats
+    """The figures, one row each."""
+    figures: Figures
+    open: Bools
+    """The rows that may be picked."""
+    candidates: int
+    """How many they are."""
+    resident: Floats
+    """Prompt tokens that each replica's prefix cache would supply."""
+    last_resorts: Bools | None
+    """Rows to pick only where there is no other; None where there are none."""
+    lora_s: Floats | None
+    """Seconds until the request's adapter is in a slot; None where it names none."""
+    weights: Weights
+    columns: Columns
+    """Where the figures come from."""
+    rates: Rates
+    seeds: NDArray[np.uint64]
+    by_name: Rows
+    replicas: Sequence[Replica | None]
+    endpoints: Sequence[str]
+
+    def lots(self, rows: Rows) -> Floats:
+        """A number in [0, 1) for each of `rows`, which differs by request and replica: ties spread and yet repeat."""
+        mixed = (self.seeds[rows] ^ np.uint64(self._word())) * _MIX_64
+        mixed ^= mixed >> _SHIFT_64
+        mixed *= _MIX_64
+        return (mixed >> _SHIFT_64).astype(np.float64) * 2.0**-31
+
+    def lots_of_few(self, rows: Sequence[int]) -> list[float]:
+        """The same numbers, more quickly where there are few."""
+        word, lots = self._word(), list[float]()
+        for seed in at(self.seeds, rows):
+            mixed = (seed ^ word) * _MIX & _WORD
+            mixed = (mixed ^ mixed >> _SHIFT) * _MIX & _WORD
+            lots.append((mixed >> _SHIFT) * 2.0**-31)
+        return lots
+
+    def _word(self) -> int:
+        return crc32(self.request_id.encode()) * _SPREAD & _WORD
+
+    def kept(self, rows: list[int], table: Floats) -> "Slate":
+        """Of `rows` alone, in that order; `table`: their figures, which go on in this one."""
+        return self._replace(
+            table=table,
+            figures=Figures(*table),
+            open=self.open[rows],
+            resident=self.resident[rows],
+            last_resorts=None if self.last_resorts is None else self.last_resorts[rows],
+            lora_s=None if self.lora_s is None else self.lora_s[rows],
+            seeds=self.seeds[rows],
+            by_name=np.array(rows, np.intp),
+            replicas=[self.replicas[row] for row in rows],
+            endpoints=[self.endpoints[row] for row in rows],
+        )
+
+
+def slate_of(
+    request: RequestView, columns: Columns, open: Bools, resident: Floats, now: float, turn: int, weights: Weights = DEFAULTS
+) -> Slate:
+    """The slate of `request` among the rows `open` of `columns`."""
+    return Slate(
+        request_id=request.id,
+        prompt_tokens=request.prompt_tokens,
+        block_size=request.block_size,
+        max_tokens=request.max_tokens,
+        tokens_unknown=request.tokens_unknown,
+        now=now,
+        turn=turn,
+        table=columns.table,
+        figures=columns.figures,
+        open=open,
+        candidates=columns.open_count if open is columns.open else int(np.count_nonzero(open)),
+        resident=resident,
+        last_resorts=columns.last_resorts(now),
+        lora_s=None if request.adapter is None else columns.lora_s(request.adapter),
+        weights=weights,
+        columns=columns,
+        rates=columns.rates(now),
+        seeds=columns.seeds,
+        by_name=columns.by_name,
+        replicas=columns.replicas,
+        endpoints=columns.endpoints,
+    )

@@ -1,0 +1,43 @@
+"""Whose requests they are, and what each may do."""
+
+from fnmatch import fnmatchcase
+from typing import Annotated
+
+import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=10**15)]
+MOST_PRIORITY = 1_000
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):
+    """What somebody may do; None: as much as anybody."""
+
+    priority: Annotated[int, msgspec.Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] = 0
+    """Smaller goes first, at the gateway and in engines that serve by priority. Requests may ask for less, never for more."""
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1_000_000)] = 1.0
+    """Share in comparison with the others of the same priority, in tokens."""
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    """Prompt and output tokens."""
+    max_concurrent: Count | None = None
+    """Requests at the replicas at one time; those that wait at the gateway included."""
+    max_queued: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Requests that may wait at the gateway at one time."""
+    models: list[str] | None = None
+    """Names that may be used; `*` stands for any text. None: all."""
+
+    def may_use(self, name: str) -> bool:
+        """Whether `name` is one of the models."""
+        return self.models is None or any(fnmatchcase(name, pattern) for pattern in self.models)
+
+
+class Tenant(msgspec.Struct, frozen=True, kw_only=True):
+    """Somebody whose requests are told from others'."""
+
+    name: str
+    """As engines, metrics and logs know it; empty where nobody is told from anybody else."""
+    limits: Limits = Limits()
+
+
+NOBODY = Tenant(name="")
+"""Of all requests, where there is no tenants file."""

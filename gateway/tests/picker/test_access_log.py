@@ -1,0 +1,122 @@
+"""Envoy's access log as a raw client sends it: it ends bookings, on both front ends, and a stream that is lost harms nothing."""
+
+from typing import Any
+
+import grpc
+import pytest
+
+from penstock.api import headers
+from penstock.gateway._pb.envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
+from penstock.gateway._pb.envoy.service.accesslog.v3.als_pb2_grpc import AccessLogServiceStub
+from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
+from penstock.gateway.extproc import access_log
+from penstock.gateway.extproc.call import Routed
+from penstock.gateway.extproc.underway import RESPONSE_S, Underway
+from penstock.gateway.picker.bookings import Bookings
+from penstock.gateway.picker.candidates import ReplicaKey
+
+
+@pytest.fixture(params=["lean", "grpc"])
+def ext_proc(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def message(*names: str) -> StreamAccessLogsMessage:
+    """What Envoy sends of requests of these names, and of one that nobody has named."""
+    told = StreamAccessLogsMessage()
+    told.http_logs.log_entry.add()
+    for name in names:
+        told.http_logs.log_entry.add().common_properties.metadata.filter_metadata[headers.LOG_NAMESPACE].update(
+            {headers.BOOKING: name, "model": "ns/tiny"}
+        )
+    return told
+
+
+def name_in(answer: ProcessingResponse) -> str:
+    return answer.dynamic_metadata.fields[headers.LOG_NAMESPACE].struct_value.fields[headers.BOOKING].string_value
+
+
+async def streaming(world: Any) -> str:
+    """A request whose response streams on after its exchange with the picker is over; returns its name."""
+    stream = world.stream()
+    name = name_in(await stream.ask(world.completion(stream=True)))
+    await stream.respond(**{"content-type": "text/event-stream"})
+    await stream.end()
+    return name
+
+
+async def test_what_envoy_has_done_with_is_no_longer_booked(world: Any) -> None:
+    await world.ready()
+    names = [await streaming(world) for _ in range(3)]
+    assert len(set(names)) == 3
+    released = world.state.bookings.released
+    call = AccessLogServiceStub(world.channel).StreamAccessLogs()
+    await call.write(message(names[0], names[1]))
+    await world.until(lambda: released["access_log"] == 2)
+    call.cancel()  # lost
+    again = AccessLogServiceStub(world.channel).StreamAccessLogs()
+    await again.write(message(names[0], "nonesuch", names[2]))  # the first once more
+    await world.until(lambda: released["access_log"] == 3)
+    assert released == {"access_log": 3}
+    await again.done_writing()
+    await again
+
+
+async def test_a_stream_for_another_gateway_is_ended_in_time(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.ready()
+    call = AccessLogServiceStub(world.channel).StreamAccessLogs()
+    await call.write(message("other-1"))
+    await call.write(message(await streaming(world)))
+    await world.until(lambda: world.state.bookings.released["access_log"] == 1)
+    assert not call.done(), "not at once: after a failover such ends keep coming"
+    monkeypatch.setattr(access_log, "MISDIRECTED_S", 0.0)
+    await call.write(message("other-2"))
+    await call
+    assert await call.code() is grpc.StatusCode.OK
+
+
+KEY = ReplicaKey("a", 8000)
+
+
+def routed(bookings: Bookings, name: str) -> Routed:
+    booking, log = bookings.book("r", KEY, 10, 0.0), {headers.BOOKING: name}
+    return Routed(endpoints=["a:8000"], pool="p", booking=booking, model="m", name="m", came=0.0, log=log)
+
+
+def test_what_is_released_is_remembered_for_one_more_sweep() -> None:
+    bookings = Bookings()
+    underway = Underway(bookings)
+    names = [underway.name() for _ in range(2)]
+    for name in names:
+        underway.add(name, routed(bookings, name))
+    first = underway.get(names[0])
+    assert first is not None
+    bookings.release(first.booking, "finished")
+    underway.sweep(1.0)
+    assert underway.get(names[0]) is first, "its response may be on its way"
+    underway.sweep(2.0)
+    assert (underway.get(names[0]), len(underway)) == (None, 1)
+    assert underway.ended(names[0]) is None
+    assert underway.ended(names[1]) is not None
+    assert len(underway) == 0 and not Underway(bookings).ours(names[0])
+
+
+def test_a_request_that_nobody_watches_does_not_count_for_ever() -> None:
+    bookings = Bookings()
+    underway = Underway(bookings)
+    watched, unwatched, answered = (underway.name() for _ in range(3))
+    for name in (watched, unwatched, answered):
+        underway.add(name, routed(bookings, name))
+    for name in (unwatched, answered):
+        its = underway.get(name)
+        assert its is not None
+        underway.passed_on(its)
+    seen = underway.get(answered)
+    assert seen is not None
+    bookings.responded(seen.booking, None, 1.0)
+    underway.sweep(RESPONSE_S - 1)
+    assert not bookings.released
+    underway.sweep(RESPONSE_S)
+    underway.sweep(RESPONSE_S + 1)
+    assert bookings.released == {"expired": 1}
+    assert bookings.count(KEY) == 2

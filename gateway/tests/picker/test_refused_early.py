@@ -1,0 +1,83 @@
+"""Callers that go on sending a request which was refused at its headers."""
+
+import asyncio
+
+import pytest
+from grpc.aio import EOF  # type: ignore[attr-defined]
+from test_exchange import TRAILERS, FixedDirector, chunk, head
+
+from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from penstock.gateway.extproc import service
+from penstock.gateway.extproc.ceiling import Ceiling
+from penstock.gateway.extproc.service import ExtProcService
+
+
+class Caller:
+    """What a service sees of one: says these messages, and then nothing for ever."""
+
+    def __init__(self, *messages: ProcessingRequest | object, ceiling: Ceiling, pause_s: float = 0.0) -> None:
+        self.unread = list(messages)
+        self._pause_s = pause_s
+        self.answers: list[ProcessingResponse] = []
+        self._ceiling = ceiling
+        self.counted: list[int] = []
+        """Streams under the ceiling at each reading."""
+
+    def invocation_metadata(self) -> None:
+        return None
+
+    async def read(self) -> object:
+        self.counted.append(self._ceiling.streams)
+        await asyncio.sleep(self._pause_s)
+        message = self.unread.pop(0) if self.unread else await asyncio.Future[object]()
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    def cancelled(self) -> bool:
+        return False
+
+    def done(self) -> bool:
+        return False
+
+    async def write(self, message: ProcessingResponse) -> None:
+        self.answers.append(message)
+
+
+async def heard_out(*messages: ProcessingRequest | object, pause_s: float = 0.0) -> Caller:
+    ceiling = Ceiling()
+    caller = Caller(*messages, ceiling=ceiling, pause_s=pause_s)
+    async with asyncio.timeout(60):
+        await ExtProcService(FixedDirector(), ceiling=ceiling).Process(None, caller)  # type: ignore[arg-type] - as far as it goes
+    assert [answer.immediate_response.status.code for answer in caller.answers] == [404]
+    return caller
+
+
+@pytest.mark.parametrize("last", [chunk(b"}", ends=True), TRAILERS, EOF], ids=["body", "trailers", "close"])
+async def test_the_rest_of_a_refused_request_is_read_to_its_end_and_takes_no_place(last: ProcessingRequest | object) -> None:
+    caller = await heard_out(head(path="/nowhere"), chunk(b"{"), last, chunk(b"more"))
+    assert caller.unread == [chunk(b"more")]
+    assert caller.counted == [0, 0, 0]
+
+
+async def test_a_refused_request_that_is_complete_ends_at_once() -> None:
+    caller = await heard_out(head(path="/nowhere", ends=True), chunk(b"more"))
+    assert caller.unread == [chunk(b"more")]
+
+
+async def test_who_is_slow_is_heard_out() -> None:
+    assert not (await heard_out(head(path="/nowhere"), chunk(b"{"), chunk(b"}", ends=True), pause_s=0.5)).unread
+
+
+async def test_nobody_is_heard_out_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "HEARD_OUT_S", 0.01)
+    assert not (await heard_out(head(path="/nowhere"), chunk(b"{"))).unread
+
+
+async def test_what_cannot_be_read_after_a_refusal_is_not_answered_again() -> None:
+    ceiling = Ceiling()
+    caller = Caller(head(path="/nowhere"), ValueError("no message"), ceiling=ceiling)
+    with pytest.raises(ValueError, match="no message"):
+        await ExtProcService(FixedDirector(), ceiling=ceiling).Process(None, caller)  # type: ignore[arg-type] - as far as it goes
+    assert [answer.immediate_response.status.code for answer in caller.answers] == [404]
+    assert not ceiling.streams

@@ -1,0 +1,206 @@
+"""Which tokenizer a request's prompts go through: of ours, of both revisions of a rollout, of engines of others, of nobody."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import orjson
+import pytest
+from aiohttp import web
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from penstock.api.fleet import Fleet, Model, Pool, Replica
+from penstock.api.load_report import LoadReport
+from penstock.gateway.load import prompts
+from penstock.gateway.load.prompts import PromptLibrary
+from penstock.gateway.load.replica_client import ReplicaClient
+from penstock.gateway.load.traits import Traits
+from penstock.gateway.picker.candidates import key_of
+from penstock.gateway.picker.request import RequestView
+from penstock.gateway.picker.state import FleetState
+from penstock.prompt.bundle import PromptBundle
+from penstock.prompt.hashing import BlockHasher, ExtraKeys
+from penstock.prompt.processor import COMPLETIONS_PATH
+
+WORDS = [f"w{n}" for n in range(64)]
+TEXT = " ".join(WORDS)
+MODEL = Model(id="ns/m", served_names=["tiny"])
+
+
+def tokenizer(first: int = 0) -> Tokenizer:
+    made = Tokenizer(models.WordLevel({word: first + n for n, word in enumerate(WORDS)}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return made
+
+
+def bundle(**changes: Any) -> PromptBundle:
+    plain = PromptBundle(
+        served_names=("tiny",),
+        tokenizer=tokenizer().to_str(),
+        chat_template=None,
+        special_tokens={},
+        block_size=16,
+        hash_seed="one",
+        max_model_len=512,
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+class Replicas:
+    """Small servers of bundles, a replica each, and the library that asks them."""
+
+    def __init__(self, folders: dict[str, Path] | None = None) -> None:
+        self.state = FleetState()
+        self.library = PromptLibrary(self.state, folders)
+        self.replicas: list[Replica] = []
+        self.runners: list[web.AppRunner] = []
+
+    async def add(self, served: PromptBundle | None = None, **changes: Any) -> Replica:
+        async def answer(_: web.Request) -> web.Response:
+            assert served is not None
+            return web.Response(body=served.to_json(), headers={"etag": f'"{served.digest}"'})
+
+        app = web.Application()
+        if served is not None:
+            app.router.add_get("/prompt-bundle", answer)
+        runner = web.AppRunner(app)
+        self.runners.append(runner)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        name = f"r{len(self.replicas)}"
+        port = runner.addresses[0][1]
+        known: dict[str, Any] = {"uid": name, "name": name, "pool": "ns/m/p", "host": "127.0.0.1", "port": port}
+        replica = Replica(**known, events_port=0, replay_port=0, ready=True, **changes)
+        self.replicas.append(replica)
+        self.state.update(Fleet(models=[MODEL], pools=[Pool(id="ns/m/p", model="ns/m")], replicas=self.replicas))
+        return replica
+
+    async def learnt(self, count: int) -> None:
+        async with aiohttp.ClientSession() as session:
+            task = asyncio.create_task(self.library.run(ReplicaClient(session)))
+            async with asyncio.timeout(60):
+                while len(self.library._digests) < count:
+                    await asyncio.sleep(0.01)
+            task.cancel()
+
+    async def tokenize(self, body: dict[str, Any], tenant: str = "", adapter: str | None = None) -> Any:
+        replicas = self.state.replicas_of(MODEL)
+        return await self.library.tokenize(replicas, COMPLETIONS_PATH, orjson.dumps(body), body, tenant, adapter)
+
+    async def close(self) -> None:
+        self.library.close()
+        for runner in self.runners:
+            await runner.cleanup()
+
+
+@pytest.fixture
+async def fleet() -> Any:
+    fleet = Replicas()
+    yield fleet
+    await fleet.close()
+
+
+def hashes(seed: str, first: int = 0, extra: ExtraKeys | None = None) -> tuple[bytes, ...]:
+    return tuple(BlockHasher(16, seed).hash(tokenizer(first).encode(TEXT).ids, extra))
+
+
+@pytest.mark.req("RT-21", "RT-22")
+async def test_bundles_that_differ_in_names_alone_are_one_hash_space(fleet: Replicas) -> None:
+    one = await fleet.add(bundle())
+    other = await fleet.add(bundle(served_names=("renamed",), max_model_len=256))
+    await fleet.learnt(2)
+    tokens = await fleet.tokenize({"prompt": TEXT})
+    assert tokens.comparable == {key_of(one), key_of(other)}
+    assert tokens.prompts[0].block_hashes == hashes("one")
+    assert not tokens.elsewhere
+    assert fleet.library.max_model_len(fleet.replicas) == 256
+
+
+@pytest.mark.req("RT-22")
+async def test_a_rollout_is_scored_in_both_revisions_hash_spaces(fleet: Replicas) -> None:
+    old = [await fleet.add(bundle()) for _ in range(2)]
+    new = await fleet.add(bundle(hash_seed="two", tokenizer=tokenizer(100).to_str(), block_size=8))
+    await fleet.learnt(3)
+    tokens = await fleet.tokenize({"prompt": TEXT})
+    assert tokens.comparable == {key_of(replica) for replica in old}
+    [elsewhere] = tokens.elsewhere
+    assert (elsewhere.replicas, elsewhere.block_size) == ({key_of(new)}, 8)
+    fleet.state.residency.store(key_of(old[0]), tokens.prompts[0].block_hashes[:2])
+    fleet.state.residency.store(key_of(new), elsewhere.prompts[0].block_hashes)
+    # In the other's space, a block says nothing.
+    fleet.state.residency.store(key_of(old[1]), elsewhere.prompts[0].block_hashes)
+    request = RequestView(id="r", path="", model="tiny", prompts=tokens.prompts, elsewhere=tokens.elsewhere)
+    slate = fleet.state.slate(MODEL, request, 0.0, comparable=tokens.comparable)
+    rows = fleet.state._columns[MODEL.id].rows
+    assert [slate.resident[rows[key_of(r)]] for r in (*old, new)] == [32, 0, 56]  # never the whole prompt
+
+
+@pytest.mark.req("RT-39")
+async def test_tenants_salts_and_adapters_are_kept_apart(fleet: Replicas) -> None:
+    await fleet.add(bundle())
+    await fleet.learnt(1)
+    seen = [
+        await fleet.tokenize({"prompt": TEXT}),
+        await fleet.tokenize({"prompt": TEXT}, tenant="a"),
+        await fleet.tokenize({"prompt": TEXT}, adapter="sql"),
+        await fleet.tokenize({"prompt": TEXT, "cache_salt": "s"}),
+    ]
+    extra = [ExtraKeys(), ExtraKeys(tenant="a"), ExtraKeys(lora="sql"), ExtraKeys(cache_salt="s")]
+    assert [tokens.prompts[0].block_hashes for tokens in seen] == [hashes("one", extra=keys) for keys in extra]
+    assert len({block for tokens in seen for block in tokens.prompts[0].block_hashes}) == 4 * 4
+
+
+async def test_an_engine_of_others_is_counted_by_the_tokenizer_that_was_given(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(tokenizer().to_str())
+    fleet = Replicas({"tiny": tmp_path})
+    replica = await fleet.add(engine="vllm")
+    fleet.state.learned(key_of(replica), Traits(engine="vllm", block_size=32))
+    await fleet.learnt(1)
+    tokens = await fleet.tokenize({"prompt": TEXT})
+    assert (tokens.unknown, tokens.block_size, tokens.prompts[0].tokens) == (None, 32, 64)
+    assert tokens.comparable == {key_of(replica)}
+    fleet.state.learned(key_of(replica), Traits(engine="vllm", block_size=8))
+    async with aiohttp.ClientSession() as session, asyncio.timeout(60):
+        task = asyncio.create_task(fleet.library.run(ReplicaClient(session)))
+        while (await fleet.tokenize({"prompt": TEXT})).block_size != 8:
+            await asyncio.sleep(0.01)
+        task.cancel()
+    await fleet.close()
+
+
+async def test_without_any_tokenizer_bytes_stand_for_tokens(fleet: Replicas) -> None:
+    replica = await fleet.add(engine="sglang")
+    fleet.state.reported(key_of(replica), LoadReport(epoch=1, seq=1), 0.0)
+    first = await fleet.tokenize({"messages": [{"role": "user", "content": TEXT}]})
+    longer = await fleet.tokenize({"messages": [{"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}]})
+    assert first.comparable == {key_of(replica)}
+    assert first.unknown is not None
+    known = first.prompts[0].block_hashes
+    assert len(known) == len(orjson.dumps([{"role": "user", "content": TEXT}])) // 64
+    assert longer.prompts[0].block_hashes[: len(known)] == known
+
+
+async def test_a_prompt_whose_bytes_take_too_long_is_guessed(fleet: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = await fleet.add(engine="sglang")
+    fleet.state.reported(key_of(replica), LoadReport(epoch=1, seq=1), 0.0)
+    monkeypatch.setattr("penstock.gateway.load.prompts.TOKENIZE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("penstock.gateway.load.prompts.by_bytes", lambda *_: time.sleep(0.2))
+    guessed = await fleet.tokenize({"prompt": "x" * 100_000})
+    assert guessed.unknown is not None and guessed.prompts[0].tokens > 20_000 and guessed.prompts[0].block_hashes == ()
+
+
+async def test_a_large_prompt_leaves_the_event_loop_its_turns(fleet: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "TOKENIZE_TIMEOUT_S", 60.0)
+    await fleet.add(bundle(max_model_len=10**6))
+    await fleet.learnt(1)
+    body = {"prompt": [n % 64 for n in range(200_000)]}
+    raw, turns = orjson.dumps(body), 0
+    task = asyncio.create_task(fleet.library.tokenize(fleet.state.replicas_of(MODEL), COMPLETIONS_PATH, raw, body, "", None))
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 10  # on the loop itself it would be one
+    assert (await task).unknown is None
