@@ -1,21 +1,19 @@
 """Resources and pods to test with, and an API server that keeps objects in memory."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 from kubernetes.aio.client import ApiException
+from operator_world import World
 
 from penstock.api.resources import InferenceModel
 from penstock.kube.cache import Change
+from penstock.operator.api import CHILDREN, WORKLOADS
 from penstock.operator.desired import Rendering
 from penstock.operator.store import Children, Key, trimmed_workload
 
 Object = dict[str, Any]
-
-# These tests run beside others on few cores: slowness there says nothing about the code.
-settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy machine")
 
 
 class Factory:
@@ -78,7 +76,10 @@ class FakeApi:
         self.objects: dict[tuple[str, str, str], Object] = {}
         self.calls: list[tuple[str, str, str]] = []
         """(verb, kind, name), events aside."""
-        self.events: list[Object] = []
+        self.posted: list[Object] = []
+        """Events."""
+        self.told: list[Object] = []
+        """Events of others."""
         self.refuse: dict[str, ApiException] = {}
         """By kind: what an apply is answered with."""
         self.children: Children | None = None
@@ -103,7 +104,7 @@ class FakeApi:
             merged["spec"] = {**old.get("spec", {}), **body.get("spec", {})}
         owners = {entry["manager"] for entry in merged["metadata"].get("managedFields", [])}
         owners = owners | {manager} if "replicas" in body.get("spec", {}) else owners - {manager}
-        if body["kind"] == "Deployment":
+        if body["kind"] in WORKLOADS:
             if not owners:
                 merged["spec"]["replicas"] = 1  # what becomes of a field without an owner
             fields = {"f:spec": {"f:replicas": {}}}
@@ -117,9 +118,13 @@ class FakeApi:
 
     async def create(self, body: Object) -> Object:
         if body["kind"] == "Event":
-            self.events.append(body)
+            self.posted.append(body)
             return body
         return self._store(body)
+
+    async def events(self, namespace: str, kind: str, name: str | None = None) -> list[Object]:
+        abouts = ((it["involvedObject"], it) for it in self.told)
+        return [it for about, it in abouts if about["kind"] == kind and name in (None, about["name"])]
 
     async def replace(self, body: Object) -> Object:
         key = (body["kind"], body["metadata"]["namespace"], body["metadata"]["name"])
@@ -142,8 +147,8 @@ class FakeApi:
 
     def _tell(self, key: tuple[str, str, str], old: Object | None, new: Object | None) -> None:
         kind, namespace, name = key
-        if self.children is not None and kind in ("Deployment", "Service", "PodDisruptionBudget", "Pod"):
-            if kind == "Deployment" and new is not None:
+        if self.children is not None and kind in (*CHILDREN, "Pod"):
+            if kind in WORKLOADS and new is not None:
                 new = trimmed_workload(new)
             labelled = [it for it in (old, new) if it is not None and "penstock.dev/model" in it["metadata"].get("labels", {})]
             if labelled:
@@ -153,6 +158,12 @@ class FakeApi:
 @pytest.fixture
 def api() -> FakeApi:
     return FakeApi()
+
+
+@pytest.fixture(scope="session")
+def new_world() -> Callable[[], World]:
+    """Makes worlds, for tests that need many."""
+    return lambda: World(FakeApi(), Factory())
 
 
 @pytest.fixture

@@ -5,11 +5,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from penstock.api.resources import InferenceModel
-from penstock.operator.desired import Rendering, Size, TemplateError, children, engine_args, revision_of, size
+from penstock.operator.desired import Rendering, Size, TemplateError, children, engine_args, pod_template, revision_of, size
+from penstock.operator.overlay import OverlayError
 
-RENDERING = Rendering(image="penstock/engine:test")
+RENDERING = Rendering(image="penstock/engine:test", system_namespace="ours")
+PORTS = {"http": 8000, "admin": 8003, "events": 5557, "replay": 5558}
 
 
 def by_kind(model: InferenceModel) -> dict[str, Any]:
@@ -19,7 +22,7 @@ def by_kind(model: InferenceModel) -> dict[str, Any]:
 
 def test_a_model_becomes_a_deployment_a_headless_service_and_a_disruption_budget(make: Any) -> None:
     made = by_kind(make.model(replicas=2))
-    assert set(made) == {"Deployment", "Service", "PodDisruptionBudget"}
+    assert set(made) == {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"}
     owner = {
         "apiVersion": "penstock.dev/v1alpha1",
         "kind": "InferenceModel",
@@ -45,7 +48,7 @@ def test_the_engine_container_is_as_the_contract_says(make: Any) -> None:
     template = by_kind(make.model())["Deployment"]["spec"]["template"]
     (engine,) = template["spec"]["containers"]
     assert (engine["name"], engine["image"], engine["command"]) == ("engine", "penstock/engine:test", ["penstock", "serve"])
-    assert {port["name"]: port["containerPort"] for port in engine["ports"]} == {"http": 8000, "events": 5557, "replay": 5558}
+    assert {port["name"]: port["containerPort"] for port in engine["ports"]} == PORTS
     assert engine["env"] == [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
     paths = {name: engine[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert paths == {"startupProbe": "/ready", "readinessProbe": "/ready", "livenessProbe": "/health"}
@@ -53,6 +56,24 @@ def test_the_engine_container_is_as_the_contract_says(make: Any) -> None:
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 30 * 60, "a slow load must not end in a kill loop"
     assert template["spec"]["automountServiceAccountToken"] is False
     assert engine["terminationMessagePolicy"] == "FallbackToLogsOnError"
+
+
+def test_an_engine_with_a_certificate_is_probed_over_tls(make: Any) -> None:
+    def schemes(*arguments: str) -> set[str]:
+        model = make.model(engine={"extraArgs": list(arguments)})
+        (engine,) = by_kind(model)["Deployment"]["spec"]["template"]["spec"]["containers"]
+        return {engine[name]["httpGet"]["scheme"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+
+    assert schemes() == {"HTTP"}
+    assert schemes("--ssl-certfile=/tls/tls.crt", "--ssl-keyfile=/tls/tls.key") == {"HTTPS"}
+    assert schemes("--ssl-certfile", "/tls/tls.crt", "--ssl-keyfile", "/tls/tls.key") == {"HTTPS"}
+
+
+@pytest.mark.req("LD-01")
+def test_a_load_format_reaches_the_engine_and_one_that_it_lacks_is_refused(make: Any) -> None:
+    assert "--load-format=safetensors" in engine_args(make.model(source={"uri": "/m", "loadFormat": "safetensors"}))
+    with pytest.raises(ValidationError, match="'auto' or 'safetensors'"):
+        make.model(source={"uri": "/m", "loadFormat": "tensorizer"})
 
 
 @pytest.mark.req("XC-04")
@@ -67,12 +88,14 @@ def test_every_honoured_field_reaches_the_engine(make: Any) -> None:
     }
     engine = {"dtype": "float32", "limits": limits, "extraArgs": ["--seed", "7"], "image": "mine:1"}
     served = {"name": "big", "aliases": ["b", "c"]}
-    model = make.model(engine=engine, served=served, source={"uri": "file:///m"}, drainTimeout="90s")
+    source = {"uri": "file:///m", "loadFormat": "safetensors"}
+    model = make.model(engine=engine, served=served, source=source, drainTimeout="90s")
     assert engine_args(model) == [
         "file:///m", "--served-model-name", "big", "b", "c",
-        "--host=$(POD_IP)", "--port=8000", "--events-port=5557", "--replay-port=5558", "--shutdown-timeout=90",
-        "--dtype=float32", "--max-model-len=1024", "--max-num-seqs=8", "--max-num-batched-tokens=512",
-        "--long-prefill-token-threshold=128", "--block-size=32", "--gpu-memory-utilization=0.85", "--seed", "7",
+        "--host=$(POD_IP)", "--port=8000", "--admin-port=8003", "--events-port=5557", "--replay-port=5558",
+        "--shutdown-timeout=90", "--load-format=safetensors", "--dtype=float32", "--max-model-len=1024", "--max-num-seqs=8",
+        "--max-num-batched-tokens=512", "--long-prefill-token-threshold=128", "--block-size=32",
+        "--gpu-memory-utilization=0.85", "--seed", "7",
     ]  # fmt: skip
     workload = by_kind(model)["Deployment"]
     assert workload["spec"]["template"]["spec"]["containers"][0]["image"] == "mine:1"
@@ -81,6 +104,44 @@ def test_every_honoured_field_reaches_the_engine(make: Any) -> None:
     secret = {"uri": "hf://org/name", "secretRef": {"name": "hf"}}
     environment = by_kind(make.model(source=secret))["Deployment"]["spec"]["template"]["spec"]["containers"][0]["env"]
     assert environment[1] == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "HF_TOKEN"}}}
+
+
+def test_an_accelerator_becomes_requests_and_limits(make: Any) -> None:
+    def pod(**pool: Any) -> Any:
+        accelerated = {"name": "main", "accelerator": {"resource": "nvidia.com/gpu"}, **pool}
+        return by_kind(make.model(pools=[accelerated]))["Deployment"]["spec"]["template"]["spec"]
+
+    (engine,) = pod()["containers"]
+    assert engine["resources"] == {"requests": {"nvidia.com/gpu": "1"}, "limits": {"nvidia.com/gpu": "1"}}
+    assert "volumes" not in pod()
+    memory = {
+        "name": "main",
+        "template": {"spec": {"containers": [{"name": "engine", "resources": {"limits": {"memory": "9Gi"}}}]}},
+    }
+    several = pod(parallelism={"tensor": 4, "pipeline": 2}, **memory)
+    (engine,) = several["containers"]
+    assert engine["resources"]["limits"] == {"nvidia.com/gpu": "8", "memory": "9Gi"}
+    assert engine["volumeMounts"] == [{"name": "shm", "mountPath": "/dev/shm"}]
+    assert several["volumes"] == [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}]
+
+
+@given(st.data())
+def test_what_a_field_renders_cannot_be_said_again(data: st.DataObject) -> None:
+    limits = dict.fromkeys(
+        ("maxModelLen", "maxNumSeqs", "maxBatchedTokens", "longPrefillThreshold", "blockSize", "memoryPercent"), 9
+    )
+    spec = {
+        "served": {"name": "m"},
+        "source": {"uri": "/m"},
+        "pools": [{"name": "main"}],
+        "engine": {"dtype": "float32", "limits": limits},
+    }
+    resource = {"apiVersion": "penstock.dev/v1alpha1", "kind": "InferenceModel", "metadata": {"name": "m"}, "spec": spec}
+    rendered = [argument for argument in engine_args(InferenceModel.parse(resource)) if argument.startswith("--")]
+    flag = data.draw(st.sampled_from(rendered)).partition("=")[0]
+    spec["engine"]["extraArgs"] = data.draw(st.sampled_from([[flag, "1"], [f"{flag}=1"]]))
+    with pytest.raises(ValueError, match="extraArgs may not set"):
+        InferenceModel.parse(resource)
 
 
 @pytest.mark.req("DR-08")
@@ -99,6 +160,26 @@ def test_the_kubelet_waits_longer_than_the_drain(drain: int) -> None:
     assert pod["terminationGracePeriodSeconds"] > drain
 
 
+@pytest.mark.req("XC-04")
+def test_replicas_wait_half_a_minute_for_a_lost_node(make: Any) -> None:
+    def tolerations(*own: Any) -> Any:
+        overlay = {"spec": {"tolerations": list(own)}} if own else {}
+        pool = {"name": "main", "template": overlay}
+        return by_kind(make.model(pools=[pool]))["Deployment"]["spec"]["template"]["spec"]["tolerations"]
+
+    lost = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
+    not_ready, unreachable = ({"key": f"node.kubernetes.io/{state}", **lost} for state in ("not-ready", "unreachable"))
+    gpu = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    patient = {**unreachable, "tolerationSeconds": 900}
+    stubborn = {"operator": "Exists"}
+    assert tolerations() == [not_ready, unreachable]
+    assert tolerations(gpu) == [gpu, not_ready, unreachable]
+    assert tolerations(patient) == [patient, not_ready]
+    assert tolerations(stubborn) == [stubborn]
+    with pytest.raises(OverlayError, match=r"pools\[main\]\.template\.spec\.tolerations must be a list"):
+        children(make.model(pools=[{"name": "main", "template": {"spec": {"tolerations": "all"}}}]), RENDERING)
+
+
 def test_who_decides_the_size(make: Any) -> None:
     def of(**changes: Any) -> Size:
         model = make.model(**changes)
@@ -115,6 +196,29 @@ def test_a_single_replica_has_no_disruption_budget(make: Any, replicas: int, bud
     assert ("PodDisruptionBudget" in by_kind(make.model(replicas=replicas))) is budget
 
 
+def test_what_a_cluster_wants_of_pods_is_said_in_the_template(make: Any) -> None:
+    """Where pods may go, who is displaced for them, who may pull their image, and devices by claim (DRA) in place of a count."""
+    spread = {
+        "maxSkew": 1,
+        "topologyKey": "topology.kubernetes.io/zone",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": {"penstock.dev/model": "tiny"}},
+    }
+    wanted = {
+        "topologySpreadConstraints": [spread],
+        "priorityClassName": "serving",
+        "imagePullSecrets": [{"name": "registry"}],
+        "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}],
+    }
+    engine = {"name": "engine", "resources": {"claims": [{"name": "gpu"}]}}
+    spec = by_kind(make.model(pools=[{"name": "main", "template": {"spec": {**wanted, "containers": [engine]}}}]))["Deployment"][
+        "spec"
+    ]["template"]["spec"]
+    assert {field: spec[field] for field in wanted} == wanted
+    assert spec["containers"][0]["resources"]["claims"] == [{"name": "gpu"}]
+    assert spec["containers"][0]["args"], "it is the generated container that has the claim"
+
+
 def test_the_template_is_laid_over_and_its_privileges_refused(make: Any) -> None:
     overlay = {"spec": {"nodeSelector": {"a": "b"}, "containers": [{"name": "engine", "env": [{"name": "X", "value": "1"}]}]}}
     template = by_kind(make.model(pools=[{"name": "main", "template": overlay}]))["Deployment"]["spec"]["template"]
@@ -127,6 +231,9 @@ def test_the_template_is_laid_over_and_its_privileges_refused(make: Any) -> None
     stolen = make.model(pools=[{"name": "main", "template": {"metadata": {"labels": {"penstock.dev/model": "other"}}}}])
     with pytest.raises(TemplateError, match="Penstock sets this"):
         children(stolen, Rendering(image="x", allow_privileged_templates=True))
+    deaf = make.model(pools=[{"name": "main", "template": {"spec": {"containers": [{"name": "engine", "args": ["/other"]}]}}}])
+    with pytest.raises(TemplateError, match=r"containers\[engine\]\.args \(use engine\.extraArgs\): Penstock sets this"):
+        children(deaf, RENDERING)
 
 
 @pytest.mark.req("XC-04")
@@ -152,3 +259,75 @@ def test_the_revision_changes_with_what_a_replica_runs_and_with_nothing_else(mak
     assert {revision(**changes) for changes in same} == {base}
     revisions = [base, *(revision(**changes) for changes in other)]
     assert len(set(revisions)) == len(revisions)
+
+
+def ingress(model: InferenceModel) -> list[Any]:
+    return by_kind(model)["NetworkPolicy"]["spec"]["ingress"]
+
+
+def opens(rule: Any, number: int, protocol: str = "TCP") -> bool:
+    """As Kubernetes reads a rule: no ports are all ports."""
+    ranges = [(it["port"], it.get("endPort", it["port"])) for it in rule.get("ports") or [] if it["protocol"] == protocol]
+    return not rule.get("ports") or any(first <= number <= last for first, last in ranges)
+
+
+def test_only_pickers_hear_a_replicas_events_and_only_the_operator_changes_it(make: Any) -> None:
+    sidecar = {"name": "exporter", "image": "x", "ports": [{"containerPort": 9400}]}
+    native = {
+        "name": "proxy",
+        "restartPolicy": "Always",
+        "ports": [{"containerPort": 9500}, {"containerPort": 53, "protocol": "UDP"}],
+    }
+    passing = {"name": "copy", "ports": [{"containerPort": 9600}]}
+    template = {"spec": {"containers": [sidecar], "initContainers": [native, passing]}}
+    anybody, pickers, operator, siblings = ingress(make.model(pools=[{"name": "main", "template": template}]))
+    assert "from" not in anybody
+    assert [(it["port"], it["protocol"]) for it in anybody["ports"]] == [(8000, "TCP"), (9400, "TCP"), (9500, "TCP"), (53, "UDP")]
+    assert [it["port"] for it in pickers["ports"]] == [5557, 5558]
+    (picker,) = pickers["from"]
+    assert picker["podSelector"]["matchExpressions"][0]["values"] == ["penstock-gateway", "penstock-picker"]
+    assert [it["port"] for it in operator["ports"]] == [8003]
+    assert operator["from"] == [
+        {
+            "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ours"}},
+            "podSelector": {"matchLabels": {"app.kubernetes.io/name": "penstock-operator"}},
+        }
+    ]
+    assert [it["podSelector"]["matchLabels"] for it in siblings["from"]] == [
+        {"penstock.dev/model": "tiny"},
+        {"penstock.dev/worker-of": "tiny-main"},  # a leader's workers are no replicas
+    ]
+    assert opens(siblings, 8000) and opens(siblings, 29_500) and opens(siblings, 8003, "UDP") and not opens(siblings, 8003)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(PORTS.values())), st.sampled_from(["http", "events", "admin", "x"])))
+def test_other_names_for_ports_open_nothing(names: dict[int, str]) -> None:
+    ports = [{"containerPort": number, "name": name} for number, name in names.items()]
+    pool = {"name": "main", "template": {"spec": {"containers": [{"name": "engine", "ports": ports}]}}}
+    spec = {"served": {"name": "m"}, "source": {"uri": "/m"}, "pools": [pool]}
+    resource = {"apiVersion": "penstock.dev/v1alpha1", "kind": "InferenceModel", "metadata": {"name": "m"}, "spec": spec}
+    rules = ingress(InferenceModel.parse(resource))
+    assert all(rule["ports"] for rule in rules)
+    to_all = [rule for rule in rules if "from" not in rule]
+    assert {number for number in (*PORTS.values(), 22) if any(opens(rule, number) for rule in to_all)} == {8000}
+
+
+def test_a_revision_without_an_administrative_port_has_no_rule_for_one(make: Any) -> None:
+    model = make.model()
+    (engine,) = (template := pod_template(model, model.spec.pools[0], RENDERING))["spec"]["containers"]
+    engine["ports"] = [port for port in engine["ports"] if port["name"] != "admin"]
+    (policy,) = [it for it in children(model, RENDERING, {"main": template}) if it["kind"] == "NetworkPolicy"]
+    assert [[it["port"] for it in rule["ports"]] for rule in policy["spec"]["ingress"]][:2] == [[8000], [5557, 5558]]
+    assert len(policy["spec"]["ingress"]) == 3
+
+
+def test_a_prometheus_finds_the_monitors_that_are_asked_for(make: Any) -> None:
+    rendering = Rendering(image="x", monitor_labels={"release": "prometheus"})
+    (monitor,) = [it for it in children(make.model(), rendering) if it["kind"] == "PodMonitor"]
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    assert monitor["spec"]["selector"] == {"matchLabels": {"penstock.dev/model": "tiny"}}
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    (pool,) = [it["sourceLabels"] for it in endpoint["relabelings"] if it["targetLabel"] == "pool"]
+    assert pool == ["__meta_kubernetes_pod_label_penstock_dev_pool"]
+    assert endpoint["interval"] == "5s"
+    assert "PodMonitor" not in by_kind(make.model())

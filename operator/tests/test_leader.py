@@ -37,6 +37,21 @@ async def test_one_holds_and_another_waits_until_it_runs_out_or_is_given_back(ap
     assert (spec["holderIdentity"], spec["leaseTransitions"]) == ("a", 2)
 
 
+async def test_the_lease_goes_with_its_owner_whoever_made_it(api: Any) -> None:
+    owner = {"apiVersion": "v1", "kind": "ServiceAccount", "name": "penstock-operator", "uid": "1"}
+
+    async def account() -> Any:
+        return owner
+
+    old = Lease(api, "sys", "old")
+    assert await old.hold()
+    assert "ownerReferences" not in api.objects["Lease", "sys", "penstock-operator"]["metadata"]
+    await old.release()
+    for _ in ("an old one", "one of its own"):
+        assert await Lease(api, "sys", "a", owner=account).hold()
+        assert api.objects.pop(("Lease", "sys", "penstock-operator"))["metadata"]["ownerReferences"] == [owner]
+
+
 @pytest.mark.parametrize("error", [aiohttp.ClientConnectionError("gone"), ApiException(status=500, reason="x")])
 async def test_trouble_is_a_failed_try(api: Any, error: Exception) -> None:
     async def fail(*_: Any) -> None:
@@ -55,6 +70,9 @@ async def test_the_leader_acts_until_told_to_stop_and_gives_the_lease_back(api: 
         await stop.wait()
 
     task = asyncio.create_task(lead(Lease(api, "sys", "a"), act, stop, retry_s=0.01))
+    async with asyncio.timeout(60):
+        while not acted:
+            await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
     assert acted == ["yes"]
     stop.set()
@@ -62,11 +80,15 @@ async def test_the_leader_acts_until_told_to_stop_and_gives_the_lease_back(api: 
     assert api.objects["Lease", "sys", "penstock-operator"]["spec"]["holderIdentity"] == ""
 
 
-async def test_a_leader_that_cannot_renew_stops_acting(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_leader_that_cannot_renew_stops_acting(api: Any, monkeypatch: pytest.MonkeyPatch, hangs: bool) -> None:
     monkeypatch.setattr(leader, "RENEW_DEADLINE_S", 0.05)
+    monkeypatch.setattr(leader, "GIVE_BACK_S", 0.05)
     cancelled: list[bool] = []
+    began = asyncio.Event()
 
     async def act() -> None:
+        began.set()
         try:
             await asyncio.sleep(60)
         finally:
@@ -74,14 +96,17 @@ async def test_a_leader_that_cannot_renew_stops_acting(api: Any, monkeypatch: py
 
     lease = Lease(api, "sys", "a")
     task = asyncio.create_task(lead(lease, act, asyncio.Event(), retry_s=0.01))
-    await asyncio.sleep(0.02)
+    await asyncio.wait_for(began.wait(), 60)
 
     async def fail(*_: Any) -> None:
+        if hangs:
+            await asyncio.sleep(5)
         raise aiohttp.ClientConnectionError("gone")
 
-    api.get = fail
-    with pytest.raises(LeadershipLost):
-        await task
+    api.get = fail  # nor can it be given back
+    async with asyncio.timeout(60):
+        with pytest.raises(LeadershipLost):
+            await task
     assert cancelled == [True]
 
 

@@ -119,10 +119,24 @@ def test_covers_knows_keyed_lists_and_what_the_server_drops() -> None:
             "template.spec.containers[engine].ports[1].hostPort",
         ),
         ({"securityContext": {"seccompProfile": {"type": "Unconfined"}}}, "template.spec.securityContext.seccompProfile"),
+        (
+            {"containers": [{"name": "engine", "livenessProbe": {"httpGet": {"port": 10250, "host": "127.0.0.1"}}}]},
+            "template.spec.containers[engine].livenessProbe.httpGet.host",
+        ),
+        (
+            {"containers": [{"name": "s", "lifecycle": {"preStop": {"tcpSocket": {"port": 1, "host": "10.0.0.1"}}}}]},
+            "template.spec.containers[s].lifecycle.preStop.tcpSocket.host",
+        ),
     ],
 )
 def test_privileges_are_named(spec: dict[str, Any], path: str) -> None:
     assert forbidden({"spec": spec}) == [path]
+
+
+def test_apparmor_is_not_turned_off_by_its_old_annotation() -> None:
+    name = "container.apparmor.security.beta.kubernetes.io/engine"
+    assert forbidden({"metadata": {"annotations": {name: "unconfined"}}}) == [f"template.metadata.annotations[{name}]"]
+    assert forbidden({"metadata": {"annotations": {name: "runtime/default"}}}) == []
 
 
 def test_a_harmless_template_is_allowed_and_penstocks_own_fields_are_reserved() -> None:
@@ -131,5 +145,8 @@ def test_a_harmless_template_is_allowed_and_penstocks_own_fields_are_reserved() 
     assert reserved(harmless) == []
     assert reserved({"metadata": {"labels": {"penstock.dev/model": "x", "a": "b"}}}) == [
         "template.metadata.labels[penstock.dev/model]"
+    ]
+    assert reserved({"metadata": {"annotations": {"penstock.dev/cordoned": "true", "a": "b"}}}) == [
+        "template.metadata.annotations[penstock.dev/cordoned]"
     ]
     assert reserved({"spec": {"terminationGracePeriodSeconds": 1}})

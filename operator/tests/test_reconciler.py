@@ -4,64 +4,13 @@ from typing import Any
 
 import pytest
 from kubernetes.aio.client import ApiException
-from prometheus_client import CollectorRegistry
+from operator_world import World, gone, there
 
-from penstock.operator.handlers import ResourceWatch
-from penstock.operator.reconciler import Reconciler
+from penstock.operator.autoscale.learned import Learned
 from penstock.operator.status import ScalingStatus
-from penstock.operator.store import Children, Key, Resources
+from penstock.operator.store import Key
 
 SCALED = [{"name": "main", "scaling": {"min": 2, "max": 4}}]
-
-
-class World:
-    """An operator's parts around an API server in memory."""
-
-    def __init__(self, api: Any, make: Any) -> None:
-        self.api, self.make = api, make
-        self.resources = Resources()
-        self.queued: list[Key] = []
-        self.children = Children(self.queued.append)
-        api.children = self.children
-        self.reports: dict[str, ScalingStatus] = {}
-        self.registry = CollectorRegistry()
-        self.reconciler = Reconciler(
-            api=api,
-            resources=self.resources,
-            observed=self.children,
-            rendering=make.rendering,
-            scaling=self.reports.get,
-            url="http://gw/v1",
-            registry=self.registry,
-        )
-        self.watch = ResourceWatch(None, self.resources, self.queued.append)  # type: ignore[arg-type]
-
-    async def apply(self, resource: dict[str, Any]) -> None:
-        """A user applies a resource."""
-        key = (resource["kind"], resource["metadata"]["namespace"], resource["metadata"]["name"])
-        old = self.api.objects.get(key, {})
-        status = {"status": old["status"]} if "status" in old else {}
-        self.api.put({**resource, **status})
-        self.watch.seen("MODIFIED", self.api.objects[key])
-
-    async def settle(self, key: Key) -> None:
-        """Reconciles until nothing more is done."""
-        for _ in range(6):
-            before = len(self.api.calls)
-            await self.reconciler.reconcile(key)
-            if len(self.api.calls) == before:
-                return
-        raise AssertionError(f"does not come to rest: {self.api.calls[-6:]}")
-
-    def live(self, kind: str, name: str = "") -> dict[str, Any]:
-        """An object as the server has it, if not named, the model tiny's."""
-        return self.api.objects[kind, "default", name or ("tiny" if kind == "InferenceModel" else "tiny-main")]
-
-    def condition(self, kind: str, name: str = "tiny") -> tuple[str, str, str]:
-        """(status, reason, message) of a model's condition."""
-        conditions = self.live("InferenceModel", name)["status"]["conditions"]
-        found = next(it for it in conditions if it["type"] == kind)
-        return found["status"], found["reason"], found["message"]
 
 
 @pytest.fixture
@@ -75,6 +24,7 @@ async def test_a_model_is_realised_and_then_left_alone(world: World, key: Key) -
     assert {kind for kind, _, name in world.api.objects if name == "tiny-main"} == {
         "Deployment",
         "Service",
+        "NetworkPolicy",
         "PodDisruptionBudget",
     }
     assert world.live("InferenceModel")["status"]["ready"] == "0/2"
@@ -118,6 +68,86 @@ async def test_what_is_too_much_is_pruned_and_others_objects_are_not(world: Worl
     assert world.live("Service", "mine")
 
 
+async def test_a_pools_network_policy_stays_until_the_last_of_its_replicas_has_drained(world: World, key: Key) -> None:
+    await world.apply(world.make.resource(pools=[{"name": "main"}, {"name": "extra"}]))
+    await world.settle(key)
+    draining = world.make.ready_pod("tiny-extra-1", pool="extra")
+    draining["metadata"]["deletionTimestamp"] = "2026-02-01T00:00:00Z"
+    world.api.put(draining)
+    world.api.put(world.make.ready_pod("tiny-main-1"))
+    await world.apply(world.make.resource())
+    await world.settle(key)
+    assert [kind for kind, _, name in world.api.objects if name == "tiny-extra"] == ["NetworkPolicy"]
+    world.queued.clear()
+    await world.api.delete(draining)
+    assert key in world.queued
+    await world.settle(key)
+    assert not [name for _, _, name in world.api.objects if name == "tiny-extra"]
+    assert world.live("NetworkPolicy")
+
+
+EXPOSED = {"inferencePool": {"picker": {"name": "penstock-picker"}, "gateway": {"name": "web", "namespace": "edge"}}}
+
+
+async def test_kinds_that_the_cluster_lacks_are_left_out_and_made_when_they_come(world: World, key: Key) -> None:
+    world.absent = {"InferencePool", "HTTPRoute"}
+    await world.apply(world.make.resource(routing=EXPOSED))
+    await world.settle(key)
+    assert world.condition("Accepted")[0] == "True"
+    assert not [kind for kind, _, _ in world.api.objects if kind in world.absent]
+    world.absent = set()
+    await world.settle(key)
+    pool, route = world.live("InferencePool", "tiny"), world.live("HTTPRoute", "tiny")
+    assert pool["spec"]["endpointPickerRef"]["name"] == "penstock-picker"
+    assert route["spec"]["parentRefs"] == [{"name": "web", "namespace": "edge"}]
+    await world.apply(world.make.resource())
+    await world.settle(key)
+    assert not {kind for kind, _, _ in world.api.objects} & {"InferencePool", "HTTPRoute"}
+
+
+SPANNING = {
+    "parallelism": {"tensor": 8, "pipeline": 2},
+    "accelerator": {"resource": "nvidia.com/gpu", "perNode": 8},
+    "name": "main",
+}
+
+
+async def test_a_replica_that_spans_nodes_needs_leader_worker_sets(
+    world: World, key: Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.operator.acceptance.unsupported", lambda spec: [])  # as if the engine could already
+    world.absent = {"LeaderWorkerSet"}
+    await world.apply(world.make.resource(pools=[SPANNING]))
+    await world.settle(key)
+    assert world.condition("Accepted")[1] == "LeaderWorkerSetMissing"
+    assert [kind for kind, _, _ in world.api.objects] == ["InferenceModel"]
+    world.absent = set()
+    await world.settle(key)
+    live = world.live("LeaderWorkerSet")
+    assert {it["manager"] for it in live["metadata"]["managedFields"]} == {"penstock-scale"}, "its size is others' to decide"
+    assert (live["spec"]["replicas"], live["spec"]["leaderWorkerTemplate"]["size"]) == (1, 2)
+    group = live["spec"]["leaderWorkerTemplate"]
+    leader, worker = group["leaderTemplate"], group["workerTemplate"]
+    for template in (leader, worker):
+        (engine,) = template["spec"]["containers"]
+        assert engine["resources"]["limits"] == {"nvidia.com/gpu": "8"}, "its share of a node, not all of the replica"
+    assert leader["metadata"]["labels"]["penstock.dev/model"] == "tiny"
+    assert "penstock.dev/model" not in worker["metadata"]["labels"], "a worker is no replica"
+    assert "readinessProbe" not in worker["spec"]["containers"][0]
+    rolling = live["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"]
+    assert rolling == {"maxUnavailable": "1%", "maxSurge": 1}, "a StatefulSet refuses 0"
+    assert live["spec"]["networkConfig"] == {"subdomainPolicy": "UniquePerReplica"}, "workers find a leader that is not ready"
+    assert ("Deployment", "default", "tiny-main") not in world.api.objects
+
+
+async def test_groups_of_a_paused_rollout_do_not_surge(world: World, key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.operator.acceptance.unsupported", lambda spec: [])
+    await world.apply(world.make.resource(pools=[SPANNING], rollout={"paused": True}))
+    await world.settle(key)
+    rolling = world.live("LeaderWorkerSet")["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"]
+    assert rolling == {"maxUnavailable": 1, "maxSurge": 0, "partition": 1000}, "nor does any group change"
+
+
 async def test_an_object_that_is_someone_elses_is_not_touched(world: World, key: Key) -> None:
     world.api.put({"kind": "Service", "metadata": {"name": "tiny-main", "namespace": "default"}, "spec": {"theirs": True}})
     await world.apply(world.make.resource())
@@ -153,12 +183,35 @@ async def test_a_size_is_handed_over_without_a_moment_at_one(world: World, key: 
 
 
 async def test_scaling_reports_reach_the_status(world: World, key: Key) -> None:
-    world.reports["default/tiny/main"] = ScalingStatus(2, 3, "Demand", "3 are needed", active=True, decisions=("2 to 3",))
+    world.reports["default/tiny/main"] = ScalingStatus(2, 3, "Demand", "3 are needed", decisions=("2 to 3",))
     await world.apply(world.make.resource(pools=SCALED))
     await world.settle(key)
     (told,) = world.live("InferenceModel")["status"]["scaling"]
     assert (told["desired"], told["constraint"], told["decisions"]) == (3, "Demand", ["2 to 3"])
     assert world.condition("ScalingActive")[0] == "True"
+    world.reports.clear()  # as after a restart
+    await world.apply(world.live("InferenceModel"))
+    await world.settle(key)
+    assert world.condition("ScalingActive")[:2] == ("Unknown", "NoReport")
+    assert world.live("InferenceModel")["status"]["scaling"] == [told], "what an earlier autoscaler wrote down is gone"
+
+
+async def test_what_was_learned_of_a_pool_stays_while_its_spec_is_refused(world: World, key: Key) -> None:
+    learned = Learned(cold_start_s=80)
+    world.reports["default/tiny/main"] = ScalingStatus(2, 3, "Demand", "3 are needed", decisions=("2 to 3",), learned=learned)
+    await world.apply(world.make.resource(pools=SCALED))
+    await world.settle(key)
+    before = world.live("InferenceModel")["status"]["scaling"]
+    assert before[0]["learned"]["coldStartSeconds"] == 80
+    world.reports.clear()  # the autoscaler looks at no model that is refused
+    for wrong in ({"replicas": 2, "pools": SCALED}, {"pools": SCALED, "engine": {"speculative": {"method": "ngram"}}}):
+        await world.apply(world.make.resource(**wrong))
+        await world.settle(key)
+        assert world.condition("Accepted")[0] == "False"
+        assert world.live("InferenceModel")["status"]["scaling"] == before
+    await world.apply(world.make.resource(replicas=2))
+    await world.settle(key)
+    assert world.live("InferenceModel")["status"]["scaling"] == []
 
 
 async def test_unsupported_fields_are_refused_by_name_and_nothing_is_changed(world: World, key: Key) -> None:
@@ -171,7 +224,7 @@ async def test_unsupported_fields_are_refused_by_name_and_nothing_is_changed(wor
     status, reason, message = world.condition("Accepted")
     assert (status, reason) == ("False", "UnsupportedField")
     assert "spec.engine.speculative" in message
-    assert [event["reason"] for event in world.api.events] == ["UnsupportedField"]
+    assert [event["reason"] for event in world.api.posted] == ["UnsupportedField"]
 
 
 async def test_a_spec_that_cannot_be_read_is_refused_field_by_field(world: World, key: Key) -> None:
@@ -222,7 +275,7 @@ async def test_pods_wake_the_reconciler_and_show_in_the_status(world: World, key
     await world.settle(key)
     assert world.condition("Ready")[:2] == ("True", "Serving")
     assert world.live("InferenceModel")["status"]["ready"] == "1/1"
-    assert [event["reason"] for event in world.api.events] == ["Serving"]
+    assert [event["reason"] for event in world.api.posted] == ["Serving"]
 
 
 async def test_the_oldest_claim_on_a_name_wins_and_a_freed_name_is_noticed(world: World, key: Key) -> None:
@@ -236,19 +289,45 @@ async def test_the_oldest_claim_on_a_name_wins_and_a_freed_name_is_noticed(world
     assert world.condition("Routed")[0] == "True"
     assert world.condition("Routed", "other")[1:] == (
         "NameConflict",
-        "'tiny' is served by default/tiny, which is older: choose another name",
+        "'tiny' is served by InferenceModel default/tiny, which is older: choose another name",
     )
     world.queued.clear()
-    world.watch.seen("DELETED", world.live("InferenceModel"))
+    world.watch.seen(gone(world.live("InferenceModel")))
     assert late in world.queued
     await world.settle(late)
     assert world.condition("Routed", "other")[0] == "True"
 
 
+async def test_an_adapters_older_claim_holds_while_its_model_exists(world: World, key: Key) -> None:
+    adapter = {
+        "apiVersion": "penstock.dev/v1alpha1",
+        "kind": "LoraAdapter",
+        "metadata": {**world.make.resource("sql")["metadata"], "creationTimestamp": "2025-01-01T00:00:00Z"},
+        "spec": {"modelRef": {"name": "base"}, "served": {"name": "tiny"}, "source": {"uri": "s3://a/b"}},
+    }
+    await world.apply(adapter)
+    await world.apply(world.make.resource())
+    await world.settle(key)
+    assert world.condition("Routed")[0] == "True"
+    world.queued.clear()
+    await world.apply(world.make.resource("base", served={"name": "base"}))
+    assert key in world.queued
+    await world.settle(key)
+    assert world.condition("Routed")[1:] == (
+        "NameConflict",
+        "'tiny' is served by LoraAdapter default/sql, which is older: choose another name",
+    )
+    world.queued.clear()
+    world.watch.seen(gone(world.live("InferenceModel", "base")))
+    assert key in world.queued
+    await world.settle(key)
+    assert world.condition("Routed")[0] == "True"
+
+
 async def test_a_deleted_model_is_left_to_the_garbage_collector(world: World, key: Key) -> None:
     await world.apply(world.make.resource())
     await world.settle(key)
-    world.watch.seen("DELETED", world.live("InferenceModel"))
+    world.watch.seen(gone(world.live("InferenceModel")))
     calls = len(world.api.calls)
     await world.reconciler.reconcile(key)
     assert len(world.api.calls) == calls
@@ -271,16 +350,7 @@ async def test_an_older_version_from_the_watch_does_not_undo_our_own_write(world
     await world.apply(world.make.resource())
     stale = world.live("InferenceModel")
     await world.settle(key)
-    world.watch.seen("MODIFIED", stale)
+    world.watch.seen(there(stale))
     calls = len(world.api.calls)
     await world.reconciler.reconcile(key)
     assert len(world.api.calls) == calls
-
-
-async def test_adapters_say_that_nothing_serves_them(world: World) -> None:
-    spec = {"modelRef": {"name": "tiny"}, "served": {"name": "sql"}, "source": {"uri": "s3://a/b"}}
-    meta = {"name": "sql", "namespace": "default", "generation": 1, "resourceVersion": "1", "uid": "u"}
-    await world.apply({"apiVersion": "penstock.dev/v1alpha1", "kind": "LoraAdapter", "metadata": meta, "spec": spec})
-    await world.settle(Key("LoraAdapter", "default", "sql"))
-    conditions = world.live("LoraAdapter", "sql")["status"]["conditions"]
-    assert {it["type"]: it["reason"] for it in conditions} == {"Ready": "UnsupportedField", "Accepted": "UnsupportedField"}

@@ -5,9 +5,14 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from penstock.operator.acceptance import accept
 from penstock.operator.apply import Applier
-from penstock.operator.autoscale.policy import Decision
-from penstock.operator.scaling import KubernetesActuator
+from penstock.operator.autoscale.bounds import Decision
+from penstock.operator.autoscale.learned import Learned, restore
+from penstock.operator.autoscale.loop import Record
+from penstock.operator.other_scalers import Target
+from penstock.operator.scaling import KubernetesActuator, restored
+from penstock.operator.status import Observed, PoolObserved, status_of
 from penstock.operator.store import Children, Key, Resources
 
 ID = "default/tiny/main"
@@ -20,7 +25,20 @@ def changed() -> list[Key]:
 
 
 @pytest.fixture
-def actuator(api: Any, make: Any, changed: list[Key]) -> KubernetesActuator:
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def others() -> dict[Target, str]:
+    """HorizontalPodAutoscalers by what they size."""
+    return {}
+
+
+@pytest.fixture
+def actuator(
+    api: Any, make: Any, changed: list[Key], others: dict[Target, str], registry: CollectorRegistry
+) -> KubernetesActuator:
     resources, children = Resources(), Children(lambda key: None)
     api.children = children
     resources.put(make.resource(pools=[{"name": "main", "scaling": SCALING}]))
@@ -41,15 +59,20 @@ def actuator(api: Any, make: Any, changed: list[Key]) -> KubernetesActuator:
         observed=children,
         scale=Applier(api, children).scale,
         changed=changed.append,
-        registry=CollectorRegistry(),
+        others=lambda target: others.get(target, ""),
+        registry=registry,
     )
 
 
-async def test_only_pools_with_scaling_are_offered_with_what_the_spec_says(actuator: KubernetesActuator) -> None:
-    (pool,) = await actuator.pools()
-    assert (pool.pool_id, pool.replicas, pool.dry_run, len(pool.pending_ages_s)) == (ID, 2, True, 1)
-    assert (pool.limits.min_replicas, pool.limits.max_replicas, pool.limits.warm) == (0, 4, 1)
-    assert pool.limits.scale_to_zero_after_s == 600
+async def test_only_pools_with_scaling_are_offered_with_what_the_spec_says(actuator: KubernetesActuator, api: Any) -> None:
+    ready = api.objects["Pod", "default", "a"]
+    api.put({**ready, "status": {**ready["status"], "podIP": "fd00::1"}})
+    (model,) = await actuator.targets()
+    assert (model.id, list(model.pools)) == ("default/tiny", ["main"])
+    pool, limits = model.pools["main"], model.limits.pools["main"]
+    assert (pool.replicas, pool.dry_run, len(pool.pending_ages_s)) == (2, True, 1)
+    assert pool.endpoints == {"uid-a": "http://[fd00::1]:8000"}
+    assert (limits.min_replicas, limits.max_replicas, limits.warm, limits.scale_to_zero_after_s) == (0, 4, 1, 600)
 
 
 @pytest.mark.req("DR-12")
@@ -66,18 +89,99 @@ async def test_victims_are_cordoned_and_cheapest_and_pardoned_when_the_pool_grow
     assert api.objects["Pod", "default", "b"]["metadata"]["annotations"] == {}
 
 
+def told(current: int, decision: Decision, *, acted: bool = False, dry_run: bool = False, seconds: float = 30) -> Record:
+    return Record(ID, current, decision, Learned(cold_start_s=seconds, slo_factor=1.2), acted=acted, dry_run=dry_run)
+
+
 async def test_decisions_are_told_once(actuator: Any, api: Any, changed: list[Key]) -> None:
     assert actuator.report(ID) is None
-    await actuator.record(ID, 2, Decision(3, "Demand", "3 are needed", {}), acted=True, dry_run=False)
-    await actuator.record(ID, 3, Decision(3, "DownWindow", "was 3 lately", {}), acted=False, dry_run=False)
-    await actuator.record(ID, 3, Decision(3, "DownWindow", "was 3 a moment ago", {}), acted=False, dry_run=False)
+    await actuator.record(told(2, Decision(3, "Demand", "3 are needed"), acted=True))
+    await actuator.record(told(3, Decision(3, "DownWindow", "was 3 lately")))
+    await actuator.record(told(3, Decision(3, "DownWindow", "was 3 a moment ago"), seconds=31))
     report = actuator.report(ID)
     assert (report.current, report.desired, report.constraint, report.reason) == (3, 3, "DownWindow", "was 3 lately")
     assert len(report.decisions) == 1
     assert "2 to 3 (Demand): 3 are needed" in report.decisions[0]
     assert len(changed) == 2
-    assert [event["message"] for event in api.events] == ["pool main: 2 to 3 replicas: 3 are needed"]
-    await actuator.record(ID, 3, Decision(3, "NoData", "no gateway answered", {}), acted=False, dry_run=False)
-    assert actuator.report(ID).active is False
-    await actuator.record(ID, 3, Decision(4, "Demand", "4 are needed", {}), acted=False, dry_run=True)
-    assert actuator.report(ID).active is False, "a dry run acts on nothing"
+    assert [event["message"] for event in api.posted] == ["pool main: 2 to 3 replicas: 3 are needed"]
+    stuck = Decision(3, "DownWindow", "8 wait for lora", inputs={"waiting_for_lora": 8})
+    await actuator.record(told(3, stuck))
+    assert actuator.report(ID).reason == "8 wait for lora", "what waits is no mere figure"
+    await actuator.record(told(3, Decision(3, "NoData", "no gateway answered", blind=True)))
+    assert actuator.report(ID).idle == "NoData"
+    await actuator.record(told(3, Decision(4, "Demand", "4 are needed"), dry_run=True))
+    assert actuator.report(ID).idle == "DryRun", "a dry run acts on nothing"
+
+
+async def test_a_pool_that_is_gone_is_told_of_no_more(actuator: Any, registry: CollectorRegistry) -> None:
+    def pools() -> set[str]:
+        samples = (it for family in registry.collect() for it in family.samples if "pool" in it.labels)
+        return {it.labels["pool"] for it in samples}
+
+    await actuator.targets()
+    await actuator.record(told(2, Decision(3, "Demand", "3 are needed")))
+    await actuator.targets()
+    assert pools() == {"main"} and actuator.report(ID) is not None
+    actuator._resources.drop(Key("InferenceModel", "default", "tiny"))
+    await actuator.targets()
+    assert pools() == set() and actuator.report(ID) is None
+
+
+async def test_what_was_learned_and_decided_outlives_the_operator(actuator: Any, make: Any, changed: list[Key]) -> None:
+    await actuator.record(told(2, Decision(3, "Demand", "3 are needed"), acted=True, seconds=80))
+    pool = PoolObserved("main", "r1", 3, None, [], scaled=True, scaling=actuator.report(ID))
+    resource = make.resource(pools=[{"name": "main", "scaling": SCALING}])
+    resource["status"] = status_of(Observed("tiny", 1, [pool]), [], "2026-01-01T00:00:00Z")
+    resource["metadata"]["resourceVersion"] = "7"
+    assert restored(resource) == {"main": Learned(cold_start_s=80, slo_factor=1.2)}
+    actuator._resources.put(resource)
+    (model,) = await actuator.targets()
+    assert model.pools["main"].learned == Learned(cold_start_s=80, slo_factor=1.2)
+    actuator._reports.clear()
+    await actuator.record(told(3, Decision(3, "Demand", "")))
+    assert len(actuator.report(ID).decisions) == 1
+
+
+async def test_a_status_that_is_not_understood_is_learned_anew(actuator: Any, make: Any) -> None:
+    good = {"pool": "main", "current": 1, "desired": 1, "constraint": "Demand", "reason": "", "decisions": []}
+    resource = make.resource(pools=[{"name": "main", "scaling": SCALING}])
+    absurd = {**good, "pool": "other", "learned": {"coldStartSeconds": 10**18, "sloPercent": 10**9}}
+    resource["status"] = {"scaling": [{**good, "ofALaterVersion": 1}, {"pool": 7}, absurd]}
+    resource["metadata"]["resourceVersion"] = "8"
+    actuator._resources.put(resource)
+    (model,) = await actuator.targets()
+    assert model.pools["main"].learned is None
+    memory = restore(restored(resource)["other"])
+    assert memory.cold_start.seconds <= 3600
+    assert memory.correction.factor <= 2
+
+
+async def test_a_pool_whose_replicas_span_nodes_is_scaled_and_one_that_is_gone_is_not_made_anew(actuator: Any, api: Any) -> None:
+    deployment = api.objects["Deployment", "default", "tiny-main"]
+    await api.delete(deployment)
+    api.calls.clear()
+    await actuator.scale(ID, 3, [])
+    assert api.calls == []
+    api.put({**deployment, "kind": "LeaderWorkerSet"})
+    (model,) = await actuator.targets()
+    assert model.pools["main"].replicas == 2
+    await actuator.scale(ID, 3, [])
+    assert api.objects["LeaderWorkerSet", "default", "tiny-main"]["spec"]["replicas"] == 3
+
+
+def test_a_schedule_that_cannot_be_read_is_refused_by_name(make: Any) -> None:
+    hint = {"start": "0 31 * * *", "duration": "1h", "min": 2}
+    pools = [{"name": "main", "scaling": {"max": 4, "schedule": [hint]}}]
+    _, refusal = accept(make.resource(pools=pools))
+    assert refusal is not None and "pools.0.scaling.schedule.0.start" in refusal.message
+
+
+async def test_a_pool_that_another_sizes_too_is_only_told_about(
+    api: Any, make: Any, actuator: KubernetesActuator, others: dict[Target, str]
+) -> None:
+    actuator._resources.put(make.resource(pools=[{"name": "main", "scaling": SCALING | {"mode": "Auto"}}]))
+    (alone,) = await actuator.targets()
+    assert not alone.pools["main"].dry_run
+    others[Target("default", "Deployment", "tiny-main")] = "theirs"
+    (contested,) = await actuator.targets()
+    assert contested.pools["main"].dry_run

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.operator.events import turns
 from penstock.operator.pods import is_ready
+from penstock.operator.routes import Routing
 from penstock.operator.status import TYPES, Observed, PoolObserved, Refusal, ScalingStatus, status_of, verdicts
 
 NOW = "2026-01-01T00:00:00Z"
@@ -17,7 +18,8 @@ NOW = "2026-01-01T00:00:00Z"
 def observed(pods: Sequence[Any], wanted: int = 2, **fields: Any) -> Observed:
     """A model with one pool, whose wanted revision is r1."""
     pool = PoolObserved(name="main", revision="r1", wanted=wanted, workload={"metadata": {}, "status": {}}, pods=pods)
-    return Observed(name="tiny", generation=3, pools=[pool], served_name="tiny", **fields)
+    routing = fields.pop("routing", Routing(asked=2, answered=2))
+    return Observed(name="tiny", generation=3, pools=[pool], served_name="tiny", routing=routing, **fields)
 
 
 def judged(pods: Sequence[Any], wanted: int = 2, **fields: Any) -> dict[str, tuple[bool | None, str, str]]:
@@ -120,6 +122,40 @@ def test_a_lost_name_is_told(make: Any) -> None:
     assert made["Ready"][:2] == made["Routed"][:2] == (False, "NameConflict")
 
 
+def test_who_reaches_a_model_is_the_gateways_word(make: Any) -> None:
+    def told(**routing: Any) -> tuple[tuple[bool | None, str], tuple[bool | None, str]]:
+        made = judged([make.ready_pod("a")], wanted=1, routing=Routing(**routing))
+        return made["Routed"][:2], made["Ready"][:2]
+
+    assert told(asked=2, answered=2) == ((True, "Routed"), (True, "Serving"))
+    assert told(asked=2, answered=2, refused="bad cluster") == ((False, "ConfigurationRefused"),) * 2
+    assert told(asked=2, answered=2, ignorant=2) == ((False, "NotRoutedYet"),) * 2
+    assert told(asked=2, answered=2, ignorant=1) == ((None, "NotRoutedYet"), (True, "Serving"))
+    assert told(asked=2, answered=2, conflict="taken") == ((False, "NameConflict"),) * 2
+    # Where nobody can say, it is unknown, and what serves is ready.
+    assert told() == ((None, "NoGateway"), (True, "Serving"))
+    assert told(asked=2) == ((None, "GatewaysSilent"), (True, "Serving"))
+
+
+def test_a_rollout_without_room_is_blocked_and_one_that_makes_room_is_not(make: Any) -> None:
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPU"}
+    pods = [make.ready_pod("old", revision="r0"), make.pod("new", conditions=[condition])]
+
+    def made(**step: Any) -> dict[str, tuple[bool | None, str]]:
+        pool = PoolObserved(name="main", revision="r1", wanted=1, workload=None, pods=pods, **step)
+        found = verdicts(Observed(name="tiny", generation=1, pools=[pool], served_name="tiny"))
+        return {kind: (it.status, it.reason) for kind, it in found.items()}
+
+    blocked = made(blocked="no room")
+    assert blocked["Ready"] == blocked["Progressing"] == (False, "RolloutBlocked")
+    assert blocked["Degraded"] == (True, "RolloutBlocked")
+    assert blocked["Serving"][0] is True
+    settling = made(settling=True)
+    assert settling["Ready"] == (None, "RollingOut")
+    assert settling["Degraded"][0] is False
+    assert made()["Ready"] == (False, "NewRevisionFails")
+
+
 def test_the_deployments_verdict_counts_only_for_its_present_spec(make: Any) -> None:
     late = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}
     for seen, reason in ((2, "ProgressDeadlineExceeded"), (1, "Starting")):
@@ -136,8 +172,9 @@ def test_scaling_is_told_honestly(make: Any) -> None:
         return made.status, made.reason
 
     assert of(None) == (None, "NoReport")
-    assert of(ScalingStatus(1, 2, "Demand", "two are needed", active=True)) == (True, "Scaling")
-    assert of(ScalingStatus(1, 1, "NoData", "no gateway answered", active=False)) == (False, "NoData")
+    assert of(ScalingStatus(1, 2, "Demand", "two are needed")) == (True, "Scaling")
+    assert of(ScalingStatus(1, 1, "NoData", "no gateway answered", idle="NoData")) == (False, "NoData")
+    assert of(ScalingStatus(1, 3, "Demand", "3 are needed", idle="DryRun")) == (False, "DryRun")
 
 
 def test_times_move_only_when_a_status_flips(make: Any) -> None:
@@ -192,6 +229,8 @@ pools = st.builds(
     workload=st.none() | st.just({"metadata": {}, "status": {"conditions": []}}),
     pods=st.lists(pod(), max_size=4),
     scaled=st.booleans(),
+    blocked=st.sampled_from(["", "no room"]),
+    settling=st.booleans(),
 )
 
 
@@ -206,6 +245,14 @@ pools = st.builds(
         conflict=st.sampled_from(["", "taken"]),
         served_name=st.just("tiny"),
         paused=st.booleans(),
+        routing=st.builds(
+            Routing,
+            asked=st.integers(0, 2),
+            answered=st.integers(0, 2),
+            ignorant=st.integers(0, 2),
+            refused=st.sampled_from(["", "bad cluster"]),
+            conflict=st.sampled_from(["", "taken"]),
+        ),
     )
 )
 def test_ready_is_never_true_with_nothing_serving(seen: Observed) -> None:
@@ -216,9 +263,11 @@ def test_ready_is_never_true_with_nothing_serving(seen: Observed) -> None:
     assert (by_type["Serving"]["status"] == "True") is serving
     if by_type["Ready"]["status"] == "True":
         assert by_type["Accepted"]["status"] == "True"
+        assert by_type["Routed"]["status"] != "False" or status["desired"] == 0
         on_purpose = by_type["Ready"]["reason"] == "ScaledToZero" and status["desired"] == 0
         assert on_purpose or (serving and all(pool.ready_current for pool in seen.pools if pool.wanted))
     for condition in status["conditions"]:
+        assert condition["observedGeneration"] == seen.generation
         assert condition["status"] in ("True", "False", "Unknown")
         assert condition["reason"].isalnum()
         assert condition["message"]

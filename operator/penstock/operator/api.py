@@ -1,41 +1,71 @@
 """The API server as the operator uses it: plain dicts, server-side apply."""
 
+import asyncio
 import json
 from typing import Any, Final, Protocol
 
 from kubernetes.aio.client import ApiClient, ApiException
 
 from penstock.api.labels import GROUP, VERSION
-from penstock.kube.client import Object, Resource
+from penstock.kube.client import Object, Resource, asked_to_wait
 
 MODELS: Final = Resource(GROUP, VERSION, "inferencemodels")
 ADAPTERS: Final = Resource(GROUP, VERSION, "loraadapters")
 DEPLOYMENTS: Final = Resource("apps", "v1", "deployments")
+REVISIONS: Final = Resource("apps", "v1", "controllerrevisions")
+JOBS: Final = Resource("batch", "v1", "jobs")
 SERVICES: Final = Resource("", "v1", "services")
 BUDGETS: Final = Resource("policy", "v1", "poddisruptionbudgets")
+NETWORK_POLICIES: Final = Resource("networking.k8s.io", "v1", "networkpolicies")
+POD_MONITORS: Final = Resource("monitoring.coreos.com", "v1", "podmonitors")
+INFERENCE_POOLS: Final = Resource("inference.networking.k8s.io", "v1", "inferencepools")
+HTTP_ROUTES: Final = Resource("gateway.networking.k8s.io", "v1", "httproutes")
+LEADER_WORKER_SETS: Final = Resource("leaderworkerset.x-k8s.io", "v1", "leaderworkersets")
 PODS: Final = Resource("", "v1", "pods")
+AUTOSCALERS: Final = Resource("autoscaling", "v2", "horizontalpodautoscalers")
 EVENTS: Final = Resource("", "v1", "events")
+NODES: Final = Resource("", "v1", "nodes")
 LEASES: Final = Resource("coordination.k8s.io", "v1", "leases")
+CRDS: Final = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions")
 
 RESOURCES: Final = {
     "InferenceModel": MODELS,
     "LoraAdapter": ADAPTERS,
     "Deployment": DEPLOYMENTS,
+    "ControllerRevision": REVISIONS,
+    "Job": JOBS,
     "Service": SERVICES,
     "PodDisruptionBudget": BUDGETS,
+    "NetworkPolicy": NETWORK_POLICIES,
+    "PodMonitor": POD_MONITORS,
+    "InferencePool": INFERENCE_POOLS,
+    "HTTPRoute": HTTP_ROUTES,
+    "LeaderWorkerSet": LEADER_WORKER_SETS,
     "Pod": PODS,
     "Event": EVENTS,
     "Lease": LEASES,
+    "CustomResourceDefinition": CRDS,
 }
+WORKLOADS: Final = ("Deployment", "LeaderWorkerSet")
+"""Kinds of which one is a pool's replicas."""
+OPTIONAL: Final = ("LeaderWorkerSet", "InferencePool", "HTTPRoute", "PodMonitor")
+"""Kinds of CRDs of others: where one is not installed, its objects are not made."""
+CHILDREN: Final = (
+    "ControllerRevision", "Job", "Service", "NetworkPolicy", "PodDisruptionBudget", "Deployment", *OPTIONAL,
+)  # fmt: skip
+"""Kinds of which a model owns objects."""
 TIMEOUT_S: Final = 30.0
+ATTEMPTS: Final = 8
+"""Of a request to which a server that has too much to do answers when to ask again. What is made of many requests would else
+begin anew each time that one of them is refused, and never end."""
 
 
 class Api(Protocol):
     """What the reconciler needs of an API server. All methods raise ApiException where the server refuses, and
     aiohttp.ClientError or TimeoutError where it does not answer."""
 
-    async def get(self, kind: str, namespace: str, name: str) -> Object | None:
-        """The object, or None where there is none."""
+    async def get(self, kind: str, namespace: str | None, name: str) -> Object | None:
+        """The object, or None where there is none; `namespace` None for what is in no namespace."""
         ...
 
     async def apply(self, body: Object, manager: str, subresource: str = "") -> Object:
@@ -48,6 +78,10 @@ class Api(Protocol):
 
     async def create(self, body: Object) -> Object:
         """Creates an object, such as an Event."""
+        ...
+
+    async def events(self, namespace: str, kind: str, name: str | None = None) -> list[Object]:
+        """The Events about objects of a kind, or about one of them."""
         ...
 
     async def replace(self, body: Object) -> Object:
@@ -68,7 +102,7 @@ class ServerApi:
     def __init__(self, client: ApiClient) -> None:
         self._client = client
 
-    async def get(self, kind: str, namespace: str, name: str) -> Object | None:
+    async def get(self, kind: str, namespace: str | None, name: str) -> Object | None:
         try:
             return await self._call("GET", f"{RESOURCES[kind].path(namespace)}/{name}")
         except ApiException as error:
@@ -100,15 +134,48 @@ class ServerApi:
         meta = body["metadata"]
         return await self._call("PUT", f"{RESOURCES[body['kind']].path(meta['namespace'])}/{meta['name']}", {}, body)
 
-    async def serves(self, group: str, version: str) -> bool:
-        """Whether the server knows this version of this API."""
+    async def evict(self, namespace: str, name: str, uid: str) -> None:
+        """Deletes a pod if it is this one and its PodDisruptionBudget allows it; else the error's status is 409 or 429."""
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": name, "namespace": namespace},
+            "deleteOptions": {"preconditions": {"uid": uid}},
+        }
+        await self._call("POST", f"{PODS.path(namespace)}/{name}/eviction", {}, body)
+
+    async def cordon(self, node: str, cordoned: bool) -> None:
+        """Says whether new pods may go to a node."""
+        body = {"spec": {"unschedulable": cordoned}}
+        await self._call("PATCH", f"{NODES.path(None)}/{node}", {}, body, "application/merge-patch+json")
+
+    async def own_account(self, namespace: str) -> Object | None:
+        """A reference to the ServiceAccount that we are, if we are one of that namespace and may ask who we are."""
+        review = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
         try:
-            await self._call("GET", f"/apis/{group}/{version}")
+            answer = await self._call("POST", "/apis/authentication.k8s.io/v1/selfsubjectreviews", {}, review)
         except ApiException as error:
-            if error.status == 404:
-                return False
+            if error.status in (403, 404):
+                return None
             raise
-        return True
+        user = answer["status"]["userInfo"]
+        prefix = f"system:serviceaccount:{namespace}:"
+        if not user["username"].startswith(prefix) or not user.get("uid"):
+            return None
+        name = user["username"].removeprefix(prefix)
+        return {"apiVersion": "v1", "kind": "ServiceAccount", "name": name, "uid": user["uid"]}
+
+    async def listed(self, kind: str, namespace: str, selector: str) -> list[Object]:
+        """The objects of a kind with these labels."""
+        return list((await self._call("GET", RESOURCES[kind].path(namespace), {"labelSelector": selector}))["items"])
+
+    async def events(self, namespace: str, kind: str, name: str | None = None) -> list[Object]:
+        about = f"involvedObject.kind={kind}" + (f",involvedObject.name={name}" if name is not None else "")
+        return list((await self._call("GET", EVENTS.path(namespace), {"fieldSelector": about}))["items"])
+
+    async def proxied(self, namespace: str, service: str, path: str) -> Object:
+        """What a Service (`NAME:PORT`) answers with JSON, by way of the API server."""
+        return await self._call("GET", f"/api/v1/namespaces/{namespace}/services/{service}/proxy{path}")
 
     async def _call(
         self,
@@ -127,11 +194,19 @@ class ServerApi:
             body=body,
             auth_settings=["BearerToken"],
         )
-        response = (await self._client.call_api(*request, _request_timeout=TIMEOUT_S)).response
-        data = await response.read()
-        if response.status >= 300:
-            raise Refused(status=response.status, reason=response.reason, body=data.decode(errors="replace"))
-        return json.loads(data)
+        attempt = 1
+        while True:
+            response = (await self._client.call_api(*request, _request_timeout=TIMEOUT_S)).response
+            data = await response.read()
+            if response.status < 300:
+                return json.loads(data)
+            error = Refused(status=response.status, reason=response.reason, body=data.decode(errors="replace"))
+            error.headers = response.headers
+            pause_s = asked_to_wait(error)
+            if pause_s is None or attempt == ATTEMPTS:
+                raise error
+            attempt += 1
+            await asyncio.sleep(pause_s)
 
 
 def said(error: ApiException) -> str:

@@ -3,10 +3,11 @@
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Final
 
-from penstock.operator.api import Api
+from penstock.api import labels
+from penstock.operator.api import CHILDREN, RESOURCES, WORKLOADS, Api
 from penstock.operator.desired import Size
 from penstock.operator.overlay import covers
 from penstock.operator.store import Children, Key
@@ -14,10 +15,11 @@ from penstock.operator.store import Children, Key
 log = logging.getLogger(__name__)
 
 Object = dict[str, Any]
+Name = tuple[str, str]
+"""Kind and name of a child."""
 
 MANAGER: Final = "penstock"
 SCALE_MANAGER: Final = "penstock-scale"
-KINDS: Final = ("Service", "PodDisruptionBudget", "Deployment")
 APPLIED: Final = "penstock.dev/applied"
 """Annotation on a child: hash of what was last applied, so that a field which is no longer wanted is noticed."""
 
@@ -33,19 +35,27 @@ class OwnerGone(Exception):
 class Applier:
     """Applies children through `api`, comparing with what `children` knows."""
 
-    def __init__(self, api: Api, children: Children) -> None:
+    def __init__(self, api: Api, children: Children, absent: Callable[[str], bool] = lambda kind: False) -> None:
+        """
+        Args:
+            absent: Whether the API server does not know a kind: its objects are left out.
+        """
         self._api = api
         self._children = children
+        self.absent = absent
         self._sent: dict[tuple[str, str, str], tuple[str, int]] = {}
         """What was last applied (digest), and the object's generation then: the API server may write a value otherwise than we
         do (`500m` for `0.5`), which is no reason to apply it again and again."""
 
-    async def apply(self, key: Key, uid: str, wanted: Sequence[Object], sizes: dict[str, Size]) -> None:
-        """Makes the model's children exactly `wanted`.
+    async def apply(
+        self, key: Key, uid: str, wanted: Sequence[Object], sizes: dict[str, Size], kept: Set[Name] = frozenset()
+    ) -> None:
+        """Makes the model's children exactly `wanted`, and leaves those alone that are `kept`.
 
         Args:
             uid: The model's; children are those that it controls.
-            sizes: By name of the Deployment.
+            sizes: By name of the workload.
+            kept: Kind and name.
 
         Raises:
             NotOwned: a name is taken; objects before it have been applied.
@@ -54,6 +64,8 @@ class Applier:
         """
         owner_checked = False
         for item in wanted:
+            if self.absent(item["kind"]):
+                continue
             live = self._children.of(key, item["kind"]).get(item["metadata"]["name"])
             if live is None:
                 # The garbage collector may be at work, and the watch of the models late to say why.
@@ -64,11 +76,27 @@ class Applier:
             if live is not None and not owned(live, uid):
                 name = f"{item['kind']} {item['metadata']['name']}"
                 raise NotOwned(f"{name} exists and is not this model's: delete it, or rename the model or the pool")
-            if item["kind"] == "Deployment":
+            if item["kind"] in WORKLOADS:
                 await self._workload(item, live, sizes[item["metadata"]["name"]])
             else:
                 await self._send(item, live)
-        await self._prune(key, uid, {(item["kind"], item["metadata"]["name"]) for item in wanted})
+        await self._prune(key, uid, {(item["kind"], item["metadata"]["name"]) for item in wanted} | kept)
+
+    async def ensure(self, key: Key, uid: str, item: Object) -> Object | None:
+        """The child as it is, however it is; where there is none, it is made, and None returned.
+
+        Raises:
+            NotOwned, OwnerGone, ApiException: see `apply`.
+        """
+        name = item["metadata"]["name"]
+        live = self._children.of(key, item["kind"]).get(name) or await self._api.get(item["kind"], key.namespace, name)
+        if live is None:
+            if not await self._owner_lives(key, uid):
+                raise OwnerGone(str(key))
+            await self._send(item, None)
+        elif not owned(live, uid):
+            raise NotOwned(f"{item['kind']} {name} exists and is not this model's: delete it, or rename the model")
+        return live
 
     async def _owner_lives(self, key: Key, uid: str) -> bool:
         owner = await self._api.get(key.kind, key.namespace, key.name)
@@ -82,7 +110,7 @@ class Applier:
             generation = live["metadata"].get("generation")
             if covers(live, marked) or (generation is not None and self._sent.get(name) == (digest, generation)):
                 return
-        log.info("applying %s %s/%s", *name)
+        log.info("applying %s: %s", described(item), _why(digest, live))
         applied = await self._api.apply(marked, MANAGER)
         self._sent[name] = (digest, applied["metadata"].get("generation", 0))
 
@@ -92,32 +120,43 @@ class Applier:
         if size.owner == "spec":
             await self._send(item, live)
             return
+        place = (item["metadata"]["namespace"], item["metadata"]["name"])
         if live is None:
             # Not stamped: the next look applies it once more, without `replicas`.
+            log.info("applying %s: there is none", described(item))
             await self._api.apply(item, MANAGER)
-            await self.scale(item["metadata"]["namespace"], item["metadata"]["name"], size.initial)
+            await self.scale(*place, size.initial, item["kind"])
             return
         if not handed_over(live):
-            await self.scale(item["metadata"]["namespace"], item["metadata"]["name"], live["spec"].get("replicas", 1))
+            await self.scale(*place, live["spec"].get("replicas", 1), item["kind"])
         spec = {name: value for name, value in item["spec"].items() if name != "replicas"}
         await self._send({**item, "spec": spec}, live)
 
-    async def scale(self, namespace: str, name: str, replicas: int) -> None:
-        """Sets a Deployment's replicas, and nothing else of it."""
+    async def scale(self, namespace: str, name: str, replicas: int, kind: str = "Deployment") -> None:
+        """Sets a workload's replicas, and nothing else of it."""
+        log.info("setting the replicas of %s %s/%s to %d", kind, namespace, name, replicas)
+        resource = RESOURCES[kind]
         body = {
-            "apiVersion": "apps/v1",
-            "kind": "Deployment",
+            "apiVersion": f"{resource.group}/{resource.version}",
+            "kind": kind,
             "metadata": {"namespace": namespace, "name": name},
             "spec": {"replicas": replicas},
         }
         await self._api.apply(body, SCALE_MANAGER)
 
-    async def _prune(self, key: Key, uid: str, wanted: set[tuple[str, str]]) -> None:
-        for kind in KINDS:
+    async def _prune(self, key: Key, uid: str, wanted: Set[Name]) -> None:
+        for kind in CHILDREN:
             for name, live in self._children.of(key, kind).items():
-                if (kind, name) not in wanted and owned(live, uid) and "deletionTimestamp" not in live["metadata"]:
-                    log.info("deleting %s %s/%s, which is no longer wanted", kind, key.namespace, name)
+                if (kind, name) in wanted or not owned(live, uid) or "deletionTimestamp" in live["metadata"]:
+                    continue
+                if kind != "NetworkPolicy" or not self._guards(key, live):
+                    log.info("deleting %s: it is no longer wanted", described({"kind": kind, **live}))
                     await self._api.delete({"kind": kind, **live})
+
+    def _guards(self, key: Key, policy: Object) -> bool:
+        """Whether a NetworkPolicy's pods are still there, such as those that drain; the end of each is a reason to look again."""
+        selector = policy["spec"]["podSelector"]["matchLabels"].items()
+        return any(selector <= pod["metadata"]["labels"].items() for pod in self._children.of(key, "Pod").values())
 
 
 def owned(live: Object, uid: str) -> bool:
@@ -128,6 +167,22 @@ def owned(live: Object, uid: str) -> bool:
 def handed_over(workload: Object) -> bool:
     """Whether somebody besides `penstock` owns the workload's `replicas` (see `store.trimmed_workload`)."""
     return any(entry["manager"] != MANAGER for entry in workload["metadata"].get("managedFields", []))
+
+
+def described(item: Object) -> str:
+    """For the log: kind, namespace and name, and the revision that it carries, if any."""
+    meta: Object = item["metadata"]
+    template: Object = item.get("spec", {}).get("template", {}).get("metadata", {})
+    revision = (meta.get("labels", {}) | template.get("labels", {})).get(labels.REVISION)
+    return f"{item['kind']} {meta['namespace']}/{meta['name']}" + (f" of revision {revision}" if revision else "")
+
+
+def _why(digest: str, live: Object | None) -> str:
+    if live is None:
+        return "there is none"
+    if live["metadata"].get("annotations", {}).get(APPLIED) != digest:
+        return "what is wanted has changed"
+    return "somebody else has changed it"
 
 
 def stamped(item: Object) -> Object:

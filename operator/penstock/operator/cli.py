@@ -4,24 +4,40 @@ import argparse
 import sys
 from pathlib import Path
 
+from penstock.flag_values import above_zero, port, port_or_any
+from penstock.kube.errors import NoApiServer
+from penstock.operator.command_line import add_server, nowhere
+
 
 def operator(argv: list[str]) -> int:
     """Runs the operator and the autoscaler against a Kubernetes API server."""
-    options = _operator_parser().parse_args(argv)
+    parser = _operator_parser()
+    options = parser.parse_args(argv)
+    if options.replica_name is not None and options.replica_tls is None:
+        parser.error("--replica-name needs --replica-tls")
     import asyncio
     import logging
 
-    from penstock.kube.errors import NoApiServer
+    from penstock.api.replica_tls import ReplicaTls, TlsError
     from penstock.operator.desired import Rendering
     from penstock.operator.process import Options, run
 
     logging.basicConfig(level=options.log_level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-    logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # a line for each change of each object
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each look at a gateway
-    rendering = Rendering(image=options.engine_image, allow_privileged_templates=options.allow_privileged_templates)
+    rendering = Rendering(
+        image=options.engine_image,
+        system_namespace=options.system_namespace,
+        allow_privileged_templates=options.allow_privileged_templates,
+        monitor_labels=options.pod_monitors,
+    )
+    try:
+        replica_tls = None if options.replica_tls is None else ReplicaTls.of(options.replica_tls, options.replica_name)
+    except TlsError as error:
+        sys.stderr.write(f"penstock operator: --replica-tls: {error}\n")
+        return 2
     settings = Options(
         rendering=rendering,
-        namespace=options.namespace,
+        namespaces=options.namespace,
         system_namespace=options.system_namespace,
         kubeconfig=options.kubeconfig,
         leader_elect=options.leader_elect,
@@ -30,12 +46,12 @@ def operator(argv: list[str]) -> int:
         http_port=options.http_port,
         gateway_url=options.gateway_url,
         gateway_http_port=options.gateway_http_port,
+        replica_tls=replica_tls,
     )
     try:
         asyncio.run(run(settings))
     except NoApiServer as error:
-        sys.stderr.write(f"penstock operator: no API server to go to; see --kubeconfig: {error}\n")
-        return 2
+        return nowhere("penstock operator", error)
     return 0
 
 
@@ -44,28 +60,54 @@ def _operator_parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(prog="penstock operator", description=operator.__doc__)
     add = parser.add_argument
-    add("--namespace", help="only this namespace; default: all")
+    add("--namespace", action="append", default=[], help="only this namespace; may be given again (default: all)")
     add("--system-namespace", default="penstock-system", help="where the Lease and the gateways are (default: %(default)s)")
-    add("--kubeconfig", help="default: the pod's ServiceAccount, else kubectl's file")
+    add_server(parser, context=False)
     add("--leader-elect", action=argparse.BooleanOptionalAction, default=True, help="act only while holding the Lease")
-    add("--resync", type=float, default=300.0, metavar="SECONDS", help="look at everything this often (default: %(default)s)")
+    add(
+        "--resync", type=above_zero, default=300.0, metavar="SECONDS", help="look at everything this often (default: %(default)s)"
+    )
     add("--http-host", default="127.0.0.1", help="for /metrics and /healthz (default: %(default)s)")
-    add("--http-port", type=int, default=9091, help="default: %(default)s")
+    add("--http-port", type=port_or_any, default=9091, help="default: %(default)s")
     add(
         "--engine-image",
         default=f"penstock/engine:{version('penstock')}",
         help="for models that name none (default: %(default)s)",
     )
     add("--gateway-url", default="", help="where clients reach the gateway; shown in status.url")
-    add("--gateway-http-port", type=int, default=9090, help="where gateways answer /pools (default: %(default)s)")
+    add("--gateway-http-port", type=port, default=9090, help="where gateways answer /pools (default: %(default)s)")
+    add(
+        "--replica-tls",
+        type=Path,
+        metavar="FOLDER",
+        help="TLS to replicas: ca.crt, and tls.crt and tls.key to present; reread when they are replaced (default: no TLS)",
+    )
+    add("--replica-name", metavar="NAME", help="and a name that their certificates must hold (default: any signed by ca.crt)")
     add(
         "--allow-privileged-templates",
         action="store_true",
         help="let pool templates ask for host access, privilege and other ServiceAccounts: whoever may create InferenceModels "
         "may then run any pod",
     )
+    add(
+        "--pod-monitors",
+        type=_labels,
+        nargs="?",
+        const={},
+        metavar="LABEL=VALUE,…",
+        help="make a PodMonitor for each model, with these labels, where that CRD is installed (default: none; the chart has one "
+        "for all models)",
+    )
     add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     return parser
+
+
+def _labels(text: str) -> dict[str, str]:
+    """`a=b,c=d` as labels; argparse says what is wrong where a part has no `=`."""
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    if not all(name and equals for name, equals, _ in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not LABEL=VALUE,…")
+    return {name: value for name, _, value in pairs}
 
 
 def up(argv: list[str]) -> int:
@@ -82,11 +124,29 @@ def demo(argv: list[str]) -> int:
     return cli.demo(argv)
 
 
+def explain(argv: list[str]) -> int:
+    """Says why a model has the size that it has, and what size more load would give it."""
+    from penstock.operator import explain as command
+
+    return command.main(argv)
+
+
 def crds(argv: list[str]) -> int:
     """Prints the CustomResourceDefinitions as YAML, or writes them to a folder."""
     parser = argparse.ArgumentParser(prog="penstock crds", description=crds.__doc__)
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="one file a kind there instead")
+    parser.add_argument(
+        "--check",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        metavar="FILE",
+        help="say instead what would break if these took the place of the cluster's, or of those in FILE",
+    )
+    parser.add_argument("--kubeconfig", help="for --check; default: the pod's ServiceAccount, else kubectl's file")
     options = parser.parse_args(argv)
+    if options.check is not None:
+        return _check_crds(None if options.check == Path() else options.check, options.kubeconfig)
     import yaml
 
     from penstock.api import resources
@@ -102,6 +162,21 @@ def crds(argv: list[str]) -> int:
         )
         (options.write / name).write_text(text)
     return 0
+
+
+def _check_crds(path: Path | None, kubeconfig: str | None) -> int:
+    """0: they only add to what is there; 1: they break what it says; 2: there is nothing to compare with."""
+    from kubernetes.aio.client import ApiException
+
+    from penstock.operator.crd_check import check
+
+    try:
+        found = check(path, kubeconfig)
+    except (NoApiServer, ApiException, OSError, ValueError) as error:
+        sys.stderr.write(f"penstock crds: {error}\n")
+        return 2
+    sys.stdout.writelines(f"{line}\n" for line in found or ["nothing breaks"])
+    return 1 if found else 0
 
 
 def _dumper() -> type:

@@ -1,13 +1,18 @@
 """Events: one for each turn of a condition that a person would want to know of, none for each loop."""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any, Final
 
 Object = dict[str, Any]
 
 COMPONENT: Final = "penstock-operator"
 # Conditions whose turning is worth an Event, and the status that is a warning.
-_NOTABLE: Final = {"Accepted": "False", "Ready": "False", "Degraded": "True", "Routed": "False"}
+_NOTABLE: Final = {"Accepted": "False", "Ready": "False", "Degraded": "True", "Routed": "False", "CanaryPassed": "False"}
+_WELCOME: Final = ("Ready", "CanaryPassed")
+
+# What every model says when it is new.
+_YOUNG: Final = ("Starting", "NotRoutedYet", "FetchStarting", "Downloading")
 
 
 def turns(before: Sequence[Object], after: Sequence[Object]) -> list[tuple[str, str, str]]:
@@ -19,11 +24,11 @@ def turns(before: Sequence[Object], after: Sequence[Object]) -> list[tuple[str, 
         old = known.get(condition["type"], {})
         if bad is None or condition["status"] == "Unknown":
             continue
-        warning = condition["status"] == bad and condition["reason"] != "Starting"
+        warning = condition["status"] == bad and condition["reason"] not in _YOUNG
         turned = old.get("status") != condition["status"]
         if warning and (turned or old.get("reason") != condition["reason"]):
             found.append(("Warning", condition["reason"], condition["message"]))
-        elif turned and not warning and condition["type"] == "Ready" and condition["status"] == "True":
+        elif turned and not warning and condition["type"] in _WELCOME and condition["status"] == "True":
             found.append(("Normal", condition["reason"], condition["message"]))
     return list(dict.fromkeys(found))
 
@@ -58,3 +63,8 @@ def event(resource: Object, kind: str, reason: str, message: str, now: str) -> O
         "lastTimestamp": now,
         "count": 1,
     }
+
+
+def timestamp() -> str:
+    """Now, as the API writes times."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,10 +1,11 @@
 """Only one operator acts: the holder of a Lease. The others wait, ready to take over.
 
-client-go's protocol. The election in kubernetes' asyncio client (37.0.2) cannot create a Lease (its own validation refuses its
-request) and ends at the first lost connection, hence this one.
+client-go's protocol; a process that has lost the lease stays, and waits for it again. The election in kubernetes' asyncio client
+(37.0.2) cannot create a Lease (its own validation refuses its request) and ends at the first lost connection, hence this one.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -25,6 +26,9 @@ LEASE: Final = "penstock-operator"
 DURATION_S: Final = 15.0
 RENEW_DEADLINE_S: Final = 10.0
 RETRY_S: Final = 2.0
+GIVE_BACK_S: Final = 3.0
+"""How long giving it back may take. With the renewal's deadline less than a lease lasts: one whose API server is silent has
+ended before another acts."""
 _KIND: Final = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
 
 
@@ -38,8 +42,20 @@ class Lease:
     Others' clocks are not trusted: a lease has run out when it did not change for its duration by *our* clock.
     """
 
-    def __init__(self, api: Api, namespace: str, identity: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        api: Api,
+        namespace: str,
+        identity: str,
+        clock: Callable[[], float] = time.monotonic,
+        owner: Callable[[], Awaitable[Object | None]] | None = None,
+    ) -> None:
+        """
+        Args:
+            owner: Gives a reference to the object in the namespace that the Lease is to go with.
+        """
         self._api = api
+        self._owner = owner
         self._namespace = namespace
         self._identity = identity
         self._clock = clock
@@ -49,7 +65,8 @@ class Lease:
     async def hold(self) -> bool:
         """Takes the lease where it is free, or renews it where it is ours; whether we have it now. Trouble counts as no."""
         try:
-            return await self._hold()
+            async with asyncio.timeout(RENEW_DEADLINE_S):
+                return await self._hold()
         except ApiException as error:
             if error.status != 409:  # 409: another candidate was faster
                 log.warning("lease %s/%s: %s", self._namespace, LEASE, said(error))
@@ -64,7 +81,7 @@ class Lease:
             body = {
                 "apiVersion": "coordination.k8s.io/v1",
                 "kind": "Lease",
-                "metadata": {"name": LEASE, "namespace": self._namespace},
+                "metadata": {"name": LEASE, "namespace": self._namespace, **await self._owners()},
             }
             await self._api.create({**body, "spec": self._spec(now, now, 0)})
             return True
@@ -78,8 +95,13 @@ class Lease:
         ours = holder == self._identity
         acquired, turns = spec.get("acquireTime", now), spec.get("leaseTransitions", 0)
         wanted = self._spec(acquired, now, turns) if ours else self._spec(now, now, turns + 1)
-        await self._api.replace({**lease, **_KIND, "spec": wanted})
+        metadata = lease["metadata"] if ours else {**lease["metadata"], **await self._owners()}
+        await self._api.replace({**lease, **_KIND, "metadata": metadata, "spec": wanted})
         return True
+
+    async def _owners(self) -> Object:
+        owner = await self._owner() if self._owner is not None else None
+        return {} if owner is None else {"ownerReferences": [owner]}
 
     def _spec(self, acquired: str, renewed: str, transitions: int) -> Object:
         return {
@@ -93,10 +115,11 @@ class Lease:
     async def release(self) -> None:
         """Gives the lease back if it is ours, so that a standby need not wait until it runs out."""
         try:
-            lease = await self._api.get("Lease", self._namespace, LEASE)
-            if lease is not None and lease.get("spec", {}).get("holderIdentity") == self._identity:
-                free = {**lease["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
-                await self._api.replace({**lease, **_KIND, "spec": free})
+            async with asyncio.timeout(GIVE_BACK_S):
+                lease = await self._api.get("Lease", self._namespace, LEASE)
+                if lease is not None and lease.get("spec", {}).get("holderIdentity") == self._identity:
+                    free = {**lease["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
+                    await self._api.replace({**lease, **_KIND, "spec": free})
         except (ApiException, aiohttp.ClientError, TimeoutError, OSError) as error:
             log.warning("the lease was not given back, it runs out by itself: %r", error)
 
@@ -131,10 +154,13 @@ async def lead(lease: Lease, act: Callable[[], Awaitable[None]], stop: asyncio.E
 
 async def _renew(lease: Lease, retry_s: float) -> None:
     renewed = time.monotonic()
-    while time.monotonic() - renewed < RENEW_DEADLINE_S:
-        await asyncio.sleep(retry_s)
-        if await lease.hold():
-            renewed = time.monotonic()
+    while (left := renewed + RENEW_DEADLINE_S - time.monotonic()) > 0:
+        with contextlib.suppress(TimeoutError):  # a server that hangs would answer when the lease is another's
+            async with asyncio.timeout(left):
+                await asyncio.sleep(retry_s)
+                asked = time.monotonic()
+                if await lease.hold():
+                    renewed = asked
     raise LeadershipLost(f"the lease could not be renewed for {RENEW_DEADLINE_S:.0f} s")
 
 

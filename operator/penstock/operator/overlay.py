@@ -49,8 +49,11 @@ def merge(base: Object, overlay: Object, path: str = "template") -> Object:
             if old is not None and not isinstance(old, list):
                 raise OverlayError(f"{here} must not be a list")
             merged[name] = _merge_lists(cast(list[Any], old or []), cast(list[Any], value), LIST_KEYS[name], here)
-        elif isinstance(old, dict | list) and not isinstance(value, list):
-            raise OverlayError(f"{here} must be {'an object' if isinstance(old, dict) else 'a list'}")
+        elif isinstance(old, dict):
+            raise OverlayError(f"{here} must be an object")
+        # The fields of a spec and of a list's items are Kubernetes' own, unlike labels, of which one may well be called `env`.
+        elif (isinstance(old, list) or (name in LIST_KEYS and path.endswith(("]", ".spec")))) and not isinstance(value, list):
+            raise OverlayError(f"{here} must be a list")
         else:
             merged[name] = value
     return merged
@@ -74,7 +77,7 @@ def key_of(item: Any, keys: dict[str, Any], path: str) -> tuple[Any, ...]:
     """What tells an item of a keyed list apart.
 
     Raises:
-        OverlayError: the item is no object or lacks a key.
+        OverlayError: the item is no object, lacks a key, or has a list or an object for one.
     """
     if not isinstance(item, dict):
         raise OverlayError(f"{path}: each item must be an object with {' and '.join(keys)}")
@@ -82,6 +85,8 @@ def key_of(item: Any, keys: dict[str, Any], path: str) -> tuple[Any, ...]:
     for name, default in keys.items():
         if entry.get(name) is None and default is None:
             raise OverlayError(f"{path}: an item lacks {name}")
+        if isinstance(entry.get(name), dict | list):
+            raise OverlayError(f"{path}: {name} must be a string or a number")
     return tuple(entry.get(name, default) for name, default in keys.items())
 
 

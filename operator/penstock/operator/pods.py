@@ -15,6 +15,9 @@ _MAKING: Final = ("ContainerCreating", "PodInitializing")
 _SIGNALLED: Final = 128
 """A process that a signal ended has this and the signal's number as its exit code."""
 
+_UNKNOWN_FLAG: Final = "error: unrecognized arguments:"
+_OLDER: Final = " (the image is older than this operator, or engine.extraArgs has what it does not know)"
+
 
 @dataclass(frozen=True)
 class Trouble:
@@ -42,6 +45,27 @@ def is_live(pod: Object) -> bool:
 def revision(pod: Object) -> str:
     """The revision that the pod runs."""
     return str(pod["metadata"].get("labels", {}).get(labels.REVISION, ""))
+
+
+def base_url(pod: Object, port: int, scheme: str = "http") -> str | None:
+    """Where the pod answers HTTP, or HTTPS, on a port; None while it has no address."""
+    address = pod.get("status", {}).get("podIP")
+    host = f"[{address}]" if address and ":" in address else address
+    return f"{scheme}://{host}:{port}" if host else None
+
+
+def argument(pod: Object, flag: str) -> str | None:
+    """The value of `FLAG=VALUE` among the arguments of a pod's engine; empty for a bare flag, None where it is missing."""
+    engines = [container for container in pod.get("spec", {}).get("containers", []) if container["name"] == "engine"]
+    words = [str(word).partition("=") for engine in engines for word in engine.get("args", [])]
+    return next((value for name, _, value in words if name == flag), None)
+
+
+def being_made(pod: Object) -> bool:
+    """Whether all of its containers wait for the kubelet to make them: none has run yet."""
+    states = [*pod.get("status", {}).get("initContainerStatuses", []), *pod.get("status", {}).get("containerStatuses", [])]
+    reasons = [it.get("state", {}).get("waiting", {}).get("reason") for it in states]
+    return is_live(pod) and bool(reasons) and all(reason in _MAKING for reason in reasons)
 
 
 def trouble(pod: Object) -> Trouble | None:
@@ -79,5 +103,6 @@ def _last_words(container: str, ended: Object) -> str:
         return f"container {container} was killed by signal {code - _SIGNALLED} ({reason})"
     lines = [line.strip() for line in ended.get("message", "").splitlines() if line.strip()]
     if lines:
-        return lines[-1] if len(lines[-1]) <= MAX_QUOTE else f"{lines[-1][:MAX_QUOTE]}…"
+        quote = lines[-1] if len(lines[-1]) <= MAX_QUOTE else f"{lines[-1][:MAX_QUOTE]}…"
+        return f"{quote}{_OLDER}" if _UNKNOWN_FLAG in quote else quote
     return f"container {container} exited with {code} ({reason})"

@@ -1,39 +1,47 @@
 """The operator's process: watches, queue, workers, autoscaler, metrics, and who of several may act."""
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from aiohttp import web
 from kubernetes.aio.client import ApiClient
-from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock.api import labels
-from penstock.kube.backoff import Backoff
+from penstock.api.fleet import PoolsView
+from penstock.api.replica_tls import ReplicaTls
 from penstock.kube.cache import Cache
+from penstock.kube.caches import Caches
 from penstock.kube.client import connect
-from penstock.operator.api import BUDGETS, DEPLOYMENTS, PODS, SERVICES, ServerApi
+from penstock.kube.groups import Groups
+from penstock.operator.api import AUTOSCALERS, CHILDREN, OPTIONAL, PODS, RESOURCES, WORKLOADS, ServerApi
 from penstock.operator.apply import Applier
+from penstock.operator.autoscale.limits import Settings as PolicySettings
 from penstock.operator.autoscale.loop import Autoscaler
-from penstock.operator.autoscale.policy import Settings as PolicySettings
+from penstock.operator.canary.judges import Judges
 from penstock.operator.desired import Rendering
 from penstock.operator.handlers import ResourceWatch
-from penstock.operator.leader import Lease, lead
-from penstock.operator.pods import is_live
+from penstock.operator.leader import LeadershipLost, Lease, lead
+from penstock.operator.other_scalers import OtherScalers, trimmed_autoscaler
+from penstock.operator.pods import base_url, is_live
 from penstock.operator.queue import KeyedQueue
 from penstock.operator.reconciler import Reconciler
+from penstock.operator.replicas import Replicas
+from penstock.operator.routes import Routes
 from penstock.operator.scaling import KubernetesActuator
-from penstock.operator.store import Children, Key, Resources, trimmed_workload
+from penstock.operator.store import Children, Key, Resources, trimmed_child, trimmed_pod, trimmed_workload
+from penstock.operator.telemetry import Exposition, ModelSeries, serve_metrics
 
 log = logging.getLogger(__name__)
 
 WORKERS = 4
+USERS = ("InferenceModel", "LoraAdapter")
+"""Kinds of the users' resources."""
 GATEWAY_SELECTOR = "app.kubernetes.io/name=penstock-gateway"
 
 
@@ -42,8 +50,8 @@ class Options:
     """The command's flags."""
 
     rendering: Rendering
-    namespace: str | None
-    """None: all."""
+    namespaces: Sequence[str]
+    """Of the resources; none: all."""
     system_namespace: str
     """Where the Lease and the gateways are."""
     kubeconfig: str | None
@@ -55,96 +63,165 @@ class Options:
     """For `status.url`."""
     gateway_http_port: int
     """Where gateways answer `/pools`."""
+    replica_tls: ReplicaTls | None
+    """How replicas are asked; None: plain HTTP."""
 
 
 async def run(options: Options) -> None:
-    """Runs until SIGTERM or SIGINT.
+    """Runs until SIGTERM or SIGINT, whatever the API server does.
 
     Raises:
-        LeadershipLost: another operator may act now.
         NoApiServer: no way to reach an API server is configured.
     """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    registry = CollectorRegistry()
+    exposition = Exposition()
+    replicas = Replicas(options.replica_tls)  # here: certificates that turn bad while another acts must not end this process
     api = await connect(options.kubeconfig)
-    server = await _serve_http(options, registry)
+    server = await serve_metrics(options.http_host, options.http_port, exposition.render)
     try:
         if options.leader_elect:
-            identity = f"{socket.gethostname()}-{uuid4().hex[:8]}"
-            lease = Lease(ServerApi(api), options.system_namespace, identity)
-            await lead(lease, lambda: Operator(api, options, registry).run(stop), stop)
+            await _lead_again_and_again(api, options, replicas, exposition, stop)
         else:
-            await Operator(api, options, registry).run(stop)
+            await _operate(api, options, replicas, exposition, stop)
     finally:
+        await replicas.close()
         await server.cleanup()
         await api.close()
+
+
+async def _lead_again_and_again(
+    api: ApiClient, options: Options, replicas: Replicas, exposition: Exposition, stop: asyncio.Event
+) -> None:
+    """Acts while it holds the Lease. One that has lost it waits for it with the others: were it to end, the kubelet would put off
+    its next start longer and longer, past the end of what it suffered from."""
+    identity = f"{socket.gethostname()}-{uuid4().hex[:8]}"
+    server_api = ServerApi(api)
+    # With the installation, which is whose ServiceAccount this is, the Lease goes too.
+    lease = Lease(server_api, options.system_namespace, identity, owner=partial(server_api.own_account, options.system_namespace))
+    while not stop.is_set():
+        try:
+            await lead(lease, lambda: _operate(api, options, replicas, exposition, stop), stop)
+        except LeadershipLost as error:
+            log.error("%s: nothing is done until it is held again", error)
+
+
+async def _operate(api: ApiClient, options: Options, replicas: Replicas, exposition: Exposition, stop: asyncio.Event) -> None:
+    """Acts until `stop`. All that is known and measured begins anew with it."""
+    own = Exposition()
+    exposition.texts.append(own.render)
+    try:
+        await Operator(api, options, replicas, own).run(stop)
+    finally:
+        exposition.texts.remove(own.render)
 
 
 class Operator:
     """Everything that acts, wired together; lives while this process may act."""
 
-    def __init__(self, api: ApiClient, options: Options, registry: CollectorRegistry) -> None:
+    def __init__(self, api: ApiClient, options: Options, replicas: Replicas, exposition: Exposition) -> None:
         self._api = api
         self._options = options
-        self._server = ServerApi(api)
+        server = ServerApi(api)
+        self._groups = Groups(api)
         self._queue: KeyedQueue[Key] = KeyedQueue()
         self._resources = Resources()
+        exposition.texts.append(ModelSeries(self._resources).render)
+        self._routes = Routes(self._look_at)
+        self._judges = Judges(lambda model: self._look_at([Key("InferenceModel", *model.split("/"))]))
         observed = Children(self._queue.add)
-        self._caches = {
-            "Deployment": Cache(
-                api, DEPLOYMENTS, namespace=options.namespace, label_selector=labels.MODEL, trim=trimmed_workload
-            ),
-            "Service": Cache(api, SERVICES, namespace=options.namespace, label_selector=labels.MODEL),
-            "PodDisruptionBudget": Cache(api, BUDGETS, namespace=options.namespace, label_selector=labels.MODEL),
-            "Pod": Cache(api, PODS, namespace=options.namespace, label_selector=labels.MODEL),
-        }
+        watch = ResourceWatch(self._resources, self._queue.add)
+        self._users = [self._cache(kind) for kind in USERS]
+        for cache in self._users:
+            watch.follow(cache)
+        self._caches = {kind: self._cache(kind) for kind in (*CHILDREN, "Pod", "FetchPod")}
         for kind, cache in self._caches.items():
             observed.follow(cache, kind)
+            cache.on_presence(self._look_at_all)
+        others = OtherScalers(self._look_at_namespace)
+        self._autoscalers = Caches(api, AUTOSCALERS, options.namespaces, trim=trimmed_autoscaler)
+        others.follow(self._autoscalers)
         self._gateways = Cache(api, PODS, namespace=options.system_namespace, label_selector=GATEWAY_SELECTOR)
+        self._replicas = replicas
         self._actuator = KubernetesActuator(
-            api=self._server,
+            api=server,
             resources=self._resources,
             observed=observed,
-            scale=Applier(self._server, observed).scale,
+            scale=Applier(server, observed).scale,
             changed=self._queue.add,
-            registry=registry,
+            others=others.of,
+            registry=exposition.registry,
+            scheme=self._replicas.scheme,
         )
         self._reconciler = Reconciler(
-            api=self._server,
+            api=server,
             resources=self._resources,
             observed=observed,
             rendering=options.rendering,
             scaling=self._actuator.report,
+            routing=self._routes.of,
+            canary=self._judges.follow,
+            others=others.of,
+            later=self._queue.add_after,
+            absent=lambda kind: self._caches[kind].absent,
+            replicas=self._replicas,
             url=options.gateway_url,
-            registry=registry,
+            registry=exposition.registry,
         )
+
+    def _cache(self, kind: str) -> Caches:
+        return Caches(
+            self._api,
+            PODS if kind == "FetchPod" else RESOURCES[kind],
+            self._options.namespaces,
+            label_selector="" if kind in USERS else labels.FETCH_OF if kind == "FetchPod" else labels.MODEL,
+            trim=trimmed_workload if kind in WORKLOADS else trimmed_pod if kind == "Pod" else trimmed_child,
+            optional=self._groups if kind in (*USERS, *OPTIONAL) else None,
+        )
+
+    def _look_at_all(self) -> None:
+        self._look_at(None)
+
+    def _look_at_namespace(self, namespace: str) -> None:
+        self._look_at(key for key in self._resources.known() if key.namespace == namespace)
+
+    def _look_at(self, keys: Iterable[Key] | None) -> None:
+        known = self._resources.known()
+        for key in known if keys is None else set(keys).intersection(known):
+            self._queue.add(key)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Reconciles until `stop`."""
-        await _wait_for_crds(self._server, stop)
-        watch = ResourceWatch(self._api, self._resources, self._queue.add).run(self._options.namespace)
-        caches = [cache.run() for cache in (*self._caches.values(), self._gateways)]
-        autoscaler = Autoscaler(self._gateway_urls, self._actuator, PolicySettings())
-        await _until(stop, watch, *caches, self._work(), self._resync(), autoscaler.run())
+        caches = [cache.run() for cache in (*self._users, *self._caches.values(), self._autoscalers, self._gateways)]
+        await _until(stop, *caches, self._work(), self._resync(), self._autoscale())
+
+    def _told(self, views: Sequence[PoolsView], asked: int) -> None:
+        self._routes.told(views, asked)
+        self._judges.told(views, asked)
 
     async def _gateway_urls(self) -> Sequence[str]:
         pods = self._gateways.objects.values()
-        addresses = [pod.get("status", {}).get("podIP") for pod in pods if is_live(pod)]
-        return [f"http://{address}:{self._options.gateway_http_port}" for address in addresses if address]
+        return [url for pod in pods if is_live(pod) and (url := base_url(pod, self._options.gateway_http_port))]
 
     async def _work(self) -> None:
         # Nothing is judged before the children are known: they would seem to be gone.
-        await asyncio.gather(*(cache.synced.wait() for cache in self._caches.values()))
+        known = (cache.synced() for cache in (*self._users, *self._caches.values()))
+        await asyncio.gather(*known, self._autoscalers.answered())
+        if any(cache.absent for cache in self._users):
+            log.warning("the API server knows no InferenceModels yet: apply the CRDs (penstock crds)")
         log.info("caches are filled, reconciling")
         await asyncio.gather(*(self._queue.work(self._reconciler.reconcile) for _ in range(WORKERS)))
+
+    async def _autoscale(self) -> None:
+        # Nothing is sized before it is known who else sizes it. One who may not know goes on as if there were nobody.
+        await self._autoscalers.answered()
+        await Autoscaler(self._gateway_urls, self._replicas, self._actuator, PolicySettings(), told=self._told).run()
 
     async def _resync(self) -> None:
         while True:
             await asyncio.sleep(self._options.resync_s)
-            for key in self._resources.known():
-                self._queue.add(key)
+            self._look_at_all()
 
 
 async def _until(stop: asyncio.Event, *running: Coroutine[Any, Any, None]) -> None:
@@ -158,29 +235,3 @@ async def _until(stop: asyncio.Event, *running: Coroutine[Any, Any, None]) -> No
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _wait_for_crds(server: ServerApi, stop: asyncio.Event) -> None:
-    """kopf would watch nothing for ever if the CRDs came after it."""
-    backoff = Backoff(first=0.5, longest=10.0)
-    while not stop.is_set() and not await server.serves(labels.GROUP, labels.VERSION):
-        log.warning("the API server knows no InferenceModels yet: apply the CRDs (penstock crds)")
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), backoff.next())
-
-
-async def _serve_http(options: Options, registry: CollectorRegistry) -> web.AppRunner:
-    """`/metrics` and `/healthz`; a standby answers too."""
-
-    async def metrics(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), content_type="text/plain", charset="utf-8")
-
-    async def healthy(_: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
-    app = web.Application()
-    app.add_routes([web.get("/metrics", metrics), web.get("/healthz", healthy)])
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, options.http_host, options.http_port).start()
-    return runner

@@ -41,10 +41,13 @@ class KeyedQueue(Generic[K]):
             self._ready.put_nowait(key)
 
     def add_after(self, key: K, delay_s: float) -> None:
-        """Handles the key after a while, or earlier if something adds it."""
-        if key in self._timers or key in self._queued:
-            return
+        """Handles the key after a while, or earlier if something asks for that."""
         loop = asyncio.get_running_loop()
+        timer = self._timers.get(key)
+        if key in self._queued or (timer is not None and timer.when() <= loop.time() + delay_s):
+            return
+        if timer is not None:
+            timer.cancel()
         self._timers[key] = loop.call_later(delay_s, self.add, key)
 
     async def work(self, handle: Callable[[K], Awaitable[None]]) -> None:

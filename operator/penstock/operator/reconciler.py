@@ -4,6 +4,7 @@ status when it changed."""
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,21 +13,27 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from pydantic import ValidationError
 
 from penstock.api import labels, metrics
-from penstock.api.fleet import pool_id
-from penstock.api.resources import InferenceModel, LoraAdapter, unsupported
+from penstock.api.resources import InferenceModel, LoraAdapter
+from penstock.operator.acceptance import accept, sentence
+from penstock.operator.adapters.sync import KIND, TYPES, AdapterSync, ReplicaClient, adapters_key
 from penstock.operator.api import Api, said
-from penstock.operator.apply import MANAGER, Applier, NotOwned, OwnerGone
-from penstock.operator.desired import Rendering, TemplateError, child_name, children, revision_of, size
-from penstock.operator.events import event, turns
+from penstock.operator.apply import MANAGER, Applier, NotOwned, OwnerGone, owned
+from penstock.operator.desired import Rendering, SourcePending, TemplateError, check_template, child_name, size
+from penstock.operator.events import event, timestamp, turns
+from penstock.operator.failures import EVENTS_AGAIN_S, MAKING_S, incomplete, stuck, with_failure, with_reason
+from penstock.operator.fetching import Fetch, FetchJobs
+from penstock.operator.observe import CanaryReport, RoutingReport, ScalingReport, observe, workloads_of
+from penstock.operator.other_scalers import OthersReport
 from penstock.operator.overlay import OverlayError
-from penstock.operator.status import Observed, PoolObserved, Refusal, ScalingStatus, Verdict, conditions, status_of
+from penstock.operator.pods import being_made
+from penstock.operator.rollout.plan import Plan, plan
+from penstock.operator.status import Refusal, Verdict, conditions, status_of
 from penstock.operator.store import Children, Key, Resources, key_of
+from penstock.operator.told import Told
 
 log = logging.getLogger(__name__)
 
 Object = dict[str, Any]
-ScalingReport = Callable[[str], ScalingStatus | None]
-"""What the autoscaler last said of the pool `namespace/model/pool`; None where it has not spoken yet."""
 
 
 class Reconciler:
@@ -40,11 +47,20 @@ class Reconciler:
         observed: Children,
         rendering: Rendering,
         scaling: ScalingReport,
+        routing: RoutingReport,
+        canary: CanaryReport,
+        others: OthersReport,
+        later: Callable[[Key, float], None],
+        replicas: ReplicaClient,
+        absent: Callable[[str], bool] = lambda kind: False,
         url: str = "",
         registry: CollectorRegistry,
     ) -> None:
         """
         Args:
+            later: Puts a key on the queue after so many seconds.
+            replicas: Asks replicas for their adapters.
+            absent: Whether the API server does not know a kind of CRDs of others.
             url: Where clients reach the gateway, for `status.url`.
         """
         self._api = api
@@ -52,8 +68,15 @@ class Reconciler:
         self._children = observed
         self._rendering = rendering
         self._scaling = scaling
+        self._routing = routing
+        self._canary = canary
+        self._others = others
+        self._later = later
         self._url = url
-        self._applier = Applier(api, observed)
+        self._told = Told(api)
+        self._applier = Applier(api, observed, absent)
+        self._fetches = FetchJobs(api, observed, self._applier, rendering.image, later)
+        self._adapters = AdapterSync(resources=resources, children=observed, replicas=replicas, write=self._write, later=later)
         self._done = Counter(metrics.RECONCILES, "Reconciles by result", ["result"], registry=registry)
         self._took = Histogram(metrics.RECONCILE_SECONDS, "Time of one reconcile in seconds", registry=registry)
 
@@ -63,8 +86,16 @@ class Reconciler:
         Raises:
             ApiException, aiohttp.ClientError, TimeoutError: the API server refused or did not answer; to be tried again.
         """
+        if key.kind == KIND:
+            await self._adapters.sync(key)
+            return
+        model = self._resources.model_of(key)
+        if model is not None or key.kind == "InferenceModel":
+            self._look_at_adapters(model or key)
         resource = self._resources.get(key)
         if resource is None or "deletionTimestamp" in resource["metadata"]:
+            if key.kind == "InferenceModel":
+                self._canary(f"{key.namespace}/{key.name}", None, None)
             return  # the garbage collector takes the children
         began = time.monotonic()
         try:
@@ -77,13 +108,21 @@ class Reconciler:
 
     async def _model(self, key: Key, resource: Object) -> None:
         model, refusal = accept(resource)
-        wanted: list[Object] = []
+        planned: Plan | None = None
+        pods = await self._pods(key)
+        workloads = await self._workloads(key, pods)
+        fetch: Fetch | None = None
         failure: Exception | None = None
         if model is not None and refusal is None:
             try:
-                wanted = children(model, self._rendering)
-                sizes = {child_name(key.name, pool.name): size(model, pool) for pool in model.spec.pools}
-                await self._applier.apply(key, model.metadata.uid, wanted, sizes)
+                for pool in model.spec.pools:  # here, since what a revision holds is not rendered again
+                    check_template(pool, self._rendering)
+                fetch = await self._fetches.look(key, model)
+                planned = self._plan(key, model, fetch, workloads, pods)
+                refusal = None if planned is None else self._missing(planned)
+                if planned is not None and refusal is None:
+                    sizes = {child_name(key.name, pool.name): size(model, pool) for pool in model.spec.pools}
+                    await self._applier.apply(key, model.metadata.uid, planned.objects, sizes, planned.kept | _jobs(fetch))
             except (TemplateError, OverlayError) as error:
                 refusal = Refusal("ForbiddenTemplate" if isinstance(error, TemplateError) else "InvalidTemplate", str(error))
             except OwnerGone:
@@ -94,64 +133,96 @@ class Reconciler:
                 if error.status is None or not 400 <= error.status < 500 or error.status in (409, 429):
                     raise  # not a verdict on the spec: try again
                 refusal, failure = Refusal("ApplyRefused", said(error)), error
-        observed = self._observe(key, resource, model, wanted if refusal is None else [], refusal)
-        await self._write(resource, status_of(observed, previous(resource), timestamp()))
+        if planned is not None and planned.look_again_s is not None:
+            self._later(key, planned.look_again_s)
+        observed = observe(
+            key,
+            resource,
+            model,
+            planned if refusal is None else None,
+            refusal,
+            children=self._children,
+            workloads=workloads,
+            pods=pods,
+            scaling=self._scaling,
+            routing=self._routing,
+            canary=self._canary,
+            others=self._others,
+            conflict=self._resources.conflict(key),
+            url=self._url,
+            fetching=fetch.status if fetch is not None and planned is None and refusal is None else None,
+        )
+        sized = resource.get("status", {}).get("scaling", [])
+        await self._write(resource, status_of(observed, previous(resource), timestamp(), sized))
         if failure is not None:
             raise failure
 
-    def _observe(
-        self, key: Key, resource: Object, model: InferenceModel | None, wanted: Sequence[Object], refusal: Refusal | None
-    ) -> Observed:
-        """The model as the cluster has it; without wanted objects, as it is left running."""
-        workloads = self._children.of(key, "Deployment")
-        targets = {item["metadata"]["name"]: item for item in wanted if item["kind"] == "Deployment"} or workloads
-        pods = list(self._children.of(key, "Pod").values())
-        pools: list[PoolObserved] = []
-        for name, target in targets.items():
-            pool = target["metadata"]["labels"][labels.POOL]
-            its_pods = [pod for pod in pods if pod["metadata"]["labels"].get(labels.POOL) == pool]
-            pools.append(self._pool(key, model, workloads.get(name), target, its_pods))
-        return Observed(
-            name=key.name,
-            generation=resource["metadata"].get("generation", 0),
-            pools=pools,
-            refusal=refusal,
-            conflict=self._resources.conflict(key),
-            served_name=model.spec.served.name if model is not None else "",
-            paused=model is not None and model.spec.rollout.paused,
-            url=self._url,
+    def _missing(self, planned: Plan) -> Refusal | None:
+        """Where a replica is to span nodes, and the cluster has no such thing. Other kinds that are absent are no one's need."""
+        spanning = [it for it in planned.objects if it["kind"] == "LeaderWorkerSet"]
+        if not spanning or not self._applier.absent("LeaderWorkerSet"):
+            return None
+        names = ", ".join(it["metadata"]["labels"][labels.POOL] for it in spanning)
+        return Refusal(
+            "LeaderWorkerSetMissing",
+            f"a replica of pool {names} spans nodes, which needs LeaderWorkerSets: install LWS (leaderworkerset.x-k8s.io/v1), "
+            "or let a replica fit a node",
         )
 
-    def _pool(
-        self, key: Key, model: InferenceModel | None, live: Object | None, target: Object, pods: Sequence[Object]
-    ) -> PoolObserved:
-        """One pool; `target` is the wanted workload, or the live one where nothing is wanted."""
-        name = target["metadata"]["labels"][labels.POOL]
-        spec = next((pool for pool in model.spec.pools if pool.name == name), None) if model is not None else None
-        given = live is not None and (model is None or spec is None or size(model, spec).owner != "spec")
-        source = live if live is not None and given else target
-        scaled = spec is not None and spec.scaling is not None
-        return PoolObserved(
-            name=name,
-            revision=revision_of(target),
-            wanted=source["spec"].get("replicas", 1),
-            workload=live,
-            pods=pods,
-            scaled=scaled,
-            scaling=self._scaling(pool_id(key.namespace, key.name, name)) if scaled else None,
-        )
+    async def _pods(self, key: Key) -> list[Object]:
+        """The model's pods, and of the first that is stuck what Events alone say: one for each model, since thousands may be."""
+        pods, now = list(self._children.of(key, "Pod").values()), datetime.now(UTC)
+        if any(being_made(pod) for pod in pods):
+            self._later(key, MAKING_S)
+        for at, pod in enumerate(pods):
+            if stuck(pod, now):
+                pods[at] = with_reason(pod, await self._told.events(key.namespace, "Pod", pod["metadata"]["name"]), now)
+                break
+        return pods
+
+    async def _workloads(self, key: Key, pods: Sequence[Object]) -> dict[str, Object]:
+        """The model's workloads by name, with what Events alone say of them."""
+        found = workloads_of(self._children, key)
+        silent = [name for name, it in found.items() if it["kind"] == "LeaderWorkerSet" and incomplete(it, pods)]
+        if silent:
+            self._later(key, EVENTS_AGAIN_S)
+            events = await self._told.events(key.namespace, "StatefulSet")
+            found |= {name: with_failure(found[name], events, datetime.now(UTC)) for name in silent}
+        return found
+
+    def _plan(
+        self, key: Key, model: InferenceModel, fetch: Fetch | None, workloads: dict[str, Object], pods: Sequence[Object]
+    ) -> Plan | None:
+        """None: what is new in the spec must be fetched first, and all stays as it is."""
+        uid = model.metadata.uid
+        try:
+            return plan(
+                model,
+                replace(self._rendering, fetched=None if fetch is None else fetch.fetched),
+                revisions=[it for it in self._children.of(key, "ControllerRevision").values() if owned(it, uid)],
+                workloads=workloads,
+                pods=pods,
+                now=datetime.now(UTC),
+            )
+        except SourcePending:
+            return None
 
     async def _adapter(self, resource: Object) -> None:
-        """No engine takes adapters yet: the resource says so instead of waiting for ever."""
+        """One that cannot be read says so; the others are looked at with their model's replicas."""
         try:
             LoraAdapter.parse(resource)
-            refusal = Verdict(False, "UnsupportedField", "LoraAdapter: this version serves no adapters")
+            return
         except (ValidationError, ValueError) as error:
             refusal = Verdict(False, "InvalidSpec", sentence(error))
         generation = resource["metadata"].get("generation", 0)
-        judged = {"Ready": refusal, "Accepted": refusal}
-        made = conditions(judged, generation, previous(resource), timestamp())
-        await self._write(resource, {"observedGeneration": generation, "conditions": made})
+        made = conditions(dict.fromkeys(TYPES, refusal), generation, previous(resource), timestamp())
+        await self._write(resource, {"observedGeneration": generation, "ready": "0/0", "conditions": made})
+
+    def _look_at_adapters(self, model: Key) -> None:
+        """Later, since replicas may take their time to answer."""
+        resource = self._resources.get(model)
+        if self._resources.adapters_of(model) or (resource is not None and resource["spec"].get("lora")):
+            self._later(adapters_key(model), 0.0)
 
     async def _write(self, resource: Object, status: Object) -> None:
         """Writes the status if it differs, and an Event for each condition that turned."""
@@ -174,33 +245,11 @@ class Reconciler:
                 log.warning("%s: no Event %s: %s", key_of(resource), reason, said(error))
 
 
-def accept(resource: Object) -> tuple[InferenceModel | None, Refusal | None]:
-    """The model, and why it is not acted on."""
-    try:
-        model = InferenceModel.parse(resource)
-    except (ValidationError, ValueError) as error:
-        return None, Refusal("InvalidSpec", sentence(error))
-    paths = unsupported(model.spec)
-    if paths:
-        return model, Refusal("UnsupportedField", f"this version does not implement {', '.join(paths)}: remove what is named")
-    return model, None
-
-
-def sentence(error: ValueError) -> str:
-    """What is wrong with a resource, field by field, without pydantic's decoration."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    return "; ".join(
-        f"{'.'.join(str(part) for part in it['loc'])}: {it['msg'].removeprefix('Value error, ')}".removeprefix(": ")
-        for it in error.errors(include_url=False)
-    )
+def _jobs(fetch: Fetch | None) -> frozenset[tuple[str, str]]:
+    """Children that the plan does not name and that stay."""
+    return frozenset() if fetch is None else frozenset({("Job", fetch.job)})
 
 
 def previous(resource: Object) -> list[Object]:
     """The conditions that a resource has."""
     return list(resource.get("status", {}).get("conditions", []))
-
-
-def timestamp() -> str:
-    """Now, as the API writes times."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

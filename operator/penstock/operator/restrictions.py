@@ -10,23 +10,41 @@ Object = Mapping[str, Any]
 
 _POD = ("hostNetwork", "hostPID", "hostIPC", "serviceAccountName", "serviceAccount", "automountServiceAccountToken", "hostUsers")
 _CONTEXT = ("privileged", "allowPrivilegeEscalation", "procMount", "windowsOptions", "sysctls", "seLinuxOptions")
-# Labels that selectors and discovery rely on.
+_PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+_HOOKS = ("postStart", "preStop")
+_APPARMOR = "container.apparmor.security.beta.kubernetes.io/"
+# Labels and annotations that selectors and discovery rely on.
 OWN_LABELS = "penstock.dev/"
 
 
 def forbidden(template: Object) -> list[str]:
     """Paths of the fields that need `--allow-privileged-templates`; empty: the template is harmless."""
-    return sorted(set(_pod(_map(template.get("spec")), "template.spec")))
+    return sorted({*_pod(_map(template.get("spec")), "template.spec"), *_unconfined(template)})
 
 
 def reserved(template: Object) -> list[str]:
-    """Paths of what no template may set, whatever the operator's flags: labels that Penstock finds its replicas by, and the grace
-    period, which follows from `drainTimeout`."""
-    labels = _map(_map(template.get("metadata")).get("labels"))
-    paths = [f"template.metadata.labels[{name}]" for name in labels if name.startswith(OWN_LABELS)]
+    """Paths of what no template may set, whatever the operator's flags: labels and annotations by which Penstock knows its
+    replicas, the grace period, which follows from `drainTimeout`, and the engine's arguments, which follow from the fields."""
+    metadata = _map(template.get("metadata"))
+    paths = [
+        f"template.metadata.{field}[{name}]"
+        for field in ("labels", "annotations")
+        for name in _map(metadata.get(field))
+        if name.startswith(OWN_LABELS)
+    ]
     if "terminationGracePeriodSeconds" in _map(template.get("spec")):
         paths.append("template.spec.terminationGracePeriodSeconds (use drainTimeout)")
+    for container in _maps(_map(template.get("spec")).get("containers")):
+        if container.get("name") == "engine" and "args" in container:
+            paths.append("template.spec.containers[engine].args (use engine.extraArgs)")
     return paths
+
+
+def _unconfined(template: Object) -> Iterator[str]:
+    """The annotations that did what `appArmorProfile` does, and still do."""
+    for name, profile in _map(_map(template.get("metadata")).get("annotations")).items():
+        if name.startswith(_APPARMOR) and profile == "unconfined":
+            yield f"template.metadata.annotations[{name}]"
 
 
 def _pod(spec: Object, path: str) -> Iterator[str]:
@@ -53,6 +71,13 @@ def _container(container: Object, path: str) -> Iterator[str]:
     for port in _maps(container.get("ports")):
         if port.get("hostPort"):
             yield f"{path}.ports[{port.get('containerPort')}].hostPort"
+
+    handlers = {name: container.get(name) for name in _PROBES}
+    handlers |= {f"lifecycle.{name}": _map(container.get("lifecycle")).get(name) for name in _HOOKS}
+    for name, handler in handlers.items():
+        for kind in ("httpGet", "tcpSocket"):
+            if _map(_map(handler).get(kind)).get("host"):  # the kubelet asks it, from the node's network
+                yield f"{path}.{name}.{kind}.host"
 
 
 def _context(context: Object, path: str) -> Iterator[str]:

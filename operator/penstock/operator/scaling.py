@@ -6,22 +6,28 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from kubernetes.aio.client import ApiException
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry
+from pydantic import ValidationError
 
-from penstock.api import labels, metrics
-from penstock.api.fleet import pool_id
-from penstock.api.resources import Scaling
+from penstock.api import labels
+from penstock.api.resources import InferenceModel, PoolScalingStatus
+from penstock.api.resources import Learned as LearnedStatus
+from penstock.operator.acceptance import accept, sentence
 from penstock.operator.api import Api, said
 from penstock.operator.apply import SCALE_MANAGER
-from penstock.operator.autoscale.loop import PoolScale
-from penstock.operator.autoscale.policy import Decision
-from penstock.operator.autoscale.spec import limits
+from penstock.operator.autoscale.bounds import WAITING_FOR
+from penstock.operator.autoscale.learned import Learned
+from penstock.operator.autoscale.loop import ModelScale, PoolScale, Record
+from penstock.operator.autoscale.spec import model_limits
 from penstock.operator.desired import child_name
-from penstock.operator.events import event
-from penstock.operator.pods import is_live, is_ready
-from penstock.operator.reconciler import accept, timestamp
+from penstock.operator.desired.arguments import HTTP
+from penstock.operator.events import event, timestamp
+from penstock.operator.observe import workloads_of
+from penstock.operator.other_scalers import OthersReport, Target
+from penstock.operator.pods import base_url, is_live, is_ready
 from penstock.operator.status import ScalingStatus
-from penstock.operator.store import Children, Key, Resources
+from penstock.operator.store import Children, Key, Resources, key_of
+from penstock.operator.telemetry import ScalingMetrics
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +39,7 @@ HISTORY: Final = 10
 
 
 class KubernetesActuator:
-    """`autoscale.loop.Actuator` on Deployments."""
+    """`autoscale.loop.Actuator` on Deployments and LeaderWorkerSets."""
 
     def __init__(
         self,
@@ -41,62 +47,76 @@ class KubernetesActuator:
         api: Api,
         resources: Resources,
         observed: Children,
-        scale: Callable[[str, str, int], Awaitable[None]],
+        scale: Callable[[str, str, int, str], Awaitable[None]],
         changed: Callable[[Key], None],
+        others: OthersReport,
         registry: CollectorRegistry,
+        scheme: str = "http",
     ) -> None:
         """
         Args:
-            scale: Sets the replicas of the Deployment (namespace, name, replicas).
+            scheme: Of replicas' URLs.
+            scale: Sets the replicas of a workload (namespace, name, replicas, kind).
             changed: Told the model whose scaling status changed.
+            others: Who else sizes a workload: such a pool is only told about, as in a dry run. Two who size it would take
+                replicas from each other for ever.
         """
         self._api = api
         self._resources = resources
         self._children = observed
         self._scale = scale
         self._changed = changed
+        self._others = others
+        self._scheme = scheme
         self._reports: dict[str, ScalingStatus] = {}
-        self._desired = Gauge(
-            metrics.DESIRED_REPLICAS, "Replicas that the autoscaler wants", ["namespace", "model", "pool"], registry=registry
-        )
-        self._decisions = Counter(
-            metrics.SCALING_DECISIONS, "Looks of the autoscaler by what bound them", ["constraint"], registry=registry
-        )
+        self._metrics = ScalingMetrics(registry)
 
     def report(self, pool: str) -> ScalingStatus | None:
         """What was last decided for a pool."""
         return self._reports.get(pool)
 
-    async def pools(self) -> Sequence[PoolScale]:
-        """Pools with `scaling` whose Deployment exists."""
-        found: dict[str, PoolScale] = {}
+    async def targets(self) -> Sequence[ModelScale]:
+        """Models that have pools with `scaling` whose workloads exist."""
+        found: list[ModelScale] = []
         for key in self._resources.known():
             resource = self._resources.get(key)
-            model, refusal = accept(resource) if key.kind == "InferenceModel" and resource is not None else (None, None)
+            if key.kind != "InferenceModel" or resource is None or not _asks_for_scaling(resource):
+                continue  # not worth reading: this is done for every model, every few seconds
+            model, refusal = accept(resource)
             if model is None or refusal is not None:
                 continue
-            for pool in model.spec.pools:
-                workload = self._children.of(key, "Deployment").get(child_name(key.name, pool.name))
-                if pool.scaling is not None and workload is not None:
-                    scale = self._pool_scale(key, pool.name, pool.scaling, workload)
-                    found[scale.pool_id] = scale
-        self._reports = {pool_id: report for pool_id, report in self._reports.items() if pool_id in found}
-        return list(found.values())
+            pools = self._pools(key, model, resource or {})
+            if pools:
+                found.append(ModelScale(f"{key.namespace}/{key.name}", model_limits(model), pools))
+        known = {f"{model.id}/{name}" for model in found for name in model.pools}
+        self._reports = {pool_id: report for pool_id, report in self._reports.items() if pool_id in known}
+        self._metrics.keep(known)
+        return found
 
-    def _pool_scale(self, key: Key, name: str, scaling: Scaling, workload: Object) -> PoolScale:
-        now = datetime.now(UTC)
-        ages = [
-            (now - datetime.fromisoformat(pod["metadata"]["creationTimestamp"])).total_seconds()
-            for pod in self._pods(key, name).values()
-            if is_live(pod) and not is_ready(pod)
-        ]
-        return PoolScale(
-            pool_id=pool_id(key.namespace, key.name, name),
-            limits=limits(scaling),
-            dry_run=scaling.mode == "DryRun",
-            replicas=workload["spec"].get("replicas", 1),
-            pending_ages_s=tuple(ages),
-        )
+    def _pools(self, key: Key, model: InferenceModel, resource: Object) -> dict[str, PoolScale]:
+        workloads = workloads_of(self._children, key)
+        learned = restored(resource)
+        found: dict[str, PoolScale] = {}
+        for pool in model.spec.pools:
+            workload = workloads.get(child_name(key.name, pool.name))
+            if pool.scaling is not None and workload is not None:
+                pods = [pod for pod in self._pods(key, pool.name).values() if is_live(pod)]
+                found[pool.name] = PoolScale(
+                    replicas=workload["spec"].get("replicas", 1),
+                    pending_ages_s=tuple(age_s(pod) for pod in pods if not is_ready(pod)),
+                    endpoints={
+                        pod["metadata"]["uid"]: url
+                        for pod in pods
+                        if is_ready(pod) and (url := base_url(pod, HTTP, self._scheme))
+                    },
+                    dry_run=pool.scaling.mode == "DryRun" or self._other(workload) != "",
+                    learned=learned.get(pool.name),
+                )
+        return found
+
+    def _other(self, workload: Object) -> str:
+        meta = workload["metadata"]
+        return self._others(Target(meta["namespace"], workload["kind"], meta["name"]))
 
     def _pods(self, key: Key, pool: str) -> Mapping[str, Object]:
         """The pool's pods by UID."""
@@ -115,7 +135,9 @@ class KubernetesActuator:
                 cordoned = labels.CORDONED in pod["metadata"].get("annotations", {})
                 if is_live(pod) and cordoned != (uid in victims):
                     await self._mark(pod, uid in victims)
-            await self._scale(namespace, child_name(model, pool), replicas)
+            workload = workloads_of(self._children, key).get(child_name(model, pool))
+            if workload is not None:  # else it went since it was looked at
+                await self._scale(namespace, child_name(model, pool), replicas, workload["kind"])
         except ApiException as error:
             log.warning("scaling %s to %d: %s", pool_id, replicas, said(error))
 
@@ -133,40 +155,85 @@ class KubernetesActuator:
                 "annotations": annotations,
             },
         }
+        what = "marking %s/%s as the next to go" if victim else "letting %s/%s have requests again"
+        log.info(what, meta["namespace"], meta["name"])
         await self._api.apply(body, SCALE_MANAGER)
 
-    async def record(self, pool_id: str, current: int, decision: Decision, *, acted: bool, dry_run: bool) -> None:
+    async def record(self, record: Record) -> None:
         """Keeps the decision for the model's status, counts it, and posts an Event where it was carried out."""
-        namespace, name, pool = pool_id.split("/")
-        key = Key("InferenceModel", namespace, name)
-        self._desired.labels(namespace, name, pool).set(decision.replicas)
-        self._decisions.labels(decision.constraint).inc()
-        old = self._reports.get(pool_id)
-        history = old.decisions if old is not None else ()
-        if acted:
+        namespace, name, pool = record.pool_id.split("/")
+        key, decision, current = Key("InferenceModel", namespace, name), record.decision, record.current
+        self._metrics.record(record)
+        old = self._reports.get(record.pool_id)
+        history = old.decisions if old is not None else self._history(key, pool)
+        if record.acted:
             history = (f"{timestamp()} {current} to {decision.replicas} ({decision.constraint}): {decision.reason}", *history)[
                 :HISTORY
             ]
+        learned = record.learned if old is None or old.learned is None or record.learned.differs(old.learned) else old.learned
         new = ScalingStatus(
             current=current,
             desired=decision.replicas,
             constraint=decision.constraint,
             reason=decision.reason,
-            active=decision.constraint != "NoData" and not dry_run,
+            idle="NoData" if decision.blind else "DryRun" if record.dry_run else "",
             decisions=history,
+            learned=learned,
+            waits=tuple(name for name in decision.inputs if name.startswith(WAITING_FOR)),
         )
-        if old is not None and not acted and _gist(old) == _gist(new):
+        if old is not None and not record.acted and _gist(old) == _gist(new):
             return  # only the figures in the sentence moved
-        self._reports[pool_id] = new
+        self._reports[record.pool_id] = new
         self._changed(key)
         resource = self._resources.get(key)
-        if acted and resource is not None:
+        if record.acted and resource is not None:
             message = f"pool {pool}: {current} to {decision.replicas} replicas: {decision.reason}"
             try:
                 await self._api.create(event(resource, "Normal", "Scaled", message, timestamp()))
             except ApiException as error:
                 log.warning("%s: no Event Scaled: %s", key, said(error))
 
+    def _history(self, key: Key, pool: str) -> tuple[str, ...]:
+        """The changes that an earlier operator wrote down."""
+        status = (self._resources.get(key) or {}).get("status", {})
+        return next((tuple(it.get("decisions", ())) for it in status.get("scaling", []) if it["pool"] == pool), ())
 
-def _gist(report: ScalingStatus) -> tuple[int, int, str, bool]:
-    return report.current, report.desired, report.constraint, report.active
+
+def _asks_for_scaling(resource: Object) -> bool:
+    pools = resource["spec"].get("pools", [])
+    return any(isinstance(pool, dict) and "scaling" in pool for pool in pools)
+
+
+def restored(resource: Object) -> dict[str, Learned]:
+    """What the status says was learned, by pool."""
+    found: dict[str, Learned] = {}
+    for pool in resource.get("status", {}).get("scaling", []):
+        try:
+            said = PoolScalingStatus.model_validate(pool)
+        except ValidationError as error:  # another version's, or a person's: this one learns anew
+            log.warning("%s: what the status says of scaling is not understood: %s", key_of(resource), sentence(error))
+            continue
+        if said.learned is not None:
+            found[said.pool] = _from_status(said.learned)
+    return found
+
+
+def _from_status(said: LearnedStatus) -> Learned:
+    return Learned(
+        prefill_tokens_per_s=float(said.prefill_tokens_per_second),
+        step_base_s=said.step_base_microseconds / 1e6,
+        step_row_s=said.step_row_nanoseconds / 1e9,
+        max_num_seqs=float(said.max_num_seqs),
+        rows_in_kv=float(said.sequences_in_kv),
+        cold_start_s=float(said.cold_start_seconds),
+        slo_factor=said.slo_percent / 100,
+    )
+
+
+def age_s(pod: Object) -> float:
+    """Since its creation."""
+    return (datetime.now(UTC) - datetime.fromisoformat(pod["metadata"]["creationTimestamp"])).total_seconds()
+
+
+def _gist(report: ScalingStatus) -> tuple[int, int, str, str, Learned | None, tuple[str, ...]]:
+    return report.current, report.desired, report.constraint, report.idle, report.learned, report.waits

@@ -6,11 +6,16 @@ move only when a status flips.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
 from penstock.api import labels
+from penstock.api.resources import MAX_POOLS
+from penstock.operator.autoscale.learned import Learned
+from penstock.operator.canary.course import Standing
+from penstock.operator.other_scalers import OtherScaler
 from penstock.operator.pods import Trouble, is_live, is_ready, revision, trouble
+from penstock.operator.routes import Routing
 
 Object = dict[str, Any]
 
@@ -38,10 +43,24 @@ class ScalingStatus:
     constraint: str
     """What bound the decision, such as `Max`, `DownWindow` or `NoData`."""
     reason: str
-    active: bool
-    """False: it has no data, or may not act."""
+    idle: Literal["", "NoData", "DryRun"] = ""
+    """Why it does not act; empty: it does. Without data it grows by what is known, and shrinks nothing."""
     decisions: tuple[str, ...] = ()
     """The last changes, newest first."""
+    learned: Learned | None = None
+    waits: tuple[str, ...] = ()
+    """Inputs that name what requests wait for and no replica more would help."""
+
+
+@dataclass(frozen=True)
+class Fetching:
+    """How far a model is that must be brought before its replicas start."""
+
+    reason: str
+    """`FetchStarting`, `Downloading`, or what went wrong: `SourceUnauthorized`, `SourceNotFound`, `SourceNoSpace`, …"""
+    message: str
+    failed: bool = False
+    """Something is wrong."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +73,17 @@ class PoolObserved:
     wanted: int
     """Replicas wanted, as the live workload says where there is one."""
     workload: Object | None
-    """The Deployment."""
+    """As it is; None: not there yet."""
     pods: Sequence[Object]
     scaled: bool = False
     """The autoscaler sizes it."""
     scaling: ScalingStatus | None = None
+    other: OtherScaler | None = None
+    """Who else sizes it."""
+    blocked: str = ""
+    """Why its rollout cannot go on, and what would let it."""
+    settling: bool = False
+    """A new replica without a node is no trouble yet: room is being made, or may appear."""
 
     @property
     def ready(self) -> list[Object]:
@@ -79,7 +104,7 @@ class PoolObserved:
     def troubles(self) -> list[Trouble]:
         """What is wrong with pods of the wanted revision; those of older ones are on their way out."""
         found = [it for pod in self.pods if revision(pod) == self.revision and (it := trouble(pod))]
-        return sorted(found, key=lambda it: it.pod)
+        return sorted((it for it in found if not (self.settling and it.reason == "Unschedulable")), key=lambda it: it.pod)
 
     def workload_condition(self, kind: str) -> Object:
         """A condition of the Deployment; `{}` where it has none, or none about its present spec."""
@@ -90,6 +115,16 @@ class PoolObserved:
         conditions: list[Object] = status.get("conditions", [])
         found = [it for it in conditions if it["type"] == kind]
         return found[0] if found else {}
+
+
+@dataclass(frozen=True)
+class RevisionObserved:
+    """The revision that is wanted."""
+
+    number: int
+    """As `penstock rollout history` counts."""
+    template_version: int
+    """Of the newest of its pod templates."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +140,15 @@ class Observed:
     served_name: str = ""
     paused: bool = False
     url: str = ""
+    revision: RevisionObserved | None = None
+    routing: Routing = field(default_factory=Routing)
+    """What the gateways say."""
+    canary: Standing | None = None
+    """Where it stands, if it is a canary that is judged."""
+    other: OtherScaler | None = None
+    """Who else sizes the model as a whole."""
+    fetching: Fetching | None = None
+    """What replicas of the present spec wait for; None: nothing."""
 
     @property
     def wanted(self) -> int:
@@ -125,6 +169,11 @@ class Observed:
     def rolling(self) -> bool:
         """Replicas of an older revision are still there."""
         return any(pool.old for pool in self.pools)
+
+    @property
+    def blocked(self) -> str:
+        """Which pools' rollouts cannot go on, why, and what would let them."""
+        return "; ".join(f"pool {pool.name}: {pool.blocked}" for pool in self.pools if pool.blocked)
 
     @property
     def stuck(self) -> str:
@@ -153,26 +202,24 @@ class Verdict:
     message: str
 
 
-def status_of(observed: Observed, previous: Sequence[Object], now: str) -> Object:
+def status_of(observed: Observed, previous: Sequence[Object], now: str, sized: Sequence[Object] = ()) -> Object:
     """The whole `status`.
 
     Args:
         previous: The conditions that the resource has now; where a status stays the same, so does its time.
         now: RFC 3339.
+        sized: The `scaling` that the resource has now. It stays until the autoscaler has reported: one that has just begun reads
+            there what an earlier one learned. Of a spec that is refused it stays too, since replicas run on.
     """
     judged = verdicts(observed)
-    scaling = [
-        {
-            "pool": pool.name,
-            "current": pool.scaling.current,
-            "desired": pool.scaling.desired,
-            "constraint": pool.scaling.constraint,
-            "reason": pool.scaling.reason[:1024],
-            "decisions": list(pool.scaling.decisions),
-        }
+    before = {pool["pool"]: pool for pool in sized}
+    told = {
+        pool.name: before.get(pool.name) if pool.scaling is None else _sized(pool.name, pool.scaling)
         for pool in observed.pools
-        if pool.scaling is not None
-    ]
+        if pool.scaled
+    }
+    kept = [] if observed.refusal is None else [it for name, it in before.items() if name not in told]
+    revision = observed.revision
     return {
         "observedGeneration": observed.generation,
         "ready": f"{observed.ready}/{observed.wanted}",
@@ -180,8 +227,39 @@ def status_of(observed: Observed, previous: Sequence[Object], now: str) -> Objec
         "desired": observed.wanted,
         "selector": f"{labels.MODEL}={observed.name}",
         "url": observed.url,
-        "scaling": scaling,
+        **({} if revision is None else {"revision": revision.number, "templateVersion": revision.template_version}),
+        "pools": [
+            {"name": pool.name, "ready": f"{len(pool.ready)}/{pool.wanted}", "updated": pool.ready_current}
+            for pool in observed.pools[:MAX_POOLS]  # those that leave come last
+        ],
+        "scaling": [*(pool for pool in told.values() if pool is not None), *kept],
+        **({} if observed.canary is None else {"canary": observed.canary.to_status()}),
         "conditions": conditions(judged, observed.generation, previous, now),
+    }
+
+
+def _sized(pool: str, scaling: ScalingStatus) -> Object:
+    return {
+        "pool": pool,
+        "current": scaling.current,
+        "desired": scaling.desired,
+        "constraint": scaling.constraint,
+        "reason": scaling.reason[:1024],
+        **({"learned": _learned(scaling.learned)} if scaling.learned is not None else {}),
+        "decisions": list(scaling.decisions),
+    }
+
+
+def _learned(learned: Learned) -> Object:
+    """As the CRD has it: whole numbers."""
+    return {
+        "prefillTokensPerSecond": round(learned.prefill_tokens_per_s),
+        "stepBaseMicroseconds": round(learned.step_base_s * 1e6),
+        "stepRowNanoseconds": round(learned.step_row_s * 1e9),
+        "maxNumSeqs": round(learned.max_num_seqs),
+        "sequencesInKv": round(learned.rows_in_kv),
+        "coldStartSeconds": round(learned.cold_start_s),
+        "sloPercent": round(learned.slo_factor * 100),
     }
 
 
@@ -206,7 +284,8 @@ def conditions(judged: dict[str, Verdict], generation: int, previous: Sequence[O
 
 
 def verdicts(observed: Observed) -> dict[str, Verdict]:
-    """All conditions, in the order of `TYPES`."""
+    """All conditions, in the order of `TYPES`; then `CanaryPassed` of a canary that is judged."""
+    canary = {} if observed.canary is None else {"CanaryPassed": _canary_passed(observed.canary)}
     return {
         "Ready": _ready(observed),
         "Accepted": _accepted(observed),
@@ -217,6 +296,7 @@ def verdicts(observed: Observed) -> dict[str, Verdict]:
         "ScalingActive": _scaling_active(observed),
         "Progressing": _progressing(observed),
         "Degraded": _degraded(observed),
+        **canary,
     }
 
 
@@ -231,22 +311,33 @@ def _ready(observed: Observed) -> Verdict:
         return Verdict(False, observed.refusal.reason, observed.refusal.message + still)
     if observed.conflict:
         return Verdict(False, "NameConflict", observed.conflict)
+    if observed.fetching is not None:
+        return Verdict(False, observed.fetching.reason, observed.fetching.message + still)
     if observed.zero:
         return Verdict(True, "ScaledToZero", "no replica is wanted, and none serves")
     waiting = [pool for pool in observed.pools if pool.wanted > 0 and pool.ready_current == 0]
     if observed.rolling and observed.ready:
         reason, cause = _cause(observed)
+        if observed.blocked:
+            return Verdict(False, reason, cause + still)
         if cause:
             return Verdict(False, "NewRevisionFails", f"{cause} ({reason}); {_plural(observed.ready)} still serve")
         return Verdict(None, "Paused" if observed.paused else "RollingOut", f"an older revision is being replaced{still}")
     if waiting or not observed.pools:
         reason, cause = _cause(observed)
         return Verdict(False, reason or "Starting", cause or "no replica is ready yet")
+    routed = _routed(observed)
+    if routed.status is False:  # where nobody can say, clients may reach it all the same
+        return Verdict(False, routed.reason, routed.message)
     return Verdict(True, "Serving", f"{observed.ready} of {observed.wanted} replicas ready")
 
 
 def _cause(observed: Observed) -> tuple[str, str]:
     """Reason and message of what is wrong, empty where nothing is."""
+    if observed.fetching is not None and observed.fetching.failed:
+        return observed.fetching.reason, observed.fetching.message
+    if observed.blocked:
+        return "RolloutBlocked", observed.blocked
     if observed.troubles:
         return observed.troubles[0].reason, observed.troubles[0].message
     if observed.stuck:
@@ -261,6 +352,8 @@ def _accepted(observed: Observed) -> Verdict:
 
 
 def _model_available(observed: Observed) -> Verdict:
+    if observed.fetching is not None:
+        return Verdict(False if observed.fetching.failed else None, observed.fetching.reason, observed.fetching.message)
     if any(pool.ready_current for pool in observed.pools):
         return Verdict(True, "Loaded", "the engine has loaded the model")
     died = [it for it in observed.troubles if it.exited]
@@ -296,20 +389,26 @@ def _routed(observed: Observed) -> Verdict:
         return Verdict(False, "NameConflict", observed.conflict)
     if not observed.served_name:
         return Verdict(None, "NotRead", "the spec could not be read")
-    return Verdict(True, "NameClaimed", f"gateways send requests for {observed.served_name!r} here")
+    return Verdict(*observed.routing.verdict(observed.served_name))
 
 
 def _scaling_active(observed: Observed) -> Verdict:
+    others = [it for it in (observed.other, *(pool.other for pool in observed.pools)) if it is not None]
+    if any(it.remedy for it in others):
+        words = "; ".join(f"{it.says}, but {it.remedy}" for it in others if it.remedy)
+        return Verdict(False, "AutoscalerConflict", words)
     scaled = [pool for pool in observed.pools if pool.scaled]
+    if not scaled and others:
+        return Verdict(False, "OtherAutoscaler", "; ".join(it.says for it in others))
     if not scaled:
         return Verdict(False, "NotConfigured", "no pool has scaling")
     silent = [pool.name for pool in scaled if pool.scaling is None]
     if silent:
         return Verdict(None, "NoReport", f"the autoscaler has not reported yet on pool {', '.join(silent)}")
     reports = [(pool.name, pool.scaling) for pool in scaled if pool.scaling is not None]
-    idle = [(name, report) for name, report in reports if not report.active]
+    idle = [(name, report) for name, report in reports if report.idle]
     if idle:
-        return Verdict(False, idle[0][1].constraint, "; ".join(f"pool {name}: {report.reason}" for name, report in idle))
+        return Verdict(False, idle[0][1].idle, "; ".join(f"pool {name}: {report.reason}" for name, report in idle))
     return Verdict(
         True, "Scaling", "; ".join(f"pool {name}: {report.desired} wanted ({report.constraint})" for name, report in reports)
     )
@@ -318,6 +417,10 @@ def _scaling_active(observed: Observed) -> Verdict:
 def _progressing(observed: Observed) -> Verdict:
     if observed.refusal is not None:
         return Verdict(False, observed.refusal.reason, "nothing is changed until the spec is accepted")
+    if observed.fetching is not None:
+        return Verdict(not observed.fetching.failed, observed.fetching.reason, "replicas start when the model is there")
+    if observed.blocked:
+        return Verdict(False, "RolloutBlocked", observed.blocked)
     if observed.stuck:
         return Verdict(False, "ProgressDeadlineExceeded", observed.stuck)
     if observed.rolling:
@@ -327,6 +430,12 @@ def _progressing(observed: Observed) -> Verdict:
     if any(pool.workload is None or pool.ready_current < pool.wanted for pool in observed.pools):
         return Verdict(True, "Starting", "replicas are starting")
     return Verdict(False, "Complete", "all replicas run this generation")
+
+
+def _canary_passed(canary: Standing) -> Verdict:
+    if canary.verdict == "Judging":
+        return Verdict(None, "Judging", canary.reason)
+    return Verdict(canary.verdict == "Passed", f"Canary{canary.verdict}", canary.reason)
 
 
 def _degraded(observed: Observed) -> Verdict:

@@ -1,18 +1,29 @@
-"""What the operator knows: the resources as kopf reports them, their children as the caches hold them."""
+"""What the operator knows: the resources, and their children as the caches hold them."""
 
+import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from pydantic import ValidationError
 
 from penstock.api import labels
-from penstock.api.resources import InferenceModel
-from penstock.kube.cache import Cache, Change, trimmed
+from penstock.api.resources import InferenceModel, LoraAdapter
+from penstock.kube.cache import Change, trimmed
+from penstock.kube.caches import Caches
 
 Object = dict[str, Any]
+T = TypeVar("T")
+
+_POD_METADATA: Final = ("name", "namespace", "uid", "resourceVersion", "labels", "creationTimestamp", "deletionTimestamp")
+_POD_STATUS: Final = ("phase", "reason", "message", "podIP")
+_CONDITION: Final = ("type", "status", "reason", "message", "lastTransitionTime")
+_CONTAINER_STATUS: Final = ("name", "ready", "state", "lastState")
+
+_once: Final[Callable[[str], str]] = str if sys.version_info[:2] == (3, 12) else sys.intern
+"""The same string, once in memory; 3.12 would keep it for ever."""
 
 
 class Key(NamedTuple):
@@ -33,12 +44,15 @@ def key_of(resource: Object) -> Key:
 
 @dataclass(frozen=True)
 class Claim:
-    """A model's claim on the names that clients use; the oldest claim on a name wins, as in the gateway."""
+    """A claim of a model, or of an adapter on one, to names that clients use; the oldest claim to a name wins, as in the
+    gateway."""
 
     created: str
-    id: str
-    """`namespace/name`."""
+    who: str
+    """Kind, namespace and name."""
     names: tuple[str, ...]
+    model: Key
+    """Itself, or the model that the adapter is for: one without its model claims nothing."""
 
 
 class Resources:
@@ -47,6 +61,9 @@ class Resources:
     def __init__(self) -> None:
         self._objects: dict[Key, Object] = {}
         self._claims: dict[Key, Claim] = {}
+        # Who claims a name, and whose claims are for a model: a look at one model must not be a look at all.
+        self._by_name: defaultdict[str, set[Key]] = defaultdict(set)
+        self._by_model: defaultdict[Key, set[Key]] = defaultdict(set)
 
     def get(self, key: Key) -> Object | None:
         """The resource, or None once it is deleted."""
@@ -62,61 +79,123 @@ class Resources:
         known = self._objects.get(key)
         if known is not None and known["metadata"]["uid"] == resource["metadata"]["uid"] and _version(resource) < _version(known):
             return
-        self._objects[key] = trimmed(resource)
-        if key.kind == "InferenceModel":
-            claim = _claim(resource)
-            if claim is None:
-                self._claims.pop(key, None)
-            else:
-                self._claims[key] = claim
+        self._objects[key] = _shared(trimmed(resource))
+        self._claim(key, _claim(key, resource))
 
     def drop(self, key: Key) -> None:
         """Forgets a resource."""
         self._objects.pop(key, None)
-        self._claims.pop(key, None)
+        self._claim(key, None)
+
+    def _claim(self, key: Key, claim: Claim | None) -> None:
+        """Replaces what a resource claims."""
+        old = self._claims.pop(key, None)
+        if old is not None:
+            _forget(self._by_model, old.model, key)
+            for name in old.names:
+                _forget(self._by_name, name, key)
+        if claim is not None:
+            self._claims[key] = claim
+            self._by_model[claim.model].add(key)
+            for name in claim.names:
+                self._by_name[name].add(key)
+
+    def model_of(self, key: Key) -> Key | None:
+        """The model that a resource is, or is for; None where its spec cannot be read."""
+        claim = self._claims.get(key)
+        return None if claim is None else claim.model
+
+    def adapters_of(self, model: Key) -> list[Key]:
+        """The LoraAdapters that are for a model, whether or not there is one."""
+        return sorted(self._by_model.get(model, set()) - {model})
 
     def rivals(self, key: Key) -> list[Key]:
-        """Other models that claim one of this one's names."""
-        mine = self._claims.get(key)
-        if mine is None:
-            return []
-        return [other for other, claim in self._claims.items() if other != key and set(claim.names) & set(mine.names)]
+        """Other models and adapters that claim a name of this one, or one of an adapter that is for it."""
+        claimants = {key, *self._by_model.get(key, ())}.intersection(self._claims)
+        names = {name for claimant in claimants for name in self._claims[claimant].names}
+        return sorted({other for name in names for other in self._by_name[name]} - {key})
 
     def conflict(self, key: Key) -> str:
-        """A sentence that says which names an older model has; empty where there is none."""
+        """A sentence that says which names an older model or adapter has; empty where there is none."""
         mine = self._claims.get(key)
         lost: list[str] = []
         for other in self.rivals(key):
             claim = self._claims[other]
-            if mine is not None and (claim.created, claim.id) < (mine.created, mine.id):
-                lost += [f"{name!r} is served by {claim.id}, which is older" for name in mine.names if name in claim.names]
+            if mine is not None and claim.model in self._claims and (claim.created, claim.who) < (mine.created, mine.who):
+                lost += [f"{name!r} is served by {claim.who}, which is older" for name in mine.names if name in claim.names]
         return f"{'; '.join(sorted(lost))}: choose another name" if lost else ""
+
+
+def _forget(index: dict[T, set[Key]], value: T, key: Key) -> None:
+    """Takes a key out of an index, and an entry without keys too."""
+    index[value].discard(key)
+    if not index[value]:
+        del index[value]
 
 
 def _version(resource: Object) -> int:
     return int(resource["metadata"]["resourceVersion"])
 
 
-def _claim(resource: Object) -> Claim | None:
+def _claim(key: Key, resource: Object) -> Claim | None:
     """The claim, or None where the spec cannot be read (which is reported when it is reconciled)."""
     try:
-        model = InferenceModel.parse(resource)
+        if key.kind == "InferenceModel":
+            served, model = InferenceModel.parse(resource).spec.served, key
+        else:
+            spec = LoraAdapter.parse(resource).spec
+            served, model = spec.served, Key("InferenceModel", key.namespace, spec.model_ref.name)
     except (ValidationError, ValueError):
         return None
-    meta = resource["metadata"]
-    created = meta.get("creationTimestamp") or datetime.now(UTC).isoformat()
-    return Claim(created, f"{meta['namespace']}/{meta['name']}", tuple(model.served_names))
+    created = resource["metadata"].get("creationTimestamp") or datetime.now(UTC).isoformat()
+    return Claim(created, str(key), (served.name, *served.aliases), model)
+
+
+def trimmed_child(child: Object) -> Object:
+    """A child without `managedFields`."""
+    return _shared(trimmed(child))
 
 
 def trimmed_workload(workload: Object) -> Object:
-    """A Deployment without `managedFields` but for who owns its `replicas`."""
+    """A workload without `managedFields` but for who owns its `replicas`."""
     owners = [
         {"manager": entry.get("manager", "")}
         for entry in workload["metadata"].get("managedFields", [])
         if "f:replicas" in entry.get("fieldsV1", {}).get("f:spec", {})
     ]
-    kept = trimmed(workload)
+    kept = trimmed_child(workload)
     return {**kept, "metadata": {**kept["metadata"], "managedFields": owners}}
+
+
+def trimmed_pod(pod: Object) -> Object:
+    """Of a pod what is read here: who and what it is, its containers' arguments, and how it is doing. A node and its plugins say
+    much more about each pod, of which there are more than of all else together."""
+    meta, spec, status = pod["metadata"], pod.get("spec", {}), pod.get("status", {})
+    ours = {name: value for name, value in meta.get("annotations", {}).items() if name.startswith(f"{labels.GROUP}/")}
+    arguments = [_only(it, ("name", "args")) for it in spec.get("containers", []) if it.get("args")]
+    lists = {"conditions": _CONDITION, "initContainerStatuses": _CONTAINER_STATUS, "containerStatuses": _CONTAINER_STATUS}
+    told = {name: [_only(it, fields) for it in status[name]] for name, fields in lists.items() if status.get(name)}
+    return {
+        "metadata": {**_only(meta, _POD_METADATA), **({"annotations": ours} if ours else {})},
+        "spec": {"containers": arguments},
+        "status": {**_only(status, _POD_STATUS), **told},
+    }
+
+
+def _only(part: Object, fields: Sequence[str]) -> Object:
+    """Of these fields those that there are, and that say something."""
+    return {name: _shared(part[name]) for name in fields if part.get(name) is not None}
+
+
+def _shared(value: Any) -> Any:
+    """The same with each string once in memory: those of a pool's pods are nearly all alike, and so are those of models."""
+    if isinstance(value, str):
+        return _once(value)
+    if isinstance(value, list):
+        return [_shared(it) for it in cast(list[Any], value)]
+    if isinstance(value, dict):
+        return {_once(name): _shared(it) for name, it in cast(Object, value).items()}
+    return value
 
 
 class Children:
@@ -130,8 +209,8 @@ class Children:
         self._changed = changed
         self._by_model: dict[tuple[str, str], dict[tuple[str, str], Object]] = defaultdict(dict)
 
-    def follow(self, cache: Cache, kind: str) -> None:
-        """Keeps up with a cache of one kind. Call it before the cache runs."""
+    def follow(self, cache: Caches, kind: str) -> None:
+        """Keeps up with the caches of one kind. Call it before they run."""
         cache.subscribe(lambda change: self.observe(kind, change))
 
     def observe(self, kind: str, change: Change) -> None:
@@ -155,4 +234,5 @@ class Children:
 
 
 def _model(child: Object) -> str:
-    return str(child["metadata"].get("labels", {}).get(labels.MODEL, ""))
+    its = child["metadata"].get("labels", {})
+    return str(its.get(labels.MODEL) or its.get(labels.FETCH_OF, ""))

@@ -42,7 +42,7 @@ def manifest(replicas: int = 1, script: str = SERVER, mark: str = "a") -> dict[s
 
 
 async def until(deployment: LocalDeployment, holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not holds():
             deployment.step()
             await asyncio.sleep(0.05)
@@ -138,14 +138,15 @@ async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(tmp_pa
     script = "trap '' TERM; sleep 60 & echo $!; wait; wait"
     log = tmp_path / "log"
     process = await spawn(["sh", "-c", script], log)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not log.read_text().strip():
             await asyncio.sleep(0.02)
     child = int(log.read_text())
     await terminate(process, grace_s=0.3)
     assert process.returncode == -signal.SIGKILL
-    await asyncio.sleep(0.1)
-    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
+    async with asyncio.timeout(30):  # less than the minute after which it ends by itself
+        while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+            await asyncio.sleep(0.02)
 
 
 def test_what_has_no_meaning_here_is_refused_by_name(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ async def test_a_pod_that_drains_can_be_ended_at_once(tmp_path: Path) -> None:
     pod = deployment.pods[0]
     await until(deployment, lambda: pod.log.exists() and "up" in pod.log.read_text())
     closing = asyncio.create_task(deployment.close())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while "drains" not in pod.log.read_text():
             await asyncio.sleep(0.05)
         pod.kill()
@@ -199,7 +200,7 @@ async def test_a_service_that_ended_is_started_again_and_says_why_it_was_away(tm
     service = Service("gateway", ["sh", "-c", "echo came; sleep 60; echo went"], log)
     service.start()
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not log.read_text():
                 await asyncio.sleep(0.02)
             first = service.pid

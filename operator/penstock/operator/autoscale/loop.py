@@ -3,53 +3,92 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import httpx
 import msgspec
 
 from penstock.api.fleet import PoolsView
-from penstock.operator.autoscale.policy import Decision, Limits, Memory, Observation, Settings, decide
+from penstock.operator.autoscale.bounds import Decision
+from penstock.operator.autoscale.fallback import LoadClient, ask_replicas
+from penstock.operator.autoscale.learned import Learned, extract, restore
+from penstock.operator.autoscale.limits import ModelLimits, Settings
+from penstock.operator.autoscale.policy import Memory, Observation, PoolView, decide
 from penstock.operator.autoscale.signals import PoolSignals, choose_victims, pool_signals
 
 logger = logging.getLogger(__name__)
 
 POLL_TIMEOUT_S = 3.0
+AT_ONCE = 8
+"""Models: one whose replicas keep it waiting must not keep the others waiting."""
 
 
 @dataclass(frozen=True)
 class PoolScale:
     """A pool that the user lets us scale, as its workload stands."""
 
-    pool_id: str
-    limits: Limits
-    dry_run: bool
     replicas: int
     """What the workload is asked to have."""
     pending_ages_s: tuple[float, ...]
     """Ages of its replicas that are not ready."""
+    endpoints: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Base URLs of its ready replicas by UID, to be asked where no gateway knows how they are."""
+    dry_run: bool = False
+    learned: Learned | None = None
+    """What an earlier autoscaler left."""
+
+
+@dataclass(frozen=True)
+class ModelScale:
+    """A model with pools that the user lets us scale."""
+
+    id: str
+    """`namespace/name`."""
+    limits: ModelLimits
+    pools: Mapping[str, PoolScale]
+    """By name; of those in `limits`, the ones that exist."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A decision, to be told."""
+
+    pool_id: str
+    """`namespace/model/pool`."""
+    current: int
+    """Replicas before."""
+    decision: Decision
+    learned: Learned
+    acted: bool
+    dry_run: bool
 
 
 class Actuator(Protocol):
     """Where pools live: Kubernetes, or processes on this machine."""
 
-    async def pools(self) -> Sequence[PoolScale]:
-        """The pools to scale."""
+    async def targets(self) -> Sequence[ModelScale]:
+        """What there is to scale."""
         ...
 
     async def scale(self, pool_id: str, replicas: int, victims: Sequence[str]) -> None:
         """Sets the pool's size; where it shrinks, the replicas with the UIDs `victims` go, after they have been cordoned."""
         ...
 
-    async def record(self, pool_id: str, current: int, decision: Decision, *, acted: bool, dry_run: bool) -> None:
-        """Makes the decision visible: status, metrics, and an Event where something was done."""
+    async def record(self, record: Record) -> None:
+        """Makes a decision visible: status, metrics, and an Event where something was done."""
         ...
 
 
 Gateways = Callable[[], Awaitable[Sequence[str]]]
 """Gives the base URLs of all gateway processes."""
+Listener = Callable[[Sequence[PoolsView], int], None]
+"""Told at each look what the gateways said, and how many were asked."""
+
+
+def _nobody(views: Sequence[PoolsView], asked: int) -> None:
+    """Nobody listens."""
 
 
 class Autoscaler:
@@ -57,16 +96,28 @@ class Autoscaler:
 
     Args:
         gateways: Where `/pools` is answered, asked anew at each look.
+        replicas: Asks replicas of whom the gateways know nothing.
         actuator: Where the pools live.
         settings: How the policy behaves.
         tick_s: Seconds between looks while nothing urgent happens.
+        told: Somebody else who wants to know what the gateways say.
     """
 
-    def __init__(self, gateways: Gateways, actuator: Actuator, settings: Settings, tick_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        gateways: Gateways,
+        replicas: LoadClient,
+        actuator: Actuator,
+        settings: Settings,
+        tick_s: float = 5.0,
+        told: Listener = _nobody,
+    ) -> None:
         self._gateways = gateways
+        self._replicas = replicas
         self._actuator = actuator
         self._settings = settings
         self._tick_s = tick_s
+        self._told = told
         self._memories: dict[str, Memory] = {}
         self._versions: dict[str, int] = {}
 
@@ -87,6 +138,7 @@ class Autoscaler:
         """Every gateway's view; waits at the gateways for one tick unless one has something urgent."""
         urls = await self._gateways()
         if not urls:
+            self._told([], 0)
             return []
         tasks = [asyncio.create_task(self._view(client, url, self._tick_s)) for url in urls]
         done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -98,8 +150,9 @@ class Autoscaler:
             rest = await asyncio.gather(*(self._view(client, url, 0.0) for url in late))
         else:
             rest = []
-        views = [task.result() for task in done] + list(rest)
-        return [view for view in views if view is not None]
+        views = [view for view in (*(task.result() for task in done), *rest) if view is not None]
+        self._told(views, len(urls))
+        return views
 
     async def _view(self, client: httpx.AsyncClient, url: str, wait_s: float) -> PoolsView | None:
         parameters: dict[str, float] = {"timeout": wait_s}
@@ -116,21 +169,47 @@ class Autoscaler:
         return view
 
     async def _look(self, views: Sequence[PoolsView]) -> None:
-        pools = await self._actuator.pools()
-        known = {pool.pool_id for pool in pools}
-        self._memories = {pool_id: memory for pool_id, memory in self._memories.items() if pool_id in known}
-        for pool in pools:
-            signals = pool_signals(views, pool.pool_id)
-            seen = Observation(time.monotonic(), pool.replicas, pool.pending_ages_s, signals)
-            memory = self._memories.get(pool.pool_id, Memory())
-            decision, self._memories[pool.pool_id] = decide(seen, pool.limits, self._settings, memory)
-            await self._act(pool, signals, decision)
+        models = await self._actuator.targets()
+        known = {model.id for model in models}
+        self._memories = {model_id: memory for model_id, memory in self._memories.items() if model_id in known}
+        limit = asyncio.Semaphore(AT_ONCE)
 
-    async def _act(self, pool: PoolScale, signals: PoolSignals | None, decision: Decision) -> None:
+        async def one(model: ModelScale) -> None:
+            async with limit:
+                try:
+                    await self._look_at(model, views)
+                except Exception:  # one model's failure is that model's
+                    logger.exception("autoscaler: looking at %s failed; its sizes stay as they are", model.id)
+
+        await asyncio.gather(*(one(model) for model in models))
+
+    async def _look_at(self, model: ModelScale, views: Sequence[PoolsView]) -> None:
+        signals = {name: pool_signals(views, f"{model.id}/{name}") for name in model.pools}
+        for name, pool in model.pools.items():
+            signals[name] = await ask_replicas(self._replicas, pool.endpoints, signals[name], self._settings.stale_after_s)
+        decisions = self._decide(model, signals)
+        for name, decision in decisions.items():
+            await self._act(model, name, signals[name], decision)
+
+    def _decide(self, model: ModelScale, signals: Mapping[str, PoolSignals | None]) -> dict[str, Decision]:
+        seen = Observation(
+            time.monotonic(),
+            time.time(),
+            {name: PoolView(pool.replicas, pool.pending_ages_s, signals[name]) for name, pool in model.pools.items()},
+        )
+        memory = self._memories.get(model.id)
+        if memory is None:
+            memory = Memory(pools={name: restore(pool.learned) for name, pool in model.pools.items() if pool.learned is not None})
+        decisions, self._memories[model.id] = decide(seen, model.limits, self._settings, memory)
+        return decisions
+
+    async def _act(self, model: ModelScale, name: str, signals: PoolSignals | None, decision: Decision) -> None:
+        pool, pool_id = model.pools[name], f"{model.id}/{name}"
         acts = decision.replicas != pool.replicas and not pool.dry_run
         if acts:
             shrinks_by = max(pool.replicas - decision.replicas, 0)
             victims = choose_victims(signals, shrinks_by) if signals is not None else []
-            logger.info("autoscaler: %s %d → %d: %s", pool.pool_id, pool.replicas, decision.replicas, decision.reason)
-            await self._actuator.scale(pool.pool_id, decision.replicas, victims)
-        await self._actuator.record(pool.pool_id, pool.replicas, decision, acted=acts, dry_run=pool.dry_run)
+            logger.info("autoscaler: %s %d → %d: %s", pool_id, pool.replicas, decision.replicas, decision.reason)
+            await self._actuator.scale(pool_id, decision.replicas, victims)
+        learned = extract(self._memories[model.id].pools[name])
+        await self._actuator.record(Record(pool_id, pool.replicas, decision, learned, acted=acts, dry_run=pool.dry_run))

@@ -1,280 +1,379 @@
-"""The autoscaling policy: a pure function of signals, limits and its own memory.
+"""The autoscaling policy: a pure function of what is seen, what is asked and its own memory.
 
-Demand is total work, in replicas: what runs, waits for capacity and is held, over what a replica carries; or the KV memory in
-use over what should be in use, whichever is more. Requests that wait for a LoRA slot, a grammar or a transfer buy no replica.
-Averages over a stable window decide; a short panic window overrules them upwards when demand has outgrown what is ready (as in
-Knative's KPA); a pool shrinks to the highest recommendation of the down window (as in Kubernetes' HPA) and never on missing
-data.
+Demand is total work (`demand`), in replicas as they were learned (`capacity`). Pools of one role carry their demand together and
+are filled by price (`allocation`). Averages over a stable window decide; a short panic window overrules them upwards when demand
+has outgrown what is ready (as in Knative's KPA); a pool shrinks to the highest recommendation of the down window (as in
+Kubernetes' HPA), and never on missing data (`bounds`). What clients really get corrects the demand (`correction`).
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import get_args
 
-from penstock.operator.autoscale.signals import PoolSignals, ReplicaSignal
+from penstock.api.fleet import Role
+from penstock.operator.autoscale.allocation import Member, Offer, afford, allocate, balance, units
+from penstock.operator.autoscale.bounds import Case, Decision, bound
+from penstock.operator.autoscale.capacity import Capacity, learn
+from penstock.operator.autoscale.coldstart import ColdStart
+from penstock.operator.autoscale.correction import Correction, Seen
+from penstock.operator.autoscale.demand import Backlog, Demand, backlog, known, measure, unknown
+from penstock.operator.autoscale.limits import Limits, ModelLimits, Settings
+from penstock.operator.autoscale.schedule import floor
+from penstock.operator.autoscale.signals import PoolSignals
+from penstock.operator.autoscale.windows import Samples, kept, mean
 
-T = TypeVar("T")
-
-Constraint = Literal["Demand", "Tolerance", "Min", "Max", "UpRate", "DownWindow", "Panic", "Pending", "NoData"]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the InferenceModel asks for."""
-
-    min_replicas: int
-    max_replicas: int
-    warm: int = 0
-    """Ready replicas beyond demand, for bursts shorter than a cold start."""
-    scale_to_zero_after_s: float | None = None
-    """Idle time after which a pool with `min_replicas` 0 goes to zero."""
-    down_window_s: float = 300.0
+ROLES: tuple[Role, ...] = get_args(Role)
+UNBOUNDED = 10**6
+"""More replicas than any pool may have: the dearest pool of a role wants all that the others cannot carry."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How the policy behaves; the same for all pools."""
-
-    stable_window_s: float = 60.0
-    panic_window_s: float = 6.0
-    panic_threshold: float = 2.0
-    """Demand over ready capacity at which panic begins."""
-    target_utilization: float = 0.75
-    """Share of a replica's batch width that demand may fill."""
-    target_kv_usage: float = 0.80
-    tolerance: float = 0.10
-    """A difference below this share of the present size changes nothing."""
-    max_up_factor: float = 2.0
-    max_up_step: int = 4
-    """In `up_period_s` a pool grows to `max_up_factor` times its size or by `max_up_step`, whichever is more."""
-    up_period_s: float = 15.0
-    stale_after_s: float = 15.0
-    """A report older than this says nothing any more."""
-    cold_start_factor: float = 1.5
-    """A replica that is not ready counts as supply while younger than this many learned cold starts."""
-
-
-@dataclass(frozen=True)
-class Observation:
+class PoolView:
     """One look at a pool."""
 
-    now: float
-    """Seconds on any steady clock."""
     replicas: int
     """What the workload is asked to have."""
     pending_ages_s: tuple[float, ...]
     """Ages of the replicas that are not ready."""
     signals: PoolSignals | None
-    """None: no gateway answered."""
+    """None: nobody answered."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One look at a model."""
+
+    now: float
+    """Seconds on any steady clock."""
+    wall: float
+    """Unix time in seconds."""
+    pools: Mapping[str, PoolView]
+    """By name: those that the autoscaler sizes."""
+
+
+@dataclass(frozen=True)
+class PoolMemory:
+    """What is remembered of a pool."""
+
+    capacity: Capacity = field(default_factory=Capacity)
+    cold_start: ColdStart = field(default_factory=ColdStart)
+    correction: Correction = field(default_factory=Correction)
+    backlog: Backlog = field(default_factory=Backlog)
+    recommended: Samples[int] = ()
+    sizes: Samples[int] = ()
+    """Replicas asked for, for the growth limit."""
+    clear_at: float | None = None
+    """When the load of all ready replicas was last known, and what gateways hold."""
+
+
+@dataclass(frozen=True)
+class GroupMemory:
+    """What is remembered of the pools of one role together."""
+
+    demand: Samples[float] = ()
+    """In replicas of its strongest pool."""
+    panic_until: float = -math.inf
+    busy_at: float | None = None
+    """When there was last any work."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What the policy remembers between looks; begins empty, so that a restarted operator shrinks nothing for a whole window."""
+    """What the policy remembers of a model between looks. It begins empty, or with what `learned` kept of an earlier life; either
+    way nothing shrinks for a whole window."""
 
-    demand: tuple[tuple[float, float], ...] = ()
-    """(time, demand in replicas)."""
-    recommended: tuple[tuple[float, int], ...] = ()
-    sizes: tuple[tuple[float, int], ...] = ()
-    """(time, replicas asked for), for the growth limit."""
-    panic_until: float = -math.inf
-    busy_at: float | None = None
-    """When there was last any work."""
     started_at: float | None = None
-    width: float = 0.0
-    """Requests at once that a replica takes (`max_num_seqs`), remembered for when none is there to ask."""
-    cold_start_s: float = 30.0
-    """Learned time from creation to ready."""
-    pending_age_s: float = 0.0
-    """Age of the oldest pending replica at the last look."""
+    pools: Mapping[str, PoolMemory] = field(default_factory=dict[str, PoolMemory])
+    groups: Mapping[str, GroupMemory] = field(default_factory=dict[str, GroupMemory])
 
 
 @dataclass(frozen=True)
-class Decision:
-    """What to do, and why."""
+class _Group:
+    """The pools of one role at one look."""
 
-    replicas: int
-    constraint: Constraint
-    """What the number was bound by."""
-    reason: str
-    """One sentence for people."""
-    inputs: dict[str, float] = field(default_factory=dict[str, float])
-    """The figures that the sentence rests on."""
-
-
-@dataclass(frozen=True)
-class _Load:
-    """Demand of one look."""
-
-    replicas_needed: float
-    requests: float
-    kv: float
-    other_waiting: int
-    unknown: int
-    """Ready replicas whose load is not known."""
-
-
-@dataclass(frozen=True)
-class _Case:
-    """Everything that the rules below look at."""
-
-    seen: Observation
-    held: int
-    limits: Limits
-    settings: Settings
-    memory: Memory
-    load: _Load
-    demand: float
+    role: Role
+    names: tuple[str, ...]
+    unit: Mapping[str, float]
+    demands: Mapping[str, Demand]
+    ready: float
+    """What is ready carries so much, in units."""
+    asked: float
+    """What the workloads are asked to have; what does not start is left out."""
+    stable: float
+    panic: float
     panicking: bool
-    wanted: int
-    inputs: dict[str, float]
+    idle_s: float
+    held: int
 
     @property
-    def bounded(self) -> int:
-        """What is wanted, within the user's limits."""
-        return min(max(self.wanted, self.limits.min_replicas), self.limits.max_replicas)
-
-    @property
-    def ask(self) -> str:
-        """The demand as a sentence begins with it."""
-        return f"demand is {self.demand:.2f} replicas ({self.load.requests:.0f} requests, KV usage {self.load.kv:.2f} in all)"
-
-    def settle(self, replicas: int, constraint: Constraint, why: str) -> Decision:
-        """A decision that quotes the demand and the inputs."""
-        return Decision(replicas, constraint, f"{self.ask}{why}", self.inputs)
+    def demand(self) -> float:
+        """In units."""
+        return max(self.stable, self.panic) if self.panicking else self.stable
 
 
-def decide(seen: Observation, limits: Limits, settings: Settings, memory: Memory) -> tuple[Decision, Memory]:
-    """The size that the pool should have now, and the memory for the next look."""
-    memory = _learn(seen, memory)
-    if seen.signals is None:
-        kept = min(max(seen.replicas, limits.min_replicas), limits.max_replicas)
-        return Decision(kept, "NoData", "no gateway answered; nothing shrinks"), memory
-    signals = seen.signals
-    load = _load(signals, settings, memory)
-    ready = sum(r.ready and not r.cordoned for r in signals.replicas)
-    memory = _remember(seen, signals, load, settings, memory)
-    stable = _mean(memory.demand, seen.now - settings.stable_window_s)
-    panic = _mean(memory.demand, seen.now - settings.panic_window_s)
-    if panic >= settings.panic_threshold * max(ready, 1):
-        memory = replace(memory, panic_until=seen.now + settings.stable_window_s)
-    panicking = seen.now < memory.panic_until
-    demand = max(stable, panic) if panicking else stable
-    wanted = _wanted(demand, seen.now, signals.held, limits, memory)
-    memory = replace(memory, recommended=_window((*memory.recommended, (seen.now, wanted)), seen.now - limits.down_window_s))
-    inputs = {
-        "demand": round(demand, 3),
-        "requests": load.requests,
-        "kv_usage": round(load.kv, 3),
-        "held": signals.held,
-        "ready": ready,
-        "pending": len(seen.pending_ages_s),
-        "waiting_for_other_reasons": load.other_waiting,
+def decide(seen: Observation, limits: ModelLimits, settings: Settings, memory: Memory) -> tuple[dict[str, Decision], Memory]:
+    """The size that each pool should have now, and the memory for the next look."""
+    memory = replace(memory, started_at=seen.now if memory.started_at is None else memory.started_at)
+    pools = {
+        name: _observe(view, limits.pools[name], settings, memory.pools.get(name, PoolMemory()), seen.now)
+        for name, view in seen.pools.items()
     }
-    case = _Case(seen, signals.held, limits, settings, memory, load, demand, panicking, wanted, inputs)
-    decision = _grow(case) if case.bounded > seen.replicas else _shrink(case) if case.bounded < seen.replicas else _stay(case)
-    return decision, memory
+    groups, decisions, group_memories = list[_Group](), dict[str, Decision](), dict[str, GroupMemory]()
+    for role in ROLES:
+        names = tuple(sorted(name for name in seen.pools if limits.pools[name].role == role))
+        if not names:
+            continue
+        group, group_memories[role] = _look(role, names, seen, limits, settings, pools, memory)
+        wanted = _wanted(group, seen, limits, settings, pools)
+        for name in names:
+            pools[name] = _recommend(pools[name], wanted[name], seen, limits.pools[name], settings, name)
+            case = _case(name, wanted[name], group, seen, limits, settings, pools[name], memory)
+            decisions[name] = bound(case)
+        groups.append(group)
+    decisions = _together(decisions, groups, seen, limits)
+    pools = {name: _correct(name, pools[name], decisions[name], groups, seen, limits, settings) for name in pools}
+    return decisions, replace(memory, pools=pools, groups=group_memories)
 
 
-def _learn(seen: Observation, memory: Memory) -> Memory:
-    """Cold start is the age at which the oldest pending replica was last seen before it became ready."""
-    oldest = max(seen.pending_ages_s, default=0.0)
-    if memory.pending_age_s > oldest:
-        memory = replace(memory, cold_start_s=0.5 * (memory.cold_start_s + memory.pending_age_s))
-    started = seen.now if memory.started_at is None else memory.started_at
-    return replace(memory, pending_age_s=oldest, started_at=started)
-
-
-def _fresh(replica: ReplicaSignal, settings: Settings) -> bool:
-    return replica.report is not None and replica.report_age_s is not None and replica.report_age_s <= settings.stale_after_s
-
-
-def _load(signals: PoolSignals, settings: Settings, memory: Memory) -> _Load:
-    known = [r.report for r in signals.replicas if _fresh(r, settings) and r.report is not None]
-    requests = float(signals.held) + sum(r.num_requests_running + r.num_requests_waiting.get("capacity", 0) for r in known)
-    kv = sum(r.kv_cache_usage_perc for r in known)
-    width = max((float(r.max_num_seqs) for r in known), default=memory.width)
-    needed = requests / (settings.target_utilization * width) if width else float(bool(requests))
-    return _Load(
-        replicas_needed=max(needed, kv / settings.target_kv_usage),
-        requests=requests,
-        kv=kv,
-        other_waiting=sum(r.waiting - r.num_requests_waiting.get("capacity", 0) for r in known),
-        unknown=sum(r.ready and not r.cordoned and not _fresh(r, settings) for r in signals.replicas),
+def _observe(view: PoolView, limits: Limits, settings: Settings, memory: PoolMemory, now: float) -> PoolMemory:
+    """What a look teaches about a pool's replicas."""
+    reports = known(view.signals, settings) if view.signals is not None else {}
+    clear = memory.clear_at is None or (
+        view.signals is not None and view.signals.complete and not unknown(view.signals, settings)
     )
-
-
-def _remember(seen: Observation, signals: PoolSignals, load: _Load, settings: Settings, memory: Memory) -> Memory:
-    now = seen.now
-    widths = [float(r.report.max_num_seqs) for r in signals.replicas if r.report is not None]
     return replace(
         memory,
-        demand=_window((*memory.demand, (now, load.replicas_needed)), now - settings.stable_window_s),
-        busy_at=now if load.requests or memory.busy_at is None else memory.busy_at,
-        sizes=_window((*memory.sizes, (now, seen.replicas)), now - settings.up_period_s),
-        width=max(widths, default=memory.width),
+        clear_at=now if clear else memory.clear_at,
+        capacity=learn(memory.capacity, reports.values()),
+        cold_start=memory.cold_start.observe(view.pending_ages_s, view.replicas),
     )
 
 
-def _wanted(demand: float, now: float, held: int, limits: Limits, memory: Memory) -> int:
-    """The size that demand asks for; at least one replica unless the pool has been idle for long enough to go to zero."""
-    wanted = math.ceil(demand - 1e-9) + limits.warm
-    idle_for = now - (memory.busy_at if memory.busy_at is not None else now)
-    may_sleep = limits.scale_to_zero_after_s is not None and idle_for >= limits.scale_to_zero_after_s and not held
-    return wanted if may_sleep else max(wanted, 1)
+def _look(
+    role: Role,
+    names: tuple[str, ...],
+    seen: Observation,
+    limits: ModelLimits,
+    settings: Settings,
+    pools: dict[str, PoolMemory],
+    memory: Memory,
+) -> tuple[_Group, GroupMemory]:
+    """Measures the demand of a role's pools; `pools` learns how their backlogs stand."""
+    unit = units({name: _speed(pools[name].capacity, limits.pools[name]) for name in names})
+    demands: dict[str, Demand] = {}
+    ready = held = 0.0
+    for name in names:
+        view, its = seen.pools[name], pools[name]
+        if view.signals is None:
+            continue
+        stands = backlog(known(view.signals, settings), seen.now)
+        demands[name] = measure(
+            view.signals,
+            its.capacity,
+            limits.pools[name],
+            settings,
+            growth_tokens_per_s=its.backlog.growth(stands),
+            cold_start_s=its.cold_start.seconds,
+            parked=_parked(role, seen, settings),
+        )
+        pools[name] = replace(its, backlog=stands)
+        ready += unit[name] * sum(r.ready and not r.cordoned for r in view.signals.replicas)
+        held += view.signals.held
+    its_memory = memory.groups.get(role, GroupMemory())
+    total = sum(demand.replicas * unit[name] * pools[name].correction.factor for name, demand in demands.items())
+    samples = kept((*its_memory.demand, (seen.now, total)), seen.now - settings.stable_window_s) if demands else its_memory.demand
+    busy = held or any(demand.requests for demand in demands.values()) or its_memory.busy_at is None or not demands
+    busy_at = seen.now if busy else its_memory.busy_at
+    stable, panic = (mean(samples, seen.now - span) for span in (settings.stable_window_s, settings.panic_window_s))
+    panic_until = its_memory.panic_until
+    if demands and panic >= settings.panic_threshold * max(ready, min(unit.values())):
+        panic_until = seen.now + settings.stable_window_s
+    group = _Group(
+        role=role,
+        names=names,
+        unit=unit,
+        demands=demands,
+        ready=ready,
+        asked=sum(unit[name] * (seen.pools[name].replicas - _stuck(name, seen, pools, settings)) for name in names),
+        stable=stable,
+        panic=panic,
+        panicking=seen.now < panic_until,
+        idle_s=seen.now - (busy_at if busy_at is not None else seen.now),
+        held=int(held),
+    )
+    return group, GroupMemory(samples, panic_until, busy_at)
 
 
-def _stay(case: _Case) -> Decision:
-    size = case.seen.replicas
-    if case.wanted > case.limits.max_replicas:
-        return case.settle(size, "Max", f", more than max {case.limits.max_replicas}")
-    if case.wanted < case.limits.min_replicas:
-        return case.settle(size, "Min", f"; min is {case.limits.min_replicas}")
-    return case.settle(size, "Demand", "")
+def _stuck(name: str, seen: Observation, pools: Mapping[str, PoolMemory], settings: Settings) -> int:
+    return pools[name].cold_start.stuck(seen.pools[name].pending_ages_s, settings.cold_start_factor)
 
 
-def _grow(case: _Case) -> Decision:
-    size, limits, settings = case.seen.replicas, case.limits, case.settings
-    urgent = case.held or case.panicking or size < limits.min_replicas or size == 0
-    if not urgent and case.demand - size <= settings.tolerance * size:
-        return case.settle(size, "Tolerance", f", within {settings.tolerance:.0%} of {size}")
-    base = min(count for _, count in case.memory.sizes)
-    ceiling = max(math.floor(base * settings.max_up_factor), base + settings.max_up_step, limits.min_replicas)
-    if case.bounded > ceiling:
-        pace = f"; growth is limited to {ceiling} in {settings.up_period_s:.0f} s"
-        return case.settle(max(ceiling, size), "UpRate", pace)
-    if case.wanted > limits.max_replicas:
-        return case.settle(case.bounded, "Max", f"; max is {limits.max_replicas}")
-    if case.wanted < limits.min_replicas:
-        return case.settle(case.bounded, "Min", f"; min is {limits.min_replicas}")
-    return case.settle(case.bounded, "Panic" if case.panicking else "Demand", f", {size} are asked for")
+def _speed(capacity: Capacity, limits: Limits) -> float:
+    """By which pools of one role are compared: what their role computes."""
+    itl_s = limits.goals.itl_s if limits.goals else None
+    return capacity.prefill_tokens_per_s if limits.role != "Decode" else capacity.output_tokens_per_s(itl_s)
 
 
-def _shrink(case: _Case) -> Decision:
-    size, limits, now = case.seen.replicas, case.limits, case.seen.now
-    if size > limits.max_replicas:
-        return case.settle(limits.max_replicas, "Max", f"; max is {limits.max_replicas}")
-    if case.load.unknown:
-        return case.settle(size, "NoData", f", but the load of {case.load.unknown} ready replicas is unknown; nothing shrinks")
-    if case.panicking:
-        return case.settle(size, "Panic", f"; nothing shrinks for {case.memory.panic_until - now:.0f} s after a burst")
-    patience = case.settings.cold_start_factor * case.memory.cold_start_s
-    if any(age < patience for age in case.seen.pending_ages_s):
-        return case.settle(size, "Pending", f"; {len(case.seen.pending_ages_s)} replicas are starting")
-    watched = now - (case.memory.started_at if case.memory.started_at is not None else now)
-    highest = max(count for _, count in case.memory.recommended)
-    floor = size if watched < limits.down_window_s else min(max(highest, case.bounded), size)
-    if floor > case.bounded:
-        return case.settle(floor, "DownWindow", f"; the most of the last {limits.down_window_s:.0f} s counts")
-    if case.wanted < limits.min_replicas:
-        return case.settle(case.bounded, "Min", f"; min is {limits.min_replicas}")
-    return case.settle(case.bounded, "Demand", f", {size} are asked for")
+def _parked(role: Role, seen: Observation, settings: Settings) -> int:
+    """Requests at decode replicas that wait for KV from prefill ones: theirs to answer for."""
+    if role != "Prefill":
+        return 0
+    signals = [view.signals for view in seen.pools.values() if view.signals is not None]
+    return sum(r.num_requests_waiting.get("remote_kv", 0) for its in signals for r in known(its, settings).values())
 
 
-def _mean(samples: tuple[tuple[float, float], ...], since: float) -> float:
-    inside = [value for time, value in samples if time >= since]
-    return sum(inside) / len(inside) if inside else 0.0
+def _wanted(
+    group: _Group, seen: Observation, limits: ModelLimits, settings: Settings, pools: Mapping[str, PoolMemory]
+) -> dict[str, int]:
+    """What demand asks for, before the user's bounds: the shares of the pools, and what each keeps warm or was told to expect.
+
+    Where replicas of a pool do not start, the others carry their share until they do.
+    """
+    demand, wakes = group.demand, list[str]()
+    for name in group.names:
+        its = limits.pools[name]
+        asleep = its.scale_to_zero_after_s is not None and group.idle_s >= its.scale_to_zero_after_s and not group.held
+        if not asleep:
+            wakes.append(name)
+    # Where all sleep, what is left of rates and means fades for minutes, and is no work.
+    demand = max(demand, min(group.unit[name] for name in group.names) * 0.01) if wakes else 0.0
+    offers = [_offer(name, group, limits.pools[name]) for name in group.names]
+    if len(offers) == 1:
+        offers = [replace(offers[0], least=0)]  # which bound counts is told later
+    last = max(offers, key=lambda offer: (offer.price, offer.name))
+    last = replace(last, most=UNBOUNDED)
+    offers = [last if offer.name == last.name else offer for offer in offers]
+    short: list[Offer] = []
+    for offer in offers:
+        stuck = _stuck(offer.name, seen, pools, settings)
+        short.append(
+            replace(offer, most=max(seen.pools[offer.name].replicas - stuck, offer.least))
+            if stuck and offer is not last
+            else offer
+        )
+    ideal, now = allocate(demand, offers), allocate(demand, short)
+    return {name: max(ideal[name], now[name]) + limits.pools[name].warm for name in group.names}
 
 
-def _window(samples: tuple[tuple[float, T], ...], since: float) -> tuple[tuple[float, T], ...]:
-    return tuple(sample for sample in samples if sample[0] >= since)
+def _offer(name: str, group: _Group, limits: Limits) -> Offer:
+    return Offer(name, group.unit[name], limits.cost, limits.min_replicas, limits.max_replicas)
+
+
+def _recommend(memory: PoolMemory, wanted: int, seen: Observation, limits: Limits, settings: Settings, name: str) -> PoolMemory:
+    return replace(
+        memory,
+        recommended=kept((*memory.recommended, (seen.now, wanted)), seen.now - limits.down_window_s),
+        sizes=kept((*memory.sizes, (seen.now, seen.pools[name].replicas)), seen.now - settings.up_period_s),
+    )
+
+
+def _case(
+    name: str,
+    wanted: int,
+    group: _Group,
+    seen: Observation,
+    limits: ModelLimits,
+    settings: Settings,
+    memory: PoolMemory,
+    everything: Memory,
+) -> Case:
+    """All that the pool's bounds depend on."""
+    view, its, cold = seen.pools[name], limits.pools[name], memory.cold_start
+    warm = sum(limits.pools[other].warm * group.unit[other] for other in group.names)
+    stuck = _stuck(name, seen, {name: memory}, settings)
+    return Case(
+        size=view.replicas,
+        wanted=wanted,
+        scheduled=min(floor(its.schedule, seen.wall, cold.seconds), its.max_replicas),
+        limits=its,
+        settings=settings,
+        demand=group.demands.get(name),
+        group_demand=group.demand,
+        short=group.demand + warm - group.asked > settings.tolerance * group.asked,
+        factor=memory.correction.factor,
+        held=group.held,
+        panic_s=settings.stable_window_s if group.panicking else 0.0,
+        no_gateway=view.signals is None or not view.signals.complete,
+        blind=seen.now - (seen.now if memory.clear_at is None else memory.clear_at) > settings.stale_after_s,
+        young=len(view.pending_ages_s) - stuck,
+        stuck=stuck,
+        cold_start_s=cold.seconds,
+        highest=max((count for _, count in memory.recommended), default=wanted),
+        watched_s=seen.now - (seen.now if everything.started_at is None else everything.started_at),
+        base=min((count for _, count in memory.sizes), default=view.replicas),
+    )
+
+
+def _together(
+    decisions: dict[str, Decision], groups: list[_Group], seen: Observation, limits: ModelLimits
+) -> dict[str, Decision]:
+    """The bounds that the pools share: the quotient of prefill to decode, then the budget."""
+    members = {
+        name: Member(
+            name,
+            group.role,
+            _offer(name, group, limits.pools[name]),
+            decisions[name].replicas,
+            seen.pools[name].replicas,
+        )
+        for group in groups
+        for name in group.names
+    }
+    if limits.prefill_per_decode is not None:
+        sides = [[member for member in members.values() if member.group == role] for role in ("Prefill", "Decode")]
+        low, high = limits.prefill_per_decode
+        for name, count in balance(sides[0], sides[1], limits.prefill_per_decode).items():
+            if count != decisions[name].replicas:
+                why = f"; prefill to decode is to be {low:.2f} to {high:.2f}"
+                decisions[name] = replace(
+                    decisions[name], replicas=count, constraint="Ratio", reason=decisions[name].reason + why
+                )
+                members[name] = replace(members[name], wanted=count)
+    if limits.budget is not None:
+        for name, count in afford(list(members.values()), limits.budget).items():
+            if count != decisions[name].replicas:
+                why = f"; the budget of {limits.budget:g} allows {count}"
+                decisions[name] = replace(
+                    decisions[name], replicas=count, constraint="Budget", reason=decisions[name].reason + why
+                )
+    return decisions
+
+
+def _correct(
+    name: str,
+    memory: PoolMemory,
+    decision: Decision,
+    groups: list[_Group],
+    seen: Observation,
+    limits: ModelLimits,
+    settings: Settings,
+) -> PoolMemory:
+    """Compares what clients get with what they are promised."""
+    goals, view = limits.pools[name].goals, seen.pools[name]
+    (group,) = (group for group in groups if name in group.names)
+    if goals is None or view.signals is None or name not in group.demands:
+        return memory
+    grown = any(count < view.replicas for _, count in memory.sizes)
+    looked = Seen(seen.now, view.signals.ttft_counts, _itl_late(view.signals, settings, goals.itl_s))
+    corrected = memory.correction.observe(
+        looked,
+        goals,
+        settled=not view.pending_ages_s and not grown and decision.replicas <= view.replicas,
+        filled=decision.replicas > limits.pools[name].min_replicas,
+        pause_s=max(settings.stable_window_s, memory.cold_start.seconds),
+    )
+    return replace(memory, correction=corrected)
+
+
+def _itl_late(signals: PoolSignals, settings: Settings, itl_s: float | None) -> float:
+    """Share of the running requests at replicas whose tokens come later than promised; prefills between them included."""
+    if itl_s is None:
+        return 0.0
+    late = total = 0
+    for report in known(signals, settings).values():
+        busy = report.prompt_tokens_per_s / report.prefill_tokens_per_s if report.prefill_tokens_per_s else 0.0
+        step = report.decode_step_s / max(1 - busy, 0.05)
+        total += report.num_requests_running
+        late += report.num_requests_running if step > itl_s else 0
+    return late / total if total else 0.0

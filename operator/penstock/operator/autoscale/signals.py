@@ -18,6 +18,8 @@ class ReplicaSignal:
     """Requests that the gateways sent there and that have not ended."""
     report: LoadReport | None
     report_age_s: float | None
+    resident_blocks: int = 0
+    """Blocks that it is known to cache."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,10 @@ class PoolSignals:
     held: int
     """Requests that wait at the gateways for a replica."""
     replicas: tuple[ReplicaSignal, ...]
+    ttft_counts: tuple[int, ...] = ()
+    """First tokens by the time that they took, since the best informed gateway began; see `LATENCY_EDGES_S`."""
+    complete: bool = True
+    """False: no gateway answered, and replicas were asked themselves; what is held and in flight is unknown."""
 
 
 def pool_signals(views: Iterable[PoolsView], pool_id: str) -> PoolSignals | None:
@@ -45,6 +51,8 @@ def pool_signals(views: Iterable[PoolsView], pool_id: str) -> PoolSignals | None
     return PoolSignals(
         held=sum(pool.held for pool in pools),
         replicas=tuple(_merge(seen[key]) for key in sorted(seen)),
+        # All gateways hear of all first tokens: the one that has listened for longest counts.
+        ttft_counts=tuple(max((pool.ttft_counts for pool in pools), key=sum)),
     )
 
 
@@ -58,15 +66,16 @@ def _merge(sightings: Sequence[ReplicaLoad]) -> ReplicaSignal:
         in_flight=sum(s.in_flight for s in sightings),
         report=report,
         report_age_s=age,
+        resident_blocks=max(s.resident_blocks for s in sightings),
     )
 
 
 def choose_victims(signals: PoolSignals, count: int) -> list[str]:
-    """The replicas to give up when a pool shrinks by `count`: those not ready first, then least in flight, then least KV in
-    use."""
+    """The replicas to give up when a pool shrinks by `count`: those not ready first, then those that are victims already, then
+    the least in flight, the least KV in use, the least cached; of equals the first by UID."""
 
-    def loss(replica: ReplicaSignal) -> tuple[bool, int, float, str]:
+    def loss(replica: ReplicaSignal) -> tuple[bool, bool, int, float, int, str]:
         used = replica.report.kv_cache_usage_perc if replica.report else 0.0
-        return (replica.ready, replica.in_flight, used, replica.uid)
+        return (replica.ready, not replica.cordoned, replica.in_flight, used, replica.resident_blocks, replica.uid)
 
     return [replica.uid for replica in sorted(signals.replicas, key=loss)[:count]]

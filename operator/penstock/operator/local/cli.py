@@ -14,6 +14,7 @@ import httpx
 from rich.console import Console
 from rich.live import Live
 
+from penstock.flag_values import port
 from penstock.operator.local.demo import ask
 from penstock.operator.local.models import LocalModel, ModelFileError, load_models
 from penstock.operator.local.network import NetworkError
@@ -47,14 +48,8 @@ def demo(argv: list[str]) -> int:
 def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"penstock {name}", description=description)
     parser.add_argument("-f", "--filename", type=Path, required=True, help="YAML file with InferenceModels")
-    parser.add_argument("--port", type=_port, default=8080, help="where the gateway listens on 127.0.0.1 (default: %(default)s)")
+    parser.add_argument("--port", type=port, default=8080, help="where the gateway listens on 127.0.0.1 (default: %(default)s)")
     return parser
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 1 to 65535")
-    return int(text)
 
 
 def _run(filename: Path, port: int, job: Job) -> int:

@@ -1,8 +1,8 @@
-"""The InferenceModels of a YAML file, as the local runtime runs them."""
+"""The InferenceModels of a YAML file, with their LoraAdapters, as the local runtime runs them."""
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,13 @@ from pydantic import ValidationError
 
 from penstock.api import fleet
 from penstock.api.resources import InferenceModel, LoraAdapter, seconds, unsupported
-from penstock.operator.autoscale.policy import Limits
-from penstock.operator.autoscale.spec import limits
-from penstock.operator.desired import Rendering, TemplateError, deployment
+from penstock.operator.autoscale.limits import ModelLimits
+from penstock.operator.autoscale.schedule import ScheduleError
+from penstock.operator.autoscale.spec import model_limits
+from penstock.operator.canary.course import Course, course_of
+from penstock.operator.desired import Rendering, TemplateError, deployment, pod_template
+from penstock.operator.desired.source import Fetched
+from penstock.operator.local.adapters import AdapterError, PlacedAdapter, adapters_of, described, with_adapters
 from penstock.operator.overlay import OverlayError
 
 
@@ -27,13 +31,16 @@ class LocalModel:
     """One model: what the gateway must know of it, and the Deployments that make its replicas."""
 
     model: fleet.Model
+    adapters: list[fleet.Adapter]
     pools: list[fleet.Pool]
     deployments: dict[str, dict[str, Any]]
     """By pool ID."""
-    limits: dict[str, Limits]
-    """Of the pools that the autoscaler sizes, by pool ID."""
+    limits: ModelLimits
+    """Of the pools that the autoscaler sizes."""
     dry_runs: frozenset[str]
-    """Those of them that it only explains."""
+    """The names of those of them that it only explains."""
+    course: Course | None = None
+    """If it is a canary that is judged."""
 
 
 def load_models(path: Path) -> list[LocalModel]:
@@ -47,14 +54,21 @@ def load_models(path: Path) -> list[LocalModel]:
     except (OSError, yaml.YAMLError) as error:
         raise ModelFileError(f"{path}: {error}") from None
     try:
-        models = [_local(model) for model in _parse(path, documents)]
-    except (TemplateError, OverlayError) as error:
+        resources = list(_parse(path, documents))
+        models = [it for it in resources if isinstance(it, InferenceModel)]
+        adapters = [it for it in resources if isinstance(it, PlacedAdapter)]
+        found = [local_model(model, adapters_of(model, models, adapters)) for model in models]
+    except (TemplateError, OverlayError, ScheduleError) as error:
         raise ModelFileError(f"{path}: {error}") from None
+    except AdapterError as error:
+        raise ModelFileError(str(error)) from None
     if not models:
         raise ModelFileError(f"{path} holds no InferenceModel")
-    _check_distinct(path, "InferenceModel", [local.model.id for local in models])
-    _check_distinct(path, "served name", [name for local in models for name in local.model.served_names])
-    return models
+    _check_distinct(path, "InferenceModel", [local.model.id for local in found])
+    _check_distinct(path, "LoraAdapter", [adapter.id for local in found for adapter in local.adapters])
+    served = [served for local in found for served in (local.model, *local.adapters)]
+    _check_distinct(path, "served name", [name for one in served for name in one.served_names])
+    return found
 
 
 def _check_distinct(path: Path, what: str, names: list[str]) -> None:
@@ -63,31 +77,40 @@ def _check_distinct(path: Path, what: str, names: list[str]) -> None:
         raise ModelFileError(f"{path} has more than one {what} {', '.join(twice)}")
 
 
-def _parse(path: Path, documents: list[Any]) -> Iterator[InferenceModel]:
+def _parse(path: Path, documents: list[Any]) -> Iterator[InferenceModel | PlacedAdapter]:
     for number, document in enumerate(documents, 1):
         place = f"{path}, document {number}"
         if not isinstance(document, dict):
             raise ModelFileError(f"{place} is no Kubernetes resource")
-        if document.get("kind") == LoraAdapter.__name__:
-            raise ModelFileError(f"{place}: LoraAdapter: adapters do nothing yet")
+        kind = LoraAdapter if document.get("kind") == LoraAdapter.__name__ else InferenceModel
         try:
-            model = InferenceModel.parse(document)
+            model = kind.parse(document)
         except ValidationError as error:
             faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
             raise ModelFileError(f"{place}: {faults}") from None
         except ValueError as error:
             raise ModelFileError(f"{place}: {error}") from None
+        if isinstance(model, LoraAdapter):
+            yield PlacedAdapter(place, model)
+            continue
         if fields := unsupported(model.spec):
             raise ModelFileError(f"{place}: these fields do nothing yet, remove them: {', '.join(fields)}")
+        if model.spec.source.cache is not None or model.spec.source.uri.startswith("pvc://"):
+            raise ModelFileError(f"{place}: spec.source: there are no claims here; remove source.cache, or name a folder")
         if model.spec.source.secret_ref is not None:
             raise ModelFileError(
                 f"{place}: spec.source.secretRef: there are no Secrets here; set HF_TOKEN in the environment instead"
             )
+        for pool in model.spec.pools:
+            if pool.accelerator is not None:
+                raise ModelFileError(f"{place}: spec.pools[{pool.name}].accelerator: nobody hands out devices here; remove it")
         yield model
 
 
-def _local(model: InferenceModel) -> LocalModel:
-    spec = model.spec
+def local_model(model: InferenceModel, adapters: Sequence[LoraAdapter] = ()) -> LocalModel:
+    """What the local runtime makes of one model and its adapters."""
+    spec, revision = model.spec, model.spec.source.revision
+    rendering = Rendering(image="", fetched=None if revision is None else Fetched("", revision))  # the engine finds the commit
     ids = {pool.name: fleet.pool_id(model.metadata.namespace, model.metadata.name, pool.name) for pool in spec.pools}
     model_id = f"{model.metadata.namespace}/{model.metadata.name}"
     return LocalModel(
@@ -96,10 +119,18 @@ def _local(model: InferenceModel) -> LocalModel:
             served_names=model.served_names,
             created=time.time(),
             policy=spec.routing.policy,
+            weights=fleet.Weights(**spec.routing.weights.model_dump()) if spec.routing.weights else fleet.Weights(),
+            priority=spec.routing.priority,
             hold_timeout_s=seconds(spec.routing.hold_timeout),
+            canary=None if spec.canary is None else fleet.Canary(of=spec.canary.of, weight=spec.canary.first_weight),
         ),
+        adapters=[described(adapter) for adapter in adapters],
         pools=[fleet.Pool(id=ids[pool.name], model=model_id, role=pool.role) for pool in spec.pools],
-        deployments={ids[pool.name]: deployment(model, pool, Rendering(image="")) for pool in spec.pools},
-        limits={ids[pool.name]: limits(pool.scaling) for pool in spec.pools if pool.scaling is not None},
-        dry_runs=frozenset(ids[pool.name] for pool in spec.pools if pool.scaling is not None and pool.scaling.mode == "DryRun"),
+        deployments={
+            ids[pool.name]: with_adapters(deployment(model, pool, pod_template(model, pool, rendering)), adapters)
+            for pool in spec.pools
+        },
+        limits=model_limits(model),
+        dry_runs=frozenset(pool.name for pool in spec.pools if pool.scaling is not None and pool.scaling.mode == "DryRun"),
+        course=course_of(spec.canary, model_id),
     )

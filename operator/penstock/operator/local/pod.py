@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from penstock.api.labels import HTTP_PORT
 from penstock.operator.local.process import cause_of_end, kill_group, restart_forever, spawn, terminate
 
 PROBE_PERIOD_S = 0.2
@@ -67,6 +68,11 @@ class Pod:
     def labels(self) -> dict[str, str]:
         """The pod's labels."""
         return self.template["metadata"]["labels"]
+
+    @property
+    def url(self) -> str:
+        """Where its engine answers."""
+        return f"http://{self.address}:{self.port(HTTP_PORT)}"
 
     def port(self, name: str) -> int:
         """The number of a named container port."""

@@ -7,23 +7,31 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic
 
 import httpx
 import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from penstock.api import labels
-from penstock.api.fleet import Fleet, PoolsView, Replica
-from penstock.operator.autoscale.loop import Autoscaler, PoolScale
-from penstock.operator.autoscale.policy import Decision, Settings
+from penstock.api.fleet import Fleet, Model, PoolsView, Replica
+from penstock.operator.autoscale.bounds import Decision
+from penstock.operator.autoscale.limits import Settings
+from penstock.operator.autoscale.loop import Autoscaler, ModelScale, PoolScale, Record
+from penstock.operator.canary.judges import Judges
 from penstock.operator.local import network
 from penstock.operator.local.deployment import LocalDeployment
 from penstock.operator.local.models import LocalModel
 from penstock.operator.local.pod import Phase, Pod
 from penstock.operator.local.process import Service
+from penstock.operator.replicas import Replicas
+from penstock.operator.telemetry import ScalingMetrics, add_replicas, replicas_family, serve_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +52,8 @@ class Endpoints:
     """What clients use: Envoy's listener."""
     gateway: str
     """The gateway's HTTP port: `/pools`, `/debug/decisions`, `/metrics`."""
+    metrics: str
+    """Where this process tells of pools and the autoscaler: `/metrics`."""
 
 
 class LocalRuntime:
@@ -69,12 +79,18 @@ class LocalRuntime:
             for model in models
             for pool_id, manifest in model.deployments.items()
         }
-        self.endpoints = Endpoints(f"http://127.0.0.1:{port}", f"http://{self._own_address}:9090")
+        self.endpoints = Endpoints(
+            f"http://127.0.0.1:{port}", f"http://{self._own_address}:9090", f"http://{self._own_address}:9091"
+        )
         self._port = port
         self._settings = settings or Settings()
         self._fleet = Fleet()
+        self._judges = Judges(lambda _: None)  # `_step` looks by itself
         self.services: dict[str, Service] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self.registry = CollectorRegistry()
+        self.registry.register(_PoolCollector(self.deployments))
+        self._scaling = ScalingMetrics(self.registry)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -86,11 +102,13 @@ class LocalRuntime:
         """
         if not network.port_is_free("127.0.0.1", self._port):
             raise LocalError(f"port {self._port} of 127.0.0.1 is in use; choose another with --port")
+        server = await serve_metrics(self._own_address, 9091, partial(generate_latest, self.registry))
+        replicas = Replicas()
         try:
             self._step()
             self._tasks.append(asyncio.create_task(self._keep(), name="local runtime"))
             await self._start_services()
-            autoscaler = Autoscaler(self._gateways, self, self._settings)
+            autoscaler = Autoscaler(self._gateways, replicas, self, self._settings, told=self._judges.told)
             self._tasks.append(asyncio.create_task(autoscaler.run(), name="autoscaler"))
             yield
         finally:
@@ -98,6 +116,8 @@ class LocalRuntime:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._close()
+            await replicas.close()
+            await server.cleanup()
 
     async def wait_ready(self) -> None:
         """Returns when every replica serves and the gateway has heard from it; raises `LocalError` when a pod cannot start."""
@@ -144,13 +164,21 @@ class LocalRuntime:
             partial.rename(self.folder / "fleet.json")
 
     def _observe(self) -> Fleet:
-        models = [local.model for local in self.models]
+        models = [self._weighed(local) for local in self.models]
         replicas = [
             replica(pool_id, pod)
             for pool_id, deployment in self.deployments.items()
             for pod in [*deployment.pods, *deployment.leaving]
         ]
-        return Fleet(models=models, pools=[pool for m in self.models for pool in m.pools], replicas=replicas)
+        adapters = [adapter for local in self.models for adapter in local.adapters]
+        return Fleet(models=models, adapters=adapters, pools=[pool for m in self.models for pool in m.pools], replicas=replicas)
+
+    def _weighed(self, local: LocalModel) -> Model:
+        """The model with the weight at which its canary stands."""
+        model, standing = local.model, self._judges.follow(local.model.id, local.course, None)
+        if model.canary is None or standing is None:
+            return model
+        return msgspec.structs.replace(model, canary=msgspec.structs.replace(model.canary, weight=standing.weight))
 
     async def _start_services(self) -> None:
         penstock = [sys.executable, "-m", "penstock.cli"]
@@ -161,8 +189,10 @@ class LocalRuntime:
         self._start_service("gateway", [*penstock, *gateway])
         envoy = [
             "envoy",
-            "--xds",
+            "--gateway",
             f"{self._own_address}:{grpc_port}",
+            "--drain-delay",  # no load balancer has to notice that it goes
+            "0",
             "--admin-port",
             str(network.free_port()),
             "--concurrency",
@@ -214,20 +244,26 @@ class LocalRuntime:
     async def _gateways(self) -> Sequence[str]:
         return [self.endpoints.gateway]
 
-    async def pools(self) -> Sequence[PoolScale]:
+    async def targets(self) -> Sequence[ModelScale]:
         """See `Actuator`."""
-        now = monotonic()
         return [
-            PoolScale(
-                pool_id=pool_id,
-                limits=limits,
-                dry_run=pool_id in model.dry_runs,
-                replicas=self.deployments[pool_id].replicas,
-                pending_ages_s=tuple(now - pod.created for pod in self.deployments[pool_id].pods if pod.phase is not Phase.READY),
-            )
-            for model in self.models
-            for pool_id, limits in model.limits.items()
+            ModelScale(local.model.id, local.limits, {name: self._pool(local, name) for name in local.limits.pools})
+            for local in self.models
+            if local.limits.pools
         ]
+
+    def _pool(self, local: LocalModel, name: str) -> PoolScale:
+        deployment, now = self.deployments[f"{local.model.id}/{name}"], monotonic()
+        return PoolScale(
+            replicas=deployment.replicas,
+            pending_ages_s=tuple(now - pod.created for pod in deployment.pods if pod.phase is not Phase.READY),
+            endpoints={
+                pod.uid: f"http://{pod.address}:{pod.port(labels.HTTP_PORT)}"
+                for pod in deployment.pods
+                if pod.phase is Phase.READY
+            },
+            dry_run=name in local.dry_runs,
+        )
 
     async def scale(self, pool_id: str, replicas: int, victims: Sequence[str]) -> None:
         """See `Actuator`. Victims are cordoned, given time for the picker to notice, and then let go."""
@@ -239,9 +275,24 @@ class LocalRuntime:
             await asyncio.sleep(2 * STEP_S)
         deployment.scale(replicas, victims)
 
-    async def record(self, pool_id: str, current: int, decision: Decision, *, acted: bool, dry_run: bool) -> None:
+    async def record(self, record: Record) -> None:
         """See `Actuator`."""
-        self.decisions[pool_id] = decision
+        self.decisions[record.pool_id] = record.decision
+        self._scaling.record(record)
+
+
+class _PoolCollector(Collector):
+    """The Deployments' replicas, read at each scrape."""
+
+    def __init__(self, deployments: Mapping[str, LocalDeployment]) -> None:
+        self._deployments = deployments
+
+    def collect(self) -> Iterator[Metric]:
+        """See `Collector`."""
+        family = replicas_family()
+        for pool_id, it in self._deployments.items():
+            add_replicas(family, pool_id, {"wanted": it.replicas, "ready": it.ready, "updated": it.ready})
+        yield family
 
 
 def replica(pool_id: str, pod: Pod) -> Replica:

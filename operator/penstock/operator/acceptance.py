@@ -1,0 +1,38 @@
+"""Whether a resource can be acted on, and in what words it cannot."""
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from penstock.api.resources import InferenceModel, unsupported
+from penstock.operator.autoscale.schedule import ScheduleError
+from penstock.operator.autoscale.spec import model_limits
+from penstock.operator.status import Refusal
+
+Object = dict[str, Any]
+
+
+def accept(resource: Object) -> tuple[InferenceModel | None, Refusal | None]:
+    """The model, and why it is not acted on."""
+    try:
+        model = InferenceModel.parse(resource)
+    except (ValidationError, ValueError) as error:
+        return None, Refusal("InvalidSpec", sentence(error))
+    try:
+        model_limits(model)
+    except ScheduleError as error:
+        return model, Refusal("InvalidSpec", str(error))
+    paths = unsupported(model.spec)
+    if paths:
+        return model, Refusal("UnsupportedField", f"this version does not implement {', '.join(paths)}: remove what is named")
+    return model, None
+
+
+def sentence(error: ValueError) -> str:
+    """What is wrong with a resource, field by field, without pydantic's decoration."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    return "; ".join(
+        f"{'.'.join(str(part) for part in it['loc'])}: {it['msg'].removeprefix('Value error, ')}".removeprefix(": ")
+        for it in error.errors(include_url=False)
+    )

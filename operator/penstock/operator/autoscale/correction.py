@@ -1,0 +1,82 @@
+"""What clients really get, and by how much demand is thereby made more or less. Late by nature: it corrects the size slowly and
+never drives it. Pure."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from penstock.api.fleet import LATENCY_EDGES_S
+from penstock.operator.autoscale.limits import Goals
+
+WINDOW_S = 120.0
+LEAST_REQUESTS = 20
+"""Fewer first tokens in the window say nothing."""
+STEP_UP, STEP_DOWN = 1.1, 0.98
+LEAST, MOST = 0.8, 2.0
+"""Bounds of the factor."""
+PLENTY = 0.25
+"""Where so small a share of the lateness that is allowed is used, there is room to save."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was counted at some time."""
+
+    at: float
+    counts: tuple[int, ...]
+    """First tokens by time, cumulative over the life of the gateways that count them; see `LATENCY_EDGES_S`."""
+    itl_late: float
+    """Share of the running requests whose tokens come too late."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What demand is multiplied by, and what it was learned from."""
+
+    factor: float = 1.0
+    changed_at: float | None = None
+    seen: tuple[Seen, ...] = ()
+
+    def observe(self, seen: Seen, goals: Goals, *, settled: bool, filled: bool, pause_s: float) -> "Correction":
+        """After one more look.
+
+        Args:
+            settled: No replica is starting and none was added lately: what is late now is late for want of size.
+            filled: Demand is what the size follows, so that a smaller factor would make it smaller.
+            pause_s: Between two changes: the effect of the last one must show first.
+        """
+        kept = tuple(one for one in self.seen if one.at >= seen.at - WINDOW_S)
+        changed = replace(self, seen=(*kept, seen), changed_at=seen.at if self.changed_at is None else self.changed_at)
+        late = changed.late(goals)
+        if late is None or not settled or seen.at - (changed.changed_at or 0.0) < pause_s:
+            return changed
+        allowed = 1 - goals.share
+        factor = changed.factor
+        if late > allowed:
+            factor = min(factor * STEP_UP, MOST)
+        elif late <= allowed * PLENTY and filled:
+            factor = max(factor * STEP_DOWN, LEAST)
+        return replace(changed, factor=factor, changed_at=seen.at, seen=(seen,)) if factor != changed.factor else changed
+
+    def late(self, goals: Goals) -> float | None:
+        """The share of requests that did not get what is promised, of late; None where too few were seen."""
+        if len(self.seen) < 2:
+            return None
+        shares: list[float] = []
+        if goals.ttft_s is not None:
+            counts = _between(self.seen[0].counts, self.seen[-1].counts)
+            total = sum(counts)
+            if total < LEAST_REQUESTS:
+                return None
+            in_time = sum(counts[: bisect_right(LATENCY_EDGES_S, goals.ttft_s)])
+            shares.append(1 - in_time / total)
+        if goals.itl_s is not None:
+            shares.append(sum(one.itl_late for one in self.seen) / len(self.seen))
+        return max(shares)
+
+
+def _between(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    """What was counted meanwhile; all of it where the counting began anew."""
+    if len(before) != len(after) or any(b > a for b, a in zip(before, after, strict=True)):
+        return list(after)
+    return [a - b for b, a in zip(before, after, strict=True)]

@@ -1,0 +1,77 @@
+"""From an InferenceModel to the objects that realise it: a pure function, one file a kind.
+
+The same objects run on Kubernetes and, as processes, on one machine.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.api.resources import InferenceModel
+from penstock.operator.desired.arguments import engine_args
+from penstock.operator.desired.budget import disruption_budget
+from penstock.operator.desired.deployment import Pace, deployment
+from penstock.operator.desired.devices import nodes
+from penstock.operator.desired.exposure import inference_pool, pod_monitor
+from penstock.operator.desired.leader_worker_set import leader_worker_set
+from penstock.operator.desired.names import child_name
+from penstock.operator.desired.network_policy import network_policy
+from penstock.operator.desired.pod import (
+    TEMPLATE_VERSION,
+    Rendering,
+    SourcePending,
+    TemplateError,
+    check_template,
+    pod_template,
+    revision_of,
+)
+from penstock.operator.desired.service import service
+from penstock.operator.desired.size import Size, size
+
+__all__ = [
+    "TEMPLATE_VERSION",
+    "Pace",
+    "Rendering",
+    "Size",
+    "SourcePending",
+    "TemplateError",
+    "check_template",
+    "child_name",
+    "children",
+    "deployment",
+    "engine_args",
+    "pod_template",
+    "revision_of",
+    "size",
+]
+
+Object = dict[str, Any]
+
+
+def children(
+    model: InferenceModel,
+    rendering: Rendering,
+    templates: Mapping[str, Object] | None = None,
+    paces: Mapping[str, Pace] | None = None,
+) -> list[Object]:
+    """Everything that the model is to own but its revisions, in the order in which to apply it.
+
+    Args:
+        templates: Pod templates by pool, as a revision has them; None: as they are rendered now.
+        paces: Of the rollout, by pool; `Surge` where it says nothing.
+
+    Raises:
+        TemplateError: a template asks for what it may not have.
+        OverlayError: a template has a shape that does not fit.
+    """
+    objects: list[Object] = []
+    for pool in model.spec.pools:
+        objects.append(service(model, pool))
+        wanted = size(model, pool)
+        if wanted.owner != "spec" or wanted.initial > 1:
+            objects.append(disruption_budget(model, pool))
+        template = pod_template(model, pool, rendering) if templates is None else templates[pool.name]
+        objects.append(network_policy(model, pool, template, rendering.system_namespace))
+        workload = deployment if nodes(pool) == 1 else leader_worker_set
+        objects.append(workload(model, pool, template, (paces or {}).get(pool.name, "Surge")))
+    labels = rendering.monitor_labels
+    return [*objects, *inference_pool(model), *([] if labels is None else [pod_monitor(model, labels)])]

@@ -1,0 +1,72 @@
+"""The model for others: an InferencePool, an HTTPRoute to it, and what Prometheus is to scrape."""
+
+import re
+from typing import Any
+
+from penstock.api import labels
+from penstock.api.resources import InferenceModel
+from penstock.operator.desired.arguments import HTTP
+from penstock.operator.desired.names import model_metadata
+
+Object = dict[str, Any]
+
+SCRAPED_EVERY = "5s"
+"""As in manifests/monitoring: what goes wrong in a replica is often over in less than a minute."""
+
+
+def pod_monitor(model: InferenceModel, more_labels: dict[str, str]) -> Object:
+    """For Prometheus operators: the replicas' metrics, labelled with model, pool and role."""
+    metadata = model_metadata(model)
+    endpoint = {"port": labels.HTTP_PORT, "path": "/metrics", "interval": SCRAPED_EVERY, "relabelings": _relabelings()}
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PodMonitor",
+        "metadata": {**metadata, "labels": {**more_labels, **metadata["labels"]}},
+        "spec": {
+            "selector": {"matchLabels": {labels.MODEL: model.metadata.name}},
+            "podMetricsEndpoints": [endpoint],
+        },
+    }
+
+
+def _relabelings() -> list[Object]:
+    """Series of a replica say whose it is as the autoscaler's do: `model`, `pool`, and `role`."""
+    named = {"model": labels.MODEL, "pool": labels.POOL, "role": labels.ROLE}
+    return [
+        {"sourceLabels": ["__meta_kubernetes_pod_label_" + re.sub(r"[^a-zA-Z0-9]", "_", label)], "targetLabel": name}
+        for name, label in named.items()
+    ]
+
+
+def inference_pool(model: InferenceModel) -> list[Object]:
+    """The InferencePool where `spec.routing.inferencePool` asks for one, and the HTTPRoute where that names a Gateway."""
+    asked = model.spec.routing.inference_pool
+    if asked is None:
+        return []
+    pool = {
+        "apiVersion": "inference.networking.k8s.io/v1",
+        "kind": "InferencePool",
+        "metadata": model_metadata(model),
+        "spec": {
+            "selector": {"matchLabels": {labels.MODEL: model.metadata.name}},
+            "targetPorts": [{"number": HTTP}],
+            "endpointPickerRef": {"name": asked.picker.name, "port": {"number": asked.picker.port}, "failureMode": "FailOpen"},
+        },
+    }
+    if asked.gateway is None:
+        return [pool]
+    gateway = {"name": asked.gateway.name, "namespace": asked.gateway.namespace or model.metadata.namespace}
+    route = {
+        "apiVersion": "gateway.networking.k8s.io/v1",
+        "kind": "HTTPRoute",
+        "metadata": model_metadata(model),
+        "spec": {"parentRefs": [gateway], "rules": [_rule(model)]},
+    }
+    return [pool, route]
+
+
+def _rule(model: InferenceModel) -> Object:
+    """Requests for the served names, by the header that body-based routers write."""
+    names = [{"headers": [{"name": "X-Gateway-Model-Name", "value": name}]} for name in model.served_names]
+    backend = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": model.metadata.name}
+    return {"matches": names, "backendRefs": [backend], "timeouts": {"request": "0s"}}  # answers may take minutes

@@ -1,0 +1,63 @@
+"""A pool whose replicas span nodes: a LeaderWorkerSet, in which a group of pods is one replica."""
+
+from typing import Any, Final
+
+from penstock.api import labels
+from penstock.api.resources import InferenceModel, Pool
+from penstock.operator.desired.deployment import LIMITS, Pace
+from penstock.operator.desired.devices import nodes
+from penstock.operator.desired.names import child_name, metadata
+from penstock.operator.desired.size import size
+
+Object = dict[str, Any]
+
+PAUSED: Final = 1000
+"""Groups below this ordinal keep their revision: as many as there can be."""
+_LIMITS: Final = {
+    # LWS rounds this down to 0 below a hundred groups. A plain 0 it hands on to a StatefulSet, which may refuse it.
+    "Surge": {**LIMITS["Surge"], "maxUnavailable": "1%"},
+    "OneAtATime": LIMITS["OneAtATime"],
+}
+_OWN: Final = (labels.MODEL, labels.POOL, labels.ROLE)
+_PROBES: Final = ("startupProbe", "readinessProbe", "livenessProbe", "ports")
+
+
+def leader_worker_set(model: InferenceModel, pool: Pool, template: Object, pace: Pace = "Surge") -> Object:
+    """The pool's workload. The leader answers for its group: it alone has the labels by which replicas are found, and the probes.
+    A group whose pod restarts is made anew as a whole, since the others' memory of it is gone.
+
+    Args:
+        template: The pod template of the leader.
+    """
+    group = {
+        "size": nodes(pool),
+        "restartPolicy": "RecreateGroupOnPodRestart",
+        "leaderTemplate": template,
+        "workerTemplate": _worker(model, pool, template),
+    }
+    # While nothing moves, LWS would start the surge all the same, of the old revision.
+    limits = {**_LIMITS["OneAtATime"], "partition": PAUSED} if model.spec.rollout.paused else _LIMITS[pace]
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": metadata(model, pool),
+        "spec": {
+            "replicas": size(model, pool).initial,
+            "startupPolicy": "LeaderCreated",
+            "rolloutStrategy": {"type": "RollingUpdate", "rollingUpdateConfiguration": limits},
+            # A Service for each group, in which the leader has a name before it is ready: so that workers find it. A Service for
+            # all groups would be called as ours is, in which only ready leaders have names.
+            "networkConfig": {"subdomainPolicy": "UniquePerReplica"},
+            "leaderWorkerTemplate": group,
+        },
+    }
+
+
+def _worker(model: InferenceModel, pool: Pool, template: Object) -> Object:
+    kept = {name: value for name, value in template["metadata"]["labels"].items() if name not in _OWN}
+    own = {**kept, labels.WORKER_OF: child_name(model.metadata.name, pool.name)}
+    containers = [
+        {name: value for name, value in it.items() if it["name"] != "engine" or name not in _PROBES}
+        for it in template["spec"]["containers"]
+    ]
+    return {"metadata": {**template["metadata"], "labels": own}, "spec": {**template["spec"], "containers": containers}}

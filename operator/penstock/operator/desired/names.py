@@ -1,0 +1,63 @@
+"""Names, labels and owner of a pool's child objects."""
+
+from typing import Any
+
+from penstock.api import labels
+from penstock.api.resources import InferenceModel, Pool
+
+Object = dict[str, Any]
+
+
+def child_name(model: str, pool: str) -> str:
+    """The name of all of a pool's child objects."""
+    return f"{model}-{pool}"
+
+
+def selector(model: InferenceModel, pool: Pool) -> dict[str, str]:
+    """The labels by which a pool's pods are found."""
+    return {labels.MODEL: model.metadata.name, labels.POOL: pool.name}
+
+
+def metadata(model: InferenceModel, pool: Pool) -> Object:
+    """Of every child: named and labelled after the pool, controlled by the model."""
+    return {
+        "name": child_name(model.metadata.name, pool.name),
+        "namespace": model.metadata.namespace,
+        "labels": common_labels(model, pool),
+        "ownerReferences": [owner_reference(model)],
+    }
+
+
+def model_metadata(model: InferenceModel) -> Object:
+    """Of a child that is there once for all pools."""
+    common = {"app.kubernetes.io/part-of": "penstock", "app.kubernetes.io/managed-by": "penstock"}
+    return {
+        "name": model.metadata.name,
+        "namespace": model.metadata.namespace,
+        "labels": {**common, labels.MODEL: model.metadata.name},
+        "ownerReferences": [owner_reference(model)],
+    }
+
+
+def owner_reference(model: InferenceModel) -> Object:
+    """The model as an object's controller: what it owns goes with it."""
+    return {
+        "apiVersion": f"{labels.GROUP}/{labels.VERSION}",
+        "kind": "InferenceModel",
+        "name": model.metadata.name,
+        "uid": model.metadata.uid,
+        "controller": True,
+    }
+
+
+def common_labels(model: InferenceModel, pool: Pool) -> dict[str, str]:
+    """What every child carries: Kubernetes' recommended labels, and those by which Penstock finds its own."""
+    return {
+        "app.kubernetes.io/name": "penstock-engine",
+        "app.kubernetes.io/instance": model.metadata.name,
+        "app.kubernetes.io/component": "engine",
+        "app.kubernetes.io/part-of": "penstock",
+        "app.kubernetes.io/managed-by": "penstock",
+        **selector(model, pool),
+        labels.ROLE: pool.role,
+    }

@@ -1,0 +1,73 @@
+"""The pool's NetworkPolicy."""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from penstock.api import labels
+from penstock.api.resources import InferenceModel, Pool
+from penstock.operator.desired.arguments import ADMIN, EVENTS, REPLAY
+from penstock.operator.desired.names import child_name, metadata, selector
+
+Object = dict[str, Any]
+Port = tuple[int, str]
+"""Number and protocol."""
+
+PICKERS: Final = ["penstock-gateway", "penstock-picker"]
+OPERATOR: Final = "penstock-operator"
+_APP: Final = "app.kubernetes.io/name"
+_NAMESPACE: Final = "kubernetes.io/metadata.name"
+"""A label that the API server itself gives each namespace."""
+_TOLD: Final = ((EVENTS, "TCP"), (REPLAY, "TCP"))
+_ADMIN: Final = (ADMIN, "TCP")
+_MOST: Final = 65_535
+
+
+def network_policy(model: InferenceModel, pool: Pool, template: Object, system_namespace: str) -> Object:
+    """Who may reach a replica.
+
+    Anybody: the ports where it answers requests (whose gateway that is cannot be known). Pickers alone: those where it tells of
+    its cache, which know no callers. The operator alone: the administrative one. The model's own pods: every port but that one.
+
+    Args:
+        template: The pod template.
+        system_namespace: The operator's.
+    """
+    ports = _declared(template["spec"])
+    pickers = {"namespaceSelector": {}, "podSelector": {"matchExpressions": [{"key": _APP, "operator": "In", "values": PICKERS}]}}
+    operator = {
+        "namespaceSelector": {"matchLabels": {_NAMESPACE: system_namespace}},
+        "podSelector": {"matchLabels": {_APP: OPERATOR}},
+    }
+    replicas = {"podSelector": {"matchLabels": {labels.MODEL: model.metadata.name}}}
+    workers = {"podSelector": {"matchLabels": {labels.WORKER_OF: child_name(model.metadata.name, pool.name)}}}
+    ingress = [
+        *_rule([port for port in ports if port not in _TOLD and port != _ADMIN], []),
+        *_rule([port for port in ports if port in _TOLD], [pickers]),
+        *_rule([port for port in ports if port == _ADMIN], [operator]),
+        {"ports": _all_but_admin(), "from": [replicas, workers]},
+    ]
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(model, pool),
+        "spec": {"podSelector": {"matchLabels": selector(model, pool)}, "policyTypes": ["Ingress"], "ingress": ingress},
+    }
+
+
+def _declared(spec: Object) -> list[Port]:
+    """The ports of all containers that run beside each other, by number: names are the template's to change."""
+    sidecars = [it for it in spec.get("initContainers", []) if it.get("restartPolicy") == "Always"]
+    declared = [port for container in (*spec["containers"], *sidecars) for port in container.get("ports", [])]
+    return list(dict.fromkeys((port["containerPort"], port.get("protocol") or "TCP") for port in declared))
+
+
+def _rule(ports: list[Port], peers: list[Object]) -> Iterator[Object]:
+    """None where there is no port: a rule without ports would open all of them."""
+    if ports:
+        told = [{"port": number, "protocol": protocol} for number, protocol in ports]
+        yield {"ports": told, **({"from": peers} if peers else {})}
+
+
+def _all_but_admin() -> list[Object]:
+    ranges = ((1, ADMIN - 1, "TCP"), (ADMIN + 1, _MOST, "TCP"), (1, _MOST, "UDP"))
+    return [{"port": first, "endPort": last, "protocol": protocol} for first, last, protocol in ranges]

@@ -1,0 +1,164 @@
+"""One replica: the pod template, with the user's own laid over it."""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+from penstock.api import labels
+from penstock.api.resources import InferenceModel, Pool, seconds
+from penstock.operator import restrictions
+from penstock.operator.desired.arguments import ADMIN, EVENTS, HTTP, REPLAY, engine_args
+from penstock.operator.desired.devices import devices
+from penstock.operator.desired.names import common_labels
+from penstock.operator.desired.source import Fetched, needs_fetch, source_environment, source_volume
+from penstock.operator.overlay import merge
+
+Object = dict[str, Any]
+
+TEMPLATE_VERSION = 3
+"""Of the templates that `pod_template` makes: raise it with every change of what an unchanged spec renders to. It is shown to
+people; what keeps an upgrade from restarting replicas is that revisions hold their templates (see `rollout.revisions`)."""
+DRAIN_MARGIN_S = 15
+"""Between the end of the drain and the kubelet's SIGKILL: the engine's own shutdown, and the time until SIGTERM arrives."""
+PROBE_PERIOD_S = 2
+STARTUP_PERIOD_S = 5
+NODE_LOST = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+"""Taints of a node from which nothing is heard."""
+NODE_LOST_S = 30
+"""How long a replica waits for such a node before another one takes its place. Kubernetes would wait five minutes."""
+
+
+class SourcePending(Exception):
+    """A template cannot be rendered before it is known where its weights are."""
+
+
+class TemplateError(ValueError):
+    """A pool's template asks for what it may not have; the message names the fields."""
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """What decides a template beside the spec: the operator's flags, and what was fetched."""
+
+    image: str
+    """Engine image where the model names none."""
+    system_namespace: str = "penstock-system"
+    """Where the operator is, which alone reaches the replicas' administrative port."""
+    allow_privileged_templates: bool = False
+    monitor_labels: dict[str, str] | None = None
+    """Of a PodMonitor for each model, by which a Prometheus finds it; None: no PodMonitors."""
+    fetched: Fetched | None = None
+    """What the model's Job brought; None: it is not done, or there is none."""
+
+
+def revision_of(workload: Object) -> str:
+    """Hash of everything that decides what a replica of this workload runs."""
+    spec = workload["spec"]
+    template = spec["template"] if workload["kind"] == "Deployment" else spec["leaderWorkerTemplate"]["leaderTemplate"]
+    return str(template["metadata"]["labels"][labels.REVISION])
+
+
+def pod_template(model: InferenceModel, pool: Pool, rendering: Rendering) -> Object:
+    """The replica, with the pool's template laid over it and labelled with the hash of the result.
+
+    Raises:
+        TemplateError, OverlayError: see `children`.
+        SourcePending: The model's Job is not done.
+    """
+    check_template(pool, rendering)
+    if needs_fetch(model) and rendering.fetched is None:
+        raise SourcePending(model.metadata.name)
+    annotations: dict[str, str] = {}
+    if pool.role != "Both":  # other pods have nobody to exchange KV blocks with
+        annotations[labels.KV_LAYOUT] = kv_layout(model, pool, rendering.fetched)
+    if model.spec.rollout.restarted_at is not None:
+        annotations[labels.RESTARTED_AT] = model.spec.rollout.restarted_at
+    base = {
+        "metadata": {"labels": common_labels(model, pool), **({"annotations": annotations} if annotations else {})},
+        "spec": {
+            "automountServiceAccountToken": False,
+            "terminationGracePeriodSeconds": math.ceil(seconds(model.spec.drain_timeout)) + DRAIN_MARGIN_S,
+            "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+            "tolerations": [],
+            "containers": [_engine(model, rendering)],
+        },
+    }
+    template = merge(merge(merge(base, devices(pool)), source_volume(model)), pool.template, f"pools[{pool.name}].template")
+    template["spec"]["tolerations"] = _tolerations(template["spec"]["tolerations"])
+    digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:10]
+    return merge(template, {"metadata": {"labels": {labels.REVISION: digest}}})
+
+
+def _tolerations(own: list[Any]) -> list[Object]:
+    """The user's own, and short ones for lost nodes where those say nothing of them. (No key means every taint.)"""
+    known = [cast(Object, it) for it in own if isinstance(it, dict)]  # anything else the API server refuses
+    named = {it.get("key") for it in known if it.get("effect") in (None, "", "NoExecute")}
+    ours = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": NODE_LOST_S}
+    return [*own, *({"key": key, **ours} for key in NODE_LOST if not {key, None, ""} & named)]
+
+
+def check_template(pool: Pool, rendering: Rendering) -> None:
+    """Raises TemplateError where the pool's template asks for what it may not have."""
+    refused = restrictions.reserved(pool.template)
+    if refused:
+        raise TemplateError(f"pools[{pool.name}]: {', '.join(refused)}: Penstock sets this; remove it")
+    asked = [] if rendering.allow_privileged_templates else restrictions.forbidden(pool.template)
+    if asked:
+        raise TemplateError(
+            f"pools[{pool.name}]: {', '.join(asked)}: not allowed in a template; remove it, "
+            "or start the operator with --allow-privileged-templates"
+        )
+
+
+def kv_layout(model: InferenceModel, pool: Pool, fetched: Fetched | None = None) -> str:
+    """Fingerprint of all that decides the content and layout of a replica's KV cache: blocks travel only between equal ones."""
+    engine, parallelism = model.spec.engine, pool.parallelism
+    facts = {
+        "source": model.spec.source.model_dump(mode="json", include={"uri", "revision", "load_format"}),
+        **({} if fetched is None else {"version": fetched.version}),
+        "engine": engine.model_dump(mode="json", include={"image", "dtype", "quantization", "extra_args"}),
+        "block_size": engine.limits.block_size,
+        "tensor": parallelism.tensor,
+        "pipeline": parallelism.pipeline,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _engine(model: InferenceModel, rendering: Rendering) -> Object:
+    """The engine's container. Its flags name the pod's own address, so that it runs as a plain process just the same."""
+    started = math.ceil(seconds(model.spec.rollout.progress_deadline) / STARTUP_PERIOD_S)
+    return {
+        "name": "engine",
+        "image": model.spec.engine.image or rendering.image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["penstock", "serve"],
+        "args": engine_args(model, rendering.fetched),
+        "env": _environment(model),
+        "ports": [
+            {"name": labels.HTTP_PORT, "containerPort": HTTP, "protocol": "TCP"},
+            {"name": labels.ADMIN_PORT, "containerPort": ADMIN, "protocol": "TCP"},
+            {"name": labels.EVENTS_PORT, "containerPort": EVENTS, "protocol": "TCP"},
+            {"name": labels.REPLAY_PORT, "containerPort": REPLAY, "protocol": "TCP"},
+        ],
+        # Loading takes minutes; until it is done only the start-up probe counts, so that nothing kills a loading replica.
+        "startupProbe": _probe(model, "/ready", STARTUP_PERIOD_S, started),
+        "readinessProbe": _probe(model, "/ready", PROBE_PERIOD_S, 3),
+        "livenessProbe": _probe(model, "/health", 10, 3),
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        # The last words of an engine that dies are the status' explanation.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def _probe(model: InferenceModel, path: str, period_s: int, failures: int) -> Object:
+    tls = any(argument.partition("=")[0] == "--ssl-certfile" for argument in model.spec.engine.extra_args)
+    get = {"path": path, "port": labels.HTTP_PORT, "scheme": "HTTPS" if tls else "HTTP"}
+    return {"httpGet": get, "periodSeconds": period_s, "timeoutSeconds": 5, "failureThreshold": failures}
+
+
+def _environment(model: InferenceModel) -> list[Object]:
+    environment: list[Object] = [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
+    # Where a Job downloads, the replicas need no credentials.
+    return environment if model.spec.source.cache is not None else [*environment, *source_environment(model)]

@@ -1,0 +1,25 @@
+"""How many replicas a pool has, and whose decision that is."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.api.resources import InferenceModel, Pool
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many replicas a pool has, and who says so."""
+
+    initial: int
+    owner: Literal["spec", "autoscaler", "others"]
+    """`spec`: always `initial`. Else `initial` is for the creation only, and later the workload's scale belongs to the autoscaler
+    or to whoever writes it (HPA, KEDA, kubectl)."""
+
+
+def size(model: InferenceModel, pool: Pool) -> Size:
+    """How many replicas the pool has at first, and who decides later."""
+    if pool.scaling is not None:
+        return Size(max(pool.scaling.min, 1), "autoscaler")
+    if model.spec.replicas is not None:
+        return Size(model.spec.replicas, "spec")
+    return Size(1, "others")

@@ -1,0 +1,177 @@
+"""Where a replica's weights are: the Job that brings them or finds out their commit, the volume, and the engine's argument."""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+from penstock.api import labels
+from penstock.api.resources import InferenceModel
+from penstock.operator.desired.names import model_metadata
+from penstock.operator.overlay import merge
+
+Object = dict[str, Any]
+
+MOUNT: Final = "/penstock/models"
+"""Where a claim is in the pods."""
+PROGRESS_PORT: Final = 8002
+"""Of the Job's pod: `GET /progress`. It has no token to write its progress anywhere, and the operator may not read logs."""
+HOPELESS: Final = 3
+"""Exit status of `penstock fetch` where another try at once would not help."""
+USER: Final = 65532
+"""The images' user and group: a new volume is root's, and this makes it theirs."""
+_COMMIT: Final = re.compile(r"^[0-9a-f]{40}$")
+_SECRET_KEYS: Final = {
+    "hf": {"HF_TOKEN": True},
+    "s3": {
+        "AWS_ACCESS_KEY_ID": True,
+        "AWS_SECRET_ACCESS_KEY": True,
+        "AWS_SESSION_TOKEN": False,
+        "AWS_REGION": False,
+        "AWS_ENDPOINT_URL": False,
+    },
+}
+"""By scheme: the keys of the Secret, and whether they must be there."""
+_SHARED: Final = ("imagePullSecrets", "serviceAccountName", "nodeSelector", "tolerations")
+"""What of a pool's template the Job's pod has too: it uses the same image, and often the same volume and role."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What the Job brought."""
+
+    folder: str
+    """On the claim; empty where it only found out the version."""
+    version: str
+    """A commit of the Hub, or a hash of what a bucket held."""
+
+
+def scheme(model: InferenceModel) -> str:
+    """`file` for plain paths."""
+    before, separator, _ = model.spec.source.uri.partition("://")
+    return before if separator else "file"
+
+
+def needs_fetch(model: InferenceModel) -> bool:
+    """Whether a Job must have run before replicas can start."""
+    source = model.spec.source
+    return source.cache is not None or (source.revision is not None and not _COMMIT.match(source.revision))
+
+
+def source_args(model: InferenceModel, fetched: Fetched | None) -> list[str]:
+    """What `penstock serve` is told to serve."""
+    source = model.spec.source
+    if source.cache is not None and fetched is not None:
+        return [f"{MOUNT}/{fetched.folder}"]
+    if scheme(model) == "pvc":
+        return [f"{MOUNT}/{source.uri.removeprefix('pvc://').partition('/')[2]}".rstrip("/")]
+    revision = fetched.version if fetched is not None else source.revision
+    return [source.uri, *([] if revision is None else [f"--revision={revision}"])]
+
+
+def source_volume(model: InferenceModel) -> Object:
+    """A pod template with the claim that holds the model, read-only, to be laid over the engine's; empty where there is none."""
+    claim = _claim(model)
+    return _mounted(claim, "engine", read_only=True) if claim else {}
+
+
+def source_environment(model: InferenceModel) -> list[Object]:
+    """The credentials for the source, for the container that downloads."""
+    secret = model.spec.source.secret_ref
+    if secret is None:
+        return []
+    references = {
+        key: {"name": secret.name, "key": key, **({} if needed else {"optional": True})}
+        for key, needed in _SECRET_KEYS[scheme(model)].items()
+    }
+    return [{"name": key, "valueFrom": {"secretKeyRef": reference}} for key, reference in references.items()]
+
+
+def fetch_job(model: InferenceModel, default_image: str) -> Object | None:
+    """The Job that brings the model to its cache, or without a cache finds out the commit; None where neither is needed.
+
+    Its name says what it brings, and for which restart: a restart looks again where a branch is.
+    """
+    if not needs_fetch(model):
+        return None
+    spec = model.spec.source
+    fixed = spec.revision is not None and _COMMIT.match(spec.revision)
+    facts = [spec.uri, spec.revision, spec.cache and spec.cache.claim_name, None if fixed else model.spec.rollout.restarted_at]
+    name = f"{model.metadata.name}-fetch-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:10]}"
+    base = model_metadata(model)
+    hopeless = {"containerName": "fetch", "operator": "In", "values": [HOPELESS]}
+    policy = [
+        {"action": "FailJob", "onExitCodes": hopeless},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {**base, "name": name},
+        "spec": {"backoffLimit": 6, "podFailurePolicy": {"rules": policy}, "template": _pod(model, default_image)},
+    }
+
+
+def _pod(model: InferenceModel, default_image: str) -> Object:
+    spec = model.spec.source
+    given: Object = model.spec.pools[0].template.get("spec") or {}
+    containers: list[Object] = given.get("containers") or []
+    lists: list[list[Object]] = [it["env"] for it in containers if it.get("name") == "engine" and it.get("env")]
+    more = [variable for variables in lists for variable in variables]
+    own: list[Object] = [
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        *source_environment(model),
+    ]
+    names = {it["name"] for it in own}
+    result = "/run/penstock-fetch/result"
+    container: Object = {
+        "name": "fetch",
+        "image": model.spec.engine.image or default_image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["penstock", "fetch"],
+        "args": [
+            spec.uri,
+            *([] if spec.revision is None else [f"--revision={spec.revision}"]),
+            *([] if spec.cache is None else [f"--to={MOUNT}"]),
+            f"--result={result}",
+            "--host=$(POD_IP)",
+            f"--port={PROGRESS_PORT}",
+        ],
+        # Proxies and mirrors of the replicas are the download's too.
+        "env": [*own, *(it for it in more if it.get("name") not in names)],
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "terminationMessagePath": result,
+    }
+    part_of = {"app.kubernetes.io/part-of": "penstock", "app.kubernetes.io/managed-by": "penstock"}
+    pod: Object = {
+        # Not the label by which replicas are found.
+        "metadata": {"labels": {"app.kubernetes.io/name": "penstock-fetch", **part_of, labels.FETCH_OF: model.metadata.name}},
+        "spec": {
+            "restartPolicy": "Never",
+            "automountServiceAccountToken": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "seccompProfile": {"type": "RuntimeDefault"},
+                "fsGroup": USER,
+                "fsGroupChangePolicy": "OnRootMismatch",
+            },
+            **{name: given[name] for name in _SHARED if given.get(name)},
+            "containers": [container],
+        },
+    }
+    return pod if spec.cache is None else merge(pod, _mounted(spec.cache.claim_name, "fetch", read_only=False))
+
+
+def _claim(model: InferenceModel) -> str | None:
+    if scheme(model) == "pvc":
+        return model.spec.source.uri.removeprefix("pvc://").partition("/")[0]
+    cache = model.spec.source.cache
+    return None if cache is None else cache.claim_name
+
+
+def _mounted(claim: str, container: str, *, read_only: bool) -> Object:
+    mount = {"name": "penstock-models", "mountPath": MOUNT, **({"readOnly": True} if read_only else {})}
+    # The claim itself is not read-only: a volume that one node may write could not be mounted on it for both.
+    volume = {"name": "penstock-models", "persistentVolumeClaim": {"claimName": claim}}
+    return {"spec": {"containers": [{"name": container, "volumeMounts": [mount]}], "volumes": [volume]}}

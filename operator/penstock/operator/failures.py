@@ -1,0 +1,97 @@
+"""What is told in Events alone: why a LeaderWorkerSet has no pods, as the StatefulSets that LWS makes have no condition for it;
+and why a pod's containers are not made, such as a volume that cannot be mounted."""
+
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from penstock.api import labels
+from penstock.operator.pods import being_made, is_ready
+
+Object = dict[str, Any]
+
+EVENTS_AGAIN_S: Final = 5.0
+"""Between looks at a namespace's StatefulSets while a group does not serve: no watch tells of Events."""
+CREATED: Final = ("FailedCreate", "SuccessfulCreate")
+"""Reasons of Events: the later of them counts."""
+FRESH_S: Final = 1200.0
+"""The StatefulSet controller tries again after 1,000 s at the latest: an older Event is about something that is over."""
+
+MAKING_S: Final = 30.0
+"""After which a container that is still being made deserves a look at its pod's Events, and between such looks."""
+
+
+def incomplete(workload: Object, pods: Sequence[Object]) -> bool:
+    """Whether fewer groups of a LeaderWorkerSet serve than it wants."""
+    pool = workload["metadata"]["labels"].get(labels.POOL)
+    leaders = sum(is_ready(pod) and pod["metadata"]["labels"].get(labels.POOL) == pool for pod in pods)
+    return leaders < workload["spec"].get("replicas", 1)
+
+
+def with_failure(workload: Object, events: Sequence[Object], now: datetime) -> Object:
+    """The LeaderWorkerSet with the condition that a Deployment would have, where its StatefulSets cannot make pods.
+
+    Args:
+        workload: As it is.
+        events: Of the namespace's StatefulSets.
+        now: The time.
+    """
+    sets = re.compile(rf"{re.escape(workload['metadata']['name'])}(-\d+)?")  # the leaders', and each group's workers'
+    last: dict[str, Object] = {}
+    for it in sorted(events, key=_last):
+        if it["reason"] in CREATED and sets.fullmatch(it["involvedObject"]["name"]):
+            last[it["involvedObject"]["name"]] = it
+    told = [it for it in last.values() if it["reason"] == "FailedCreate" and (now - _last(it)).total_seconds() < FRESH_S]
+    if not told:
+        return workload
+    newest = max(told, key=_last)
+    since = min(datetime.fromisoformat(newest.get("firstTimestamp") or newest["metadata"]["creationTimestamp"]), _last(newest))
+    failure = {
+        "type": "ReplicaFailure",
+        "status": "True",
+        "reason": "FailedCreate",
+        "message": newest.get("message", ""),
+        "lastTransitionTime": since.astimezone(UTC).isoformat(),
+    }
+    status: Object = workload.get("status", {})
+    generation = workload["metadata"].get("generation")
+    conditions = [*status.get("conditions", []), failure]
+    return {**workload, "status": {**status, "observedGeneration": generation, "conditions": conditions}}
+
+
+def stuck(pod: Object, now: datetime) -> bool:
+    """Whether a pod's containers have not been made for long, and it does not say why."""
+    since = _scheduled(pod)
+    return since is not None and being_made(pod) and (now - since).total_seconds() >= MAKING_S
+
+
+def with_reason(pod: Object, events: Sequence[Object], now: datetime) -> Object:
+    """The stuck pod with the reason for which its containers wait, where a kubelet gives others.
+
+    Args:
+        pod: As it is.
+        events: About it.
+        now: The time.
+    """
+    since = _scheduled(pod)
+    newest = max((it for it in events if since is not None and _last(it) >= since), key=_last, default=None)
+    # After a Warning that is over something else follows, such as the image that is pulled.
+    if newest is None or newest.get("type") != "Warning" or (now - _last(newest)).total_seconds() >= FRESH_S:
+        return pod
+    waiting = {"reason": newest["reason"], "message": newest.get("message", newest["reason"])}
+    states = [{**it, "state": {"waiting": waiting}} for it in pod["status"].get("containerStatuses", [])]
+    return {**pod, "status": {**pod["status"], "containerStatuses": states}}
+
+
+def _scheduled(pod: Object) -> datetime | None:
+    conditions = pod.get("status", {}).get("conditions", [])
+    found = (it for it in conditions if it["type"] == "PodScheduled" and it["status"] == "True")
+    return next((datetime.fromisoformat(it["lastTransitionTime"]) for it in found if it.get("lastTransitionTime")), None)
+
+
+def _last(event: Object) -> datetime:
+    """When it was last seen."""
+    series: Object = event.get("series") or {}
+    told = event.get("lastTimestamp") or series.get("lastObservedTime") or event.get("eventTime")
+    return datetime.fromisoformat(told or event["metadata"]["creationTimestamp"])

@@ -1,0 +1,183 @@
+"""Models that are brought before their replicas start: one Job for a claim, a model and a version.
+
+No pod of a pool is made before the Job is done, so that no accelerator waits for a download. What it found out is kept as an
+annotation of the Job, and then in the pod templates of the model's revision.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import aiohttp
+
+from penstock.api.resources import InferenceModel
+from penstock.operator.api import Api
+from penstock.operator.apply import APPLIED, Applier, described, stamped
+from penstock.operator.desired.source import PROGRESS_PORT, Fetched, fetch_job
+from penstock.operator.pods import is_live, trouble
+from penstock.operator.status import Fetching
+from penstock.operator.store import Children, Key
+
+log = logging.getLogger(__name__)
+
+Object = dict[str, Any]
+
+MANAGER: Final = "penstock-fetch"
+RESULT: Final = "penstock.dev/fetched"
+"""Annotation on a Job that is done: what it brought."""
+LOOK_S: Final = 5.0
+"""Between two looks at its progress."""
+RETRY_S: Final = 300.0
+"""After which a Job that failed for good is made again: a Secret or a grant may have changed, and nothing tells."""
+_TIMEOUT: Final = aiohttp.ClientTimeout(total=2.0)
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """How far a model's Job is."""
+
+    job: str
+    """Its name."""
+    fetched: Fetched | None
+    """None: it is not done."""
+    status: Fetching
+
+
+class FetchJobs:
+    """Makes the Jobs and reads them."""
+
+    def __init__(self, api: Api, children: Children, applier: Applier, image: str, later: Callable[[Key, float], None]) -> None:
+        """
+        Args:
+            image: The engine's, where the model names none.
+            later: Puts a key on the queue after so many seconds.
+        """
+        self._api, self._children, self._applier = api, children, applier
+        self._image, self._later = image, later
+
+    async def look(self, key: Key, model: InferenceModel) -> Fetch | None:
+        """Sees to it that the Job is there, and says how far it is; None where the model needs none.
+
+        Raises:
+            NotOwned, OwnerGone, ApiException: see `Applier.apply`.
+        """
+        wanted = fetch_job(model, self._image)
+        if wanted is None:
+            return None
+        name = wanted["metadata"]["name"]
+        live = await self._applier.ensure(key, model.metadata.uid, wanted)
+        if live is None or "deletionTimestamp" in live["metadata"]:
+            self._later(key, LOOK_S)
+            return Fetch(name, None, Fetching("FetchStarting", f"{model.spec.source.uri}: the download is about to start"))
+        kept = live["metadata"].get("annotations", {}).get(RESULT)
+        if kept is not None:
+            return Fetch(name, Fetched(**json.loads(kept)), Fetching("Fetched", "the model is there"))
+        selector = "batch.kubernetes.io/job-name"
+        pods = [it for it in self._children.of(key, "FetchPod").values() if it["metadata"]["labels"].get(selector) == name]
+        if _turned(live, "Complete"):
+            return await self._complete(key, live, pods)
+        if (when := _turned(live, "Failed")) is not None:
+            return await self._failed(key, model, live, pods, when)
+        if live["metadata"].get("annotations", {}).get(APPLIED) != stamped(wanted)["metadata"]["annotations"][APPLIED]:
+            await self._delete(live, "another image, or other credentials: its template cannot change")
+        self._later(key, LOOK_S)
+        return Fetch(name, None, await _running(model, pods))
+
+    async def _complete(self, key: Key, live: Object, pods: Sequence[Object]) -> Fetch:
+        name = live["metadata"]["name"]
+        results = [it for pod in pods if (it := _result(pod)) is not None and "version" in it]
+        if not results:
+            await self._delete(live, "nobody knows any more what it found, and it is quickly found again")
+            self._later(key, LOOK_S)
+            return Fetch(name, None, Fetching("FetchStarting", "the download is looked at again"))
+        fetched = Fetched(results[0]["folder"], results[0]["version"])
+        meta = {it: live["metadata"][it] for it in ("name", "namespace", "uid")}
+        annotation = {RESULT: json.dumps({"folder": fetched.folder, "version": fetched.version})}
+        body = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {**meta, "annotations": annotation}}
+        log.info("noting at %s that it brought %s", described(live | {"kind": "Job"}), fetched.version)
+        await self._api.apply(body, MANAGER)
+        return Fetch(name, fetched, Fetching("Fetched", "the model is there"))
+
+    async def _delete(self, live: Object, why: str) -> None:
+        log.info("deleting %s: %s", described(live | {"kind": "Job"}), why)
+        await self._api.delete({"kind": "Job", **live})
+
+    async def _failed(self, key: Key, model: InferenceModel, live: Object, pods: Sequence[Object], when: datetime) -> Fetch:
+        left = RETRY_S - (datetime.now(UTC) - when).total_seconds()
+        if left <= 0:
+            await self._delete(live, "it failed, and is tried again")
+        self._later(key, max(left, LOOK_S))
+        reason, message = _why(model, pods) or ("FetchFailed", f"Job {live['metadata']['name']} failed")
+        return Fetch(live["metadata"]["name"], None, Fetching(reason, message, failed=True))
+
+
+async def _running(model: InferenceModel, pods: Sequence[Object]) -> Fetching:
+    """What the newest pod says, and what the one before it died of."""
+    live = [pod for pod in pods if is_live(pod)]
+    died = _why(model, pods)
+    if not live:
+        if died is not None:
+            return Fetching(died[0], f"{died[1]}; it is tried again", failed=True)
+        return Fetching("FetchStarting", f"{model.spec.source.uri}: the download is about to start")
+    newest = max(live, key=lambda pod: pod["metadata"]["creationTimestamp"])
+    if (wrong := trouble(newest)) is not None:
+        return Fetching(wrong.reason, wrong.message, failed=True)
+    said = await _progress(newest.get("status", {}).get("podIP"))
+    before = f" (after: {died[1]})" if died is not None else ""
+    return Fetching("Downloading", f"{model.spec.source.uri}: {said}{before}")
+
+
+async def _progress(address: str | None) -> str:
+    if address is None:
+        return "its pod is starting"
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=_TIMEOUT) as session,
+            session.get(f"http://{address}:{PROGRESS_PORT}/progress") as answer,
+        ):
+            now = await answer.json()
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        return "its pod does not say yet how far it is"
+    if now["phase"] == "waiting":
+        return f"waiting for {now['waits_for']}, which brings the same"
+    if not now["total"]:
+        return "asking what there is"
+    return f"{now['phase']}, {100 * now['done'] // now['total']}% of {now['total'] / 2**30:.2f} GiB"
+
+
+def _why(model: InferenceModel, pods: Sequence[Object]) -> tuple[str, str] | None:
+    """(reason, message) of the newest pod that failed, with the Secret's name and nothing that is in it."""
+    for pod in sorted(pods, key=lambda pod: pod["metadata"]["creationTimestamp"], reverse=True):
+        result = _result(pod)
+        if result is not None and "reason" in result:
+            secret = model.spec.source.secret_ref
+            place = f" (credentials: Secret {secret.name})" if secret is not None else " (no secretRef)"
+            about = place if result["reason"] in ("Unauthorized", "Forbidden", "NotFound") else ""
+            return f"Source{result['reason']}", f"{result['message']}{about}"
+        if pod.get("status", {}).get("phase") == "Failed" and (wrong := trouble(pod)) is not None:
+            return "FetchFailed", wrong.message
+    return None
+
+
+def _result(pod: Object) -> Object | None:
+    """What its process wrote at its end."""
+    for container in pod.get("status", {}).get("containerStatuses", []):
+        message = container.get("state", {}).get("terminated", {}).get("message", "")
+        try:
+            result = json.loads(message)
+        except ValueError:
+            continue
+        if isinstance(result, dict):
+            return result
+    return None
+
+
+def _turned(job: Object, kind: str) -> datetime | None:
+    """When a condition of the Job became true; None where it is not."""
+    for condition in job.get("status", {}).get("conditions", []):
+        if condition["type"] == kind and condition["status"] == "True":
+            return datetime.fromisoformat(condition["lastTransitionTime"])
+    return None

@@ -1,0 +1,107 @@
+"""HorizontalPodAutoscalers, of which KEDA makes one for each ScaledObject: who else says how many replicas there are."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from penstock.api.resources import InferenceModel, Pool
+from penstock.kube.cache import Change
+from penstock.kube.caches import Caches
+from penstock.operator.desired import size
+
+Object = dict[str, Any]
+
+
+class Target(NamedTuple):
+    """What is sized."""
+
+    namespace: str
+    kind: str
+    """`Deployment`, `LeaderWorkerSet` or `InferenceModel`."""
+    name: str
+
+
+OthersReport = Callable[[Target], str]
+"""Names of the HorizontalPodAutoscalers that size it, empty where there is none."""
+
+
+@dataclass(frozen=True)
+class OtherScaler:
+    """Somebody else who sizes a pool or a model."""
+
+    says: str
+    """Who sizes what."""
+    remedy: str = ""
+    """Why that cannot be meant, and what to do; empty: all is well."""
+
+
+class OtherScalers:
+    """The HorizontalPodAutoscalers by what they size."""
+
+    def __init__(self, changed: Callable[[str], None]) -> None:
+        """
+        Args:
+            changed: Told the namespace in which one began or ceased to size something.
+        """
+        self._changed = changed
+        self._names: defaultdict[Target, set[str]] = defaultdict(set)
+
+    def follow(self, cache: Caches) -> None:
+        """Keeps up with the caches of HorizontalPodAutoscalers. Call it before they run."""
+        cache.subscribe(self.seen)
+
+    def seen(self, change: Change) -> None:
+        """Takes a change in. Its status, which each of them writes every few seconds, is none."""
+        namespace, name = change.key
+        old, new = (_target(namespace, it) for it in (change.old, change.new))
+        if old == new:
+            return
+        if old is not None:
+            self._names[old].discard(name)
+            if not self._names[old]:
+                del self._names[old]
+        if new is not None:
+            self._names[new].add(name)
+        self._changed(namespace)
+
+    def of(self, target: Target) -> str:
+        """See `OthersReport`."""
+        return ", ".join(sorted(self._names.get(target, ())))
+
+
+def _target(namespace: str, autoscaler: Object | None) -> Target | None:
+    if autoscaler is None:
+        return None
+    its = autoscaler["spec"]["scaleTargetRef"]
+    return Target(namespace, its["kind"], its["name"])
+
+
+def trimmed_autoscaler(autoscaler: Object) -> Object:
+    """Of a HorizontalPodAutoscaler what it sizes: they may be anybody's, and many."""
+    meta = {name: autoscaler["metadata"][name] for name in ("name", "namespace", "uid", "resourceVersion")}
+    return {"metadata": meta, "spec": {"scaleTargetRef": autoscaler["spec"]["scaleTargetRef"]}}
+
+
+def other_of_pool(names: str, workload: Object, model: InferenceModel, pool: Pool) -> OtherScaler | None:
+    """Who else sizes a pool, by those who size its workload."""
+    if not names:
+        return None
+    says = f"HorizontalPodAutoscaler {names} sizes {workload['kind']} {workload['metadata']['name']}"
+    match size(model, pool).owner:
+        case "spec":
+            remedy = "spec.replicas puts it back each time: let it target the InferenceModel instead, or remove spec.replicas"
+        case "autoscaler" if pool.scaling is not None and pool.scaling.mode == "Auto":
+            remedy = "the pool's scaling would too, and does nothing meanwhile: remove the one or the other"
+        case _:
+            remedy = ""
+    return OtherScaler(says, remedy)
+
+
+def other_of_model(names: str, model: InferenceModel) -> OtherScaler | None:
+    """Who else sizes a model, by those who size the InferenceModel itself."""
+    if not names:
+        return None
+    says = f"HorizontalPodAutoscaler {names} sizes the InferenceModel"
+    fixed = model.spec.replicas is not None
+    return OtherScaler(says, "" if fixed else "there is no spec.replicas to change: let it target the pool's workload instead")

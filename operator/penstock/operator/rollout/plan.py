@@ -1,0 +1,92 @@
+"""What a model's reconcile is to bring about: its present revision, how fast each pool may go there, and all child objects."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from penstock.api import labels
+from penstock.api.resources import InferenceModel
+from penstock.operator import restrictions
+from penstock.operator.desired import (
+    TEMPLATE_VERSION,
+    Pace,
+    Rendering,
+    child_name,
+    children,
+    pod_template,
+)
+from penstock.operator.pods import is_live, revision
+from penstock.operator.rollout.leaving import Leaving, leaving
+from penstock.operator.rollout.pace import Step, step
+from penstock.operator.rollout.revisions import Resolution, resolve, sound
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Made anew at each look."""
+
+    resolution: Resolution
+    steps: dict[str, Step]
+    """By pool."""
+    objects: list[Object]
+    """In the order in which to apply them."""
+    leaving: Leaving
+    """Pools that the spec names no longer."""
+
+    @property
+    def kept(self) -> frozenset[tuple[str, str]]:
+        """Kind and name of children that stay as they are."""
+        return frozenset(("ControllerRevision", name) for name in self.resolution.kept) | self.leaving.kept
+
+    @property
+    def look_again_s(self) -> float | None:
+        """When to look again though nothing happened."""
+        times = (it.look_again_s for it in (*self.steps.values(), self.leaving))
+        return min((it for it in times if it is not None), default=None)
+
+
+def plan(
+    model: InferenceModel,
+    rendering: Rendering,
+    *,
+    revisions: Sequence[Object],
+    workloads: Mapping[str, Object],
+    pods: Sequence[Object],
+    now: datetime,
+) -> Plan:
+    """The plan for a model whose children are these.
+
+    Args:
+        revisions: Its ControllerRevisions. One that somebody else wrote may ask for no more than a template may.
+        workloads: Those that it has, by name.
+
+    Raises:
+        TemplateError, OverlayError, SourcePending: See `desired.pod_template`. What a revision holds is not looked at again.
+    """
+    running = frozenset(revision(pod) for pod in pods if is_live(pod))
+    trusted = [it for it in revisions if sound(it) and (rendering.allow_privileged_templates or not _privileged(it))]
+    resolution = resolve(
+        model, trusted, running, lambda model, pool: pod_template(model, pool, rendering), version=TEMPLATE_VERSION
+    )
+    steps: dict[str, Step] = {}
+    for pool in model.spec.pools:
+        workload = workloads.get(child_name(model.metadata.name, pool.name))
+        steps[pool.name] = step(
+            workload,
+            [pod for pod in pods if pod["metadata"]["labels"].get(labels.POOL) == pool.name],
+            resolution.templates[pool.name]["metadata"]["labels"][labels.REVISION],
+            wanted=workload["spec"].get("replicas", 1) if workload is not None else 0,
+            allow_downtime=model.spec.rollout.allow_downtime,
+            paused=model.spec.rollout.paused,
+            now=now,
+        )
+    paces: dict[str, Pace] = {name: it.pace for name, it in steps.items()}
+    objects = [resolution.current, *children(model, rendering, resolution.templates, paces)]
+    return Plan(resolution, steps, objects, leaving(model, workloads, pods, now))
+
+
+def _privileged(revision: Object) -> bool:
+    return any(restrictions.forbidden(entry["template"]) for entry in revision["data"]["pools"].values())

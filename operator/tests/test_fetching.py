@@ -1,0 +1,243 @@
+"""Models that a Job brings before replicas start."""
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from aiohttp import web
+from operator_world import World
+
+from penstock.api import labels
+from penstock.operator import fetching
+from penstock.operator.desired.source import MOUNT, fetch_job
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CACHED = {"uri": "hf://org/name", "revision": "main", "secretRef": {"name": "hf-token"}, "cache": {"claimName": "weights"}}
+
+
+@pytest.fixture
+def world(api, make):
+    return World(api, make)
+
+
+def job(world: World) -> Any:
+    (found,) = [it for (kind, _, _), it in world.api.objects.items() if kind == "Job"]
+    return found
+
+
+def pod(world: World, result: Any, phase: str = "Succeeded", code: int = 0, name: str = "f", **more: Any) -> None:
+    """The Job's pod has ended so."""
+    ended = {"terminated": {"exitCode": code, "message": json.dumps(result)}}
+    meta = {
+        "name": name,
+        "namespace": "default",
+        "uid": f"uid-{name}",
+        "creationTimestamp": "2026-01-01T00:00:00Z",
+        "labels": {labels.FETCH_OF: "tiny", "batch.kubernetes.io/job-name": job(world)["metadata"]["name"]},
+    }
+    status = {"phase": phase, "containerStatuses": [{"name": "fetch", "state": ended}] if result else [], **more}
+    world.children.observe("FetchPod", fetching_change(meta, status))
+
+
+def fetching_change(meta: Any, status: Any) -> Any:
+    from penstock.kube.cache import Change
+
+    return Change((meta["namespace"], meta["name"]), None, {"kind": "Pod", "metadata": meta, "status": status})
+
+
+def ends(world: World, kind: str, ago_s: float = 0) -> None:
+    when = (datetime.now(UTC) - timedelta(seconds=ago_s)).isoformat()
+    world.api.put({**job(world), "status": {"conditions": [{"type": kind, "status": "True", "lastTransitionTime": when}]}})
+
+
+async def finished(world: World, make: Any, key: Any, **changes: Any) -> None:
+    await world.apply(make.resource(source=CACHED, **changes))
+    await world.settle(key)
+    pod(world, {"folder": f"hf--org--name--{COMMIT}", "version": COMMIT, "size": 7})
+    ends(world, "Complete")
+    await world.settle(key)
+
+
+def engine(world: World) -> Any:
+    return world.live("Deployment")["spec"]["template"]["spec"]["containers"][0]
+
+
+async def test_replicas_are_made_when_the_job_is_done_and_mount_what_it_brought(world, make, key):
+    await world.apply(make.resource(source=CACHED))
+    await world.settle(key)
+    assert not any(kind == "Deployment" for kind, _, _ in world.api.objects)
+    assert world.condition("ModelAvailable")[:2] == ("Unknown", "FetchStarting")
+    spec = job(world)["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert container["args"][:3] == ["hf://org/name", "--revision=main", f"--to={MOUNT}"]
+    assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf-token", "key": "HF_TOKEN"}}} in container["env"]
+    assert spec["volumes"][0]["persistentVolumeClaim"] == {"claimName": "weights"}
+    assert labels.MODEL not in job(world)["spec"]["template"]["metadata"]["labels"], "it is no replica"
+    await finished(world, make, key)
+    assert engine(world)["args"][0] == f"{MOUNT}/hf--org--name--{COMMIT}"
+    assert engine(world)["volumeMounts"] == [{"name": "penstock-models", "mountPath": MOUNT, "readOnly": True}]
+    assert "HF_TOKEN" not in [it["name"] for it in engine(world)["env"]], "who does not download needs no token"
+    assert world.condition("ModelAvailable")[1] == "NotLoadedYet"
+
+
+async def test_what_was_found_out_outlives_the_pod_and_a_template_the_job(world, make, key):
+    await finished(world, make, key)
+    world.children.observe("FetchPod", type(fetching_change({"namespace": "default", "name": "f"}, {}))(
+        ("default", "f"), world.children.of(key, "FetchPod")["f"], None
+    ))  # fmt: skip
+    await world.settle(key)
+    assert engine(world)["args"][0].endswith(COMMIT)
+    await world.api.delete(job(world))
+    await world.apply(make.resource(source=CACHED, generation=2, replicas=3))
+    await world.settle(key)
+    assert world.live("Deployment")["spec"]["replicas"] == 3, "what runs is not held up"
+    assert job(world), "and the model is looked after again"
+
+
+async def test_a_change_waits_and_what_ran_goes_on(world, make, key):
+    await finished(world, make, key)
+    before = world.live("Deployment")["spec"]
+    old = job(world)["metadata"]["name"]
+    other = {**CACHED, "uri": "hf://org/other"}
+    await world.apply(make.resource(source=other, generation=2))
+    await world.settle(key)
+    assert world.live("Deployment")["spec"] == before
+    assert world.condition("Ready")[:2] == ("False", "FetchStarting")
+    new = next(name for kind, _, name in world.api.objects if kind == "Job" and name != old)
+    meta = {"name": "g", "namespace": "default", "uid": "g", "creationTimestamp": "2026-01-01T00:00:00Z"}
+    meta["labels"] = {labels.FETCH_OF: "tiny", "batch.kubernetes.io/job-name": new}
+    ended = {"terminated": {"exitCode": 0, "message": json.dumps({"folder": "x", "version": "y"})}}
+    world.children.observe("FetchPod", fetching_change(meta, {"containerStatuses": [{"name": "fetch", "state": ended}]}))
+    done = {"conditions": [{"type": "Complete", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}]}
+    world.api.put({**world.api.objects["Job", "default", new], "status": done})
+    await world.settle(key)
+    assert engine(world)["args"][0] == f"{MOUNT}/x"
+    assert job(world)["metadata"]["name"] == new, "the other Job is pruned"
+
+
+@pytest.mark.parametrize("reason", ["Unauthorized", "Forbidden", "NotFound"])
+async def test_a_refusal_is_a_condition_with_source_and_secret(world, make, key, reason):
+    await world.apply(make.resource(source=CACHED))
+    await world.settle(key)
+    pod(world, {"reason": reason, "message": "hf://org/name: no"}, phase="Failed", code=3)
+    ends(world, "Failed")
+    await world.settle(key)
+    told = ("False", f"Source{reason}", "hf://org/name: no (credentials: Secret hf-token)")
+    assert world.condition("ModelAvailable") == world.condition("Ready") == told
+    assert world.condition("Degraded")[0] == "True"
+    assert any(it["reason"] == f"Source{reason}" for it in world.api.posted)
+    ends(world, "Failed", ago_s=fetching.RETRY_S + 1)
+    before = job(world)["metadata"]["uid"]
+    await world.settle(key)
+    await world.settle(key)
+    assert job(world)["metadata"]["uid"] != before, "a grant may have come since"
+
+
+async def test_no_room_and_a_claim_that_is_missing_are_told(world, make, key):
+    await world.apply(make.resource(source=CACHED))
+    await world.settle(key)
+    missing = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": 'claim "weights" not found'}
+    pod(world, None, phase="Pending", conditions=[missing])
+    await world.settle(key)
+    assert world.condition("ModelAvailable")[:2] == ("False", "Unschedulable")
+    assert 'claim "weights" not found' in world.condition("ModelAvailable")[2]
+    pod(world, {"reason": "NoSpace", "message": "hf://org/name: the volume is full"}, phase="Failed", code=3, name="g")
+    ends(world, "Failed")
+    await world.settle(key)
+    assert world.condition("ModelAvailable") == ("False", "SourceNoSpace", "hf://org/name: the volume is full")
+
+
+async def test_the_status_says_how_far_it_is(world, make, key, unused_tcp_port, monkeypatch):
+    async def progress(_: web.Request) -> web.Response:
+        return web.json_response({"phase": "downloading", "done": 3 << 30, "total": 4 << 30, "waits_for": ""})
+
+    app = web.Application()
+    app.add_routes([web.get("/progress", progress)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", unused_tcp_port).start()
+    monkeypatch.setattr(fetching, "PROGRESS_PORT", unused_tcp_port)
+    try:
+        await world.apply(make.resource(source=CACHED))
+        await world.settle(key)
+        pod(world, None, phase="Running", podIP="127.0.0.1")
+        await world.settle(key)
+    finally:
+        await runner.cleanup()
+    told = world.condition("ModelAvailable")
+    assert told == ("Unknown", "Downloading", "hf://org/name: downloading, 75% of 4.00 GiB")
+    assert (key, fetching.LOOK_S) in world.looks
+
+
+async def test_an_unfinished_job_with_another_image_is_made_anew(world, make, key):
+    await world.apply(make.resource(source=CACHED))
+    await world.settle(key)
+    await world.apply(make.resource(source=CACHED, generation=2, engine={"image": "other:2"}))
+    await world.settle(key)
+    await world.settle(key)
+    assert job(world)["spec"]["template"]["spec"]["containers"][0]["image"] == "other:2"
+
+
+async def test_without_a_cache_the_job_only_finds_the_commit(world, make, key):
+    await world.apply(make.resource(source={"uri": "hf://org/name", "revision": "main"}))
+    await world.settle(key)
+    assert "volumes" not in job(world)["spec"]["template"]["spec"]
+    pod(world, {"folder": "", "version": COMMIT, "size": 0})
+    ends(world, "Complete")
+    await world.settle(key)
+    assert engine(world)["args"][:2] == ["hf://org/name", f"--revision={COMMIT}"]
+
+
+async def test_a_claim_with_the_model_is_mounted_without_a_job(world, make, key):
+    await world.apply(make.resource(source={"uri": "pvc://weights/team/llama"}))
+    await world.settle(key)
+    assert engine(world)["args"][0] == f"{MOUNT}/team/llama"
+    assert engine(world)["volumeMounts"][0]["readOnly"] is True
+
+
+def test_a_job_is_for_a_claim_a_model_a_version_and_a_restart(make):
+    def name(**changes: Any) -> str:
+        source = {**CACHED, **changes.pop("source", {})}
+        return fetch_job(make.model(source=source, **changes), "i")["metadata"]["name"]
+
+    again = {"rollout": {"restartedAt": "2026-02-01T12:00:00Z"}}
+    others = [
+        name(source={"uri": "hf://org/b"}),
+        name(source={"revision": "dev"}),
+        name(source={"cache": {"claimName": "c"}}),
+        name(**again),
+    ]
+    assert len({name(), *others}) == 5
+    assert name() == name(engine={"image": "other:2"}) == name(replicas=4) == name(source={"secretRef": {"name": "x"}})
+    fixed = {"source": {"revision": COMMIT}}
+    assert name(**fixed) == name(**fixed, **again), "a commit does not move"
+    assert fetch_job(make.model(source={"uri": "hf://org/name", "revision": COMMIT}), "i") is None
+
+
+def test_the_job_has_the_secret_s_keys_and_the_replicas_proxies(make):
+    template = {
+        "spec": {
+            "imagePullSecrets": [{"name": "pull"}],
+            "containers": [{"name": "engine", "env": [{"name": "HTTPS_PROXY", "value": "p"}]}],
+        }
+    }
+    source = {"uri": "s3://b/m", "secretRef": {"name": "aws"}, "cache": {"claimName": "c"}}
+    spec = fetch_job(make.model(source=source, pools=[{"name": "main", "template": template}]), "i")["spec"]["template"]["spec"]
+    names = {
+        it["name"]: it.get("valueFrom", {}).get("secretKeyRef", {}).get("optional", False) for it in spec["containers"][0]["env"]
+    }
+    assert names["AWS_SECRET_ACCESS_KEY"] is False
+    assert names["AWS_ENDPOINT_URL"] is True
+    assert "HTTPS_PROXY" in names
+    assert spec["imagePullSecrets"] == [{"name": "pull"}]
+
+
+def test_replicas_of_other_versions_exchange_no_blocks(make):
+    from penstock.operator.desired.pod import kv_layout
+    from penstock.operator.desired.source import Fetched
+
+    model = make.model(source=CACHED)
+    one = Fetched("f", "a")
+    assert kv_layout(model, model.spec.pools[0], one) != kv_layout(model, model.spec.pools[0], replace(one, version="b"))

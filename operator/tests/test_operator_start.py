@@ -1,0 +1,102 @@
+"""The operator's start, against a small API server: what it must know before it says or does anything."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from kubernetes.aio.client import ApiClient, Configuration
+
+from penstock.operator.api import AUTOSCALERS, MODELS
+from penstock.operator.desired import Rendering
+from penstock.operator.process import Operator, Options
+from penstock.operator.replicas import Replicas
+from penstock.operator.telemetry import Exposition
+
+Object = dict[str, Any]
+
+OPTIONS = Options(
+    rendering=Rendering(image="engine:1"),
+    namespaces=(),
+    system_namespace="penstock-system",
+    kubeconfig=None,
+    leader_elect=False,
+    resync_s=300.0,
+    http_host="127.0.0.1",
+    http_port=0,
+    gateway_url="",
+    gateway_http_port=9090,
+    replica_tls=None,
+)
+THEIRS = {
+    "metadata": {"name": "theirs", "namespace": "default", "uid": "u", "resourceVersion": "1"},
+    "spec": {"scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "tiny-main"}},
+}
+
+
+class FakeServer:
+    """One model and one HorizontalPodAutoscaler, whose list it keeps back; what is applied, it takes and forgets."""
+
+    def __init__(self, model: Object) -> None:
+        self.lists = {MODELS.path(None): [model], AUTOSCALERS.path(None): [THEIRS]}
+        self.asked: list[str] = []
+        self.autoscalers: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        """The status with which their list is answered."""
+        self.statuses: asyncio.Queue[Object] = asyncio.Queue()
+        """The model's, as they are written."""
+        self.over = asyncio.Event()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        if request.method == "PATCH":
+            body = await request.json()
+            if path.endswith("/inferencemodels/tiny/status"):
+                self.statuses.put_nowait(body["status"])
+            return web.json_response(body)
+        if request.query.get("watch") == "true":
+            await self.over.wait()
+        if path.endswith("/inferencemodels/tiny"):
+            return web.json_response(self.lists[MODELS.path(None)][0])
+        if "/namespaces/default/" in path:
+            return web.Response(status=404)
+        self.asked.append(path)
+        if path == AUTOSCALERS.path(None) and (status := await self.autoscalers) != 200:
+            return web.Response(status=status)
+        return web.json_response({"metadata": {"resourceVersion": "5"}, "items": self.lists.get(path, [])})
+
+
+@asynccontextmanager
+async def operating(model: Object) -> AsyncIterator[FakeServer]:
+    fake, stop, replicas = FakeServer(model), asyncio.Event(), Replicas()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", fake.handle)
+    async with TestServer(app) as server, ApiClient(Configuration(host=str(server.make_url("")).rstrip("/"))) as api:
+        running = asyncio.create_task(Operator(api, OPTIONS, replicas, Exposition()).run(stop))
+        try:
+            yield fake
+        finally:
+            fake.over.set()
+            stop.set()
+            await asyncio.wait_for(running, 60)
+            await replicas.close()
+
+
+async def scaling_active(fake: FakeServer) -> str:
+    """The reason that the next status gives."""
+    status = await asyncio.wait_for(fake.statuses.get(), 60)
+    return next(it["reason"] for it in status["conditions"] if it["type"] == "ScalingActive")
+
+
+@pytest.mark.parametrize(("answer", "reason"), [(200, "OtherAutoscaler"), (403, "NotConfigured"), (404, "NotConfigured")])
+async def test_nothing_is_said_before_it_is_known_who_else_sizes_a_model(make: Any, answer: int, reason: str) -> None:
+    async with operating(make.resource()) as fake:
+        async with asyncio.timeout(60):
+            while len(fake.asked) < 16:  # a list of everything that it watches
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        assert fake.statuses.empty()
+        fake.autoscalers.set_result(answer)
+        assert await scaling_active(fake) == reason
