@@ -1,7 +1,6 @@
 """Servers to measure and to talk to."""
 
 import json
-import socket
 import subprocess
 import time
 import urllib.error
@@ -25,6 +24,7 @@ class Script:
         self.headers: list[dict[str, str]] = []
         self.answer: Callable[[Script, web.Request, dict[str, Any]], Awaitable[web.StreamResponse]] = stream_words
         self.metrics: str | None = None
+        self.scrapes = 0
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -36,6 +36,7 @@ class Script:
         return web.json_response({"data": [{"id": "one"}, {"id": "two"}]})
 
     async def gauges(self, _: web.Request) -> web.Response:
+        self.scrapes += 1
         return web.Response(status=404) if self.metrics is None else web.Response(text=self.metrics)
 
 
@@ -66,15 +67,6 @@ async def stream_words(_: Script, request: web.Request, body: dict[str, Any]) ->
         await response.write(event(body, f"w{number} ", "length" if number == count - 1 else None))
     await response.write(usage(prompt, count) + b"data: [DONE]\n\n")
     return response
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from aiohttp import web
-from client_servers import TINY, Script, free_ports, wait_ready
+from client_servers import TINY, Script, wait_ready
+
+from testing.ports import free_ports
 
 
 @pytest.fixture

@@ -40,12 +40,16 @@ def test_a_seed_fixes_the_times_and_infinity_means_now() -> None:
 
 async def test_no_more_run_than_allowed_and_as_many_as_that() -> None:
     running, peak, order = 0, 0, []
+    full = asyncio.Event()
 
     async def send(due: float, request: int) -> None:
         nonlocal running, peak
         order.append(request)
         running += 1
         peak = max(peak, running)
+        if running == 4:
+            full.set()
+        await asyncio.wait_for(full.wait(), 60)
         await asyncio.sleep(0.001 * (request % 3))
         running -= 1
 
@@ -86,9 +90,10 @@ async def test_requests_are_made_only_when_there_is_room_for_them() -> None:
 
 
 async def test_cancelling_ends_what_runs() -> None:
-    ended = []
+    began, ended = [], []
 
     async def send(due: float, request: int) -> None:
+        began.append(request)
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
@@ -96,7 +101,9 @@ async def test_cancelling_ends_what_runs() -> None:
             raise
 
     task = asyncio.create_task(drive([(0.0, 0), (0.0, 1), (60.0, 2)], send))
-    await asyncio.sleep(0.02)
+    async with asyncio.timeout(60):
+        while len(began) < 2:
+            await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -176,7 +176,14 @@ def test_an_azure_trace_has_times_and_lengths(prompts: Prompts, tmp_path: Path) 
     assert list(trace_requests(rows, prompts, seed=0, block_size=512)) == [first, second]
 
 
-BAD_TRACES = [("a.jsonl", "{}"), ("a.csv", "time,length\n1,2\n"), ("a.jsonl", ""), ("a.csv", "")]
+BAD_TRACES = [
+    ("a.jsonl", "{}"),
+    ("a.csv", "time,length\n1,2\n"),
+    ("a.jsonl", ""),
+    ("a.csv", ""),
+    ("a.jsonl", '{"timestamp": 0, "input_length": 5, "output_length": 3, "hash_ids": [-1]}'),
+    ("a.jsonl", '{"timestamp": 0, "input_length": -5, "output_length": 3}'),
+]
 
 
 @pytest.mark.parametrize(("name", "content"), BAD_TRACES)

@@ -72,10 +72,12 @@ def test_shared_prefixes_come_from_the_engines_cache(engine: str, tmp_path: Path
 
 @pytest.mark.req("MET-13")
 def test_the_reading_follows_the_load(engine: str, tmp_path: Path) -> None:
-    """128 blocks of 16 tokens hold six sequences of 320: one at a time leaves room, two dozen pile up."""
+    """128 blocks of 16 tokens hold six sequences of 320: two a second leave room, two dozen at once pile up."""
     shape = ["--random-input-len", "20", "--random-output-len", "300", "--ignore-eos"]
-    light, _ = bench(engine, tmp_path, *shape, "--num-prompts", "6", "--max-concurrency", "1")
-    heavy, shown = bench(engine, tmp_path, *shape, "--num-prompts", "24", "--max-concurrency", "24")
+    light, _ = bench(
+        engine, tmp_path, *shape, "--num-prompts", "8", "--max-concurrency", "1", "--request-rate", "2", "--burstiness", "100"
+    )
+    heavy, shown = bench(engine, tmp_path, *shape, "--num-prompts", "120", "--max-concurrency", "24")
     assert light["saturation"]["reading"] == "headroom", light["saturation"]
     assert heavy["saturation"]["reading"] == "past the knee", heavy["saturation"]
     assert heavy["saturation"]["peak_kv_usage"] > 0.9 and heavy["saturation"]["mean_waiting"] > 5

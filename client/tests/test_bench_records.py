@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.client.bench.records import Record, Recorder, share_tokens
@@ -113,7 +113,6 @@ def test_what_is_no_whole_answer_is_an_error(events: list[tuple[float, str]], ki
     assert record(*events).error == kind
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(0, 200))
 def test_shared_tokens_add_up(characters: list[int], total: int) -> None:
     counts = share_tokens(total, characters)
@@ -125,7 +124,6 @@ def test_shared_tokens_add_up(characters: list[int], total: int) -> None:
         assert counts[with_text[0]]
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200), st.sampled_from([b"\n", b"\r\n"]), st.lists(st.integers(1, 60)))
 def test_events_come_out_whole_however_the_bytes_are_cut(noise: bytes, line_end: bytes, cuts: list[int]) -> None:
     payload = noise.replace(b"\r", b"").replace(b"\n", b"") or b"x"

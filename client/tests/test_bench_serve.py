@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from client_servers import TINY, Script, begin, event, free_ports, stream_words, usage
+from client_servers import TINY, Script, begin, event, stream_words, usage
 
 from penstock.client.bench import serve
 from penstock.client.bench.datasets import DatasetError
 from penstock.client.bench.flags import parser
 from penstock.client.server import ServerError
+from testing.ports import free_ports
 
 SMALL = ["--random-input-len", "20", "--random-output-len", "5"]
 
@@ -83,7 +84,7 @@ async def test_each_kind_of_error_is_counted(script: Script, tmp_path: Path, cap
             elif number == 4:
                 await response.write(b"data: what is this\n\n")
             return response  # the fifth just ends
-        if number == 6:
+        if number in (6, 7):  # one request: it is sent again when its connection breaks before the answer
             assert request.transport is not None
             request.transport.close()
         return await stream_words(script, request, body)
@@ -97,10 +98,35 @@ async def test_each_kind_of_error_is_counted(script: Script, tmp_path: Path, cap
     assert "too much to do" in shown and "a GPU fell off" in shown and "1 × cut off" in shown
 
 
+async def test_a_request_that_went_into_a_closed_connection_is_sent_again(script: Script, tmp_path: Path) -> None:
+    async def close(script: Script, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if len(script.bodies) == 3:
+            assert request.transport is not None
+            request.transport.close()
+        return await stream_words(script, request, body)
+
+    script.answer = close
+    found = await result(script.url, tmp_path, "--num-prompts", "4", "--max-concurrency", "1", *SMALL)
+    assert (found["completed"], found["failed"], len(script.bodies)) == (4, 0, 6)
+    assert script.bodies[2] == script.bodies[3]
+
+
 async def test_a_server_that_is_not_there_is_named() -> None:
     url = f"http://127.0.0.1:{free_ports(1)[0]}"
     with pytest.raises(ServerError, match=f"cannot reach {url}: connection refused"):
         await bench(url, "--num-prompts", "1")
+
+
+async def test_an_address_without_http_is_no_broken_connection() -> None:
+    with pytest.raises(ServerError, match="'localhost:8000' is not an address like http://localhost:8000"):
+        await bench("localhost:8000", "--num-prompts", "1")
+
+
+async def test_where_the_result_goes_is_tried_before_anything_is_measured(script: Script, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DatasetError, match=r"the result cannot be written to .*file"):
+        await bench(script.url, "--num-prompts", "3", *SMALL, "--save-result", "--result-dir", str(tmp_path / "file"))
+    assert len(script.bodies) <= 1, "more than the warm-up was sent"
 
 
 async def test_a_refusal_of_the_first_request_is_quoted(script: Script) -> None:
@@ -135,7 +161,7 @@ async def test_an_interrupted_run_still_reports(script: Script, tmp_path: Path) 
 
     script.answer = slow
     run = asyncio.create_task(result(script.url, tmp_path, "--num-prompts", "9", "--max-concurrency", "2", *SMALL))
-    await asyncio.wait_for(waiting.wait(), 30)
+    await asyncio.wait_for(waiting.wait(), 60)
     run.cancel()
     with pytest.raises(serve.Interrupted):
         await run
@@ -216,9 +242,14 @@ vllm:kv_cache_usage_perc{engine="1"} 0.97
 """
 
 
-async def test_gauges_are_read_while_the_load_runs(script: Script, tmp_path: Path) -> None:
+async def test_gauges_are_read_while_the_load_runs(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.client.bench.saturation.INTERVAL_S", 0.05)
+
     async def slow(script: Script, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await asyncio.sleep(1.8 if len(script.bodies) > 1 else 0)
+        seen = script.scrapes
+        async with asyncio.timeout(60):
+            while len(script.bodies) > 1 and script.scrapes < seen + 8:
+                await asyncio.sleep(0.01)
         return await stream_words(script, request, body)
 
     script.answer, script.metrics = slow, GAUGES
@@ -241,6 +272,7 @@ async def test_gauges_that_were_asked_for_must_be_there(script: Script) -> None:
         (["--request-rate", "0"], "not above 0"),
         (["--burstiness", "inf"], "must be finite"),
         (["--extra-body", '{"n": 2}'], "n cannot be set here"),
+        (["--extra-body", '{"stream_options": null}'], "stream_options must be an object"),
         (["--percentile-metrics", "ttft,foo"], "no metric 'foo'"),
         (["--metric-percentiles", "101"], "0 to 100"),
         (["--random-range-ratio", "1"], "not below 1"),

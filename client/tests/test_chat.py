@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from aiohttp import web
 from client_servers import Script, begin, event, stream_words, usage
 
 from penstock.client.chat import Answer, Conversation
+from penstock.client.server import ServerError
 
 COMMAND = [sys.executable, "-m", "penstock.cli", "chat"]
 
@@ -36,6 +38,9 @@ def test_speed_is_that_of_the_tokens_after_the_first() -> None:
     assert Answer("x", began=10, first=10.5, last=12.5, tokens=21).speed() == "21 tokens, first token after 500 ms, 10.0 tok/s"
     assert Answer("x", began=10, first=10.5, last=10.5, tokens=1).speed() == "1 token, first token after 500 ms"
     assert Answer("x", began=10, first=10.5, last=12.5).speed() == "first token after 500 ms"
+    assert (
+        Answer("x", began=10, first=10.5, last=10.5, ended="length").speed() == "first token after 500 ms, cut off at the limit"
+    )
     assert Answer().speed() == "no token"
 
 
@@ -67,6 +72,34 @@ async def test_errors_are_sentences(script: Script) -> None:
     assert (status, err) == (1, "penstock chat: cannot reach http://127.0.0.1:1: connection refused\n")
 
 
+async def test_what_is_no_whole_answer_is_an_error(script: Script) -> None:
+    """A stream that ends in the middle, as that of a server which dies, and what is no stream at all."""
+
+    async def stop(_: Script, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin(request)
+        await response.write(event(body, "half"))
+        return response
+
+    async def page(_: Script, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(text="<html></html>", content_type="text/html")
+
+    for answer, out in ((stop, "half\n"), (page, "")):
+        script.answer = answer
+        found = await piped("hi", "--base-url", script.url)
+        assert found == (1, out, "penstock chat: the stream ended before the answer did\n")
+
+
+@pytest.mark.parametrize("flags", [["--temperature", "nan"], ["--temperature", "-1"], ["--max-tokens", "0"]])
+async def test_flags_of_a_chat_that_make_no_sense_are_refused(flags: list[str]) -> None:
+    status, _, err = await piped("hi", *flags)
+    assert status == 2 and f"argument {flags[0]}" in err
+
+
+def test_what_is_no_text_is_a_sentence() -> None:
+    with pytest.raises(ServerError, match="not UTF-8 text"):
+        Conversation("m").body(b"\xff".decode(errors="surrogateescape"))
+
+
 def test_the_real_engine_answers(engine: str) -> None:
     flags = ["--base-url", engine, "--temperature", "0"]
     done = subprocess.run(
@@ -81,7 +114,10 @@ class Terminal:
     def __init__(self, *flags: str) -> None:
         self._ours, theirs = pty.openpty()
         environment = {**os.environ, "TERM": "dumb", "NO_COLOR": "1"}
-        self.process = subprocess.Popen([*COMMAND, *flags], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+        # A job in the background, as this test may be, ignores Ctrl-C, and so would its children.
+        reset = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        command = [*COMMAND, *flags]
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, preexec_fn=reset)
         os.close(theirs)
 
     def see(self, pattern: str) -> str:
@@ -104,7 +140,7 @@ class Terminal:
     def close(self) -> int:
         """Ends it; its exit status."""
         try:
-            return self.process.wait(10)
+            return self.process.wait(60)
         finally:
             self.process.kill()
             os.close(self._ours)
@@ -140,10 +176,11 @@ async def test_a_conversation_on_a_terminal(script: Script) -> None:
         chat.type("bad")
         assert "the server answered 400: I cannot" in chat.see("cannot\r\n> ")
         chat.type("/nonsense")
-        chat.see("there is no command /nonsense")
+        chat.see("there is no command /nonsense; .*\r\n> ")
         chat.type("/help")
-        chat.see("forget the conversation")
+        assert "forget the conversation" in chat.see("stays in the conversation\r\n> ")
         chat.type("/reset")
+        chat.see("/reset\r\n> ")  # what is typed while the terminal changes its mode can get lost
         chat.type("again")
         chat.see("first token after .*\n> ")
         chat.type("/quit")

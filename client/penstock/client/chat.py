@@ -32,6 +32,8 @@ class Answer:
     last: float = 0.0
     tokens: int | None = None
     """By the server's count; None: it has not said."""
+    ended: str | None = None
+    """The server's reason; None: the stream has not come to the answer's end."""
 
     def speed(self) -> str:
         """The line below an answer."""
@@ -42,6 +44,8 @@ class Answer:
             parts.insert(0, f"{self.tokens} token{'s' if self.tokens != 1 else ''}")
             if self.tokens > 1 and self.last > self.first:
                 parts.append(f"{(self.tokens - 1) / (self.last - self.first):.1f} tok/s")
+        if self.ended == "length":
+            parts.append("cut off at the limit")
         return ", ".join(parts)
 
 
@@ -68,10 +72,13 @@ class Conversation:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def body(self, question: str) -> bytes:
-        """The request that asks `question` next."""
+        """The request that asks `question` next; raises `ServerError` for what is no text."""
         messages = [*self.messages, {"role": "user", "content": question}]
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        return msgspec.json.encode({"model": self.model, "messages": messages, **options, **self.fields})
+        try:
+            return msgspec.json.encode({"model": self.model, "messages": messages, **options, **self.fields})
+        except UnicodeEncodeError:
+            raise ServerError("input", "the question is not UTF-8 text") from None
 
     def keep(self, question: str, answer: str) -> None:
         """What has been said; an answer of which nothing came leaves no trace."""
@@ -85,7 +92,7 @@ async def ask(server: Server, body: bytes, answer: Answer, write: Callable[[str,
     answer.began = time.perf_counter()
     headers = {"content-type": "application/json"}
     try:
-        async with server.session.post(server.url("/v1/chat/completions"), data=body, headers=headers) as response:
+        async with await server.post(server.url("/v1/chat/completions"), body, headers) as response:
             await check(response)
             async for data in response.content.iter_any():
                 for payload in decoder.feed(data):
@@ -93,6 +100,8 @@ async def ask(server: Server, body: bytes, answer: Answer, write: Callable[[str,
                         _take(payload, answer, write)
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise unreachable(server.base_url, error) from None
+    if answer.ended is None:
+        raise ServerError("cut off", "the stream ended before the answer did")
 
 
 def _take(payload: bytes, answer: Answer, write: Callable[[str, bool], None]) -> None:
@@ -111,6 +120,7 @@ def _take(payload: bytes, answer: Answer, write: Callable[[str, bool], None]) ->
                 answer.first = answer.first or answer.last
                 write(text, thought)
         answer.text += choice.answer
+        answer.ended = choice.finish_reason or answer.ended
 
 
 def run(base_url: str, model: str | None, system: str | None, max_tokens: int | None, temperature: float | None) -> int:
@@ -142,8 +152,13 @@ def _pipe(runner: asyncio.Runner, server: Server, conversation: Conversation) ->
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    runner.run(ask(server, conversation.body(question), Answer(), write))
-    sys.stdout.write("\n")
+    answer = Answer()
+    try:
+        runner.run(ask(server, conversation.body(question), answer, write))
+    finally:
+        if answer.text:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
     return 0
 
 

@@ -48,6 +48,8 @@ def chat(argv: list[str]) -> int:
 
 
 def _chat_parser() -> argparse.ArgumentParser:
+    from penstock.flag_values import not_negative, positive
+
     parser = argparse.ArgumentParser(
         prog="penstock chat",
         description="Chats with a running server in the terminal. What is piped in is one question. OPENAI_API_KEY is sent.",
@@ -57,6 +59,6 @@ def _chat_parser() -> argparse.ArgumentParser:
     add("--base-url", default="http://127.0.0.1:8000", help="of any OpenAI-compatible server (default: %(default)s)")
     add("--model", help="default: the first that the server names")
     add("--system", metavar="TEXT", help="a system message")
-    add("--max-tokens", type=int, metavar="N", help="tokens of an answer at most (default: the server's)")
-    add("--temperature", type=float, metavar="T", help="default: the server's")
+    add("--max-tokens", type=positive, metavar="N", help="tokens of an answer at most (default: the server's)")
+    add("--temperature", type=not_negative, metavar="T", help="default: the server's")
     return parser

@@ -39,16 +39,33 @@ class Server:
         self._headers = ({"authorization": f"Bearer {key}"} if key else {}) | dict(headers or {})
 
     async def __aenter__(self) -> "Server":
-        # No limit on connections: how many requests run is the caller's business. None on time: answers may take hours.
-        self.session = aiohttp.ClientSession(
-            headers=self._headers,
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-        )
+        self.session, self.anew = self._session(reuse=True), self._session(reuse=False)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.session.close()
+        await self.anew.close()
+
+    def _session(self, reuse: bool) -> aiohttp.ClientSession:
+        # No limit on connections: how many requests run is the caller's business. None on time: answers may take hours.
+        return aiohttp.ClientSession(
+            headers=self._headers,
+            connector=aiohttp.TCPConnector(limit=0, force_close=not reuse),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        )
+
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
+        """The answer, from its first byte on; raises aiohttp's errors.
+
+        Servers close idle connections without a word, llama.cpp's after each stream: a request that went into one is sent once
+        more, over a new one (RFC 9112, section 9.3.1).
+        """
+        try:
+            return await self.session.post(url, data=body, headers=headers)
+        except aiohttp.ClientConnectorError:
+            raise
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            return await self.anew.post(url, data=body, headers=headers)
 
     def url(self, path: str) -> str:
         """The address of a path such as `/v1/models`."""
@@ -90,7 +107,7 @@ async def check(response: aiohttp.ClientResponse) -> None:
 
 def unreachable(base_url: str, error: Exception) -> ServerError:
     """A failure of the connection as a `ServerError`."""
-    if isinstance(error, aiohttp.InvalidURL):
+    if isinstance(error, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):
         return ServerError("connection", f"{base_url!r} is not an address like http://localhost:8000")
     if isinstance(error, aiohttp.ClientConnectorError):
         reason = os.strerror(error.errno).lower() if error.errno else str(error.os_error)

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -114,11 +114,14 @@ class TraceRow(NamedTuple):
     """One id for each block of the prompt; equal ids mean an equal prefix up to there. Empty: not known."""
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _MooncakeRow(msgspec.Struct):
     timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int] = []
+    input_length: _Count
+    output_length: _Count
+    hash_ids: list[_Count] = []
 
 
 def read_trace(path: Path) -> list[TraceRow]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.client.bench.report import BOUNDS, METRICS
+from penstock.flag_values import above_zero, count, not_negative, number, positive, rate, share
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "trace")
 _FIXED = ("model", "prompt", "messages", "stream", "n", "max_tokens", "max_completion_tokens")
@@ -42,18 +43,18 @@ def _server(one: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="sent with each request; may be repeated",
     )
-    add("--ready-check-timeout-sec", type=_not_negative, default=0.0, metavar="S", help="wait so long for the server to answer")
+    add("--ready-check-timeout-sec", type=not_negative, default=0.0, metavar="S", help="wait so long for the server to answer")
     add("--metrics-url", nargs="+", metavar="URL", help="of each replica, for the saturation reading (None: BASE_URL/metrics)")
 
 
 def _load(one: argparse.ArgumentParser) -> None:
     add = one.add_argument_group("load").add_argument
-    add("--num-prompts", type=_positive, metavar="N", help="requests (None: 1000, or all of a file)")
-    add("--request-rate", type=_rate, metavar="R", help="a second, whatever the answers do (None: inf, or the trace's times)")
-    add("--burstiness", type=_above_zero, default=1.0, metavar="B", help="1: Poisson arrivals; below: burstier; above: smoother")
-    add("--max-concurrency", type=_positive, metavar="N", help="requests at a time; with no rate: a closed loop (None: no limit)")
-    add("--num-warmups", type=_positive, default=1, metavar="N", help="requests before the clock starts; the first must succeed")
-    add("--seed", type=_count, default=0, help="of prompts, lengths and arrivals")
+    add("--num-prompts", type=positive, metavar="N", help="requests (None: 1000, or all of a file)")
+    add("--request-rate", type=rate, metavar="R", help="a second, whatever the answers do (None: inf, or the trace's times)")
+    add("--burstiness", type=above_zero, default=1.0, metavar="B", help="1: Poisson arrivals; below: burstier; above: smoother")
+    add("--max-concurrency", type=positive, metavar="N", help="requests at a time; with no rate: a closed loop (None: no limit)")
+    add("--num-warmups", type=positive, default=1, metavar="N", help="requests before the clock starts; the first must succeed")
+    add("--seed", type=count, default=0, help="of prompts, lengths and arrivals")
 
 
 def _dataset(one: argparse.ArgumentParser) -> None:
@@ -64,36 +65,36 @@ def _dataset(one: argparse.ArgumentParser) -> None:
 
 def _random(one: argparse.ArgumentParser) -> None:
     add = one.add_argument_group("random").add_argument
-    add("--random-input-len", type=_positive, default=1024, metavar="N", help="prompt tokens")
-    add("--random-output-len", type=_positive, default=128, metavar="N", help="output tokens")
-    add("--random-range-ratio", type=_share, default=0.0, metavar="R", help="lengths are uniform from N·(1-R) to N·(1+R)")
-    add("--random-prefix-len", type=_count, default=0, metavar="N", help="more tokens in front, the same for all")
+    add("--random-input-len", type=positive, default=1024, metavar="N", help="prompt tokens")
+    add("--random-output-len", type=positive, default=128, metavar="N", help="output tokens")
+    add("--random-range-ratio", type=share, default=0.0, metavar="R", help="lengths are uniform from N·(1-R) to N·(1+R)")
+    add("--random-prefix-len", type=count, default=0, metavar="N", help="more tokens in front, the same for all")
 
 
 def _prefix(one: argparse.ArgumentParser) -> None:
     add = one.add_argument_group("prefix_repetition").add_argument
-    add("--prefix-repetition-prefix-len", type=_positive, default=256, metavar="N", help="tokens of a shared beginning")
-    add("--prefix-repetition-suffix-len", type=_positive, default=256, metavar="N", help="tokens of a prompt's own end")
-    add("--prefix-repetition-num-prefixes", type=_positive, default=10, metavar="N", help="different beginnings")
-    add("--prefix-repetition-output-len", type=_positive, default=128, metavar="N", help="output tokens")
+    add("--prefix-repetition-prefix-len", type=positive, default=256, metavar="N", help="tokens of a shared beginning")
+    add("--prefix-repetition-suffix-len", type=positive, default=256, metavar="N", help="tokens of a prompt's own end")
+    add("--prefix-repetition-num-prefixes", type=positive, default=10, metavar="N", help="different beginnings")
+    add("--prefix-repetition-output-len", type=positive, default=128, metavar="N", help="output tokens")
 
 
 def _sharegpt(one: argparse.ArgumentParser) -> None:
     add = one.add_argument_group("sharegpt").add_argument
-    add("--sharegpt-output-len", type=_positive, metavar="N", help="output tokens (None: those of the answer in the file)")
+    add("--sharegpt-output-len", type=positive, metavar="N", help="output tokens (None: those of the answer in the file)")
 
 
 def _trace(one: argparse.ArgumentParser) -> None:
     add = one.add_argument_group("trace").add_argument
-    add("--trace-block-size", type=_positive, default=512, metavar="N", help="prompt tokens that a hash id stands for")
-    add("--trace-speedup", type=_above_zero, default=1.0, metavar="F", help="replay so many times faster")
-    add("--trace-length-scale", type=_above_zero, default=1.0, metavar="F", help="multiply all lengths, for smaller contexts")
+    add("--trace-block-size", type=positive, default=512, metavar="N", help="prompt tokens that a hash id stands for")
+    add("--trace-speedup", type=above_zero, default=1.0, metavar="F", help="replay so many times faster")
+    add("--trace-length-scale", type=above_zero, default=1.0, metavar="F", help="multiply all lengths, for smaller contexts")
 
 
 def _sampling(one: argparse.ArgumentParser) -> None:
     add = one.add_argument_group("sampling").add_argument
     add("--ignore-eos", action="store_true", help="every answer gets its full length, from servers that know this field")
-    add("--temperature", type=_not_negative, default=0.0, help="0: greedy")
+    add("--temperature", type=not_negative, default=0.0, help="0: greedy")
     add("--extra-body", type=_body, default={}, metavar="JSON", help="more fields of the request")
 
 
@@ -109,8 +110,8 @@ def _report(one: argparse.ArgumentParser) -> None:
         metavar="NAME:MS",
         help=f"bounds that good answers hold: {','.join(BOUNDS)}",
     )
-    add("--num-devices", type=_positive, default=1, metavar="N", help="accelerators behind the server")
-    add("--cost-per-hour", type=_above_zero, metavar="PRICE", help="of one device, in any currency")
+    add("--num-devices", type=positive, default=1, metavar="N", help="accelerators behind the server")
+    add("--cost-per-hour", type=above_zero, metavar="PRICE", help="of one device, in any currency")
     add("--save-result", action="store_true", help="write the numbers as JSON")
     add("--save-detailed", action="store_true", help="with each request's own numbers; implies --save-result")
     add("--result-dir", type=Path, default=Path(), metavar="DIR", help="where to")
@@ -118,58 +119,6 @@ def _report(one: argparse.ArgumentParser) -> None:
 
 
 # --- values ---
-
-
-def _number(text: str, least: float, *, above: bool = False) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not (number > least if above else number >= least):
-        raise argparse.ArgumentTypeError(f"{text} is not {'above' if above else 'at least'} {least:g}")
-    return number
-
-
-def _finite(number: float) -> float:
-    if number == float("inf"):
-        raise argparse.ArgumentTypeError("must be finite")
-    return number
-
-
-def _above_zero(text: str) -> float:
-    return _finite(_number(text, 0, above=True))
-
-
-def _not_negative(text: str) -> float:
-    return _finite(_number(text, 0))
-
-
-def _rate(text: str) -> float:
-    return _number(text, 0, above=True)
-
-
-def _share(text: str) -> float:
-    if (ratio := _number(text, 0)) >= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not below 1")
-    return ratio
-
-
-def _integer(text: str, least: int) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if number < least:
-        raise argparse.ArgumentTypeError(f"{number} is not at least {least}")
-    return number
-
-
-def _positive(text: str) -> int:
-    return _integer(text, 1)
-
-
-def _count(text: str) -> int:
-    return _integer(text, 0)
 
 
 def _endpoint(text: str) -> str:
@@ -192,6 +141,8 @@ def _body(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise argparse.ArgumentTypeError("must be a JSON object")
+    if not isinstance(body.get("stream_options", {}), dict):
+        raise argparse.ArgumentTypeError("stream_options must be an object")
     if fixed := [name for name in _FIXED if name in body]:
         raise argparse.ArgumentTypeError(f"{', '.join(fixed)} cannot be set here")
     return body
@@ -205,7 +156,7 @@ def _metrics(text: str) -> list[str]:
 
 
 def _percentiles(text: str) -> list[float]:
-    values = [_number(part, 0) for part in text.split(",")]
+    values = [number(part, 0) for part in text.split(",")]
     if any(value > 100 for value in values):
         raise argparse.ArgumentTypeError("a percentile is 0 to 100")
     return values
@@ -215,4 +166,4 @@ def _bound(text: str) -> tuple[str, float]:
     name, _, value = text.partition(":")
     if name not in BOUNDS:
         raise argparse.ArgumentTypeError(f"{text!r} bounds none of {', '.join(BOUNDS)}")
-    return name, _number(value, 0)
+    return name, number(value, 0)

@@ -55,7 +55,7 @@ class Sender:
 
     async def _stream(self, body: bytes, recorder: Recorder) -> Record:
         decoder = EventDecoder()
-        async with self._server.session.post(self._url, data=body, headers=_JSON) as response:
+        async with await self._server.post(self._url, body, _JSON) as response:
             await check(response)
             async for data in response.content.iter_any():
                 stamp = time.perf_counter()

@@ -30,7 +30,7 @@ from penstock.client.bench.records import Record
 from penstock.client.bench.report import Cost, summarize
 from penstock.client.bench.saturation import Watcher, read
 from penstock.client.bench.sender import CHAT, Sender
-from penstock.client.bench.show import Progress, save, show
+from penstock.client.bench.show import Progress, result_path, save, show
 from penstock.client.server import Server, ServerError
 
 DEFAULT_PROMPTS = 1000
@@ -62,6 +62,7 @@ async def run(args: argparse.Namespace) -> int:
         fields = {"temperature": args.temperature, **({"ignore_eos": True} if args.ignore_eos else {}), **args.extra_body}
         sender = Sender(server, args.endpoint, model, fields)
         load = await _warm_up(args, sender, prompts, load)
+        path = result_path(args, model) if args.save_result or args.save_detailed else None
         watcher = Watcher(server, args.metrics_url or [server.url("/metrics")])
         if not await watcher.look():
             if args.metrics_url:
@@ -69,8 +70,8 @@ async def run(args: argparse.Namespace) -> int:
             watcher = None
         outcome = await measure(args, sender, load, model, watcher)
     show(args, outcome)
-    if args.save_result or args.save_detailed:
-        save(args, outcome)
+    if path is not None:
+        save(path, args, outcome)
     if outcome.interrupted:
         raise Interrupted
     return 1 if outcome.report.errors else 0

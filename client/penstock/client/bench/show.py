@@ -14,6 +14,7 @@ from rich import progress
 from rich.console import Console
 from rich.table import Table
 
+from penstock.client.bench.datasets import DatasetError
 from penstock.client.bench.outcome import Outcome
 from penstock.client.bench.records import Record
 
@@ -179,14 +180,26 @@ def _plain(value: Any) -> Any:
     return "inf" if value == math.inf else value
 
 
-def save(args: argparse.Namespace, outcome: Outcome) -> Path:
-    """Writes the JSON and says where."""
+def result_path(args: argparse.Namespace, served: str) -> Path:
+    """Where the JSON goes, in a folder that is there then; raises `DatasetError` where nothing can be written, before the run
+    and not after it."""
     rate = f"{args.request_rate:g}qps" if args.request_rate else "trace" if args.dataset_name == "trace" else "infqps"
     cap = f"-concurrency{args.max_concurrency}" if args.max_concurrency else ""
-    model = re.sub(r"[^\w.-]", "_", outcome.model.rpartition("/")[2])
+    model = re.sub(r"[^\w.-]", "_", served.rpartition("/")[2])
     name = args.result_filename or f"{args.dataset_name}-{rate}{cap}-{model}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
     path = args.result_dir / name
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        path.open("a").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise DatasetError(f"the result cannot be written to {path}: {error.strerror}") from None
+    return path
+
+
+def save(path: Path, args: argparse.Namespace, outcome: Outcome) -> None:
+    """Writes the JSON and says where."""
     path.write_text(json.dumps(document(args, outcome), indent=2) + "\n")
     Console(stderr=True, highlight=False).print(f"written to {path}", soft_wrap=True)
-    return path
