@@ -96,7 +96,7 @@ def test_logits_are_finite_up_to_the_last_position(tiny):
     assert torch.isfinite(last).all()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_any_text_comes_back_from_the_tokenizer(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text

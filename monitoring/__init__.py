@@ -1,0 +1,1 @@
+"""Dashboards, recording rules and alerts, from which `make monitoring` writes `manifests/monitoring`."""

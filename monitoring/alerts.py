@@ -1,0 +1,278 @@
+"""Alerts. Each has a page in `docs/runbooks` of its own name, and cases in `tests/rules` in which it fires and stays silent.
+
+Objectives: of a model's requests, 99.9 % succeed and 99 % have their first token within 2.5 s, over 30 days. Burn rates and
+windows are those of the SRE workbook, chapter 5: at 14.4 times the rate that uses up the budget exactly, 2 % of it is gone in an
+hour.
+"""
+
+from typing import Final
+
+from monitoring import queries
+from monitoring.queries import rate, series, total
+from monitoring.recordings import HIT_RATIO, MODEL, SLOW_S, WAITING, error_ratio, slow_ratio
+from monitoring.rules import Alert, Group
+from penstock.api import metrics
+
+POOL: Final = "namespace, model, pool"
+POD: Final = "namespace, model, pod"
+GPU_ENGINE: Final = "an engine on a GPU"
+
+
+def _has(*selectors: str) -> str:
+    """How many of a model's conditions are so; 0 where none is."""
+    return f"sum by ({MODEL}) ({series(metrics.MODEL_CONDITION, *selectors)} or 0 * {metrics.MODEL_CONDITION})"
+
+
+def _increase(name: str, by: str, window: str = "10m") -> str:
+    return f"sum by ({by}) (increase({name}_total[{window}]))"
+
+
+def _up(job: str) -> tuple[str, str]:
+    """Signal and condition of an alert on a process that is away. The Prometheus operator puts a namespace before the job."""
+    found = series("up", f'job=~"(.+/)?{job}"')
+    return f"sum ({found})", f"== 0 or absent({found})"
+
+
+def _burns(ratio: tuple[str, str], most: float) -> tuple[str, str]:
+    """Both windows: the long one says that it matters, the short one that it still goes on."""
+    long, short = ratio
+    return long, f"> {most} and {short} > {most}"
+
+
+_errors_fast = _burns((error_ratio("1h"), error_ratio("5m")), 0.0144)
+_errors_slowly = _burns((error_ratio("6h"), error_ratio("30m")), 0.006)
+_slow_fast = _burns((slow_ratio("1h"), slow_ratio("5m")), 0.144)
+_slow_slowly = _burns((slow_ratio("6h"), slow_ratio("30m")), 0.06)
+
+ERRORS_FAST = Alert(
+    "PenstockErrorBudgetBurnsFast",
+    "critical",
+    *_errors_fast,
+    summary="{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} failed in the last hour",
+    description="At this rate the month's budget of 0.1 % is used up within two days.",
+)
+ERRORS_SLOWLY = Alert(
+    "PenstockErrorBudgetBurnsSlowly",
+    "warning",
+    *_errors_slowly,
+    summary="{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} failed in the last six hours",
+    description="At this rate the month's budget of 0.1 % is used up within five days.",
+)
+FIRST_TOKEN_FAST = Alert(
+    "PenstockFirstTokenBudgetBurnsFast",
+    "critical",
+    *_slow_fast,
+    summary=f"{{{{ $value | humanizePercentage }}}} of the requests to {{{{ $labels.model }}}} waited more than {SLOW_S} s",
+    description="In the last hour, for the first token. The objective is 1 %.",
+)
+FIRST_TOKEN_SLOWLY = Alert(
+    "PenstockFirstTokenBudgetBurnsSlowly",
+    "warning",
+    *_slow_slowly,
+    summary=f"{{{{ $value | humanizePercentage }}}} of the requests to {{{{ $labels.model }}}} waited more than {SLOW_S} s",
+    description="In the last six hours, for the first token. The objective is 1 %.",
+)
+NO_READY_REPLICA = Alert(
+    "PenstockNoReadyReplica",
+    "critical",
+    _has('condition="Serving"', 'status="False"', 'reason!="ScaledToZero"'),
+    "> 0",
+    summary="No replica of {{ $labels.namespace }}/{{ $labels.model }} takes requests",
+    description="The gateway holds requests for a while, then answers 503.",
+    lasting="2m",
+)
+NOT_ROUTED = Alert(
+    "PenstockModelNotRouted",
+    "critical",
+    _has('condition="Routed"', 'status="False"'),
+    "> 0",
+    summary="The gateways do not send requests to {{ $labels.namespace }}/{{ $labels.model }}",
+    description="Another model has its name, no gateway knows it, or an Envoy refuses its configuration.",
+    lasting="5m",
+)
+ROLLOUT_STUCK = Alert(
+    "PenstockRolloutStuck",
+    "warning",
+    _has('reason=~"ProgressDeadlineExceeded|RolloutBlocked|NewRevisionFails"'),
+    "> 0",
+    summary="The rollout of {{ $labels.namespace }}/{{ $labels.model }} does not go on",
+    description="Older replicas serve. The model's conditions say what is in the way.",
+    lasting="5m",
+)
+_wanted, _ready = (total(metrics.POOL_REPLICAS, f'state="{state}"', by=POOL) for state in ("wanted", "ready"))
+REPLICAS_MISSING = Alert(
+    "PenstockReplicasMissing",
+    "warning",
+    f"{_wanted} - {_ready}",
+    "> 0",
+    summary="{{ $labels.namespace }}/{{ $labels.model }} lacks {{ $value }} replicas in pool {{ $labels.pool }}",
+    description="For a quarter of an hour: they do not start, or not stay.",
+    lasting="15m",
+)
+QUEUE_GROWS = Alert(
+    "PenstockQueueGrows",
+    "warning",
+    WAITING,
+    f"> {total(metrics.NUM_REQUESTS_RUNNING, by=MODEL)} and deriv({WAITING}[10m]) > 0",
+    summary="{{ $value }} sequences wait for {{ $labels.namespace }}/{{ $labels.model }}, more than run, and their number grows",
+    description="More comes than is served: first tokens come later and later.",
+    lasting="5m",
+)
+_for_room = total(metrics.NUM_REQUESTS_WAITING, 'reason="capacity"', by=POOL)
+KV_PRESSURE = Alert(
+    "PenstockKvPressure",
+    "warning",
+    f"avg by ({POOL}) ({metrics.KV_CACHE_USAGE})",
+    f"> 0.95 and {_for_room} > 0",
+    summary="KV memory of {{ $labels.namespace }}/{{ $labels.model }} is {{ $value | humanizePercentage }} full",
+    description="Pool {{ $labels.pool }}; requests wait for room. Next come preemptions, which compute tokens twice.",
+    lasting="10m",
+)
+PREEMPTIONS = Alert(
+    "PenstockPreemptionStorm",
+    "warning",
+    rate(metrics.PREEMPTIONS, by=POD, window="1m"),
+    "> 0",
+    summary="{{ $labels.pod }} preempts {{ $value | humanize }} sequences a second",
+    description="Their KV is thrown away and computed again; decoding stalls meanwhile.",
+    lasting="1m",
+)
+HIT_RATE = Alert(
+    "PenstockHitRateDropped",
+    "warning",
+    HIT_RATIO,
+    f"< 0.5 * {HIT_RATIO} offset 1d and {HIT_RATIO} offset 1d > 0.1",
+    summary="{{ $labels.namespace }}/{{ $labels.model }} finds {{ $value | humanizePercentage }} of its prompts cached",
+    description="Less than half of yesterday's share: prompts have changed (a time at their beginning?), or routing has.",
+    lasting="15m",
+)
+CORRUPTED = Alert(
+    "PenstockCorruptedRequests",
+    "critical",
+    _increase(metrics.CORRUPTED_REQUESTS, POD),
+    "> 0",
+    summary="{{ $labels.pod }} computed logits that are not finite",
+    description="The requests failed. A device that is broken, or weights that do not fit their dtype.",
+)
+_steps = rate(metrics.CUDAGRAPH_STEPS, by=POD, window="10m")
+_graph_missing = rate(metrics.CUDAGRAPH_STEPS, 'reason="not_captured"', by=POD, window="10m")
+GRAPHS_MISSING = Alert(
+    "PenstockGraphsMissing",
+    "warning",
+    f"({_graph_missing} or 0 * {_steps}) / {_steps}",
+    "> 0.1",
+    summary="{{ $labels.pod }} runs {{ $value | humanizePercentage }} of its steps without the CUDA graph that it should have",
+    description="For a quarter of an hour: captures fail, or the engine is never idle for them. Such steps wait for the host.",
+    lasting="15m",
+    needs=GPU_ENGINE,
+)
+REPORTS_STALE = Alert(
+    "PenstockLoadReportsStale",
+    "warning",
+    f"max by (replica) ({metrics.REPORT_AGE})",
+    "> 10",
+    summary="The picker has not heard of {{ $labels.replica }} for {{ $value | humanizeDuration }}",
+    description="It picks by old figures. Replicas report every second.",
+    lasting="1m",
+)
+EVENT_GAPS = Alert(
+    "PenstockEventGaps",
+    "warning",
+    f"sum (increase({metrics.EVENT_GAPS}_total[10m]))",
+    "> 3",
+    summary="{{ $value | humanize }} event streams lost messages in ten minutes",
+    description="Each is replayed; meanwhile the picker does not know what is cached.",
+)
+_gateway, _operator = _up("penstock-gateway"), _up("penstock-operator")
+PICKER_DOWN = Alert(
+    "PenstockPickerDown",
+    "critical",
+    *_gateway,
+    summary="No gateway answers its scrapes",
+    description="Without a picker Envoy answers 503, or takes replicas in turn with --fail-open.",
+    lasting="1m",
+)
+NO_ENVOY = Alert(
+    "PenstockNoEnvoy",
+    "critical",
+    f"max ({metrics.XDS_ENVOYS})",
+    "== 0",
+    summary="No Envoy is connected to any gateway",
+    description="Clients reach nothing, or an Envoy that goes by its last configuration.",
+    lasting="2m",
+)
+ENVOY_REFUSES = Alert(
+    "PenstockEnvoyRefuses",
+    "warning",
+    f"sum (increase({metrics.XDS_NACKS}_total[10m]))",
+    "> 0",
+    summary="An Envoy refuses what the gateway tells it",
+    description="It goes on with what it had: changes of models do not reach it.",
+)
+_audit_lines = series(f"{metrics.AUDIT_LINES}_total", 'outcome!="written"')
+AUDIT_LINES_LOST = Alert(
+    "PenstockAuditLinesLost",
+    "warning",
+    f"sum by (pod, outcome) (increase({_audit_lines}[10m]))",
+    "> 0",
+    summary="{{ $value | humanize }} lines of the audit log are lost",
+    description="Gateway {{ $labels.pod }}, {{ $labels.outcome }}. Requests are served; who made them nobody will know.",
+    needs="an audit log",
+)
+OPERATOR_DOWN = Alert(
+    "PenstockOperatorDown",
+    "warning",
+    *_operator,
+    summary="No operator answers its scrapes",
+    description="What runs goes on; nothing is scaled, rolled out or mended.",
+    lasting="5m",
+)
+_failed = rate(metrics.RECONCILES, 'result="error"', window="10m")
+_reconciles = rate(metrics.RECONCILES, window="10m")
+RECONCILES_FAIL = Alert(
+    "PenstockReconcilesFail",
+    "warning",
+    f"({_failed} or vector(0)) / {_reconciles}",
+    "> 0.1",
+    summary="{{ $value | humanizePercentage }} of the operator's reconciles fail",
+    description="The API server refuses or does not answer.",
+    lasting="15m",
+)
+_looks = f"rate({metrics.SCALING_DECISIONS}_total[5m])"
+_seeing = series(f"{metrics.SCALING_DECISIONS}_total", 'constraint!="NoData"')
+_informed = f"rate({_seeing}[5m])"
+AUTOSCALER_INERT = Alert(
+    "PenstockAutoscalerInert",
+    "warning",
+    f"sum ({_informed} or 0 * {_looks})",
+    f"== 0 and on () count({metrics.DESIRED_REPLICAS}) > 0",
+    summary="The autoscaler decides nothing",
+    description="It has no data of the replicas, or does not look. Pools keep their size.",
+    lasting="5m",
+)
+COLD_START_SLOW = Alert(
+    "PenstockColdStartSlow",
+    "warning",
+    f"max by ({POOL}) ({metrics.COLD_START})",
+    "> 600",
+    summary="A replica of {{ $labels.namespace }}/{{ $labels.model }} takes {{ $value | humanizeDuration }} to start",
+    description="Pool {{ $labels.pool }}. The autoscaler must look that far ahead, and a burst waits that long.",
+)
+GPU_ERRORS = Alert(
+    "PenstockGpuErrors",
+    "critical",
+    f"max by (Hostname, gpu) ({queries.GPU_XID})",
+    f"> 0 or sum by (Hostname, gpu) (increase({queries.GPU_DOUBLE_BIT_ERRORS}[10m])) > 0",
+    summary="GPU {{ $labels.gpu }} of {{ $labels.Hostname }} has errors",
+    description="An XID error, or memory errors that ECC cannot correct.",
+    needs="GPUs and NVIDIA's DCGM exporter",
+)
+
+CLIENTS: Final = Group("penstock.clients", [ERRORS_FAST, ERRORS_SLOWLY, FIRST_TOKEN_FAST, FIRST_TOKEN_SLOWLY])
+MODELS: Final = Group("penstock.models", [NO_READY_REPLICA, NOT_ROUTED, ROLLOUT_STUCK, REPLICAS_MISSING])
+ENGINES: Final = Group(
+    "penstock.engines", [QUEUE_GROWS, KV_PRESSURE, PREEMPTIONS, HIT_RATE, CORRUPTED, GRAPHS_MISSING, GPU_ERRORS]
+)
+GATEWAY: Final = Group("penstock.gateway", [REPORTS_STALE, EVENT_GAPS, PICKER_DOWN, NO_ENVOY, ENVOY_REFUSES, AUDIT_LINES_LOST])
+OPERATOR: Final = Group("penstock.operator", [OPERATOR_DOWN, RECONCILES_FAIL, AUTOSCALER_INERT, COLD_START_SLOW])
+ALERTS: Final = (CLIENTS, MODELS, ENGINES, GATEWAY, OPERATOR)

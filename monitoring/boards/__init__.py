@@ -1,0 +1,11 @@
+"""The dashboards, from the whole to the parts."""
+
+from typing import Final
+
+from monitoring.boards.autoscaler import AUTOSCALER
+from monitoring.boards.engine import ENGINE
+from monitoring.boards.fleet import FLEET
+from monitoring.boards.model import MODEL
+from monitoring.boards.picker import PICKER
+
+BOARDS: Final = (FLEET, MODEL, ENGINE, PICKER, AUTOSCALER)
