@@ -9,19 +9,15 @@ client would be the bottleneck.
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import uvloop
+from report import write_results
 from rich.console import Console
 from rich.table import Table
 
@@ -35,7 +31,6 @@ from penstock.client.server import Server
 STREAMS, TOKENS, PROMPT = 64, 400, 128
 PACES = (20.0, 10.0, 0.0)
 """Milliseconds between the chunks of a stream; 0: none."""
-RESULTS = Path(__file__).parent / "results"
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 CHUNK = (
     b'data: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1700000000,"model":"m","choices":[{"index":0,'
@@ -125,13 +120,8 @@ def main() -> int:
     for row in rows:
         table.add_row(*map(str, row.values()))
     console.print(table)
-    now = datetime.now(UTC)
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"client-{now:%Y-%m-%d}.json"
-    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg()[0]}
-    document = {"benchmark": "client", "time": now.isoformat(timespec="seconds"), **machine, "rows": rows}
-    path.write_text(json.dumps(document, indent=2) + "\n")
-    console.print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    path = write_results("client", {"rows": rows})
+    console.print(f"written to {path}")
     return 0
 
 

@@ -12,26 +12,23 @@ Beside it:
 
 import argparse
 import heapq
-import json
-import platform
 import time
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.report import write_results
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.cache.layout import full_attention
+from penstock.sim.traces import trace_folder
 
 BLOCK = 512
 SHARES = (0.1, 0.3, 1.0)
 TARGET_POINTS = 0.5
-REPOSITORY = Path(__file__).parent.parent
-TRACE = REPOSITORY.parent / "shared/traces/mooncake-conversation.jsonl"
-RESULTS = Path(__file__).parent / "results"
+TRACE = trace_folder(Path(__file__)) / "mooncake-conversation.jsonl"
 
 
 class Prompt(msgspec.Struct):
@@ -186,13 +183,8 @@ def main() -> int:
     for row in rows:
         table.add_row(*[f"{value:g}" for value in row.values()])
     console.print(table)
-    now = datetime.now(UTC)
-    path = RESULTS / f"prefix-cache-{now:%Y-%m-%d}.json"
-    machine = {"machine": platform.machine(), "python": platform.python_version(), "trace": arguments.trace.name}
-    RESULTS.mkdir(exist_ok=True)
-    content = {"benchmark": "prefix-cache", "time": now.isoformat(timespec="seconds"), **machine, "rows": rows}
-    path.write_text(json.dumps(content, indent=2) + "\n")
-    console.print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    path = write_results("prefix-cache", {"trace": arguments.trace.name, "rows": rows})
+    console.print(f"written to {path}")
     return int(arguments.check and any(row["penstock_percent"] < row["radix_percent"] - TARGET_POINTS for row in rows))
 
 

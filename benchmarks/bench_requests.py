@@ -3,15 +3,14 @@
 Run with `make bench-requests`; the result is a table, and JSON under benchmarks/results.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import orjson
+from report import write_results
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.frontend.openai.parsing.registry import TOOL_FORMATS, ParserConfig
@@ -105,9 +104,8 @@ def main() -> None:
     for name, value, target in rows:
         print(f"{name:44s}{value:9.3f}{target if target is not None else '':>9}")
     print(f"{'tool parser, a token of 4 characters (µs)':44s}{found['tool_parser_us_a_token']:9.3f}")
-    file = ROOT / f"benchmarks/results/requests-{datetime.now(UTC):%Y-%m-%d}.json"
-    file.write_text(json.dumps(found | {"hash_and_admit_ms": together}, indent=2) + "\n")
-    print(f"written to {file.relative_to(ROOT)}")
+    path = write_results("requests", found | {"hash_and_admit_ms": together})
+    print(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,10 @@ Every request has a context of 1,000 tokens in blocks of 16, so that a sixteenth
 """
 
 import argparse
-import json
-import platform
 import time
-from datetime import UTC, datetime
-from pathlib import Path
 
 import numpy as np
+from report import write_results
 from rich.console import Console
 from rich.table import Table
 
@@ -29,7 +26,6 @@ from penstock.prompt.hashing import BlockHasher
 BATCHES = (1, 16, 64, 256, 1024)
 CONTEXT, BLOCK, WARM_UP, STEPS = 1000, 16, 50, 500
 TARGET_BATCH, TARGET_US = 256, 150
-RESULTS = Path(__file__).parent / "results"
 
 
 def decoding(batch: int) -> Scheduler:
@@ -47,7 +43,7 @@ def decoding(batch: int) -> Scheduler:
         scheduler.add(AddRequest(index, f"r{index}", prompt, sampling, float(index)), 0.0)
     plan = scheduler.schedule(0.0)
     assert plan is not None and len(plan.rows) == batch
-    scheduler.update(result_of(plan))
+    scheduler.update(result_of(plan), 0.0)
     return scheduler
 
 
@@ -66,7 +62,7 @@ def measure(batch: int) -> dict[str, float]:
         assert plan is not None
         result = result_of(plan)
         began = time.perf_counter_ns()
-        scheduler.update(result)
+        scheduler.update(result, 0.0)
         end = time.perf_counter_ns()
         if step >= WARM_UP:
             samples.append((planned - start, end - began))
@@ -94,15 +90,8 @@ def main() -> int:
     for row in rows:
         table.add_row(*[f"{value:g}" for value in row.values()])
     console.print(table)
-    now = datetime.now(UTC)
-    path = RESULTS / f"scheduler-{now:%Y-%m-%d}.json"
-    machine = {"machine": platform.machine(), "python": platform.python_version(), "numpy": np.__version__}
-    RESULTS.mkdir(exist_ok=True)
-    path.write_text(
-        json.dumps({"benchmark": "scheduler", "time": now.isoformat(timespec="seconds"), **machine, "rows": rows}, indent=2)
-        + "\n"
-    )
-    console.print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    path = write_results("scheduler", {"numpy": np.__version__, "rows": rows})
+    console.print(f"written to {path}")
     at_target = next(row["total_p50_us"] for row in rows if row["batch"] == TARGET_BATCH)
     return int(arguments.check and at_target > TARGET_US)
 

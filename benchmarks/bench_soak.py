@@ -11,9 +11,7 @@ be open than before the traffic, and nothing be left in the temporary folder. Th
 
 import argparse
 import asyncio
-import json
 import os
-import platform
 import random
 import signal
 import subprocess
@@ -22,20 +20,19 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import aiohttp
 import numpy as np
-from bench_engine import free_ports
+from peers.ports import free_ports
+from report import write_results
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples/models/penstock-tiny"
-RESULTS = Path(__file__).parent / "results"
 CLIENTS = 12
 SAMPLE_S = 1.0
 KILLS = (0.1, 0.2)
@@ -308,13 +305,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, Progress(*columns, console=console) as progress:
         found = asyncio.run(soak(seconds, Path(folder), progress))
     show(found, console)
-    now = datetime.now(UTC)
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"soak-{now:%Y-%m-%d}.json"
-    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg()[0]}
-    head = {"benchmark": "soak", "time": now.isoformat(timespec="seconds"), "minutes": seconds / 60}
-    path.write_text(json.dumps(head | machine | found, indent=2) + "\n")
-    console.print(f"written to {path.relative_to(ROOT)}")
+    path = write_results("soak", {"minutes": seconds / 60, **found})
+    console.print(f"written to {path}")
     return 1 if found["faults"] else 0
 
 

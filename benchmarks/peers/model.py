@@ -1,0 +1,63 @@
+"""The benchmark's model: a random Llama of 12.6 M parameters in bf16 with the demo model's tokenizer.
+
+It is kept beside the peers, under its digest, so that what they make of it (exports, compiled code) is made once.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from peers.install import CACHE
+from peers.loop import VOCAB
+
+TOKENIZER = Path(__file__).parents[2] / "examples/models/penstock-tiny"
+
+
+def make_model() -> Path:
+    """The folder of the checkpoint."""
+    models = CACHE / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=models) as folder:
+        _make(Path(folder) / "made")
+        digest = hashlib.sha256((Path(folder) / "made/model.safetensors").read_bytes()).hexdigest()
+        target = models / digest[:16] / "checkpoint"
+        if not target.is_dir():
+            target.parent.mkdir(exist_ok=True)
+            (Path(folder) / "made").rename(target)
+    return target
+
+
+def made_of(model: Path, name: str, command: Callable[[Path], Sequence[str | Path]]) -> Path | str:
+    """Another form of the checkpoint, beside it: made by a command on the first call. Or what the command said as it failed.
+
+    Args:
+        model: The checkpoint.
+        name: Of the other form's file or folder.
+        command: Given where it shall write.
+    """
+    target = model.with_name(name)
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory(dir=model.parent) as folder:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+        done = subprocess.run(command(Path(folder) / name), capture_output=True, text=True, env=environment)
+        if done.returncode != 0:
+            return f"{name} cannot be made: {done.stderr.strip().splitlines()[-1:]}"
+        (Path(folder) / name).rename(target)
+    return target
+
+
+def _make(path: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
+    config = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, **shape)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / file, path)
