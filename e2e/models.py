@@ -13,7 +13,10 @@ from penstock.api import labels
 
 Object = dict[str, Any]
 KIND = "inferencemodel"
-KINDS = {"InferenceModel", "Deployment", "ReplicaSet", "Pod", "Service", "EndpointSlice", "PodDisruptionBudget"}
+KINDS = {
+    "InferenceModel", "ControllerRevision", "Deployment", "ReplicaSet", "Pod", "Service", "EndpointSlice", "NetworkPolicy",
+    "PodDisruptionBudget",
+}  # fmt: skip
 """What becomes of a model with more than one replica."""
 EXAMPLE = REPOSITORY / "examples/tiny.yaml"
 DEMO_MODEL = REPOSITORY / "examples/models/penstock-tiny"
@@ -56,7 +59,7 @@ def applied(cluster: Cluster, namespace: str, *resources: Object) -> Iterator[No
         names = [f"{KIND}/{resource['metadata']['name']}" for resource in resources]
         cluster.kubectl("delete", *names, f"--namespace={namespace}", "--ignore-not-found")
         for resource in resources:
-            eventually(lambda name=resource["metadata"]["name"]: expect_gone(cluster, namespace, name), seconds=60)
+            eventually(lambda name=resource["metadata"]["name"]: expect_gone(cluster, namespace, name), seconds=120)
 
 
 def wait_until_ready(cluster: Cluster, namespace: str, name: str, seconds: int = 120) -> None:

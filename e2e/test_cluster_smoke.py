@@ -1,7 +1,6 @@
 """The testbed itself: what the other tests rely on, each shown once."""
 
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -78,7 +77,7 @@ def main_status(cluster: Cluster, namespace: str, name: str) -> dict[str, Any]:
 
 def expect_success(cluster: Cluster, namespace: str, name: str) -> None:
     done = "--for=jsonpath={.status.phase}=Succeeded"
-    cluster.kubectl("wait", done, f"pod/{name}", f"--namespace={namespace}", "--timeout=15s")
+    cluster.kubectl("wait", done, f"pod/{name}", f"--namespace={namespace}", "--timeout=120s")
 
 
 def process_of(status: dict[str, Any]) -> int:
@@ -95,7 +94,7 @@ def test_control_plane_and_nodes(cluster: Cluster) -> None:
 
 def test_deployment_serves_scales_and_goes(cluster: Cluster, namespace: str) -> None:
     cluster.apply(web_deployment(2), web_service("web", clusterIP="None"), web_service("web-ip"), namespace=namespace)
-    cluster.kubectl("wait", "--for=condition=Available", "deployment/web", f"--namespace={namespace}", "--timeout=30s")
+    cluster.kubectl("wait", "--for=condition=Available", "deployment/web", f"--namespace={namespace}", "--timeout=120s")
 
     def listed(count: int) -> set[str]:
         addresses = ready_addresses(cluster, namespace, "web")
@@ -116,13 +115,15 @@ def test_deployment_serves_scales_and_goes(cluster: Cluster, namespace: str) -> 
 
     cluster.kubectl("scale", "deployment/web", "--replicas=3", f"--namespace={namespace}")
     eventually(lambda: listed(3))
+    uids = {pod["metadata"]["uid"] for pod in cluster.list("pods", namespace)}
     cluster.kubectl("delete", "deployment/web", f"--namespace={namespace}")
 
     def nothing_left() -> None:
         assert not cluster.list("pods", namespace)
         assert not ready_addresses(cluster, namespace, "web")
-        assert not network.namespaces(f"{cluster.name}@")
-        assert not [name for _, name in socket.if_nameindex() if name.startswith("v")]  # the bridge's ends of pods' cables
+        assert not {uid[:12] for uid in uids}.intersection(
+            name.rpartition("@")[2] for name in network.namespaces(f"{cluster.name}@")
+        )
 
     eventually(nothing_left)
 
@@ -195,12 +196,24 @@ def test_pod_ends_by_pre_stop_then_term(cluster: Cluster, namespace: str, tmp_pa
     assert (tmp_path / "said").read_text().split() == ["up", "pre-stop", "term"]
 
 
+def test_container_with_a_read_only_root_writes_to_its_volumes_alone(cluster: Cluster, namespace: str) -> None:
+    main = container(
+        "sh",
+        "-ec",
+        "touch /tmp/there; if touch /here /usr/here; then exit 1; fi",
+        securityContext={"readOnlyRootFilesystem": True},
+        volumeMounts=[{"name": "tmp", "mountPath": "/tmp"}],
+    )
+    cluster.apply(pod("frugal", main, restartPolicy="Never", volumes=[{"name": "tmp", "emptyDir": {}}]), namespace=namespace)
+    expect_success(cluster, namespace, "frugal")
+
+
 def test_pod_waits_for_gpus(cluster: Cluster, namespace: str) -> None:
     def gpu_pod(name: str, gpus: int) -> dict[str, Any]:
         return pod(name, container("sleep", "600", resources={"limits": {"nvidia.com/gpu": gpus}}))
 
     cluster.apply(gpu_pod("fits", 6), namespace=namespace)
-    cluster.kubectl("wait", "--for=condition=Ready", "pod/fits", f"--namespace={namespace}", "--timeout=15s")
+    cluster.kubectl("wait", "--for=condition=Ready", "pod/fits", f"--namespace={namespace}", "--timeout=120s")
     assert cluster.get("pod", "fits", namespace)["spec"]["nodeName"] == "node-1"
 
     cluster.apply(gpu_pod("waits", 4), namespace=namespace)
@@ -213,7 +226,7 @@ def test_pod_waits_for_gpus(cluster: Cluster, namespace: str) -> None:
 
     eventually(refused)
     cluster.kubectl("delete", "pod/fits", f"--namespace={namespace}")
-    cluster.kubectl("wait", "--for=condition=Ready", "pod/waits", f"--namespace={namespace}", "--timeout=30s")
+    cluster.kubectl("wait", "--for=condition=Ready", "pod/waits", f"--namespace={namespace}", "--timeout=120s")
 
 
 def test_service_account_may_do_what_its_role_says(cluster: Cluster, namespace: str) -> None:

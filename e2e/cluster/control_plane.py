@@ -1,7 +1,7 @@
 """etcd, kube-apiserver, kube-controller-manager and kube-scheduler: their flags, their order, and when each is ready."""
 
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -19,14 +19,20 @@ class ControlPlane:
     def __init__(self, state: Path, programs: Path, processes: Processes, pki: Pki) -> None:
         self.state, self.programs, self.processes, self.pki = state, programs, processes, pki
 
+    def kill(self) -> None:
+        """All four at once, as when the machine goes down."""
+        for name in ("kube-scheduler", "kube-controller-manager", "kube-apiserver", "etcd"):
+            self.processes.stop(name, seconds=0)
+
     def start_etcd(self) -> None:
         command = [self.programs / "etcd", f"--data-dir={self.state / 'etcd'}", "--unsafe-no-fsync", "--log-level=warn"]
         command += [f"--listen-client-urls={ETCD}", f"--advertise-client-urls={ETCD}", "--listen-peer-urls=http://127.0.0.1:2380"]
         self.processes.start("etcd", command)
         self.processes.wait_until_ready("etcd", _answers(f"{ETCD}/health"))
 
-    def start_api_server(self) -> None:
-        """The flags are kubeadm's where they matter to clients: RBAC and Node authorization, NodeRestriction, bound tokens."""
+    def start_api_server(self, more: Sequence[str] = ()) -> None:
+        """The flags are kubeadm's where they matter to clients: RBAC and Node authorization, NodeRestriction, bound tokens; and
+        `more` of them."""
         pki = self.pki.folder
         command = [
             self.programs / "kube-apiserver",
@@ -52,6 +58,7 @@ class ControlPlane:
             "--requestheader-extra-headers-prefix=X-Remote-Extra-",
             f"--proxy-client-cert-file={pki}/front-proxy-client.crt",
             f"--proxy-client-key-file={pki}/front-proxy-client.key",
+            *more,
         ]
         self.processes.start("kube-apiserver", command)
         trust = ssl.create_default_context(cafile=pki / "ca.crt")
@@ -71,6 +78,8 @@ class ControlPlane:
             f"--cluster-signing-key-file={pki}/ca.key",
             "--allocate-node-cidrs=true",
             f"--cluster-cidr={network.POD_CIDR}",
+            "--horizontal-pod-autoscaler-sync-period=2s",  # between its looks, where 15 s are usual
+            "--node-monitor-grace-period=20s",  # until a silent node is not ready: four missed heartbeats, where 50 s are usual
         ]
         self.processes.start("kube-controller-manager", command)
         scheduler = [self.programs / "kube-scheduler", *_component_flags(self.pki.kubeconfig("kube-scheduler"), 10259)]

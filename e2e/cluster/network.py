@@ -49,6 +49,11 @@ def create_pod_network(name: str, link: str, address: str) -> None:
     run("ip", "-n", name, "route", "add", "default", "via", GATEWAY)
 
 
+def disconnect(name: str) -> None:
+    """Pull the cable of a pod's namespace: its processes do not notice, and nothing of them gets out any more."""
+    run("ip", "-n", name, "link", "set", "eth0", "down")
+
+
 def enter(name: str) -> None:
     """Move the calling thread, and what it starts from now on, into that namespace."""
     descriptor = os.open(_NAMESPACES / name, os.O_RDONLY)

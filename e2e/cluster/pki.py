@@ -43,6 +43,11 @@ class Pki:
         user = {"client-certificate": str(self.folder / f"{name}.crt"), "client-key": str(self.folder / f"{name}.key")}
         return self.write_kubeconfig(name, user)
 
+    def create_server(self, name: str) -> tuple[Path, Path, Path]:
+        """A certificate for a server of that DNS name: it, its key, and the authority's."""
+        self._issue(name, "ca", "/CN=server", f"subjectAltName=DNS:{name}")
+        return self.folder / f"{name}.crt", self.folder / f"{name}.key", self.folder / "ca.crt"
+
     def write_kubeconfig(self, name: str, user: dict[str, str]) -> Path:
         cluster = {"server": API_URL, "certificate-authority": str(self.folder / "ca.crt")}
         config = {

@@ -51,21 +51,23 @@ class Processes:
     def is_running(self, name: str) -> bool:
         if name in self._children:
             self._children[name].poll()  # wait for it if it is dead: a zombie would look alive to nobody but us
-        return (pid := self._pid(name)) is not None and network.holds(self._namespace, pid)
+        return (pid := self.pid(name)) is not None and network.holds(self._namespace, pid)
 
     def names(self) -> list[str]:
         """The programs that were started and not stopped."""
         return sorted(path.stem for path in self._pids.glob("*.pid"))
 
     def stop(self, name: str, seconds: float = 10) -> None:
-        """TERM; KILL when it is still there after that time."""
-        pid, deadline = self._pid(name), time.monotonic() + seconds
-        if pid is not None and self.is_running(name):
+        """TERM; KILL when it is still there after that time. Without any time only KILL."""
+        pid, deadline = self.pid(name), time.monotonic() + seconds
+        if pid is not None and seconds and self.is_running(name):
             os.kill(pid, signal.SIGTERM)
         while self.is_running(name) and time.monotonic() < deadline:
             time.sleep(0.05)
         if pid is not None and self.is_running(name):
             os.kill(pid, signal.SIGKILL)
+            if name in self._children:
+                self._children[name].wait(timeout=10)
         (self._pids / f"{name}.pid").unlink(missing_ok=True)
 
     def reap(self) -> None:
@@ -76,7 +78,7 @@ class Processes:
     def tail(self, name: str, lines: int = 12) -> str:
         return "\n".join((self.logs / f"{name}.log").read_text(errors="replace").splitlines()[-lines:])
 
-    def _pid(self, name: str) -> int | None:
+    def pid(self, name: str) -> int | None:
         """Its process id, if it was ever started. It may be another program's by now: see network.holds."""
         path = self._pids / f"{name}.pid"
         return int(path.read_text()) if path.is_file() else None

@@ -6,7 +6,8 @@ nothing a pod writes outside a hostPath touches the machine.
 
 It does: command, args, env (valueFrom, envFrom), init containers and sidecars, startup, readiness and liveness probes,
 postStart and preStop hooks, termination grace, restartPolicy with back-off, readiness gates, Events, extended resources, and
-the volumes emptyDir, hostPath, configMap, secret, downwardAPI and projected (so service account tokens work).
+the volumes emptyDir, hostPath, claims of hostPath volumes, configMap, secret, downwardAPI and projected (so service account
+tokens work), and termination messages from a file or from the log.
 
-It does not: pull images, limit cpu or memory, switch users, serve logs and exec, mount claims, refresh volumes.
+It does not: pull images, limit cpu or memory, switch users, serve logs and exec, refresh volumes.
 """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from e2e.cluster.kubelet import probes
 from e2e.cluster.kubelet.api import CONNECTION_ERRORS, ApiError, Object, timestamp
-from e2e.cluster.kubelet.sandbox import container_command
+from e2e.cluster.kubelet.sandbox import MESSAGE, container_command
 
 if TYPE_CHECKING:
     from e2e.cluster.kubelet.pod import Pod
@@ -27,6 +27,7 @@ FIRST_BACKOFF = 1.0
 LONGEST_BACKOFF = 30.0
 LAST_WORDS_BYTES = 2048  # a kubelet's limit, together with 80 lines
 LAST_WORDS_LINES = 80
+LONGEST_MESSAGE = 4096  # bytes
 
 
 class Container:
@@ -48,6 +49,7 @@ class Container:
         self._delay = 0.0
         self._launched_at = 0.0
         self._log = pod.logs / f"{self.name}.log"  # of all its processes, one after the other
+        self._base = pod.folder  # of the present process: its root and what belongs to it
         self._log_start = 0  # where the present process's part of it begins
         self._environment: dict[str, str] = {}
 
@@ -76,8 +78,8 @@ class Container:
 
     def _start_process(self) -> Process:
         self._environment = self.pod.inputs.environment(self.spec)
-        base = self.pod.folder / "roots" / f"{self.name}-{self.restarts}-{time.time_ns()}"
-        command = container_command(self.pod.netns, base, self.spec, self.pod.volumes, self.pod.inputs, self._environment)
+        self._base = self.pod.folder / "roots" / f"{self.name}-{self.restarts}-{time.time_ns()}"
+        command = container_command(self.pod.netns, self._base, self.spec, self.pod.volumes, self.pod.inputs, self._environment)
         with self._log.open("ab") as log:
             self._log_start = log.tell()
             return subprocess.Popen(
@@ -186,7 +188,9 @@ class Container:
             self._back_off()
 
     def _last_words(self, code: int) -> Object:
-        """The termination message. Only the policy that takes it from the log is known here."""
+        """The termination message: what it wrote, or the end of its log where the policy says so."""
+        if written := (self._base / MESSAGE).read_bytes()[:LONGEST_MESSAGE].decode(errors="replace"):
+            return {"message": written}
         if code == 0 or self.spec.get("terminationMessagePolicy") != "FallbackToLogsOnError":
             return {}
         with self._log.open("rb") as log:

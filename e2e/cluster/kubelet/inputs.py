@@ -39,6 +39,16 @@ class Inputs:
                 return self._chosen(reference, self._data("secrets", name, reference.get("optional", False)))
         raise ValueError(f"a volume of a kind that this node does not support: {sorted(source)}")
 
+    def claimed(self, name: str) -> Object:
+        """The hostPath of the volume that a claim is bound to."""
+        claim = self.api.get(f"/api/v1/namespaces/{self.namespace}/persistentvolumeclaims/{name}")
+        if not (volume := claim["spec"].get("volumeName")):
+            raise ValueError(f"claim {name} is not bound")
+        spec = self.api.get(f"/api/v1/persistentvolumes/{volume}")["spec"]
+        if "hostPath" not in spec:
+            raise ValueError(f"volume {volume} is of a kind that this node does not support")
+        return spec["hostPath"]
+
     def environment(self, container: Object) -> dict[str, str]:
         result = dict(self.base)
         result |= {

@@ -10,6 +10,9 @@ from e2e.cluster import network
 from e2e.cluster.kubelet.api import Object
 from e2e.cluster.kubelet.inputs import Inputs, expand
 
+# The API server's default; it is on the machine's own /dev, where nothing is to be left.
+_UNSAID = "/dev/termination-log"
+MESSAGE = "message"  # file below a container's `base`: what it wrote to its terminationMessagePath
 # Each container has these of its own. (Where the machine is itself a container, they are mounted there.)
 OWN_FILES = {Path("/etc/hosts"), Path("/etc/hostname"), Path("/etc/resolv.conf")}
 
@@ -56,6 +59,8 @@ class Volumes:
             target = self.folder / volume["name"]
             if "hostPath" in volume:
                 self._prepare_host_path(volume["name"], volume["hostPath"])
+            elif "persistentVolumeClaim" in volume:
+                self._prepare_host_path(volume["name"], inputs.claimed(volume["persistentVolumeClaim"]["claimName"]))
             elif "emptyDir" in volume:
                 target.mkdir(exist_ok=True)
             else:
@@ -90,6 +95,7 @@ def container_command(
     root, upper, work = base / "root", base / "upper", base / "work"
     for folder in (root, upper / "etc", upper / ".volumes", work):
         folder.mkdir(parents=True)
+    (base / MESSAGE).touch()
     base.chmod(0o755)
     (upper / "etc/hosts").write_text(_hosts(inputs))
     (upper / "etc/resolv.conf").write_text(_resolver(inputs.namespace))
@@ -98,12 +104,19 @@ def container_command(
         f"mount -t overlay overlay -o lowerdir=/,upperdir={upper},workdir={work} {root}",
         *(f"mount --rbind {shlex.quote(str(point))} {root}{shlex.quote(str(point))}" for point in mount_points()),
         *(f"mount --rbind {shlex.quote(str(path))} {volumes.folder / name}" for name, path in volumes.host_paths.items()),
+        *_message_mount(spec.get("terminationMessagePath", _UNSAID), base, root),
         f"mkdir -p {root}/.volumes",
         f"mount --rbind {volumes.folder} {root}/.volumes",
     ]
-    inside = [line for mount in spec.get("volumeMounts", []) for line in _volume_mount(mount, environment)]
+    mounts = spec.get("volumeMounts", [])
+    inside = [line for mount in mounts for line in _volume_mount(mount, environment)]
+    inside.append("umount -l /.volumes")
+    if any(Path(mount["mountPath"]) in Path.cwd().parents for mount in mounts):
+        inside = _kept(shlex.quote(str(Path.cwd())), inside)
+    if spec.get("securityContext", {}).get("readOnlyRootFilesystem"):
+        inside.append("mount -o remount,bind,ro /")
     # An image says where its processes run; here it is where the kubelet does: in the repository.
-    inside.append(f'umount -l /.volumes; exec /usr/bin/env -C {shlex.quote(spec.get("workingDir", str(Path.cwd())))} "$@"')
+    inside.append(f'exec /usr/bin/env -C {shlex.quote(spec.get("workingDir", str(Path.cwd())))} "$@"')
     enter_root = f'exec {shutil.which("chroot")} {root} /bin/sh -ec {shlex.quote(chr(10).join(inside))} sh "$@"'
     script = "\n".join([*outside, enter_root])
     # Slave, not private: a network namespace that is unmounted on the machine must not live on in the mounts of other pods.
@@ -131,6 +144,21 @@ def _hosts(inputs: Inputs) -> str:
 def _resolver(namespace: str) -> str:
     domains = [f"{namespace}.svc.cluster.local", "svc.cluster.local", "cluster.local"]
     return f"nameserver {network.GATEWAY}\nsearch {' '.join(domains)}\noptions ndots:5\n"
+
+
+def _kept(folder: str, lines: list[str]) -> list[str]:
+    """Shell lines with the repository where it was after them: a volume at /tmp, say, hides one that was cloned there."""
+    aside = "/.repository"
+    before = [f"mkdir -p {aside}", f"mount --rbind {folder} {aside}"]
+    return [*before, *lines, f"mkdir -p {folder}", f"mount --rbind {aside} {folder}", f"umount -l {aside}"]
+
+
+def _message_mount(path: str, base: Path, root: Path) -> list[str]:
+    """Shell lines that put the file for the termination message where the container writes it."""
+    if path == _UNSAID:
+        return []
+    target = shlex.quote(f"{root}{path}")
+    return [f"mkdir -p $(dirname {target})", f"touch {target}", f"mount --bind {base / MESSAGE} {target}"]
 
 
 def _volume_mount(mount: Object, environment: dict[str, str]) -> list[str]:
