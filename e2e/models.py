@@ -1,11 +1,15 @@
 """InferenceModels as a user has them: the example, variations of it, and what kubectl says of them."""
 
 import copy
+import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors.torch import load_file, save_file
 
 from e2e.cluster.cluster import REPOSITORY, Cluster
 from e2e.waiting import eventually
@@ -40,6 +44,19 @@ def small(name: str, **spec: Any) -> Object:
     fields = {field: value for field, value in (base | spec).items() if value is not None}
     head = {"apiVersion": f"{labels.GROUP}/{labels.VERSION}", "kind": "InferenceModel"}
     return head | {"metadata": {"name": name}, "spec": fields}
+
+
+def deep(folder: Path, layers: int) -> Path:
+    """The demo model with its layers over and over: how long an answer takes is up to the test, not to the machine's mood."""
+    shutil.copytree(DEMO_MODEL, folder)
+    weights = load_file(DEMO_MODEL / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    first = {name: tensor for name, tensor in weights.items() if name.startswith("model.layers.0.")}
+    for layer in range(config["num_hidden_layers"], layers):
+        weights |= {name.replace(".0.", f".{layer}.", 1): tensor for name, tensor in first.items()}
+    save_file({name: tensor.clone() for name, tensor in weights.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    return folder
 
 
 def with_source(resource: Object, uri: str) -> Object:

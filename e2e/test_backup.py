@@ -35,6 +35,12 @@ def expect_served(system: System, namespace: str) -> str:
     return asked.choices[0].text
 
 
+def expect_no_namespace_going(cluster: Cluster) -> None:
+    """What is in a namespace that goes cannot be brought back into it."""
+    going = [it["metadata"]["name"] for it in cluster.list("namespaces") if "deletionTimestamp" in it["metadata"]]
+    assert not going, going
+
+
 @pytest.mark.req("XC-01")
 def test_what_one_command_reads_brings_models_and_adapters_back(
     system: System, namespace: str, tmp_path: Path, phases: Phases
@@ -51,6 +57,7 @@ def test_what_one_command_reads_brings_models_and_adapters_back(
             said = eventually(lambda: expect_served(system, namespace), seconds=120)
         before = kept(cluster, namespace)
         uids = [it["metadata"]["uid"] for it in cluster.list(KINDS, namespace)]
+        eventually(lambda: expect_no_namespace_going(cluster), seconds=120)
         backup = cluster.kubectl("get", KINDS, "--all-namespaces", "--output=yaml")
 
         with phases("all of it deleted"):

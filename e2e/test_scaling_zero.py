@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,8 @@ from e2e.waiting import eventually
 
 NAME = "sleeper"
 ASKING = 3  # clients: of two replicas one has fewer of them
-SHORT, LONG = 40, 2000  # tokens; the latter takes far longer than the deadline below
+SHORT, LONG = 40, 2000  # tokens; with so many layers the latter takes several times the deadline below
+LAYERS = 32
 DEADLINE = 2  # seconds that a replica has to finish
 COLD_START = 60.0
 
@@ -29,15 +31,17 @@ def pool(**scaling: object) -> dict[str, object]:
 
 
 @pytest.mark.req("SC-15", "DR-09", "DR-12")
-def test_to_zero_and_back_and_a_shrink_that_costs_least(system: System, namespace: str, phases: Phases) -> None:
+def test_to_zero_and_back_and_a_shrink_that_costs_least(system: System, namespace: str, tmp_path: Path, phases: Phases) -> None:
     cluster = system.cluster
+    source = {"uri": f"file://{models.deep(tmp_path / 'deep', LAYERS)}"}
     assert not [it for it in cluster.list("services", NAMESPACE) if "prometheus" in it["metadata"]["name"]]
 
     def ready(count: int) -> Callable[[], dict[str, models.Object]]:
         return lambda: models.ready_pods(cluster, namespace, NAME, count)
 
     asleep = pool(min=0, max=2, scaleToZeroAfter="1s")
-    with models.applied(cluster, namespace, models.small(NAME, replicas=None, drainTimeout="2m", pools=[asleep])):
+    model = models.small(NAME, source=source, replicas=None, drainTimeout="2m", pools=[asleep])
+    with models.applied(cluster, namespace, model):
         with phases("applied, nobody asks → no replica"):
             eventually(ready(0), seconds=120)
             eventually(lambda: _routed(system), seconds=120)
