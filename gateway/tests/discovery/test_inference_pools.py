@@ -115,9 +115,10 @@ class Api:
     def __init__(self) -> None:
         self.objects: dict[str, list[Object]] = {"/api/v1": []}
         self.queries: list[str] = []
-        self.changed = asyncio.Event()
+        self.version, self.changed = 1, asyncio.Event()
 
     def touch(self) -> None:
+        self.version += 1
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -129,13 +130,14 @@ class Api:
         if known is None:
             return web.Response(status=404)
         if "watch" in request.query:
-            await asyncio.wait_for(self.changed.wait(), 60)
+            if request.query["resourceVersion"] == str(self.version):  # else it changed between the list and this watch
+                await asyncio.wait_for(self.changed.wait(), 60)
             return web.Response(status=410)  # list again
         wanted = [part.partition("=")[::2] for part in request.query.get("labelSelector", "").split(",") if "=" in part]
         if request.path.endswith("/pods") and not wanted:
             wanted = [("penstock.dev/model", "m")]
         items = [it for it in known if all(it["metadata"].get("labels", {}).get(key) == value for key, value in wanted)]
-        body = {"kind": "List", "metadata": {"resourceVersion": "5"}, "items": items if request.path.endswith("/pods") else known}
+        body = {"kind": "List", "metadata": {"resourceVersion": str(self.version)}, "items": items if request.path.endswith("/pods") else known}
         return web.json_response(body)
 
 
