@@ -9,9 +9,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from penstock.api import span_exporter
-from penstock.api.span_exporter import SpanExporter
 from penstock.api.tracing import Span, TraceContext
+from penstock.http import span_exporter
+from penstock.http.span_exporter import SpanExporter
 
 SPAN = Span(name="s", context=TraceContext.root(), parent=None, start_s=1.5, end_s=2.0)
 

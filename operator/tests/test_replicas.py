@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from penstock.api.load_report import LoadReport
-from penstock.api.replica_tls import ReplicaTls, TlsError
+from penstock.http.replica_tls import ReplicaTls, TlsError
 from penstock.operator import replicas as module
 from penstock.operator.adapters.plan import Action, Origin
 from penstock.operator.cli import operator

@@ -196,11 +196,11 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 
 def _settings(options: argparse.Namespace) -> "GatewaySettings":
     """What the flags say; raises ValueError for a certificate that cannot be used."""
-    from penstock.api.replica_tls import ReplicaTls
     from penstock.gateway.flow.control import FlowLimits
     from penstock.gateway.picker.choice import MAX_ENDPOINTS
     from penstock.gateway.process import GatewaySettings
     from penstock.gateway.xds.listener import ListenerSettings
+    from penstock.http.replica_tls import ReplicaTls
 
     return GatewaySettings(
         name=options.name,

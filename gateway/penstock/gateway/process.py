@@ -17,8 +17,6 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from prometheus_client import CollectorRegistry
 
 from penstock.api.fleet import Fleet
-from penstock.api.replica_tls import ReplicaTls
-from penstock.api.span_exporter import SpanExporter
 from penstock.gateway._pb.envoy.data.accesslog.v3.accesslog_pb2 import HTTPAccessLogEntry
 from penstock.gateway._pb.envoy.service.accesslog.v3.als_pb2_grpc import add_AccessLogServiceServicer_to_server
 from penstock.gateway._pb.envoy.service.discovery.v3.ads_pb2_grpc import add_AggregatedDiscoveryServiceServicer_to_server
@@ -63,6 +61,8 @@ from penstock.gateway.tls import Certificate
 from penstock.gateway.tracing import TracedDirector
 from penstock.gateway.xds.listener import ListenerSettings
 from penstock.gateway.xds.server import AdsServicer
+from penstock.http.replica_tls import ReplicaTls
+from penstock.http.span_exporter import SpanExporter
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from penstock.api.replica_tls import TlsError, identity
+from penstock.http.replica_tls import TlsError, identity
 
 SELF_SIGNED_FOR = datetime.timedelta(days=3650)
 

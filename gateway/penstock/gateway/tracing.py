@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.api import headers
-from penstock.api.span_exporter import SpanExporter
 from penstock.api.tracing import TRACEPARENT, Span, Value, begin
 from penstock.gateway.extproc.call import Answered, Call, Refused, Routed
 from penstock.gateway.extproc.decisions import DecisionLog
 from penstock.gateway.extproc.exchange import Director
+from penstock.http.span_exporter import SpanExporter
 
 
 @dataclass(frozen=True, kw_only=True)

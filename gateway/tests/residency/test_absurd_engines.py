@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry
 from penstock.api.events import BlockStored, Event, RequestFinished, absurd
 from penstock.api.fleet import Engine, Fleet, Model, Pool, Replica
 from penstock.api.load_report import LoadReport
-from penstock.api.replica_answers import body_of
 from penstock.gateway.extproc.call import ResponseHead, Routed
 from penstock.gateway.extproc.stages.respond import Respond
 from penstock.gateway.flow.control import DEFAULT_LIMITS
@@ -32,6 +31,7 @@ from penstock.gateway.load.vllm_events import VllmWire
 from penstock.gateway.models.served import ServedNames
 from penstock.gateway.picker.candidates import key_of
 from penstock.gateway.picker.state import FleetState
+from penstock.http.replica_answers import body_of
 
 NESTED = b"[" * 20_000
 GOOD = LoadReport(epoch=1, seq=1, num_requests_running=2)

@@ -18,7 +18,7 @@ def operator(argv: list[str]) -> int:
     import asyncio
     import logging
 
-    from penstock.api.replica_tls import ReplicaTls, TlsError
+    from penstock.http.replica_tls import ReplicaTls, TlsError
     from penstock.operator.desired import Rendering
     from penstock.operator.process import Options, run
 

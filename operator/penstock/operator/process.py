@@ -14,7 +14,7 @@ from kubernetes.aio.client import ApiClient
 
 from penstock.api import labels
 from penstock.api.fleet import PoolsView
-from penstock.api.replica_tls import ReplicaTls
+from penstock.http.replica_tls import ReplicaTls
 from penstock.kube.cache import Cache
 from penstock.kube.caches import Caches
 from penstock.kube.client import connect

@@ -8,8 +8,8 @@ import msgspec
 
 from penstock.api.events import absurd
 from penstock.api.load_report import LoadReport
-from penstock.api.replica_answers import UNREADABLE, body_of
-from penstock.api.replica_tls import CurrentContext, ReplicaTls
+from penstock.http.replica_answers import UNREADABLE, body_of
+from penstock.http.replica_tls import CurrentContext, ReplicaTls
 from penstock.operator.adapters.plan import Action, Origin
 
 LOAD_S: Final = 2.0

@@ -12,12 +12,12 @@ import msgspec
 from penstock.api.events import absurd
 from penstock.api.fleet import Replica
 from penstock.api.load_report import LoadReport
-from penstock.api.replica_answers import UNREADABLE, body_of
 from penstock.gateway.load.foreign import ForeignLoad, engine_of
 from penstock.gateway.load.replica_client import ReplicaClient
 from penstock.gateway.load.traits import Traits
 from penstock.gateway.picker.candidates import ReplicaKey, key_of
 from penstock.gateway.picker.state import FleetState
+from penstock.http.replica_answers import UNREADABLE, body_of
 
 log = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from penstock.api.fleet import Replica
-from penstock.api.replica_answers import body_of
 from penstock.gateway.load.replica_client import ReplicaClient
 from penstock.gateway.load.tokenized import BYTES_PER_TOKEN, TokenizedPrompts, by_bytes, exact, extra_keys, space_of
 from penstock.gateway.load.traits import FOREIGN_SEED
 from penstock.gateway.picker.candidates import ReplicaKey, key_of
 from penstock.gateway.picker.request import HashSpace, Prompt
 from penstock.gateway.picker.state import FleetState
+from penstock.http.replica_answers import body_of
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import PromptError
 from penstock.prompt.memo import PrefixMemo

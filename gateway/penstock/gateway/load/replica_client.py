@@ -9,8 +9,8 @@ import aiohttp
 import msgspec
 
 from penstock.api.fleet import Replica
-from penstock.api.replica_tls import CurrentContext, ReplicaTls
 from penstock.gateway.picker.candidates import ReplicaKey, key_of
+from penstock.http.replica_tls import CurrentContext, ReplicaTls
 
 log = logging.getLogger(__name__)
 

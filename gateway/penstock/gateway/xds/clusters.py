@@ -9,7 +9,6 @@ from google.protobuf.wrappers_pb2 import UInt32Value
 
 from penstock.api import headers
 from penstock.api.fleet import Pool, Replica
-from penstock.api.replica_tls import ReplicaTls
 from penstock.gateway._pb.envoy.config.cluster.v3.circuit_breaker_pb2 import CircuitBreakers
 from penstock.gateway._pb.envoy.config.cluster.v3.cluster_pb2 import Cluster, LoadBalancingPolicy, UpstreamConnectionOptions
 from penstock.gateway._pb.envoy.config.core.v3.address_pb2 import Address, BindConfig, SocketAddress, TcpKeepalive
@@ -29,6 +28,7 @@ from penstock.gateway._pb.envoy.type.v3.percent_pb2 import Percent
 from penstock.gateway.xds.ads import ADS
 from penstock.gateway.xds.anys import pack
 from penstock.gateway.xds.replica_tls import transport_socket
+from penstock.http.replica_tls import ReplicaTls
 
 CONNECT_TIMEOUT = timedelta(seconds=2)
 UPSTREAM_IDLE_TIMEOUT = timedelta(seconds=30)

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from penstock.api.replica_tls import CA, CERTIFICATE, KEY, ReplicaTls
 from penstock.gateway._pb.envoy.config.core.v3.base_pb2 import DataSource, TransportSocket, WatchedDirectory
 from penstock.gateway._pb.envoy.extensions.transport_sockets.tls.v3.common_pb2 import (
     CertificateValidationContext,
@@ -15,6 +14,7 @@ from penstock.gateway._pb.envoy.extensions.transport_sockets.tls.v3.tls_pb2 impo
 from penstock.gateway._pb.envoy.type.matcher.v3.string_pb2 import StringMatcher
 from penstock.gateway.xds.ads import ADS
 from penstock.gateway.xds.anys import pack
+from penstock.http.replica_tls import CA, CERTIFICATE, KEY, ReplicaTls
 
 AUTHORITY_NAME = "penstock_replica_ca"
 CLIENT_NAME = "penstock_replica_client"

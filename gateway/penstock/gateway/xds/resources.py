@@ -10,7 +10,6 @@ from google.protobuf.any_pb2 import Any
 from google.protobuf.message import Message
 
 from penstock.api.fleet import Fleet, Pool, Replica
-from penstock.api.replica_tls import ReplicaTls
 from penstock.gateway._pb.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from penstock.gateway._pb.envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
 from penstock.gateway._pb.envoy.config.listener.v3.listener_pb2 import Listener
@@ -23,6 +22,7 @@ from penstock.gateway.xds.replica_tls import secrets
 from penstock.gateway.xds.routes import ROUTE_NAME, route_configuration
 from penstock.gateway.xds.tracing import CLUSTER as COLLECTOR
 from penstock.gateway.xds.tracing import collector_cluster
+from penstock.http.replica_tls import ReplicaTls
 
 CLUSTERS = type_url(Cluster)
 ENDPOINTS = type_url(ClusterLoadAssignment)

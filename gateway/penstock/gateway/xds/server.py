@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from penstock.api import metrics
 from penstock.api.fleet import Fleet
-from penstock.api.replica_tls import ReplicaTls
 from penstock.gateway._pb.envoy.service.discovery.v3.ads_pb2_grpc import AggregatedDiscoveryServiceServicer
 from penstock.gateway._pb.envoy.service.discovery.v3.discovery_pb2 import (
     DeltaDiscoveryRequest,
@@ -24,6 +23,7 @@ from penstock.gateway.xds.listener import ListenerSettings
 from penstock.gateway.xds.resources import CLUSTERS, ENDPOINTS, LISTENERS, ROUTES, SECRETS, Snapshot, SnapshotBuilder
 from penstock.gateway.xds.sotw import SotwStream
 from penstock.gateway.xds.subscription import Refusal, Subscription
+from penstock.http.replica_tls import ReplicaTls
 
 _Inbox = asyncio.Queue[Any | Literal["fleet", "end"]]
 """What happened to a stream: Envoy said something, there is a newer fleet, Envoy hung up."""

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from penstock.api.span_exporter import SpanExporter
 from penstock.api.tracing import TRACEPARENT, Span, TraceContext, Value, begin
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.generation import Choice, Generation
 from penstock.engine.frontend.observe.timeline import intervals
 from penstock.engine.frontend.spec import GenerationSpec
+from penstock.http.span_exporter import SpanExporter
 from penstock.prompt.processor import CHAT_PATH, EMBEDDINGS_PATH
 
 
