@@ -20,7 +20,7 @@ import yaml
 
 from penstock.operator.desired import Rendering
 from penstock.operator.reconciler import Reconciler
-from penstock.operator.status import Routing
+from penstock.operator.routes import Routing
 from penstock.operator.store import Children, Resources, key_of
 from penstock.operator.telemetry import Exposition, ModelSeries, serve_metrics
 from testing.ports import free_ports

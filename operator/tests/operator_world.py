@@ -8,11 +8,11 @@ from penstock.kube.cache import Change
 from penstock.operator.adapters.plan import Action, Origin
 from penstock.operator.canary.judges import Judges
 from penstock.operator.handlers import ResourceWatch
+from penstock.operator.observed import ScalingStatus
 from penstock.operator.other_scalers import OtherScalers
 from penstock.operator.reconciler import Reconciler
 from penstock.operator.replicas import ReplicaError, StillLoading
 from penstock.operator.routes import Routing
-from penstock.operator.status import ScalingStatus
 from penstock.operator.store import Children, Key, Resources
 
 

@@ -7,7 +7,7 @@ from kubernetes.aio.client import ApiException
 from operator_world import World, gone, there
 
 from penstock.operator.autoscale.learned import Learned
-from penstock.operator.status import ScalingStatus
+from penstock.operator.observed import ScalingStatus
 from penstock.operator.store import Key
 
 SCALED = [{"name": "main", "scaling": {"min": 2, "max": 4}}]

@@ -10,9 +10,10 @@ from penstock.operator.apply import Applier
 from penstock.operator.autoscale.bounds import Decision
 from penstock.operator.autoscale.learned import Learned, restore
 from penstock.operator.autoscale.loop import Record
+from penstock.operator.observed import Observed, PoolObserved
 from penstock.operator.other_scalers import Target
 from penstock.operator.scaling import KubernetesActuator, restored
-from penstock.operator.status import Observed, PoolObserved, status_of
+from penstock.operator.status import status_of
 from penstock.operator.store import Children, Key, Resources
 
 ID = "default/tiny/main"

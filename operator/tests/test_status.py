@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.operator.events import turns
+from penstock.operator.observed import Observed, PoolObserved, Refusal, ScalingStatus
 from penstock.operator.pods import is_ready
 from penstock.operator.routes import Routing
-from penstock.operator.status import TYPES, Observed, PoolObserved, Refusal, ScalingStatus, status_of, verdicts
+from penstock.operator.status import TYPES, status_of, verdicts
 
 NOW = "2026-01-01T00:00:00Z"
 

@@ -9,7 +9,8 @@ from typing import get_args, get_type_hints
 import penstock.operator
 from penstock.operator.adapters import sync
 from penstock.operator.canary.course import Standing
-from penstock.operator.status import TYPES, ScalingStatus
+from penstock.operator.observed import ScalingStatus
+from penstock.operator.status import TYPES
 from penstock.sources.errors import Reason
 
 PAGE = Path(__file__).parents[2] / "docs" / "operator" / "troubleshooting.md"

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from penstock.api.resources import InferenceModel, unsupported
 from penstock.operator.autoscale.schedule import ScheduleError
 from penstock.operator.autoscale.spec import model_limits
-from penstock.operator.status import Refusal
+from penstock.operator.observed import Refusal
 
 Object = dict[str, Any]
 

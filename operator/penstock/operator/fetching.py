@@ -17,8 +17,8 @@ from penstock.api.resources import InferenceModel
 from penstock.operator.api import Api
 from penstock.operator.apply import APPLIED, Applier, described, stamped
 from penstock.operator.desired.source import PROGRESS_PORT, Fetched, fetch_job
+from penstock.operator.observed import Fetching
 from penstock.operator.pods import is_live, trouble
-from penstock.operator.status import Fetching
 from penstock.operator.store import Children, Key
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from penstock.api.resources import InferenceModel
 from penstock.operator.api import WORKLOADS
 from penstock.operator.canary.course import Course, Standing, course_of, written
 from penstock.operator.desired import revision_of, size
+from penstock.operator.observed import Fetching, Observed, PoolObserved, Refusal, RevisionObserved, ScalingStatus
 from penstock.operator.other_scalers import OtherScaler, OthersReport, Target, other_of_model, other_of_pool
 from penstock.operator.rollout.pace import Step
 from penstock.operator.rollout.plan import Plan
 from penstock.operator.routes import Routing
-from penstock.operator.status import Fetching, Observed, PoolObserved, Refusal, RevisionObserved, ScalingStatus
 from penstock.operator.store import Children, Key
 
 Object = dict[str, Any]

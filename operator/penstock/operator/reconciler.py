@@ -23,11 +23,12 @@ from penstock.operator.events import event, timestamp, turns
 from penstock.operator.failures import EVENTS_AGAIN_S, MAKING_S, incomplete, stuck, with_failure, with_reason
 from penstock.operator.fetching import Fetch, FetchJobs
 from penstock.operator.observe import CanaryReport, RoutingReport, ScalingReport, observe, workloads_of
+from penstock.operator.observed import Refusal
 from penstock.operator.other_scalers import OthersReport
 from penstock.operator.overlay import OverlayError
 from penstock.operator.pods import being_made
 from penstock.operator.rollout.plan import Plan, plan
-from penstock.operator.status import Refusal, Verdict, conditions, status_of
+from penstock.operator.status import Verdict, conditions, status_of
 from penstock.operator.store import Children, Key, Resources, key_of
 from penstock.operator.told import Told
 

@@ -23,9 +23,9 @@ from penstock.operator.desired import child_name
 from penstock.operator.desired.arguments import HTTP
 from penstock.operator.events import event, timestamp
 from penstock.operator.observe import workloads_of
+from penstock.operator.observed import ScalingStatus
 from penstock.operator.other_scalers import OthersReport, Target
 from penstock.operator.pods import base_url, is_live, is_ready
-from penstock.operator.status import ScalingStatus
 from penstock.operator.store import Children, Key, Resources, key_of
 from penstock.operator.telemetry import ScalingMetrics
 

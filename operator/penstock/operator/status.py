@@ -6,16 +6,15 @@ move only when a status flips.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from dataclasses import dataclass
+from typing import Any, Final
 
 from penstock.api import labels
 from penstock.api.resources import MAX_POOLS
 from penstock.operator.autoscale.learned import Learned
 from penstock.operator.canary.course import Standing
-from penstock.operator.other_scalers import OtherScaler
-from penstock.operator.pods import Trouble, is_live, is_ready, revision, trouble
-from penstock.operator.routes import Routing
+from penstock.operator.observed import Observed, ScalingStatus
+from penstock.operator.pods import is_live
 
 Object = dict[str, Any]
 
@@ -23,173 +22,6 @@ TYPES: Final = (
     "Ready", "Accepted", "ModelAvailable", "PodsReady", "Serving", "Routed", "ScalingActive", "Progressing", "Degraded",
 )  # fmt: skip
 MAX_MESSAGE: Final = 2048
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why the spec is not acted on."""
-
-    reason: str
-    """`InvalidSpec`, `UnsupportedField`, `ForbiddenTemplate`, `NotOwned`, `ApplyRefused`."""
-    message: str
-
-
-@dataclass(frozen=True)
-class ScalingStatus:
-    """What the autoscaler last said of a pool."""
-
-    current: int
-    desired: int
-    constraint: str
-    """What bound the decision, such as `Max`, `DownWindow` or `NoData`."""
-    reason: str
-    idle: Literal["", "NoData", "DryRun"] = ""
-    """Why it does not act; empty: it does. Without data it grows by what is known, and shrinks nothing."""
-    decisions: tuple[str, ...] = ()
-    """The last changes, newest first."""
-    learned: Learned | None = None
-    waits: tuple[str, ...] = ()
-    """Inputs that name what requests wait for and no replica more would help."""
-
-
-@dataclass(frozen=True)
-class Fetching:
-    """How far a model is that must be brought before its replicas start."""
-
-    reason: str
-    """`FetchStarting`, `Downloading`, or what went wrong: `SourceUnauthorized`, `SourceNotFound`, `SourceNoSpace`, …"""
-    message: str
-    failed: bool = False
-    """Something is wrong."""
-
-
-@dataclass(frozen=True)
-class PoolObserved:
-    """One pool as the cluster has it."""
-
-    name: str
-    revision: str
-    """The wanted one."""
-    wanted: int
-    """Replicas wanted, as the live workload says where there is one."""
-    workload: Object | None
-    """As it is; None: not there yet."""
-    pods: Sequence[Object]
-    scaled: bool = False
-    """The autoscaler sizes it."""
-    scaling: ScalingStatus | None = None
-    other: OtherScaler | None = None
-    """Who else sizes it."""
-    blocked: str = ""
-    """Why its rollout cannot go on, and what would let it."""
-    settling: bool = False
-    """A new replica without a node is no trouble yet: room is being made, or may appear."""
-
-    @property
-    def ready(self) -> list[Object]:
-        """Pods that serve, of whatever revision."""
-        return [pod for pod in self.pods if is_ready(pod)]
-
-    @property
-    def ready_current(self) -> int:
-        """How many pods of the wanted revision serve."""
-        return sum(revision(pod) == self.revision for pod in self.ready)
-
-    @property
-    def old(self) -> list[Object]:
-        """Live pods of other revisions."""
-        return [pod for pod in self.pods if is_live(pod) and revision(pod) != self.revision]
-
-    @property
-    def troubles(self) -> list[Trouble]:
-        """What is wrong with pods of the wanted revision; those of older ones are on their way out."""
-        found = [it for pod in self.pods if revision(pod) == self.revision and (it := trouble(pod))]
-        return sorted((it for it in found if not (self.settling and it.reason == "Unschedulable")), key=lambda it: it.pod)
-
-    def workload_condition(self, kind: str) -> Object:
-        """A condition of the Deployment; `{}` where it has none, or none about its present spec."""
-        workload = self.workload or {}
-        status: Object = workload.get("status", {})
-        if status.get("observedGeneration") != workload.get("metadata", {}).get("generation"):
-            return {}
-        conditions: list[Object] = status.get("conditions", [])
-        found = [it for it in conditions if it["type"] == kind]
-        return found[0] if found else {}
-
-
-@dataclass(frozen=True)
-class RevisionObserved:
-    """The revision that is wanted."""
-
-    number: int
-    """As `penstock rollout history` counts."""
-    template_version: int
-    """Of the newest of its pod templates."""
-
-
-@dataclass(frozen=True)
-class Observed:
-    """One model as the cluster has it."""
-
-    name: str
-    generation: int
-    pools: Sequence[PoolObserved]
-    refusal: Refusal | None = None
-    conflict: str = ""
-    """Which of its names an older model claims, in a sentence."""
-    served_name: str = ""
-    paused: bool = False
-    url: str = ""
-    revision: RevisionObserved | None = None
-    routing: Routing = field(default_factory=Routing)
-    """What the gateways say."""
-    canary: Standing | None = None
-    """Where it stands, if it is a canary that is judged."""
-    other: OtherScaler | None = None
-    """Who else sizes the model as a whole."""
-    fetching: Fetching | None = None
-    """What replicas of the present spec wait for; None: nothing."""
-
-    @property
-    def wanted(self) -> int:
-        """Replicas wanted, over all pools."""
-        return sum(pool.wanted for pool in self.pools)
-
-    @property
-    def ready(self) -> int:
-        """Replicas that serve, over all pools."""
-        return sum(len(pool.ready) for pool in self.pools)
-
-    @property
-    def troubles(self) -> list[Trouble]:
-        """What is wrong, over all pools."""
-        return [it for pool in self.pools for it in pool.troubles]
-
-    @property
-    def rolling(self) -> bool:
-        """Replicas of an older revision are still there."""
-        return any(pool.old for pool in self.pools)
-
-    @property
-    def blocked(self) -> str:
-        """Which pools' rollouts cannot go on, why, and what would let them."""
-        return "; ".join(f"pool {pool.name}: {pool.blocked}" for pool in self.pools if pool.blocked)
-
-    @property
-    def stuck(self) -> str:
-        """The Deployment's word that the rollout gave up, else empty."""
-        for pool in self.pools:
-            progressing, failed = pool.workload_condition("Progressing"), pool.workload_condition("ReplicaFailure")
-            if failed.get("status") == "True":
-                return str(failed.get("message", "pods cannot be created"))
-            if progressing.get("reason") == "ProgressDeadlineExceeded":
-                return f"pool {pool.name} made no progress for spec.rollout.progressDeadline"
-        return ""
-
-    @property
-    def zero(self) -> bool:
-        """Nothing is meant to run."""
-        return bool(self.pools) and self.wanted == 0
 
 
 @dataclass(frozen=True)
