@@ -65,10 +65,6 @@ class PrefixMemo:
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
         self._lock = Lock()
         self.bytes = 0
-        self.hits = 0
-        """Tokens that were remembered."""
-        self.misses = 0
-        """Tokens that were not."""
 
     def hashed(self, path: str, body: Mapping[str, Any], extra: ExtraKeys) -> list[HashedPrompt]:
         """Token counts and block hashes of the prompts in a request's body; raises as `PromptProcessor.tokens_of` does."""
@@ -120,14 +116,12 @@ class PrefixMemo:
                     break
                 self._nodes.move_to_end(key)
                 nodes.append(node)
-            self.hits += nodes[-1].tokens if nodes else 0
         return nodes
 
     def _add(self, known: list[_Node], keys: Sequence[bytes], pieces: Sequence[Sequence[int]], extra: ExtraKeys) -> list[_Node]:
         """The nodes of `pieces`, which follow `known`."""
         size = self._hasher.block_size
         tokens, parent, tail = (known[-1].tokens, known[-1].parent, known[-1].tail) if known else (0, None, ())
-        first = tokens
         added: list[_Node] = []
         for piece in pieces:
             todo = (*tail, *piece)
@@ -137,7 +131,6 @@ class PrefixMemo:
             tail = todo[len(hashes) * size :]
             added.append(_Node(tokens, b"".join(hashes), parent, tail))
         with self._lock:
-            self.misses += tokens - first
             for key, node in zip(keys[len(known) :], added, strict=True):
                 if key not in self._nodes:
                     self._nodes[key] = node

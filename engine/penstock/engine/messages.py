@@ -177,8 +177,6 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
     index: int
     cached_tokens: int
     """Prompt tokens that the prefix cache supplied."""
-    scheduled_time: float
-    """Unix time in seconds; queue time ends here."""
 
 
 QUEUE_FULL = "queue_full"

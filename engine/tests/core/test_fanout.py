@@ -53,7 +53,7 @@ def frame_of(requests: list[tuple[int, list[int], bool, bool, bool, int, int]], 
         indexes=column(ids, "<i8"),
         offsets=column(np.cumsum([0, *map(len, tokens)]).tolist(), "<i4"),
         token_ids=column([token for some in tokens for token in some], "<i4"),
-        started=[Started(index, 3, 0.5) for index, one in zip(ids, requests, strict=True) if one[3]],
+        started=[Started(index, 3) for index, one in zip(ids, requests, strict=True) if one[3]],
         finished=[Finished(index, FinishReason.STOP) for index, one in zip(ids, requests, strict=True) if one[4]],
         logprobs=Logprobs(
             *(column(scored, kind) for kind in ("<i4", "<f4", "<i4")),

@@ -76,7 +76,7 @@ class FakeCore:
             ids, reason = self._answer(request)
             for at, token in enumerate(ids):
                 last = [Finished(request.index, reason)] if at == len(ids) - 1 else []
-                first = [Started(request.index, 0, 0.0)] if at == 0 else []
+                first = [Started(request.index, 0)] if at == 0 else []
                 self.say(step_frame({request.index: [token]}, last, first))
 
     async def abort(self, indexes: Sequence[int]) -> None:

@@ -139,7 +139,7 @@ async def test_output_for_unknown_choices_is_ignored(bench: Bench) -> None:
     generation = bench.generation()
     assert bench.egress.forget(generation) == [0]
     ended = [Finished(0, FinishReason.ABORT), Finished(44, FinishReason.STOP)]
-    assert await bench.egress.process(step_frame({0: [5], 77: [5]}, ended, [Started(0, 1, 0.0)])) == []
+    assert await bench.egress.process(step_frame({0: [5], 77: [5]}, ended, [Started(0, 1)])) == []
     assert generation.choices[0].take() is None
     assert bench.metrics.finished.by_value(bench.metrics.table.totals())["abort"] == 1
 
@@ -211,6 +211,6 @@ async def test_latencies_are_counted_by_the_cores_clock(bench: Bench) -> None:
 
 async def test_prompt_tokens_add_up_by_source(bench: Bench) -> None:
     generation = bench.generation()
-    await bench.egress.process(step_frame({0: [70]}, started=[Started(0, cached_tokens=2, scheduled_time=0.0)]))
+    await bench.egress.process(step_frame({0: [70]}, started=[Started(0, cached_tokens=2)]))
     assert bench.metrics.prompt_tokens.by_value(bench.metrics.table.totals()) == {"local_cache": 2, "computed": 1}
     assert generation.usage.cached_tokens == 2

@@ -54,7 +54,7 @@ async def one_life(tokenizer: Tokenizer, metrics: EngineMetrics) -> Generation:
     choice = Choice(5, 0, 40, Detokenizer(Vocabulary(tokenizer), []), (), frozenset(), None)
     generation = Generation([choice], 1, stream=False, arrival=99.5)
     egress.add(generation)
-    first = step_frame({5: [70]}, started=[Started(5, 32, 101.0)], time=103.0)
+    first = step_frame({5: [70]}, started=[Started(5, 32)], time=103.0)
     await egress.process(with_turns(first, (5, QUEUED, 100.0), (5, SCHEDULED, 101.0)))
     await egress.process(with_turns(step_frame({}, time=104.0), (5, PREEMPTED, 104.0)))
     last = step_frame({5: [71]}, [Finished(5, FinishReason.LENGTH)], time=107.0)

@@ -37,9 +37,9 @@ class Journal:
         self._events.append(event)
         self._times.append(self._now)
 
-    def started(self, request: Request, now: float) -> None:
+    def started(self, request: Request) -> None:
         """A request was scheduled for the first time."""
-        self._started.append(Started(request.index, request.num_cached_tokens, now))
+        self._started.append(Started(request.index, request.num_cached_tokens))
 
     def ended(
         self,

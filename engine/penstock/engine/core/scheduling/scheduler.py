@@ -295,7 +295,7 @@ class Scheduler:
             request.num_cached_tokens = hit.num_tokens
             self.prefix_queries += known
             self.prefix_hits += hit.num_tokens
-            self._journal.started(request, draft.now)
+            self._journal.started(request)
             request.wait_for("capacity", draft.now)
             self.waits.started(request.waited)
         else:
