@@ -3,7 +3,7 @@
 Both take services from the same generated `add_…_to_server`, so that nothing behind them knows which it is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -84,4 +84,4 @@ class LeanFrontEnd(Server):
         return await self.bind(host, port, ssl_context(certificate) if certificate else None)
 
 
-FRONT_ENDS: dict[str, type[AioFrontEnd | LeanFrontEnd]] = {"grpc": AioFrontEnd, "lean": LeanFrontEnd}
+FRONT_ENDS: Mapping[str, Callable[[], FrontEnd]] = {"grpc": AioFrontEnd, "lean": LeanFrontEnd}

@@ -83,11 +83,6 @@ class PromptLibrary:
         """See `_spaces`; by the identity of the list of replicas, which never changes."""
         sys.setswitchinterval(SWITCH_S)
 
-    @property
-    def memos(self) -> Iterable[PrefixMemo]:
-        """What is remembered, one for each hash space."""
-        return self._memos.values()
-
     async def run(self, client: ReplicaClient) -> None:
         """Fetches the bundles of replicas that became ready or have restarted, until cancelled."""
         while True:

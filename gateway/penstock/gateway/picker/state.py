@@ -4,7 +4,6 @@ them. No I/O; time is an argument (monotonic seconds)."""
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
 
-import msgspec
 import numpy as np
 
 from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, RequestFinished
@@ -37,13 +36,6 @@ from penstock.gateway.picker.slate import Slate, slate_of
 from penstock.gateway.picker.subset import Subset, spelled
 from penstock.gateway.residency.beliefs import Beliefs
 from penstock.gateway.residency.index import Knowledge, ResidencyIndex
-
-
-class FleetChange(msgspec.Struct, frozen=True):
-    """What a new fleet changed."""
-
-    added: list[Replica]
-    removed: list[ReplicaKey]
 
 
 class FleetState:
@@ -80,14 +72,10 @@ class FleetState:
         self._ttft_counts: dict[str, list[int]] = {}
         """By pool."""
 
-    def update(self, fleet: Fleet) -> FleetChange:
+    def update(self, fleet: Fleet) -> None:
         """Takes in what discovery sees now."""
         replicas = {key_of(replica): replica for replica in fleet.replicas}
-        change = FleetChange(
-            added=[replica for key, replica in replicas.items() if key not in self._replicas],
-            removed=[key for key in self._replicas if key not in replicas],
-        )
-        for key in change.removed:
+        for key in [key for key in self._replicas if key not in replicas]:
             self.bookings.release_all(key, "replica_gone")
             self.beliefs.drop(key)
             self.reports.drop(key)
@@ -113,7 +101,6 @@ class FleetState:
         self._prefill = self._placed(self._prefill, prefill, before)
         current = {*self._columns.values(), *self._prefill.values()}
         self._resident = {columns: self._resident.get(columns) or ResidentColumn(self.residency, columns) for columns in current}
-        return change
 
     def _placed(
         self, old: dict[str, Columns], members: dict[str, list[Replica]], before: dict[ReplicaKey, tuple[Columns, int]]
