@@ -82,7 +82,7 @@ def run_figures(
 
 
 def show(results: dict[str, Row], console: Console) -> None:
-    """The table, and below it what each missed gate is bound by."""
+    """The table, and below it what each missed gate is bound by, and what else a figure says."""
     table = Table("figure", "", "value", "gate", "stretch", "", title="One GPU")
     for name, result in results.items():
         figure = FIGURES[name]
@@ -95,6 +95,8 @@ def show(results: dict[str, Row], console: Console) -> None:
     for name, result in results.items():
         if "bound_by" in result and not result.get("met", False):
             console.print(f"{name}: bound by {result['bound_by']}", markup=False)
+        for line in result.get("says", ()):
+            console.print(f"{name}: {line}", markup=False)
 
 
 def main() -> int:

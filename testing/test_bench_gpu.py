@@ -20,6 +20,7 @@ from gpu.figures import (  # noqa: E402
     attention_bytes,
     bound_of_step,
     causal_flops,
+    ceilings_told,
     mixed_lengths,
     nano_floor_s,
     nano_requests,
@@ -49,6 +50,19 @@ def test_the_256_requests_are_those_that_others_publish():
     requests = nano_requests()
     assert len(requests) == 256
     assert (sum(prompt for prompt, _ in requests), sum(output for _, output in requests)) == (142_827, 133_966)
+
+
+@pytest.mark.req("PERF-02", "PERF-08")
+def test_three_loads_meet_three_ceilings():
+    """A lone decode the bandwidth, a prompt of 8k the processor, and many long contexts the capacity."""
+    model = read_model_config(ROOT / "benchmarks/shapes/llama-3.1-8b", served_names=(), load_format="dummy").cost
+    assert model is not None
+    assert ceilings_told(model, MEASURED, 100 * 10**9) == [
+        "balance point: 184 operations a byte as measured, 206 by an H200's datasheet",
+        "one decode at 1k: bandwidth",
+        "a prompt of 8k: compute",
+        "256 decodes at 8k: capacity (93 fit)",
+    ]
 
 
 @pytest.mark.parametrize(("shape", "floor"), [("qwen3-0.6b", 36_400), ("qwen3-14b", 8_300), ("llama-3.1-8b", 13_700)])
@@ -198,6 +212,7 @@ def test_the_engines_share_is_compared_with_the_profilers():
 
     found = roofline.measure(MODEL, "cpu", folder=MODELS, batches=(2,), context=20, steps=12, ceilings=SLOW, profiler=twice)
     [row] = found["rows"]
+    assert found["says"][0].startswith("balance point: 10 operations a byte as measured") and len(found["says"]) == 4
     # The engine's own clock sees at most what passed, and the profile was said to have lasted twice that.
     assert row["own_share"] > 1.9 * row["profilers_share"] and found["value"] == row["off_percent"] > 90
 
@@ -211,14 +226,14 @@ def test_figures_share_the_time_and_fail_alone(capsys):
     now = chain([0.0, 0.0, 0.0, 100.0, 100.0, 395.0, 395.0], repeat(395.0))
 
     def run(name, limit_s):
-        return {"itl_8b": {"value": 5.06, "bound_by": "x"}, "nano_0.6b": {"failed": "RuntimeError: no"}}[name]
+        return {"itl_8b": {"value": 5.06, "bound_by": "x", "says": ["more"]}, "nano_0.6b": {"failed": "RuntimeError: no"}}[name]
 
     found = bench_gpu.run_figures(["itl_8b", "nano_0.6b", "start"], 400.0, run, lambda: next(now), lambda text: None)
     assert found["itl_8b"]["told"] == "missed by 10 %" and found["nano_0.6b"] == {"failed": "RuntimeError: no"}
     assert found["start"]["failed"] == "not begun: 5 s are left (--only start)"
     assert sum(figure.limit_s for figure in FIGURES.values()) < 1000, "what takes too long leaves time for others"
     bench_gpu.show(found, bench_gpu.Console(width=200))
-    assert "missed by 10 %" in (told := capsys.readouterr().out) and "itl_8b: bound by x" in told
+    assert "missed by 10 %" in (told := capsys.readouterr().out) and "itl_8b: bound by x\nitl_8b: more\n" in told
 
 
 def test_a_figure_that_hangs_or_breaks_says_why(monkeypatch):

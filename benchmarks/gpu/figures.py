@@ -4,8 +4,11 @@ import random
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
+from penstock.engine.core.measure.step_cost import step_cost
 from penstock.engine.cost import ModelCost
-from penstock.engine.roofline import Ceilings
+from penstock.engine.roofline import H200, Ceilings, binding, max_sequences
 
 Row = dict[str, Any]
 
@@ -54,6 +57,20 @@ FIGURES = {
 """By name, in the order of their running."""
 
 
+class Load(NamedTuple):
+    """A step of equal rows."""
+
+    rows: int
+    new: int
+    """Tokens that each computes."""
+    context: int
+    """Tokens of each after that."""
+
+
+LOADS = {"one decode at 1k": Load(1, 1, 1024), "a prompt of 8k": Load(1, 8192, 8192), "256 decodes at 8k": Load(256, 1, 8192)}
+"""A small batch, a long prompt and many long contexts."""
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """The value that so great a share of them does not exceed."""
     ordered = sorted(values)
@@ -93,6 +110,21 @@ def bound_of_step(step_s: float, floor_s: float, busy_s: float) -> str:
     if floor_s >= max(slow, idle):
         return f"the roofline ({shares})"
     return f"kernels below the roofline ({shares})" if slow >= idle else f"launches and the host ({shares})"
+
+
+def ceiling_of(load: Load, model: ModelCost, ceilings: Ceilings, kv_bytes: int) -> str:
+    """Which ceiling a load meets first: the capacity, where not all of its rows fit, or else what its step is bound by."""
+    if (room := max_sequences(model, load.context, kv_bytes)) < load.rows:
+        return f"capacity ({room} fit)"
+    ends = np.full(load.rows, load.context, np.int32)
+    return binding(step_cost(model, np.full(load.rows, load.new, np.int32), ends, load.rows), ceilings)
+
+
+def ceilings_told(model: ModelCost, ceilings: Ceilings, kv_bytes: int) -> list[str]:
+    """The balance point, as measured and by the datasheet, and which ceiling each of `LOADS` meets."""
+    points = f"{ceilings.balance_point:.0f} operations a byte as measured, {H200.balance_point:.0f} by an H200's datasheet"
+    met = {name: ceiling_of(load, model, ceilings, kv_bytes) for name, load in LOADS.items()}
+    return [f"{name}: {told}" for name, told in {"balance point": points, **met}.items()]
 
 
 def attention_bytes(lengths: Sequence[int], kv_heads: int, head_size: int, element: int) -> int:

@@ -1,10 +1,10 @@
-"""Whether the share of the roofline that the engine tells of itself is the one that a profiler sees."""
+"""Whether the share of the roofline that the engine tells of itself is the one that a profiler sees; and which ceiling binds."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 from gpu.engine import SHAPES, Engine
-from gpu.figures import Row
+from gpu.figures import Row, ceilings_told
 from gpu.profiler import Profile, profile
 from penstock.engine.roofline import Ceilings
 
@@ -42,7 +42,10 @@ def measure(
     room = context + steps + 64
     engine = Engine(folder / shape, device=device, max_model_len=room, max_num_seqs=max(batches), ceilings=ceilings)
     rows = [compare(engine, batch, context, steps, profiler) for batch in batches]
+    model = engine.config.model.cost
+    assert model is not None
+    says = ceilings_told(model, engine.ceilings, engine.num_blocks * engine.runner.kv_layout().page_bytes)
     engine.close()
     worst = max(rows, key=lambda row: row["off_percent"])
     told = f"batch {worst['batch']}: {worst['own_share']:.1%} by its own clock, {worst['profilers_share']:.1%} by the profiler's"
-    return {"value": worst["off_percent"], "bound_by": told, "rows": rows}
+    return {"value": worst["off_percent"], "bound_by": told, "rows": rows, "says": says}

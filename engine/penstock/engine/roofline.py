@@ -10,8 +10,6 @@ import msgspec
 
 from penstock.engine.cost import ModelCost, StepCost
 
-Binding = Literal["bandwidth", "compute", "capacity"]
-
 
 class Ceilings(msgspec.Struct, frozen=True):
     """What a device reaches when it does one thing alone."""
@@ -36,7 +34,7 @@ def floor_s(cost: StepCost, ceilings: Ceilings) -> float:
     return max(cost.bytes / ceilings.bytes_per_s, cost.flops / ceilings.flops_per_s)
 
 
-def binding(cost: StepCost, ceilings: Ceilings) -> Binding:
+def binding(cost: StepCost, ceilings: Ceilings) -> Literal["bandwidth", "compute"]:
     """Which of the two a step meets."""
     return "bandwidth" if cost.bytes / ceilings.bytes_per_s >= cost.flops / ceilings.flops_per_s else "compute"
 

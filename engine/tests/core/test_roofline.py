@@ -44,13 +44,11 @@ def test_batches_share_the_weights_and_read_their_own_keys(shape: str, batch: in
     assert batch / floor_s(decode(shape, batch, 1024), MEASURED) == pytest.approx(tokens_per_s, rel=0.01)
 
 
-@pytest.mark.req("PERF-02")
 def test_the_balance_point_is_operations_a_byte() -> None:
     assert Ceilings(3e12, 1000e12).balance_point == pytest.approx(333, abs=0.5)
     assert H200.balance_point == pytest.approx(206, abs=0.5)
 
 
-@pytest.mark.req("PERF-08")
 def test_three_loads_meet_three_ceilings() -> None:
     """A lone decode the bandwidth, a prompt of 8k the processor, and long contexts the capacity."""
     assert binding(decode("llama-3.1-8b", 1, 1024), MEASURED) == "bandwidth"
