@@ -63,6 +63,7 @@ from penstock.gateway.xds.listener import ListenerSettings
 from penstock.gateway.xds.server import AdsServicer
 from penstock.http.replica_tls import ReplicaTls
 from penstock.http.span_exporter import SpanExporter
+from penstock.tasks import run_until
 
 log = logging.getLogger(__name__)
 
@@ -215,18 +216,9 @@ class Gateway:
             self._served.run(client),
             self._gate.run(),
             self._expire(),
-            stop.wait(),
         )
-        jobs = (*jobs, *(each.run() for each in (self._tenants, self._spans, self._audit) if each is not None))
-        tasks = [asyncio.ensure_future(job) for job in jobs]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        optional = (each.run() for each in (self._tenants, self._spans, self._audit) if each is not None)
+        await run_until(stop, *jobs, *optional)
 
     async def _follow(self) -> None:
         known: frozenset[tuple[str, str]] = frozenset()

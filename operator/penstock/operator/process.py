@@ -4,10 +4,9 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 from uuid import uuid4
 
 from kubernetes.aio.client import ApiClient
@@ -36,6 +35,7 @@ from penstock.operator.routes import Routes
 from penstock.operator.scaling import KubernetesActuator
 from penstock.operator.store import Children, Key, Resources, trimmed_child, trimmed_pod, trimmed_workload
 from penstock.operator.telemetry import Exposition, ModelSeries, serve_metrics
+from penstock.tasks import run_until
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class Operator:
     async def run(self, stop: asyncio.Event) -> None:
         """Reconciles until `stop`."""
         caches = [cache.run() for cache in (*self._users, *self._caches.values(), self._autoscalers, self._gateways)]
-        await _until(stop, *caches, self._work(), self._resync(), self._autoscale())
+        await run_until(stop, *caches, self._work(), self._resync(), self._autoscale())
 
     def _told(self, views: Sequence[PoolsView], asked: int) -> None:
         self._routes.told(views, asked)
@@ -222,16 +222,3 @@ class Operator:
         while True:
             await asyncio.sleep(self._options.resync_s)
             self._look_at_all()
-
-
-async def _until(stop: asyncio.Event, *running: Coroutine[Any, Any, None]) -> None:
-    """Runs all until `stop`, or until one of them fails, which is raised."""
-    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(one) for one in (*running, stop.wait())]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
