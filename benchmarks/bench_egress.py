@@ -10,7 +10,6 @@ until it heard of it. The second table tells the two apart, from short answers a
 
 import argparse
 import asyncio
-import os
 import re
 import statistics
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+from procfs import cpu_times
 from report import write_results
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +34,6 @@ SHORT, LONG, REPEATS = 8, 200, 3
 """Answers that the cost of a token and of a request follow from: tokens of each, and how often; the median counts."""
 SETTLE_S = 0.5
 """Until the core's newest report is here."""
-TICKS = os.sysconf("SC_CLK_TCK")
 PORTS = (18471, 18472, 18473)
 Row = dict[str, Any]
 
@@ -47,8 +46,7 @@ def cpu_seconds(pid: int) -> Counter[str]:
         used = int((task / "schedstat").read_text().split()[0]) / 1e9
         kind = "event loop" if task.name == str(pid) else "other threads"
         seconds += Counter({kind: used, "all": used})
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return seconds + Counter({"user": int(fields[11]) / TICKS, "system": int(fields[12]) / TICKS})
+    return seconds + Counter(dict(zip(("user", "system"), cpu_times(pid), strict=False)))
 
 
 class Work(NamedTuple):

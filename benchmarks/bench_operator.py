@@ -31,6 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.procfs import cpu_s, memory_bytes
 from benchmarks.report import write_results
 from e2e.cluster import network
 from e2e.cluster.cluster import REPOSITORY, Cluster
@@ -53,7 +54,6 @@ LOOK_S = 3.0
 SCRAPES = 50
 PATIENCE_S = 300.0
 """Without any work done, while some is expected."""
-TICKS = os.sysconf("SC_CLK_TCK")
 WRITES = ("create", "update", "patch", "delete")
 POLICY = {
     "apiVersion": "audit.k8s.io/v1",
@@ -151,16 +151,13 @@ class Operator:
     @property
     def cpu_s(self) -> float:
         """User and system time since its start."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS
+        return cpu_s(self._process.pid)
 
     def memory_mb(self, what: str = "VmRSS") -> float:
         """`VmRSS`, or the most there ever was: `VmHWM`. Megabytes of 10^6 bytes."""
         if self._process.poll() is not None:
             raise SystemExit(f"the operator ended with {self._process.returncode}")
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
-        (line,) = (it for it in status.splitlines() if it.startswith(f"{what}:"))
-        return int(line.split()[1]) * 1024 / 1e6
+        return memory_bytes(self._process.pid, what) / 1e6
 
 
 def ready(pod: Object, value: bool) -> Object:

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 import aiohttp
 import numpy as np
 from peers.ports import free_ports
+from procfs import children, memory_bytes
 from report import write_results
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -88,8 +89,7 @@ class Server:
     def core(self) -> int:
         """Process id of the core."""
         assert self.process is not None
-        pid = self.process.pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        return children(self.process.pid)[0]
 
     async def ended(self, seconds: float) -> int:
         """Its exit status; `TimeoutError` where it does not end by itself."""
@@ -103,7 +103,7 @@ class Server:
         """Of now."""
         assert self.process is not None
         pids = self.process.pid, self.core
-        return Sample(at, *(_rss(pid) for pid in pids), *(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids))
+        return Sample(at, *(memory_bytes(pid) for pid in pids), *(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids))
 
 
 class Traffic:
@@ -275,10 +275,6 @@ def _trend(samples: list[Sample], process: str) -> dict[str, Any]:
 def _state(sample: Sample, traffic: Traffic) -> str:
     requests = sum(traffic.outcomes.values())
     return f"{requests} requests, frontend {sample.frontend_rss >> 20} MiB, core {sample.core_rss >> 20} MiB"
-
-
-def _rss(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def show(found: dict[str, Any], console: Console) -> None:

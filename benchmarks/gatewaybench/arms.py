@@ -16,9 +16,8 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.procfs import children, cpu_s, memory_bytes
 from penstock.api.fleet import Fleet, Model, Pool, Replica
-
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -27,18 +26,16 @@ class Process:
 
     pid: int
 
-    def _all(self) -> list[str]:
-        return [str(self.pid), *Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+    def _all(self) -> list[int]:
+        return [self.pid, *children(self.pid)]
 
     def cpu_s(self) -> float:
         """CPU seconds that it has used."""
-        fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self._all()]
-        return sum(int(each[11]) + int(each[12]) for each in fields) / TICKS
+        return sum(map(cpu_s, self._all()))
 
     def memory_mb(self) -> float:
-        """Resident memory."""
-        statuses = [Path(f"/proc/{pid}/status").read_text().splitlines() for pid in self._all()]
-        return sum(int(line.split()[1]) for lines in statuses for line in lines if line.startswith("VmRSS")) / 1024
+        """Resident memory, in units of 2^20 bytes."""
+        return sum(map(memory_bytes, self._all())) / 2**20
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from procfs import children, cpu_times
 
 from peers.loop import OUTPUT, PROMPT, VOCAB
 from peers.servers import SERVERS, Launch
@@ -26,7 +27,6 @@ BODY = {"temperature": 0, "ignore_eos": True}
 READY_S = 420.0
 WARM_UP = 8
 """Streams of the second loop before any is measured; some servers compile for batches."""
-_TICKS = os.sysconf("SC_CLK_TCK")
 Row = dict[str, Any]
 Say = Callable[[str], None]
 
@@ -75,11 +75,10 @@ class Running:
 def cpu_seconds(pid: int) -> float:
     """User and system time of a process, of its children that have ended, and of those that run."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        tasks = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
+        own, below = sum(cpu_times(pid)), children(pid)
     except (FileNotFoundError, ProcessLookupError):  # ended meanwhile: its parent counts it
         return 0.0
-    return sum(map(int, fields[11:15])) / _TICKS + sum(cpu_seconds(int(child)) for children in tasks for child in children)
+    return own + sum(map(cpu_seconds, below))
 
 
 @contextmanager
