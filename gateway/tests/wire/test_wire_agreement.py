@@ -9,20 +9,10 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from wire_waiting import eventually
 
 TINY = Path(__file__).parents[3] / "examples" / "models" / "penstock-tiny"
 AGREED_S = 0.2
-
-
-async def eventually(holds: Any, limit_s: float = 120.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while True:
-            try:
-                if await holds():
-                    return
-            except aiohttp.ClientError:
-                pass  # not up yet
-            await asyncio.sleep(0.1)
 
 
 async def test_two_gateways_agree_on_the_load(
@@ -56,8 +46,8 @@ async def test_two_gateways_agree_on_the_load(
     async def both_know() -> bool:
         return all([await report(which) for which in range(2)])
 
-    await eventually(ask)
-    await eventually(both_know)
+    await eventually(ask, 120)
+    await eventually(both_know, 120)
     async with asyncio.timeout(120):
         while not await agree(ask, report):
             pass  # the machine may have been busy with something else: they must come to agree, and not at once

@@ -2,13 +2,13 @@
 
 import asyncio
 import ssl
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
+from wire_waiting import eventually
 
 from penstock.gateway.tls import Pair, SelfSigned
 
@@ -39,17 +39,6 @@ async def presented(port: int) -> bytes:
     return ssl.DER_cert_to_PEM_cert(der).strip().encode()
 
 
-async def eventually(holds: Callable[[], Any], limit_s: float = 60.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while True:
-            try:
-                if await holds():
-                    return
-            except (OSError, aiohttp.ClientError):
-                pass  # not up yet
-            await asyncio.sleep(0.05)
-
-
 @pytest.mark.parametrize("front_end", ["grpc", "lean"])
 async def test_both_ways_are_encrypted_and_a_new_certificate_is_served(
     tmp_path: Path, processes: Any, ports: Any, engine: Any, fleet_of: Any, front_end: str
@@ -69,14 +58,14 @@ async def test_both_ways_are_encrypted_and_a_new_certificate_is_served(
         "envoy",
         "--gateway",
         f"127.0.0.1:{grpc_port}",
+        "--admin-port",
+        str(admin),
         "--concurrency",
         "1",
         "--node-id",
         "test",
-        "--admin-port",
-        str(admin),
     ]
-    processes.start("envoy", *envoy, "--gateway-ca", pair[0], "--gateway-name", "localhost")
+    processes.start("envoy", *envoy, "--node-id", "test", "--gateway-ca", pair[0], "--gateway-name", "localhost")
 
     trusting = ssl.create_default_context(cadata=of_listener.certificates.decode())
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusting)) as client:
@@ -112,14 +101,14 @@ async def test_a_gateway_that_nobody_vouches_for_is_not_believed(tmp_path: Path,
         "envoy",
         "--gateway",
         f"127.0.0.1:{grpc_port}",
+        "--admin-port",
+        str(admin),
         "--concurrency",
         "1",
         "--node-id",
         "test",
-        "--admin-port",
-        str(admin),
     ]
-    processes.start("envoy", *envoy, "--gateway-ca", str(tmp_path / "other/tls.crt"))
+    processes.start("envoy", *envoy, "--node-id", "test", "--gateway-ca", str(tmp_path / "other/tls.crt"))
 
     async with aiohttp.ClientSession() as client:
 

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from wire_waiting import eventually
 
 from penstock.api import headers
 from penstock.api.fleet import Fleet
@@ -86,17 +87,6 @@ class Pair:
 
     def log(self) -> str:
         return self.processes.log("envoy")
-
-
-async def eventually(holds: Callable[[], Any], limit_s: float = 60.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while True:
-            try:
-                if await holds():
-                    return
-            except aiohttp.ClientError:
-                pass  # not up yet
-            await asyncio.sleep(0.05)
 
 
 @pytest.fixture

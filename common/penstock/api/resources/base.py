@@ -65,6 +65,13 @@ def lasting(part: str, field: str, least: str, most: str) -> Rule:
     )
 
 
+URI_RULE = Rule(
+    f"self.uri.matches('{URI_SCHEMES}')",
+    "source: uri must be an absolute path or begin with hf://, file://, pvc:// or s3://",
+    lambda source: re.match(URI_SCHEMES, source.uri) is not None,
+)
+
+
 def unchangeable(field: str, message: str) -> Rule:
     """A field keeps the value that it was made with. Only the API server knows both, so elsewhere it always holds."""
     return Rule(f"self.{field} == oldSelf.{field}", message, lambda _: True)

@@ -6,7 +6,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.api.resources.base import (
-    URI_SCHEMES,
+    URI_RULE,
     Conditions,
     LocalReference,
     Part,
@@ -25,11 +25,7 @@ class AdapterOrigin(Part):
     """Where the adapter's weights are. No secret: the model's `lora.sources` is the allow-list."""
 
     RULES = (
-        Rule(
-            f"self.uri.matches('{URI_SCHEMES}')",
-            "source: uri must be an absolute path or begin with hf://, file://, pvc:// or s3://",
-            lambda source: re.match(URI_SCHEMES, source.uri) is not None,
-        ),
+        URI_RULE,
         Rule(
             f"!self.uri.matches('{UPWARDS}')",
             "source: uri may not lead upwards by '..'; write the path as it is",

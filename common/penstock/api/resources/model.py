@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.api.resources.base import (
+    URI_RULE,
     URI_SCHEMES,
     Duration,
     LocalReference,
@@ -60,11 +61,7 @@ class Source(Part):
     """Where the weights are."""
 
     RULES = (
-        Rule(
-            f"self.uri.matches('{URI_SCHEMES}')",
-            "source: uri must be an absolute path or begin with hf://, file://, pvc:// or s3://",
-            lambda source: re.match(URI_SCHEMES, source.uri) is not None,
-        ),
+        URI_RULE,
         Rule(
             "!has(self.secretRef) || self.uri.matches('^(hf|s3)://')",
             "source: secretRef is for hf:// and s3://; remove it",
