@@ -137,7 +137,11 @@ class Api:
         if request.path.endswith("/pods") and not wanted:
             wanted = [("penstock.dev/model", "m")]
         items = [it for it in known if all(it["metadata"].get("labels", {}).get(key) == value for key, value in wanted)]
-        body = {"kind": "List", "metadata": {"resourceVersion": str(self.version)}, "items": items if request.path.endswith("/pods") else known}
+        body = {
+            "kind": "List",
+            "metadata": {"resourceVersion": str(self.version)},
+            "items": items if request.path.endswith("/pods") else known,
+        }
         return web.json_response(body)
 
 
