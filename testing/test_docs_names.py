@@ -3,7 +3,6 @@
 import argparse
 import ast
 import re
-import subprocess
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from functools import cache
@@ -14,8 +13,19 @@ from typing import Any, NoReturn
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LISTED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-FILES = [file for file in LISTED if (ROOT / file).exists()]
+HIDDEN = (".", "__")
+"""How folders begin that hold nothing of ours, `.ci` aside: environments, caches."""
+
+
+def walk(folder: Path) -> Iterator[str]:
+    for one in folder.iterdir():
+        if not one.is_dir():
+            yield str(one.relative_to(ROOT))
+        elif one.name == ".ci" or not one.name.startswith(HIDDEN):
+            yield from walk(one)
+
+
+FILES = list(walk(ROOT))
 FOLDERS = {str(folder) for file in FILES for folder in Path(file).parents}
 PAGES = [file for file in FILES if file.endswith(".md") and not file.startswith(("docs/requirements/", "CHANGELOG"))]
 """The requirements are words of others, the changelog's of their time."""
