@@ -1,8 +1,8 @@
 """What the handlers of all endpoints share: reading a request, writing JSON, and the count of requests being answered."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import orjson
@@ -85,9 +85,11 @@ class Active:
         """Waits until there are none."""
         await self._idle.wait()
 
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """One more, for as long as the context lasts."""
+    @asynccontextmanager
+    async def answering(self, request: web.Request) -> AsyncIterator[None]:
+        """One more, for as long as the context lasts. It begins when the body is here: a drain does not wait for a client that
+        has not finished asking. Raises as `read_json` does, which gives the same body again."""
+        await read_json(request)
         self._count += 1
         self._idle.clear()
         try:

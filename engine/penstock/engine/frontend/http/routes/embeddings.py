@@ -53,7 +53,7 @@ class EmbeddingRoutes:
 
     async def embeddings(self, request: web.Request) -> web.Response:
         """`POST /v1/embeddings`."""
-        with self._active.counted():
+        async with self._active.answering(request):
             arrival, pooling = time.time(), self._llm.require_embedding()
             self._llm.require_ready()
             params, body, size = await self._intake.read(request, parse_embeddings)

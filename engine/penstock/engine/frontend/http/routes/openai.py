@@ -56,7 +56,7 @@ class OpenAIRoutes:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/chat/completions`."""
-        with self._active.counted():
+        async with self._active.answering(request):
             params, spec = await self._intake.chat_or_completion(request, CHAT_PATH, parse_chat)
             assembler = self._intake.assembler(params, spec)
             answer = ChatFormat(params, spec, self._name(params.model), self._llm.vocabulary, assembler)
@@ -64,7 +64,7 @@ class OpenAIRoutes:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/completions`."""
-        with self._active.counted():
+        async with self._active.answering(request):
             params, spec = await self._intake.chat_or_completion(request, COMPLETIONS_PATH, parse_completion)
             echoes = self._echoes(params, spec) if params.echo else None
             answer = CompletionFormat(params, spec, self._name(params.model), self._llm.vocabulary, echoes)
@@ -72,7 +72,7 @@ class OpenAIRoutes:
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/responses`, stateless."""
-        with self._active.counted():
+        async with self._active.answering(request):
             arrival = time.time()
             self._llm.require_generating()
             self._llm.require_ready()
