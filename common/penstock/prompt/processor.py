@@ -20,6 +20,8 @@ EMBEDDINGS_PATH: Final = "/v1/embeddings"
 PROMPT_PATHS: Final = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, EMBEDDINGS_PATH)
 PARAMS: Final = {CHAT_PATH: "messages", COMPLETIONS_PATH: "prompt", RESPONSES_PATH: "input", EMBEDDINGS_PATH: "input"}
 """The field that holds the prompt."""
+MAX_PROMPTS: Final = {COMPLETIONS_PATH: 128, EMBEDDINGS_PATH: 2048}
+"""In one request; a body has room for millions, whose tokens would be counted for minutes only to be refused."""
 COMPLETION_DEFAULT_TOKENS: Final = 16
 """Of output, where a completion has no `max_tokens`: OpenAI's."""
 
@@ -138,7 +140,7 @@ class PromptProcessor:
                 raise in_own_words(error) from None
         if path in (COMPLETIONS_PATH, EMBEDDINGS_PATH):
             special = _flag(body, "add_special_tokens")
-            return self._plain_prompts(body.get(PARAMS[path]), special is not False, PARAMS[path])
+            return self._plain_prompts(body.get(PARAMS[path]), special is not False, PARAMS[path], MAX_PROMPTS[path])
         raise ValueError(f"{path} carries no prompt")
 
     def _truncation(self, path: str, body: Mapping[str, Any]) -> Truncation | None:
@@ -155,10 +157,12 @@ class PromptProcessor:
         except (TypeError, UnicodeEncodeError):
             raise _no_unicode(prompt.param) from None
 
-    def _plain_prompts(self, given: Any, special: bool, param: str) -> list[TextPrompt | list[int]]:
+    def _plain_prompts(self, given: Any, special: bool, param: str, most: int) -> list[TextPrompt | list[int]]:
         if isinstance(given, str):
             return [TextPrompt(given, special, param)]
         if isinstance(given, list) and given:
+            if len(given) > most and isinstance(given[0], str | list):
+                raise PromptError(f"{param} has {len(given)} prompts; at most {most} in one request", param)
             if all(isinstance(entry, str) for entry in given):
                 return [TextPrompt(text, special, f"{param}[{at}]") for at, text in enumerate(given)]
             if all(isinstance(entry, list) for entry in given):

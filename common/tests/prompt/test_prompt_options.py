@@ -56,6 +56,17 @@ def test_the_end_of_the_prompt_is_the_clients_to_choose(processor: PromptProcess
         assert caught.value.param == "continue_final_message"
 
 
+@pytest.mark.parametrize(("path", "param", "most"), [(COMPLETIONS_PATH, "prompt", 128), (EMBEDDINGS_PATH, "input", 2048)])
+@pytest.mark.parametrize("one", ["mill", [5]])
+def test_prompts_are_counted_before_any_becomes_tokens(
+    processor: PromptProcessor, path: str, param: str, most: int, one: str | list[int]
+) -> None:
+    assert len(processor.prompts_of(path, {param: [one] * most})) == most
+    with pytest.raises(PromptError, match=f"{param} has {most + 1} prompts; at most {most}") as caught:
+        processor.prompts_of(path, {param: [one] * (most + 1)})
+    assert caught.value.param == param
+
+
 def deep(levels: int) -> Any:
     value: Any = {}
     for _ in range(levels):

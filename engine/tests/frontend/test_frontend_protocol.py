@@ -116,6 +116,7 @@ def model(tmp_path: Any) -> ModelConfig:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"prompt": "x"}, "prompt"),
         ({"guided_json": None}, "guided_json"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"colour": 1}, "colour"),
     ],
 )
@@ -181,6 +182,9 @@ def test_neutral_values_and_null_are_absence() -> None:
     }
     assert parse_chat({**CHAT, **neutral, "user": None, "metadata": None}) == parse_chat(CHAT)
     assert parse_chat({**CHAT, **neutral}).user == "u"
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    plain = {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}
+    assert parse_chat({**CHAT, **plain}) == parse_chat({**CHAT, **options})
     assert parse_completion({**COMPLETION, "echo": False, "suffix": None}) == parse_completion(COMPLETION)
 
 

@@ -282,6 +282,28 @@ async def test_request_ids_are_echoed_given_or_refused(serve: Any, byte_level: T
     assert (response.status, (await error_of(response))["param"]) == (400, "x-request-id")
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "prefix"),
+    [
+        (COMPLETIONS, {"prompt": "x"}, "cmpl-"),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}]}, "chatcmpl-"),
+        ("/v1/responses", {"input": "x"}, "resp_"),
+    ],
+)
+async def test_a_body_names_its_request_where_no_header_does(
+    serve: Any, byte_level: Tokenizer, path: str, fields: dict[str, Any], prefix: str
+) -> None:
+    site = await serve(says(byte_level, "x"))
+    body = {"model": "m", "request_id": "mine", **fields}
+    for given, name in (({}, "mine"), ({"x-request-id": "theirs"}, "theirs")):
+        response = await site.client.post(path, json=body, headers=given)
+        assert (response.headers["x-request-id"], (await response.json())["id"]) == (name, prefix + name)
+        assert site.core.added[-1].request_id == name
+    for bad in ("", "é", "a\nb", "a\n", "x" * 257):
+        response = await site.client.post(path, json=body | {"request_id": bad})
+        assert (response.status, (await error_of(response))["param"]) == (400, "request_id"), bad
+
+
 @pytest.mark.req("RT-04")
 @pytest.mark.parametrize("form", ["TEXT", "JSON", "BIN", "text", "Json"])
 @pytest.mark.parametrize("stream", [True, False])

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from penstock.engine.config import ModelConfig
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.http.keys import OPEN_PATHS
+from penstock.engine.frontend.http.routes.tokens import MAX_TOKENS
 from penstock.engine.frontend.http.server import ApiServer
 from penstock.engine.frontend.http.settings import ApiSettings
 from penstock.engine.frontend.openai.parsing.registry import ParserConfig
@@ -340,6 +341,7 @@ async def test_tokens_and_back(start: Start, byte_level: Tokenizer) -> None:
         ("/tokenize", {"prompt": "x", "colour": 1}, "colour"),
         ("/detokenize", {"tokens": [320]}, "tokens"),
         ("/detokenize", {"tokens": ["x"]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [5] * (MAX_TOKENS + 1)}, "tokens"),
     ):
         status, answer = await post(path, **body)
         assert (status, answer["error"]["param"]) == (400, param)

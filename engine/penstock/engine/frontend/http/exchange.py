@@ -1,6 +1,7 @@
 """What the handlers of all endpoints share: reading a request, writing JSON, and the count of requests being answered."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -8,8 +9,9 @@ from typing import Any, Final
 import orjson
 from aiohttp import web
 
-from penstock.api.headers import PRIORITY, TENANT, TIMEOUT
+from penstock.api.headers import PRIORITY, REQUEST_ID, TENANT, TIMEOUT
 from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.openai.protocol import MAX_REQUEST_ID
 
 MAX_BODY_BYTES: Final = 20 * 2**20
 MAX_TENANT: Final = 256
@@ -27,6 +29,26 @@ async def read_json(request: web.Request) -> bytes:
         message = f"content-encoding {encoding} is not supported: send the body as it is"
         raise ApiError(415, message, param="content-encoding")
     return await request.read()
+
+
+def header_request_id(request: web.Request) -> str:
+    """The client's, since events and logs name it, or a new one; `ApiError` 400 for one that no header could give back."""
+    given = request.headers.get(REQUEST_ID)
+    return uuid.uuid4().hex if given is None else _checked_request_id(given, REQUEST_ID)
+
+
+def name_request(request: web.Request, given: str | None) -> None:
+    """Takes the name that a body gives where no header has given one; `ApiError` 400 as of a header's."""
+    if given is not None:
+        name = _checked_request_id(given, "request_id")
+        if REQUEST_ID not in request.headers:
+            request[REQUEST_ID_KEY] = name
+
+
+def _checked_request_id(given: str, param: str) -> str:
+    if not given.isascii() or not given.isprintable() or not 0 < len(given) <= MAX_REQUEST_ID:
+        raise ApiError(400, f"{param} must be 1 to {MAX_REQUEST_ID} printable ASCII characters", param=param)
+    return given
 
 
 def tenant(request: web.Request) -> str:

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.errors import ApiError
-from penstock.engine.frontend.http.exchange import REQUEST_ID_KEY, deadline, priority, read_json, tenant
+from penstock.engine.frontend.http.exchange import REQUEST_ID_KEY, deadline, name_request, priority, read_json, tenant
 from penstock.engine.frontend.openai.parsing.assembly import Assembler
 from penstock.engine.frontend.openai.parsing.pieces import Parser
 from penstock.engine.frontend.openai.parsing.registry import TOOL_FORMATS, ParserConfig
@@ -112,6 +112,7 @@ class Intake:
         self._llm.require_ready()
         params, body, size = await self.read_generation(request, parse)
         assert isinstance(params, ChatRequest | CompletionRequest)
+        name_request(request, params.request_id)
         self.served(params.model)
         prompts = await self.tokens(path, body, size)
         return params, self.spec(request, prompts, params, arrival)

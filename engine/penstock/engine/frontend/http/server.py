@@ -1,7 +1,6 @@
 """The HTTP server: what all endpoints share. The endpoints themselves are in `routes/`, one file an audience."""
 
 import logging
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, get_args
 
@@ -13,7 +12,7 @@ from penstock.api.headers import LOAD, LOAD_FORMAT, REQUEST_ID
 from penstock.engine.frontend.async_llm import AsyncLLM, State
 from penstock.engine.frontend.errors import ApiError, internal_error
 from penstock.engine.frontend.http.connection import Runner
-from penstock.engine.frontend.http.exchange import MAX_BODY_BYTES, REQUEST_ID_KEY, Active
+from penstock.engine.frontend.http.exchange import MAX_BODY_BYTES, REQUEST_ID_KEY, Active, header_request_id
 from penstock.engine.frontend.http.keys import ApiKeys
 from penstock.engine.frontend.http.routes.adapters import AdapterRoutes
 from penstock.engine.frontend.http.routes.control import ControlRoutes
@@ -27,7 +26,6 @@ from penstock.engine.frontend.observe.traces import Traces
 
 log = logging.getLogger(__name__)
 
-_MAX_REQUEST_ID = 256
 _LOAD_FORMAT_KEY = web.RequestKey("load_format", str)
 
 
@@ -105,7 +103,7 @@ class ApiServer:
     ) -> web.StreamResponse:
         """Checks the headers that every endpoint knows, and gives every error OpenAI's shape."""
         try:
-            request[REQUEST_ID_KEY] = _request_id(request)
+            request[REQUEST_ID_KEY] = header_request_id(request)
             request[_LOAD_FORMAT_KEY] = _load_format(request)
             if self._asks_certificates:
                 check_certificate(request)
@@ -130,16 +128,6 @@ class ApiServer:
         form, report = request.get(_LOAD_FORMAT_KEY), self._llm.load
         if form and report is not None:
             response.headers[LOAD] = load_report.encode(report, msgspec.convert(form, load_report.Format))
-
-
-def _request_id(request: web.Request) -> str:
-    """The client's, since events and logs name it, or a new one."""
-    given = request.headers.get(REQUEST_ID)
-    if given is None:
-        return uuid.uuid4().hex
-    if not given.isascii() or not given.isprintable() or not 0 < len(given) <= _MAX_REQUEST_ID:
-        raise ApiError(400, f"{REQUEST_ID} must be 1 to {_MAX_REQUEST_ID} printable ASCII characters", param=REQUEST_ID)
-    return given
 
 
 def _load_format(request: web.Request) -> str:

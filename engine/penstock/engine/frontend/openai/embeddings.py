@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -12,13 +12,9 @@ from msgspec import Meta
 from penstock.engine.config import ModelConfig, PoolingConfig
 from penstock.engine.core.plan import Float32
 from penstock.engine.frontend.errors import ApiError
-from penstock.engine.frontend.openai.protocol import convert
+from penstock.engine.frontend.openai.protocol import RequestId, convert
 from penstock.engine.frontend.spec import GenerationSpec
 from penstock.engine.sampling import SamplingParams
-
-MAX_INPUTS: Final = 2048
-"""Of one request: OpenAI's."""
-
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body; `penstock.prompt` checks the input. `priority`, `cache_salt` and what changes the tokens are vLLM's."""
@@ -37,6 +33,8 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Of a longer text so many tokens are kept; -1: as many as fit."""
     truncation_side: Literal["left", "right"] | None = None
     """Where a text is cut. None: right, which keeps its beginning."""
+    request_id: RequestId | None = None
+    """vLLM's, as in chats."""
     user: str | None = None
     """Accepted and of no effect."""
 
@@ -47,9 +45,7 @@ def parse_embeddings(body: Mapping[str, Any]) -> EmbeddingRequest:
 
 
 def check_embeddings(prompts: Sequence[Sequence[int]], request: EmbeddingRequest, model: ModelConfig) -> None:
-    """`ApiError` 400 for what the model cannot do: too many inputs or too long ones, and sizes that it was not made for."""
-    if len(prompts) > MAX_INPUTS:
-        raise ApiError(400, f"input has {len(prompts)} texts; at most {MAX_INPUTS} are embedded at once", param="input")
+    """`ApiError` 400 for what the model cannot do: inputs that are too long, and sizes that it was not made for."""
     for at, prompt in enumerate(prompts):
         if len(prompt) > model.max_model_len:
             param = "input" if len(prompts) == 1 else f"input[{at}]"

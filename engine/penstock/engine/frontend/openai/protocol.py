@@ -13,11 +13,15 @@ from msgspec import Meta
 
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.sampling import MAX_REPETITION_PATTERN, MinP, RepetitionPenalty, Temperature, TokenCount, TopK, TopP
+from penstock.prompt.processor import COMPLETIONS_PATH, MAX_PROMPTS
 
-MAX_CHOICES: Final = 128
+MAX_CHOICES: Final = MAX_PROMPTS[COMPLETIONS_PATH]
 """`n` times prompts of one request."""
 MAX_TOP_LOGPROBS: Final = 20
+MAX_REQUEST_ID: Final = 256
 
+RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST_ID)]
+"""Printable ASCII, as `exchange.name_request` checks."""
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _ExtraArg = bool | int | float | str | list[int | float | str]
 _TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -31,6 +35,8 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One more event at the end, with the counts."""
     continuous_usage_stats: bool = False
     """vLLM's: every event has the counts of its choice so far."""
+    include_obfuscation: bool = False
+    """OpenAI's padding against who counts the bytes of events: there is none here, and true is refused."""
 
 
 class RepetitionLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,6 +97,8 @@ class _Request(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=
     stream_options: StreamOptions = StreamOptions()
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    request_id: RequestId | None = None
+    """vLLM's: names the request where no `x-request-id` does."""
     return_token_ids: bool = False
     """vLLM's: answers have `token_ids` and `prompt_token_ids`."""
     return_tokens_as_token_ids: bool = False
@@ -201,7 +209,6 @@ _NEUTRAL_SHARED: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logprob_token_ids": (),
-    "request_id": (),
     "stream_interval": (1,),
     "structured_outputs": (),
     "thinking_token_budget": (-1,),
@@ -277,6 +284,9 @@ def _check_stream(request: _Request, body: Mapping[str, Any]) -> None:
         raise ApiError(400, "prompt_logprobs are not given with stream: true", param="prompt_logprobs")
     if body.get("stream_options") is not None and not request.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    if request.stream_options.include_obfuscation:
+        param = "stream_options.include_obfuscation"
+        raise ApiError(400, f"{param} is not supported", param=param, code="unsupported_parameter")
 
 
 def convert(body: Mapping[str, Any], kind: type[_T], neutral: Mapping[str, tuple[Any, ...]]) -> _T:

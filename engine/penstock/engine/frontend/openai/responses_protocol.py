@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.engine.frontend.errors import ApiError
-from penstock.engine.frontend.openai.protocol import MAX_TOP_LOGPROBS, ChatRequest, SamplingFields, convert
+from penstock.engine.frontend.openai.protocol import MAX_TOP_LOGPROBS, ChatRequest, RequestId, SamplingFields, convert
 from penstock.prompt.errors import PromptError
 from penstock.prompt.responses import chat_tools
 
@@ -40,6 +40,8 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     chat_template_kwargs: Any = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    request_id: RequestId | None = None
+    """vLLM's, as in chats."""
     user: str | None = None
     """Accepted and of no effect, as the rest of these are."""
     metadata: dict[str, str] | None = None

@@ -11,7 +11,7 @@ from aiohttp import web
 from penstock.engine.core.plan import Float32
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.generation import Generation
-from penstock.engine.frontend.http.exchange import REQUEST_ID_KEY, Active, deadline, priority, tenant
+from penstock.engine.frontend.http.exchange import REQUEST_ID_KEY, Active, deadline, name_request, priority, tenant
 from penstock.engine.frontend.http.intake import Intake
 from penstock.engine.frontend.observe.traces import Traces
 from penstock.engine.frontend.openai.embeddings import (
@@ -57,6 +57,7 @@ class EmbeddingRoutes:
             arrival, pooling = time.time(), self._llm.require_embedding()
             self._llm.require_ready()
             params, body, size = await self._intake.read(request, parse_embeddings)
+            name_request(request, params.request_id)
             self._intake.served(params.model)
             prompts = await self._intake.tokens(EMBEDDINGS_PATH, body, size)
             check_embeddings(prompts, params, self._llm.model)

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.generation import Generation
-from penstock.engine.frontend.http.exchange import Active, json_response
+from penstock.engine.frontend.http.exchange import Active, json_response, name_request
 from penstock.engine.frontend.http.intake import Intake
 from penstock.engine.frontend.http.streaming import stream
 from penstock.engine.frontend.observe.timeline import wants_timeline, with_timeline
@@ -77,6 +77,7 @@ class OpenAIRoutes:
             self._llm.require_generating()
             self._llm.require_ready()
             params, body, size = await self._intake.read_generation(request, parse_responses)
+            name_request(request, params.request_id)
             self._intake.served(params.model)
             prompts = await self._intake.tokens(RESPONSES_PATH, body, size)
             chat = as_chat_request(params, body)

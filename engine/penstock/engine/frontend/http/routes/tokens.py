@@ -1,7 +1,7 @@
 """`/tokenize` and `/detokenize`, as vLLM has them."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -13,6 +13,9 @@ from penstock.engine.frontend.http.intake import Intake
 from penstock.engine.frontend.openai.parsing.registry import ParserConfig
 from penstock.engine.frontend.openai.protocol import convert
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH
+
+MAX_TOKENS: Final = 2**18
+"""Of `/detokenize`, unless the context is longer: no stream goes on while they become text, which holds the interpreter's lock."""
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,6 +87,8 @@ class TokenRoutes:
         """`POST /detokenize`."""
         params, _, _ = await self._intake.read(request, parse_detokenize)
         self._served(params.model)
+        if len(params.tokens) > (most := max(MAX_TOKENS, self._llm.model.max_model_len)):
+            raise ApiError(400, f"tokens has {len(params.tokens)} ids; at most {most} become text at once", param="tokens")
         last = self._llm.processor.vocab_size - 1
         if params.tokens and not 0 <= min(params.tokens) <= max(params.tokens) <= last:
             raise ApiError(400, f"tokens holds an id outside 0 to {last}", param="tokens")
