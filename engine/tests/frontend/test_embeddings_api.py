@@ -21,7 +21,7 @@ from frontend_process import Server, make_llama, serving
 from openai import BadRequestError, OpenAI
 from tokenizers import Tokenizer
 
-from penstock.engine import LLM, ConfigError, SamplingParams
+from penstock.engine import LLM, ConfigError, EngineArgs, SamplingParams
 from penstock.engine.config import ModelConfig, PoolingConfig
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.http.routes.embeddings import AT_ONCE
@@ -228,6 +228,27 @@ def test_python_gets_the_same(model: Path, client: OpenAI, byte_level: Tokenizer
             llm.embed([[1] * (CONTEXT + 1)], progress=False)
 
 
+async def test_asyncio_programs_get_the_same(model: Path, client: OpenAI) -> None:
+    args = EngineArgs(model=str(model), kv_cache_memory_bytes=4 * 2**20)
+    async with AsyncLLM.from_args(args, in_process=True) as llm:
+        one, other = await asyncio.gather(llm.embed(TEXT, "mine"), llm.embed({"prompt": TEXT}, dimensions=16))
+        assert one.outputs.embedding == client.embeddings.create(model="tiny", input=TEXT).data[0].embedding
+        assert (one.request_id, len(other.outputs.embedding)) == ("mine", 16)
+        for refused, kwargs in (("dimensions", {"dimensions": 3}), ("129 tokens", {})):
+            with pytest.raises(ValueError, match=refused):
+                await llm.embed([1] * (CONTEXT + 1) if not kwargs else TEXT, **kwargs)
+
+
+def test_texts_are_no_longer_than_the_folder_says(tokenizer_files: Path, tmp_path: Path) -> None:
+    path = make_embedder(tmp_path / "m", tokenizer_files)
+    (path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8, "do_lower_case": False}))
+    with (
+        LLM(str(path), in_process=True, kv_cache_memory_bytes=4 * 2**20) as llm,
+        pytest.raises(ValueError, match="9 tokens; the model's context is 8"),
+    ):
+        llm.embed([[1] * 9], progress=False)
+
+
 def test_a_model_that_generates_embeds_from_python_where_that_is_asked_for(tokenizer_files: Path, tmp_path: Path) -> None:
     path = make_llama(tmp_path / "llama", tokenizer_files)
     with (
@@ -292,7 +313,7 @@ class Site:
 async def site(tokenizer_files: Path) -> AsyncIterator[Callable[..., Awaitable[Site]]]:
     closers: list[Callable[[], Awaitable[Any]]] = []
 
-    async def start(pooling: PoolingConfig) -> Site:
+    async def start(pooling: PoolingConfig, max_num_waiting: int = 1024) -> Site:
         core = FakeCore()
         config = ModelConfig(
             path=tokenizer_files,
@@ -304,7 +325,7 @@ async def site(tokenizer_files: Path) -> AsyncIterator[Callable[..., Awaitable[S
             pooling=pooling,
         )
         bundle = PromptBundle.from_checkpoint(tokenizer_files, served_names=("m",), block_size=4, hash_seed="s", max_model_len=64)
-        llm = AsyncLLM(core, config, PromptProcessor(bundle))
+        llm = AsyncLLM(core, config, PromptProcessor(bundle), max_num_waiting=max_num_waiting)
         runner = ApiServer(llm).runner(shutdown_timeout=0.2)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -361,3 +382,21 @@ async def test_a_client_that_leaves_ends_all_its_inputs(site: Any) -> None:
     indexes = await served.added(2)
     task.cancel()
     await served.aborted(indexes)
+
+
+@pytest.mark.parametrize(("max_num_waiting", "at_once"), [(2, 2), (0, 1)])
+async def test_no_more_inputs_are_sent_at_once_than_the_queue_takes(site: Any, max_num_waiting: int, at_once: int) -> None:
+    served = await site(RAW, max_num_waiting)
+    body = {"model": "m", "input": [[5], [6], [7]], "request_id": "mine"}
+    task = asyncio.create_task(served.http.post("/v1/embeddings", json=body))
+    done = 0
+    while done < 3:
+        indexes = (await served.added(min(done + at_once, 3)))[done:]
+        assert len(indexes) <= at_once
+        served.core.say(vectors({index: [float(index), 0.0, 0.0] for index in indexes}))
+        done += len(indexes)
+    answer = await task
+    body = await answer.json()
+    assert [entry["embedding"][0] for entry in body["data"]] == [request.index for request in served.core.added]
+    assert [request.prompt_token_ids for request in served.core.added] == [[5], [6], [7]]
+    assert answer.headers["x-request-id"] == served.core.added[0].request_id == "mine"

@@ -8,7 +8,7 @@ import pytest
 from embedding_models import MODES, write_modules
 
 from penstock.engine.config import ConfigError, PoolingConfig
-from penstock.engine.loading.pooling import read_pooling
+from penstock.engine.loading.pooling import read_max_length, read_pooling
 from penstock.engine.models.config import parse_decoder_config
 
 RAW: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"]}
@@ -86,3 +86,20 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 def test_a_model_that_looks_both_ways_is_refused() -> None:
     with pytest.raises(ConfigError, match="is_causal"):
         parse_decoder_config(RAW | {"is_causal": False})
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [(None, None), ({}, None), ({"max_seq_length": None, "do_lower_case": False}, None), ({"max_seq_length": 512}, 512)],
+)
+def test_how_long_a_text_may_be_is_read(tmp_path: Path, config: Any, length: int | None) -> None:
+    if config is not None:
+        (tmp_path / "sentence_bert_config.json").write_text(json.dumps(config))
+    assert read_max_length(tmp_path) == length
+
+
+@pytest.mark.parametrize("config", [{"max_seq_length": 0}, {"max_seq_length": "8"}, {"max_seq_length": True}, {"do_lower_case": True}])
+def test_lengths_that_are_none_and_lower_case_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=next(iter(config))):
+        read_max_length(tmp_path)

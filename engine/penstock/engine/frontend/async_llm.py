@@ -27,9 +27,20 @@ from penstock.engine.frontend.egress import Egress
 from penstock.engine.frontend.errors import ApiError, unavailable
 from penstock.engine.frontend.generation import Choice, Generation, PromptLogprob
 from penstock.engine.frontend.observe.metrics import EngineMetrics
+from penstock.engine.frontend.openai.embeddings import embedding_of
 from penstock.engine.frontend.progress import Progress
+from penstock.engine.frontend.python.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
 from penstock.engine.frontend.python.params import SamplingParams, default_params
-from penstock.engine.frontend.python.prompts import Message, Prompt, Tokens, load_processor, python_spec, tokenize, tokenize_chat
+from penstock.engine.frontend.python.prompts import (
+    Message,
+    Prompt,
+    Tokens,
+    load_processor,
+    python_embedding_specs,
+    python_spec,
+    tokenize,
+    tokenize_chat,
+)
 from penstock.engine.frontend.python.request_output import OutputBuilder, RequestOutput, python_error, python_errors
 from penstock.engine.frontend.spec import GenerationSpec
 from penstock.engine.frontend.vocabulary import Vocabulary
@@ -73,6 +84,7 @@ class AsyncLLM:
         seed: Of the seeds drawn for requests that bring none.
         watchdog_timeout: Seconds without progress after which the engine is unhealthy.
         policy: The scheduler's.
+        max_num_waiting: Sequences that the core's queue takes.
     """
 
     def __init__(
@@ -83,6 +95,7 @@ class AsyncLLM:
         seed: int = 0,
         policy: SchedulingPolicy = "fcfs",
         watchdog_timeout: float = 120.0,
+        max_num_waiting: int = 1024,
     ) -> None:
         self.model = model
         self.processor = processor
@@ -96,6 +109,8 @@ class AsyncLLM:
         self.adapters: dict[str, AdapterInfo] = {}
         """What requests can ask for by name beside the model itself."""
         self.failed = asyncio.Event()
+        self.window = max(1, max_num_waiting)
+        """Sequences that may be sent at once without the core's queue refusing one, where nobody else sends any."""
         self._core = core
         self._egress = Egress(self.metrics)
         self._random = random.Random(seed)
@@ -118,7 +133,8 @@ class AsyncLLM:
         """An engine to be started, with its core in a process of its own or in this one."""
         core = InprocClient(config) if in_process else CoreClient(config)
         processor = load_processor(config)
-        return AsyncLLM(core, config.model, processor, config.seed, config.scheduler.policy, config.watchdog_timeout)
+        scheduler, watchdog = config.scheduler, config.watchdog_timeout
+        return AsyncLLM(core, config.model, processor, config.seed, scheduler.policy, watchdog, scheduler.max_num_waiting)
 
     async def __aenter__(self) -> "AsyncLLM":
         try:
@@ -283,6 +299,45 @@ class AsyncLLM:
                         yield output
         except ApiError as error:
             raise python_error(error) from None
+
+    async def embed(
+        self,
+        prompt: Prompt | Tokens,
+        request_id: str | None = None,
+        *,
+        dimensions: int | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> EmbeddingRequestOutput:
+        """Embeds one prompt, of a model that is served for it. Cancelling its task ends the request.
+
+        Args:
+            prompt: Text or token ids.
+            request_id: Its name in events and logs; None: a new one.
+            dimensions: As over HTTP.
+            priority: As over HTTP.
+            cache_salt: As over HTTP.
+
+        Raises: As `generate` does.
+        """
+        with python_errors():
+            self.require_embedding()
+        tokens = prompt if isinstance(prompt, Tokens) else tokenize(prompt, self.processor)
+        fields = {"dimensions": dimensions, "priority": priority, "cache_salt": cache_salt}
+        [spec] = python_embedding_specs([tokens], [request_id or uuid.uuid4().hex], self.model, **fields)
+        try:
+            return await self.embedded(spec, dimensions)
+        except ApiError as error:
+            raise python_error(error) from None
+
+    async def embedded(self, spec: GenerationSpec, dimensions: int | None) -> EmbeddingRequestOutput:
+        """The output of a request that embeds one prompt; raises `ApiError`."""
+        pooling = self.require_embedding()
+        async with self.running(spec) as generation:
+            [pooled] = await generation.pooled()
+        vector = embedding_of(pooled, pooling, dimensions).tolist()
+        [prompt], cached = spec.prompts, generation.usage.cached_tokens
+        return EmbeddingRequestOutput(spec.request_id, EmbeddingOutput(vector), prompt, cached)
 
     @asynccontextmanager
     async def running(self, spec: GenerationSpec) -> AsyncIterator[Generation]:

@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.engine.config import ConfigError, DType, GenerationDefaults, LoadFormat, ModelConfig, RunnerType
 from penstock.engine.loading.generation_config import read_defaults, read_eos_token_ids
-from penstock.engine.loading.pooling import read_pooling
+from penstock.engine.loading.pooling import read_max_length, read_pooling
 from penstock.engine.models.config import parse_decoder_config
 from penstock.engine.models.cost import model_cost
 from penstock.sources import SourceError, local_folder
@@ -72,7 +72,8 @@ def read_model_config(
         path: Folder in Hugging Face's format.
         served_names: What clients may put in `model`; the path where it is empty.
         dtype: Of weights, activations and KV cache; `auto` is the checkpoint's.
-        max_model_len: Tokens of prompt and output together; None is the checkpoint's.
+        max_model_len: Tokens of prompt and output together; None is the checkpoint's, which for a model that embeds may be less
+            than its positions.
         load_format: `dummy` needs no file of weights.
         runner: Whether it generates or embeds; `auto` is what the checkpoint is made for.
         generation_config: Whose sampling is the default: `auto` is the checkpoint's, `vllm` OpenAI's; else a folder.
@@ -95,6 +96,7 @@ def read_model_config(
     if pooling is not None:
         cost = msgspec.structs.replace(cost, lm_head_flops_per_row=0, lm_head_bytes=0)
         defaults = GenerationDefaults()
+        longest = min(longest, read_max_length(path) or longest)
     else:
         defaults = read_defaults(path, generation_config, override_generation_config or {})
     return ModelConfig(

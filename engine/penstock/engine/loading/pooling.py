@@ -10,6 +10,7 @@ from penstock.engine.config import ConfigError, PooledTokens, PoolingConfig, Run
 from penstock.engine.models.registry import has_lm_head
 
 MODULES = "modules.json"
+LENGTHS = "sentence_bert_config.json"
 POOLED: dict[str, PooledTokens] = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_mean_tokens": "mean",
@@ -51,6 +52,24 @@ def read_pooling(path: Path, raw: dict[str, Any], hidden_size: int, runner: Runn
     # What vLLM does to decoders where nothing is said.
     tokens, normalize = ("last", True) if not (path / MODULES).is_file() else _read_modules(path, hidden_size)
     return PoolingConfig(tokens=tokens, normalize=normalize, size=hidden_size, dimensions=_dimensions(raw, hidden_size))
+
+
+def read_max_length(path: Path) -> int | None:
+    """Up to how many tokens sentence-transformers reads of a text; None: no file says so.
+
+    Raises:
+        ConfigError: The file says what is no length, or asks for lower case, which the tokenizer alone can do here.
+    """
+    file = path / LENGTHS
+    if not file.is_file():
+        return None
+    raw = _read(file, dict[str, Any])
+    if raw.get("do_lower_case"):
+        raise ConfigError(f"{file}: do_lower_case is set, and not supported: tokenizer.json has to have a normalizer for it")
+    length = raw.get("max_seq_length")
+    if length is not None and not (type(length) is int and length >= 2):
+        raise ConfigError(f"{file}: max_seq_length must be a whole number from 2 on, not {length!r}")
+    return length
 
 
 def _read_modules(path: Path, hidden_size: int) -> tuple[PooledTokens, bool]:

@@ -86,7 +86,8 @@ async def serve_http(core: Core, config: ServeConfig, ending: "Ending", counts: 
     """
     engine = config.engine
     processor, seed = load_processor(engine), engine.seed + core.first_number
-    llm = AsyncLLM(core, engine.model, processor, seed, engine.scheduler.policy, engine.watchdog_timeout)
+    scheduler, watchdog = engine.scheduler, engine.watchdog_timeout
+    llm = AsyncLLM(core, engine.model, processor, seed, scheduler.policy, watchdog, scheduler.max_num_waiting)
     llm.stream_interval = config.stream_interval
     if counts is not None:
         counts.join(llm.metrics.table)

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import count
@@ -16,10 +15,9 @@ from tokenizers import Tokenizer
 from penstock.engine.args import EngineArgs
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.errors import ApiError
-from penstock.engine.frontend.openai.embeddings import check_embeddings, embedding_of, embedding_spec, parse_embeddings
-from penstock.engine.frontend.python.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
+from penstock.engine.frontend.python.embedding_output import EmbeddingRequestOutput
 from penstock.engine.frontend.python.params import SamplingParams, default_params
-from penstock.engine.frontend.python.prompts import Message, Prompt, Tokens, python_spec, tokenize, tokenize_chat
+from penstock.engine.frontend.python.prompts import Message, Prompt, Tokens, python_embedding_specs, python_spec, tokenize, tokenize_chat
 from penstock.engine.frontend.python.request_output import OutputBuilder, RequestOutput, python_error, python_errors
 from penstock.engine.frontend.spec import GenerationSpec
 
@@ -46,7 +44,6 @@ class LLM:
     def __init__(self, model: str, *, in_process: bool = False, **flags: Any) -> None:
         config = EngineArgs(model=model, **flags).config()
         self._llm = AsyncLLM.from_config(config, in_process=in_process)
-        self._window = config.scheduler.max_num_waiting
         self._numbers = count()
         self._loop = _LoopThread()
         self._finalizer = weakref.finalize(self, _close, self._llm, self._loop)
@@ -120,24 +117,14 @@ class LLM:
         Raises: As `generate` does.
         """
         self._require_open()
-        tokens = [tokenize(prompt, self._llm.processor) for prompt in _listed(prompts)]
         with python_errors():
-            pooling = self._llm.require_embedding()
-            body = {"model": "", "input": "", "dimensions": dimensions, "priority": priority, "cache_salt": cache_salt}
-            request = parse_embeddings(body)
-            for prompt in tokens:
-                check_embeddings([prompt.token_ids], request, self._llm.model)
-        specs = [
-            embedding_spec([prompt.token_ids], request, request_id=str(next(self._numbers)), arrival=time.time())
-            for prompt in tokens
-        ]
+            self._llm.require_embedding()
+        tokens = [tokenize(prompt, self._llm.processor) for prompt in _listed(prompts)]
+        fields = {"dimensions": dimensions, "priority": priority, "cache_salt": cache_salt}
+        specs = python_embedding_specs(tokens, [str(next(self._numbers)) for _ in tokens], self._llm.model, **fields)
 
-        async def answer(prompt: Tokens, spec: GenerationSpec) -> EmbeddingRequestOutput:
-            async with self._llm.running(spec) as generation:
-                [pooled] = await generation.pooled()
-            vector = embedding_of(pooled, pooling, dimensions).tolist()
-            cached = generation.usage.cached_tokens
-            return EmbeddingRequestOutput(spec.request_id, EmbeddingOutput(vector), prompt.token_ids, cached)
+        async def answer(_: Tokens, spec: GenerationSpec) -> EmbeddingRequestOutput:
+            return await self._llm.embedded(spec, dimensions)
 
         with _progress(progress, len(specs)) as bar:
             return self._loop.run(self._answer_all(tokens, specs, answer, lambda output: bar.advance(output.prompt_token_ids)))
@@ -199,7 +186,7 @@ class LLM:
         tell: Callable[[_T], None],
     ) -> list[_T]:
         """At most so many sequences at once that the core's queue never refuses one."""
-        free = asyncio.Semaphore(max(1, self._window // max((spec.n for spec in specs), default=1)))
+        free = asyncio.Semaphore(max(1, self._llm.window // max((spec.n for spec in specs), default=1)))
 
         async def answer(prompt: Tokens, spec: GenerationSpec) -> _T:
             async with free:

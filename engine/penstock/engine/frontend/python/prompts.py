@@ -9,7 +9,9 @@ import msgspec
 
 from penstock.engine.config import ConfigError, EngineConfig, GenerationDefaults, ModelConfig
 from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.openai.embeddings import check_embeddings, embedding_spec, parse_embeddings
 from penstock.engine.frontend.python.params import SamplingParams
+from penstock.engine.frontend.python.request_output import python_errors
 from penstock.engine.frontend.spec import GenerationSpec, generation_spec
 from penstock.engine.loading.checkpoint import read_json
 from penstock.prompt.bundle import PromptBundle
@@ -117,3 +119,24 @@ def python_spec(
     except ApiError as error:
         raise ValueError(error.message) from None
     return msgspec.structs.replace(spec, stream=params.output_kind != "final_only", lora_id=lora_id)
+
+
+def python_embedding_specs(
+    prompts: Sequence[Tokens], request_ids: Sequence[str], model: ModelConfig, **fields: Any
+) -> list[GenerationSpec]:
+    """What the engine runs for each prompt; `ValueError` says what cannot be served.
+
+    Args:
+        prompts: Each a request.
+        request_ids: Their names.
+        model: The model served.
+        fields: `dimensions`, `priority` and `cache_salt`, as over HTTP.
+    """
+    with python_errors():
+        request = parse_embeddings({"model": "", "input": "", **fields})
+        for prompt in prompts:
+            check_embeddings([prompt.token_ids], request, model)
+    return [
+        embedding_spec([prompt.token_ids], request, request_id=name, arrival=time.time())
+        for prompt, name in zip(prompts, request_ids, strict=True)
+    ]

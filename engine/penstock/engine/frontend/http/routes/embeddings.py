@@ -29,7 +29,7 @@ from penstock.prompt.processor import EMBEDDINGS_PATH
 log = logging.getLogger(__name__)
 
 AT_ONCE: Final = 256
-"""Inputs of a request in the core's queue, which others need too."""
+"""Inputs of a request in the core's queue, which others need too: at most, where the queue takes as many."""
 
 
 class EmbeddingRoutes:
@@ -62,8 +62,9 @@ class EmbeddingRoutes:
             prompts = await self._intake.tokens(EMBEDDINGS_PATH, body, size)
             check_embeddings(prompts, params, self._llm.model)
             vectors: list[Float32] = []
-            for start in range(0, len(prompts), AT_ONCE):
-                spec = self._spec(request, params, prompts[start : start + AT_ONCE], arrival)
+            at_once = min(AT_ONCE, self._llm.window)
+            for start in range(0, len(prompts), at_once):
+                spec = self._spec(request, params, prompts[start : start + at_once], arrival)
                 pooled = await self._pooled(request, spec)
                 vectors += [embedding_of(vector, pooling, params.dimensions) for vector in pooled]
             count, name = sum(map(len, prompts)), self._llm.model.served_names[0]
