@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,7 @@ def _api_settings(args: argparse.Namespace) -> "ApiSettings":
     return ApiSettings(
         parsers=parsers,
         api_keys=tuple(keys),
+        allowed_origins=tuple(args.allowed_origins),
         tls=_tls(args),
         otlp_traces_endpoint=args.otlp_traces_endpoint,
         runtime_lora_updating=updating,
@@ -138,6 +140,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--stream-interval", type=positive, default=1, help="tokens in an event of a stream, but for the first and the last one")
     add("--api-server-count", type=positive, default=1, help="frontend processes that share the port and the core")
     add("--api-key", nargs="+", metavar="KEY", help=f"keys of which a request must have one (None: {API_KEY_VARIABLE}, or open)")
+    whose = "origins of web pages that may ask: '[\"https://ui.example\"]', or '[\"*\"]' for all"
+    add("--allowed-origins", type=_origins, default=[], metavar="JSON", help=whose)
     add("--ssl-certfile", metavar="FILE", help="HTTPS: the server's certificates, PEM; reread on change (None: plain HTTP)")
     add("--ssl-keyfile", metavar="FILE", help="its private key, PEM without a password")
     add("--ssl-ca-certs", metavar="FILE", help="clients need a certificate that these have signed, but for probes (None: no)")
@@ -219,6 +223,20 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
+
+
+def _origins(text: str) -> list[str]:
+    try:
+        origins = json.loads(text)
+    except ValueError:
+        origins = None
+    if not isinstance(origins, list):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list")
+    for origin in origins:
+        # As browsers write it: with a slash at its end, say, it would never be found.
+        if origin != "*" and not (isinstance(origin, str) and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\sA-Z]+", origin)):
+            raise argparse.ArgumentTypeError(f"{origin!r} is not an origin such as https://ui.example or http://localhost:3000")
+    return origins
 
 
 def _url(text: str) -> str:

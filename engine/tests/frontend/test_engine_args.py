@@ -101,3 +101,14 @@ def test_graphs_that_cannot_be_are_refused_by_name(wrong: dict[str, Any], words:
     with pytest.raises(ConfigError, match=re.escape(words)):
         EngineArgs(**{"model": TINY, "device": "cpu", **wrong}).config()
     assert EngineArgs(model=TINY, device="cpu", enforce_eager=True, cudagraph_mode="NONE").config().graphs == GraphConfig()
+
+
+def test_origins_are_a_list_of_what_browsers_send() -> None:
+    def allowed(text: str) -> tuple[str, ...]:
+        return _api_settings(_parser().parse_args(["m", "--allowed-origins", text])).allowed_origins
+
+    assert allowed('["*"]') == ("*",) and allowed("[]") == ()
+    assert allowed('["http://localhost:3000", "app://ui"]') == ("http://localhost:3000", "app://ui")
+    for wrong in ("*", '"*"', '["https://ui.example/"]', '["ui.example"]', '["https://UI.example"]', "[1]"):
+        with pytest.raises(SystemExit):
+            allowed(wrong)

@@ -482,7 +482,9 @@ async def test_a_drain_waits_for_what_runs(serve: Any) -> None:
 async def test_a_drain_does_not_wait_for_a_body_that_never_comes(serve: Any) -> None:
     site = await serve()
     reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nexpect: 100-continue\r\ncontent-length: 99\r\n\r\n"
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nexpect: 100-continue\r\ncontent-length: 99\r\n\r\n"
+    )
     writer.write(head.encode())
     assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"  # its handler is about to run
     writer.write(b"{")

@@ -354,6 +354,42 @@ async def test_models_that_generate_do_not_embed(start: Start) -> None:
         await site.openai.embeddings.create(model="m", input="x")
 
 
+UI = "https://ui.example"
+
+
+@pytest.mark.parametrize(("origins", "allowed"), [((UI,), UI), (("*",), "*")])
+async def test_pages_of_allowed_origins_may_ask(start: Start, origins: tuple[str, ...], allowed: str) -> None:
+    site = await start("x", ApiSettings(api_keys=("one",), allowed_origins=origins))
+    asks = {"origin": UI, "access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    async with site.http.options("/v1/completions", headers=asks) as preflight:  # browsers send it without a key
+        assert preflight.status == 204 and preflight.headers["access-control-allow-origin"] == allowed
+        assert "POST" in preflight.headers["access-control-allow-methods"]
+        assert preflight.headers["access-control-allow-headers"] == "authorization,content-type"
+    for stream in (False, True):
+        body, key = {"model": "m", "prompt": "x", "stream": stream}, {"authorization": "Bearer one"}
+        async with site.http.post("/v1/completions", json=body, headers={"origin": UI} | key) as answer:
+            assert answer.status == 200 and answer.headers["access-control-allow-origin"] == allowed
+            assert answer.headers["access-control-expose-headers"] == "x-request-id"
+    async with site.http.post("/v1/completions", json={}, headers={"origin": UI}) as refused:
+        assert refused.status == 401 and refused.headers["access-control-allow-origin"] == allowed, "pages see errors too"
+    async with site.http.get("/version") as answer:
+        assert "access-control-allow-origin" not in answer.headers
+        assert ("vary" in answer.headers) is (allowed == UI), "caches keep answers to different origins apart"
+
+
+async def test_pages_of_other_origins_may_not(start: Start) -> None:
+    site = await start("x", ApiSettings(allowed_origins=(UI,)))
+    asks = {"origin": "https://other.example", "access-control-request-method": "POST"}
+    async with site.http.options("/v1/completions", headers=asks) as preflight:
+        assert (preflight.status, (await preflight.json())["error"]["param"]) == (403, "origin")
+        assert "access-control-allow-origin" not in preflight.headers
+    async with site.http.get("/version", headers={"origin": "https://other.example"}) as answer:
+        assert "access-control-allow-origin" not in answer.headers
+    site = await start("x")
+    async with site.http.options("/v1/completions", headers={**asks, "origin": UI}) as preflight:
+        assert preflight.status == 405 and "access-control-allow-origin" not in preflight.headers
+
+
 async def test_keys_open_everything_but_what_probes_read(start: Start) -> None:
     site = await start("x", ApiSettings(api_keys=("one", "two")))
     assert (await site.openai.completions.create(model="m", prompt="x")).choices[0].text == "x"

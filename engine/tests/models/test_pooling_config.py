@@ -98,7 +98,9 @@ def test_how_long_a_text_may_be_is_read(tmp_path: Path, config: Any, length: int
     assert read_max_length(tmp_path) == length
 
 
-@pytest.mark.parametrize("config", [{"max_seq_length": 0}, {"max_seq_length": "8"}, {"max_seq_length": True}, {"do_lower_case": True}])
+@pytest.mark.parametrize(
+    "config", [{"max_seq_length": 0}, {"max_seq_length": "8"}, {"max_seq_length": True}, {"do_lower_case": True}]
+)
 def test_lengths_that_are_none_and_lower_case_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=next(iter(config))):

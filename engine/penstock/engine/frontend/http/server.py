@@ -12,6 +12,7 @@ from penstock.api.headers import LOAD, LOAD_FORMAT, REQUEST_ID
 from penstock.engine.frontend.async_llm import AsyncLLM, State
 from penstock.engine.frontend.errors import ApiError, internal_error
 from penstock.engine.frontend.http.connection import Runner
+from penstock.engine.frontend.http.cors import Cors
 from penstock.engine.frontend.http.exchange import MAX_BODY_BYTES, REQUEST_ID_KEY, Active, header_request_id
 from penstock.engine.frontend.http.keys import ApiKeys
 from penstock.engine.frontend.http.routes.adapters import AdapterRoutes
@@ -27,6 +28,7 @@ from penstock.engine.frontend.observe.traces import Traces
 log = logging.getLogger(__name__)
 
 _LOAD_FORMAT_KEY = web.RequestKey("load_format", str)
+_CORS_KEY = web.AppKey("cors", Cors)
 
 
 class _Routes(Protocol):
@@ -58,6 +60,7 @@ class ApiServer:
         settings = settings or ApiSettings()
         self._llm = llm
         self._keys = ApiKeys(settings.api_keys)
+        self._cors = Cors(settings.allowed_origins)
         self._asks_certificates = settings.tls is not None and settings.tls.clients is not None
         self.active = Active()
         self._admin: list[_Routes] = [
@@ -74,14 +77,15 @@ class ApiServer:
 
     def app(self) -> web.Application:
         """The application; see `runner`."""
-        return self._app(self._routes)
+        return self._app(self._routes, self._cors)
 
     def admin_app(self) -> web.Application:
         """What changes the engine, for a port that fewer people reach."""
-        return self._app(self._admin)
+        return self._app(self._admin, Cors(()))
 
-    def _app(self, all_routes: Sequence["_Routes"]) -> web.Application:
+    def _app(self, all_routes: Sequence["_Routes"], cors: Cors) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._boundary])
+        app[_CORS_KEY] = cors
         app.on_response_prepare.append(self._add_headers)
         for routes in all_routes:
             app.add_routes(routes.routes())
@@ -107,6 +111,8 @@ class ApiServer:
             request[_LOAD_FORMAT_KEY] = _load_format(request)
             if self._asks_certificates:
                 check_certificate(request)
+            if (response := request.app[_CORS_KEY].preflight(request)) is not None:
+                return response
             self._keys.check(request)
             return await handler(request)
         except ApiError as error:
@@ -125,6 +131,7 @@ class ApiServer:
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         if (request_id := request.get(REQUEST_ID_KEY)) is not None:
             response.headers[REQUEST_ID] = request_id
+        request.app[_CORS_KEY].add_headers(request, response)
         form, report = request.get(_LOAD_FORMAT_KEY), self._llm.load
         if form and report is not None:
             response.headers[LOAD] = load_report.encode(report, msgspec.convert(form, load_report.Format))

@@ -12,6 +12,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     parsers: ParserConfig = ParserConfig()
     api_keys: tuple[str, ...] = ()
     """One of these in `authorization: Bearer …`; none: everybody may."""
+    allowed_origins: tuple[str, ...] = ()
+    """Of web pages that may ask, but not on a port for administration; `*`: of all."""
     tls: TlsFiles | None = None
     """None: plain HTTP."""
     otlp_traces_endpoint: str | None = None

@@ -16,6 +16,7 @@ from penstock.engine.frontend.openai.protocol import RequestId, convert
 from penstock.engine.frontend.spec import GenerationSpec
 from penstock.engine.sampling import SamplingParams
 
+
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body; `penstock.prompt` checks the input. `priority`, `cache_salt` and what changes the tokens are vLLM's."""
 

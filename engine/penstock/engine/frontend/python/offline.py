@@ -17,7 +17,15 @@ from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.python.embedding_output import EmbeddingRequestOutput
 from penstock.engine.frontend.python.params import SamplingParams, default_params
-from penstock.engine.frontend.python.prompts import Message, Prompt, Tokens, python_embedding_specs, python_spec, tokenize, tokenize_chat
+from penstock.engine.frontend.python.prompts import (
+    Message,
+    Prompt,
+    Tokens,
+    python_embedding_specs,
+    python_spec,
+    tokenize,
+    tokenize_chat,
+)
 from penstock.engine.frontend.python.request_output import OutputBuilder, RequestOutput, python_error, python_errors
 from penstock.engine.frontend.spec import GenerationSpec
 
