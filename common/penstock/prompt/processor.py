@@ -162,7 +162,7 @@ class PromptProcessor:
             return [TextPrompt(given, special, param)]
         if isinstance(given, list) and given:
             if len(given) > most and isinstance(given[0], str | list):
-                raise PromptError(f"{param} has {len(given)} prompts; at most {most} in one request", param)
+                raise PromptError(f"{param} lists {len(given)} prompts; a request has at most {most}", param)
             if all(isinstance(entry, str) for entry in given):
                 return [TextPrompt(text, special, f"{param}[{at}]") for at, text in enumerate(given)]
             if all(isinstance(entry, list) for entry in given):

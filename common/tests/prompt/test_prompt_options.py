@@ -62,7 +62,7 @@ def test_prompts_are_counted_before_any_becomes_tokens(
     processor: PromptProcessor, path: str, param: str, most: int, one: str | list[int]
 ) -> None:
     assert len(processor.prompts_of(path, {param: [one] * most})) == most
-    with pytest.raises(PromptError, match=f"{param} has {most + 1} prompts; at most {most}") as caught:
+    with pytest.raises(PromptError, match=f"{param} lists {most + 1} prompts; a request has at most {most}") as caught:
         processor.prompts_of(path, {param: [one] * (most + 1)})
     assert caught.value.param == param
 

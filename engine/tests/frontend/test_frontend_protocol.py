@@ -116,6 +116,7 @@ def model(tmp_path: Any) -> ModelConfig:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"prompt": "x"}, "prompt"),
         ({"guided_json": None}, "guided_json"),
+        ({"metadata": {str(at): "x" for at in range(17)}}, "metadata"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"colour": 1}, "colour"),
     ],

@@ -22,6 +22,8 @@ MAX_REQUEST_ID: Final = 256
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST_ID)]
 """Printable ASCII, as `exchange.name_request` checks."""
+Metadata = Annotated[dict[str, str], Meta(max_length=16)]
+"""As many as OpenAI takes: a body of a million holds up every stream while they are checked."""
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _ExtraArg = bool | int | float | str | list[int | float | str]
 _TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -111,7 +113,7 @@ class _Request(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=
     """vLLM's: whether the tokenizer adds those that begin a text. None: for completions it does, for chats the template did."""
     user: str | None = None
     """Accepted and of no effect, as the rest of these are."""
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     store: bool = False
     service_tier: str | None = None
     safety_identifier: str | None = None

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.engine.frontend.errors import ApiError
-from penstock.engine.frontend.openai.protocol import MAX_TOP_LOGPROBS, ChatRequest, RequestId, SamplingFields, convert
+from penstock.engine.frontend.openai.protocol import MAX_TOP_LOGPROBS, ChatRequest, Metadata, RequestId, SamplingFields, convert
 from penstock.prompt.errors import PromptError
 from penstock.prompt.responses import chat_tools
 
@@ -44,7 +44,7 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     """vLLM's, as in chats."""
     user: str | None = None
     """Accepted and of no effect, as the rest of these are."""
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
