@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.gateway.h2 import limits
+from penstock.gateway.h2.blocks import literal
 from penstock.gateway.h2.frames import (
     ACK,
     CONTINUATION,
@@ -289,6 +290,29 @@ def test_streams_take_turns(pair: Any) -> None:
     pair.connection.resume()
     order = [it.stream for it in pair.heard() if it.kind == DATA]
     assert order == [1, 3, 5] * 3
+
+
+def answer_blocks(pair: Any, stream: int) -> list[bytes]:
+    """The header blocks of one more answer."""
+    notes, egress = pair.opened(stream), pair.connection.egress
+    egress.headers(notes.stream, literal(":status", "200"))
+    egress.end(notes.stream, literal("grpc-status", "0"))
+    return [it.payload for it in pair.heard() if it.kind == HEADERS]
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_who_shrinks_the_table_for_our_headers_is_agreed_with_first(make_pair: Any, size: int) -> None:
+    """RFC 9113, section 4.3.1: else it must end the connection, as nghttp2 and the `hpack` package do."""
+    pair, plain = make_pair(), [literal(":status", "200"), literal("grpc-status", "0")]
+    assert answer_blocks(pair, 1) == plain
+    pair.say(settings({Setting.HEADER_TABLE_SIZE: size}))
+    pair.decoder.max_allowed_table_size = size
+    first, second = answer_blocks(pair, 3)
+    assert [pair.decoder.decode(block) for block in (first, second)] == [[(":status", "200")], [("grpc-status", "0")]]
+    assert [first, second] != plain
+    assert answer_blocks(pair, 5) == plain
+    pair.say(settings({Setting.HEADER_TABLE_SIZE: 65_536}))
+    assert answer_blocks(pair, 7) == plain
 
 
 def test_larger_frames_are_used_when_they_are_allowed(pair: Any) -> None:

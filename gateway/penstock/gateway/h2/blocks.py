@@ -18,6 +18,9 @@ _CONNECTION = {b"connection", b"proxy-connection", b"keep-alive", b"transfer-enc
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _VALUE = re.compile(rb"(?![ \t])[^\x00\r\n]*(?<![ \t])")
 
+NO_TABLE = b"\x20"
+"""What begins a block by which the dynamic table gets the size of nothing (RFC 7541, section 6.3)."""
+
 Fields = list[tuple[bytes, bytes]]
 
 

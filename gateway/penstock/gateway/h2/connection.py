@@ -260,6 +260,8 @@ class Connection:
         values = frames.read_settings(payload)
         window = values.get(Setting.INITIAL_WINDOW_SIZE)
         self.egress.max_frame = values.get(Setting.MAX_FRAME_SIZE, self.egress.max_frame)
+        if (table := values.get(Setting.HEADER_TABLE_SIZE)) is not None:
+            self.egress.resize_table(table)
         self.out.append(frames.frame(frames.SETTINGS, ACK, 0))
         if window is not None and window != self.egress.initial_window:
             if not self._resizes.take(self._now, len(self.streams)):

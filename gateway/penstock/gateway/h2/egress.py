@@ -3,8 +3,10 @@
 from collections import deque
 from collections.abc import Callable
 
+from penstock.gateway.h2.blocks import NO_TABLE
 from penstock.gateway.h2.frames import (
     DATA,
+    DEFAULT_TABLE_BYTES,
     DEFAULT_WINDOW,
     END_HEADERS,
     END_STREAM,
@@ -43,6 +45,8 @@ class Egress:
         self.initial_window = DEFAULT_WINDOW
         self.max_frame = MIN_FRAME_BYTES
         self.frames_sent = 0
+        self._table_bytes = DEFAULT_TABLE_BYTES  # of the peer's table for our header blocks
+        self._block_begins = b""  # what our next header block has to begin with
         self._finished = finished
         self._window = DEFAULT_WINDOW
         self._room = _WRITE_BYTES
@@ -51,7 +55,7 @@ class Egress:
     def headers(self, stream: Stream, block: bytes) -> None:
         """The head of the answer; `block` fits one frame."""
         if stream.open:
-            self.out.append(frame(HEADERS, END_HEADERS, stream.id, block))
+            self.out.append(frame(HEADERS, END_HEADERS, stream.id, self._begun(block)))
 
     def data(self, stream: Stream, data: bytes, now: float) -> None:
         """Sends `data` when the windows allow it, in frames as large as the peer takes."""
@@ -111,6 +115,13 @@ class Egress:
             self._queue(stream)
         self.pump(now)
 
+    def resize_table(self, size: int) -> None:
+        """The peer keeps a dynamic table of that size for our blocks, which use none. It takes a smaller one for an error unless
+        the next block begins by agreeing (RFC 9113, section 4.3.1)."""
+        if size < self._table_bytes:
+            self._block_begins = NO_TABLE
+        self._table_bytes = size
+
     def pump(self, now: float) -> None:
         """Sends what can be sent."""
         while self._turns and self._window > 0 and self._room > 0 and not self.paused:
@@ -152,6 +163,12 @@ class Egress:
 
     def _finish(self, stream: Stream) -> None:
         assert stream.trailers is not None
-        self.out.append(frame(HEADERS, END_HEADERS | END_STREAM, stream.id, stream.trailers))
+        self.out.append(frame(HEADERS, END_HEADERS | END_STREAM, stream.id, self._begun(stream.trailers)))
         stream.open = False
         self._finished(stream)
+
+    def _begun(self, block: bytes) -> bytes:
+        """`block`, after what has to be said first."""
+        if self._block_begins:
+            block, self._block_begins = self._block_begins + block, b""
+        return block
