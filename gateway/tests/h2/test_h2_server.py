@@ -1,6 +1,8 @@
 """The server on a real socket: gRPC as grpc's own client sees it, and HTTP/2 as another implementation does."""
 
 import asyncio
+import gzip
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,11 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+def packed(message: bytes) -> bytes:
+    """A compressed message as it goes over the wire."""
+    return b"\1" + prefixed(message)[1:]
 
 
 async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
@@ -94,9 +101,26 @@ async def test_the_callers_deadline_holds_here_too(lean_server: Any) -> None:
 async def test_compressed_and_incomplete_messages(lean_server: Any) -> None:
     async with lean_server() as it:
         client = await Http2.connect(it.port)
-        for body, status in ((b"\1\0\0\0\1x", "12"), (b"\0\0\0\0\5x", "13"), (prefixed(b"whole") + b"\0\0", "13")):
-            client.request("/test.Echo/Hold", body=body)
-            assert (await client.answer())["grpc-status"] == status
+        for body, encoding, status in (
+            (b"\1\0\0\0\1x", "zstd", "12"),
+            (b"\1\0\0\0\1x", "gzip", "13"),
+            (packed(gzip.compress(b"cut")[:-1]), "gzip", "13"),
+            (packed(gzip.compress(bytes(1_000_001))), "gzip", "8"),
+            (b"\1\0\0\0\1x", "identity", "13"),
+            (b"\1\0\0\0\1x", "", "13"),  # nobody says how
+            (b"\2\0\0\0\1x", "gzip", "13"),
+            (b"\0\0\0\0\5x", "", "13"),
+            (prefixed(b"whole") + b"\0\0", "", "13"),
+        ):
+            client.request("/test.Echo/One", *([("grpc-encoding", encoding)] if encoding else []), body=body)
+            answer = await client.answer()
+            assert (answer["grpc-status"], answer["grpc-accept-encoding"]) == (status, "identity, deflate, gzip")
+        for encoding, compress in (("gzip", gzip.compress), ("deflate", zlib.compress)):
+            for large in (b"x", bytes(1_000_000)):
+                client.request("/test.Echo/One", ("grpc-encoding", encoding), body=packed(compress(large)))
+                assert (await client.answer())["body"] == prefixed(large)
+        client.request("/test.Echo/One", ("grpc-encoding", "gzip"), body=prefixed(b"plain"))  # as small messages are sent
+        assert (await client.answer())["body"] == prefixed(b"plain")
         client.close()
         await until(lambda: not it.server.calls)
         assert it.server.unread == 0
@@ -113,9 +137,30 @@ async def test_what_is_no_grpc_is_told_so_in_http(lean_server: Any) -> None:
         assert await client.answer() == {
             ":status": "200",
             "content-type": "application/grpc",
+            "grpc-accept-encoding": "identity, deflate, gzip",
             "grpc-status": "0",
             "body": prefixed(b"x"),
         }
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "kind", "says"),
+    [
+        ("/test.Echo/Nothing", (), "application/grpc", ("grpc-status", "12")),
+        ("/test.Echo/Both", (("grpc-timeout", "soon"),), "application/grpc", ("grpc-status", "13")),
+        ("/test.Echo/Both", (), "text/html", (":status", "415")),
+    ],
+)
+async def test_what_no_message_could_change_is_answered_before_there_is_one(
+    lean_server: Any, path: str, more: tuple[tuple[str, str], ...], kind: str, says: tuple[str, str]
+) -> None:
+    async with lean_server() as it:
+        client = await Http2.connect(it.port)
+        client.request(path, *more, kind=kind, ends=False)
+        assert says in (await client.answer()).items()
+        client.request("/test.Echo/One", body=prefixed(b"x"))
+        assert (await client.answer())["body"] == prefixed(b"x")
         client.close()
 
 

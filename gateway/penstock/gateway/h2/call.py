@@ -12,7 +12,7 @@ from grpc.aio import EOF, AbortError  # pyright: ignore[reportAttributeAccessIss
 from penstock.gateway.h2 import limits
 from penstock.gateway.h2.connection import Connection
 from penstock.gateway.h2.frames import Code
-from penstock.gateway.h2.messages import OK, RESPONSE_HEAD, Assembler, CallFault, prefixed, trailers
+from penstock.gateway.h2.messages import OK, RESPONSE_HEAD, Assembler, CallFault, Compressed, prefixed, trailers
 from penstock.gateway.h2.stream import Stream
 from penstock.gateway.h2.worker import PAUSE, Worker
 
@@ -87,7 +87,7 @@ class Call:
 
     def __init__(self, peer: Peer, stream: Stream, method: Method, max_message_bytes: int, timeout_s: float | None) -> None:
         self._peer, self._stream, self._method = peer, stream, method
-        self._assembler = Assembler(max_message_bytes)
+        self._assembler = Assembler(max_message_bytes, stream.head.get("grpc-encoding"))
         self._inbox: deque[bytes] = deque()
         self._held = 0  # bytes in `_inbox`, and of a message that is not complete
         self._owed = 0  # bytes for which the caller gets a new window when the inbox is empty
@@ -163,7 +163,7 @@ class Call:
                 self._peer.connection.consumed(self._stream, self._owed)
                 self._owed = 0
                 self._peer.flush_soon()
-        return self._method.deserialize(message)
+        return self._method.deserialize(self._assembler.expanded(message) if type(message) is Compressed else message)
 
     async def write(self, message: Any) -> None:
         """Sends a message; waits while the caller does not read."""

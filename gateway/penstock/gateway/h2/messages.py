@@ -1,6 +1,7 @@
 """gRPC over HTTP/2: messages with a length before them, and what headers and trailers say."""
 
 import re
+import zlib
 from urllib.parse import quote
 
 import grpc
@@ -8,10 +9,16 @@ import grpc
 from penstock.gateway.h2.blocks import Head, literal
 
 PREFIX_BYTES = 5
+ENCODINGS = {"deflate": zlib.MAX_WBITS, "gzip": zlib.MAX_WBITS | 16}
+"""By what messages may be compressed, and how zlib is told of it."""
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
 _STATUS_200 = b"\x88"
-RESPONSE_HEAD = _STATUS_200 + literal("content-type", "application/grpc")
+RESPONSE_HEAD = (
+    _STATUS_200
+    + literal("content-type", "application/grpc")
+    + literal("grpc-accept-encoding", ", ".join(("identity", *ENCODINGS)))
+)
 
 
 class CallFault(Exception):
@@ -23,18 +30,24 @@ class CallFault(Exception):
         self.details = details
 
 
+class Compressed(bytes):
+    """A message as it came, to be read by `Assembler.expanded`."""
+
+
 class Assembler:
     """Makes messages of the bytes of a stream, however they are cut.
 
     Args:
         max_bytes: The largest message.
+        encoding: By what the caller compresses messages, as it says; None where it does not.
     """
 
-    __slots__ = ("_buffer", "_max_bytes")
+    __slots__ = ("_buffer", "_encoding", "_max_bytes")
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, encoding: str | None = None) -> None:
         self._buffer = bytearray()
         self._max_bytes = max_bytes
+        self._encoding = encoding
 
     @property
     def partial(self) -> int:
@@ -55,7 +68,8 @@ class Assembler:
             stop = at + PREFIX_BYTES + self._size(data, at)
             if stop > end:
                 break
-            messages.append(data[at + PREFIX_BYTES : stop])
+            message = data[at + PREFIX_BYTES : stop]
+            messages.append(Compressed(message) if data[at] else message)
             at = stop
         if at < end:
             self._buffer += data[at:]
@@ -66,11 +80,34 @@ class Assembler:
         if len(data) - at < PREFIX_BYTES:
             return 0
         if data[at]:
-            raise CallFault(grpc.StatusCode.UNIMPLEMENTED, "compressed messages are not taken")
+            self._may_be_compressed(data[at])
         size = int.from_bytes(data[at + 1 : at + PREFIX_BYTES])
         if size > self._max_bytes:
             raise CallFault(grpc.StatusCode.RESOURCE_EXHAUSTED, f"a message of {size} bytes; {self._max_bytes} are taken")
         return size
+
+    def _may_be_compressed(self, flag: int) -> None:
+        """See gRPC's document on compression."""
+        if flag > 1:
+            raise CallFault(grpc.StatusCode.INTERNAL, f"a message that begins with {flag}: neither plain nor compressed")
+        if self._encoding in (None, "identity"):
+            raise CallFault(grpc.StatusCode.INTERNAL, "a compressed message, and no grpc-encoding that says how")
+        if self._encoding not in ENCODINGS:
+            raise CallFault(grpc.StatusCode.UNIMPLEMENTED, f"messages compressed by {self._encoding} are not taken")
+
+    def expanded(self, message: Compressed) -> bytes:
+        """What was compressed; raises `CallFault`. Not before it is read, so that what waits is as large as it came."""
+        reader = zlib.decompressobj(ENCODINGS[self._encoding or ""])
+        try:
+            plain = reader.decompress(message, self._max_bytes + 1)
+        except zlib.error as error:
+            raise CallFault(grpc.StatusCode.INTERNAL, f"a message that is no {self._encoding}: {error}") from None
+        if len(plain) > self._max_bytes:
+            details = f"a message of more than {self._max_bytes} bytes when expanded"
+            raise CallFault(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
+        if not reader.eof:
+            raise CallFault(grpc.StatusCode.INTERNAL, f"a message that is not all of its {self._encoding}")
+        return plain
 
 
 def refusal(head: Head) -> bytes | None:

@@ -104,7 +104,7 @@ class ServerProtocol(asyncio.Protocol):
         self.connection = Connection(self._accept, server.cache, self._loop.time())
         self.address = ""
         self._turning = False  # a turn goes on, or is on its way
-        self._workers: list[Worker] = []  # to be stepped
+        self._workers: list[Worker | _Answered] = []  # to be stepped
         self._backlog = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -153,7 +153,7 @@ class ServerProtocol(asyncio.Protocol):
             self._turning = True
             self._loop.call_soon(self._turn)
 
-    def step_soon(self, worker: Worker) -> None:
+    def step_soon(self, worker: "Worker | _Answered") -> None:
         """See `Peer`."""
         self._workers.append(worker)
         if not self._turning:
@@ -204,16 +204,22 @@ class ServerProtocol(asyncio.Protocol):
             return None
         no_call = refusal(head)
         if no_call is not None:
-            return _Answered(self, stream, no_call)
+            return self._answer(stream, no_call)
         method = server.methods.get(head.pseudo[":path"])
         try:
             if method is None:
                 raise CallFault(grpc.StatusCode.UNIMPLEMENTED, f"{head.pseudo[':path']} does not exist")
             call = Call(self, stream, method, server.max_message_bytes, timeout_s(head))
         except CallFault as fault:
-            return _Answered(self, stream, trailers(fault.code, fault.details, alone=True))
+            return self._answer(stream, trailers(fault.code, fault.details, alone=True))
         server.calls += 1
         return call
+
+    def _answer(self, stream: Stream, block: bytes) -> Receiver:
+        """The stream's answer, which goes out with the next write: its caller may be waiting for it before it sends a message."""
+        answered = _Answered(self.connection, stream, block)
+        self.step_soon(answered)
+        return answered
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(TICK_S, self._tick)
@@ -225,16 +231,18 @@ class ServerProtocol(asyncio.Protocol):
 class _Answered:
     """A stream whose answer does not depend on what comes."""
 
-    def __init__(self, peer: ServerProtocol, stream: Stream, block: bytes) -> None:
-        self._peer, self._stream, self._block = peer, stream, block
+    def __init__(self, connection: Connection, stream: Stream, block: bytes) -> None:
+        self._connection, self._stream, self._block = connection, stream, block
+
+    def step(self) -> None:
+        """Answers."""
+        self._connection.egress.end(self._stream, self._block)
 
     def data(self, data: bytes) -> None:
         """See `Receiver`."""
-        self._peer.connection.egress.end(self._stream, self._block)
 
     def end(self) -> None:
         """See `Receiver`."""
-        self._peer.connection.egress.end(self._stream, self._block)
 
     def reset(self, code: Code) -> None:
         """See `Receiver`."""
