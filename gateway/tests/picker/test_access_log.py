@@ -6,13 +6,15 @@ import grpc
 import pytest
 
 from penstock.api import headers
+from penstock.api.load_report import LoadReport
 from penstock.gateway._pb.envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 from penstock.gateway._pb.envoy.service.accesslog.v3.als_pb2_grpc import AccessLogServiceStub
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from penstock.gateway.extproc import access_log
 from penstock.gateway.extproc.call import Routed
 from penstock.gateway.extproc.underway import RESPONSE_S, Underway
-from penstock.gateway.picker.bookings import Bookings
+from penstock.gateway.load.reports import ReportStore
+from penstock.gateway.picker.bookings import EXPIRY_S, Bookings
 from penstock.gateway.picker.candidates import ReplicaKey
 
 
@@ -83,9 +85,13 @@ def routed(bookings: Bookings, name: str) -> Routed:
     return Routed(endpoints=["a:8000"], pool="p", booking=booking, model="m", name="m", came=0.0, log=log)
 
 
+def busy(key: ReplicaKey, after: float) -> bool:
+    return False
+
+
 def test_what_is_released_is_remembered_for_one_more_sweep() -> None:
     bookings = Bookings()
-    underway = Underway(bookings)
+    underway = Underway(bookings, busy)
     names = [underway.name() for _ in range(2)]
     for name in names:
         underway.add(name, routed(bookings, name))
@@ -98,12 +104,12 @@ def test_what_is_released_is_remembered_for_one_more_sweep() -> None:
     assert (underway.get(names[0]), len(underway)) == (None, 1)
     assert underway.ended(names[0]) is None
     assert underway.ended(names[1]) is not None
-    assert len(underway) == 0 and not Underway(bookings).ours(names[0])
+    assert len(underway) == 0 and not Underway(bookings, busy).ours(names[0])
 
 
 def test_a_request_that_nobody_watches_does_not_count_for_ever() -> None:
-    bookings = Bookings()
-    underway = Underway(bookings)
+    bookings, reports = Bookings(), ReportStore()
+    underway = Underway(bookings, reports.idle)
     watched, unwatched, answered = (underway.name() for _ in range(3))
     for name in (watched, unwatched, answered):
         underway.add(name, routed(bookings, name))
@@ -114,9 +120,45 @@ def test_a_request_that_nobody_watches_does_not_count_for_ever() -> None:
     seen = underway.get(answered)
     assert seen is not None
     bookings.responded(seen.booking, None, 1.0)
+    reports.observe(KEY, LoadReport(epoch=1, seq=1), RESPONSE_S - 1)
     underway.sweep(RESPONSE_S - 1)
-    assert not bookings.released
     underway.sweep(RESPONSE_S)
-    underway.sweep(RESPONSE_S + 1)
+    assert not bookings.released, "nothing was heard of the replica since then"
+    reports.observe(KEY, LoadReport(epoch=1, seq=2, num_requests_running=1), RESPONSE_S + 1)
+    underway.sweep(RESPONSE_S + 2)
+    assert not bookings.released, "an answer that is not streamed may take this long"
+    reports.observe(KEY, LoadReport(epoch=1, seq=3), RESPONSE_S + 3)
+    underway.sweep(RESPONSE_S + 4)
+    underway.sweep(RESPONSE_S + 5)
     assert bookings.released == {"expired": 1}
     assert bookings.count(KEY) == 2
+    bookings.expire(EXPIRY_S)
+    assert bookings.released == {"expired": 3}
+
+
+@pytest.mark.parametrize(
+    "load", [{"num_requests_running": 1}, {"num_requests_waiting": {"capacity": 1}}, {"kv_cache_usage_perc": 0.1}]
+)
+def test_a_replica_with_anything_to_do_is_not_idle(load: dict[str, Any]) -> None:
+    reports = ReportStore()
+    assert not reports.idle(KEY, 0.0)
+    reports.observe(KEY, LoadReport(epoch=1, seq=1, **load), 1.0)
+    assert not reports.idle(KEY, 0.0)
+    reports.observe(KEY, LoadReport(epoch=1, seq=2), 2.0)
+    assert (reports.idle(KEY, 1.9), reports.idle(KEY, 2.0)) == (True, False)
+
+
+def test_what_was_counted_at_its_end_is_known_by_name_once() -> None:
+    bookings = Bookings()
+    underway = Underway(bookings, busy)
+    early, seen, finished = names = [underway.name() for _ in range(3)]
+    for name in names:
+        its = routed(bookings, name)
+        underway.add(name, its)
+        underway.passed_on(its)
+        if name == finished:
+            bookings.release(its.booking, "finished")
+    underway.responded(seen)
+    for name in names:
+        underway.ended(name)
+    assert [underway.counted(name) for name in (early, early, seen, finished, "nonesuch")] == [True, *[False] * 4]

@@ -341,7 +341,26 @@ def test_response_headers_lose_the_load_report_and_gain_the_replica() -> None:
     assert second.WhichOneof("response") == "response_headers"
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("text/event-stream; charset=utf-8", "STREAMED"), ("application/json", "NONE")])
+@pytest.mark.parametrize("said", [["10.0.0.1:8000"], "10.0.0.1:8000", [], ["10.0.0.1:8000", "10.0.0.3:8000"], 7, ""])
+def test_who_answered_is_read_where_the_gateway_names_one(said: object) -> None:
+    """Envoy's attribute says it where the metadata says nothing, or names several, of which nobody knows which it was."""
+    director = FixedDirector()
+    response = ProcessingRequest(response_headers=HttpHeaders())
+    response.attributes["envoy.filters.http.ext_proc"].update({"upstream.address": "10.0.0.2:8000"})
+    response.metadata_context.filter_metadata[headers.METADATA_NAMESPACE].update({headers.DESTINATION_SERVED: said})
+    play(director, head(), chunk(b"{}", ends=True), response)
+    assert director.heads[0].served == ("10.0.0.1:8000" if said in ("10.0.0.1:8000", ["10.0.0.1:8000"]) else "10.0.0.2:8000")
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("text/event-stream; charset=utf-8", "STREAMED"),
+        ("Text/Event-Stream", "STREAMED"),
+        ("text/event-streams", "NONE"),
+        ("application/json", "NONE"),
+    ],
+)
 @pytest.mark.parametrize("configured", ["BUFFERED", "BUFFERED_PARTIAL"])
 def test_a_gateway_that_buffers_responses_is_asked_not_to(kind: str, mode: str, configured: str) -> None:
     first = head()
@@ -375,6 +394,15 @@ def test_response_bodies_pass_where_a_gateway_sends_them() -> None:
     *_, (plain,) = play(FixedDirector(), head(), chunk(b"{}", ends=True), event)
     assert plain.WhichOneof("response") == "response_body"
     assert not plain.response_body.HasField("response")
+
+
+@pytest.mark.parametrize("mode", [DUPLEX, ProcessingMode.STREAMED])
+def test_the_end_of_a_response_that_comes_twice_is_answered_once(mode: int) -> None:
+    first = head()
+    first.protocol_config.response_body_mode = mode  # type: ignore[assignment]
+    last = ProcessingRequest(response_body=HttpBody(body=b"data: 1", end_of_stream=True))
+    *_, once, again = play(FixedDirector(), first, chunk(b"{}", ends=True), last, last)
+    assert (len(once), again) == (1, [])
 
 
 def test_observers_get_no_answer() -> None:

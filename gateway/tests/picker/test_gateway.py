@@ -114,8 +114,9 @@ async def test_a_connection_lives_through_an_envoys_pings(world: Any) -> None:
 async def test_encoded_bodies_are_refused_by_name(world: Any, encoding: str) -> None:
     await world.ready()
     answer = await world.stream().ask(world.completion(), **{"content-encoding": encoding})
-    status, reason, content, _ = world.error(answer)
+    status, reason, content, sets = world.error(answer)
     assert (status, reason, content["param"]) == (415, "unsupported_encoding", "content-encoding")
+    assert sets["accept-encoding"] == "identity", "RFC 9110, section 15.5.16"
     assert encoding in content["message"] and content["type"] == "invalid_request_error"
     for plain in ("", "identity", "Identity"):
         assert world.destinations(await world.stream().ask(world.completion(), **{"content-encoding": plain}))

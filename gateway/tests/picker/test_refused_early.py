@@ -1,11 +1,13 @@
-"""Callers that go on sending a request which was refused at its headers."""
+"""Callers that go on sending a request which was refused at its headers, or is sent in a way that is not served."""
 
 import asyncio
 
+import grpc
 import pytest
-from grpc.aio import EOF  # type: ignore[attr-defined]
+from grpc.aio import EOF, AbortError  # type: ignore[attr-defined]
 from test_exchange import TRAILERS, FixedDirector, chunk, head
 
+from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from penstock.gateway.extproc import service
 from penstock.gateway.extproc.ceiling import Ceiling
@@ -34,11 +36,8 @@ class Caller:
             raise message
         return message
 
-    def cancelled(self) -> bool:
-        return False
-
-    def done(self) -> bool:
-        return False
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise AbortError(code, details)
 
     async def write(self, message: ProcessingResponse) -> None:
         self.answers.append(message)
@@ -72,6 +71,16 @@ async def test_who_is_slow_is_heard_out() -> None:
 async def test_nobody_is_heard_out_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "HEARD_OUT_S", 0.01)
     assert not (await heard_out(head(path="/nowhere"), chunk(b"{"))).unread
+
+
+async def test_who_sends_on_in_a_mode_that_is_not_served_is_heard_before_the_error() -> None:
+    """grpc.aio's client loses the error where the stream ends while it writes; who sends nothing more is not kept waiting."""
+    for rest, left in (([chunk(b"{", ends=True), chunk(b"more")], [chunk(b"more")]), ([], [])):
+        ceiling = Ceiling()
+        caller = Caller(head(ProcessingMode.NONE), *rest, ceiling=ceiling)
+        with pytest.raises(AbortError, match="request_body_mode NONE"):
+            await ExtProcService(FixedDirector(), ceiling=ceiling).Process(None, caller)  # type: ignore[arg-type] - as far as it goes
+        assert (caller.unread, caller.answers, ceiling.streams) == (left, [], 0)
 
 
 async def test_what_cannot_be_read_after_a_refusal_is_not_answered_again() -> None:

@@ -154,6 +154,21 @@ async def test_an_end_whose_head_never_comes_counts_before_long(
         assert f'penstock_gateway_requests_total{{code="{counted}",model="ns/tiny"}} 1.0' in await scraped.text()
 
 
+async def test_a_head_that_comes_too_late_for_its_end_counts_once(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.ready()
+    answer, noted = await request(world)
+    picked = world.destinations(answer)[0]
+    monkeypatch.setattr(access_log, "HEAD_S", 0.0)
+    call = AccessLogServiceStub(world.channel).StreamAccessLogs()
+    await call.write(ended(noted, code=200))
+    await world.until(lambda: world.state.bookings.released["access_log"] == 1)
+    which = next(n for n, replica in enumerate(world.replicas) if replica.endpoint == picked)
+    await shown(world, noted, picked, **{headers.LOAD: report_of(world, which, seq=9, num_requests_running=5)})
+    assert world.state.reports.get(world.state.key_at(picked)).report.num_requests_running == 5, "what it says counts"
+    async with world.http.get("/metrics") as scraped:
+        assert 'penstock_gateway_requests_total{code="200",model="ns/tiny"} 1.0' in await scraped.text()
+
+
 async def test_what_another_says_is_not_taken_for_the_words_of_a_pick_that_is_gone(world: Any) -> None:
     await world.ready()
     answer, noted = await request(world)

@@ -109,6 +109,12 @@ class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
     served: str | None = None
     """`ip:port` of who really answered, where the gateway says so."""
 
+    @property
+    def streams(self) -> bool:
+        """Whether the response is an event stream."""
+        kind = self.headers.get("content-type", "")
+        return kind.partition(";")[0].strip().lower() == "text/event-stream"
+
 
 class Refused(Exception):
     """A request that goes nowhere, as an HTTP error in OpenAI's shape.

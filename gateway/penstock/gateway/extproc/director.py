@@ -66,7 +66,8 @@ class PickDirector:
         encoding = call.headers.get("content-encoding")
         if encoding and encoding.lower() != "identity":
             message = f"content-encoding {encoding} is not supported: send the body as it is"
-            raise Refused(415, message, "unsupported_encoding", param="content-encoding")
+            sets = [("accept-encoding", "identity")]
+            raise Refused(415, message, "unsupported_encoding", param="content-encoding", sets=sets)
         length = call.headers.get("content-length", "")
         if length.isascii() and length.isdigit() and len(length) < _DIGITS and int(length) > MAX_BODY_BYTES:
             raise too_large()
@@ -118,8 +119,11 @@ class PickDirector:
 
     def returned(self, noted: Mapping[str, str], head: ResponseHead) -> list[tuple[str, str]]:
         """See `Director`."""
-        routed = self._underway.responded(noted[headers.BOOKING])
-        return self._respond.strange(noted, head) if routed is None else self._respond.run(routed, head)
+        name = noted[headers.BOOKING]
+        routed = self._underway.responded(name)
+        if routed is None:
+            return self._respond.strange(noted, head, counted=self._underway.counted(name))
+        return self._respond.run(routed, head)
 
     def passed_on(self, routed: Routed) -> None:
         """See `Director`."""

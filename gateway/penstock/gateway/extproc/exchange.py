@@ -16,6 +16,7 @@ from penstock.api import headers
 from penstock.gateway._pb.envoy.config.core.v3.base_pb2 import HeaderMap
 from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import (
+    HttpBody,
     HttpHeaders,
     ProcessingRequest,
     ProcessingResponse,
@@ -127,6 +128,8 @@ class Exchange:
         """Nothing more of the request counts: it was sent on or answered."""
         self._bodies = False
         """The gateway sends response bodies, so that the end of the stream is that of the response."""
+        self._response_ended = False
+        """The last of the response's body has come."""
         self.over = False
         """The gateway has answered: there will be no response phase."""
 
@@ -149,10 +152,7 @@ class Exchange:
                 case "response_headers":
                     return [self._response_headers(message)]
                 case "response_body":
-                    self._bodies = True
-                    body = message.response_body
-                    duplex = self._modes.response_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
-                    return answers.response_body(body.body, body.end_of_stream, duplex)
+                    return self._response_body(message.response_body)
                 case "response_trailers":
                     return [answers.response_trailers()]
                 case _:
@@ -164,9 +164,14 @@ class Exchange:
             self._director.refused(Call(headers=self._headers or {}), refused)
             return [self._answered(answers.refusal(refused))]
 
+    def failed(self) -> ProcessingResponse:
+        """The answer where a mistake of ours keeps the request from being decided."""
+        refused = Refused(500, "the gateway failed to decide where this request goes", "internal_error")
+        return self._answered(answers.refusal(refused))
+
     def told(self) -> None:
         """All answers so far are on their way."""
-        if self._apart and self._routed is not None:
+        if self._apart and self._routed is not None and not self.over:
             self._director.passed_on(self._routed)
             self._routed, self.over = None, True
 
@@ -274,9 +279,16 @@ class Exchange:
         head = ResponseHead(headers=read_headers(message.response_headers.headers), served=_served(message))
         answer = answers.response_headers(self._director.responded(self._routed, head))
         if self._modes.response_body_mode in _BUFFERING:
-            streams = head.headers.get("content-type", "").startswith("text/event-stream")
-            answers.override(answer, self._modes.request_body_mode, ProcessingMode.STREAMED if streams else ProcessingMode.NONE)
+            mode = ProcessingMode.STREAMED if head.streams else ProcessingMode.NONE
+            answers.override(answer, self._modes.request_body_mode, mode)
         return answer
+
+    def _response_body(self, body: HttpBody) -> list[ProcessingResponse]:
+        if self._response_ended:  # as with request bodies: a last chunk may be delivered twice
+            return []
+        self._bodies, self._response_ended = True, body.end_of_stream
+        duplex = self._modes.response_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
+        return answers.response_body(body.body, body.end_of_stream, duplex)
 
     def _observe(self, message: ProcessingRequest) -> None:
         """Nobody waits. Our own Envoys show the heads of responses so; of what else is shown there is nothing to learn."""
@@ -330,15 +342,19 @@ def _served(message: ProcessingRequest) -> str | None:
     """Who answered: by the endpoint-picker protocol's metadata, else by Envoy's attribute."""
     metadata = message.metadata_context.filter_metadata.get(headers.METADATA_NAMESPACE)
     if metadata is not None and headers.DESTINATION_SERVED in metadata.fields:
-        return metadata.fields[headers.DESTINATION_SERVED].string_value or None
+        said = _plain(metadata.fields[headers.DESTINATION_SERVED])
+        if isinstance(said, list) and len(said) == 1:
+            said = said[0]
+        if isinstance(said, str) and said:
+            return said
     attributes = message.attributes.get(ATTRIBUTES)
     if attributes is not None and "upstream.address" in attributes.fields:
         return attributes.fields["upstream.address"].string_value or None
     return None
 
 
-def _plain(value: Value) -> object:
-    """A string or a list of strings; anything else as None, which allows nothing."""
+def _plain(value: Value) -> str | list[str | None] | None:
+    """A string or a list of strings; anything else as None, which says nothing and allows nothing."""
     match value.WhichOneof("kind"):
         case "string_value":
             return value.string_value

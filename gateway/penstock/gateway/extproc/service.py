@@ -5,14 +5,13 @@ import contextlib
 import logging
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - generated at import
 
 from penstock.api import headers
 from penstock.api.tracing import TRACEPARENT
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorServicer
-from penstock.gateway.extproc import answers
-from penstock.gateway.extproc.call import Refused
 from penstock.gateway.extproc.ceiling import Ceiling
 from penstock.gateway.extproc.exchange import Director, Exchange, HandedOver, UnsupportedMode
 from penstock.gateway.picker.choice import MAX_ENDPOINTS
@@ -21,6 +20,9 @@ _REQUEST_PHASE = (headers.PHASE, headers.REQUEST_PHASE)
 HEARD_OUT_S = 30.0
 """How long a caller whose request was refused may go on sending it. Some lose the answer if the stream ends under their hands,
 and a caller on a busy machine is slow."""
+HEARD_BEFORE_S = 0.1
+"""The same where the stream has to end with an error, which nothing can come before: half of what Envoy waits for an answer by
+default."""
 
 log = logging.getLogger(__name__)
 
@@ -60,29 +62,31 @@ class ExtProcService(ExternalProcessorServicer):
             apart=self._inference_pool is None and _REQUEST_PHASE in metadata,
             traceparent=next((str(value) for key, value in metadata if key == TRACEPARENT), None) if self._traced else None,
         )
-        answered = False
         self.open += 1
         self.idle.clear()
         try:
             while not exchange.over and (message := await context.read()) is not EOF:
-                for answer in await exchange.receive(message):
+                try:
+                    said = await exchange.receive(message)
+                except UnsupportedMode as error:
+                    exchange.close()
+                    if _goes_on(message):
+                        await _hear_out(context, HEARD_BEFORE_S)
+                    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+                except HandedOver as reason:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, str(reason))
+                except Exception:
+                    # A mistake of ours in one request must not look like a dead picker, which Envoy would retry.
+                    log.exception("a request could not be decided")
+                    said = [exchange.failed()]
+                for answer in said:
                     await context.write(answer)
                 exchange.told()
-                answered = exchange.over
                 if exchange.over and _goes_on(message):
                     exchange.close()
-                    await _hear_out(context)
-        except UnsupportedMode as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        except HandedOver as reason:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(reason))
-        except Exception:
-            if answered or context.cancelled() or context.done():
-                raise
-            # A mistake of ours in one request must not look like a dead picker, which Envoy would retry.
-            log.exception("a request could not be decided")
-            failed = Refused(500, "the gateway failed to decide where this request goes", "internal_error")
-            await context.write(answers.immediate(answers.refusal(failed)))
+                    await _hear_out(context, HEARD_OUT_S)
+        except DecodeError as error:  # of grpc.aio's; the other server ends the call so by itself
+            await context.abort(grpc.StatusCode.INTERNAL, f"the message is unreadable: {error}")
         finally:
             self.open -= 1
             if not self.open:
@@ -101,9 +105,9 @@ def _goes_on(message: ProcessingRequest) -> bool:
             return False
 
 
-async def _hear_out(context: grpc.aio.ServicerContext) -> None:
-    """Lets the rest of a request come that is answered already."""
+async def _hear_out(context: grpc.aio.ServicerContext, limit_s: float) -> None:
+    """Lets the rest of a request come that is decided already."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(HEARD_OUT_S):
+        async with asyncio.timeout(limit_s):
             while (message := await context.read()) is not EOF and _goes_on(message):
                 pass

@@ -2,20 +2,32 @@
 
 import itertools
 import secrets
+from collections import OrderedDict
+from collections.abc import Callable
 
 from penstock.api import headers
 from penstock.gateway.extproc.call import Routed
 from penstock.gateway.picker.bookings import Bookings, State
+from penstock.gateway.picker.candidates import ReplicaKey
 
 RESPONSE_S = 300.0
-"""How long a request counts that nobody watches and that has no response, if Envoy never says what became of it."""
+"""How long a request counts at least that nobody watches and that has no response, if Envoy never says what became of it. Answers
+that are not streamed may take as long as Envoy's patience, so that only a replica with nothing to do has forgotten it."""
+COUNTED_KEPT = 4096
+"""Requests whose heads may still come after their ends."""
 
 
 class Underway:
-    """The routed requests of one gateway process whose ends have not been told. Time is an argument (monotonic seconds)."""
+    """The routed requests of one gateway process whose ends have not been told. Time is an argument (monotonic seconds).
 
-    def __init__(self, bookings: Bookings) -> None:
+    Args:
+        bookings: Theirs.
+        idle: Whether a replica has said, later than at a moment, that it has nothing to do.
+    """
+
+    def __init__(self, bookings: Bookings, idle: Callable[[ReplicaKey, float], bool]) -> None:
         self._bookings = bookings
+        self._idle = idle
         self._process = secrets.token_hex(4)
         self._numbers = itertools.count()
         self._routed: dict[str, Routed] = {}
@@ -23,6 +35,8 @@ class Underway:
         """Those whose exchange with the picker is over, and whose response had not been seen at the last sweep."""
         self._done: set[str] = set()
         """Those whose bookings had been released at the last sweep."""
+        self._counted: OrderedDict[str, None] = OrderedDict()
+        """The last of those that had ended before the heads of their responses came."""
 
     def __len__(self) -> int:
         return len(self._routed)
@@ -58,17 +72,27 @@ class Underway:
 
     def ended(self, name: str) -> Routed | None:
         """Envoy has done with the request, whatever became of it; returns what `get` would have."""
-        self._unwatched.discard(name)
-        return self._routed.pop(name, None)
+        routed = self._routed.pop(name, None)
+        if name in self._unwatched:
+            self._unwatched.remove(name)
+            if routed is not None and routed.booking.state is State.PENDING:
+                self._counted[name] = None
+                if len(self._counted) > COUNTED_KEPT:
+                    self._counted.popitem(last=False)
+        return routed
+
+    def counted(self, name: str) -> bool:
+        """Whether it had ended before the head of its response has come, as it does now; its end was counted for an answer."""
+        return self._counted.pop(name, self) is None
 
     def sweep(self, now: float) -> None:
-        """Ends the bookings of requests that never had a response, and forgets those of which only Envoy's word is missing:
-        bookings released before the last sweep."""
+        """Ends the bookings of requests that have no response and that their replicas know nothing of, and forgets those of which
+        only Envoy's word is missing: bookings released before the last sweep."""
         for name in list(self._unwatched):
             routed = self._routed.get(name)
             if routed is None or routed.booking.state is not State.PENDING:
                 self._unwatched.discard(name)
-            elif now - routed.booking.made_at >= RESPONSE_S:
+            elif now >= (due := routed.booking.made_at + RESPONSE_S) and self._idle(routed.booking.key, due):
                 for booking in filter(None, (routed.booking, routed.prefill_booking)):
                     self._bookings.release(booking, "expired")
         for name in self._done:

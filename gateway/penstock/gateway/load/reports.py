@@ -47,6 +47,14 @@ class ReportStore:
         """What was heard of `key`; None where nothing was."""
         return self._heard.get(key)
 
+    def idle(self, key: ReplicaKey, after: float) -> bool:
+        """Whether the newest report of `key` came after that moment and says that nothing runs or waits there."""
+        heard = self._heard.get(key)
+        if heard is None or heard.at <= after:
+            return False
+        report = heard.report
+        return not (report.num_requests_running or report.waiting or report.kv_cache_usage_perc)
+
     def drop(self, key: ReplicaKey) -> None:
         """Forgets a replica that is gone."""
         self._heard.pop(key, None)

@@ -49,7 +49,7 @@ class Respond:
         # Reports of others' engines have no number of their own: the next one asked for includes this request.
         ours = report is not None and state.engine(key) == "penstock"
         good = status.startswith("2")
-        streamed = good and head.headers.get("content-type", "").startswith("text/event-stream")
+        streamed = good and head.streams
         if streamed:
             state.bookings.responded(booking, (report.epoch, report.seq) if report and ours else None, now)
         else:  # complete, or refused: nothing runs on
@@ -66,12 +66,14 @@ class Respond:
             added.append((headers.DECISION, routed.explanation))
         return added
 
-    def strange(self, noted: Mapping[str, str], head: ResponseHead) -> list[tuple[str, str]]:
-        """As `run`, of a request that another gateway process has picked for, which it noted as in `Routed.log`."""
+    def strange(self, noted: Mapping[str, str], head: ResponseHead, *, counted: bool = False) -> list[tuple[str, str]]:
+        """As `run`, of a request that is not known here any more, or was picked for by another gateway process, which noted it as
+        in `Routed.log`. `counted`: at its end, which has overtaken this head."""
         now, status = time.monotonic(), head.headers.get(":status", "")
         if _informs(status):
             return []
-        self._metrics.answered(noted.get("model", ""), status)
+        if not counted:
+            self._metrics.answered(noted.get("model", ""), status)
         key = self._served(head)
         if key is None:
             return []
