@@ -198,8 +198,8 @@ def _from_text(text: str) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for item in text.split("," if "," in text else ";"):
         name, separator, figure = item.partition("=")
-        if not separator:
-            name, separator, figure = item.partition(":")
+        if not separator and ":" in item:
+            name, separator, figure = item.rpartition(":")  # a name may begin with that of its engine: `vllm:…`
         name = name.strip().removeprefix(_NAMED)
         if not name and not separator:  # a comma too many
             continue

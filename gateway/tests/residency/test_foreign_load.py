@@ -145,6 +145,10 @@ def test_no_page_breaks_the_reader(noise: bytes, engine: Engine) -> None:
         "named_metrics.KV_Cache_Usage_Perc:0.42,named_metrics.num_requests_waiting:3",
         'JSON {"named_metrics": {"kv_cache_usage_perc": 0.42, "num_requests_waiting": 3.0}, "unheard_of": 1}',
         '{"named_metrics": {"vllm:kv_cache_usage_perc": 0.42, "vllm:num_requests_waiting": 3.0}}',
+        "TEXT named_metrics.vllm:kv_cache_usage_perc:0.42, named_metrics.vllm:num_requests_waiting:3",
+        "TEXT named_metrics.vllm:gpu_cache_usage_perc=0.42, named_metrics.vllm:num_requests_waiting=3",
+        'JSON {"named_metrics": {"sglang:token_usage": 0.42, "sglang:num_queue_reqs": 3, "sglang:num_running_reqs": 7}}',
+        'JSON {"named_metrics": {"kv_cache_utilization": 0.42, "num_requests_waiting": 3}}',
     ],
 )
 def test_orca_of_any_dialect_changes_what_it_names(header: str) -> None:

@@ -5,7 +5,7 @@ between two looks. Several engines behind one endpoint count together: queues ar
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -65,6 +65,10 @@ _NAMES: dict[Engine, _Names] = {
         blocks="trtllm_kv_cache_max_blocks",
     ),
 }
+# By what the same is called in ORCA headers, without the engine's name before it.
+_ORCA_WAITING = ("num_requests_waiting", "num_queue_reqs")
+_ORCA_RUNNING = ("num_requests_running", "num_running_reqs")
+_ORCA_USAGE = ("kv_cache_usage_perc", "kv_cache_utilization", "gpu_cache_usage_perc", "token_usage")
 _MARKS: tuple[tuple[bytes, Engine], ...] = (
     (b"penstock_", "penstock"),  # first: ours can speak with vLLM's names too
     (b"vllm:", "vllm"),
@@ -159,17 +163,21 @@ def from_orca(last: LoadReport | None, figures: Mapping[str, float]) -> LoadRepo
     """The newest report with what an ORCA header of another engine says; None where it says nothing of use."""
     known = {name.rpartition(":")[2].lower(): value for name, value in figures.items()}
     changes: dict[str, object] = {}
-    if "num_requests_waiting" in known:
-        waiting = round(known["num_requests_waiting"])
+    if (queued := _first(known, _ORCA_WAITING)) is not None:
+        waiting = round(queued)
         changes["num_requests_waiting"] = {"capacity": waiting} if waiting else {}
-    if "num_requests_running" in known:
-        changes["num_requests_running"] = round(known["num_requests_running"])
-    usage = known.get("kv_cache_usage_perc", known.get("kv_cache_utilization"))
+    if (running := _first(known, _ORCA_RUNNING)) is not None:
+        changes["num_requests_running"] = round(running)
+    usage = _first(known, _ORCA_USAGE)
     base = last or LoadReport(epoch=0, seq=0)
     if usage is not None:
         changes["kv_cache_usage_perc"] = min(usage, 1.0)
         changes["kv_blocks_reclaimable"] = round(base.kv_blocks_total * (1 - min(usage, 1.0)))
     return msgspec.structs.replace(base, **changes) if changes else None
+
+
+def _first(figures: Mapping[str, float], names: Iterable[str]) -> float | None:
+    return next((figures[name] for name in names if name in figures), None)
 
 
 def _with_adapters(report: LoadReport, page: bytes) -> LoadReport:

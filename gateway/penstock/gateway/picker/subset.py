@@ -51,8 +51,10 @@ def parse_subset(value: object) -> Subset:
 def _split(item: str) -> tuple[str, int | None]:
     """(address, port or None for any); an empty address where `item` is none."""
     if item.startswith("["):
-        host, _, rest = item[1:].partition("]")
+        host, closed, rest = item[1:].partition("]")
         separator, port = rest[:1], rest[1:]
+        if not closed:
+            return "", None
     elif item.count(":") == 1:
         host, separator, port = item.partition(":")
     else:  # a bare address, IPv6 without brackets included
