@@ -12,6 +12,8 @@ from penstock.gateway.conformance.rig import Rig
 from penstock.gateway.conformance.target import Target
 from penstock.gateway.conformance.verdict import NotApplicable
 
+PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+
 
 class Bench:
     """The tools of all checks of one run."""
@@ -29,6 +31,10 @@ class Bench:
             yield conversation
         finally:
             await conversation.close()
+
+    def call(self, method: str = PROCESS, compression: grpc.Compression | None = None) -> Any:
+        """A call of whatever method, of whatever bytes; the caller ends it."""
+        return self._channel.stream_stream(method)(compression=compression)
 
     async def ask(self, body: bytes | None = None, *, hint: Hint = ..., hint_on: str = "both", **head: Any) -> Outcome:
         """One whole FULL_DUPLEX_STREAMED request; what came of it.

@@ -13,6 +13,8 @@ EXT_PROC = "Envoy external_processor.proto"
 MODES = "Envoy processing_mode.proto"
 MUTATIONS = "Envoy ext_proc filter, header mutation rules"
 HEALTH = "gRPC health checking protocol; GAIE proposal 004"
+GRPC = "gRPC over HTTP/2, compression, status codes"
+HTTP2 = "HTTP/2, RFC 9113"
 OPENAI = "OpenAI API, error object"
 PRACTICE = "practice: what gateways and clients do"
 

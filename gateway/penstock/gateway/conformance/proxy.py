@@ -7,7 +7,7 @@ from penstock.api import headers
 
 _TYPES = "type.googleapis.com/envoy.extensions"
 _HTTP = f"{_TYPES}.upstreams.http.v3.HttpProtocolOptions"
-PICKER, POOL, ORIGINAL_DST = "picker", "pool", "original_dst"
+PICKER, PICKER_NO_TABLE, POOL, ORIGINAL_DST = "picker", "picker_no_table", "pool", "original_dst"
 LISTENERS: tuple[str, ...] = (
     "duplex",
     "duplex-both",
@@ -17,6 +17,7 @@ LISTENERS: tuple[str, ...] = (
     "subset-none",
     "buffered-response",
     "streamed",
+    "no-table",
 )
 MAX_BODY_BYTES = 64 * 1024 * 1024
 
@@ -34,7 +35,8 @@ def bootstrap(
         timeout_s: How long a message to the picker may take.
     """
     listeners = [_listener(name, ports[name], endpoints, timeout_s) for name in LISTENERS]
-    clusters = [_picker(picker, tls), _pool(endpoints), _original_dst()]
+    callers = [_picker(PICKER, picker, tls), _picker(PICKER_NO_TABLE, picker, tls, hpack_table_size=0)]
+    clusters = [*callers, _pool(endpoints), _original_dst()]
     return {"static_resources": {"listeners": listeners, "clusters": clusters}}
 
 
@@ -84,7 +86,7 @@ def _ext_proc(name: str, timeout_s: float) -> dict[str, Any]:
     return _typed(
         "ext_proc",
         "filters.http.ext_proc.v3.ExternalProcessor",
-        grpc_service={"envoy_grpc": {"cluster_name": PICKER}},
+        grpc_service={"envoy_grpc": {"cluster_name": PICKER_NO_TABLE if name == "no-table" else PICKER}},
         processing_mode=mode,
         send_body_without_waiting_for_header_response=name == "streamed",
         allow_mode_override=name == "buffered-response",
@@ -103,13 +105,13 @@ def _hint(endpoints: Sequence[str]) -> dict[str, Any]:
     return _typed("set_metadata", "filters.http.set_metadata.v3.Config", metadata=[value])
 
 
-def _picker(address: tuple[str, int], tls: bool) -> dict[str, Any]:
-    http2 = {"@type": _HTTP, "explicit_http_config": {"http2_protocol_options": {}}}
+def _picker(name: str, address: tuple[str, int], tls: bool, **options: int) -> dict[str, Any]:
+    http2 = {"@type": _HTTP, "explicit_http_config": {"http2_protocol_options": options}}
     cluster: dict[str, Any] = {
-        "name": PICKER,
+        "name": name,
         "type": "STRICT_DNS",
         "connect_timeout": "2s",
-        "load_assignment": _assignment(PICKER, [address]),
+        "load_assignment": _assignment(name, [address]),
         "typed_extension_protocol_options": {_HTTP.removeprefix("type.googleapis.com/"): http2},
     }
     if tls:

@@ -8,7 +8,7 @@ import orjson
 from penstock.api import headers
 from penstock.gateway.conformance.backends import EVENTS
 from penstock.gateway.conformance.bench import Bench
-from penstock.gateway.conformance.check import EXT_PROC, MODES, PRACTICE, PROTOCOL, Group, Level, check
+from penstock.gateway.conformance.check import EXT_PROC, HTTP2, MODES, PRACTICE, PROTOCOL, Group, Level, check
 from penstock.gateway.conformance.outcome import error_object
 from penstock.gateway.conformance.rig import Reply, Rig
 from penstock.gateway.conformance.verdict import Failed, NotApplicable, expect
@@ -224,6 +224,13 @@ async def client_leaves(bench: Bench) -> None:
     await _serves(bench, "duplex", bench.target.body())
 
 
+@check("envoy-no-table", Level.MUST, HTTP2)
+async def no_table(bench: Bench) -> None:
+    """An Envoy that keeps no table for the picker's headers (`hpack_table_size: 0`) is agreed with, and so reads its answers."""
+    for _ in range(2):
+        await _serves(bench, "no-table", bench.target.body())
+
+
 @check("envoy-fallback", Level.SHOULD, PROTOCOL)
 async def fallback(bench: Bench) -> None:
     """With one endpoint gone, the ordered list takes requests to the next one; none is lost."""
@@ -246,7 +253,7 @@ GROUP = Group(
     (
         *(picked, large_body, bodyless, trailers, forged, duplicates, events, events_duplex, response_duplex, buffered),
         streamed_ahead,
-        *(original_dst, subset, subset_empty, errors, concurrent, client_leaves, fallback),
+        *(original_dst, subset, subset_empty, errors, concurrent, client_leaves, no_table, fallback),
     ),
     alone=True,
 )

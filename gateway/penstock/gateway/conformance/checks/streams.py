@@ -1,10 +1,15 @@
 """Many streams, short streams, strange streams: what one request does never harms another."""
 
 import asyncio
+from typing import Any
 
-from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
+import grpc
+from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - generated at import
+
+from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import HttpHeaders, ProcessingRequest
 from penstock.gateway.conformance.bench import Bench
-from penstock.gateway.conformance.check import EXT_PROC, MODES, PRACTICE, Group, Level, check
+from penstock.gateway.conformance.check import EXT_PROC, GRPC, MODES, PRACTICE, Group, Level, check
 from penstock.gateway.conformance.verdict import Failed, expect
 
 AT_ONCE = 100
@@ -14,6 +19,21 @@ async def _serves(bench: Bench, after: str) -> None:
     outcome = await bench.ask()
     expect(outcome.immediate is None, f"after {after} requests are refused")
     outcome.picked()
+
+
+async def _status(bench: Bench, call: Any, *messages: bytes) -> grpc.StatusCode | None:
+    """With what the picker ends a call of these messages; None where it answers. `Failed` where it does neither."""
+    try:
+        async with asyncio.timeout(bench.target.timeout_s):
+            for message in messages:
+                await call.write(message)
+            return await call.code() if await call.read() is EOF else None
+    except TimeoutError:
+        raise Failed("the picker neither answers the call nor ends it") from None
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    finally:
+        call.cancel()
 
 
 @check("stream-ends", Level.MUST, EXT_PROC)
@@ -92,6 +112,34 @@ async def unknown_message(bench: Bench) -> None:
     await _serves(bench, "an unknown message")
 
 
+@check("stream-unreadable-message", Level.SHOULD, GRPC)
+async def unreadable_message(bench: Bench) -> None:
+    """A message that is no protobuf ends its stream with an error of gRPC's, and harms no other."""
+    status = await _status(bench, bench.call(), b"\xff\xff")
+    expect(status is not None, "it is answered")
+    expect(status is not grpc.StatusCode.OK, "the stream ends without an error")
+    await _serves(bench, "an unreadable message")
+
+
+@check("stream-compressed", Level.SHOULD, GRPC)
+async def compressed(bench: Bench) -> None:
+    """Compressed messages are read, or refused with UNIMPLEMENTED."""
+    message = ProcessingRequest(request_headers=HttpHeaders(end_of_stream=True))
+    for name, value in ((":method", "GET"), (":path", "/v1/models"), ("x-long-enough-to-compress", "a" * 1000)):
+        message.request_headers.headers.headers.add(key=name, raw_value=value.encode())
+    message.protocol_config.request_body_mode = ProcessingMode.FULL_DUPLEX_STREAMED
+    status = await _status(bench, bench.call(compression=grpc.Compression.Gzip), message.SerializeToString())
+    expect(status in (None, grpc.StatusCode.UNIMPLEMENTED), f"the stream ends with {status}")
+    await _serves(bench, "a compressed message")
+
+
+@check("stream-unknown-method", Level.SHOULD, GRPC)
+async def unknown_method(bench: Bench) -> None:
+    """A method that does not exist is UNIMPLEMENTED, before any message comes."""
+    status = await _status(bench, bench.call("/envoy.service.ext_proc.v3.ExternalProcessor/Nothing"))
+    expect(status is grpc.StatusCode.UNIMPLEMENTED, f"the call ends with {status}")
+
+
 @check("stream-out-of-order", Level.SHOULD, MODES)
 async def out_of_order(bench: Bench) -> None:
     """A body without headers (a gateway that skips them) is never sent on in silence: the destination could not be named."""
@@ -131,5 +179,8 @@ async def many(bench: Bench) -> None:
 GROUP = Group(
     "streams",
     "Streams beside each other",
-    (ends, reset, reset_in_response, concurrent, interleaved, observability, unknown_message, out_of_order, extra_fields, many),
+    (
+        *(ends, reset, reset_in_response, concurrent, interleaved, observability, unknown_message, unreadable_message),
+        *(compressed, unknown_method, out_of_order, extra_fields, many),
+    ),
 )
