@@ -11,7 +11,7 @@ import grpc
 import msgspec
 import orjson
 import pytest
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, HealthListRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from penstock.api import headers, load_report
@@ -25,6 +25,7 @@ from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 impor
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
 from penstock.gateway.cli import gateway as gateway_command
 from penstock.gateway.extproc.body import MAX_BODY_BYTES
+from penstock.gateway.extproc.health import READINESS
 from penstock.gateway.picker.candidates import key_of
 from penstock.gateway.picker.request import RequestView
 from penstock.gateway.process import Gateway, GatewaySettings
@@ -246,6 +247,13 @@ async def test_a_restarted_engine_is_noticed_by_polling(world: Any) -> None:
     world.engines[0].report = msgspec.structs.replace(world.engines[0].report, epoch=2)
     await world.until(lambda: world.state.residency.blocks(key) == 0)
     await world.until(lambda: world.engines[0].bundles > seen)
+
+
+async def test_all_names_of_health_are_listed(world: Any) -> None:
+    await world.ready()
+    listed = (await HealthStub(world.channel).List(HealthListRequest())).statuses
+    assert set(listed) == {"liveness", *READINESS}
+    assert {it.status for it in listed.values()} == {HealthCheckResponse.SERVING}
 
 
 async def test_health_readiness_and_metrics(world: Any) -> None:

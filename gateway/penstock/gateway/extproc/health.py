@@ -13,7 +13,7 @@ class Health:
     """`liveness` is always SERVING; the other names follow readiness."""
 
     def __init__(self) -> None:
-        self.servicer = HealthServicer()
+        self.servicer = _Servicer()
 
     async def start(self) -> None:
         """Alive and not ready."""
@@ -24,3 +24,12 @@ class Health:
         """Says whether this process may get requests."""
         for name in READINESS:
             await self.servicer.set(name, Status.SERVING if ready else Status.NOT_SERVING)
+
+
+class _Servicer(HealthServicer):
+    """Lists what it serves, too, which the package's own does not."""
+
+    async def List(self, request: object, context: object) -> object:
+        """See `health.proto`."""
+        found = {name: await self.Check(health_pb2.HealthCheckRequest(service=name), context) for name in (LIVENESS, *READINESS)}
+        return health_pb2.HealthListResponse(statuses=found)  # pyright: ignore[reportAttributeAccessIssue] - not in its stub
