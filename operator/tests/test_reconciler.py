@@ -1,5 +1,6 @@
 """Reconciling against an API server in memory: what is applied, left alone, taken back, and said."""
 
+import json
 from typing import Any
 
 import pytest
@@ -257,8 +258,28 @@ async def test_the_servers_refusal_is_told_and_tried_again(world: World, key: Ke
     assert world.condition("Accepted")[0] == "True"
 
 
-async def test_a_server_that_is_away_is_no_verdict(world: World, key: Key) -> None:
-    world.api.refuse["Service"] = ApiException(status=503, reason="Service Unavailable")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "failed to create typed patch object (default/tiny-main; apps/v1, Kind=Deployment): "
+        ".spec.template.spec.nodeSelectr: field not declared in schema",
+        'Internal error occurred: failed calling webhook "policy.example.com": no endpoints available',
+        "etcdserver: request is too large",
+    ],
+)
+async def test_a_refusal_that_looks_like_a_breakdown_is_told_too(world: World, key: Key, words: str) -> None:
+    world.api.refuse["Deployment"] = ApiException(status=500, reason="Internal Server Error")
+    world.api.refuse["Deployment"].body = json.dumps({"kind": "Status", "code": 500, "message": words})
+    await world.apply(world.make.resource())
+    with pytest.raises(ApiException):
+        await world.reconciler.reconcile(key)
+    assert world.condition("Accepted")[1:] == ("ApplyRefused", words)
+    assert world.condition("Ready")[0] == "False"
+
+
+@pytest.mark.parametrize("status", [500, 503, 409, 429])
+async def test_a_server_that_is_away_is_no_verdict(world: World, key: Key, status: int) -> None:
+    world.api.refuse["Service"] = ApiException(status=status, reason="etcdserver: request timed out")
     await world.apply(world.make.resource())
     with pytest.raises(ApiException):
         await world.reconciler.reconcile(key)

@@ -55,6 +55,12 @@ CHILDREN: Final = (
 )  # fmt: skip
 """Kinds of which a model owns objects."""
 TIMEOUT_S: Final = 30.0
+_NO_FAULT_OF_ITS_OWN: Final = (
+    "failed to create typed patch object",  # a field that the kind does not have, or of another type
+    "etcdserver: request is too large",
+    "failed calling webhook",
+)
+"""What servers say with the status 500, as if they had broken, of what will not be taken however often it is sent."""
 ATTEMPTS: Final = 8
 """Of a request to which a server that has too much to do answers when to ask again. What is made of many requests would else
 begin anew each time that one of them is refused, and never end."""
@@ -207,6 +213,13 @@ class ServerApi:
                 raise error
             attempt += 1
             await asyncio.sleep(pause_s)
+
+
+def refuses(error: ApiException) -> bool:
+    """Whether the server says no to what it was given, rather than that it cannot answer now."""
+    if error.status == 500:
+        return any(words in said(error) for words in _NO_FAULT_OF_ITS_OWN)
+    return error.status is not None and 400 <= error.status < 500 and error.status not in (409, 429)
 
 
 def said(error: ApiException) -> str:

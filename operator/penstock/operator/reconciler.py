@@ -16,7 +16,7 @@ from penstock.api import labels, metrics
 from penstock.api.resources import InferenceModel, LoraAdapter
 from penstock.operator.acceptance import accept, sentence
 from penstock.operator.adapters.sync import KIND, TYPES, AdapterSync, ReplicaClient, adapters_key
-from penstock.operator.api import Api, said
+from penstock.operator.api import Api, refuses, said
 from penstock.operator.apply import MANAGER, Applier, NotOwned, OwnerGone, owned
 from penstock.operator.desired import Rendering, SourcePending, TemplateError, check_template, child_name, size
 from penstock.operator.events import event, timestamp, turns
@@ -131,7 +131,7 @@ class Reconciler:
             except NotOwned as error:
                 refusal, failure = Refusal("NotOwned", str(error)), error  # nothing tells when the other object goes
             except ApiException as error:
-                if error.status is None or not 400 <= error.status < 500 or error.status in (409, 429):
+                if not refuses(error):
                     raise  # not a verdict on the spec: try again
                 refusal, failure = Refusal("ApplyRefused", said(error)), error
         if planned is not None and planned.look_again_s is not None:
