@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.api.resources import InferenceModel
 from penstock.operator.desired import Rendering, TemplateError, children
+from penstock.operator.desired.source import fetch_job
 from penstock.operator.overlay import OverlayError
 
 RENDERING = Rendering(image="penstock/engine:test")
@@ -29,15 +30,36 @@ TEMPLATE = (
 )
 
 
+def model_of(template: Any, **source: Any) -> InferenceModel:
+    spec = {"served": {"name": "m"}, "source": {"uri": "/m", **source}, "pools": [{"name": "main", "template": template}]}
+    kind = {"apiVersion": "penstock.dev/v1alpha1", "kind": "InferenceModel"}
+    return InferenceModel.parse({**kind, "metadata": {"name": "m", "uid": "1"}, "spec": spec})
+
+
 @settings(max_examples=60)
 @given(TEMPLATE)
 def test_a_template_of_any_shape_is_rendered_or_refused(template: Any) -> None:
-    spec = {"served": {"name": "m"}, "source": {"uri": "/m"}, "pools": [{"name": "main", "template": template}]}
-    kind = {"apiVersion": "penstock.dev/v1alpha1", "kind": "InferenceModel"}
-    model = InferenceModel.parse({**kind, "metadata": {"name": "m", "uid": "1"}, "spec": spec})
+    model = model_of(template)
     try:
         made = children(model, RENDERING)
     except (TemplateError, OverlayError) as error:
         assert "template" in str(error)
         return
     assert made[-1]["kind"] == "Deployment"
+
+
+@settings(max_examples=60)
+@given(TEMPLATE)
+@example({"spec": {"containers": ["engine"]}})
+@example({"spec": {"containers": [{"name": "engine", "env": "x"}]}})
+@example({"spec": {"containers": [{"name": "engine", "env": [{"value": "x"}]}]}})
+def test_so_it_is_by_the_job_that_brings_the_model(template: Any) -> None:
+    model = model_of(template, uri="hf://org/m", cache={"claimName": "models"})
+    try:
+        job = fetch_job(model, "penstock/engine:test")
+    except OverlayError as error:
+        assert "template" in str(error)
+        return
+    assert job is not None
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["env"][0]["name"] == "POD_IP"

@@ -92,6 +92,9 @@ def fetch_job(model: InferenceModel, default_image: str) -> Object | None:
     """The Job that brings the model to its cache, or without a cache finds out the commit; None where neither is needed.
 
     Its name says what it brings, and for which restart: a restart looks again where a branch is.
+
+    Raises:
+        OverlayError: the first pool's template, of which its pod has a part, has a shape that does not fit.
     """
     if not needs_fetch(model):
         return None
@@ -115,10 +118,10 @@ def fetch_job(model: InferenceModel, default_image: str) -> Object | None:
 
 def _pod(model: InferenceModel, default_image: str) -> Object:
     spec = model.spec.source
-    given: Object = model.spec.pools[0].template.get("spec") or {}
-    containers: list[Object] = given.get("containers") or []
-    lists: list[list[Object]] = [it["env"] for it in containers if it.get("name") == "engine" and it.get("env")]
-    more = [variable for variables in lists for variable in variables]
+    pool = model.spec.pools[0]
+    engine: Object = {"name": "engine", "env": []}
+    given: Object = merge({"spec": {"containers": [engine]}}, pool.template, f"pools[{pool.name}].template")["spec"]
+    more: list[Object] = given["containers"][0]["env"]
     own: list[Object] = [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         *source_environment(model),
