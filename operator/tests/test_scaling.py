@@ -6,6 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.operator.acceptance import accept
+from penstock.operator.ages import Ages
 from penstock.operator.apply import Applier
 from penstock.operator.autoscale.bounds import Decision
 from penstock.operator.autoscale.learned import Learned, restore
@@ -49,6 +50,7 @@ def actuator(
             "name": f"{model}-main",
             "namespace": "default",
             "labels": {"penstock.dev/model": model, "penstock.dev/pool": "main"},
+            "ownerReferences": [{"uid": f"uid-{model}", "controller": True}],
         }
         api.put({"kind": "Deployment", "metadata": meta, "spec": {"replicas": 2}})
     api.put(make.ready_pod("a"))
@@ -88,6 +90,64 @@ async def test_victims_are_cordoned_and_cheapest_and_pardoned_when_the_pool_grow
     assert order.index("Pod") < order.index("Deployment"), "nobody may be picked who is about to go"
     await actuator.scale(ID, 3, [])
     assert api.objects["Pod", "default", "b"]["metadata"]["annotations"] == {}
+
+
+async def test_a_victim_that_need_not_go_gets_requests_again(actuator: Any, api: Any) -> None:
+    """Of three the one that does not start goes by itself; a grown load, or a refusal, may keep the size as it was."""
+    await actuator.scale(ID, 2, ["uid-b"])
+
+    def cordoned() -> bool:
+        return bool(api.objects["Pod", "default", "b"]["metadata"]["annotations"])
+
+    await actuator.spare(ID)
+    assert cordoned(), "there are three, and two are to be left: it may still be the one that goes"
+    await api.delete(api.objects["Pod", "default", "c"])
+    await actuator.spare(ID)
+    assert not cordoned()
+    calls = len(api.calls)
+    await actuator.spare(ID)
+    assert len(api.calls) == calls
+
+
+async def test_a_workload_that_is_not_the_models_is_not_sized_whatever_its_labels(actuator: Any, api: Any) -> None:
+    """Such as one that `kubectl delete --cascade=orphan` left behind."""
+    mine = api.objects["Deployment", "default", "tiny-main"]
+    for owners in ([], [{"uid": "uid-of-its-predecessor", "controller": True}], [{"uid": "uid-tiny"}]):
+        api.put({**mine, "metadata": {**mine["metadata"], "ownerReferences": owners}})
+        assert await actuator.targets() == []
+        api.calls.clear()
+        await actuator.scale(ID, 4, [])
+        assert api.calls == []
+
+
+async def test_a_pod_of_the_future_is_new(actuator: Any, api: Any) -> None:
+    """The API server's clock is ahead of ours."""
+    starting = api.objects["Pod", "default", "c"]
+    api.put({**starting, "metadata": {**starting["metadata"], "creationTimestamp": "2999-01-01T00:00:00Z"}})
+    (model,) = await actuator.targets()
+    (age,) = model.pools["main"].pending_ages_s
+    assert 0 <= age < 3600
+
+
+def test_ages_go_by_our_own_clock_from_the_second_look_on() -> None:
+    now = 1000.0
+    ages = Ages(lambda: now)
+
+    def pod(uid: str, created: str) -> dict[str, Any]:
+        return {"metadata": {"uid": uid, "creationTimestamp": created}}
+
+    there = [pod("a", "2999-01-01T00:00:00Z")]
+    assert ages.of("p", there) == {"a": 0.0}
+    now += 5
+    assert ages.of("p", there) == {"a": 5.0}
+    there.append(pod("b", "1999-01-01T00:00:00Z"))
+    now += 5
+    assert ages.of("p", there) == {"a": 10.0, "b": 5.0}, "it was not there at the last look, five seconds ago"
+    now += 5
+    assert ages.of("p", there) == {"a": 15.0, "b": 10.0}
+    assert ages.of("q", there)["b"] > 1e8, "of what is found at first, only its creation time is known"
+    ages.keep({"q"})
+    assert ages.of("p", there)["a"] == 0.0
 
 
 def told(current: int, decision: Decision, *, acted: bool = False, dry_run: bool = False, seconds: float = 30) -> Record:

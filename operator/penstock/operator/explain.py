@@ -22,6 +22,7 @@ from penstock.api import labels
 from penstock.api.fleet import PoolsView
 from penstock.kube.client import connect, usual_namespace
 from penstock.operator.acceptance import accept
+from penstock.operator.ages import age_s
 from penstock.operator.api import ServerApi, said
 from penstock.operator.autoscale.learned import Learned, restore
 from penstock.operator.autoscale.limits import ModelLimits, Settings
@@ -32,7 +33,7 @@ from penstock.operator.autoscale.whatif import Outlook, outlook, scaled
 from penstock.operator.command_line import CommandFailed, add_namespace, add_server, run
 from penstock.operator.desired import child_name
 from penstock.operator.pods import is_live, is_ready
-from penstock.operator.scaling import age_s, restored
+from penstock.operator.scaling import restored
 
 GATEWAY = "penstock-gateway:http"
 

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any, Final
 
 from kubernetes.aio.client import ApiException
@@ -13,8 +12,9 @@ from penstock.api import labels
 from penstock.api.resources import InferenceModel, PoolScalingStatus
 from penstock.api.resources import Learned as LearnedStatus
 from penstock.operator.acceptance import accept, sentence
+from penstock.operator.ages import Ages
 from penstock.operator.api import Api, said
-from penstock.operator.apply import SCALE_MANAGER
+from penstock.operator.apply import SCALE_MANAGER, owned
 from penstock.operator.autoscale.bounds import WAITING_FOR
 from penstock.operator.autoscale.learned import Learned
 from penstock.operator.autoscale.loop import ModelScale, PoolScale, Record
@@ -69,6 +69,7 @@ class KubernetesActuator:
         self._others = others
         self._scheme = scheme
         self._reports: dict[str, ScalingStatus] = {}
+        self._ages = Ages()
         self._metrics = ScalingMetrics(registry)
 
     def report(self, pool: str) -> ScalingStatus | None:
@@ -76,7 +77,7 @@ class KubernetesActuator:
         return self._reports.get(pool)
 
     async def targets(self) -> Sequence[ModelScale]:
-        """Models that have pools with `scaling` whose workloads exist."""
+        """Models that have pools with `scaling` whose workloads exist, and are theirs."""
         found: list[ModelScale] = []
         for key in self._resources.known():
             resource = self._resources.get(key)
@@ -91,28 +92,34 @@ class KubernetesActuator:
         known = {f"{model.id}/{name}" for model in found for name in model.pools}
         self._reports = {pool_id: report for pool_id, report in self._reports.items() if pool_id in known}
         self._metrics.keep(known)
+        self._ages.keep(known)
         return found
 
     def _pools(self, key: Key, model: InferenceModel, resource: Object) -> dict[str, PoolScale]:
-        workloads = workloads_of(self._children, key)
         learned = restored(resource)
         found: dict[str, PoolScale] = {}
         for pool in model.spec.pools:
-            workload = workloads.get(child_name(key.name, pool.name))
-            if pool.scaling is not None and workload is not None:
-                pods = [pod for pod in self._pods(key, pool.name).values() if is_live(pod)]
-                found[pool.name] = PoolScale(
-                    replicas=workload["spec"].get("replicas", 1),
-                    pending_ages_s=tuple(age_s(pod) for pod in pods if not is_ready(pod)),
-                    endpoints={
-                        pod["metadata"]["uid"]: url
-                        for pod in pods
-                        if is_ready(pod) and (url := base_url(pod, HTTP, self._scheme))
-                    },
-                    dry_run=pool.scaling.mode == "DryRun" or self._other(workload) != "",
-                    learned=learned.get(pool.name),
-                )
+            workload = None if pool.scaling is None else self._workload(key, pool.name)
+            if pool.scaling is None or workload is None:
+                continue
+            pods = [pod for pod in self._pods(key, pool.name).values() if is_live(pod)]
+            ages = self._ages.of(f"{key.namespace}/{key.name}/{pool.name}", pods)
+            found[pool.name] = PoolScale(
+                replicas=workload["spec"].get("replicas", 1),
+                pending_ages_s=tuple(ages[pod["metadata"]["uid"]] for pod in pods if not is_ready(pod)),
+                endpoints={
+                    pod["metadata"]["uid"]: url for pod in pods if is_ready(pod) and (url := base_url(pod, HTTP, self._scheme))
+                },
+                dry_run=pool.scaling.mode == "DryRun" or self._other(workload) != "",
+                learned=learned.get(pool.name),
+            )
         return found
+
+    def _workload(self, key: Key, pool: str) -> Object | None:
+        """A pool's workload, if there is one and it is its model's: nobody else's is sized, whatever labels it has."""
+        workload, model = workloads_of(self._children, key).get(child_name(key.name, pool)), self._resources.get(key)
+        mine = workload is not None and model is not None and owned(workload, model["metadata"]["uid"])
+        return workload if mine else None
 
     def _other(self, workload: Object) -> str:
         meta = workload["metadata"]
@@ -135,11 +142,27 @@ class KubernetesActuator:
                 cordoned = labels.CORDONED in pod["metadata"].get("annotations", {})
                 if is_live(pod) and cordoned != (uid in victims):
                     await self._mark(pod, uid in victims)
-            workload = workloads_of(self._children, key).get(child_name(model, pool))
+            workload = self._workload(key, pool)
             if workload is not None:  # else it went since it was looked at
                 await self._scale(namespace, child_name(model, pool), replicas, workload["kind"])
         except ApiException as error:
             log.warning("scaling %s to %d: %s", pool_id, replicas, said(error))
+
+    async def spare(self, pool_id: str) -> None:
+        """Lets victims have requests again where there are no more replicas than there are to be: others went in their place, or
+        the size could not be set. A refusal of the API server is logged; the next look tries again."""
+        namespace, model, pool = pool_id.split("/")
+        key = Key("InferenceModel", namespace, model)
+        workload = self._workload(key, pool)
+        live = [pod for pod in self._pods(key, pool).values() if is_live(pod)]
+        if workload is None or len(live) > workload["spec"].get("replicas", 1):
+            return
+        try:
+            for pod in live:
+                if labels.CORDONED in pod["metadata"].get("annotations", {}):
+                    await self._mark(pod, False)
+        except ApiException as error:
+            log.warning("sparing the victims of %s: %s", pool_id, said(error))
 
     async def _mark(self, pod: Object, victim: bool) -> None:
         """Server-side apply of the two annotations: applied without them, they go."""
@@ -228,11 +251,6 @@ def _from_status(said: LearnedStatus) -> Learned:
         cold_start_s=float(said.cold_start_seconds),
         slo_factor=said.slo_percent / 100,
     )
-
-
-def age_s(pod: Object) -> float:
-    """Since its creation."""
-    return (datetime.now(UTC) - datetime.fromisoformat(pod["metadata"]["creationTimestamp"])).total_seconds()
 
 
 def _gist(report: ScalingStatus) -> tuple[int, int, str, str, Learned | None, tuple[str, ...]]:

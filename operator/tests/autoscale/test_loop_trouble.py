@@ -27,6 +27,9 @@ class Models:
             raise ConnectionError("the API server is gone")
         self.scaled.append((pool_id, replicas))
 
+    async def spare(self, pool_id: str) -> None:
+        raise AssertionError("each of them grows")
+
     async def record(self, record: Record) -> None:
         if record.pool_id == "ns/b/main":
             raise RuntimeError("a bug")

@@ -52,11 +52,22 @@ def test_victims_are_those_whose_loss_costs_least() -> None:
                 replica("busy", in_flight=3),
                 replica("idle-warm", kv=0.5),
                 replica("idle-cold", kv=0.1),
-                replica("starting", ready=False, seq=None),
+                replica("late", ready=False, seq=None),
+                replica("draining", ready=False, seq=None),
             )
         ],
         "d/m/p",
     )
     assert pooled is not None
-    assert choose_victims(pooled, 3) == ["starting", "idle-cold", "idle-warm"]
-    assert choose_victims(pooled, 0) == []
+    there = {"busy", "idle-warm", "idle-cold", "late"}
+    assert choose_victims(pooled, there, 1) == ["late", "idle-cold", "idle-warm"]
+    assert choose_victims(pooled, there, 4) == []
+
+
+def test_what_goes_anyhow_spares_no_victim_and_is_none() -> None:
+    """One drains, another starts: of the two that serve, one goes where one is to be left, and none where two are."""
+    serving = [replica("busy", in_flight=3), replica("idle")]
+    pooled = pool_signals([view(0, *serving, replica("draining", ready=False), replica("starting", ready=False))], "d/m/p")
+    assert pooled is not None
+    assert choose_victims(pooled, {"busy", "idle"}, 1) == ["idle"]
+    assert choose_victims(pooled, {"busy", "idle"}, 2) == []

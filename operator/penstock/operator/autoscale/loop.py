@@ -76,6 +76,10 @@ class Actuator(Protocol):
         """Sets the pool's size; where it shrinks, the replicas with the UIDs `victims` go, after they have been cordoned."""
         ...
 
+    async def spare(self, pool_id: str) -> None:
+        """Ends the cordon of replicas that have not gone and need not go any more."""
+        ...
+
     async def record(self, record: Record) -> None:
         """Makes a decision visible: status, metrics, and an Event where something was done."""
         ...
@@ -207,9 +211,12 @@ class Autoscaler:
         pool, pool_id = model.pools[name], f"{model.id}/{name}"
         acts = decision.replicas != pool.replicas and not pool.dry_run
         if acts:
-            shrinks_by = max(pool.replicas - decision.replicas, 0)
-            victims = choose_victims(signals, shrinks_by) if signals is not None else []
+            victims: list[str] = []
+            if signals is not None and decision.replicas < pool.replicas:
+                victims = choose_victims(signals, pool.endpoints.keys(), decision.replicas)
             logger.info("autoscaler: %s %d → %d: %s", pool_id, pool.replicas, decision.replicas, decision.reason)
             await self._actuator.scale(pool_id, decision.replicas, victims)
+        else:
+            await self._actuator.spare(pool_id)
         learned = extract(self._memories[model.id].pools[name])
         await self._actuator.record(Record(pool_id, pool.replicas, decision, learned, acted=acts, dry_run=pool.dry_run))

@@ -1,6 +1,6 @@
 """What the autoscaler knows of a pool: the `/pools` views of all gateway processes, pooled. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from penstock.api.fleet import PoolsView, ReplicaLoad
@@ -70,12 +70,18 @@ def _merge(sightings: Sequence[ReplicaLoad]) -> ReplicaSignal:
     )
 
 
-def choose_victims(signals: PoolSignals, count: int) -> list[str]:
-    """The replicas to give up when a pool shrinks by `count`: those not ready first, then those that are victims already, then
-    the least in flight, the least KV in use, the least cached; of equals the first by UID."""
+def choose_victims(signals: PoolSignals, ready: Set[str], replicas: int) -> list[str]:
+    """The replicas to give up when a pool shrinks to `replicas`: those of whom gateways do not know that they are ready, then
+    those that are victims already, then the least in flight, the least KV in use, the least cached; of equals the first by UID.
+
+    Args:
+        ready: UIDs of its ready replicas that are to stay so far. Others go before any of them and need no mark, and what is
+            ending already is no loss.
+    """
 
     def loss(replica: ReplicaSignal) -> tuple[bool, bool, int, float, int, str]:
         used = replica.report.kv_cache_usage_perc if replica.report else 0.0
         return (replica.ready, not replica.cordoned, replica.in_flight, used, replica.resident_blocks, replica.uid)
 
-    return [replica.uid for replica in sorted(signals.replicas, key=loss)[:count]]
+    candidates = sorted((replica for replica in signals.replicas if replica.uid in ready), key=loss)
+    return [replica.uid for replica in candidates[: max(len(ready) - replicas, 0)]]

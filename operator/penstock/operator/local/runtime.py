@@ -275,6 +275,13 @@ class LocalRuntime:
             await asyncio.sleep(2 * STEP_S)
         deployment.scale(replicas, victims)
 
+    async def spare(self, pool_id: str) -> None:
+        """See `Actuator`."""
+        deployment = self.deployments[pool_id]
+        if len(deployment.pods) <= deployment.replicas:
+            for pod in deployment.pods:
+                pod.cordoned = False
+
     async def record(self, record: Record) -> None:
         """See `Actuator`."""
         self.decisions[record.pool_id] = record.decision
