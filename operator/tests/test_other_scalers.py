@@ -13,12 +13,14 @@ SCALED = [{"name": "main", "scaling": {"min": 2, "max": 6}}]
 DRY = [{"name": "main", "scaling": {"mode": "DryRun", "min": 2, "max": 6}}]
 POOL = ("Deployment", "tiny-main")
 MODEL = ("InferenceModel", "tiny")
+GROUPS = {"Deployment": "apps/v1", "InferenceModel": "penstock.dev/v1alpha1"}
 
 
-def autoscaler(name: str, kind: str, target: str, replicas: int = 1) -> dict[str, Any]:
+def autoscaler(name: str, kind: str, target: str, replicas: int = 1, version: str = "") -> dict[str, Any]:
     """A HorizontalPodAutoscaler as the API server gives it."""
     meta = {"name": name, "namespace": "default", "uid": f"uid-{name}", "resourceVersion": "7", "managedFields": [{}]}
-    spec = {"scaleTargetRef": {"apiVersion": "x/v1", "kind": kind, "name": target}, "minReplicas": 1, "maxReplicas": 3}
+    reference = {"apiVersion": version or GROUPS[kind], "kind": kind, "name": target}
+    spec = {"scaleTargetRef": reference, "minReplicas": 1, "maxReplicas": 3}
     return {"metadata": meta, "spec": spec, "status": {"desiredReplicas": replicas}}
 
 
@@ -46,9 +48,22 @@ def test_who_sizes_what_is_known_and_only_that_is_news() -> None:
     assert len(told) == 4
 
 
+def test_another_groups_kind_of_the_same_name_is_something_else() -> None:
+    others = OtherScalers(lambda namespace: None)
+    for number, version in enumerate(("apps.openshift.io/v1", "example.com/v1", "v1")):
+        others.seen(there(autoscaler(f"theirs-{number}", *POOL, version=version)))
+    assert not others.of(Target("default", *POOL))
+    others.seen(there(autoscaler("older", *POOL, version="apps/v1beta2")))
+    assert others.of(Target("default", *POOL)) == "older", "the version of the group is no matter"
+    unnamed = autoscaler("unnamed", *MODEL)
+    del unnamed["spec"]["scaleTargetRef"]["apiVersion"]
+    others.seen(there(unnamed))
+    assert not others.of(Target("default", *MODEL))
+
+
 def test_of_anybodys_autoscaler_only_its_target_is_kept() -> None:
     kept = trimmed_autoscaler(autoscaler("a", *POOL))
-    assert kept["spec"] == {"scaleTargetRef": {"apiVersion": "x/v1", "kind": "Deployment", "name": "tiny-main"}}
+    assert kept["spec"] == {"scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "tiny-main"}}
     assert set(kept) == {"metadata", "spec"}
     assert "managedFields" not in kept["metadata"]
 

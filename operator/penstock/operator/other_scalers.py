@@ -3,14 +3,18 @@
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from penstock.api.resources import InferenceModel, Pool
 from penstock.kube.cache import Change
 from penstock.kube.caches import Caches
+from penstock.operator.api import RESOURCES, WORKLOADS
 from penstock.operator.desired import size
 
 Object = dict[str, Any]
+
+
+_GROUPS: Final = {kind: RESOURCES[kind].group for kind in ("InferenceModel", *WORKLOADS)}
 
 
 class Target(NamedTuple):
@@ -18,7 +22,7 @@ class Target(NamedTuple):
 
     namespace: str
     kind: str
-    """`Deployment`, `LeaderWorkerSet` or `InferenceModel`."""
+    """`Deployment`, `LeaderWorkerSet` or `InferenceModel`, of the group that we mean by it: others have kinds of these names."""
     name: str
 
 
@@ -74,7 +78,9 @@ def _target(namespace: str, autoscaler: Object | None) -> Target | None:
     if autoscaler is None:
         return None
     its = autoscaler["spec"]["scaleTargetRef"]
-    return Target(namespace, its["kind"], its["name"])
+    # The version is the autoscaler's choice; without a group it means the core one, which has none of these.
+    group = str(its.get("apiVersion", "")).rpartition("/")[0]
+    return Target(namespace, its["kind"], its["name"]) if _GROUPS.get(its["kind"]) == group else None
 
 
 def trimmed_autoscaler(autoscaler: Object) -> Object:
