@@ -101,6 +101,21 @@ async def test_scaling_in_takes_the_victim(tmp_path: Path) -> None:
         await deployment.close()
 
 
+async def test_a_victim_is_spared_once_nobody_is_to_go(tmp_path: Path) -> None:
+    deployment = LocalDeployment(manifest(2), network.addresses(), tmp_path)
+    try:
+        deployment.step()
+        victim = deployment.pods[0]
+        victim.cordoned, deployment.replicas = True, 1
+        deployment.spare()
+        assert victim.cordoned
+        deployment.replicas = 2
+        deployment.spare()
+        assert not victim.cordoned
+    finally:
+        await deployment.close()
+
+
 async def test_a_new_template_replaces_pods_without_a_gap(tmp_path: Path) -> None:
     deployment = LocalDeployment(manifest(2), network.addresses(), tmp_path)
     try:

@@ -127,7 +127,7 @@ class Autoscaler:
 
     async def run(self) -> None:
         """Looks and acts until cancelled; a failed look is logged, changes nothing and is followed by the next."""
-        async with httpx.AsyncClient(timeout=self._tick_s + POLL_TIMEOUT_S) as client:
+        async with httpx.AsyncClient() as client:
             while True:
                 started = time.monotonic()
                 views = await self._views(client)
@@ -144,17 +144,17 @@ class Autoscaler:
         if not urls:
             self._told([], 0)
             return []
-        tasks = [asyncio.create_task(self._view(client, url, self._tick_s)) for url in urls]
-        done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        tasks = {asyncio.create_task(self._view(client, url, self._tick_s)): url for url in urls}
+        waiting, views = set(tasks), list[PoolsView]()
+        while waiting and not views:  # one that fails has nothing urgent
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            views = [view for task in done if (view := task.result()) is not None]
         if waiting:  # one answered early: ask the others for what they have now
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-            late = [url for url, task in zip(urls, tasks, strict=True) if task in waiting]
-            rest = await asyncio.gather(*(self._view(client, url, 0.0) for url in late))
-        else:
-            rest = []
-        views = [view for view in (*(task.result() for task in done), *rest) if view is not None]
+            rest = await asyncio.gather(*(self._view(client, tasks[task], 0.0) for task in waiting))
+            views += [view for view in rest if view is not None]
         self._told(views, len(urls))
         return views
 
@@ -163,7 +163,7 @@ class Autoscaler:
         if wait_s and url in self._versions:
             parameters["after"] = self._versions[url]
         try:
-            answer = await client.get(f"{url}/pools", params=parameters)
+            answer = await client.get(f"{url}/pools", params=parameters, timeout=wait_s + POLL_TIMEOUT_S)
             view = msgspec.json.decode(answer.raise_for_status().content, type=PoolsView)
         except (httpx.HTTPError, msgspec.MsgspecError) as error:
             logger.warning("autoscaler: gateway %s does not answer /pools: %s", url, error)

@@ -62,6 +62,12 @@ class LocalDeployment:
             self.remove(pod)
         self.step()
 
+    def spare(self) -> None:
+        """Lets cordoned pods have requests again where none is to go any more."""
+        if len(self.pods) <= self.replicas:
+            for pod in self.pods:
+                pod.cordoned = False
+
     def remove(self, pod: Pod) -> None:
         """Lets a pod finish what it runs and end; it is no member from now on."""
         self.pods.remove(pod)

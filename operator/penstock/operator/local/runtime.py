@@ -277,10 +277,7 @@ class LocalRuntime:
 
     async def spare(self, pool_id: str) -> None:
         """See `Actuator`."""
-        deployment = self.deployments[pool_id]
-        if len(deployment.pods) <= deployment.replicas:
-            for pod in deployment.pods:
-                pod.cordoned = False
+        self.deployments[pool_id].spare()
 
     async def record(self, record: Record) -> None:
         """See `Actuator`."""
