@@ -31,6 +31,15 @@ def test_a_name_stands_for_a_model_or_for_a_model_with_an_adapter() -> None:
     assert names.get("nonesuch") is None
 
 
+@pytest.mark.parametrize("of", ["model", "adapter"])
+def test_an_alias_that_is_the_name_once_more_is_no_rival(of: str) -> None:
+    twice = ["llama", "l", "llama"]
+    models = [model("m", *twice)] if of == "model" else [model("base")]
+    names = Names(Fleet(models=models, adapters=[adapter("sql", "base", *twice)] if of == "adapter" else []))
+    assert names.get("llama") is not None
+    assert names.conflicts == []
+
+
 claims = st.lists(
     st.tuples(st.booleans(), st.sets(st.sampled_from("abcdef"), min_size=1), st.integers(0, 3)), min_size=1, max_size=8
 )

@@ -339,5 +339,5 @@ class InferenceModel(BaseModel):
 
     @property
     def served_names(self) -> list[str]:
-        """What clients may put in `model`: the served name, then the aliases."""
-        return [self.spec.served.name, *self.spec.served.aliases]
+        """What clients may put in `model`: the served name, then the aliases, each once."""
+        return list(dict.fromkeys([self.spec.served.name, *self.spec.served.aliases]))

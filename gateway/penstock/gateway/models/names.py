@@ -43,7 +43,7 @@ class Names:
         self._named: dict[str, Named] = {}
         holders: dict[str, str] = {}
         for claimant, named in _by_age(models.values(), fleet.adapters, models):
-            for name in (named.adapter or named.model).served_names:
+            for name in dict.fromkeys((named.adapter or named.model).served_names):  # an alias may be the name once more
                 if name in holders:
                     self.conflicts.append(NameConflict(name=name, claimant=claimant, holder=holders[name]))
                 else:
