@@ -7,6 +7,8 @@ from typing import Any, Final
 Object = dict[str, Any]
 
 COMPONENT: Final = "penstock-operator"
+FORMAT: Final = "%Y-%m-%dT%H:%M:%SZ"
+"""Of the API's times."""
 # Conditions whose turning is worth an Event, and the status that is a warning.
 _NOTABLE: Final = {"Accepted": "False", "Ready": "False", "Degraded": "True", "Routed": "False", "CanaryPassed": "False"}
 _WELCOME: Final = ("Ready", "CanaryPassed")
@@ -67,4 +69,4 @@ def event(resource: Object, kind: str, reason: str, message: str, now: str) -> O
 
 def timestamp() -> str:
     """Now, as the API writes times."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.now(UTC).strftime(FORMAT)

@@ -13,7 +13,7 @@ from penstock.api.resources import InferenceModel
 from penstock.operator.command_line import CommandFailed
 from penstock.operator.desired import Rendering, pod_template
 from penstock.operator.rollout import commands
-from penstock.operator.rollout.commands import Model
+from penstock.operator.rollout.commands import Model, with_restart
 from penstock.operator.rollout.revisions import Resolution, resolve
 from penstock.operator.rollout.undo import NoSuchRevision, chosen, restored
 
@@ -43,6 +43,22 @@ def resolved(spec: Object, revisions: list[Object], image: str) -> Resolution:
     model = InferenceModel.parse({**HEAD, "spec": spec})
     rendering = Rendering(image=image)
     return resolve(model, revisions, frozenset(), lambda model, pool: pod_template(model, pool, rendering), version=1)
+
+
+def test_a_restart_is_one_also_after_one_by_a_clock_that_was_ahead() -> None:
+    spec = {"served": {"name": "m"}, "source": {"uri": "/a"}, "pools": [{"name": "a"}], "rollout": {"paused": True}}
+    now, revisions, seen = "2026-01-31T12:00:00Z", list[Object](), set[str]()
+    for last in (None, "2026-01-31T12:00:00Z", "2026-01-31T12:59:59Z"):
+        asked = spec if last is None else {**spec, "rollout": {"paused": True, "restartedAt": last}}
+        for one in (asked, with_restart(asked, now)):
+            found = resolved(one, revisions, "i")
+            revisions = [json.loads(json.dumps(found.current)), *revisions]
+        assert with_restart(asked, now)["rollout"]["paused"]
+        label = found.templates["a"]["metadata"]["labels"]["penstock.dev/revision"]
+        assert label not in seen
+        seen.add(label)
+    with pytest.raises(CommandFailed, match="nothing is later"):
+        with_restart({"rollout": {"restartedAt": "9999-99-99T00:00:00Z"}}, now)
 
 
 @given(SPECS, SPECS)

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from datetime import datetime, timedelta
 from typing import Any, Final
 
 from kubernetes.aio.client import ApiException
@@ -12,8 +13,8 @@ from penstock.api import labels
 from penstock.kube.client import connect, list_all, usual_namespace
 from penstock.operator.api import REVISIONS, ServerApi
 from penstock.operator.command_line import CommandFailed
-from penstock.operator.events import timestamp
-from penstock.operator.rollout.revisions import pod_revisions
+from penstock.operator.events import FORMAT, timestamp
+from penstock.operator.rollout.revisions import NEVER, pod_revisions
 from penstock.operator.rollout.undo import chosen, restored
 
 Object = dict[str, Any]
@@ -117,8 +118,21 @@ async def _resume(model: Model, options: argparse.Namespace, write: Write) -> No
 
 
 async def _restart(model: Model, options: argparse.Namespace, write: Write) -> None:
-    await model.change_rollout(restartedAt=timestamp())
+    await model.change(lambda spec: with_restart(spec, timestamp()))
     write(f"{model.name} is restarted\n")
+
+
+def with_restart(spec: Object, now: str) -> Object:
+    """`spec` with a restart that is later than its last one, also where that was asked for by a clock ahead of ours, or within
+    this second: replicas stay that were made for a later restart than is asked for. Raises CommandFailed where none is later."""
+    rollout: Object = spec.get("rollout", {})
+    last = rollout.get("restartedAt", NEVER)
+    if now <= last:
+        try:
+            now = (datetime.fromisoformat(last) + timedelta(seconds=1)).strftime(FORMAT)
+        except (ValueError, OverflowError):
+            raise CommandFailed(f"spec.rollout.restartedAt is {last}, and nothing is later: write a time of the past") from None
+    return {**spec, "rollout": {**rollout, "restartedAt": now}}
 
 
 async def _undo(model: Model, options: argparse.Namespace, write: Write) -> None:
