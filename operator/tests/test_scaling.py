@@ -206,7 +206,11 @@ async def test_what_was_learned_and_decided_outlives_the_operator(actuator: Any,
 async def test_a_status_that_is_not_understood_is_learned_anew(actuator: Any, make: Any) -> None:
     good = {"pool": "main", "current": 1, "desired": 1, "constraint": "Demand", "reason": "", "decisions": []}
     resource = make.resource(pools=[{"name": "main", "scaling": SCALING}])
-    absurd = {**good, "pool": "other", "learned": {"coldStartSeconds": 10**18, "sloPercent": 10**9}}
+    absurd = {
+        **good,
+        "pool": "other",
+        "learned": {"coldStartSeconds": 10**18, "sloPercent": 10**9, "stepBaseMicroseconds": 10**18},
+    }
     resource["status"] = {"scaling": [{**good, "ofALaterVersion": 1}, {"pool": 7}, absurd]}
     resource["metadata"]["resourceVersion"] = "8"
     actuator._resources.put(resource)
@@ -214,6 +218,7 @@ async def test_a_status_that_is_not_understood_is_learned_anew(actuator: Any, ma
     assert model.pools["main"].learned is None
     memory = restore(restored(resource)["other"])
     assert memory.cold_start.seconds <= 3600
+    assert memory.capacity.line.base <= 3600
     assert memory.correction.factor <= 2
 
 

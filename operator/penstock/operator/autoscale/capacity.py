@@ -14,6 +14,12 @@ FORGET = 0.98
 """What a sample's weight becomes with each one after it."""
 LEAST_KV = 0.02
 """KV usage below which a replica says too little of what a row holds."""
+LEAST_SPEED = 1e-3
+"""Prompt tokens a second. What is slower was not measured, and quotients of it have no end."""
+LEAST_STEP_S, MOST_STEP_S = 1e-6, 3600.0
+"""So it is with a step that is shorter or longer."""
+LEAST_SLOPE_S = 1e-12
+"""Below which rows cost nothing."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Capacity:
     def rows(self, itl_s: float | None) -> float:
         """Sequences at once: bound by the batch, by KV memory, and by the time between tokens if one is promised."""
         bounds = [bound for bound in (self.max_num_seqs, self.rows_in_kv) if bound]
-        if itl_s is not None and self.line.slope:
+        if itl_s is not None and self.line.slope >= LEAST_SLOPE_S:
             bounds.append(max((itl_s - self.line.base) / self.line.slope, 1.0))
         return min(bounds, default=0.0)
 
@@ -81,13 +87,14 @@ class Capacity:
 
 
 def learn(capacity: Capacity, reports: Iterable[LoadReport]) -> Capacity:
-    """What the reports of a pool's replicas add; a figure that none of them has stays as it is."""
+    """What the reports of a pool's replicas add; a figure that none of them has, or that no replica can have, stays as it is."""
     for report in reports:
         speed, rows, kv = report.prefill_tokens_per_s, report.num_requests_running, report.kv_cache_usage_perc
-        line = capacity.line.add(rows, report.decode_step_s) if rows and report.decode_step_s else capacity.line
+        stepped = rows and LEAST_STEP_S <= report.decode_step_s <= MOST_STEP_S
+        line = capacity.line.add(rows, report.decode_step_s) if stepped else capacity.line
         capacity = replace(
             capacity,
-            prefill_tokens_per_s=_towards(capacity.prefill_tokens_per_s, speed),
+            prefill_tokens_per_s=_towards(capacity.prefill_tokens_per_s, speed if speed >= LEAST_SPEED else 0.0),
             line=line,
             max_num_seqs=float(report.max_num_seqs) or capacity.max_num_seqs,
             rows_in_kv=_towards(capacity.rows_in_kv, rows / kv if kv >= LEAST_KV else 0.0),

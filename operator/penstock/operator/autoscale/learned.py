@@ -2,7 +2,7 @@
 
 from dataclasses import astuple, dataclass
 
-from penstock.operator.autoscale.capacity import Capacity, StepLine
+from penstock.operator.autoscale.capacity import MOST_STEP_S, Capacity, StepLine
 from penstock.operator.autoscale.coldstart import MOST_S, ColdStart
 from penstock.operator.autoscale.correction import LEAST, MOST, Correction
 from penstock.operator.autoscale.policy import PoolMemory
@@ -51,7 +51,7 @@ def restore(learned: Learned) -> PoolMemory:
     line = StepLine()
     if learned.step_base_s or learned.step_row_s:
         for rows in (1.0, max(learned.max_num_seqs, 2.0)):
-            line = line.add(rows, learned.step_base_s + learned.step_row_s * rows, WEIGHT / 2)
+            line = line.add(rows, min(learned.step_base_s + learned.step_row_s * rows, MOST_STEP_S), WEIGHT / 2)
     capacity = Capacity(learned.prefill_tokens_per_s, line, learned.max_num_seqs, learned.rows_in_kv)
     cold_start = ColdStart(min(learned.cold_start_s, MOST_S)) if learned.cold_start_s else ColdStart()
     factor = min(max(learned.slo_factor, LEAST), MOST)
