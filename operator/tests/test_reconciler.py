@@ -354,6 +354,29 @@ async def test_a_deleted_model_is_left_to_the_garbage_collector(world: World, ke
     assert len(world.api.calls) == calls
 
 
+async def test_a_model_whose_deletion_a_finalizer_puts_off_is_told_of_truly_and_left_alone(world: World, key: Key) -> None:
+    await world.apply(world.make.resource(replicas=1))
+    await world.settle(key)
+    revision = world.live("Deployment")["spec"]["template"]["metadata"]["labels"]["penstock.dev/revision"]
+    world.api.put(world.make.ready_pod("tiny-main-a", revision=revision))
+    await world.settle(key)
+    assert world.condition("Ready")[0] == "True"
+    told = len(world.api.posted)
+    going = world.make.resource(replicas=3)
+    going["metadata"] |= {"deletionTimestamp": "2026-01-02T00:00:00Z", "finalizers": ["example.com/audit"]}
+    await world.apply(going)
+    await world.settle(key)
+    assert world.condition("Ready")[:2] == ("False", "Terminating")
+    assert "example.com/audit" in world.condition("Accepted")[2]
+    assert world.condition("Serving")[0] == "True", "it does, for as long as it is there"
+    assert world.live("Deployment")["spec"]["replicas"] == 1
+    world.api.put(world.make.pod("tiny-main-a", revision=revision))
+    await world.settle(key)
+    assert world.condition("Serving")[0] == "False"
+    assert world.live("InferenceModel")["status"]["ready"] == "0/1"
+    assert len(world.api.posted) == told, "who deletes it knows"
+
+
 async def test_children_do_not_come_back_when_the_garbage_collector_is_faster_than_the_watch(world: World, key: Key) -> None:
     await world.apply(world.make.resource())
     await world.settle(key)

@@ -13,8 +13,8 @@ FORMAT: Final = "%Y-%m-%dT%H:%M:%SZ"
 _NOTABLE: Final = {"Accepted": "False", "Ready": "False", "Degraded": "True", "Routed": "False", "CanaryPassed": "False"}
 _WELCOME: Final = ("Ready", "CanaryPassed")
 
-# What every model says when it is new.
-_YOUNG: Final = ("Starting", "NotRoutedYet", "FetchStarting", "Downloading")
+# What every model says when it is new, or goes.
+_ORDINARY: Final = ("Starting", "NotRoutedYet", "FetchStarting", "Downloading", "Terminating")
 
 
 def turns(before: Sequence[Object], after: Sequence[Object]) -> list[tuple[str, str, str]]:
@@ -26,7 +26,7 @@ def turns(before: Sequence[Object], after: Sequence[Object]) -> list[tuple[str, 
         old = known.get(condition["type"], {})
         if bad is None or condition["status"] == "Unknown":
             continue
-        warning = condition["status"] == bad and condition["reason"] not in _YOUNG
+        warning = condition["status"] == bad and condition["reason"] not in _ORDINARY
         turned = old.get("status") != condition["status"]
         if warning and (turned or old.get("reason") != condition["reason"]):
             found.append(("Warning", condition["reason"], condition["message"]))

@@ -18,7 +18,7 @@ class Refusal:
     """Why the spec is not acted on."""
 
     reason: str
-    """`InvalidSpec`, `UnsupportedField`, `ForbiddenTemplate`, `NotOwned`, `ApplyRefused`."""
+    """`InvalidSpec`, `UnsupportedField`, `ForbiddenTemplate`, `NotOwned`, `ApplyRefused`, `Terminating`."""
     message: str
 
 

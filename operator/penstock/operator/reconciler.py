@@ -94,7 +94,7 @@ class Reconciler:
         if model is not None or key.kind == "InferenceModel":
             self._look_at_adapters(model or key)
         resource = self._resources.get(key)
-        if resource is None or "deletionTimestamp" in resource["metadata"]:
+        if resource is None:
             if key.kind == "InferenceModel":
                 self._canary(f"{key.namespace}/{key.name}", None, None)
             return  # the garbage collector takes the children
@@ -109,6 +109,8 @@ class Reconciler:
 
     async def _model(self, key: Key, resource: Object) -> None:
         model, refusal = accept(resource)
+        if "deletionTimestamp" in resource["metadata"]:
+            refusal = _ending(resource["metadata"])
         planned: Plan | None = None
         pods = await self._pods(key)
         workloads = await self._workloads(key, pods)
@@ -244,6 +246,12 @@ class Reconciler:
                 await self._api.create(event(resource, kind, reason, message, timestamp()))
             except ApiException as error:  # the condition says the same
                 log.warning("%s: no Event %s: %s", key_of(resource), reason, said(error))
+
+
+def _ending(metadata: Object) -> Refusal:
+    """Of a resource that is deleted and still there: nothing is changed any more, and what runs is told until the end."""
+    stays = ", ".join(metadata.get("finalizers", [])) or "none"
+    return Refusal("Terminating", f"it is being deleted, which its finalizers put off ({stays}); its replicas go with it")
 
 
 def _jobs(fetch: Fetch | None) -> frozenset[tuple[str, str]]:
