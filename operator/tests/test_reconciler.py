@@ -386,7 +386,7 @@ async def test_children_do_not_come_back_when_the_garbage_collector_is_faster_th
     await world.reconciler.reconcile(key)
     assert len(world.api.calls) == calls
     await world.apply(world.make.resource(uid="a-new-one"))
-    with pytest.raises(Exception, match="is not this model's"):
+    with pytest.raises(Exception, match="is of a deleted model of this name: it is made anew when the garbage collector has"):
         await world.reconciler.reconcile(key)
 
 

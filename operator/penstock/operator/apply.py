@@ -74,8 +74,7 @@ class Applier:
                 owner_checked = True
                 live = await self._api.get(item["kind"], key.namespace, item["metadata"]["name"])
             if live is not None and not owned(live, uid):
-                name = f"{item['kind']} {item['metadata']['name']}"
-                raise NotOwned(f"{name} exists and is not this model's: delete it, or rename the model or the pool")
+                raise _not_owned(key, item, live)
             if item["kind"] in WORKLOADS:
                 await self._workload(item, live, sizes[item["metadata"]["name"]])
             else:
@@ -95,7 +94,7 @@ class Applier:
                 raise OwnerGone(str(key))
             await self._send(item, None)
         elif not owned(live, uid):
-            raise NotOwned(f"{item['kind']} {name} exists and is not this model's: delete it, or rename the model")
+            raise _not_owned(key, item, live)
         return live
 
     async def _owner_lives(self, key: Key, uid: str) -> bool:
@@ -162,6 +161,14 @@ class Applier:
 def owned(live: Object, uid: str) -> bool:
     """Whether the model with this UID controls the object."""
     return any(owner.get("uid") == uid and owner.get("controller") for owner in live["metadata"].get("ownerReferences", []))
+
+
+def _not_owned(key: Key, item: Object, live: Object) -> NotOwned:
+    name = f"{item['kind']} {item['metadata']['name']}"
+    owners: list[Object] = live["metadata"].get("ownerReferences", [])
+    if any((owner["kind"], owner["name"], owner.get("controller")) == (key.kind, key.name, True) for owner in owners):
+        return NotOwned(f"{name} is of a deleted model of this name: it is made anew when the garbage collector has taken it")
+    return NotOwned(f"{name} exists and is not this model's: delete it, or rename the model or the pool")
 
 
 def handed_over(workload: Object) -> bool:
