@@ -65,6 +65,19 @@ def message(world: World, kind: str, name: str = "sql") -> str:
     return next(it["message"] for it in world.live("LoraAdapter", name)["status"]["conditions"] if it["type"] == kind)
 
 
+async def test_one_whose_deletion_a_finalizer_puts_off_is_unloaded_and_says_so(served: World) -> None:
+    await served.apply(adapter())
+    await look(served)
+    assert told(served)[1]["Ready"][0] == "True"
+    going = adapter()
+    going["metadata"] |= {"deletionTimestamp": "2026-03-01T00:00:00Z", "finalizers": ["example.com/audit"]}
+    await served.apply(going)
+    await look(served)
+    assert served.replicas.there == {HERE: {}, THERE: {}}
+    assert told(served) == ("0/2", dict.fromkeys(("Ready", "Accepted", "Loaded"), ("False", "Terminating")))
+    assert "example.com/audit" in message(served, "Ready")
+
+
 @pytest.mark.req("LO-23")
 async def test_an_adapter_is_loaded_on_every_ready_replica_and_again_on_one_that_has_restarted(served: World) -> None:
     await served.apply(adapter())

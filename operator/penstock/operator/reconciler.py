@@ -28,7 +28,7 @@ from penstock.operator.other_scalers import OthersReport
 from penstock.operator.overlay import OverlayError
 from penstock.operator.pods import being_made
 from penstock.operator.rollout.plan import Plan, plan
-from penstock.operator.status import Verdict, conditions, status_of
+from penstock.operator.status import Verdict, conditions, ending, status_of
 from penstock.operator.store import Children, Key, Resources, key_of
 from penstock.operator.told import Told
 
@@ -110,7 +110,8 @@ class Reconciler:
     async def _model(self, key: Key, resource: Object) -> None:
         model, refusal = accept(resource)
         if "deletionTimestamp" in resource["metadata"]:
-            refusal = _ending(resource["metadata"])
+            gone = ending(resource["metadata"])
+            refusal = Refusal(gone.reason, gone.message)
         planned: Plan | None = None
         pods = await self._pods(key)
         workloads = await self._workloads(key, pods)
@@ -246,12 +247,6 @@ class Reconciler:
                 await self._api.create(event(resource, kind, reason, message, timestamp()))
             except ApiException as error:  # the condition says the same
                 log.warning("%s: no Event %s: %s", key_of(resource), reason, said(error))
-
-
-def _ending(metadata: Object) -> Refusal:
-    """Of a resource that is deleted and still there: nothing is changed any more, and what runs is told until the end."""
-    stays = ", ".join(metadata.get("finalizers", [])) or "none"
-    return Refusal("Terminating", f"it is being deleted, which its finalizers put off ({stays}); its replicas go with it")
 
 
 def _jobs(fetch: Fetch | None) -> frozenset[tuple[str, str]]:

@@ -22,6 +22,8 @@ TYPES: Final = (
     "Ready", "Accepted", "ModelAvailable", "PodsReady", "Serving", "Routed", "ScalingActive", "Progressing", "Degraded",
 )  # fmt: skip
 MAX_MESSAGE: Final = 2048
+MAX_REASON: Final = 128
+"""As the CRDs have it, and Events: kubelets and downloads give reasons of their own."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,12 @@ def _learned(learned: Learned) -> Object:
     }
 
 
+def ending(metadata: Object) -> Verdict:
+    """Of a resource that is deleted and still there: nothing is changed any more, and what runs is told until the end."""
+    stays = ", ".join(metadata.get("finalizers", [])) or "none"
+    return Verdict(False, "Terminating", f"it is being deleted, which its finalizers put off ({stays})")
+
+
 def conditions(judged: dict[str, Verdict], generation: int, previous: Sequence[Object], now: str) -> list[Object]:
     """Verdicts as conditions with their times."""
     before = {condition["type"]: condition for condition in previous}
@@ -106,7 +114,7 @@ def conditions(judged: dict[str, Verdict], generation: int, previous: Sequence[O
             {
                 "type": kind,
                 "status": status,
-                "reason": verdict.reason,
+                "reason": verdict.reason[:MAX_REASON],
                 "message": verdict.message[:MAX_MESSAGE],
                 "observedGeneration": generation,
                 "lastTransitionTime": old["lastTransitionTime"] if old.get("status") == status else now,

@@ -13,7 +13,7 @@ from penstock.operator.desired.arguments import HTTP
 from penstock.operator.events import timestamp
 from penstock.operator.pods import argument, base_url, is_ready
 from penstock.operator.replicas import ReplicaError, StillLoading
-from penstock.operator.status import Verdict, conditions
+from penstock.operator.status import Verdict, conditions, ending
 from penstock.operator.store import Children, Key, Resources
 
 log = logging.getLogger(__name__)
@@ -78,9 +78,12 @@ class AdapterSync:
         judgements: list[tuple[Object, LoraAdapter, Verdict]] = []
         for adapter_key in self._resources.adapters_of(model_key):
             found = self._resources.get(adapter_key)
-            if found is None or "deletionTimestamp" in found["metadata"]:
+            if found is None:
                 continue
             adapter = LoraAdapter.parse(found)
+            if "deletionTimestamp" in found["metadata"]:
+                judgements.append((found, adapter, ending(found["metadata"])))
+                continue
             conflict = self._resources.conflict(adapter_key)
             said = "" if refusal is None else refusal.message
             judgements.append((found, adapter, accepted(adapter, model, said, conflict)))
