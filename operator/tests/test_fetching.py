@@ -149,9 +149,22 @@ async def test_no_room_and_a_claim_that_is_missing_are_told(world, make, key):
     assert world.condition("ModelAvailable") == ("False", "SourceNoSpace", "hf://org/name: the volume is full")
 
 
-async def test_the_status_says_how_far_it_is(world, make, key, unused_tcp_port, monkeypatch):
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ('{"phase": "downloading", "done": 3221225472, "total": 4294967296, "waits_for": ""}', "downloading, 75% of 4.00 GiB"),
+        ("[]", "its pod does not say yet how far it is"),
+        ('{"phase": "downloading"}', "its pod does not say yet how far it is"),
+        ('{"phase": "downloading", "done": "3", "total": 4}', "its pod does not say yet how far it is"),
+        ('{"phase": "downloading", "done": 1, "total": 1' + 400 * "0" + "}", "asking what there is"),
+        ('{"phase": "downloading", "done": 1, "total": -4}', "asking what there is"),
+        ("[" * 4000, "its pod does not say yet how far it is"),
+        (" " * 100_000, "its pod does not say yet how far it is"),
+    ],
+)
+async def test_the_status_says_how_far_it_is(world, make, key, unused_tcp_port, monkeypatch, answer, told):
     async def progress(_: web.Request) -> web.Response:
-        return web.json_response({"phase": "downloading", "done": 3 << 30, "total": 4 << 30, "waits_for": ""})
+        return web.json_response(text=answer)
 
     app = web.Application()
     app.add_routes([web.get("/progress", progress)])
@@ -166,9 +179,36 @@ async def test_the_status_says_how_far_it_is(world, make, key, unused_tcp_port, 
         await world.settle(key)
     finally:
         await runner.cleanup()
-    told = world.condition("ModelAvailable")
-    assert told == ("Unknown", "Downloading", "hf://org/name: downloading, 75% of 4.00 GiB")
+    assert world.condition("ModelAvailable") == ("Unknown", "Downloading", f"hf://org/name: {told}")
     assert (key, fetching.LOOK_S) in world.looks
+
+
+@pytest.mark.parametrize(
+    "result", [["x"], {"version": 7}, {"folder": "only"}, {"reason": ["NotFound"]}, {"reason": "NotFound", "message": 4}, {}]
+)
+async def test_what_another_image_leaves_behind_is_no_result(world, make, key, result):
+    await world.apply(make.resource(source=CACHED))
+    await world.settle(key)
+    pod(world, result, phase="Failed", code=1)
+    await world.settle(key)
+    assert world.condition("ModelAvailable")[1] == "FetchFailed"
+    before = job(world)["metadata"]["uid"]
+    pod(world, result, name="g")
+    ends(world, "Complete")
+    await world.settle(key)
+    await world.settle(key)
+    assert job(world)["metadata"]["uid"] != before, "nobody knows what was brought: it is looked for again"
+    assert not any(kind == "Deployment" for kind, _, _ in world.api.objects)
+
+
+async def test_a_note_that_somebody_else_has_written_is_none(world, make, key):
+    await finished(world, make, key)
+    note = job(world)
+    annotations = {**note["metadata"]["annotations"], fetching.RESULT: "mine"}
+    world.api.put({**note, "metadata": {**note["metadata"], "annotations": annotations}})
+    await world.settle(key)
+    assert job(world)["metadata"]["annotations"][fetching.RESULT] != "mine"
+    assert world.condition("Accepted")[0] == "True"
 
 
 async def test_an_unfinished_job_with_another_image_is_made_anew(world, make, key):

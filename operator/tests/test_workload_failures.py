@@ -42,6 +42,17 @@ def test_the_newest_failure_of_its_own_sets_is_quoted_while_it_lasts() -> None:
     assert quoted(event("tiny-main", "11:59:00"), event("tiny-main", "11:58:00", "SuccessfulCreate")) == WORDS, "again"
 
 
+def test_events_that_lack_what_others_have_are_passed_over() -> None:
+    whole = event("tiny-main", "11:58:00")
+    nameless = {**whole, "involvedObject": {"kind": "StatefulSet"}}
+    causeless = {name: value for name, value in event("tiny-main", "11:59:00").items() if name != "reason"}
+    assert quoted(whole, nameless, causeless) == WORDS
+    scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-01-01T11:00:00Z"}
+    waiting = {"name": "engine", "state": {"waiting": {"reason": "ContainerCreating"}}}
+    pod = {"metadata": {"name": "p"}, "status": {"conditions": [scheduled], "containerStatuses": [waiting]}}
+    assert with_reason(pod, [{**causeless, "type": "Warning"}], NOW) == pod
+
+
 @pytest.fixture
 def world(api: Any, make: Any, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(acceptance, "unsupported", lambda spec: [])  # replicas that span nodes

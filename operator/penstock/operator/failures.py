@@ -40,8 +40,9 @@ def with_failure(workload: Object, events: Sequence[Object], now: datetime) -> O
     sets = re.compile(rf"{re.escape(workload['metadata']['name'])}(-\d+)?")  # the leaders', and each group's workers'
     last: dict[str, Object] = {}
     for it in sorted(events, key=_last):
-        if it["reason"] in CREATED and sets.fullmatch(it["involvedObject"]["name"]):
-            last[it["involvedObject"]["name"]] = it
+        name = it["involvedObject"].get("name", "")  # Events are anybody's to write, and say what their writers please
+        if it.get("reason") in CREATED and sets.fullmatch(name):
+            last[name] = it
     told = [it for it in last.values() if it["reason"] == "FailedCreate" and (now - _last(it)).total_seconds() < FRESH_S]
     if not told:
         return workload
@@ -77,7 +78,9 @@ def with_reason(pod: Object, events: Sequence[Object], now: datetime) -> Object:
     since = _scheduled(pod)
     newest = max((it for it in events if since is not None and _last(it) >= since), key=_last, default=None)
     # After a Warning that is over something else follows, such as the image that is pulled.
-    if newest is None or newest.get("type") != "Warning" or (now - _last(newest)).total_seconds() >= FRESH_S:
+    if newest is None or newest.get("type") != "Warning" or not newest.get("reason"):
+        return pod
+    if (now - _last(newest)).total_seconds() >= FRESH_S:
         return pod
     waiting = {"reason": newest["reason"], "message": newest.get("message", newest["reason"])}
     states = [{**it, "state": {"waiting": waiting}} for it in pod["status"].get("containerStatuses", [])]

@@ -12,14 +12,18 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 import aiohttp
+import msgspec
 
+from penstock.api.events import BEYOND
 from penstock.api.resources import InferenceModel
+from penstock.http.replica_answers import UNREADABLE, body_of
 from penstock.operator.api import Api
 from penstock.operator.apply import APPLIED, Applier, described, stamped
 from penstock.operator.desired.source import PROGRESS_PORT, Fetched, fetch_job
 from penstock.operator.observed import Fetching
 from penstock.operator.pods import is_live, trouble
 from penstock.operator.store import Children, Key
+from penstock.sources.progress import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +36,7 @@ LOOK_S: Final = 5.0
 """Between two looks at its progress."""
 RETRY_S: Final = 300.0
 """After which a Job that failed for good is made again: a Secret or a grant may have changed, and nothing tells."""
+MAX_BYTES: Final = 4096
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=2.0)
 
 
@@ -72,9 +77,9 @@ class FetchJobs:
         if live is None or "deletionTimestamp" in live["metadata"]:
             self._later(key, LOOK_S)
             return Fetch(name, None, Fetching("FetchStarting", f"{model.spec.source.uri}: the download is about to start"))
-        kept = live["metadata"].get("annotations", {}).get(RESULT)
-        if kept is not None:
-            return Fetch(name, Fetched(**json.loads(kept)), Fetching("Fetched", "the model is there"))
+        kept = _read(live["metadata"].get("annotations", {}).get(RESULT, ""))
+        if kept is not None and kept.version:
+            return Fetch(name, Fetched(kept.folder, kept.version), Fetching("Fetched", "the model is there"))
         selector = "batch.kubernetes.io/job-name"
         pods = [it for it in self._children.of(key, "FetchPod").values() if it["metadata"]["labels"].get(selector) == name]
         if _turned(live, "Complete"):
@@ -88,12 +93,12 @@ class FetchJobs:
 
     async def _complete(self, key: Key, live: Object, pods: Sequence[Object]) -> Fetch:
         name = live["metadata"]["name"]
-        results = [it for pod in pods if (it := _result(pod)) is not None and "version" in it]
+        results = [it for pod in pods if (it := _result(pod)) is not None and it.version]
         if not results:
             await self._delete(live, "nobody knows any more what it found, and it is quickly found again")
             self._later(key, LOOK_S)
             return Fetch(name, None, Fetching("FetchStarting", "the download is looked at again"))
-        fetched = Fetched(results[0]["folder"], results[0]["version"])
+        fetched = Fetched(results[0].folder, results[0].version)
         meta = {it: live["metadata"][it] for it in ("name", "namespace", "uid")}
         annotation = {RESULT: json.dumps({"folder": fetched.folder, "version": fetched.version})}
         body = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {**meta, "annotations": annotation}}
@@ -136,43 +141,53 @@ async def _progress(address: str | None) -> str:
     try:
         async with (
             aiohttp.ClientSession(timeout=_TIMEOUT) as session,
-            session.get(f"http://{address}:{PROGRESS_PORT}/progress") as answer,
+            session.get(f"http://{address}:{PROGRESS_PORT}/progress", allow_redirects=False) as answer,
         ):
-            now = await answer.json()
-    except (aiohttp.ClientError, TimeoutError, ValueError):
+            now = msgspec.json.decode(await body_of(answer, MAX_BYTES), type=Snapshot)
+    except (TimeoutError, msgspec.MsgspecError, *UNREADABLE):
         return "its pod does not say yet how far it is"
-    if now["phase"] == "waiting":
-        return f"waiting for {now['waits_for']}, which brings the same"
-    if not now["total"]:
+    if now.phase == "waiting":
+        return f"waiting for {now.waits_for}, which brings the same"
+    if not 0 < now.total < BEYOND:
         return "asking what there is"
-    return f"{now['phase']}, {100 * now['done'] // now['total']}% of {now['total'] / 2**30:.2f} GiB"
+    return f"{now.phase}, {100 * now.done // now.total}% of {now.total / 2**30:.2f} GiB"
 
 
 def _why(model: InferenceModel, pods: Sequence[Object]) -> tuple[str, str] | None:
     """(reason, message) of the newest pod that failed, with the Secret's name and nothing that is in it."""
     for pod in sorted(pods, key=lambda pod: pod["metadata"]["creationTimestamp"], reverse=True):
         result = _result(pod)
-        if result is not None and "reason" in result:
+        if result is not None and result.reason:
             secret = model.spec.source.secret_ref
             place = f" (credentials: Secret {secret.name})" if secret is not None else " (no secretRef)"
-            about = place if result["reason"] in ("Unauthorized", "Forbidden", "NotFound") else ""
-            return f"Source{result['reason']}", f"{result['message']}{about}"
+            about = place if result.reason in ("Unauthorized", "Forbidden", "NotFound") else ""
+            return f"Source{result.reason}", f"{result.message}{about}"
         if pod.get("status", {}).get("phase") == "Failed" and (wrong := trouble(pod)) is not None:
             return "FetchFailed", wrong.message
     return None
 
 
-def _result(pod: Object) -> Object | None:
+class _Outcome(msgspec.Struct, frozen=True):
+    """What a download's process writes at its end: what it brought, or why it did not."""
+
+    folder: str = ""
+    version: str = ""
+    reason: str = ""
+    message: str = ""
+
+
+def _result(pod: Object) -> _Outcome | None:
     """What its process wrote at its end."""
-    for container in pod.get("status", {}).get("containerStatuses", []):
-        message = container.get("state", {}).get("terminated", {}).get("message", "")
-        try:
-            result = json.loads(message)
-        except ValueError:
-            continue
-        if isinstance(result, dict):
-            return result
-    return None
+    ended = [it.get("state", {}).get("terminated", {}) for it in pod.get("status", {}).get("containerStatuses", [])]
+    return next((read for it in ended if (read := _read(it.get("message", ""))) is not None), None)
+
+
+def _read(text: str) -> _Outcome | None:
+    """None for anything else: the image is the user's, and so may be the hand that wrote an annotation."""
+    try:
+        return msgspec.json.decode(text, type=_Outcome)
+    except (msgspec.MsgspecError, *UNREADABLE):
+        return None
 
 
 def _turned(job: Object, kind: str) -> datetime | None:
