@@ -191,6 +191,27 @@ def test_a_batch_beyond_the_largest_size_runs_without_a_graph_and_is_counted(pat
     assert none.padding == 0
 
 
+@pytest.mark.req("OB-34")
+def test_a_batch_just_above_a_size_lacks_another_one(path, build_device_runner) -> None:
+    """Each symptom as the metrics have it, then the one change of `--cudagraph-capture-sizes` that ends it."""
+    batch, scheduler = decodes(5), SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=48)
+
+    def shares(*sizes: int) -> tuple[float, float]:
+        """Of the steps those that run without a graph, and of the rows of decode graphs those that are padding."""
+        graphed = Graphed(build_device_runner, path, sizes=sizes, scheduler=scheduler)
+        graphed.run(batch)
+        found = graphed.engine.core.stats().step.graphs
+        eager = sum(it.steps for it in found if (it.mode, it.reason) == ("NONE", reasons.TOO_LARGE))
+        padded = [it for it in found if it.mode == "FULL"]
+        rows = sum(it.tokens + it.padding for it in padded)
+        return eager / sum(it.steps for it in found), sum(it.padding for it in padded) / max(rows, 1)
+
+    assert shares(1, 2, 4) == (1.0, 0.0), "all of them are beyond the largest"
+    eager, padding = shares(1, 2, 4, 48)
+    assert (eager, padding > 0.5) == (0.0, True), "none is, and most of a step is for nobody"
+    assert shares(1, 2, 4, 5, 48) == (0.0, 0.0)
+
+
 @pytest.mark.req("CG-33", "CG-32")
 def test_without_graphs_nothing_is_captured_and_every_step_says_so(path, build_device_runner, expected) -> None:
     graphed = Graphed(build_device_runner, path, "NONE", sizes=())
