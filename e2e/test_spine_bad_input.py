@@ -33,6 +33,30 @@ def test_field_that_nothing_honours_is_named_and_nothing_runs(system: System, na
         assert [item["kind"] for item in models.belongings(cluster, namespace, name)] == ["InferenceModel"]
 
 
+WRONG_TEMPLATES: dict[str, tuple[dict[str, Any], str]] = {
+    "misspelt": ({"spec": {"nodeSelectr": {"disk": "ssd"}}}, ".spec.template.spec.nodeSelectr: field not declared in schema"),
+    "mistyped": ({"spec": {"nodeSelector": "ssd"}}, ".spec.template.spec.nodeSelector"),
+    "refused": ({"spec": {"restartPolicy": "Never"}}, "spec.template.spec.restartPolicy"),
+}
+
+
+def test_template_that_no_pod_can_have_is_told_in_the_servers_words(system: System, namespace: str) -> None:
+    cluster = system.cluster
+    resources = [
+        models.small(name, pools=[{"name": "cpu", "template": template}]) for name, (template, _) in WRONG_TEMPLATES.items()
+    ]
+
+    def refused(name: str, words: str) -> None:
+        found = models.conditions(cluster, namespace, name)
+        assert (found["Accepted"]["status"], found["Accepted"]["reason"]) == ("False", "ApplyRefused")
+        assert words in found["Accepted"]["message"]
+        assert found["Ready"]["status"] == "False"
+
+    with models.applied(cluster, namespace, *resources):
+        for name, (_, words) in WRONG_TEMPLATES.items():
+            eventually(lambda name=name, words=words: refused(name, words))
+
+
 def not_safetensors(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"pickled")

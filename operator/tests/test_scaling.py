@@ -109,6 +109,17 @@ async def test_a_victim_that_need_not_go_gets_requests_again(actuator: Any, api:
     assert len(api.calls) == calls
 
 
+async def test_a_cordon_that_a_person_has_set_stays_and_its_pod_goes_first_if_chosen(actuator: Any, api: Any) -> None:
+    pod = api.objects["Pod", "default", "b"]
+    api.put({**pod, "metadata": {**pod["metadata"], "annotations": {"penstock.dev/cordoned": "true"}}})
+    await api.delete(api.objects["Pod", "default", "c"])
+    api.calls.clear()
+    await actuator.spare(ID)
+    assert api.calls == []
+    await actuator.scale(ID, 1, ["uid-b"])
+    assert int(api.objects["Pod", "default", "b"]["metadata"]["annotations"]["controller.kubernetes.io/pod-deletion-cost"]) < 0
+
+
 async def test_a_workload_that_is_not_the_models_is_not_sized_whatever_its_labels(actuator: Any, api: Any) -> None:
     """Such as one that `kubectl delete --cascade=orphan` left behind."""
     mine = api.objects["Deployment", "default", "tiny-main"]

@@ -19,7 +19,11 @@ def certificate(pod: dict[str, Any]) -> str | None:
 def whole(pod: dict[str, Any]) -> dict[str, Any]:
     """The pod with what the API server adds."""
     container = {"name": "engine", "image": "i", "args": ["--ssl-certfile=x"], "env": [{"name": str(it)} for it in range(50)]}
-    annotations = {"penstock.dev/cordoned": "true", "k8s.v1.cni.cncf.io/network-status": "[{}]" * 100}
+    annotations = {
+        "penstock.dev/cordoned": "true",
+        labels.DELETION_COST: "-1000",
+        "k8s.v1.cni.cncf.io/network-status": "[{}]" * 100,
+    }
     meta = {
         **pod["metadata"],
         "annotations": annotations,
@@ -46,6 +50,10 @@ def cordoned(pod: dict[str, Any]) -> bool:
     return labels.CORDONED in pod["metadata"].get("annotations", {})
 
 
+def cheapest(pod: dict[str, Any]) -> bool:
+    return labels.DELETION_COST in pod["metadata"].get("annotations", {})
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -62,7 +70,7 @@ def cordoned(pod: dict[str, Any]) -> bool:
 def test_a_trimmed_pod_says_all_that_is_asked_of_it(make: Any, kind: Callable[[Any], dict[str, Any]]) -> None:
     pod = whole(kind(make))
     kept = trimmed_pod(pod)
-    for question in (is_live, is_ready, revision, trouble, certificate, cordoned):
+    for question in (is_live, is_ready, revision, trouble, certificate, cordoned, cheapest):
         assert question(kept) == question(pod), question
     assert trimmed_pod(kept) == kept
     assert not {"containerID", "lastProbeTime", "network-status", "managedFields"} & set(re.findall(r"[\w-]+", str(kept)))

@@ -20,6 +20,8 @@ RESTARTED_AT: Final = "penstock.dev/restarted-at"
 """Annotation on a pod: the `spec.rollout.restartedAt` that it was made for."""
 CORDONED: Final = "penstock.dev/cordoned"
 """Annotation on a pod, `"true"`: a victim of scale-in that must not be picked any more."""
+DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
+"""Kubernetes' annotation on a pod: of those that are alike the cheapest goes first. Ours on victims alone."""
 KV_LAYOUT: Final = "penstock.dev/kv-layout"
 """Annotation on a pod of a model with separate prefill: fingerprint of what decides the content and layout of its KV cache."""
 

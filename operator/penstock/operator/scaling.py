@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 
 Object = dict[str, Any]
 
-DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
 VICTIM_COST: Final = "-1000"
 HISTORY: Final = 10
 
@@ -139,8 +138,7 @@ class KubernetesActuator:
         key = Key("InferenceModel", namespace, model)
         try:
             for uid, pod in self._pods(key, pool).items():
-                cordoned = labels.CORDONED in pod["metadata"].get("annotations", {})
-                if is_live(pod) and cordoned != (uid in victims):
+                if is_live(pod) and _is_victim(pod) != (uid in victims):
                     await self._mark(pod, uid in victims)
             workload = self._workload(key, pool)
             if workload is not None:  # else it went since it was looked at
@@ -159,7 +157,7 @@ class KubernetesActuator:
             return
         try:
             for pod in live:
-                if labels.CORDONED in pod["metadata"].get("annotations", {}):
+                if _is_victim(pod):
                     await self._mark(pod, False)
         except ApiException as error:
             log.warning("sparing the victims of %s: %s", pool_id, said(error))
@@ -167,7 +165,7 @@ class KubernetesActuator:
     async def _mark(self, pod: Object, victim: bool) -> None:
         """Server-side apply of the two annotations: applied without them, they go."""
         meta = pod["metadata"]
-        annotations = {labels.CORDONED: "true", DELETION_COST: VICTIM_COST} if victim else {}
+        annotations = {labels.CORDONED: "true", labels.DELETION_COST: VICTIM_COST} if victim else {}
         body = {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -220,6 +218,11 @@ class KubernetesActuator:
         """The changes that an earlier operator wrote down."""
         status = (self._resources.get(key) or {}).get("status", {})
         return next((tuple(it.get("decisions", ())) for it in status.get("scaling", []) if it["pool"] == pool), ())
+
+
+def _is_victim(pod: Object) -> bool:
+    """By what is ours alone: a person may have cordoned a pod too, which is not ours to end, nor makes it go first."""
+    return labels.DELETION_COST in pod["metadata"].get("annotations", {})
 
 
 def _asks_for_scaling(resource: Object) -> bool:

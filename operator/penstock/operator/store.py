@@ -171,14 +171,15 @@ def trimmed_pod(pod: Object) -> Object:
     """Of a pod what is read here: who and what it is, its containers' arguments, and how it is doing. A node and its plugins say
     much more about each pod, of which there are more than of all else together."""
     meta, spec, status = pod["metadata"], pod.get("spec", {}), pod.get("status", {})
-    ours = {name: value for name, value in meta.get("annotations", {}).items() if name.startswith(f"{labels.GROUP}/")}
+    told: Object = meta.get("annotations", {})
+    ours = {name: value for name, value in told.items() if name.startswith(f"{labels.GROUP}/") or name == labels.DELETION_COST}
     arguments = [_only(it, ("name", "args")) for it in spec.get("containers", []) if it.get("args")]
     lists = {"conditions": _CONDITION, "initContainerStatuses": _CONTAINER_STATUS, "containerStatuses": _CONTAINER_STATUS}
-    told = {name: [_only(it, fields) for it in status[name]] for name, fields in lists.items() if status.get(name)}
+    states = {name: [_only(it, fields) for it in status[name]] for name, fields in lists.items() if status.get(name)}
     return {
         "metadata": {**_only(meta, _POD_METADATA), **({"annotations": ours} if ours else {})},
         "spec": {"containers": arguments},
-        "status": {**_only(status, _POD_STATUS), **told},
+        "status": {**_only(status, _POD_STATUS), **states},
     }
 
 
