@@ -14,6 +14,7 @@ from penstock.sim.feed import TalkingReplica
 from penstock.sim.outcome import Outcome, Slo
 from penstock.sim.replica import ReplicaConfig
 from penstock.sim.router import GatewayRouter
+from penstock.sim.timing import StepTime
 from penstock.sim.traces import Trace, TraceError, TraceRequest, load_azure, load_mooncake
 
 BLOCK = 64
@@ -112,3 +113,31 @@ def test_a_replica_that_boasts_does_not_gather_a_queue() -> None:
     assert boaster < 2 * max(others)
     assert router.correction(0) > 4
     assert all(router.correction(number) == 1 for number in (1, 2, 3))
+
+
+def agents(count: int, seed: int) -> Trace:
+    """Tasks that call again and again with a prefix of 60 to 240 blocks, and soon more of them than four replicas can serve."""
+    rng, at, requests, tasks = random.Random(seed), 0.0, [], [("0", 120)]
+    for number in range(count):
+        at += rng.expovariate(16.0 if number < count // 3 else 64.0)
+        if rng.random() < 0.1:
+            tasks.append((str(number), rng.randrange(60, 240)))
+        task, prefix = tasks[-1] if rng.random() < 0.7 else rng.choice(tasks)
+        blocks = [f"t{task}/{block}".encode() for block in range(prefix)] + [f"{number}/{block}".encode() for block in range(4)]
+        requests.append(TraceRequest(number, at, len(blocks) * BLOCK + 10, rng.randrange(10, 60), tuple(blocks)))
+    return Trace("agents", BLOCK, requests)
+
+
+@pytest.mark.parametrize("speed", [1.0, 0.1])
+def test_agents_in_a_rush_do_not_have_their_prefixes_computed_until_all_are_late(speed: float) -> None:
+    """At any speed of the replicas: with all times stretched alike the same is right."""
+    time = StepTime()
+    slower = StepTime(**{name: value / speed for name, value in msgspec.structs.asdict(time).items()})
+    config = msgspec.structs.replace(CONFIG, kv_tokens=200_000, time=slower)
+    traces = [agents(400, seed) for seed in range(4)]
+    stretched = [trace.scaled(trace.duration_s / speed) for trace in traces]
+    late = {
+        policy: mean(simulate(trace, policy, 4, config, SLO).ttft_p99 for trace in stretched)
+        for policy in ("Cost", "WeightedScore")
+    }
+    assert late["Cost"] < 0.9 * late["WeightedScore"]

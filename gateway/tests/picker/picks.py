@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import exp, inf
 from statistics import fmean, median
 
 import numpy as np
@@ -11,10 +11,10 @@ from penstock.api.fleet import Replica
 from penstock.api.load_report import LoadReport
 from penstock.gateway.picker.candidates import Booked, ReplicaKey, key_of
 from penstock.gateway.picker.choice import Choice, choose
-from penstock.gateway.picker.columns import Columns
+from penstock.gateway.picker.columns import ARRIVALS_S, Columns
 from penstock.gateway.picker.cost import HORIZON_TOKENS
 from penstock.gateway.picker.figures import PRIOR_OUTPUT_TOKENS, PRIOR_PREFILL_TOKENS_PER_S, PRIOR_QUEUE_S, PRIOR_STEP_S
-from penstock.gateway.picker.folded import CROWDED_S, CROWDING, EVICTION, GRACE_S, HALF_LIFE_S, KV_CLIFF, ROWS_PER_STEP
+from penstock.gateway.picker.folded import CROWDING, EVICTION, GRACE_S, HALF_LIFE_S, KV_CLIFF, ROWS_PER_STEP
 from penstock.gateway.picker.outliers import Standing
 from penstock.gateway.picker.request import Prompt, RequestView
 from penstock.gateway.picker.slate import Slate, slate_of
@@ -81,9 +81,13 @@ def request(tokens: int = 400, ident: str = "r", **fields: object) -> RequestVie
     return RequestView(id=ident, path="/v1/completions", model="m", prompts=(Prompt(tokens),), **fields)
 
 
-def columns_of(fleet: Sequence[Known]) -> Columns:
+def columns_of(fleet: Sequence[Known], sent: int = 0) -> Columns:
+    """`sent`: requests that went to the fleet a second ago."""
     columns = Columns()
     columns.update([known.replica for known in fleet])
+    columns.rates(NOW - 1)
+    for _ in range(sent):
+        columns.sent()
     for row, known in enumerate(fleet):
         if known.report is not None:
             columns.report(row, known.report, NOW - known.report_age_s)
@@ -93,24 +97,31 @@ def columns_of(fleet: Sequence[Known]) -> Columns:
     return columns
 
 
-def slate(fleet: Sequence[Known], asked: RequestView | None = None, turn: int = 0) -> Slate:
-    columns = columns_of(fleet)
+def arrivals(fleet: Sequence[Known], sent: int) -> float:
+    """Requests a second and replica, where so many came a second ago."""
+    return sent * exp(-1 / ARRIVALS_S) / ARRIVALS_S / max(sum(known.ready for known in fleet), 1)
+
+
+def slate(fleet: Sequence[Known], asked: RequestView | None = None, turn: int = 0, sent: int = 0) -> Slate:
+    columns = columns_of(fleet, sent)
     resident = np.array([float(known.resident_tokens) for known in fleet])
     return slate_of(asked or request(), columns, columns.open, resident, NOW, turn)
 
 
-def pick(fleet: Sequence[Known], policy: str = "Cost", ident: str = "r", tokens: int = 400, turn: int = 0) -> Choice:
-    return choose(slate(fleet, request(tokens, ident), turn), policy)
+def pick(
+    fleet: Sequence[Known], policy: str = "Cost", ident: str = "r", tokens: int = 400, turn: int = 0, sent: int = 0
+) -> Choice:
+    return choose(slate(fleet, request(tokens, ident), turn, sent), policy)
 
 
 # --- the reference: one replica at a time, in plain Python ---
 
 
-def scores(fleet: Sequence[Known], asked: RequestView, policy: str, turn: int) -> dict[ReplicaKey, float]:
+def scores(fleet: Sequence[Known], asked: RequestView, policy: str, turn: int, sent: int = 0) -> dict[ReplicaKey, float]:
     """What each policy that draws no lots makes of the replicas."""
     match policy:
         case "Cost":
-            return {known.key: sum(cost(fleet, known, asked).values()) for known in fleet}
+            return {known.key: sum(cost(fleet, known, asked, sent).values()) for known in fleet}
         case "LeastRequest":
             return {known.key: _requests(fleet, known) for known in fleet}
         case "RoundRobin":
@@ -122,7 +133,7 @@ def scores(fleet: Sequence[Known], asked: RequestView, policy: str, turn: int) -
             raise ValueError(policy)
 
 
-def cost(fleet: Sequence[Known], known: Known, asked: RequestView) -> dict[str, float]:
+def cost(fleet: Sequence[Known], known: Known, asked: RequestView, sent: int = 0) -> dict[str, float]:
     """The terms of the cost; the inter-token time times its horizon."""
     reports = [other.report for other in fleet if other.report is not None]
     common_rate = median([r.prefill_tokens_per_s for r in reports if r.prefill_tokens_per_s] or [PRIOR_PREFILL_TOKENS_PER_S])
@@ -133,7 +144,7 @@ def cost(fleet: Sequence[Known], known: Known, asked: RequestView) -> dict[str, 
         max(r.prefill_backlog_tokens / max(r.prefill_tokens_per_s or common_rate, 1.0) - age, 0.0)
         for r, age in zip(fresh_reports, fresh_ages, strict=True)
     ]
-    common_queue = queued = fmean(queues) if queues else PRIOR_QUEUE_S
+    common_queue = fmean(queues) if queues else PRIOR_QUEUE_S
     paces = [_pace(r.decode_step_s or common_step, r.num_requests_running, 0) for r in fresh_reports]
     common_pace = fmean(paces) if paces else common_step
     if known.report is None:
@@ -164,18 +175,20 @@ def cost(fleet: Sequence[Known], known: Known, asked: RequestView) -> dict[str, 
     assumed = common_pace * (ROWS_PER_STEP + known.booked.requests + 1) / (ROWS_PER_STEP + 1)
     itl = trust * _pace(step, running, known.booked.requests) + (1 - trust) * assumed
     horizon = HORIZON_TOKENS if asked.max_tokens is None else min(HORIZON_TOKENS, asked.max_tokens)
-    return {
+    first_token = {
         "queue_s": trust * max((r.prefill_backlog_tokens if r else 0) / rate - known.report_age_s, 0.0),
         "booked_s": known.booked.prefill_tokens / rate,
         "capacity_s": trust * capacity,
         "prefill_s": fresh / rate,
         "lora_s": 0.0,
-        "eviction_s": EVICTION * fresh / rate,
-        "crowding_s": CROWDING * min(queued, CROWDED_S) * fresh / rate,
         "preemption_s": trust * preemption,
         "uncertainty_s": (1 - trust) * common_queue,
-        "itl": horizon * itl,
     }
+    others = {
+        "eviction_s": EVICTION * fresh / rate,
+        "crowding_s": CROWDING * arrivals(fleet, sent) * fresh / max(common_rate, 1.0) * sum(first_token.values()),
+    }
+    return {**first_token, **others, "itl": horizon * itl}
 
 
 def _pace(step: float, running: int, booked: int) -> float:

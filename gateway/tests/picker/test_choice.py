@@ -1,6 +1,7 @@
 """The decision core: who may be picked, what it costs, and that decisions repeat."""
 
 from dataclasses import replace
+from math import exp
 from typing import Any
 
 import msgspec
@@ -8,13 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from picks import NOW, Known, columns_of, cost, pick, replica, report, request, scores, slate
+from picks import NOW, Known, arrivals, columns_of, cost, pick, replica, report, request, scores, slate
 
 from penstock.api.fleet import Replica, Weights
 from penstock.gateway.picker import choice, figures
 from penstock.gateway.picker.candidates import Booked, key_of, why_not
 from penstock.gateway.picker.choice import NOISE, choose
-from penstock.gateway.picker.columns import Columns
+from penstock.gateway.picker.columns import ARRIVALS_S, Columns
 from penstock.gateway.picker.cost import HORIZON_TOKENS, cost_s, estimate, horizon
 from penstock.gateway.picker.figures import PRIOR_QUEUE_S
 from penstock.gateway.picker.folded import CROWDING, EVICTION
@@ -89,12 +90,18 @@ def test_same_input_same_choice_whatever_the_order(fleet: list[Known], policy: s
 
 
 @given(
-    fleets, st.sampled_from(["Cost", "LeastRequest", "RoundRobin", "WeightedScore"]), st.integers(0, 5), st.none() | st.just(3)
+    fleets,
+    st.sampled_from(["Cost", "LeastRequest", "RoundRobin", "WeightedScore"]),
+    st.integers(0, 5),
+    st.none() | st.just(3),
+    st.integers(0, 100),
 )
-def test_columns_agree_with_a_scalar_reference(fleet: list[Known], policy: str, turn: int, max_tokens: int | None) -> None:
+def test_columns_agree_with_a_scalar_reference(
+    fleet: list[Known], policy: str, turn: int, max_tokens: int | None, sent: int
+) -> None:
     asked = request(max_tokens=max_tokens)
-    choice = choose(slate(fleet, asked, turn), policy)
-    expected = scores(fleet, asked, policy, turn)
+    choice = choose(slate(fleet, asked, turn, sent), policy)
+    expected = scores(fleet, asked, policy, turn, sent)
     ranked = {entry.candidate.key: entry.score for entry in choice.ranked}
     assert ranked == pytest.approx(expected)
     sound = [known.key for known in fleet if not known.last_resort] or [known.key for known in fleet]
@@ -110,14 +117,14 @@ def test_columns_agree_with_a_scalar_reference(fleet: list[Known], policy: str, 
     assert rest == sorted(rest)
 
 
-@given(fleets)
-def test_every_term_of_the_cost_agrees_and_is_finite(fleet: list[Known]) -> None:
-    found = estimate(slate(fleet))._asdict()
+@given(fleets, st.integers(0, 100))
+def test_every_term_of_the_cost_agrees_and_is_finite(fleet: list[Known], sent: int) -> None:
+    found = estimate(slate(fleet, sent=sent))._asdict()
     for row, known in enumerate(fleet):
-        expected = cost(fleet, known, request())
+        expected = cost(fleet, known, request(), sent)
         expected["itl_s"] = expected.pop("itl") / HORIZON_TOKENS
         assert {name: float(column[row]) for name, column in found.items()} == pytest.approx(expected)
-        assert all(0 <= value < 1e7 for value in expected.values())
+        assert all(0 <= value < 1e9 for value in expected.values())
 
 
 rows_of_ten = st.integers(0, 9)
@@ -135,7 +142,9 @@ def test_the_quick_cost_is_the_sum_of_all_parts_whatever_has_changed(rounds: lis
     columns, asked = Columns(), request()
     columns.update([replica(at) for at in range(12)])
     columns.first_token(3, 1.0, 90.0)
+    columns.rates(NOW - 1)
     for between_picks in [[], *rounds]:
+        columns.sent()
         for change in between_picks:
             match change:
                 case "report", row, said, age_s:
@@ -186,11 +195,15 @@ def test_a_resident_prefix_attracts_until_its_holder_is_busier_than_the_prefill_
 
     idle = Known(2, report=report())
     assert pick([holder(0), idle]).replica.name == "m-p-1"
-    # Here, by whoever would have to repeat what is pushed out there, and by those who wait meanwhile: of 1,000 tokens a second
-    # the two have half of the holder's backlog to do on average.
-    saved = 384 * (1 + EVICTION) / (1 - 384 * CROWDING / 2000)
-    assert pick([holder(int(saved) - 150), idle]).replica.name == "m-p-1"
-    assert pick([holder(int(saved) + 150), idle]).replica.name == "m-p-2"
+    # Of 1,000 tokens a second; here, and by whoever would have to repeat what is pushed out there.
+    saved = 384 * (1 + EVICTION)
+    assert pick([holder(saved - 150), idle]).replica.name == "m-p-1"
+    assert pick([holder(saved + 150), idle]).replica.name == "m-p-2"
+    # By those who come meanwhile too, of whom few wait for 16 tokens and many for 400.
+    each_s = CROWDING * arrivals([holder(0), idle], 20)
+    saved = (0.4 * (1 + EVICTION) + each_s * 0.4**2 - 0.016 * EVICTION) / (1 + each_s * 0.016) - 0.016
+    assert pick([holder(int(1000 * saved) - 150), idle], sent=20).replica.name == "m-p-1"
+    assert pick([holder(int(1000 * saved) + 150), idle], sent=20).replica.name == "m-p-2"
 
 
 @pytest.mark.req("RT-29", "RT-30")
@@ -209,7 +222,9 @@ def test_no_prefix_holds_requests_at_a_long_queue_while_others_are_idle(
     roomy = {"prefill_tokens_per_s": float(speed), "kv_blocks_total": 1_000_000, "kv_blocks_reclaimable": 1_000_000}
     hot = Known(1, report=report(**roomy, prefill_backlog_tokens=int(queue_s * speed)), resident_tokens=resident)
     idle = [Known(at, report=report(**roomy)) for at in range(2, replicas + 1)]
-    assert pick([hot, *idle], tokens=prompt).key != hot.key
+    # As many come as all of them together can serve without any cache.
+    sent = next(sent for sent in range(1000) if arrivals([hot, *idle], sent) * prompt > speed)
+    assert pick([hot, *idle], tokens=prompt, sent=sent).key != hot.key
 
 
 @pytest.mark.req("RT-29")
@@ -220,9 +235,22 @@ def test_where_all_have_queues_nothing_is_computed_twice() -> None:
     def other(queued: int) -> Known:
         return Known(2, report=report(prefill_backlog_tokens=queued))
 
-    assert pick([holder(450, 0), other(0)]).replica.name == "m-p-1"
-    assert pick([holder(700, 0), other(0)]).replica.name == "m-p-2"
-    assert pick([holder(700, 1000), other(1000)]).replica.name == "m-p-1"
+    assert pick([holder(450, 0), other(0)], sent=24).replica.name == "m-p-1"
+    assert pick([holder(700, 0), other(0)], sent=24).replica.name == "m-p-2"
+    assert pick([holder(700, 1000), other(1000)], sent=24).replica.name == "m-p-1"
+    assert pick([holder(700, 1000), other(1000)]).replica.name == "m-p-2"  # nobody waits behind it
+
+
+def test_requests_are_counted_for_seconds_and_by_those_who_may_be_picked() -> None:
+    columns = columns_of([Known(1), Known(2), Known(3, ready=False)], sent=100)
+    assert columns.rates(NOW).arrivals == pytest.approx(100 / 2 / ARRIVALS_S * exp(-1 / ARRIVALS_S))
+    assert columns.rates(NOW + 60).arrivals < 1e-4
+
+
+def test_what_is_promised_is_the_time_to_the_first_token_whatever_it_costs_others() -> None:
+    for known in (Known(1, report=report(prefill_backlog_tokens=900)), Known(2, booked=Booked(2, 700), resident_tokens=192)):
+        choice = pick([known], sent=50)
+        assert choice.ttft_s == pytest.approx(estimate(choice.slate).ttft_s[0])
 
 
 @pytest.mark.req("RT-32")

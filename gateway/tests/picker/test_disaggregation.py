@@ -50,9 +50,16 @@ def report(state: FleetState, name: str, **figures: Any) -> None:
     state.reported(key, LoadReport(**{**known, **figures}), NOW)
 
 
-def pick(state: FleetState, tokens: int = 4_000, policy: str = "Cost", id: str = "r", hashes: tuple[bytes, ...] = ()) -> Choice:
-    request = RequestView(id=id, path="", model="m", prompts=(Prompt(tokens, hashes),))
-    return choose(state.slate(MODEL, request, NOW), policy, prefill=state.prefill_slate(MODEL, request, NOW))
+def pick(
+    state: FleetState,
+    tokens: int = 4_000,
+    policy: str = "Cost",
+    id: str = "r",
+    hashes: tuple[bytes, ...] = (),
+    later_s: float = 0.0,
+) -> Choice:
+    request, now = RequestView(id=id, path="", model="m", prompts=(Prompt(tokens, hashes),)), NOW + later_s
+    return choose(state.slate(MODEL, request, now), policy, prefill=state.prefill_slate(MODEL, request, now))
 
 
 @pytest.mark.req("RT-34", "RT-14")
@@ -192,10 +199,13 @@ def test_the_terms_of_a_pair_add_up_to_its_score() -> None:
 def test_who_would_wait_behind_a_prefill_speaks_for_the_hop_and_not_against_its_decode_replica() -> None:
     idle, busy = (fleet(replica("p1"), replica("d1"), replica("d2")) for _ in range(2))
     for state in (idle, busy):
-        report(state, "p1", prefill_backlog_tokens=10_000)
-    assert pick(idle).hop is None
-    report(busy, "d2", prefill_backlog_tokens=50_000)
-    choice = pick(busy)
+        report(state, "p1", prefill_backlog_tokens=20_000)
+    assert pick(idle, later_s=1.0).hop is None
+    pick(busy)
+    for at in range(50):  # answered where they were computed, and gone
+        asked = RequestView(id=str(at), path="", model="m", prompts=(Prompt(20),))
+        busy.bookings.release(busy.book(asked, key_of(replica("d1")), 0, NOW), "finished")
+    choice = pick(busy, later_s=1.0)
     assert choice.hop is not None
     entry = choice.ranked[0]
     terms = {name: value for name, value in entry.terms.items() if name not in ("itl_s", "ttft_s")}

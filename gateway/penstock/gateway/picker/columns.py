@@ -6,6 +6,7 @@ pick is a few dozen array operations, whatever the number of replicas.
 
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
+from math import exp
 from statistics import fmean, median
 from zlib import crc32
 
@@ -42,6 +43,8 @@ LORA_WAIT_TOKENS = 128
 """Output tokens after which one of several running adapters is expected to have nobody left."""
 RATES_S = 0.25
 """How old the common rates may be."""
+ARRIVALS_S = 5.0
+"""Over how long the rate of requests is averaged, exponentially."""
 
 _PROMISED, _TAKEN = Figures._fields.index("promised_s"), Figures._fields.index("taken_s")
 
@@ -73,6 +76,8 @@ class Columns:
         """The rows that may be a last resort now or soon."""
         self._members: list[Replica] = []
         self._output_tokens = PRIOR_OUTPUT_TOKENS
+        self._arrived = 0.0
+        """Requests that were sent to the replicas, fading."""
         self._rates = Rates()
         self._folded = Folded()
         self._rated_at = self._faded_at = -np.inf
@@ -197,6 +202,10 @@ class Columns:
         self.figures.booked_transfers[row] = booked.transfer_tokens
         self._folded.changed.add(row)
 
+    def sent(self) -> None:
+        """A request was sent to one of the replicas."""
+        self._arrived += 1
+
     def left(self, row: int) -> None:
         """A request has ended that the last report of the replica in `row` includes. Where nobody asks for reports, the next is
         as far away as the next request."""
@@ -242,6 +251,7 @@ class Columns:
         unmeasured = f.measured_step_s == 0
         f.step_s[unmeasured] = step
         self.table[[_PROMISED, _TAKEN]] *= fading(now - self._faded_at)
+        self._arrived *= exp((self._faded_at - now) / ARRIVALS_S)
         self._faded_at = now
         f.correction[:] = corrections(f.promised_s, f.taken_s)
         fresh = now - f.heard_at <= GRACE_S
@@ -256,6 +266,7 @@ class Columns:
             itl_s=fmean(itls) if itls else step,
             output_tokens=self._output_tokens,
             requests=fmean(requests) if requests else 0.0,
+            arrivals=self._arrived / ARRIVALS_S / max(self.open_count, 1),
         )
 
     def eligible(self, subset: Subset | None, excluded: Collection[ReplicaKey]) -> Bools:

@@ -43,7 +43,7 @@ class Estimate(NamedTuple):
     eviction_s: Floats
     """Prefill that others will repeat, since these tokens push theirs out of the cache."""
     crowding_s: Floats
-    """What others wait longer behind these tokens, where there are queues: up to a bound."""
+    """What those that come to the replica meanwhile wait longer behind these tokens."""
     preemption_s: Floats
     """Expected recompute, where KV memory is nearly full."""
     uncertainty_s: Floats
@@ -84,10 +84,9 @@ def trust(slate: Slate) -> Floats:
 def cost_s(slate: Slate) -> Floats:
     """`Estimate.cost_s` of the slate's request in every row, without its parts; reports may seem younger by as long as rates are
     kept."""
-    total = costs(slate.columns.folded(slate.now, slate.block_size), slate.prompt_tokens - slate.resident, horizon(slate))
-    if slate.lora_s is not None:
-        total += slate.lora_s * slate.figures.correction
-    return total
+    folded, fresh = slate.columns.folded(slate.now, slate.block_size), slate.prompt_tokens - slate.resident
+    lora_s = None if slate.lora_s is None else slate.lora_s * slate.figures.correction
+    return costs(folded, fresh, horizon(slate), lora_s)
 
 
 def estimate(slate: Slate) -> Estimate:
@@ -98,18 +97,19 @@ def estimate(slate: Slate) -> Estimate:
     tokens = f.booked_tokens + f.booked_transfers + fresh
     running = np.maximum(f.running, 1.0)
     prefill_s = fresh * f.s_per_token
-    return Estimate(
+    alone = Estimate(
         queue_s=trusted * queue_s(f, slate.now, np.maximum),
         booked_s=f.booked_tokens * f.s_per_token,
         capacity_s=trusted * _capacity_s(slate, tokens, running),
         prefill_s=prefill_s,
         lora_s=np.zeros(len(fresh)) if slate.lora_s is None else slate.lora_s,
         eviction_s=EVICTION * prefill_s,
-        crowding_s=crowding(slate.rates) * prefill_s,
+        crowding_s=np.zeros(len(fresh)),
         preemption_s=trusted * _preemption_s(slate, tokens),
         uncertainty_s=(1 - trusted) * np.maximum(slate.rates.queue_s, PRIOR_QUEUE_S * (f.heard_at == -np.inf)),
         itl_s=trusted * itl_s(f, f.booked_requests, np.maximum) + (1 - trusted) * assumed_itl_s(slate.rates, f.booked_requests),
     )
+    return alone._replace(crowding_s=crowding(slate.rates) * fresh * alone.ttft_s)
 
 
 def promised_ttft_s(slate: Slate, one: Figures, resident: float, cost_s: float) -> float:
@@ -124,9 +124,9 @@ def promised_ttft_s(slate: Slate, one: Figures, resident: float, cost_s: float) 
     age = slate.now - float(one.heard_at)
     trusted, booked = 2.0 ** (min(GRACE_S - age, 0.0) / HALF_LIFE_S), float(one.booked_requests)
     pace_s = trusted * itl_s(one, booked, max) + (1 - trusted) * assumed_itl_s(slate.rates, booked)
-    promised = (cost_s - horizon(slate) * pace_s) / float(one.correction)
-    others = EVICTION + crowding(slate.rates)
-    return max(promised - others * (slate.prompt_tokens - resident) * float(one.s_per_token), 0.0)
+    fresh = slate.prompt_tokens - resident
+    promised = (cost_s - horizon(slate) * pace_s) / float(one.correction) - EVICTION * fresh * float(one.s_per_token)
+    return max(promised / (1 + crowding(slate.rates) * fresh), 0.0)
 
 
 def _capacity_s(slate: Slate, tokens: Floats, running: Floats) -> Floats:

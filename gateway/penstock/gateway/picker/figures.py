@@ -87,6 +87,8 @@ class Rates(msgspec.Struct, frozen=True):
     """Mean length of the answers that have ended lately."""
     requests: float = 0.0
     """Mean of those that run and wait at the replicas that have reported."""
+    arrivals: float = 0.0
+    """Requests a second that were lately sent to each of those that may be picked."""
 
 
 def at(column: NDArray[Any], rows: Sequence[int]) -> list[Any]:

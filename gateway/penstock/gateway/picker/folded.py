@@ -1,9 +1,10 @@
-"""The cost of a pick, rearranged: of each replica ten numbers that no request changes, so that a request is priced in a few array
-operations instead of the sixty that `penstock.gateway.picker.cost` takes to say what every part of it is.
+"""The cost of a pick, rearranged: of each replica twelve numbers that no request changes, so that a request is priced in a few
+array operations instead of the sixty that `penstock.gateway.picker.cost` takes to say what every part of it is.
 
 Of `fresh` tokens that are not resident the cost of a replica is
 
-    base + fresh · prefill + max(capacity, least capacity) + max(preemption, 0) + tokens of the horizon · itl
+    first + fresh · (eviction + crowding · first) + tokens of the horizon · itl
+    first = base + fresh · prefill + max(capacity, least capacity) + max(preemption, 0)
 
 where capacity and preemption are straight lines over `fresh`, too. A report or a booking changes the numbers of one replica,
 which are worked out anew before the next pick; those of all of them are when the common rates are.
@@ -28,14 +29,12 @@ KV_CLIFF = 0.9
 EVICTION = 1.0
 """Seconds that others will lose for each second of this prefill, since a full cache forgets as much as it learns. By simulation
 (`make bench-routing`): without it the hit rate falls by a tenth, with 2 nothing more is won."""
-CROWDING = 3.0
-"""Seconds that others will wait longer for each second of this prefill and each second of prefill that is queued at a replica on
-average: the requests that come meanwhile. By simulation (`make bench-routing ARGS="--shapes"`): without it agents, whose calls
-share long prefixes, have their prefixes computed at every replica until all of them are late."""
-CROWDED_S = 1.0
-"""The mean queue beyond which nothing more is added: without a bound one replica's own queue, however long, would hold those that
-share its prefixes away from all that are idle."""
-_LINES, _ITL = 3, 9
+CROWDING = 2.0
+"""How many wait longer for a prefill, over the number of those that come to its replica until its first token: these and, as they
+bring work too, as many again until the replica is idle, if it works half of its time. By simulation
+(`make bench-routing ARGS="--shapes"`): without it agents, whose calls share long prefixes, have their prefixes computed at every
+replica until all of them are late; between 2 and 4 little changes."""
+_LINES, _ITL, _EVICTION, _CROWDING = 3, 9, 10, 11
 _FEW = 8
 """Changed rows up to which one after another is quicker than all at once."""
 _NEVER = -1e12
@@ -48,13 +47,14 @@ class Folded:
     def __init__(self) -> None:
         self.changed: set[int] = set()
         """Rows of which figures have changed."""
-        self._table: Floats = np.zeros((_ITL + 1, 0))
+        self._table: Floats = np.zeros((_CROWDING + 1, 0))
         self._of: tuple[Rates, int] | None = None
 
     def table(self, figures: Floats, rates: Rates, block_size: int, now: float) -> Floats:
-        """float64 [10, rows]: the slopes of three straight lines over the fresh tokens (capacity, preemption, the rest), where
-        they begin, below what they do not fall, and the inter-token time. All are seconds, all but the last by what the
-        replica's promises have been worth.
+        """float64 [12, rows]: the slopes of three straight lines over the fresh tokens (capacity, preemption, the rest), where
+        they begin, below what they do not fall; the inter-token time; what a fresh token costs others, and what it does for
+        each second until the first token. All but the last and the inter-token time is by what the replica's promises have been
+        worth.
 
         Args:
             figures: float64 [figures, rows], see `Figures`.
@@ -64,7 +64,7 @@ class Folded:
         """
         if self._of is None or self._of[0] is not rates or self._of[1] != block_size or len(self.changed) > _FEW:
             self._of = rates, block_size
-            table = self._table = np.empty((_ITL + 1, figures.shape[1]))
+            table = self._table = np.empty((_CROWDING + 1, figures.shape[1]))
             for row, numbers in enumerate(_fold(Figures(*figures), rates, block_size, now, np.maximum)):
                 table[row] = numbers
         else:
@@ -75,24 +75,31 @@ class Folded:
         return self._table
 
 
-def costs(table: Floats, fresh: Floats, tokens: int) -> Floats:
+def costs(table: Floats, fresh: Floats, tokens: int, lora_s: Floats | None = None) -> Floats:
     """The cost of each row in seconds, float64 [rows].
 
     Args:
         table: See `Folded.table`.
         fresh: Prompt tokens that are not resident, by row.
         tokens: Output tokens whose inter-token time counts.
+        lora_s: Seconds until the request's adapter is in a slot, by row; None where it names none.
     """
     lines = table[:_LINES] * fresh
     lines += table[_LINES : 2 * _LINES]
     np.maximum(lines, table[2 * _LINES : _ITL], out=lines)
-    total = lines.sum(axis=0)
+    total = np.add.reduce(lines)
+    if lora_s is not None:
+        total += lora_s
+    others = table[_CROWDING] * total
+    others += table[_EVICTION]
+    others *= fresh
+    total += others
     total += tokens * table[_ITL]
     return total
 
 
 def _fold(f: Any, rates: Rates, block_size: int, now: float, most: Callable[[Any, Any], Any]) -> tuple[Any, ...]:
-    """The ten numbers of one row, or of all: `f` holds figures, or columns of them; `most` is the greater of two."""
+    """The twelve numbers of one row, or of all: `f` holds figures, or columns of them; `most` is the greater of two."""
     trusted = 2.0 ** -(most(now - f.heard_at - GRACE_S, 0.0) / HALF_LIFE_S)
     running, held = most(f.running, 1.0), most(f.held_blocks, 1.0)
     s_per_token = f.s_per_token * f.correction
@@ -109,7 +116,7 @@ def _fold(f: Any, rates: Rates, block_size: int, now: float, most: Callable[[Any
     return (
         turn_s / (block_size * held),
         again * some,
-        (1 + EVICTION + crowding(rates)) * s_per_token,
+        s_per_token,
         missing / held * turn_s,
         again * (some * grown + (f.kv_usage - KV_CLIFF) * room),
         f.correction * (trusted * queue_s(f, now, most) + (1 - trusted) * assumed_s) + s_per_token * f.booked_tokens,
@@ -117,12 +124,15 @@ def _fold(f: Any, rates: Rates, block_size: int, now: float, most: Callable[[Any
         0.0,
         -np.inf,
         trusted * itl_s(f, f.booked_requests, most) + (1 - trusted) * assumed_itl_s(rates, f.booked_requests),
+        EVICTION * s_per_token,
+        crowding(rates),
     )
 
 
 def crowding(rates: Rates) -> float:
-    """Seconds that others will wait longer for each second of a prefill."""
-    return CROWDING * min(rates.queue_s, CROWDED_S)
+    """Seconds that others will wait longer for each token of a prefill and each second until its request's first one: at the
+    common speed, so that a replica which reports too high a speed is not believed twice."""
+    return CROWDING * rates.arrivals / max(rates.prefill_tokens_per_s, 1.0)
 
 
 def queue_s(f: Any, now: float, most: Callable[[Any, Any], Any]) -> Any:

@@ -177,6 +177,9 @@ class FleetState:
     def book(self, request: RequestView, key: ReplicaKey, resident_tokens: int, now: float) -> Booking:
         """A booking of `request` at `key`, which computes all but `resident_tokens` of it; what it then caches counts at once."""
         booking = self.bookings.book(request.id, key, request.prompt_tokens - resident_tokens, now)
+        if key in self._places:
+            columns, _ = self._places[key]
+            columns.sent()
         if len(request.prompts) == 1 and self.tells(key):  # of others `beliefs` takes the same for granted
             (prompt,), block_size = request.space_of(key)
             self._coming.expect(booking, prompt.block_hashes, resident_tokens // block_size)
