@@ -1,6 +1,7 @@
 """What Linux tells of a process in /proc."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -27,5 +28,8 @@ def memory_bytes(pid: int, what: str = "VmRSS") -> int:
 
 def children(pid: int) -> list[int]:
     """Processes that any of its threads has started, and that have not ended."""
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for one in lists for child in one.read_text().split()]
+    found: list[int] = []
+    for one in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile: its children are another's now
+            found += map(int, one.read_text().split())
+    return found

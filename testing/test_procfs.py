@@ -6,6 +6,8 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from procfs import TICKS, children, cpu_s, cpu_times, memory_bytes
@@ -39,3 +41,15 @@ def test_children_of_every_thread_are_there_until_they_have_ended() -> None:
     ended.set()
     thread.join()
     assert not {one.pid for one in started} & set(children(os.getpid()))
+
+
+def test_a_thread_that_ends_while_its_children_are_read_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As threads do that were joined a moment ago."""
+    glob = Path.glob
+
+    def with_one_that_is_gone(folder: Path, pattern: str) -> list[Path]:
+        return [folder / "0/children", *glob(folder, pattern)]
+
+    monkeypatch.setattr(Path, "glob", with_one_that_is_gone)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as one:
+        assert one.pid in children(os.getpid())
