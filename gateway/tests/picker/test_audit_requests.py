@@ -49,7 +49,7 @@ async def test_no_part_of_a_request_gets_into_the_log(world: Any, audit_log: Pat
     answer = await answered.ask(body, path=PATH, **KEY, **ODD, **{headers.REQUEST_ID: "one"})
     [replica] = [it for it in world.replicas if it.endpoint == world.destinations(answer)[0]]
     noted = answer.dynamic_metadata.fields[headers.LOG_NAMESPACE].struct_value.fields[headers.BOOKING].string_value
-    await answered.respond(**{"content-type": "text/event-stream", "set-cookie": "SECRET"})
+    await answered.respond(**{"content-type": "Text/Event-Stream;charset=utf-8", "set-cookie": "SECRET"})
     await answered.end()
     world.gateway._follower.event(key_of(replica), RequestFinished("one", "stop", 21, 16, 9, 0.1))
     told = StreamAccessLogsMessage()

@@ -71,8 +71,7 @@ class AuditedDirector:
             return None
 
     def _responded(self, routed: Routed, head: ResponseHead) -> None:
-        streamed = head.headers.get("content-type", "").startswith("text/event-stream")
-        self._trail.responded(routed.booking, head.headers.get(":status", ""), streamed=streamed)
+        self._trail.responded(routed.booking, head.headers.get(":status", ""), streamed=head.streams)
 
 
 class Audit:
