@@ -127,7 +127,7 @@ class Gateway:
         self._prompts = PromptLibrary(state, settings.tokenizers)
         self._served = ServedNames(state)
         self._gate = FlowGate(self._follower, settings.flow)
-        self._underway = Underway(state.bookings, state.reports.idle)
+        self._underway = Underway(state.bookings, state.reports)
         metrics, resolve = PickerMetrics(registry, state.outcomes), Resolve(state, self._served, self._prompts)
         self._tenants = None if settings.tenants is None else TenantsWatcher(settings.tenants, registry)
         tenants = None if self._tenants is None else self._tenants.registry

@@ -13,9 +13,10 @@ from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 impor
 from penstock.gateway.extproc import access_log
 from penstock.gateway.extproc.call import Routed
 from penstock.gateway.extproc.underway import RESPONSE_S, Underway
+from penstock.gateway.flow.capacity import SILENT_ROOM, Standing, room_at
 from penstock.gateway.load.reports import ReportStore
-from penstock.gateway.picker.bookings import EXPIRY_S, Bookings
-from penstock.gateway.picker.candidates import ReplicaKey
+from penstock.gateway.picker.bookings import EXPIRY_S, Bookings, State
+from penstock.gateway.picker.candidates import Booked, ReplicaKey
 
 
 @pytest.fixture(params=["lean", "grpc"])
@@ -85,13 +86,9 @@ def routed(bookings: Bookings, name: str) -> Routed:
     return Routed(endpoints=["a:8000"], pool="p", booking=booking, model="m", name="m", came=0.0, log=log)
 
 
-def busy(key: ReplicaKey, after: float) -> bool:
-    return False
-
-
 def test_what_is_released_is_remembered_for_one_more_sweep() -> None:
     bookings = Bookings()
-    underway = Underway(bookings, busy)
+    underway = Underway(bookings, ReportStore())
     names = [underway.name() for _ in range(2)]
     for name in names:
         underway.add(name, routed(bookings, name))
@@ -104,12 +101,12 @@ def test_what_is_released_is_remembered_for_one_more_sweep() -> None:
     assert (underway.get(names[0]), len(underway)) == (None, 1)
     assert underway.ended(names[0]) is None
     assert underway.ended(names[1]) is not None
-    assert len(underway) == 0 and not Underway(bookings, busy).ours(names[0])
+    assert len(underway) == 0 and not Underway(bookings, ReportStore()).ours(names[0])
 
 
 def test_a_request_that_nobody_watches_does_not_count_for_ever() -> None:
     bookings, reports = Bookings(), ReportStore()
-    underway = Underway(bookings, reports.idle)
+    underway = Underway(bookings, reports)
     watched, unwatched, answered = (underway.name() for _ in range(3))
     for name in (watched, unwatched, answered):
         underway.add(name, routed(bookings, name))
@@ -136,6 +133,29 @@ def test_a_request_that_nobody_watches_does_not_count_for_ever() -> None:
     assert bookings.released == {"expired": 3}
 
 
+@pytest.mark.parametrize("heard_at", [None, 1.0, RESPONSE_S])
+def test_what_was_lost_at_a_replica_that_does_not_report_does_not_fill_it_for_longer(heard_at: float | None) -> None:
+    bookings, reports = Bookings(), ReportStore()
+    underway = Underway(bookings, reports)
+    for _ in range(SILENT_ROOM):
+        name = underway.name()
+        its = routed(bookings, name)
+        underway.add(name, its)
+        underway.passed_on(its)
+    if heard_at is not None:
+        reports.observe(KEY, LoadReport(epoch=1, seq=1, num_requests_running=SILENT_ROOM), heard_at)
+
+    def room() -> int:
+        unanswered = bookings.count(KEY, State.PENDING)
+        return room_at(Standing(report=None, report_age_s=0, booked=Booked(), unanswered=unanswered, known_s=RESPONSE_S))
+
+    silent_since = RESPONSE_S + (heard_at or 0)
+    underway.sweep(silent_since - 1)
+    assert room() == 0
+    underway.sweep(silent_since)
+    assert room() == SILENT_ROOM
+
+
 @pytest.mark.parametrize(
     "load", [{"num_requests_running": 1}, {"num_requests_waiting": {"capacity": 1}}, {"kv_cache_usage_perc": 0.1}]
 )
@@ -150,7 +170,7 @@ def test_a_replica_with_anything_to_do_is_not_idle(load: dict[str, Any]) -> None
 
 def test_what_was_counted_at_its_end_is_known_by_name_once() -> None:
     bookings = Bookings()
-    underway = Underway(bookings, busy)
+    underway = Underway(bookings, ReportStore())
     early, seen, finished = names = [underway.name() for _ in range(3)]
     for name in names:
         its = routed(bookings, name)

@@ -3,16 +3,16 @@
 import itertools
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable
 
 from penstock.api import headers
 from penstock.gateway.extproc.call import Routed
-from penstock.gateway.picker.bookings import Bookings, State
-from penstock.gateway.picker.candidates import ReplicaKey
+from penstock.gateway.load.reports import ReportStore
+from penstock.gateway.picker.bookings import Booking, Bookings, State
 
 RESPONSE_S = 300.0
 """How long a request counts at least that nobody watches and that has no response, if Envoy never says what became of it. Answers
-that are not streamed may take as long as Envoy's patience, so that only a replica with nothing to do has forgotten it."""
+that are not streamed may take as long as Envoy's patience, so that of the replicas that report only one with nothing to do has
+forgotten it. Of one that does not report for so long nothing else would ever end it, and it would be full of what was lost."""
 COUNTED_KEPT = 4096
 """Requests whose heads may still come after their ends."""
 
@@ -22,12 +22,12 @@ class Underway:
 
     Args:
         bookings: Theirs.
-        idle: Whether a replica has said, later than at a moment, that it has nothing to do.
+        reports: What replicas say that they have to do.
     """
 
-    def __init__(self, bookings: Bookings, idle: Callable[[ReplicaKey, float], bool]) -> None:
+    def __init__(self, bookings: Bookings, reports: ReportStore) -> None:
         self._bookings = bookings
-        self._idle = idle
+        self._reports = reports
         self._process = secrets.token_hex(4)
         self._numbers = itertools.count()
         self._routed: dict[str, Routed] = {}
@@ -92,9 +92,14 @@ class Underway:
             routed = self._routed.get(name)
             if routed is None or routed.booking.state is not State.PENDING:
                 self._unwatched.discard(name)
-            elif now >= (due := routed.booking.made_at + RESPONSE_S) and self._idle(routed.booking.key, due):
+            elif now >= routed.booking.made_at + RESPONSE_S and self._forgotten(routed.booking, now):
                 for booking in filter(None, (routed.booking, routed.prefill_booking)):
                     self._bookings.release(booking, "expired")
         for name in self._done:
             self._routed.pop(name, None)
         self._done = {name for name, routed in self._routed.items() if routed.booking.state is State.RELEASED}
+
+    def _forgotten(self, booking: Booking, now: float) -> bool:
+        """Whether the replica knows nothing of a request that is as old as `RESPONSE_S`, or tells nothing of what it knows."""
+        key, due = booking.key, booking.made_at + RESPONSE_S
+        return self._reports.idle(key, due) or bool(self._reports.silent([key], now, RESPONSE_S))
