@@ -120,6 +120,23 @@ async def test_a_cordon_that_a_person_has_set_stays_and_its_pod_goes_first_if_ch
     assert int(api.objects["Pod", "default", "b"]["metadata"]["annotations"]["controller.kubernetes.io/pod-deletion-cost"]) < 0
 
 
+@pytest.mark.parametrize("cost", ["100", "-1000"])
+async def test_a_deletion_cost_that_somebody_else_has_set_makes_no_victim(actuator: Any, api: Any, cost: str) -> None:
+    """Such as the pool's template, which all of its pods have it from."""
+    for name in "ab":
+        pod = api.objects["Pod", "default", name]
+        own = {"controller.kubernetes.io/pod-deletion-cost": cost}
+        api.put({**pod, "metadata": {**pod["metadata"], "annotations": own}})
+    await api.delete(api.objects["Pod", "default", "c"])
+    api.calls.clear()
+    await actuator.spare(ID)
+    assert api.calls == [], "at every look it would be patched anew, for nothing"
+    await actuator.scale(ID, 1, ["uid-b"])
+    assert [name for _, kind, name in api.calls if kind == "Pod"] == ["b"]
+    marks = api.objects["Pod", "default", "b"]["metadata"]["annotations"]
+    assert marks == {"penstock.dev/cordoned": "true", "controller.kubernetes.io/pod-deletion-cost": "-1000"}
+
+
 async def test_a_workload_that_is_not_the_models_is_not_sized_whatever_its_labels(actuator: Any, api: Any) -> None:
     """Such as one that `kubectl delete --cascade=orphan` left behind."""
     mine = api.objects["Deployment", "default", "tiny-main"]

@@ -221,8 +221,10 @@ class KubernetesActuator:
 
 
 def _is_victim(pod: Object) -> bool:
-    """By what is ours alone: a person may have cordoned a pod too, which is not ours to end, nor makes it go first."""
-    return labels.DELETION_COST in pod["metadata"].get("annotations", {})
+    """By both marks: a person may have cordoned a pod too, which is not ours to end, nor makes it go first; and a template or a
+    person may give it a deletion cost, by which nobody leaves it out."""
+    found: Object = pod["metadata"].get("annotations", {})
+    return labels.CORDONED in found and found.get(labels.DELETION_COST) == VICTIM_COST
 
 
 def _asks_for_scaling(resource: Object) -> bool:
