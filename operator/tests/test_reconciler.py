@@ -390,6 +390,34 @@ async def test_children_do_not_come_back_when_the_garbage_collector_is_faster_th
         await world.reconciler.reconcile(key)
 
 
+@pytest.mark.parametrize("successor", [False, True])
+async def test_what_went_while_its_status_was_written_stays_gone(
+    world: World, key: Key, monkeypatch: pytest.MonkeyPatch, successor: bool
+) -> None:
+    """A finalizer ends when the last child does, and so do we write then: the watch may be faster than the answer."""
+    await world.apply(world.make.resource())
+    await world.settle(key)
+    going = world.make.resource(served={"name": "wanted-by-others"})
+    going["metadata"] |= {"deletionTimestamp": "2026-01-02T00:00:00Z", "finalizers": ["foregroundDeletion"]}
+    await world.apply(going)
+    other = Key("InferenceModel", "default", "other")
+    await world.apply(world.make.resource("other", served={"name": "wanted-by-others"}))
+    apply = world.api.apply
+
+    async def overtaken(body: dict[str, Any], *rest: str) -> dict[str, Any]:
+        written: dict[str, Any] = await apply(body, *rest)
+        world.watch.seen(gone(written))
+        if successor:
+            world.watch.seen(there(world.make.resource(uid="a-new-one")))
+        return written
+
+    monkeypatch.setattr(world.api, "apply", overtaken)
+    await world.reconciler.reconcile(key)
+    left = world.resources.get(key)
+    assert (left["metadata"]["uid"] if left else "") == ("a-new-one" if successor else "")
+    assert world.resources.conflict(other) == ""
+
+
 async def test_an_older_version_from_the_watch_does_not_undo_our_own_write(world: World, key: Key) -> None:
     await world.apply(world.make.resource())
     stale = world.live("InferenceModel")

@@ -240,7 +240,9 @@ class Reconciler:
             "status": status,
         }
         written = await self._api.apply(body, MANAGER, "status")
-        self._resources.put(written)
+        known = self._resources.get(key_of(resource))
+        if known is not None and known["metadata"]["uid"] == meta["uid"]:  # else it went meanwhile, which no watch says twice
+            self._resources.put(written)
         for kind, reason, message in turns(previous(resource), status["conditions"]):
             log.info("%s: %s: %s", key_of(resource), reason, message)
             try:
