@@ -34,6 +34,14 @@ reports = st.builds(
 )
 
 
+@given(report=reports, form=st.sampled_from(["TEXT", "JSON", "BIN"]))
+def test_headers_leave_out_which_adapters_there_are_and_events_say_it(report: LoadReport, form: load_report.Format) -> None:
+    telling = msgspec.structs.replace(report, adapters=("sql", "chat"))
+    assert load_report.decode(load_report.encode(telling, form)) == report
+    assert events.decode(events.encode(events.EventBatch(1, 0.0, [telling]))).events == [telling]
+    assert msgspec.json.decode(msgspec.json.encode(telling), type=LoadReport) == telling
+
+
 @pytest.mark.req("RT-05")
 @given(report=reports, form=st.sampled_from(["TEXT", "JSON", "BIN"]))
 def test_every_form_carries_the_whole_report(report: LoadReport, form: load_report.Format) -> None:

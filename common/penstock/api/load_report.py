@@ -70,6 +70,9 @@ class LoadReport(msgspec.Struct, frozen=True, tag="LoadReport"):
     """The adapters that hold a slot, each with its running requests; with 0 its slot may be given away."""
     lora_waiting: dict[str, int] = {}
     """Waiting requests by adapter, whatever they wait for; adapters with none are left out."""
+    adapters: tuple[str, ...] | None = None
+    """Names of the adapters that requests can ask for. None: not said, as by engines of others and by older ones of ours, and on
+    response headers, which stay short: there it takes back nothing of what `/load` and the event stream have said."""
 
     @property
     def waiting(self) -> int:

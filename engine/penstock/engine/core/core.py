@@ -236,6 +236,7 @@ class EngineCore:
             lora_slots_free=lora.num_free_slots,
             lora_running=lora.running(),
             lora_waiting=lora.waiting(),
+            adapters=scheduler.adapters.names(),
         )
         self._seq += 1
         return CoreStats(

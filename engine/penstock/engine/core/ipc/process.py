@@ -101,6 +101,7 @@ class CoreLoop:
             self._send(outputs)
         if adapters := self._core.take_adapters():
             self._send(adapters)
+            self._last_report = -HEARTBEAT_S  # told at once, after the frontends: gateways hold requests for it
         self._reply()
         self._report()
 

@@ -30,6 +30,10 @@ class Adapters:
         adapter = self._named.get(name)
         return None if adapter is None else adapter.info
 
+    def names(self) -> tuple[str, ...]:
+        """What requests can ask for, in the order in which it came."""
+        return tuple(self._named)
+
     def infos(self) -> list[AdapterInfo]:
         """All that requests can ask for, in the order in which they came."""
         return [adapter.info for adapter in self._named.values()]
