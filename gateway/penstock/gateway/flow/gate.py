@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from typing import Literal
 
 from penstock.api.events import Event, RequestFinished
-from penstock.api.fleet import Model, Replica
+from penstock.api.fleet import Adapter, Model, Replica
 from penstock.api.load_report import LoadReport
 from penstock.gateway.flow.capacity import Standing, room
 from penstock.gateway.flow.control import FlowControl, FlowLimits, Shed, ShedReason
 from penstock.gateway.flow.forecast import Forecast
-from penstock.gateway.flow.ticket import Ticket
+from penstock.gateway.flow.ticket import Ticket, queue_name
 from penstock.gateway.load.follower import FleetFollower
 from penstock.gateway.picker.bookings import State
 from penstock.gateway.picker.candidates import ReplicaKey, key_of
@@ -27,7 +27,7 @@ PLENTY = 256
 TICK_S = 0.1
 """How often what nobody announces, such as a report that has become old, is looked at while something waits."""
 
-Reason = ShedReason | Literal["displaced", "no_ready_replica", "saturated", "shutting_down"]
+Reason = ShedReason | Literal["displaced", "no_ready_replica", "adapter_not_loaded", "saturated", "shutting_down"]
 
 
 class TurnedAway(Exception):
@@ -40,16 +40,17 @@ class TurnedAway(Exception):
 
 
 class FleetMoved(Exception):
-    """The models have changed while a request waited: what its name means has to be asked again."""
+    """The models have changed while a request waited, or its adapter has come: what its name means has to be asked again."""
 
 
 class _Lane:
-    """One model, as the gate sees it."""
+    """One model, as the gate sees it, or what waits for one of its adapters: for any replica to have it, not for room."""
 
-    __slots__ = ("credits", "forecast", "good_until", "model", "replicas", "seen", "transit")
+    __slots__ = ("adapter", "credits", "forecast", "good_until", "model", "replicas", "seen", "transit")
 
-    def __init__(self, model: Model, now: float) -> None:
+    def __init__(self, model: Model, now: float, adapter: str | None = None) -> None:
         self.model = model
+        self.adapter = adapter
         self.credits = 0
         self.good_until = now
         self.transit = 0
@@ -71,14 +72,17 @@ class FlowGate:
         self._lanes: dict[str, _Lane] = {}
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
         self._models: list[Model] = []
+        self._adapters: list[Adapter] = []
         self._scheduled = False
         self._closed = False
         follower.listeners.append(self._heard)
 
     # --- the way of one request ---
 
-    def enter(self, model: Model, tokens: int, now: float) -> bool:
-        """Whether a request of about `tokens` goes on at once; then `leave` must follow."""
+    def enter(self, model: Model, tokens: int, now: float, adapter: str | None = None) -> bool:
+        """Whether a request of about `tokens` goes on at once; then `leave` must follow. `adapter`: which it names."""
+        if adapter is not None and self._state.lacks(model, adapter):
+            return False
         lane = self._lanes.get(model.id)
         if lane is None:
             lane = self._lanes[model.id] = _Lane(model, now)
@@ -94,26 +98,33 @@ class FlowGate:
         lane.forecast.pace.add(tokens, now, pressed=False)
         return True
 
-    async def wait(self, ticket: Ticket, model: Model, tenant_requests: int | None = None) -> None:
+    def queue(self, model: Model, adapter: str | None) -> str:
+        """Where a request waits that does not go on at once."""
+        return queue_name(model.id, adapter if self._state.lacks(model, adapter) else None)
+
+    async def wait(self, ticket: Ticket, model: Model, tenant_requests: int | None = None, adapter: str | None = None) -> None:
         """Waits until a request may go on; then `leave` must follow.
 
         Args:
             ticket: Its place in the queue.
             model: Its model.
             tenant_requests: How many may wait of its tenant; None for what all may.
+            adapter: Which it names.
 
         Raises:
             TurnedAway: there is no room, or it took too long.
-            FleetMoved: ask what the model's name means, and come again.
+            FleetMoved: ask what the model's name means, and come again. What waits for an adapter never goes on otherwise.
         """
         now = time.monotonic()
         if self._closed:
             raise TurnedAway("shutting_down", 1)
-        lane = self._lanes[model.id]
+        lane = self._lanes.get(ticket.model)
+        if lane is None:
+            lane = self._lanes[ticket.model] = _Lane(model, now, None if ticket.model == model.id else adapter)
         lane.model = model
         if ticket.until <= now:
             raise self._late(lane, ticket)
-        self._offer(lane, ticket, tenant_requests, now)
+        self._offer(lane, ticket, tenant_requests)
         future = self._waiting[ticket] = asyncio.get_running_loop().create_future()
         self._announce(model)
         self._pump_soon()
@@ -130,7 +141,7 @@ class FlowGate:
             raise
         finally:
             self._state.hold_ended(model)
-            if model.id not in self.control.queues:
+            if ticket.model not in self.control.queues:
                 lane.forecast.abandoned()
 
     def leave(self, model: Model, *, in_vain: bool = False) -> None:
@@ -146,12 +157,10 @@ class FlowGate:
         """Whether the model has a replica that may be picked at all."""
         return next(self._ready(model), None) is not None
 
-    def retry_after_s(self, model: Model, priority: int) -> int:
-        """When a request of this priority would probably go on."""
-        now = time.monotonic()
-        lane = self._lanes.get(model.id) or _Lane(model, now)
-        queue = self.control.queues.get(model.id)
-        return lane.forecast.retry_after_s(queue.tokens_before(priority) if queue else 0, now)
+    def _retry_after_s(self, lane: _Lane, ticket: Ticket) -> int:
+        """When a request like this one would probably go on."""
+        queue = self.control.queues.get(ticket.model)
+        return lane.forecast.retry_after_s(queue.tokens_before(ticket.priority) if queue else 0, time.monotonic())
 
     # --- what moves the queues ---
 
@@ -164,8 +173,8 @@ class FlowGate:
             except TimeoutError:
                 pass
             fleet = self._state.fleet
-            if fleet.models != self._models:
-                self._models = fleet.models
+            if (fleet.models, fleet.adapters) != (self._models, self._adapters):
+                self._models, self._adapters = fleet.models, fleet.adapters
                 self._send_all(FleetMoved())
                 known = {model.id for model in fleet.models}
                 self._lanes = {ident: lane for ident, lane in self._lanes.items() if ident in known or lane.transit}
@@ -196,6 +205,9 @@ class FlowGate:
         now = time.monotonic()
         for ident in list(self.control.queues):
             lane = self._lanes[ident]
+            if lane.adapter is not None:
+                self._call(ident, lane, now)
+                continue
             free = self._room(lane, now) - lane.transit
             if lane.seen:
                 lane.forecast.ready(now)
@@ -211,14 +223,22 @@ class FlowGate:
                 free -= 1
             lane.credits, lane.good_until = free, now + CREDIT_S
 
-    def _offer(self, lane: _Lane, ticket: Ticket, tenant_requests: int | None, now: float) -> None:
+    def _call(self, ident: str, lane: _Lane, now: float) -> None:
+        """Once a replica has the adapter, those that wait for it come again, and may have to wait for room."""
+        if self._state.lacks(lane.model, lane.adapter):
+            lane.forecast.starting(now)
+            return
+        lane.forecast.ready(now)
+        while (ticket := self.control.take(ident)) is not None:
+            self._send(ticket, FleetMoved())
+
+    def _offer(self, lane: _Lane, ticket: Ticket, tenant_requests: int | None) -> None:
         try:
             displaced = self.control.offer(ticket, tenant_requests)
         except Shed as shed:
-            raise TurnedAway(shed.reason, self.retry_after_s(lane.model, ticket.priority)) from None
+            raise TurnedAway(shed.reason, self._retry_after_s(lane, ticket)) from None
         for other in displaced:
-            other_lane = self._lanes[other.model]
-            self._send(other, TurnedAway("displaced", self.retry_after_s(other_lane.model, other.priority)))
+            self._send(other, TurnedAway("displaced", self._retry_after_s(self._lanes[other.model], other)))
 
     def _announce(self, model: Model) -> None:
         """Shows the autoscaler what is held: at once for the first, then each time that it has doubled."""
@@ -228,8 +248,10 @@ class FlowGate:
             self._follower.notify()
 
     def _late(self, lane: _Lane, ticket: Ticket) -> TurnedAway:
-        reason: Reason = "saturated" if self.anybody(lane.model) else "no_ready_replica"
-        return TurnedAway(reason, self.retry_after_s(lane.model, ticket.priority))
+        reason: Reason = "no_ready_replica"
+        if self.anybody(lane.model):
+            reason = "saturated" if lane.adapter is None else "adapter_not_loaded"
+        return TurnedAway(reason, self._retry_after_s(lane, ticket))
 
     def _send_all(self, error: Exception) -> None:
         for ticket in list(self._waiting):

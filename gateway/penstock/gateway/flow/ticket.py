@@ -1,11 +1,24 @@
 """One request that waits at the gateway."""
 
+_OF_ADAPTER = "#"
+"""No name in Kubernetes has one."""
+
+
+def queue_name(model: str, adapter: str | None = None) -> str:
+    """The queue of a model, or of the requests for one of its adapters as long as no replica has it."""
+    return model if adapter is None else f"{model}{_OF_ADAPTER}{adapter}"
+
+
+def model_of(queue: str) -> str:
+    """Whose queue it is."""
+    return queue.partition(_OF_ADAPTER)[0]
+
 
 class Ticket:
     """A place in the queue. Tickets are compared by identity.
 
     Args:
-        model: `Model.id`.
+        model: Where it waits: `queue_name`, a model's `Model.id`.
         tenant: Whose request it is.
         priority: Band; smaller goes first.
         weight: Share of the tenant in comparison with the others of its band, above 0.

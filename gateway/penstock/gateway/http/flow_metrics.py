@@ -1,5 +1,6 @@
 """What waits and what tenants have running, read off flow control when somebody asks."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -8,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from penstock.api import metrics
 from penstock.gateway.flow.control import FlowControl
+from penstock.gateway.flow.ticket import model_of
 from penstock.gateway.tenants.registry import Registry
 
 WAIT_BUCKETS = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -36,9 +38,12 @@ class FlowCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """See `Collector`."""
         queued = GaugeMetricFamily(metrics.FLOW_QUEUED, "Requests that wait at the gateway", labels=["model", "priority"])
-        for model, queue in self._control.queues.items():
+        waiting = Counter[tuple[str, int]]()
+        for name, queue in self._control.queues.items():
             for priority, band in queue.bands.items():
-                queued.add_metric([model, str(priority)], sum(len(tickets) for tickets in band.tenants().values()))
+                waiting[model_of(name), priority] += sum(len(tickets) for tickets in band.tenants().values())
+        for (model, priority), count in waiting.items():
+            queued.add_metric([model, str(priority)], count)
         yield queued
         yield GaugeMetricFamily(metrics.FLOW_QUEUED_BYTES, "Bytes of requests that wait", value=self._control.bytes)
         if self._tenants is not None:

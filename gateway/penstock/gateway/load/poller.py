@@ -82,7 +82,12 @@ class LoadPoller:
     async def _report(self, client: ReplicaClient, replica: Replica) -> None:
         """Asks a replica of ours."""
         asked_at = time.monotonic()
-        report = msgspec.json.decode(await _get(client, replica, "/load"), type=LoadReport)
+        try:
+            report = msgspec.json.decode(await _get(client, replica, "/load"), type=LoadReport)
+        except (aiohttp.ClientResponseError, ValueError) as error:
+            if not isinstance(error, aiohttp.ClientResponseError) or error.status < 500:  # else it may have one later
+                self._state.mute(key_of(replica))
+            raise
         self._heard(key_of(replica), report, asked_at)
 
     async def _look(self, client: ReplicaClient, replica: Replica) -> None:

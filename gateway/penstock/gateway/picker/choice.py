@@ -93,8 +93,12 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rejected(self) -> list[Rejected]:
         """Those that could not be picked, and why."""
-        found = ((r.name, why_not(r, self.subset, self.excluded)) for r in self.whole.replicas if r is not None)
-        return [Rejected(name, why) for name, why in found if why is not None]
+        rejected: list[Rejected] = []
+        for replica, could in zip(self.whole.replicas, self.whole.open.tolist(), strict=True):
+            if replica is not None and not could:
+                why = why_not(replica, self.subset, self.excluded)
+                rejected.append(Rejected(replica.name, why or f"not known to have adapter {self.whole.adapter!r}"))
+        return rejected
 
     @property
     def next_best(self) -> tuple[str, float] | None:

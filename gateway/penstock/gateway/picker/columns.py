@@ -72,6 +72,8 @@ class Columns:
         """Rises when `rows` changes."""
         self.adapters: dict[str, set[int]] = {}
         """The rows in which each adapter holds a slot."""
+        self.served: dict[int, Collection[str]] = {}
+        """The adapters that can be asked for in each row; rows of which nobody tells are left out."""
         self.troubled: set[int] = set()
         """The rows that may be a last resort now or soon."""
         self._members: list[Replica] = []
@@ -81,6 +83,7 @@ class Columns:
         self._rates = Rates()
         self._folded = Folded()
         self._rated_at = self._faded_at = -np.inf
+        self._able: dict[str, Bools] = {}
         self._rows_at: dict[tuple[str, int], list[int]] = {}
         self._rows_on: dict[str, list[int]] = {}
 
@@ -112,6 +115,7 @@ class Columns:
     def _clear(self, row: int) -> None:
         self.table[:, row] = _blank(1)[:, 0]
         self.troubled.discard(row)
+        self.served.pop(row, None)
         self._hold(row, ())
 
     def _index(self, by_row: list[Replica | None]) -> None:
@@ -125,7 +129,7 @@ class Columns:
         order = sorted(range(len(by_row)), key=lambda row: _place(by_row[row]))
         self.by_name = np.array(order, np.intp)
         self.pools = sorted({replica.pool for replica in by_row if replica})
-        self._rows_at, self._rows_on = {}, {}
+        self._able, self._rows_at, self._rows_on = {}, {}, {}
         for row, replica in enumerate(by_row):
             if replica:
                 self.figures.pool[row] = self.pools.index(replica.pool)
@@ -194,6 +198,24 @@ class Columns:
         seconds = np.where(f.lora_slots > 0, LORA_LOAD_S + np.where(f.lora_free > 0, 0.0, wait), 0.0)
         seconds[list(self.adapters.get(adapter, ()))] = 0.0
         return seconds
+
+    def serves(self, row: int, adapters: Collection[str] | None) -> None:
+        """Requests can ask the replica in `row` for these adapters; None: for all that anybody knows."""
+        if adapters is None:
+            self.served.pop(row, None)
+        else:
+            self.served[row] = adapters
+        self._able = {}
+
+    def able(self, adapter: str) -> Bools:
+        """The open rows that can be asked for `adapter`; `open` itself where all can, so that nobody pays for adapters that are
+        everywhere. Looked at anew when a replica says something else than before."""
+        mask = self._able.get(adapter)
+        if mask is None:
+            has = [row not in self.served or adapter in self.served[row] for row in range(len(self.open))]
+            mask = self.open & np.array(has, np.bool_)
+            self._able[adapter] = mask = self.open if int(mask.sum()) == self.open_count else mask
+        return mask
 
     def booked(self, row: int, booked: Booked) -> None:
         """Work sent to the replica in `row` that its reports do not hold yet."""
@@ -269,11 +291,12 @@ class Columns:
             arrivals=self._arrived / ARRIVALS_S / max(self.open_count, 1),
         )
 
-    def eligible(self, subset: Subset | None, excluded: Collection[ReplicaKey]) -> Bools:
-        """The rows that may be picked; see `why_not` in `candidates` for the reasons of the others."""
+    def eligible(self, subset: Subset | None, excluded: Collection[ReplicaKey], adapter: str | None = None) -> Bools:
+        """The rows that may be picked; see `Choice.rejected` for the reasons of the others."""
+        able = self.open if adapter is None else self.able(adapter)
         if subset is None and not excluded:
-            return self.open
-        mask = self.open.copy()
+            return able
+        mask = able.copy()
         if subset is not None:
             allowed = np.zeros(len(mask), np.bool_)
             for host in subset.hosts:

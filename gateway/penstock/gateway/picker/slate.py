@@ -39,6 +39,8 @@ class Slate(NamedTuple):
     """Prompt tokens that each replica's prefix cache would supply."""
     last_resorts: Bools | None
     """Rows to pick only where there is no other; None where there are none."""
+    adapter: str | None
+    """That the request names."""
     lora_s: Floats | None
     """Seconds until the request's adapter is in a slot; None where it names none."""
     weights: Weights
@@ -103,6 +105,7 @@ def slate_of(
         candidates=columns.open_count if open is columns.open else int(np.count_nonzero(open)),
         resident=resident,
         last_resorts=columns.last_resorts(now),
+        adapter=request.adapter,
         lora_s=None if request.adapter is None else columns.lora_s(request.adapter),
         weights=weights,
         columns=columns,

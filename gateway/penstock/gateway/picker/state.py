@@ -20,6 +20,7 @@ from penstock.api.fleet import (
     ReplicaLoad,
 )
 from penstock.api.load_report import LoadReport
+from penstock.gateway.load.adapters import LoadedAdapters
 from penstock.gateway.load.reports import ReportStore
 from penstock.gateway.load.traits import Traits
 from penstock.gateway.models.names import Names
@@ -46,6 +47,7 @@ class FleetState:
         self.version = 0
         """Rises when replicas change or a hold begins: what must wake an autoscaler."""
         self.reports = ReportStore()
+        self._loaded = LoadedAdapters()
         self.residency = ResidencyIndex()
         self.beliefs = Beliefs(self.residency)
         self.outliers = Outliers()
@@ -79,8 +81,11 @@ class FleetState:
             self.bookings.release_all(key, "replica_gone")
             self.beliefs.drop(key)
             self.reports.drop(key)
+            self._loaded.forget(key)
             self._traits.pop(key, None)
             self.outliers.drop(key)
+        # A process may have ended, whose place another takes under the same key: what that one has, it has to say.
+        fallen = [key for key, old in self._replicas.items() if old.ready and key in replicas and not replicas[key].ready]
         if replicas != self._replicas:
             self.version += 1
         self.fleet, self._replicas = fleet, replicas
@@ -99,6 +104,9 @@ class FleetState:
         before, self._places = self._places, {}
         self._columns = self._placed(self._columns, self._by_model, before)
         self._prefill = self._placed(self._prefill, prefill, before)
+        for key in fallen:
+            self._loaded.forget(key)
+            self._serve(key)
         current = {*self._columns.values(), *self._prefill.values()}
         self._resident = {columns: self._resident.get(columns) or ResidentColumn(self.residency, columns) for columns in current}
 
@@ -116,6 +124,7 @@ class FleetState:
                         columns.report(row, heard.report, heard.at)
                     self._booked(key, self.bookings.outstanding(key))
                     self._stand(key)
+                    self._serve(key)
         return placed
 
     def inference_pool(self, pool: str) -> InferencePool | None:
@@ -153,6 +162,7 @@ class FleetState:
             self._traits[key] = traits
             if not self.tells(key):
                 self.beliefs.history.set_blocks(key, traits.num_blocks)
+            self._serve(key)
 
     def tells(self, key: ReplicaKey) -> bool:
         """Whether `key` says by events what it caches."""
@@ -187,8 +197,10 @@ class FleetState:
 
     # --- what replicas say ---
 
-    def reported(self, key: ReplicaKey, report: LoadReport, now: float, asked_at: float | None = None) -> None:
-        """A load report of `key`, received at `now`; a poll says when it asked."""
+    def reported(
+        self, key: ReplicaKey, report: LoadReport, now: float, asked_at: float | None = None, *, in_header: bool = False
+    ) -> None:
+        """A load report of `key`, received at `now`; a poll says when it asked. `in_header`: a short one, without adapters."""
         if key not in self._replicas:
             return
         if self.reports.observe(key, report, now):
@@ -201,6 +213,15 @@ class FleetState:
             heard = self.reports.get(key)
             if heard is not None and heard.report is report:
                 columns.report(row, report, heard.at)
+        current = self.reports.get(key)
+        of_this_process = current is not None and current.report.epoch == report.epoch
+        if not in_header and of_this_process and self._loaded.said(key, report.seq, report.adapters):
+            self._serve(key)
+
+    def mute(self, key: ReplicaKey) -> None:
+        """`key` was asked for its load and answered with something else: which adapters it has, nobody will tell."""
+        if key in self._replicas and self._loaded.mute(key):
+            self._serve(key)
 
     def restarted(self, key: ReplicaKey) -> None:
         """`key` is a new process: what the old one ran and cached is gone."""
@@ -208,6 +229,8 @@ class FleetState:
         self.beliefs.restarted(key)
         self.outliers.drop(key)
         self._stand(key)
+        self._loaded.forget(key)
+        self._serve(key)
         if key in self._places:
             columns, row = self._places[key]
             columns.trust_again(row)
@@ -281,6 +304,14 @@ class FleetState:
             columns, row = self._places[key]
             columns.stand(row, self.outliers.standing(key))
 
+    def _serve(self, key: ReplicaKey) -> None:
+        """Notes which adapters `key` has. Nobody tells those of others' engines; one of ours that has events will, and has none
+        until then."""
+        if key in self._places:
+            columns, row = self._places[key]
+            unsaid = () if self.tells(key) else None
+            columns.serves(row, self._loaded.at(key, unsaid) if self.engine(key) == "penstock" else None)
+
     def _booked(self, key: ReplicaKey, booked: Booked) -> None:
         if key in self._places:
             columns, row = self._places[key]
@@ -315,7 +346,7 @@ class FleetState:
         """
         columns = self._columns.get(model.id) or Columns()
         resident = self._resident_tokens(columns, request, comparable)
-        eligible, turn = columns.eligible(subset, excluded), self._turns.get(model.id, 0)
+        eligible, turn = columns.eligible(subset, excluded, _loaded(model, request.adapter)), self._turns.get(model.id, 0)
         return slate_of(request, columns, eligible, resident, now, turn, model.weights)
 
     def prefill_slate(
@@ -329,12 +360,20 @@ class FleetState:
     ) -> Slate | None:
         """Those that may compute the prompt of `request` for the replica that answers it; None where there are none. For the
         arguments see `slate`."""
-        columns = self._prefill.get(model.id)
-        if columns is None or not columns.open_count:
+        columns, adapter = self._prefill.get(model.id), _loaded(model, request.adapter)
+        if columns is None or not columns.open_count or (adapter is not None and not columns.able(adapter).any()):
             return None
         resident = self._resident_tokens(columns, request, comparable)
-        eligible, turn = columns.eligible(subset, ()), self._turns.get(model.id, 0)
+        eligible, turn = columns.eligible(subset, (), adapter), self._turns.get(model.id, 0)
         return slate_of(request, columns, eligible, resident, now, turn, model.weights)
+
+    def lacks(self, model: Model, adapter: str | None) -> bool:
+        """Whether no replica that could be picked has the adapter that a request names."""
+        adapter = _loaded(model, adapter)
+        if adapter is None:
+            return False
+        columns = self._columns.get(model.id)
+        return columns is None or not columns.able(adapter).any()
 
     def _resident_tokens(self, columns: Columns, request: RequestView, comparable: Collection[ReplicaKey] | None) -> Floats:
         if columns not in self._resident:  # of a model without replicas
@@ -403,6 +442,11 @@ class FleetState:
             in_flight=self.bookings.count(key),
             resident_blocks=self.residency.blocks(key),
         )
+
+
+def _loaded(model: Model, adapter: str | None) -> str | None:
+    """The adapter that a replica must have said to have. Of open pools `ServedNames` knows what they serve."""
+    return None if model.open else adapter
 
 
 def _takes_requests(pool: Pool) -> bool:

@@ -33,7 +33,7 @@ class Admit:
         passage.patience_s = _patience_s(passage.call)
         tokens = len(passage.call.body) // BYTES_PER_TOKEN + 1
         ordinal: int | None = None
-        while not self._gate.enter(passage.model, tokens, now):
+        while not self._gate.enter(passage.model, tokens, now, passage.adapter):
             if passage.subset is not None and not self._gate.anybody(passage.model):
                 return
             ordinal = next(self._ordinals) if ordinal is None else ordinal
@@ -67,7 +67,7 @@ class Admit:
         model, tenant, patience = passage.model, passage.tenant, passage.patience_s
         hold = model.hold_timeout_s
         ticket = Ticket(
-            model=model.id,
+            model=self._gate.queue(model, passage.adapter),
             tenant=tenant.name,
             priority=passage.band,
             weight=tenant.limits.weight,
@@ -78,11 +78,14 @@ class Admit:
         )
         began, outcome = time.monotonic(), "left"
         try:
-            await self._gate.wait(ticket, model, tenant.limits.max_queued)
+            await self._gate.wait(ticket, model, tenant.limits.max_queued, passage.adapter)
             outcome = "went_on"
+        except FleetMoved:
+            outcome = "asked_again"
+            raise
         except TurnedAway as away:
             # By which of the two is shorter, not by the clock: a timer of uvloop's may go off a part of a millisecond early.
-            refused = _refusal(model, away, given_up=patience is not None and patience <= hold)
+            refused = _refusal(model, passage.adapter, away, given_up=patience is not None and patience <= hold)
             outcome = refused.reason
             raise refused from None
         finally:
@@ -100,7 +103,7 @@ def _patience_s(call: Call) -> float | None:
     return int(given) / 1000
 
 
-def _refusal(model: Model, away: TurnedAway, *, given_up: bool) -> Refused:
+def _refusal(model: Model, adapter: str | None, away: TurnedAway, *, given_up: bool) -> Refused:
     name, reason, after = repr(model.name), away.reason, away.retry_after_s
     again = f"try again in {after} s"
     match reason:
@@ -115,6 +118,8 @@ def _refusal(model: Model, away: TurnedAway, *, given_up: bool) -> Refused:
             return Refused(503, "the gateway is shutting down; try again", reason, retry_after_s=after)
         case "no_ready_replica":
             what = f"model {name} has no ready replica"
+        case "adapter_not_loaded":
+            what = f"no ready replica of model {name} has adapter {adapter!r} yet"
         case "saturated":
             what = f"the replicas of model {name} are busy"
     if given_up:

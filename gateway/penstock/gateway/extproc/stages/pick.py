@@ -42,7 +42,8 @@ class Pick:
         slate = state.slate(model, request, decided, subset=passage.subset, comparable=tokens.comparable)
         if not slate.candidates:
             if passage.subset is not None:
-                message = f"model {model.name!r} has no ready replica that the gateway allows; try again later"
+                which = "" if passage.adapter is None else f" with adapter {passage.adapter!r}"
+                message = f"model {model.name!r} has no ready replica{which} that the gateway allows; try again later"
                 raise Refused(503, message, "no_ready_replica", retry_after_s=SUBSET_RETRY_S)
             return None
         prefill = state.prefill_slate(model, request, decided, subset=passage.subset, comparable=tokens.comparable)

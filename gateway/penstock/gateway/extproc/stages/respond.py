@@ -55,7 +55,7 @@ class Respond:
         else:  # complete, or refused: nothing runs on
             state.bookings.release(booking, "answered" if good else "error_status")
         if report is not None:
-            state.reported(key, report, now)
+            state.reported(key, report, now, in_header=True)
         if not stranger:
             self._judge(key, head, served is not None, now)
         self._metrics.answered(routed.model, status, now - routed.came if good else None, streamed=streamed)
@@ -78,7 +78,7 @@ class Respond:
         if key is None:
             return []
         if (report := self._report(key, head)) is not None:
-            self._state.reported(key, report, now)
+            self._state.reported(key, report, now, in_header=True)
         self._judge(key, head, True, now)
         self._gate.wake()
         return [(headers.REPLICA, key.uid), (headers.MODEL, noted.get(headers.NAME, ""))]
