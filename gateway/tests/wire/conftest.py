@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 
 from penstock.api import headers
 from penstock.api.fleet import Fleet, Model, Pool, Replica
+from penstock.api.load_report import LoadReport
 from testing.ports import free_ports
 
 POOL = "default/tiny/main"
@@ -44,6 +47,10 @@ class Engine:
     """The status of an engine that answers, and cannot do what it is asked; 0: it can."""
     names: tuple[str, ...] = ("tiny",)
     """What `/v1/models` says."""
+    adapters: tuple[str, ...] | None = None
+    """What `/load` says it has beside them; requests for anything else are a 404. None: there is no such page."""
+    looked_at: int = 0
+    """How often it was asked for its load."""
     says: dict[str, str] = field(default_factory=dict)
     """More headers of its answers."""
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -66,9 +73,18 @@ class Engine:
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in self.names]})
 
+    async def load(self, _: web.Request) -> web.Response:
+        if self.adapters is None:
+            return web.Response(status=404)
+        self.looked_at += 1
+        report = LoadReport(epoch=1, seq=self.looked_at, max_num_seqs=64, adapters=self.adapters)
+        return web.Response(body=msgspec.json.encode(report), content_type="application/json")
+
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         self.requests.append(({name.lower(): value for name, value in request.headers.items()}, body))
+        if self.adapters is not None and json.loads(body)["model"] not in (*self.names, *self.adapters):
+            return web.json_response({"error": {"message": "there is no such model here"}}, status=404)
         if self.refuse == "reset":
             assert request.transport is not None
             request.transport.abort()
@@ -119,7 +135,7 @@ async def engine() -> AsyncIterator[Callable[[str], Any]]:
         app = web.Application(client_max_size=64 * 1024 * 1024)
         app.router.add_post("/v1/chat/completions", its.complete)
         app.router.add_get("/v1/models", its.models)
-        app.router.add_get("/load", _not_here)
+        app.router.add_get("/load", its.load)
         app.router.add_get("/prompt-bundle", _not_here)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()

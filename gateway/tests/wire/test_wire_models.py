@@ -1,13 +1,16 @@
 """Adapters and canaries through our own Envoy, in front of engines that know one name each."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import openai
 import pytest
 from test_wire_gateway import Stack, wait_until_it_answers
+from wire_waiting import eventually
 
 from penstock.api import headers
 from penstock.api.fleet import Adapter, Canary, Fleet, Model, Pool
@@ -70,3 +73,54 @@ async def test_names_reach_engines_as_they_know_them(stack: Stack, engine: Any, 
         with pytest.raises(openai.NotFoundError):
             await api.chat.completions.create(**asked("sql"))
     assert {await ask("tiny", prompt_cache_key=f"conversation {n}") for n in range(10)} == {"tiny"}
+
+
+@pytest.mark.req("LO-23")
+async def test_requests_for_an_adapter_wait_for_a_replica_that_has_it(
+    stack: Stack, engine: Any, client: aiohttp.ClientSession
+) -> None:
+    """Replicas get their adapters once they are ready: until then they answer 404, which no client may see."""
+    first, second = await engine("first"), await engine("second")
+    first.adapters, second.adapters = ("sql",), ()
+
+    async def serve(hold_timeout_s: float) -> None:
+        model = msgspec.structs.replace(MAIN, hold_timeout_s=hold_timeout_s)
+        replicas = [its.replica(pool=POOLS[0].id) for its in (first, second)]
+        await stack.serve(Fleet(models=[model], pools=POOLS[:1], replicas=replicas, adapters=[SQL]))
+
+    async def pool() -> dict[str, Any]:
+        async with client.get(f"http://127.0.0.1:{stack.http_port}/pools") as response:
+            return next(it for it in (await response.json())["pools"] if it["id"] == POOLS[0].id)
+
+    async def nobody_has_it() -> bool:
+        return all(replica["report"] and replica["report"]["adapters"] == [] for replica in (await pool())["replicas"])
+
+    async def ask(name: str) -> tuple[int, Any, dict[str, Any]]:
+        async with client.post(stack.url + PATH, json=asked(name)) as response:
+            return response.status, response.headers, await response.json()
+
+    await serve(hold_timeout_s=600.0)
+    answers = await asyncio.gather(*(ask(name) for name in ("sql", "text-to-sql") * 10))
+    assert [status for status, *_ in answers] == [200] * 20
+    assert len(first.requests) == 20 and not second.requests
+
+    first.adapters = ()
+    await eventually(nobody_has_it)
+    waiting = asyncio.create_task(ask("sql"))
+    await eventually(lambda: _held(pool))
+    assert (await ask("tiny"))[0] == 200, "whoever asks for the model itself waits for nobody"
+    assert not waiting.done()
+    second.adapters = ("sql",)
+    status, said, _ = await waiting
+    assert (status, said[headers.REPLICA]) == (200, "uid-second")
+
+    second.adapters = ()
+    await eventually(nobody_has_it)
+    await serve(hold_timeout_s=0.1)
+    status, said, body = await ask("sql")
+    assert (status, said[headers.REASON]) == (503, "adapter_not_loaded") and int(said["retry-after"]) >= 1
+    assert body["error"]["message"].startswith("no ready replica of model 'tiny' has adapter 'sql' yet")
+
+
+async def _held(pool: Any) -> bool:
+    return (await pool())["held"] == 1
