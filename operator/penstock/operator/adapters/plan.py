@@ -97,6 +97,6 @@ def judged(verdict: Verdict, name: str, reports: list[Report]) -> tuple[str, dic
         loaded = Verdict(False, "Loading", f"{count}; {', '.join(pending[:4])} read it")
     else:
         loaded = Verdict(True, "Loaded", count)
-    # Some replicas are enough to serve: the picker sends requests to those that have the adapter in preference.
+    # Some replicas are enough to serve: the picker sends requests to those that have the adapter.
     serves = loaded if ready == len(reports) or not ready else Verdict(True, "Serving", loaded.message)
     return f"{ready}/{len(reports)}", {"Ready": serves, "Accepted": verdict, "Loaded": loaded}
