@@ -102,6 +102,10 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
     name: str
 
 
+class SyncAdapters(msgspec.Struct, frozen=True, tag="sync_adapters"):
+    """Do nothing. The answer comes after all that was said of adapters before: whoever has it knows them."""
+
+
 Command = (
     ResetPrefixCache
     | PinPrefix
@@ -115,5 +119,6 @@ Command = (
     | StopProfile
     | LoadAdapter
     | UnloadAdapter
+    | SyncAdapters
 )
 """What a core can be told to do: carried out by `core.control.controls`, between two steps."""

@@ -9,7 +9,7 @@ from harness import make_config
 
 from penstock.api.events import Event
 from penstock.api.load_report import LoadReport
-from penstock.engine.commands import LoadAdapter, UnloadAdapter
+from penstock.engine.commands import LoadAdapter, SyncAdapters, UnloadAdapter
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import InlineExecutor
 from penstock.engine.core.ipc.process import CoreLoop
@@ -58,6 +58,22 @@ def test_a_changed_set_is_told_to_frontends_and_then_to_everybody_at_once(
     loop._last_report = time.monotonic() + 1e6
     loop.turn()
     assert said == []
+
+
+def test_who_asks_what_was_said_has_heard_it_before_the_answer(
+    core: EngineCore, loop: CoreLoop, said: list[CoreOutput | Event]
+) -> None:
+    core.handle(Control(1, LoadAdapter("sql", "/sql")))
+    core.handle(Control(2, SyncAdapters()))
+    core.handle(Control(3, UnloadAdapter("none")))
+    while [it.call_id for it in said if isinstance(it, ControlDone)] != [2, 3, 1]:
+        loop.turn()
+    said.clear()
+    core.handle(Control(4, UnloadAdapter("sql")))
+    core.handle(Control(5, SyncAdapters()))
+    loop.turn()
+    told = [it for it in said if isinstance(it, AdaptersChanged | ControlDone)]
+    assert told == [AdaptersChanged([]), ControlDone(4, None, None), ControlDone(5, None, None)]
 
 
 def test_an_engine_that_serves_no_adapters_says_so() -> None:

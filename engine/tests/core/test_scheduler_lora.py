@@ -206,6 +206,23 @@ def test_what_was_cached_under_a_name_is_gone_when_other_weights_take_it():
 
 
 @pytest.mark.req("LO-23")
+def test_who_asks_under_the_number_of_a_replaced_adapter_gets_what_has_its_name():
+    """A frontend learns of the new one a moment later than it is there."""
+    made = machine(slots=2, adapters="a")
+    first = made.scheduler.adapters.find("a")
+    for uri in ("/second", "/third"):
+        made.control.load(LoadAdapter("a", uri, None, True), lambda error: None)
+        while made.scheduler.adapters.find("a").uri != uri:
+            made.control.pump()
+    made.add(make_request(0, [1] * 4, 5, lora_id=first.lora_id))
+    made.run().check_no_leak()
+    assert made.streams[0] == reference([1] * 4, 5, adapter="/third")
+    made.control.unload(UnloadAdapter("a"))
+    made.add(make_request(1, [1] * 4, 5, lora_id=first.lora_id))
+    assert made.finished[1].code == ADAPTER_GONE
+
+
+@pytest.mark.req("LO-23")
 def test_unloading_lets_requests_finish_and_takes_no_more():
     made = machine(slots=1, adapters="ab")
     made.ask(0, [1] * 4, 9, "a")

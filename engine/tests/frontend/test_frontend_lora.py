@@ -1,5 +1,6 @@
 """Adapters over HTTP, on a real engine: loaded at the start and while it runs, chosen by name, refused when broken."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +11,16 @@ from frontend_fakes import FakeCore
 from frontend_process import Server, make_llama, serving
 from lora_adapters import make_adapter
 
+from penstock.api.load_report import LoadReport
 from penstock.engine import LLM, SamplingParams
 from penstock.engine.args import EngineArgs
+from penstock.engine.commands import Command, SyncAdapters
 from penstock.engine.config import ConfigError, LoraModule
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.http.server import ApiServer
 from penstock.engine.frontend.http.settings import ApiSettings
 from penstock.engine.frontend.python.prompts import load_processor
+from penstock.engine.messages import AdapterInfo, AdaptersChanged, CoreStats
 
 PROMPT = "the river turns the wheel and the wheel turns the mill"
 
@@ -204,3 +208,30 @@ def test_in_python_adapters_are_chosen_by_name(llama: Path, adapters: Path) -> N
     assert texts[0] == texts[1] and len(set(texts[0])) == 3 and texts[0][1] == texts[0][3]
     with pytest.raises(ConfigError, match=r"--lora-modules dora=.*use_dora"):
         LLM(str(llama), enable_lora=True, lora_modules=[f"dora={adapters / 'dora'}"], **small)
+
+
+async def test_a_name_is_unknown_only_once_all_is_read_that_the_core_has_said(llama: Path) -> None:
+    """A gateway may hear of a new adapter before a busy frontend does."""
+    core = LateCore()
+    config = EngineArgs(model=str(llama), enable_lora=True).config()
+    async with AsyncLLM(core, config.model, load_processor(config)) as llm:
+        assert not await llm.has_adapter("sql"), "before the first report nobody knows of any"
+        core.say(CoreStats(LoadReport(epoch=1, seq=1, lora_slots=1), 0, 0, 0, 0))
+        while llm.load is None:
+            await asyncio.sleep(0)
+        assert await llm.has_adapter("sql") and core.asked == 1
+        assert await llm.has_adapter("sql") and core.asked == 1, "what is known is not asked for"
+        assert not await llm.has_adapter("other")
+
+
+class LateCore(FakeCore):
+    """Has said which adapters there are, and nobody has read it when the question comes."""
+
+    asked = 0
+
+    async def call(self, command: Command) -> None:
+        assert isinstance(command, SyncAdapters)
+        self.asked += 1
+        self.say(AdaptersChanged([AdapterInfo(1, "sql", "/sql", None)]))
+        while not self._outputs.empty():
+            await asyncio.sleep(0)

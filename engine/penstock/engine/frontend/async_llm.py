@@ -18,7 +18,7 @@ from penstock.api import metrics as names
 from penstock.api.load_report import LoadReport
 from penstock.engine import sampling
 from penstock.engine.args import EngineArgs
-from penstock.engine.commands import Command
+from penstock.engine.commands import Command, SyncAdapters
 from penstock.engine.config import EngineConfig, ModelConfig, PoolingConfig, SchedulingPolicy
 from penstock.engine.core.ipc.client import CoreClient, CoreError
 from penstock.engine.core.ipc.inproc import InprocClient
@@ -190,6 +190,13 @@ class AsyncLLM:
         if adapter not in self.adapters:
             raise ValueError(f"there is no adapter {adapter!r}")
         return self.adapters[adapter].lora_id
+
+    async def has_adapter(self, name: str) -> bool:
+        """Whether requests can ask for an adapter. Gateways hear of a new one from the core as this process does, and their
+        requests may be quicker: what the core has said so far is read first."""
+        if name not in self.adapters and self.load is not None and self.load.lora_slots:
+            await self.call(SyncAdapters())
+        return name in self.adapters
 
     def draw_seed(self) -> int:
         """A seed for a request that brings none."""

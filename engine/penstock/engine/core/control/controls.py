@@ -22,6 +22,7 @@ from penstock.engine.commands import (
     Sleep,
     StartProfile,
     StopProfile,
+    SyncAdapters,
     Tag,
     UnloadAdapter,
     UnpinPrefix,
@@ -97,6 +98,9 @@ class Controls:
             case LoadAdapter() | UnloadAdapter():
                 self._change_adapters(control)
                 return
+            case SyncAdapters():
+                self._reply(control)
+                return
             case Pause(mode) | Sleep(_, mode):
                 self._stop(mode)
             case Resume():
@@ -168,7 +172,7 @@ class Controls:
                 self._profiles.start()
             case StopProfile():
                 return {"path": self._profiles.stop()}
-            case LoadAdapter() | UnloadAdapter():
+            case LoadAdapter() | UnloadAdapter() | SyncAdapters():
                 raise ValueError("adapters wait for no step")
         return None
 

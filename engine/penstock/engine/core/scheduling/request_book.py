@@ -81,7 +81,7 @@ class RequestBook:
         if message.index in self.live:
             raise ValueError(f"request {message.index} is there already")
         self._ordinal += 1
-        adapter = self.adapters.table.get(message.lora_id)
+        adapter = self.adapters.serving(message.lora_id)
         request = Request(message, self._ordinal, adapter, now)
         if adapter is not None:
             self.adapters.table.joined(adapter)

@@ -38,9 +38,9 @@ class Intake:
         self._parsers = parsers
         self._defaults = llm.model.generation_defaults.sampling
 
-    def served(self, name: str) -> str:
+    async def served(self, name: str) -> str:
         """The name, if it is one of this model's or of an adapter; else `ApiError` 404."""
-        if name not in self._llm.model.served_names and name not in self._llm.adapters:
+        if name not in self._llm.model.served_names and not await self._llm.has_adapter(name):
             raise ApiError(404, f"there is no model {name!r} here", param="model", code="model_not_found")
         return name
 
@@ -113,7 +113,7 @@ class Intake:
         params, body, size = await self.read_generation(request, parse)
         assert isinstance(params, ChatRequest | CompletionRequest)
         name_request(request, params.request_id)
-        self.served(params.model)
+        await self.served(params.model)
         prompts = await self.tokens(path, body, size)
         return params, self.spec(request, prompts, params, arrival)
 

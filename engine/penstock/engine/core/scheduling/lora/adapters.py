@@ -23,12 +23,19 @@ class Adapters:
         self._live = live
         self._kv = kv
         self._named: dict[str, Adapter] = {}
+        self._replaced: dict[int, str] = {}
+        """Names of those in whose place others have come."""
         self._last_id = 0
 
     def find(self, name: str) -> AdapterInfo | None:
         """What requests get under a name."""
         adapter = self._named.get(name)
         return None if adapter is None else adapter.info
+
+    def serving(self, lora_id: int) -> Adapter | None:
+        """What takes requests under this number: of one that was replaced, what has its name now; frontends learn it later."""
+        adapter = self.table.get(lora_id)
+        return adapter or self._named.get(self._replaced.get(lora_id, ""))
 
     def names(self) -> tuple[str, ...]:
         """What requests can ask for, in the order in which it came."""
@@ -47,7 +54,8 @@ class Adapters:
 
     def publish(self, info: AdapterInfo) -> None:
         """Lets requests ask for an adapter that has been read; one that has the name is unloaded."""
-        if info.name in self._named:
+        if (before := self._named.get(info.name)) is not None:
+            self._replaced[before.info.lora_id] = info.name
             self.remove(info.name)
         adapter = self.table.get(info.lora_id)
         assert adapter is not None, "what was read is there"

@@ -58,7 +58,7 @@ class EmbeddingRoutes:
             self._llm.require_ready()
             params, body, size = await self._intake.read(request, parse_embeddings)
             name_request(request, params.request_id)
-            self._intake.served(params.model)
+            await self._intake.served(params.model)
             prompts = await self._intake.tokens(EMBEDDINGS_PATH, body, size)
             check_embeddings(prompts, params, self._llm.model)
             vectors: list[Float32] = []

@@ -78,7 +78,7 @@ class OpenAIRoutes:
             self._llm.require_ready()
             params, body, size = await self._intake.read_generation(request, parse_responses)
             name_request(request, params.request_id)
-            self._intake.served(params.model)
+            await self._intake.served(params.model)
             prompts = await self._intake.tokens(RESPONSES_PATH, body, size)
             chat = as_chat_request(params, body)
             spec = self._intake.spec(request, prompts, chat, arrival)
@@ -94,7 +94,7 @@ class OpenAIRoutes:
 
     async def model(self, request: web.Request) -> web.Response:
         """`GET /v1/models/{name}`."""
-        return json_response(self._entry(self._intake.served(request.match_info["name"])))
+        return json_response(self._entry(await self._intake.served(request.match_info["name"])))
 
     def _name(self, asked: str) -> str:
         """What answers say: the adapter, or the model's first name."""

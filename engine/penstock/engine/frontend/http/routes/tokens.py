@@ -74,7 +74,7 @@ class TokenRoutes:
     async def tokenize(self, request: web.Request) -> web.Response:
         """`POST /tokenize`."""
         params, body, size = await self._intake.read(request, parse_tokenize)
-        self._served(params.model)
+        await self._served(params.model)
         prompts = await self._intake.tokens(CHAT_PATH if params.prompt is None else COMPLETIONS_PATH, body, size)
         if len(prompts) != 1:
             raise ApiError(400, f"prompt holds {len(prompts)} prompts; /tokenize takes one", param="prompt")
@@ -86,7 +86,7 @@ class TokenRoutes:
     async def detokenize(self, request: web.Request) -> web.Response:
         """`POST /detokenize`."""
         params, _, _ = await self._intake.read(request, parse_detokenize)
-        self._served(params.model)
+        await self._served(params.model)
         if len(params.tokens) > (most := max(MAX_TOKENS, self._llm.model.max_model_len)):
             raise ApiError(400, f"tokens has {len(params.tokens)} ids; at most {most} become text at once", param="tokens")
         last = self._llm.processor.vocab_size - 1
@@ -95,9 +95,9 @@ class TokenRoutes:
         text = self._llm.processor.tokenizer.decode(params.tokens, skip_special_tokens=False)
         return json_response(msgspec.to_builtins(DetokenizeAnswer(prompt=text)))
 
-    def _served(self, model: str | None) -> None:
+    async def _served(self, model: str | None) -> None:
         if model is not None:
-            self._intake.served(model)
+            await self._intake.served(model)
 
 
 def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
