@@ -13,10 +13,13 @@ from e2e import adapters, models
 from e2e.cluster.cluster import Cluster
 from e2e.cluster.phases import Phases
 from e2e.system import System
+from e2e.traffic import Client, answers_of, clients, expect_no_loss
 from e2e.waiting import eventually
 
 Object = dict[str, Any]
 MODEL, ADAPTER = "adaptable", "docs-sql"
+GROWING, TERSE = "growing", "terse"
+TOKENS = 12
 PROMPT = "What does json.loads do?"
 
 
@@ -88,3 +91,57 @@ def test_adapter_is_served_by_its_name_survives_a_restart_and_goes(
             eventually(expect_gone, seconds=120)
         assert answer(system, MODEL)
         cluster.kubectl("delete", adapters.KIND, "foreign", f"--namespace={namespace}")
+
+
+@pytest.mark.req("LO-23")
+def test_replicas_that_come_and_go_lose_no_request_for_an_adapter(
+    system: System, namespace: str, tmp_path: Path, phases: Phases
+) -> None:
+    """One that has just become ready lacks the adapter until the operator has loaded it there."""
+    cluster, folder = system.cluster, adapters.make(tmp_path / "terse")
+    lora = {"slots": 2, "sources": [{"prefix": f"file://{tmp_path}"}]}
+
+    def resource(replicas: int) -> Object:
+        # In turn: by cost a new replica would get nothing as long as the first has the adapter in a slot.
+        return models.small(GROWING, lora=lora, replicas=replicas, routing={"policy": "RoundRobin"})
+
+    def expect_loaded(count: int) -> None:
+        ready, conditions = adapters.told(cluster, namespace, TERSE)
+        assert (ready, conditions["Loaded"]["status"]) == (f"{count}/{count}", "True"), conditions
+
+    with models.applied(cluster, namespace, resource(1)):
+        models.wait_until_ready(cluster, namespace, GROWING)
+        (first,) = models.ready_pods(cluster, namespace, GROWING, 1)
+        with phases("LoraAdapter applied under requests → the first is held and answered"):
+            cluster.apply(adapters.resource(GROWING, TERSE, f"file://{folder}"), namespace=namespace)
+            eventually(lambda: expect_listed(system, TERSE))
+            with clients(system.url, TERSE, 4, TOKENS) as early:
+                eventually(lambda: expect_loaded(1), seconds=120)
+                eventually(lambda: expect_answers_of(early, {first}), seconds=120)
+        expect_no_loss(answers_of(early), TOKENS)
+
+        with clients(system.url, TERSE, 4, TOKENS) as asked:
+            with phases("1 → 3 replicas under requests for the adapter"):
+                cluster.apply(resource(3), namespace=namespace)
+                replicas = eventually(lambda: set(models.ready_pods(cluster, namespace, GROWING, 3)), seconds=180)
+                eventually(lambda: expect_loaded(3), seconds=120)
+                eventually(lambda: expect_answers_of(asked, replicas), seconds=120)
+            with phases("3 → 1"):
+                cluster.apply(resource(1), namespace=namespace)
+                eventually(lambda: models.ready_pods(cluster, namespace, GROWING, 1), seconds=120)
+        answers = answers_of(asked)
+        expect_no_loss(answers, TOKENS)
+        print(f"0 of {len(answers)} requests for the adapter were lost")
+        cluster.kubectl("delete", adapters.KIND, TERSE, f"--namespace={namespace}")
+
+
+def expect_listed(system: System, name: str) -> None:
+    """The gateway knows the name, whether or not any replica does."""
+    listed = httpx.get(f"{system.url}/v1/models").json()["data"]
+    assert name in [it["id"] for it in listed]
+
+
+def expect_answers_of(asked: list[Client], replicas: set[str]) -> None:
+    """All of them have answered something."""
+    seen = {answer.replica for client in asked for answer in list(client.answers)}
+    assert replicas <= seen, f"only {seen} of {replicas} have answered"
