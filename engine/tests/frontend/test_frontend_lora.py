@@ -4,9 +4,11 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 from frontend_fakes import FakeCore
 from frontend_process import Server, make_llama, serving
 from lora_adapters import make_adapter
@@ -17,6 +19,7 @@ from penstock.engine.args import EngineArgs
 from penstock.engine.commands import Command, SyncAdapters
 from penstock.engine.config import ConfigError, LoraModule
 from penstock.engine.frontend.async_llm import AsyncLLM
+from penstock.engine.frontend.http.intake import Intake
 from penstock.engine.frontend.http.server import ApiServer
 from penstock.engine.frontend.http.settings import ApiSettings
 from penstock.engine.frontend.python.prompts import load_processor
@@ -222,6 +225,29 @@ async def test_a_name_is_unknown_only_once_all_is_read_that_the_core_has_said(ll
         assert await llm.has_adapter("sql") and core.asked == 1
         assert await llm.has_adapter("sql") and core.asked == 1, "what is known is not asked for"
         assert not await llm.has_adapter("other")
+
+
+async def test_an_adapter_that_goes_while_its_prompt_becomes_tokens_leaves_no_request_for_the_model(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = LateCore()
+    config = EngineArgs(model=str(llama), enable_lora=True).config()
+    async with AsyncLLM(core, config.model, load_processor(config)) as llm:
+        core.say(CoreStats(LoadReport(epoch=1, seq=1, lora_slots=1), 0, 0, 0, 0))
+        while llm.load is None:
+            await asyncio.sleep(0)
+        tokens = Intake.tokens
+
+        async def meanwhile(intake: Intake, *body: Any) -> list[list[int]]:
+            core.say(AdaptersChanged([]))
+            while "sql" in llm.adapters:
+                await asyncio.sleep(0)
+            return await tokens(intake, *body)
+
+        monkeypatch.setattr(Intake, "tokens", meanwhile)
+        async with TestClient(TestServer(ApiServer(llm).app())) as client:
+            answer = await client.post("/v1/completions", json={"model": "sql", "prompt": PROMPT, "max_tokens": 1})
+            assert (answer.status, (await answer.json())["error"]["code"]) == (404, "model_not_found")
 
 
 class LateCore(FakeCore):

@@ -41,7 +41,7 @@ class Intake:
     async def served(self, name: str) -> str:
         """The name, if it is one of this model's or of an adapter; else `ApiError` 404."""
         if name not in self._llm.model.served_names and not await self._llm.has_adapter(name):
-            raise ApiError(404, f"there is no model {name!r} here", param="model", code="model_not_found")
+            raise _no_model(name)
         return name
 
     async def read(self, request: web.Request, parse: Callable[[dict[str, Any]], _T]) -> tuple[_T, dict[str, Any], int]:
@@ -78,7 +78,7 @@ class Intake:
     def spec(
         self, request: web.Request, prompts: list[list[int]], params: ChatRequest | CompletionRequest, arrival: float
     ) -> GenerationSpec:
-        """What the engine runs; `ApiError` 400 for what it cannot.
+        """What the engine runs; `ApiError` 400 for what it cannot, 404 where the adapter has been unloaded meanwhile.
 
         Args:
             request: The HTTP request, for its headers.
@@ -88,6 +88,8 @@ class Intake:
         """
         chat = isinstance(params, ChatRequest)
         adapter = self._llm.adapters.get(params.model)
+        if adapter is None and params.model not in self._llm.model.served_names:
+            raise _no_model(params.model)
         return generation_spec(
             prompts,
             params,
@@ -147,3 +149,7 @@ class Intake:
             message = "tools need an engine started with --enable-auto-tool-choice and --tool-call-parser, or tool_choice: none"
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
         return True
+
+
+def _no_model(name: str) -> ApiError:
+    return ApiError(404, f"there is no model {name!r} here", param="model", code="model_not_found")
