@@ -28,7 +28,7 @@ GATEWAY_URL = "http://127.0.0.1:19090"
 FAULTS: dict[str, Callable[[], Fault]] = {
     "slow": lambda: faults.slow,
     "busy": lambda: faults.sometimes(faults.busy, 0.5),
-    "failing": lambda: faults.sometimes(faults.failing, 0.2),
+    "failing": lambda: faults.sometimes(faults.failing, 0.1),  # of 0.2 a look at a new model may fail ten times in a row
     "conflicting": lambda: faults.sometimes(faults.conflicting, 0.2),
     "forgetful": faults.expired,
     "hanging up": lambda: faults.cut,
