@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.flag_values import count, not_negative, number, port, positive, share
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.engine.frontend.http.tls import TlsFiles
     from penstock.engine.frontend.processes.serve import ServeConfig
 
+_T = TypeVar("_T")
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 
 
@@ -216,22 +217,22 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _object(text: str) -> dict[str, Any]:
+    return _json(text, dict, "object")
+
+
+def _json(text: str, kind: type[_T], name: str) -> _T:
+    """A flag's JSON, of the kind that it must be."""
     try:
         value = json.loads(text)
     except ValueError:
         value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    if not isinstance(value, kind):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON {name}")
     return value
 
 
 def _origins(text: str) -> list[str]:
-    try:
-        origins = json.loads(text)
-    except ValueError:
-        origins = None
-    if not isinstance(origins, list):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list")
+    origins: list[str] = _json(text, list, "list")
     for origin in origins:
         # As browsers write it: with a slash at its end, say, it would never be found.
         if origin != "*" and not (isinstance(origin, str) and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\sA-Z]+", origin)):
