@@ -14,7 +14,7 @@ from penstock.engine.cache.layout import KVGroup, KVLayout, full_attention
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.executor import StepFailed
 from penstock.engine.core.memory import Memory, measure_memory
-from penstock.engine.core.plan import GraphReport, SampledLogprobs, SampleInputs, StepPlan, StepResult
+from penstock.engine.core.plan import GraphReport, Pooled, SampledLogprobs, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.row_table import RowTable
 
 VOCAB = 50
@@ -188,8 +188,11 @@ class FakeRunner:
                 time.sleep(0.02)
             elif SLOWER_TOKEN in tokens:
                 time.sleep(0.2)
-            if plan.samples[at]:
+            if plan.samples[at] and not self._config.model.pooling:
                 token_ids[at, 0], counts[at] = next_token(tokens, adapter), 1
+        if self._config.model.pooling:
+            done = np.flatnonzero(plan.samples).astype(np.int32)
+            return StepResult(plan.step_id, token_ids, counts, None, failed, pooled=Pooled(done, ends[done, None].astype(np.float32)))
         rows = plan.samples
         self.table.write_sampled(plan.rows[rows], ends[rows], token_ids[rows, 0])
         return StepResult(plan.step_id, token_ids, counts, self._logprobs(token_ids[:, 0], counts), failed)

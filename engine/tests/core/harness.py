@@ -12,7 +12,15 @@ from penstock.engine.cache.block_pool import NULL_BLOCK
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.cache.layout import KVGroup, full_attention
 from penstock.engine.commands import LoadAdapter
-from penstock.engine.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig, SchedulingPolicy
+from penstock.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    PoolingConfig,
+    SchedulerConfig,
+    SchedulingPolicy,
+)
 from penstock.engine.core.control.adapters import AdapterControl
 from penstock.engine.core.control.control_error import ControlError
 from penstock.engine.core.executor import InlineExecutor
@@ -42,6 +50,7 @@ def make_config(
     chunked: bool = True,
     weights: dict[str, float] | None = None,
     loras: tuple[int, int] | None = None,
+    pooling: PoolingConfig | None = None,
 ) -> EngineConfig:
     return EngineConfig(
         lora=LoraConfig(max_loras=loras[0], max_cpu_loras=loras[1]) if loras else None,
@@ -52,6 +61,7 @@ def make_config(
             dtype="float32",
             max_model_len=max_model_len,
             eos_token_ids=(),
+            pooling=pooling,
         ),
         cache=CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=caching),
         scheduler=SchedulerConfig(
@@ -78,7 +88,8 @@ def make_scheduler(config: EngineConfig, groups: Sequence[KVGroup] = ()) -> Sche
         max_in_flight=config.max_in_flight,
     )
     table = AdapterTable(config.lora.max_loras, config.lora.max_cpu_loras) if config.lora else None
-    return Scheduler(config.scheduler, config.model.max_model_len, kv, BlockHasher(config.cache.block_size, "test"), table)
+    hasher = BlockHasher(config.cache.block_size, "test")
+    return Scheduler(config.scheduler, config.model.max_model_len, kv, hasher, table, config.model.pooling)
 
 
 def make_request(
@@ -123,6 +134,7 @@ class Machine:
         self.runner.initialize_kv_cache(config.cache.num_blocks)
         self.streams: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[float]] = {}
+        self.pooled: dict[int, float] = {}
         self.finished: dict[int, Finished] = {}
         self.ended: dict[str, RequestFinished] = {}
         self.cached_tokens: dict[int, int] = {}
@@ -203,6 +215,8 @@ class Machine:
             positions = np.frombuffer(outputs.logprobs.positions, "<i4")
             for position, value in zip(positions, np.frombuffer(outputs.logprobs.sampled, "<f4"), strict=True):
                 self.logprobs.setdefault(int(outputs.indexes[position]), []).append(float(value))
+        if (pooled := outputs.pooled) is not None:
+            self.pooled |= zip(np.frombuffer(pooled.indexes, "<i8").tolist(), np.frombuffer(pooled.vectors, "<f4"), strict=True)
         for started in outputs.started:
             assert started.index not in self.cached_tokens, "started twice"
             self.cached_tokens[started.index] = started.cached_tokens

@@ -37,7 +37,7 @@ class Tenancy:
         self.num_prompt: Int32 = np.zeros(max_num_seqs, np.int32)
         """[rows]: tokens of the prompt, which is where the first output token stands."""
         self.limits: Int32 = np.zeros(max_num_seqs, np.int32)
-        """[rows]: tokens at which the request ends."""
+        """[rows]: tokens at which the request ends; more than its prompt, all of which runs whatever it gives."""
         self.slots: Int64 = np.zeros(max_num_seqs, np.int64)
         """[rows]: whose the request is, as `TokenCounters` numbers tenants."""
         # Rows are the second axis, and gathered by `take`: a reduction over the first one is several times faster.
@@ -63,7 +63,9 @@ class Tenancy:
         self.slots[row] = slot
         self.num_known[row] = len(request.token_ids)
         self.num_prompt[row] = request.num_prompt_tokens
-        self.limits[row] = min(request.num_prompt_tokens + request.sampling.max_tokens, self._max_model_len)
+        limit = min(request.num_prompt_tokens + request.sampling.max_tokens, self._max_model_len)
+        # A prompt that is embedded may be as long as the context.
+        self.limits[row] = max(limit, request.num_prompt_tokens + 1)
         self._set_stop_ids(row, request.sampling.stop_token_ids)
         self._repetition.move_in(row, request.sampling, request.token_ids, request.num_prompt_tokens)
         insort(self.running, request, key=order)
