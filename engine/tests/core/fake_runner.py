@@ -19,6 +19,7 @@ from penstock.engine.core.row_table import RowTable
 
 VOCAB = 50
 FAILING_TOKEN = 999
+REFUSED_TOKEN = 998
 CRASHING_TOKEN = 888
 SLOW_TOKEN = 777
 SLOWER_TOKEN = 778
@@ -177,11 +178,15 @@ class FakeRunner:
         plan = self._plan
         assert plan is not None and plan.step_id == inputs.step_id
         token_ids, counts, failed = np.zeros((len(plan.rows), 1), np.int32), np.zeros(len(plan.rows), np.int32), {}
+        not_finite: list[int] = []
         ends = self._starts + plan.num_new_tokens
         for at, (row, end, adapter) in enumerate(zip(plan.rows, ends, self.adapters(plan), strict=True)):
             tokens = self._read(row, self._starts[at], end, adapter)
             if FAILING_TOKEN in tokens:
                 failed[at] = "the logits are not finite"
+                not_finite.append(at)
+            elif REFUSED_TOKEN in tokens:
+                failed[at] = "no token is left to sample"
             elif CRASHING_TOKEN in tokens:
                 raise RuntimeError("the device is on fire")
             if SLOW_TOKEN in tokens:
@@ -192,10 +197,14 @@ class FakeRunner:
                 token_ids[at, 0], counts[at] = next_token(tokens, adapter), 1
         if self._config.model.pooling:
             done = np.flatnonzero(plan.samples).astype(np.int32)
-            return StepResult(plan.step_id, token_ids, counts, None, failed, pooled=Pooled(done, ends[done, None].astype(np.float32)))
+            return StepResult(
+                plan.step_id, token_ids, counts, None, failed, pooled=Pooled(done, ends[done, None].astype(np.float32))
+            )
         rows = plan.samples
         self.table.write_sampled(plan.rows[rows], ends[rows], token_ids[rows, 0])
-        return StepResult(plan.step_id, token_ids, counts, self._logprobs(token_ids[:, 0], counts), failed)
+        return StepResult(
+            plan.step_id, token_ids, counts, self._logprobs(token_ids[:, 0], counts), failed, None, np.array(not_finite, np.int32)
+        )
 
     def _read(self, row: int, start: int, end: int, adapter: str | None) -> np.ndarray:
         """The row's first `end` tokens, as the step that begins at `start` sees them."""

@@ -5,7 +5,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 import pytest
-from fake_runner import FAILING_TOKEN, reference
+from fake_runner import FAILING_TOKEN, REFUSED_TOKEN, reference
 from harness import Machine, make_config, make_request, make_scheduler
 
 from penstock.engine.config import ConfigError
@@ -312,6 +312,19 @@ def test_a_request_that_fails_leaves_nothing_in_the_cache():
     machine.add(make_request(2, [*range(20), 5]))
     machine.run()
     assert machine.cached_tokens[2] == 0
+
+
+def test_a_request_that_fails_by_what_its_client_asked_leaves_the_cache_as_it_is():
+    machine = Machine(make_config())
+    shared = list(range(12))
+    machine.add(make_request(0, [*shared, 5], 1))
+    machine.run()
+    machine.add(make_request(1, [*shared, REFUSED_TOKEN, 5]))
+    machine.run()
+    machine.add(make_request(2, [*shared, 6]))
+    machine.run()
+    assert machine.finished[1].reason is FinishReason.ERROR and machine.streams[2] == reference([*shared, 6], 8)
+    assert machine.cached_tokens == {0: 0, 1: 12, 2: 12}
 
 
 @pytest.mark.req("PC-30")

@@ -151,14 +151,20 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """[r]: how many of them count: 0 where the plan did not sample."""
     logprobs: SampledLogprobs | None = None
     failed: dict[int, str] = {}
-    """Index into the plan's rows → what is wrong with that request alone (logits that are not finite, say)."""
+    """Index into the plan's rows → what is wrong with that request alone."""
     prompt_logprobs: PromptLogprobs | None = None
-    num_not_finite: int = 0
-    """How many of `failed` have logits that are not finite."""
+    not_finite: Int32 = msgspec.field(default_factory=lambda: empty())
+    """[f]: indexes into the plan's rows, of those `failed` whose logits are not finite. What the cache holds of them may be the
+    cause, and must not be found again."""
     graph: GraphStep | None = None
     """None: the device has no graphs."""
     pooled: Pooled | None = None
     """None: the engine generates."""
+
+    @property
+    def num_not_finite(self) -> int:
+        """Requests whose logits are not finite."""
+        return len(self.not_finite)
 
 
 def empty(*shape: int) -> Int32:

@@ -161,7 +161,7 @@ class ModelRunner(RunnerBase):
             if failed:
                 counts[list(failed)] = 0
             vectors = None if pooled is None else pooled.pooled
-            bad = len(not_finite)
+            bad = np.array(list(not_finite), np.int32)
             return StepResult(plan.step_id, token_ids, counts, logprobs, failed, prompts.logprobs, bad, pooled=vectors)
 
     def _forward(

@@ -359,10 +359,13 @@ class Scheduler:
         if flight.step_id != result.step_id:
             raise ValueError(f"the result of step {result.step_id} came while step {flight.step_id} was awaited")
         live = self._tenancy.tenancies[flight.rows] == flight.tenancies
+        not_finite = set(ints(result.not_finite))
         for at, error in result.failed.items():
             if live[at] and (request := self._tenancy.requests[int(flight.rows[at])]):
                 live[at] = False
-                self.kv.invalidate(request)
+                # A request may also fail by what its client asked for, and then the prefix that it shares is as good as ever.
+                if at in not_finite:
+                    self.kv.invalidate(request)
                 self._book.finish(request, FinishReason.ERROR, error=error)
         prompt_logprobs = prompt_logprob_columns(result.prompt_logprobs, live, self._tenancy.indexes[flight.rows])
         pooled = pooled_columns(result.pooled, live, self._tenancy.indexes[flight.rows])

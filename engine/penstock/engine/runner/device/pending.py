@@ -69,4 +69,5 @@ class PendingStep(NamedTuple):
         counts[list(failed)] = 0
         token_ids = np.where(plan.samples, sampled[:, Column.TOKEN], -1)[:, None].astype(np.int32)
         logprobs = None if self.scores is None else self.scores.read()
-        return StepResult(plan.step_id, token_ids, counts, logprobs, failed, scored.logprobs, len(told), self.graph)
+        bad = np.array(list(told), np.int32)
+        return StepResult(plan.step_id, token_ids, counts, logprobs, failed, scored.logprobs, bad, self.graph)
