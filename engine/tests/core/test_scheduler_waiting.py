@@ -1,12 +1,14 @@
 """What requests wait for, and that none waits for what another one waits for: parking, deadlines, the full queue."""
 
+import gc
+
 import pytest
 from fake_runner import reference
 from harness import Machine, make_config, make_request
 
 from penstock.engine.config import ConfigError
 from penstock.engine.core.scheduling.pause import PauseState
-from penstock.engine.core.scheduling.request import RequestStatus
+from penstock.engine.core.scheduling.request import Request, RequestStatus
 from penstock.engine.core.scheduling.waits import SECONDS
 from penstock.engine.messages import (
     QUEUE_FULL,
@@ -193,6 +195,15 @@ def test_a_prompt_in_parts_is_checked_when_it_is_there():
     assert machine.finished[0].reason is FinishReason.IGNORED and "16 tokens" in machine.finished[0].error
     assert machine.finished[1].error == "the prompt has no tokens"
     assert machine.finished[2].error == "more of the prompt came after its last part"
+
+
+def test_a_request_that_ends_before_its_deadline_is_not_kept_until_then():
+    machine = Machine(make_config())
+    machine.add(*[make_request(index, [index] * 8, 1, deadline=1e9) for index in range(200)])
+    machine.run()
+    gc.collect()
+    assert not [it for it in gc.get_objects() if isinstance(it, Request) and it.deadline == 1e9]
+    assert len(machine.scheduler._book._deadlines._heap) < 40, "nor are their deadlines"
 
 
 def test_a_deadline_ends_a_request_wherever_it_is():

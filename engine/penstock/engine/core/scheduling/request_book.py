@@ -192,6 +192,7 @@ class RequestBook:
         else:
             self.waiting.remove(request)
         del self.live[request.index]
+        self._deadlines.remove(request)
         if request.adapter is not None:
             self.adapters.table.left(request.adapter)
         self.journal.ended(request, reason, num_tokens, stop_token_id=stop_token_id, error=error, code=code)
