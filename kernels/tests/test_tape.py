@@ -132,3 +132,33 @@ def test_what_no_tape_can_do_again_is_refused_by_name(native):
     ops, x = native(torch.float32), torch.randn(3, 16)
     with pytest.raises(NotTapeable, match="topk"):
         ops.tape(lambda: ops.rms_norm(x, torch.ones(16), 1e-6).topk(2).values, Pool())
+
+
+QUESTIONS = {
+    "__bool__": lambda x: x * 2 if bool(x[0, 0] > 0) else x * 3,
+    "item": lambda x: x * x[0, 0].item(),
+    "__float__": lambda x: x * float(x[0, 0]),
+    "tolist": lambda x: x * x[0].tolist()[0],
+    "numpy": lambda x: x * float(x.numpy()[0, 0]),
+    "equal": lambda x: x * 2 if torch.equal(x, x.abs()) else x,
+    "nonzero": lambda x: (x > 0).nonzero() * 2,
+    "masked_select": lambda x: x.masked_select(x > 0) * 2,
+    "__getitem__": lambda x: x[x > 0] * 2,
+    "unique": lambda x: x.unique() * 2,
+}
+
+
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_what_depends_on_the_values_of_the_recorded_run_is_refused_by_name(native, name, inference):
+    ops, x = native(torch.float32), torch.randn(3, 16)
+    with torch.inference_mode(inference), pytest.raises(NotTapeable, match=f"{name}.* asks what a tensor holds"):
+        ops.tape(lambda: QUESTIONS[name](ops.rms_norm(x, torch.ones(16), 1e-6)), Pool())
+
+
+def test_a_choice_of_rows_by_number_is_taped(native):
+    ops, x, at = native(torch.float32), torch.randn(4, 16), torch.tensor([3, 0])
+    tape = ops.tape(lambda: ops.rms_norm(x, torch.ones(16), 1e-6)[at] * 2, Pool())
+    x.normal_()
+    at[0] = 1
+    assert torch.equal(tape.run(), ops.rms_norm(x, torch.ones(16), 1e-6)[at] * 2)

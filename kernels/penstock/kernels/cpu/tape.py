@@ -2,7 +2,8 @@
 
 What a CUDA graph is to a GPU: operations with the addresses of their arguments, run one after the other by one native call. The
 interpreter, torch's dispatcher and the allocator, which take most of a small model's step, have no part in it. So whatever
-changes from run to run must lie in tensors or arrays that stay where they are, and the function may not branch on it.
+changes from run to run must lie in tensors or arrays that stay where they are. A function that asks what they hold, to branch on
+it or to size a tensor, cannot be recorded: torch marks such operations, and they are refused by name.
 """
 
 import ctypes
@@ -14,12 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _CALL = struct.Struct("24q")
 _FLOAT = struct.Struct("f")
 _BITS = struct.Struct("I")
 _EMPTY = {torch.empty, torch.empty_like, torch.Tensor.new_empty}
 _CONVERSIONS = {torch.Tensor.float}
+_READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__bool__}
+"""What hands values to the host by no operation that torch marks."""
 
 
 class NotTapeable(Exception):
@@ -128,6 +132,32 @@ class _Run:
         self._replay(self._address, self._count)
 
 
+class _NoQuestions(TorchDispatchMode):
+    """Refuses operations whose answer, or whose result's shape, depends on what tensors hold.
+
+    Args:
+        asker: What torch was asked for, of which they are a part.
+    """
+
+    def __init__(self, asker: Any) -> None:
+        super().__init__()
+        self._asker = asker
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation, or raises `NotTapeable`."""
+        # Indexes give a shape of their own, but for masks.
+        sized = torch.Tag.dynamic_output_shape in func.tags and not (
+            func is torch.ops.aten.index.Tensor and all(at is None or at.dtype is not torch.bool for at in args[1])
+        )
+        if sized or torch.Tag.data_dependent_output in func.tags:
+            raise _asks(self._asker)
+        return func(*args, **(kwargs or {}))
+
+
+def _asks(func: Any) -> NotTapeable:
+    return NotTapeable(f"{func.__name__} asks what a tensor holds, and a tape would never ask again")
+
+
 class Watch(TorchFunctionMode):
     """Tells a recording what torch is asked for, and gives memory from a pool."""
 
@@ -138,7 +168,10 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation and takes it down."""
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        if func in _READS:
+            raise _asks(func)
+        with _NoQuestions(func):
+            result = func(*args, **kwargs)
         if func in _EMPTY:
             return self._pool.empty_like(result)
         # A step must not hold its tensors: their memory is the next ones', as in native calls, which know addresses alone.
