@@ -1,47 +1,34 @@
-"""The forms under test."""
+"""The forms under test: torch's reference, and the native operations for every instruction set that this CPU has."""
 
 import os
+import shutil
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from penstock.kernels.cpu import build
-from penstock.kernels.cpu.build import BuildError
+from penstock.kernels.cpu.build import COMPILERS
+from penstock.kernels.cpu.isa import Isa, available
 from penstock.kernels.ops import CACHE, REFERENCE, Ops, native_ops
 
 
-@pytest.fixture(scope="session")
-def native():
-    """`native(dtype)`: the compiled operations, from where engines keep them: a file's name holds its source."""
-
-    def get(dtype: torch.dtype) -> Ops:
-        try:
-            return native_ops(dtype, CACHE.expanduser())
-        except BuildError as error:
-            pytest.skip(f"native operations: {error}")
-
-    return get
+def _native(isa: Isa) -> Callable[[torch.dtype], Ops]:
+    """From where engines keep them: a file's name holds its source."""
+    if not any(map(shutil.which, COMPILERS)):
+        pytest.skip("native operations: no C++ compiler; apt-get install g++")
+    return lambda dtype: native_ops(dtype, isa, CACHE.expanduser())
 
 
-@pytest.fixture(scope="session")
-def portable():
-    """`portable(dtype)`: the same as for a CPU without a dot product of bfloat16 pairs."""
-
-    def get(dtype: torch.dtype) -> Ops:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build, "FLAGS", (*build.FLAGS, "-mno-avx512bf16"))
-            try:
-                return native_ops(dtype, CACHE.expanduser())
-            except BuildError as error:
-                pytest.skip(f"a compiler that does not know this instruction: {error}")
-
-    return get
+@pytest.fixture(scope="session", params=available(), ids=lambda isa: isa.name)
+def native(request):
+    """`native(dtype)`: the compiled operations, for one instruction set after the other."""
+    return _native(request.param)
 
 
-@pytest.fixture(scope="session", params=["reference", "native"])
-def ops_in(request, native):
-    """`ops_in(dtype)`: each form."""
-    return native if request.param == "native" else lambda dtype: REFERENCE
+@pytest.fixture(scope="session", params=[None, *available()], ids=lambda isa: "reference" if isa is None else isa.name)
+def ops_in(request):
+    """`ops_in(dtype)`: the reference, then as `native`."""
+    return _native(request.param) if request.param else lambda dtype: REFERENCE
 
 
 @pytest.fixture(scope="session")

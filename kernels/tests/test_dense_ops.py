@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.kernels.cpu import build
-from penstock.kernels.ops import REFERENCE, native_ops, ops_for
+from penstock.kernels.ops import REFERENCE, ops_for
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
 from penstock.kernels.rope.reference import rope
 
@@ -118,23 +118,9 @@ def test_native_refuses_another_dtype(native):
         native(torch.float32).rms_norm(torch.zeros(1, 4), torch.ones(4, dtype=torch.bfloat16), 1e-6)
 
 
-def test_a_build_is_kept(native, tmp_path):
-    first = build.library(tmp_path)
-    stamp = first.stat().st_mtime_ns
-    assert build.library(tmp_path) == first and first.stat().st_mtime_ns == stamp
-    assert list(tmp_path.iterdir()) == [first]
-
-
 @pytest.mark.req("ATT-29")
 def test_says_why_the_reference_runs(monkeypatch, caplog):
     monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
     assert ops_for("cpu", torch.float32) is REFERENCE
     assert "no C++ compiler (no-such-compiler)" in caplog.text
     assert ops_for("cpu", torch.float16) is REFERENCE
-
-
-def test_a_compilers_complaint_is_passed_on(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "FLAGS", ("-no-such-flag",))
-    with pytest.raises(build.BuildError, match="no-such-flag"):
-        native_ops(torch.float32, tmp_path)
-    assert list(tmp_path.iterdir()) == []

@@ -7,22 +7,17 @@ import pytest
 import torch
 
 from penstock.kernels.lora.batch import RANK_STEP, LoraBatch, LoraShelf
-from penstock.kernels.ops import REFERENCE, Ops
+from penstock.kernels.ops import Ops
 
 SLOTS, MAX_RANK = 3, 40
 SHAPES = [(96, (40, 24)), (97, (64, 130, 7)), (3, (1,))]
 """Inputs, and the outputs of each projection: whole tiles, ends of tiles, inputs without a neighbour."""
-FORMS = [
-    *[("reference", torch.float32), ("reference", torch.bfloat16)],
-    *[("native", torch.float32), ("native", torch.bfloat16), ("portable", torch.bfloat16)],
-]
 
 
-@pytest.fixture(params=FORMS, ids=lambda form: f"{form[0]}-{form[1]}".replace("torch.", ""))
-def ops(request, native, portable):
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def ops(request, ops_in):
     """(operations, dtype)."""
-    form, dtype = request.param
-    return {"reference": lambda dtype: REFERENCE, "native": native, "portable": portable}[form](dtype), dtype
+    return ops_in(request.param), request.param
 
 
 @pytest.fixture(autouse=True)

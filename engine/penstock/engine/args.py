@@ -24,6 +24,7 @@ from penstock.engine.config import (
 )
 from penstock.engine.devices import choose_device
 from penstock.engine.runner.device.graphs.settings import graph_config
+from penstock.kernels.cpu.isa import IsaName, choose
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     runner: RunnerType = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a CUDA device where one serves."""
+    cpu_isa: IsaName | Literal["auto"] = "auto"
+    """auto: the best instruction set that the CPU has."""
     max_model_len: Positive | None = None
     max_num_seqs: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 256
     max_num_batched_tokens: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)] = 2048
@@ -135,6 +138,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             lora=self._lora(names),
             device=device,
             attention_backend=self.attention_backend,
+            cpu_isa=self._cpu_isa(device),
             graphs=self._graphs(cuda=device == "cuda"),
             depth=self._depth(device),
             seed=self.seed,
@@ -154,6 +158,17 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if given:
                 raise ConfigError(f"{flag}: this model is served for embeddings, which have none (--runner generate)")
+
+    def _cpu_isa(self, device: Literal["cpu", "cuda"]) -> IsaName | None:
+        """The instruction set that was asked for, if any."""
+        if self.cpu_isa == "auto":
+            return None
+        if device != "cpu":
+            raise ConfigError(f"--cpu-isa {self.cpu_isa} needs --device cpu")
+        try:
+            return choose(self.cpu_isa).name
+        except ValueError as error:
+            raise ConfigError(f"--cpu-isa: {error}") from None
 
     def _depth(self, device: Literal["cpu", "cuda"]) -> int:
         """Plans in flight."""

@@ -6,9 +6,10 @@ import logging
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from penstock.flag_values import count, not_negative, number, port, positive, share
+from penstock.kernels.cpu.isa import IsaName
 
 if TYPE_CHECKING:
     from penstock.engine.frontend.http.settings import ApiSettings
@@ -163,6 +164,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     runners = ["auto", "generate", "pooling"]
     add("--runner", choices=runners, default="auto", help="pooling: embeddings; auto: what the checkpoint is made for")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where the model runs; auto: on a GPU that serves")
+    isas = ["auto", *get_args(IsaName)]
+    add("--cpu-isa", choices=isas, default="auto", help="instruction set of a CPU; auto: the best that it has")
     add("--max-model-len", type=positive, help="tokens of prompt and output together (None: the checkpoint's)")
     add("--max-num-seqs", type=positive, default=256, help="sequences in a step at most")
     add("--max-num-batched-tokens", type=positive, default=2048, help="tokens in a step at most")

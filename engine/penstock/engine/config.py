@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.engine.cost import ModelCost
+from penstock.kernels.cpu.isa import IsaName
 
 DType = Literal["bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -164,6 +165,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["cpu", "cuda"] = "cpu"
     attention_backend: AttentionBackendName | None = None
     """None: the first that can serve the model."""
+    cpu_isa: IsaName | None = None
+    """The CPU's instruction set; None: the best that it has."""
     depth: int = 1
     """Plans in flight: 1 waits for each step's result, 2 plans the next step while one runs."""
     threads: int = 1

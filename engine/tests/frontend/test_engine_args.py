@@ -10,6 +10,9 @@ import pytest
 from penstock.engine.args import EngineArgs
 from penstock.engine.cli import API_KEY_VARIABLE, _api_settings, _parser
 from penstock.engine.config import ConfigError, GraphConfig
+from penstock.kernels.cpu import isa
+
+TINY = Path(__file__).parents[3] / "examples/models/penstock-tiny"
 
 
 def test_every_engine_flag_is_a_keyword_with_the_same_default() -> None:
@@ -27,12 +30,30 @@ def test_every_engine_flag_is_a_keyword_with_the_same_default() -> None:
 def test_async_scheduling_is_a_depth(device, unsaid, flags, depth, caplog, monkeypatch) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("penstock.engine.args.choose_device", lambda asked: device)
-    model = Path(__file__).parents[3] / "examples/models/penstock-tiny"
-    parsed = vars(_parser().parse_args([str(model), *flags]))
+    parsed = vars(_parser().parse_args([str(TINY), *flags]))
     config = EngineArgs(**{name: parsed[name] for name in EngineArgs.__struct_fields__}).config()
     assert (config.device, config.depth) == (device, depth or unsaid)
     off = device == "cpu" and not flags
     assert ("async scheduling: off" in caplog.text) is off, "where nobody has said, the log says what was chosen"
+
+
+@pytest.mark.parametrize("given", ["avx512_bf16", "avx2", "neon", "portable"])
+def test_an_instruction_set_is_taken_where_the_cpu_has_it(given, monkeypatch) -> None:
+    monkeypatch.setattr(isa.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(isa, "cpu_features", lambda: frozenset({"avx2", "fma"}))
+    args = EngineArgs(model=str(TINY), device="cpu", cpu_isa=given)
+    if given in ("avx2", "portable"):
+        assert args.config().cpu_isa == given
+    else:
+        with pytest.raises(ConfigError, match=rf"--cpu-isa: this CPU does not have {given} \(it has avx2, portable\)"):
+            args.config()
+
+
+def test_an_instruction_set_is_for_a_cpu(monkeypatch) -> None:
+    monkeypatch.setattr("penstock.engine.args.choose_device", lambda asked: "cuda")
+    with pytest.raises(ConfigError, match="--cpu-isa portable needs --device cpu"):
+        EngineArgs(model=str(TINY), cpu_isa="portable").config()
+    assert EngineArgs(model=str(TINY)).config().cpu_isa is None
 
 
 @pytest.mark.parametrize(

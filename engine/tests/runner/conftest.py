@@ -56,18 +56,19 @@ def make_runner(
     lora: LoraConfig | None = None,
     max_model_len: int = MAX_MODEL_LEN,
 ) -> ModelRunner:
-    """A loaded runner with its cache; `form` "reference": as without a compiler."""
+    """A loaded runner with its cache; `form` is "best", an instruction set's name, or "reference": as without a compiler."""
     runner = ModelRunner(
         EngineConfig(
             model=read_model_config(path, served_names=(), dtype=dtype, max_model_len=max_model_len),
             cache=CacheConfig(block_size=BLOCK_SIZE),
             scheduler=scheduler or SchedulerConfig(max_num_seqs=16),
             lora=lora,
+            cpu_isa=None if form in ("best", "reference") else form,
         )
     )
     with pytest.MonkeyPatch.context() as patch:
         if form == "reference":
-            patch.setattr(model_runner, "ops_for", lambda device, dtype: REFERENCE)
+            patch.setattr(model_runner, "ops_for", lambda device, dtype, isa: REFERENCE)
         runner.load()
     runner.initialize_kv_cache(NUM_BLOCKS)
     return runner

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock.engine.sampling import SamplingParams
+from penstock.kernels.cpu.isa import available
 
 VOCAB = 257
 RANDOM = SamplingParams(max_tokens=100, temperature=0.8, top_p=0.95, seed=11, logprobs=VOCAB)
@@ -27,6 +28,8 @@ VARIANTS += [
     ("qwen3", "bfloat16", "reference"),
     ("llama-7to1-llama3-tied", "float32", "reference"),
 ]
+OF_EACH_ISA = [("llama", "float32"), ("llama", "bfloat16"), ("qwen3", "bfloat16")]
+VARIANTS += [(*variant, isa.name) for isa in available()[1:] for variant in OF_EACH_ISA]
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from penstock.engine.sampling import SamplingParams
+from penstock.kernels.cpu.isa import available
 
 NAMES = [
     "llama",
@@ -52,7 +53,7 @@ def by_token(result) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("form", ["best", "reference"])
+@pytest.mark.parametrize("form", ["reference", *(isa.name for isa in available())])
 @pytest.mark.req("ATT-08", "ATT-31", "LP-01")
 def test_logprobs_equal_transformers(name, form, loaded, driver, reference):
     play, tokens = driver(loaded(name, "float32", form)), prompt(1)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from penstock.kernels.cpu.build import BuildError, library
+from penstock.kernels.cpu.isa import Isa, IsaName, choose
 from penstock.kernels.cpu.native import DTYPES, NativeOps
 from penstock.kernels.cpu.tape import Pool, Tape
 from penstock.kernels.embedding.reference import embedding
@@ -71,13 +72,13 @@ REFERENCE = Ops(
 )
 
 
-def native_ops(dtype: torch.dtype, cache: Path) -> Ops:
-    """The compiled form; BuildError where it cannot be had."""
+def native_ops(dtype: torch.dtype, isa: Isa, cache: Path) -> Ops:
+    """The compiled form for an instruction set; BuildError where it cannot be had."""
     if dtype not in DTYPES:
         raise BuildError(f"{dtype} has no compiled form")
-    native = NativeOps(library(cache), dtype)
+    native = NativeOps(library(isa, cache), dtype)
     return Ops(
-        form="native",
+        form=f"native {isa.name}",
         embedding=embedding,
         rms_norm=native.rms_norm,
         add_rms_norm=native.add_rms_norm,
@@ -132,8 +133,14 @@ def triton_ops(dtype: torch.dtype) -> Ops:
     )
 
 
-def ops_for(device: str, dtype: torch.dtype) -> Ops:
-    """The best form there is on a device, `cpu`, `cuda` or one of several as in `cuda:1`; ValueError where there is none."""
+def ops_for(device: str, dtype: torch.dtype, isa: IsaName | None = None) -> Ops:
+    """The best form there is on a device, `cpu`, `cuda` or one of several as in `cuda:1`; ValueError where there is none.
+
+    Args:
+        device: Where the operations run.
+        dtype: Of the model.
+        isa: The instruction set on a CPU; None: the best that it has.
+    """
     kind = device.partition(":")[0]
     if kind == "cuda":
         if not torch.cuda.is_available():
@@ -142,7 +149,7 @@ def ops_for(device: str, dtype: torch.dtype) -> Ops:
     if kind != "cpu":
         raise ValueError(f"no kernels for the device {device!r} (supported: cpu, cuda)")
     try:
-        return native_ops(dtype, CACHE.expanduser())
+        return native_ops(dtype, choose(isa), CACHE.expanduser())
     except BuildError as error:
         log.warning("kernels: torch's reference, several times slower than the native ones (%s)", error)
         return REFERENCE

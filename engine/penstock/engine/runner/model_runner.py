@@ -49,7 +49,7 @@ class ModelRunner(RunnerBase):
         self._reset()
 
     def _make_ops(self) -> Ops:
-        return ops_for(self.config.device, self._dtype)
+        return ops_for(self.config.device, self._dtype, self.config.cpu_isa)
 
     def _zeroed(self, size: int) -> torch.Tensor:
         # numpy takes zeroed memory from the system, which hands out a page when it is first written; torch would write it all.

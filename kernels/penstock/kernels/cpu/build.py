@@ -1,53 +1,79 @@
-"""Compiles the C++ files beside it for this machine on first use, into the user's cache."""
+"""Finds the compiled operations: the package's, else what it compiles on first use into the user's cache."""
 
 import hashlib
-import platform
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
+from penstock.kernels.cpu.isa import Isa
+
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("ops.cpp", "linear.cpp", "lora.cpp", "replay.cpp"))
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
+FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC")
+PACKAGED = Path(__file__).with_name("lib")
+"""Where a wheel keeps what `compile_for` made."""
 
 
 class BuildError(Exception):
     """There is no compiler, it failed, or the cache cannot be written."""
 
 
-def library(cache: Path) -> Path:
-    """Returns the compiled library, building it unless the cache has it.
-
-    The name holds source, flags, compiler and CPU, so that a cache shared by unlike machines is right on each; a finished file
-    takes its name in one step, so that processes that start together never load half of one.
+def library(isa: Isa, cache: Path) -> Path:
+    """Returns the compiled operations for an instruction set: the package's if it was built from these sources, else the
+    cache's, compiled first if need be.
 
     Raises:
         BuildError: With the reason, for the log.
     """
+    packaged = PACKAGED / library_name(isa)
+    if packaged.is_file():
+        return packaged
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler ({', '.join(COMPILERS)})")
     try:
+        # Another compiler, or another system that shares the folder, gets a folder of its own.
         version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-        parts = (*(source.read_bytes() for source in SOURCES), " ".join(FLAGS).encode(), version, _cpu())
-        target = cache / f"ops-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:20]}.so"
-        if not target.is_file():
-            cache.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=cache) as folder:
-                built = Path(folder) / target.name
-                subprocess.run([compiler, *FLAGS, "-o", built, *SOURCES], capture_output=True, check=True)
-                built.replace(target)
+        folder = cache / hashlib.sha256(version).hexdigest()[:12]
+        built = folder / library_name(isa)
+        return built if built.is_file() else compile_for(isa, folder, compiler)
     except subprocess.CalledProcessError as error:
-        raise BuildError(f"{compiler}: {error.stderr.decode(errors='replace').strip()[-500:]}") from error
+        raise _failed(compiler, error) from error
     except OSError as error:
         raise BuildError(str(error)) from error
+
+
+def library_name(isa: Isa) -> str:
+    """The file's name, which changes with the sources and the compiler's flags."""
+    parts = (*(source.read_bytes() for source in SOURCES), " ".join((*FLAGS, *isa.flags)).encode())
+    return f"ops-{isa.name}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:20]}.so"
+
+
+def compile_for(isa: Isa, folder: Path, compiler: str) -> Path:
+    """Compiles the operations for an instruction set, which this machine need not have, and returns the file.
+
+    The file takes its name in one step, so that processes that start together never load half of one.
+
+    Args:
+        isa: The instruction set.
+        folder: Where the file goes; made if need be.
+        compiler: Its program, a cross compiler for another architecture.
+
+    Raises:
+        BuildError: With what the compiler said.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / library_name(isa)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        built = Path(scratch) / target.name
+        try:
+            subprocess.run([compiler, *FLAGS, *isa.flags, "-o", built, *SOURCES], capture_output=True, check=True)
+        except subprocess.CalledProcessError as error:
+            raise _failed(compiler, error) from error
+        built.replace(target)
     return target
 
 
-def _cpu() -> bytes:
-    """What `-march=native` depends on."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.is_file() else []
-    features = [line for line in lines if line.startswith(("flags", "Features", "model name"))]
-    return "\n".join([platform.machine(), *sorted(set(features))]).encode()
+def _failed(compiler: str, error: subprocess.CalledProcessError) -> BuildError:
+    return BuildError(f"{compiler}: {error.stderr.decode(errors='replace').strip()[-500:]}")

@@ -37,6 +37,7 @@ from penstock.engine.messages import (
     FrontendLeft,
     StepOutputs,
 )
+from penstock.kernels.cpu.isa import choose
 
 _LAST_WORDS_S = 0.5
 _CLOSE_S = 5.0
@@ -163,8 +164,10 @@ class CoreClient(CoreConnection):
         `ConfigError` when it cannot as it was asked to."""
         loop, inbox = asyncio.get_running_loop(), self._inbox
         await loop.create_unix_connection(lambda: inbox, sock=self._ours)
-        # The OpenMP runtime reads its thread count from the environment alone, when torch is loaded.
+        # OpenMP, torch and oneDNN read these from the environment alone, when torch is loaded.
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._config.threads)}
+        if self._config.cpu_isa is not None:
+            environment |= choose(self._config.cpu_isa).environment
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "penstock.engine.core.ipc.process"),
             stdin=asyncio.subprocess.PIPE,
