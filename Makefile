@@ -66,13 +66,15 @@ requirements: setup ## which requirement rows have a test
 	@$(BIN)/python docs/requirements/coverage.py
 
 .PHONY: crds
-crds: setup ## write the CRDs and their reference in the docs anew
+crds: setup ## write the CRDs, their reference in the docs and the chart's copies of manifests/ anew
 	@$(BIN)/penstock crds --write manifests/crds
+	@$(BIN)/python -m manifests.copies
 	@$(BIN)/python -m penstock.api.resources.reference docs/operator/*.md
 
 .PHONY: monitoring
-monitoring: setup ## write the dashboards, rules and alerts of manifests/monitoring anew
+monitoring: setup ## write the dashboards, rules and alerts of manifests/monitoring, and their copies, anew
 	@$(BIN)/python -m monitoring
+	@$(BIN)/python -m manifests.copies
 
 .PHONY: images
 images: ## build the container images (DOCKER=podman)
@@ -173,7 +175,8 @@ bench-soak: setup ## does a replica leak? Half an hour of mixed traffic, aborts 
 	@$(BIN)/python benchmarks/bench_soak.py $(ARGS)
 
 .PHONY: lint types format lock lock-peers
-lint: setup ## ruff and the import contracts
+lint: setup ## no symbolic links, ruff and the import contracts
+	@! git ls-files --stage | grep ^120000 || { echo "symbolic links get lost in archives: commit a copy (manifests/copies.py)" >&2; exit 1; }
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
 
 types: setup ## pyright, strict on the pure cores

@@ -39,6 +39,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     """A folder in Hugging Face format, `file://…`, `hf://org/name` or `s3://bucket/path`."""
     revision: str | None = None
     """Branch, tag or commit, for hf:// alone."""
+    tokenizer: str | None = None
+    """A folder with a tokenizer and chat template to use in place of the model's."""
     served_model_name: list[str] | None = None
     """None: the model as it was given."""
     dtype: DType | Literal["auto"] = "auto"
@@ -116,7 +118,12 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         if model.pooling is not None:
             self._check_pooling(device)
         return EngineConfig(
-            model=msgspec.structs.replace(model, logits_processors=tuple(self.logits_processors or ()), source=source),
+            model=msgspec.structs.replace(
+                model,
+                logits_processors=tuple(self.logits_processors or ()),
+                source=source,
+                tokenizer=None if self.tokenizer is None else Path(self.tokenizer),
+            ),
             cache=CacheConfig(
                 block_size=self.block_size,
                 num_blocks=self.num_gpu_blocks_override,

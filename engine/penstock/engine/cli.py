@@ -159,6 +159,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("engine").add_argument
     add("--revision", help="branch, tag or commit of a model from hf:// (None: main)")
+    add("--tokenizer", metavar="FOLDER", help="reads tokenizer and chat template from there (None: the model's)")
     add("--dtype", choices=["auto", "bfloat16", "float32", "float16"], default="auto", help="auto: the checkpoint's")
     add("--load-format", choices=["auto", "safetensors", "dummy"], default="auto", help="dummy: random weights, for benchmarks")
     runners = ["auto", "generate", "pooling"]

@@ -87,6 +87,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None: the engine generates; else it embeds, and that alone."""
     logits_processors: tuple[str, ...] = ()
     """`module:Class` of each, as `runner.sampler.custom` has it."""
+    tokenizer: Path | None = None
+    """Folder of the tokenizer and the chat template; None: `path`."""
     source: str | None = None
     """A folder, or a name on the Hub, as whoever started it gave it; None: `path`."""
 

@@ -10,9 +10,11 @@ import pytest
 from penstock.engine.args import EngineArgs
 from penstock.engine.cli import API_KEY_VARIABLE, _api_settings, _parser
 from penstock.engine.config import ConfigError, GraphConfig
+from penstock.engine.frontend.python.prompts import load_processor
 from penstock.kernels.cpu import isa
 
 TINY = Path(__file__).parents[3] / "examples/models/penstock-tiny"
+SHAPES = Path(__file__).parents[3] / "benchmarks/shapes"
 
 
 def test_every_engine_flag_is_a_keyword_with_the_same_default() -> None:
@@ -133,3 +135,13 @@ def test_origins_are_a_list_of_what_browsers_send() -> None:
     for wrong in ("*", '"*"', '["https://ui.example/"]', '["ui.example"]', '["https://UI.example"]', "[1]"):
         with pytest.raises(SystemExit):
             allowed(wrong)
+
+
+def test_the_tokenizer_may_come_from_another_folder(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"model": str(SHAPES / "qwen3-0.6b"), "load_format": "dummy", "device": "cpu"}
+    with pytest.raises(ConfigError, match=r"qwen3-0\.6b/tokenizer\.json"):
+        load_processor(EngineArgs(**asked).config())
+    found = load_processor(EngineArgs(**asked, tokenizer=str(SHAPES)).config())
+    assert found.bundle.tokenizer == (SHAPES / "tokenizer.json").read_text()
+    with pytest.raises(ConfigError, match=re.escape(f"cannot read {tmp_path}/tokenizer.json")):
+        load_processor(EngineArgs(**asked, tokenizer=str(tmp_path)).config())

@@ -32,9 +32,10 @@ class Tokens(NamedTuple):
 
 def load_processor(engine: EngineConfig) -> PromptProcessor:
     """The tokenizer and chat template of the checkpoint; `ConfigError` where they cannot be used."""
+    folder = engine.model.tokenizer or engine.model.path
     try:
         bundle = PromptBundle.from_checkpoint(
-            engine.model.path,
+            folder,
             served_names=engine.model.served_names,
             block_size=engine.cache.block_size,
             hash_seed=engine.cache.hash_seed,
@@ -44,7 +45,7 @@ def load_processor(engine: EngineConfig) -> PromptProcessor:
     except BundleError as error:
         raise ConfigError(str(error)) from None
     if engine.model.pooling is not None:
-        _check_end(engine.model.path / "tokenizer_config.json", processor)
+        _check_end(folder / "tokenizer_config.json", processor)
     return processor
 
 
