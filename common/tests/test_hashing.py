@@ -80,6 +80,23 @@ def test_what_stands_for_placeholder_tokens_is_part_of_their_blocks_names() -> N
     assert shared(*embedded) == [False] * 6
 
 
+@pytest.mark.req("PC-05", "LIM-08")
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (ExtraKeys(tenant="asaltb"), ExtraKeys(tenant="a", cache_salt="b")),
+        (ExtraKeys(cache_salt="a"), ExtraKeys(tenant="a")),
+        (ExtraKeys(tenant="a", cache_salt=""), ExtraKeys(tenant="asalt")),
+        (ExtraKeys(tenant="ab", cache_salt="c"), ExtraKeys(tenant="a", cache_salt="bc")),
+        (ExtraKeys(tenant="b", cache_salt="s"), ExtraKeys(cache_salt="tenantb")),
+        (ExtraKeys(lora="tenant", tenant="a"), ExtraKeys(lora="tenanta")),
+    ],
+)
+def test_a_tenant_cannot_choose_a_salt_that_reads_as_another_tenant(one: ExtraKeys, other: ExtraKeys) -> None:
+    """The lengths of names are part of the hash. Otherwise one tenant could name, and so time, another tenant's blocks."""
+    assert shared(one, other) == [False] * 6
+
+
 items_of_a_block = st.lists(st.tuples(st.text(max_size=3), st.integers(0, 3)), max_size=2)
 
 

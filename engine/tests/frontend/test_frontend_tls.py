@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -120,6 +121,44 @@ async def test_new_files_count_from_the_next_handshake_and_broken_ones_do_not(
                 async with session.get(f"{url}/v1/models") as response:
                     assert response.status == 200
     assert caplog.text.count("the certificate stays as it was") == 1
+
+
+def request_on(
+    context: ssl.SSLContext, port: int, session: ssl.SSLSession | None = None
+) -> tuple[int | None, ssl.SSLSession | None]:
+    """One GET: its status, and the TLS session for the next connection.
+
+    A server that ends the connection gives no status.
+    """
+    plain = socket.create_connection(("127.0.0.1", port), timeout=60)
+    try:
+        with context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as connection:
+            connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))
+            return int(answer.split()[1]) if answer else None, connection.session
+    except (ssl.SSLError, ConnectionError):
+        return None, None
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3], ids=lambda version: version.name)
+async def test_a_resumed_session_does_not_outlive_the_authority_that_vouched_for_it(
+    tmp_path: Path, make_authority: Any, version: ssl.TLSVersion
+) -> None:
+    authority, clients = make_authority(), tmp_path / "clients.crt"
+    engine, known = authority.mount(tmp_path / "engine"), authority.mount(tmp_path / "client", name="gateway")
+    clients.write_bytes((engine / "ca.crt").read_bytes())
+    context = ssl.create_default_context(cafile=str(engine / "ca.crt"))
+    context.minimum_version = context.maximum_version = version
+    context.load_cert_chain(known / "tls.crt", known / "tls.key")
+    async with served(engine, "--ssl-ca-certs", str(clients)) as url:
+        async with client(engine, known) as session:
+            await ready(session, url)
+        port = int(url.rpartition(":")[2])
+        status, offered = await asyncio.to_thread(request_on, context, port)
+        assert status == 200
+        clients.write_bytes((make_authority().mount(tmp_path / "other") / "ca.crt").read_bytes())
+        status, _ = await asyncio.to_thread(request_on, context, port, offered)
+        assert status is None
 
 
 @pytest.mark.parametrize(

@@ -399,6 +399,9 @@ async def test_keys_open_everything_but_what_probes_read(start: Start) -> None:
         assert refused.value.code == "invalid_api_key"
     async with site.http.post("/tokenize", json={"prompt": "x"}) as response:
         assert response.status == 401 and response.headers["www-authenticate"] == "Bearer"
+    for authorization in ("Basic one", "one", "Bearerone"):
+        async with site.http.get("/v1/models", headers={"authorization": authorization}) as response:
+            assert response.status == 401, f"{authorization}: a key counts as a bearer token alone"
     for path in OPEN_PATHS - {"/load"}:
         async with site.http.get(path) as response:
             assert response.status == 200, path

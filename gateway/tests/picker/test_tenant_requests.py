@@ -59,6 +59,8 @@ def mutation(answer: Any) -> tuple[dict[str, str], set[str]]:
         (bearer("sk-search-2"), "invalid_api_key"),
         ({"x-api-key": "nobody's"}, "invalid_api_key"),
         ({"authorization": "Basic c2stc2VhcmNoLTE="}, "missing_api_key"),
+        ({"authorization": "Basic sk-search-1"}, "missing_api_key"),
+        ({"authorization": "sk-search-1"}, "missing_api_key"),
         ({headers.TENANT: "search"}, "missing_api_key"),
     ],
 )

@@ -5,9 +5,9 @@ Connections that are open keep what they began with.
 
 import logging
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -19,6 +19,20 @@ log = logging.getLogger(__name__)
 
 PROBED_PATHS: Final = frozenset(("/health", "/ready"))
 """What needs no client certificate: the kubelet has none."""
+
+
+class _ServerContext(ssl.SSLContext):
+    """Handles each connection with the context that `current` returns at that moment.
+
+    A resumed session skips the check of the client's certificate, so it must not outlive the files that vouched for it. A context
+    resumes only its own sessions. An SNI callback would be too late: OpenSSL looks for the session before it calls one.
+    """
+
+    current: Callable[[], ssl.SSLContext]
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        """The method by which event loops begin a TLS connection."""
+        return self.current().wrap_bio(*args, **kwargs)
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,10 +53,16 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: they cannot be used now.
         """
-        seen = self._look()
-        server = fresh = self._load()
+        server = _ServerContext(ssl.PROTOCOL_TLS_SERVER)
+        server.current = self._current()
+        return server
 
-        def hello(connection: ssl.SSLObject, _name: str | None, _server: ssl.SSLContext) -> None:
+    def _current(self) -> Callable[[], ssl.SSLContext]:
+        """Returns what gives the context of the files as they are at that moment."""
+        seen = self._look()
+        fresh = self._load()
+
+        def current() -> ssl.SSLContext:
             nonlocal seen, fresh
             if (now := self._look()) != seen:
                 seen = now
@@ -51,10 +71,9 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
                     log.info("TLS: new files, among them %s", self.certificates)
                 except ConfigError as error:
                     log.error("TLS: %s; the certificate stays as it was", error)
-            connection.context = fresh
+            return fresh
 
-        server.sni_callback = hello  # called whether or not the client names a server
-        return server
+        return current
 
     def _look(self) -> Sequence[object]:
         """What identifies the content of the files."""
@@ -63,9 +82,6 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
     def _load(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        # A resumed session would skip the question whether its certificate is still believed.
-        context.options |= ssl.OP_NO_TICKET
-        context.num_tickets = 0
         try:
             context.load_cert_chain(self.certificates, self.key, password=_no_password)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
