@@ -73,7 +73,7 @@ async def test_only_pools_with_scaling_are_offered_with_what_the_spec_says(actua
     (model,) = await actuator.targets()
     assert (model.id, list(model.pools)) == ("default/tiny", ["main"])
     pool, limits = model.pools["main"], model.limits.pools["main"]
-    assert (pool.replicas, pool.dry_run, len(pool.pending_ages_s)) == (2, True, 1)
+    assert (pool.replicas, pool.dry_run, len(pool.starting)) == (2, True, 1)
     assert pool.endpoints == {"uid-a": "http://[fd00::1]:8000"}
     assert (limits.min_replicas, limits.max_replicas, limits.warm, limits.scale_to_zero_after_s) == (0, 4, 1, 600)
 
@@ -153,8 +153,53 @@ async def test_a_pod_of_the_future_is_new(actuator: Any, api: Any) -> None:
     starting = api.objects["Pod", "default", "c"]
     api.put({**starting, "metadata": {**starting["metadata"], "creationTimestamp": "2999-01-01T00:00:00Z"}})
     (model,) = await actuator.targets()
-    (age,) = model.pools["main"].pending_ages_s
-    assert 0 <= age < 3600
+    (starting,) = model.pools["main"].starting
+    assert 0 <= starting.age_s < 3600
+
+
+def _pod(uid: str, *, ready: str | None = None, lost: str | None = None) -> dict[str, Any]:
+    """Created at 12:00:00, its container started ten seconds later; ready since then, or not ready any more since then."""
+    status = {
+        "type": "Ready",
+        "status": "True" if ready else "False",
+        "lastTransitionTime": ready or lost or "2026-01-01T12:00:01Z",
+    }
+    return {
+        "metadata": {"uid": uid, "creationTimestamp": "2026-01-01T12:00:00Z"},
+        "status": {
+            "conditions": [status],
+            "containerStatuses": [{"name": "engine", "state": {"running": {"startedAt": "2026-01-01T12:00:10Z"}}}],
+        },
+    }
+
+
+def test_a_start_is_the_time_from_creation_to_the_first_readiness() -> None:
+    ages = Ages()
+    assert ages.of("p", [_pod("a")]).started_s == ()
+    assert ages.of("p", [_pod("a"), _pod("quick", ready="2026-01-01T12:00:20Z")]).started_s == (20.0,), "ready between two looks"
+    assert ages.of("p", [_pod("a", ready="2026-01-01T12:05:00Z")]).started_s == (300.0,)
+    assert ages.of("p", [_pod("a", lost="2026-01-01T13:00:00Z")]).started_s == ()
+    assert ages.of("p", [_pod("a", ready="2026-01-01T13:00:30Z")]).started_s == (), "a blip is no start"
+
+
+def test_what_an_operator_finds_when_it_starts_teaches_nothing_but_first_readiness() -> None:
+    ages = Ages()
+    found = [_pod("ready", ready="2026-01-01T13:00:00Z"), _pod("blip", lost="2026-01-01T13:00:00Z"), _pod("starts")]
+    assert ages.of("p", found).started_s == ()
+    later = "2026-01-01T13:10:00Z"
+    then = [_pod("ready", ready="2026-01-01T13:00:00Z"), _pod("blip", ready=later), _pod("starts", ready="2026-01-01T12:01:00Z")]
+    assert ages.of("p", then).started_s == (60.0,)
+
+
+async def test_a_pod_in_trouble_is_told_from_one_that_merely_starts(actuator: Any, api: Any) -> None:
+    starting = api.objects["Pod", "default", "c"]
+    waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
+    status = {**starting["status"], "containerStatuses": [{"name": "engine", "state": waiting}]}
+    (model,) = await actuator.targets()
+    assert [it.troubled for it in model.pools["main"].starting] == [False]
+    api.put({**starting, "status": status})
+    (model,) = await actuator.targets()
+    assert [it.troubled for it in model.pools["main"].starting] == [True]
 
 
 def test_ages_go_by_our_own_clock_from_the_second_look_on() -> None:
@@ -165,17 +210,17 @@ def test_ages_go_by_our_own_clock_from_the_second_look_on() -> None:
         return {"metadata": {"uid": uid, "creationTimestamp": created}}
 
     there = [pod("a", "2999-01-01T00:00:00Z")]
-    assert ages.of("p", there) == {"a": 0.0}
+    assert ages.of("p", there).ages_s == {"a": 0.0}
     now += 5
-    assert ages.of("p", there) == {"a": 5.0}
+    assert ages.of("p", there).ages_s == {"a": 5.0}
     there.append(pod("b", "1999-01-01T00:00:00Z"))
     now += 5
-    assert ages.of("p", there) == {"a": 10.0, "b": 5.0}, "it was not there at the last look, five seconds ago"
+    assert ages.of("p", there).ages_s == {"a": 10.0, "b": 5.0}, "it was not there at the last look, five seconds ago"
     now += 5
-    assert ages.of("p", there) == {"a": 15.0, "b": 10.0}
-    assert ages.of("q", there)["b"] > 1e8, "of what is found at first, only its creation time is known"
+    assert ages.of("p", there).ages_s == {"a": 15.0, "b": 10.0}
+    assert ages.of("q", there).ages_s["b"] > 1e8, "of what is found at first, only its creation time is known"
     ages.keep({"q"})
-    assert ages.of("p", there)["a"] == 0.0
+    assert ages.of("p", there).ages_s["a"] == 0.0
 
 
 def told(current: int, decision: Decision, *, acted: bool = False, dry_run: bool = False, seconds: float = 30) -> Record:

@@ -24,6 +24,7 @@ from penstock.kube.client import connect, usual_namespace
 from penstock.operator.acceptance import accept
 from penstock.operator.ages import age_s
 from penstock.operator.api import ServerApi, said
+from penstock.operator.autoscale.coldstart import Starting
 from penstock.operator.autoscale.learned import Learned, restore
 from penstock.operator.autoscale.limits import ModelLimits, Settings
 from penstock.operator.autoscale.policy import PoolView
@@ -32,7 +33,7 @@ from penstock.operator.autoscale.spec import model_limits
 from penstock.operator.autoscale.whatif import Outlook, outlook, scaled
 from penstock.operator.command_line import CommandFailed, add_namespace, add_server, run
 from penstock.operator.desired import child_name
-from penstock.operator.pods import is_live, is_ready
+from penstock.operator.pods import is_live, is_ready, trouble
 from penstock.operator.scaling import restored
 
 GATEWAY = "penstock-gateway:http"
@@ -128,10 +129,10 @@ async def _view(api: ServerApi, args: argparse.Namespace) -> PoolsView | None:
 async def _pool(api: ServerApi, args: argparse.Namespace, name: str, view: PoolsView | None) -> PoolView:
     workload = await api.get("Deployment", args.namespace, child_name(args.model, name))
     pods = await api.listed("Pod", args.namespace, f"{labels.MODEL}={args.model},{labels.POOL}={name}")
-    ages = tuple(age_s(pod) for pod in pods if is_live(pod) and not is_ready(pod))
+    starting = tuple(Starting(age_s(pod), trouble(pod) is not None) for pod in pods if is_live(pod) and not is_ready(pod))
     signals = pool_signals([view], f"{args.namespace}/{args.model}/{name}") if view is not None else None
     return PoolView(
-        (workload or {}).get("spec", {}).get("replicas", 0), ages, scaled(signals, args.load) if signals is not None else None
+        (workload or {}).get("spec", {}).get("replicas", 0), starting, scaled(signals, args.load) if signals is not None else None
     )
 
 
@@ -145,7 +146,7 @@ def _tell(
         "min": its.min_replicas,
         "max": its.max_replicas,
         "replicas": view.replicas,
-        "starting": len(view.pending_ages_s),
+        "starting": len(view.starting),
         "next": {"replicas": prospect.next.replicas, "constraint": prospect.next.constraint, "reason": prospect.next.reason},
         "settles": {"replicas": prospect.settled.replicas, "constraint": prospect.settled.constraint},
         "signals": dict(prospect.next.inputs),

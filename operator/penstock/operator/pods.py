@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final
 
 from penstock.api import labels
@@ -33,8 +34,24 @@ class Trouble:
 
 def is_ready(pod: Object) -> bool:
     """Ready by its condition, and not about to go."""
+    return is_live(pod) and ready_condition(pod).get("status") == "True"
+
+
+def ready_condition(pod: Object) -> Object:
+    """The pod's `Ready` condition; empty before the kubelet has written one."""
     conditions = pod.get("status", {}).get("conditions", [])
-    return is_live(pod) and any(it["type"] == "Ready" and it["status"] == "True" for it in conditions)
+    return next((it for it in conditions if it["type"] == "Ready"), {})
+
+
+def lost_readiness(pod: Object) -> bool:
+    """Whether the pod is not ready now and was before: it stopped being ready after its containers had started."""
+    since = ready_condition(pod).get("lastTransitionTime")
+    started = [
+        it.get("state", {}).get("running", {}).get("startedAt") for it in pod.get("status", {}).get("containerStatuses", [])
+    ]
+    if since is None or not started or not all(started):
+        return False
+    return datetime.fromisoformat(since) > max(datetime.fromisoformat(at) for at in started)
 
 
 def is_live(pod: Object) -> bool:

@@ -16,6 +16,7 @@ from penstock.operator.ages import Ages
 from penstock.operator.api import Api, said
 from penstock.operator.apply import SCALE_MANAGER, owned
 from penstock.operator.autoscale.bounds import WAITING_FOR
+from penstock.operator.autoscale.coldstart import Starting
 from penstock.operator.autoscale.learned import Learned
 from penstock.operator.autoscale.loop import ModelScale, PoolScale, Record
 from penstock.operator.autoscale.spec import model_limits
@@ -25,7 +26,7 @@ from penstock.operator.events import event, timestamp
 from penstock.operator.observe import workloads_of
 from penstock.operator.observed import ScalingStatus
 from penstock.operator.other_scalers import OthersReport, Target
-from penstock.operator.pods import base_url, is_live, is_ready
+from penstock.operator.pods import base_url, is_live, is_ready, trouble
 from penstock.operator.store import Children, Key, Resources, key_of
 from penstock.operator.telemetry import ScalingMetrics
 
@@ -102,10 +103,13 @@ class KubernetesActuator:
             if pool.scaling is None or workload is None:
                 continue
             pods = [pod for pod in self._pods(key, pool.name).values() if is_live(pod)]
-            ages = self._ages.of(f"{key.namespace}/{key.name}/{pool.name}", pods)
+            times = self._ages.of(f"{key.namespace}/{key.name}/{pool.name}", pods)
             found[pool.name] = PoolScale(
                 replicas=workload["spec"].get("replicas", 1),
-                pending_ages_s=tuple(ages[pod["metadata"]["uid"]] for pod in pods if not is_ready(pod)),
+                starting=tuple(
+                    Starting(times.ages_s[pod["metadata"]["uid"]], trouble(pod) is not None) for pod in pods if not is_ready(pod)
+                ),
+                started_s=times.started_s,
                 endpoints={
                     pod["metadata"]["uid"]: url for pod in pods if is_ready(pod) and (url := base_url(pod, HTTP, self._scheme))
                 },

@@ -48,7 +48,7 @@ def test_a_figure_that_no_report_has_stays() -> None:
 
 def test_what_was_learned_comes_back() -> None:
     line = StepLine().add(1, 0.021).add(11, 0.031)
-    memory = PoolMemory(capacity=Capacity(5000, line, 256, 50), cold_start=ColdStart(90), correction=Correction(1.3))
+    memory = PoolMemory(capacity=Capacity(5000, line, 256, 50), cold_start=ColdStart(90.0), correction=Correction(1.3))
     kept = extract(memory)
     back = restore(kept)
     assert not extract(back).differs(kept)

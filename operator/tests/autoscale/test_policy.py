@@ -1,6 +1,6 @@
 """The autoscaling policy, driven look by look in made-up time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from penstock.api.fleet import LATENCY_EDGES_S
 from penstock.api.load_report import LoadReport
 from penstock.operator.autoscale.bounds import Decision
+from penstock.operator.autoscale.coldstart import Starting
 from penstock.operator.autoscale.limits import Goals, Hint, Limits, ModelLimits, Settings
 from penstock.operator.autoscale.policy import Memory, Observation, PoolView, decide
 from penstock.operator.autoscale.signals import PoolSignals, ReplicaSignal
@@ -58,11 +59,26 @@ class Model:
         self.now, self.wall, self.memory = 0.0, 1_800_000_000.0, Memory()
         self.decisions: dict[str, Decision] = {}
 
-    def look(self, loads: Loads, *, after: float = 5.0, pending: dict[str, tuple[float, ...]] | None = None) -> None:
+    def look(
+        self,
+        loads: Loads,
+        *,
+        after: float = 5.0,
+        pending: dict[str, tuple[float, ...]] | None = None,
+        troubled: Sequence[str] = (),
+        started: dict[str, tuple[float, ...]] | None = None,
+    ) -> None:
         self.now += after
         self.wall += after
-        ages = pending or {}
-        views = {name: PoolView(self.sizes[name], ages.get(name, ()), load) for name, load in loads.items()}
+        views = {
+            name: PoolView(
+                self.sizes[name],
+                tuple(Starting(age, name in troubled) for age in (pending or {}).get(name, ())),
+                load,
+                (started or {}).get(name, ()),
+            )
+            for name, load in loads.items()
+        }
         self.decisions, self.memory = decide(Observation(self.now, self.wall, views), self.limits, SETTINGS, self.memory)
         self.sizes = {name: decision.replicas for name, decision in self.decisions.items()}
 
@@ -89,8 +105,15 @@ class Pool:
     def now(self) -> float:
         return self.model.now
 
-    def look(self, load: PoolSignals | None, *, after: float = 5.0, pending: tuple[float, ...] = ()) -> Decision:
-        self.model.look({"p": load}, after=after, pending={"p": pending})
+    def look(
+        self,
+        load: PoolSignals | None,
+        *,
+        after: float = 5.0,
+        pending: tuple[float, ...] = (),
+        started: tuple[float, ...] = (),
+    ) -> Decision:
+        self.model.look({"p": load}, after=after, pending={"p": pending}, started={"p": started})
         return self.decision
 
     def run(self, seconds: float, load: Callable[["Pool"], PoolSignals | None]) -> list[int]:
@@ -262,18 +285,35 @@ def test_what_rates_say_of_the_past_keeps_no_idle_replica() -> None:
 
 def test_cold_start_is_learned_from_what_was_seen() -> None:
     pool = Pool(2)
-    for age in (10.0, 40.0, 70.0):
-        pool.look(signals(1), pending=(age,))
-    pool.look(signals(2))
-    assert pool.model.memory.pools["p"].cold_start.seconds == pytest.approx((30 + 70) / 2)
+    assert pool.model.memory.pools == {} or pool.model.memory.pools["p"].cold_start.seconds == 30.0
+    pool.look(signals(1), started=(70.0,))
+    assert pool.model.memory.pools["p"].cold_start.seconds == 70.0, "the first start counts whole: before it was only assumed"
+    pool.look(signals(1), started=(30.0, 1e9))
+    assert pool.model.memory.pools["p"].cold_start.seconds == pytest.approx(((70 + 30) / 2 + 3600) / 2)
 
 
-def test_a_replica_that_is_given_up_while_it_starts_teaches_nothing() -> None:
-    pool = Pool(1, replace(LIMITS, max_replicas=1))
-    pool.look(signals(0), pending=(500.0,))
-    pool.replicas = 0
-    pool.look(signals(0), pending=())
-    assert pool.model.memory.pools["p"].cold_start.seconds == 30.0
+def test_a_replica_that_stops_being_ready_or_is_deleted_teaches_nothing() -> None:
+    pool = Pool(2)
+    pool.look(signals(1), pending=(3600.0,))
+    pool.look(signals(2), pending=())
+    assert pool.model.memory.pools["p"].cold_start.learned_s is None
+
+
+def test_before_the_first_start_only_what_has_trouble_counts_as_stuck() -> None:
+    """A large model takes minutes to load: the dearer pool must not start the same demand again meanwhile."""
+    pools = {"cheap": replace(LIMITS, cost=10), "dear": replace(LIMITS, min_replicas=0, cost=50)}
+
+    def dear(troubled: Sequence[str], until: int) -> int:
+        model = Model({"cheap": 4, "dear": 0}, ModelLimits(pools))
+        for age in range(5, until, 5):
+            each = 4 * 0.8 / (1 + model.sizes["dear"])
+            loads = {"cheap": signals(1, kv=each), "dear": signals(model.sizes["dear"], kv=each)}
+            model.look(loads, pending={"cheap": (float(age),) * 3}, troubled=troubled)
+        return model.sizes["dear"]
+
+    assert dear([], 300) == 0
+    assert dear(["cheap"], 300) == 3
+    assert dear([], 900) == 3, "ten minutes are enough"
 
 
 BUSY = {"prefill_tokens_per_s": 1000.0, "prompt_tokens_per_s": 900.0}
@@ -364,7 +404,7 @@ def test_where_replicas_do_not_start_the_next_pool_carries_their_share() -> None
     for age in range(5, 200, 5):
         each = 4 * 0.8 / (1 + model.sizes["dear"])
         loads = {"cheap": signals(1, kv=each), "dear": signals(model.sizes["dear"], kv=each)}
-        model.look(loads, pending={"cheap": (float(age),) * 3})
+        model.look(loads, pending={"cheap": (float(age),) * 3}, started={"cheap": (30.0,)})
     assert model.sizes["cheap"] == 4, "they are still wanted, should there be room"
     assert model.sizes["dear"] == 3
 

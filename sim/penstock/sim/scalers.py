@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from penstock.operator.autoscale.bounds import Decision
+from penstock.operator.autoscale.coldstart import Starting
 from penstock.operator.autoscale.limits import Limits, ModelLimits, Settings
 from penstock.operator.autoscale.policy import Memory, Observation, PoolMemory, PoolView, decide
 from penstock.operator.autoscale.signals import PoolSignals, ReplicaSignal
@@ -26,6 +27,7 @@ class PenstockScaler:
 
     def __init__(self, limits: Limits, settings: Settings) -> None:
         self._limits, self._settings, self._memory = ModelLimits({"p": limits}), settings, Memory()
+        self._starting = set[str]()
 
     def size(self, look: Look) -> int:
         """See `Scaler`."""
@@ -36,7 +38,10 @@ class PenstockScaler:
             ReplicaSignal(member.name, True, False, member.requests, member.replica.report(look.now), 0.0)
             for member in look.ready
         )
-        view = PoolView(look.size, tuple(look.now - member.created for member in look.starting), PoolSignals(look.held, replicas))
+        starting = tuple(Starting(look.now - member.created) for member in look.starting)
+        started = tuple(member.ready_at - member.created for member in look.ready if member.name in self._starting)
+        self._starting = {member.name for member in look.starting}
+        view = PoolView(look.size, starting, PoolSignals(look.held, replicas), started)
         decisions, self._memory = decide(Observation(look.now, look.now, {"p": view}), self._limits, self._settings, self._memory)
         return decisions["p"]
 

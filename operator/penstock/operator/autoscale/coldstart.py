@@ -1,32 +1,49 @@
-"""How long a replica takes from its creation until it is ready, learned; and which of those that start count as supply. Pure."""
+"""How long a replica takes from its creation until it is first ready, learned; and which of those that start count as supply.
+Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 PRIOR_S = 30.0
+"""Assumed while no start was seen."""
 MOST_S = 3600.0
 """A replica that took longer had waited for a node, or for a person."""
+PATIENCE_S = 600.0
+"""While no start was seen, a replica that nothing keeps from starting counts as supply for so long: a large model may take
+minutes to load, and replacing it early would buy the same capacity twice."""
+
+
+@dataclass(frozen=True)
+class Starting:
+    """A replica that is not ready."""
+
+    age_s: float
+    troubled: bool = False
+    """Something keeps it from starting: it cannot be scheduled, its image cannot be pulled, its engine exits."""
 
 
 @dataclass(frozen=True)
 class ColdStart:
     """What is known of a pool's starts."""
 
-    seconds: float = PRIOR_S
-    """Learned: the mean of what was known and the latest start."""
-    oldest_s: float = 0.0
-    """Age of the oldest replica that was starting at the last look."""
-    starting: int = 0
-    """How many were."""
+    learned_s: float | None = None
+    """Mean of what was known before and the latest start; None: no start was seen."""
 
-    def observe(self, ages_s: Sequence[float], replicas: int) -> "ColdStart":
-        """After a look at those that are starting, of a pool that is asked to have so many `replicas`. The oldest has become
-        ready when it is no longer among them, unless the pool gave it up."""
-        oldest = max(ages_s, default=0.0)
-        became_ready = self.oldest_s > oldest and len(ages_s) < self.starting and replicas > len(ages_s)
-        seconds = 0.5 * (self.seconds + min(self.oldest_s, MOST_S)) if became_ready else self.seconds
-        return ColdStart(seconds, oldest, len(ages_s))
+    @property
+    def seconds(self) -> float:
+        """The time that a start is expected to take."""
+        return PRIOR_S if self.learned_s is None else self.learned_s
 
-    def stuck(self, ages_s: Sequence[float], factor: float) -> int:
+    def observe(self, started_s: Iterable[float]) -> "ColdStart":
+        """After replicas became ready for the first time, each so many seconds after its creation."""
+        learned = self.learned_s
+        for seconds in started_s:
+            latest = min(max(seconds, 0.0), MOST_S)
+            learned = latest if learned is None else 0.5 * (learned + latest)
+        return ColdStart(learned)
+
+    def stuck(self, starting: Sequence[Starting], factor: float) -> int:
         """How many have been starting for longer than `factor` cold starts: they count for nothing."""
-        return sum(age >= factor * self.seconds for age in ages_s)
+        late = factor * self.seconds
+        patience = late if self.learned_s is not None else max(late, PATIENCE_S)
+        return sum(it.age_s >= (late if it.troubled else patience) for it in starting)

@@ -41,7 +41,7 @@ def extract(memory: PoolMemory) -> Learned:
         step_row_s=capacity.line.slope,
         max_num_seqs=capacity.max_num_seqs,
         rows_in_kv=capacity.rows_in_kv,
-        cold_start_s=memory.cold_start.seconds,
+        cold_start_s=memory.cold_start.learned_s or 0.0,
         slo_factor=memory.correction.factor,
     )
 

@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.api.fleet import PoolsView
 from penstock.operator.autoscale.bounds import Decision
+from penstock.operator.autoscale.coldstart import Starting
 from penstock.operator.autoscale.fallback import LoadClient, ask_replicas
 from penstock.operator.autoscale.learned import Learned, extract, restore
 from penstock.operator.autoscale.limits import ModelLimits, Settings
@@ -31,8 +32,10 @@ class PoolScale:
 
     replicas: int
     """What the workload is asked to have."""
-    pending_ages_s: tuple[float, ...]
-    """Ages of its replicas that are not ready."""
+    starting: tuple[Starting, ...]
+    """Its replicas that are not ready."""
+    started_s: tuple[float, ...] = ()
+    """Seconds that replicas took which have become ready for the first time since the last look."""
     endpoints: Mapping[str, str] = field(default_factory=dict[str, str])
     """Base URLs of its ready replicas by UID, to be asked where no gateway knows how they are."""
     dry_run: bool = False
@@ -199,7 +202,7 @@ class Autoscaler:
         seen = Observation(
             time.monotonic(),
             time.time(),
-            {name: PoolView(pool.replicas, pool.pending_ages_s, signals[name]) for name, pool in model.pools.items()},
+            {name: PoolView(pool.replicas, pool.starting, signals[name], pool.started_s) for name, pool in model.pools.items()},
         )
         memory = self._memories.get(model.id)
         if memory is None:

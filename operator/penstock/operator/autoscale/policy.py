@@ -15,7 +15,7 @@ from penstock.api.fleet import Role
 from penstock.operator.autoscale.allocation import Member, Offer, afford, allocate, balance, units
 from penstock.operator.autoscale.bounds import Case, Decision, bound
 from penstock.operator.autoscale.capacity import Capacity, learn
-from penstock.operator.autoscale.coldstart import ColdStart
+from penstock.operator.autoscale.coldstart import ColdStart, Starting
 from penstock.operator.autoscale.correction import Correction, Seen
 from penstock.operator.autoscale.demand import Backlog, Demand, backlog, known, measure, unknown
 from penstock.operator.autoscale.limits import Limits, ModelLimits, Settings
@@ -34,10 +34,12 @@ class PoolView:
 
     replicas: int
     """What the workload is asked to have."""
-    pending_ages_s: tuple[float, ...]
-    """Ages of the replicas that are not ready."""
+    starting: tuple[Starting, ...]
+    """The replicas that are not ready."""
     signals: PoolSignals | None
     """None: nobody answered."""
+    started_s: tuple[float, ...] = ()
+    """Seconds from creation to ready of the replicas that have become ready for the first time since the last look."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def _observe(view: PoolView, limits: Limits, settings: Settings, memory: PoolMem
         memory,
         clear_at=now if clear else memory.clear_at,
         capacity=learn(memory.capacity, reports.values()),
-        cold_start=memory.cold_start.observe(view.pending_ages_s, view.replicas),
+        cold_start=memory.cold_start.observe(view.started_s),
     )
 
 
@@ -206,7 +208,7 @@ def _look(
 
 
 def _stuck(name: str, seen: Observation, pools: Mapping[str, PoolMemory], settings: Settings) -> int:
-    return pools[name].cold_start.stuck(seen.pools[name].pending_ages_s, settings.cold_start_factor)
+    return pools[name].cold_start.stuck(seen.pools[name].starting, settings.cold_start_factor)
 
 
 def _speed(capacity: Capacity, limits: Limits) -> float:
@@ -296,7 +298,7 @@ def _case(
         panic_s=settings.stable_window_s if group.panicking else 0.0,
         no_gateway=view.signals is None or not view.signals.complete,
         blind=seen.now - (seen.now if memory.clear_at is None else memory.clear_at) > settings.stale_after_s,
-        young=len(view.pending_ages_s) - stuck,
+        young=len(view.starting) - stuck,
         stuck=stuck,
         cold_start_s=cold.seconds,
         highest=max((count for _, count in memory.recommended), default=wanted),
@@ -359,7 +361,7 @@ def _correct(
     corrected = memory.correction.observe(
         looked,
         goals,
-        settled=not view.pending_ages_s and not grown and decision.replicas <= view.replicas,
+        settled=not view.starting and not grown and decision.replicas <= view.replicas,
         filled=decision.replicas > limits.pools[name].min_replicas,
         pause_s=max(settings.stable_window_s, memory.cold_start.seconds),
     )

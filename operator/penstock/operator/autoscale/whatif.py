@@ -45,7 +45,7 @@ def outlook(
         unchanged = unchanged + APART_S if same else 0.0
         if unchanged > window:
             break
-        views = {name: replace(view, replicas=decisions[name].replicas, pending_ages_s=()) for name, view in views.items()}
+        views = {name: replace(view, replicas=decisions[name].replicas, starting=()) for name, view in views.items()}
     return {name: Outlook(first[name], decisions[name]) for name in pools}
 
 

@@ -56,6 +56,8 @@ class Pod:
     message: str = ""
     """Why it is not ready: the last words of the process."""
     restarts: int = 0
+    started_s: float | None = None
+    """Seconds from its creation until it was first ready."""
     _process: asyncio.subprocess.Process | None = None
     _task: asyncio.Task[None] | None = None
 
@@ -133,11 +135,16 @@ class Pod:
             if self._process.returncode is not None:
                 kill_group(self._process)  # as a container ends whole, so that the next finds its ports free
 
+    def _become_ready(self) -> None:
+        self.phase, self.message = Phase.READY, ""
+        if self.started_s is None:
+            self.started_s = time.monotonic() - self.created
+
     async def _probe(self) -> None:
         """Follows the readiness probe; a pod without one is ready once it runs."""
         probe = self.container.get("readinessProbe", {}).get("httpGet")
         if probe is None:
-            self.phase = Phase.READY
+            self._become_ready()
             return
         port = probe["port"] if isinstance(probe["port"], int) else self.port(probe["port"])
         url = f"http://{self.address}:{port}{probe['path']}"
@@ -148,7 +155,7 @@ class Pod:
                 except httpx.HTTPError:
                     ready = False
                 if ready:
-                    self.phase, self.message = Phase.READY, ""
+                    self._become_ready()
                 elif self.phase is Phase.READY:
                     self.phase, self.message = Phase.NOT_READY, "the readiness probe fails"
                 await asyncio.sleep(PROBE_PERIOD_S)

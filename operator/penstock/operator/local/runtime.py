@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from penstock.api import labels
 from penstock.api.fleet import Fleet, Model, PoolsView, Replica
 from penstock.operator.autoscale.bounds import Decision
+from penstock.operator.autoscale.coldstart import Starting
 from penstock.operator.autoscale.limits import Settings
 from penstock.operator.autoscale.loop import Autoscaler, ModelScale, PoolScale, Record
 from penstock.operator.canary.judges import Judges
@@ -72,6 +73,8 @@ class LocalRuntime:
         self.logs = folder / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
         self.decisions: dict[str, Decision] = {}
+        self._starts_told: set[str] = set()
+        """UIDs of the pods whose start the autoscaler knows."""
         addresses = network.addresses()
         self._own_address = next(addresses)
         self.deployments = {
@@ -256,7 +259,10 @@ class LocalRuntime:
         deployment, now = self.deployments[f"{local.model.id}/{name}"], monotonic()
         return PoolScale(
             replicas=deployment.replicas,
-            pending_ages_s=tuple(now - pod.created for pod in deployment.pods if pod.phase is not Phase.READY),
+            starting=tuple(
+                Starting(now - pod.created, pod.phase is Phase.CRASHED) for pod in deployment.pods if pod.phase is not Phase.READY
+            ),
+            started_s=self._new_starts(deployment.pods),
             endpoints={
                 pod.uid: f"http://{pod.address}:{pod.port(labels.HTTP_PORT)}"
                 for pod in deployment.pods
@@ -264,6 +270,12 @@ class LocalRuntime:
             },
             dry_run=name in local.dry_runs,
         )
+
+    def _new_starts(self, pods: Sequence[Pod]) -> tuple[float, ...]:
+        """How long the pods took that have become ready for the first time since the last look."""
+        new = [pod for pod in pods if pod.started_s is not None and pod.uid not in self._starts_told]
+        self._starts_told |= {pod.uid for pod in new}
+        return tuple(pod.started_s for pod in new if pod.started_s is not None)
 
     async def scale(self, pool_id: str, replicas: int, victims: Sequence[str]) -> None:
         """See `Actuator`. Victims are cordoned, given time for the picker to notice, and then let go."""
