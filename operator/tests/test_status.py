@@ -174,6 +174,8 @@ def test_scaling_is_told_honestly(make: Any) -> None:
 
     assert of(None) == (None, "NoReport")
     assert of(ScalingStatus(1, 2, "Demand", "two are needed")) == (True, "Scaling")
+    ignored = ScalingStatus(1, 2, "Demand", "two are needed", out_of_reach="the ITL goal of 10 ms is ignored")
+    assert of(ignored) == (True, "GoalOutOfReach")
     assert of(ScalingStatus(1, 1, "NoData", "no gateway answered", idle="NoData")) == (False, "NoData")
     assert of(ScalingStatus(1, 3, "Demand", "3 are needed", idle="DryRun")) == (False, "DryRun")
 

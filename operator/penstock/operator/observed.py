@@ -36,6 +36,8 @@ class ScalingStatus:
     decisions: tuple[str, ...] = ()
     """The last changes, newest first."""
     learned: Learned | None = None
+    out_of_reach: str = ""
+    """The goals that no number of replicas meets, in a sentence."""
     waits: tuple[str, ...] = ()
     """Inputs that name what requests wait for and no replica more would help."""
 

@@ -204,6 +204,7 @@ class KubernetesActuator:
             idle="NoData" if decision.blind else "DryRun" if record.dry_run else "",
             decisions=history,
             learned=learned,
+            out_of_reach=decision.out_of_reach,
             waits=tuple(name for name in decision.inputs if name.startswith(WAITING_FOR)),
         )
         if old is not None and not record.acted and _gist(old) == _gist(new):
@@ -262,5 +263,7 @@ def _from_status(said: LearnedStatus) -> Learned:
     )
 
 
-def _gist(report: ScalingStatus) -> tuple[int, int, str, str, Learned | None, tuple[str, ...]]:
-    return report.current, report.desired, report.constraint, report.idle, report.learned, report.waits
+def _gist(report: ScalingStatus) -> tuple[object, ...]:
+    """What is worth a new status: all but the figures in sentences."""
+    ignored = report.out_of_reach != ""
+    return report.current, report.desired, report.constraint, report.idle, report.learned, report.waits, ignored

@@ -249,6 +249,9 @@ def _scaling_active(observed: Observed) -> Verdict:
     idle = [(name, report) for name, report in reports if report.idle]
     if idle:
         return Verdict(False, idle[0][1].idle, "; ".join(f"pool {name}: {report.reason}" for name, report in idle))
+    ignored = [(name, report) for name, report in reports if report.out_of_reach]
+    if ignored:
+        return Verdict(True, "GoalOutOfReach", "; ".join(f"pool {name}: {report.out_of_reach}" for name, report in ignored))
     return Verdict(
         True, "Scaling", "; ".join(f"pool {name}: {report.desired} wanted ({report.constraint})" for name, report in reports)
     )

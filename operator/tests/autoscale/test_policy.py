@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.api.fleet import LATENCY_EDGES_S
-from penstock.api.load_report import LoadReport
+from penstock.api.load_report import WAITING_REASONS, LoadReport
 from penstock.operator.autoscale.bounds import Decision
 from penstock.operator.autoscale.coldstart import Starting
 from penstock.operator.autoscale.limits import Goals, Hint, Limits, ModelLimits, Settings
@@ -276,6 +276,29 @@ def test_zero_after_idleness_and_back_for_a_held_request() -> None:
 
 
 @pytest.mark.req("SC-15")
+@pytest.mark.parametrize("reason", ["lora", "grammar", "remote_kv", "paused"])
+def test_no_pool_goes_to_zero_while_a_request_waits_for_whatever_reason(reason: str) -> None:
+    pool = Pool(1, Limits(min_replicas=0, max_replicas=4, scale_to_zero_after_s=30, down_window_s=0))
+    assert reason in WAITING_REASONS
+    pool.run(120, lambda p: signals(p.replicas, **{reason: 5}))
+    assert pool.replicas == 1
+    pool.run(60, lambda p: signals(p.replicas))
+    assert pool.replicas == 0
+
+
+@pytest.mark.req("SC-15")
+def test_no_pool_goes_to_zero_while_a_request_is_on_its_way() -> None:
+    pool = Pool(1, Limits(min_replicas=0, max_replicas=4, scale_to_zero_after_s=30, down_window_s=0))
+
+    def on_its_way(p: Pool) -> PoolSignals:
+        load = signals(p.replicas)
+        return replace(load, replicas=tuple(replace(it, in_flight=1) for it in load.replicas))
+
+    pool.run(120, on_its_way)
+    assert pool.replicas == 1
+
+
+@pytest.mark.req("SC-15")
 def test_what_rates_say_of_the_past_keeps_no_idle_replica() -> None:
     pool = Pool(1, Limits(min_replicas=0, max_replicas=4, scale_to_zero_after_s=10, down_window_s=0))
     pool.run(30, lambda p: signals(p.replicas, 2, figures={"generation_tokens_per_s": 50.0, "decode_step_s": 0.02}))
@@ -440,6 +463,48 @@ def test_the_slo_that_is_missed_corrects_the_demand_and_says_so() -> None:
     assert sizes[0] == 3 and max(sizes) == 5
     assert "for the SLO" in pool.decision.reason
     assert 1.4 < pool.decision.inputs["slo_factor"] <= 2.0
+
+
+def _step_s(rows: float) -> float:
+    return 0.020 + 0.001 * rows
+
+
+@pytest.mark.parametrize("itl_s", [0.010, 0.0205])
+def test_an_itl_goal_below_a_step_over_one_request_is_ignored_and_said(itl_s: float) -> None:
+    """24 requests fit three replicas of eight; no number of replicas would make a step faster than its weights are read."""
+    limits = replace(LIMITS, max_replicas=32, goals=Goals(ttft_s=None, itl_s=itl_s))
+    pool = Pool(4, limits)
+    for look in range(120):
+        running = 4 + look % 4
+        pool.look(signals(pool.replicas, min(running, 24 / pool.replicas), figures={"decode_step_s": _step_s(running)}))
+    assert pool.replicas <= 5
+    assert "ITL goal" in pool.decision.out_of_reach and pool.decision.out_of_reach in pool.decision.reason
+    assert pool.decision.inputs["slo_factor"] <= 1.0
+
+
+def test_an_itl_goal_that_can_be_met_sizes_the_pool() -> None:
+    pool = Pool(4, replace(LIMITS, max_replicas=32, goals=Goals(ttft_s=None, itl_s=0.024)))
+    for look in range(60):
+        running = round(24 / pool.replicas) + look % 2
+        pool.look(signals(pool.replicas, running, figures={"decode_step_s": _step_s(running)}))
+    assert pool.replicas >= 6 and not pool.decision.out_of_reach
+
+
+def test_a_ttft_goal_that_more_replicas_do_not_bring_closer_is_given_up_and_tried_again() -> None:
+    pool = Pool(3, replace(LIMITS, max_replicas=20, goals=Goals(ttft_s=0.01, itl_s=None, share=0.95)))
+    counts, sizes, factors, said = [0] * (len(LATENCY_EDGES_S) + 1), list[int](), list[float](), list[str]()
+    for _ in range(2400):  # 200 minutes
+        counts[6] += 25  # all late, whatever the number of replicas
+        pool.look(replace(signals(pool.replicas, 15 / pool.replicas), ttft_counts=tuple(counts)))
+        sizes.append(pool.replicas)
+        factors.append(pool.decision.inputs["slo_factor"])
+        said.append(pool.decision.out_of_reach)
+    assert max(factors) == 2.0, "it was tried"
+    first = factors.index(2.0)
+    back = next(look for look in range(first, len(sizes)) if sizes[look] == 3)
+    assert (back - first) * 5 < 1800 and "TTFT goal" in said[back]
+    assert 2.0 in factors[back:], "an hour later it is tried again: the load may be another one"
+    assert sum(size > 3 for size in sizes) < len(sizes) / 2
 
 
 loads = st.one_of(

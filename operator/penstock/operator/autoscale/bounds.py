@@ -29,6 +29,8 @@ class Decision:
     """Gateways or ready replicas have not said for a while how they are: it grows by what is known, and never shrinks."""
     inputs: Mapping[str, float] = field(default_factory=dict[str, float])
     """The figures that the sentence rests on."""
+    out_of_reach: str = ""
+    """The goals that no number of replicas meets and that are therefore ignored, in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Case:
     """Since the policy began."""
     base: int
     """The smallest size in the growth period."""
+    out_of_reach: str = ""
+    """See `Decision`."""
 
     @property
     def low(self) -> int:
@@ -85,7 +89,8 @@ class Case:
 
     def settle(self, replicas: int, constraint: Constraint, why: str) -> Decision:
         """A decision that quotes the demand and the inputs."""
-        return Decision(replicas, constraint, f"{ask(self)}{why}", self.blind, figures(self))
+        ignored = f"; {self.out_of_reach}" if self.out_of_reach else ""
+        return Decision(replicas, constraint, f"{ask(self)}{why}{ignored}", self.blind, figures(self), self.out_of_reach)
 
 
 def bound(case: Case) -> Decision:

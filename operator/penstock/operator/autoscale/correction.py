@@ -14,6 +14,10 @@ LEAST_REQUESTS = 20
 STEP_UP, STEP_DOWN = 1.1, 0.98
 LEAST, MOST = 0.8, 2.0
 """Bounds of the factor."""
+HELPED = 0.75
+"""More replicas have helped where no more than this share of the former lateness is left."""
+RETRY_S = 3600.0
+"""After a goal was given up as out of reach, it is tried again."""
 PLENTY = 0.25
 """Where so small a share of the lateness that is allowed is used, there is room to save."""
 
@@ -36,6 +40,10 @@ class Correction:
     factor: float = 1.0
     changed_at: float | None = None
     seen: tuple[Seen, ...] = ()
+    late_at_first: float | None = None
+    """The lateness when the factor last began to rise above 1."""
+    gave_up_at: float | None = None
+    """When the factor had risen to `MOST` and nothing was won; None: it was not given up."""
 
     def observe(self, seen: Seen, goals: Goals, *, settled: bool, filled: bool, pause_s: float) -> "Correction":
         """After one more look.
@@ -51,12 +59,24 @@ class Correction:
         if late is None or not settled or seen.at - (changed.changed_at or 0.0) < pause_s:
             return changed
         allowed = 1 - goals.share
-        factor = changed.factor
         if late > allowed:
-            factor = min(factor * STEP_UP, MOST)
-        elif late <= allowed * PLENTY and filled:
-            factor = max(factor * STEP_DOWN, LEAST)
-        return replace(changed, factor=factor, changed_at=seen.at, seen=(seen,)) if factor != changed.factor else changed
+            new = changed._more(late, seen.at)
+        else:
+            factor = max(changed.factor * STEP_DOWN, LEAST) if late <= allowed * PLENTY and filled else changed.factor
+            new = replace(changed, factor=factor, gave_up_at=None)
+        return replace(new, changed_at=seen.at, seen=(seen,)) if new.factor != changed.factor else new
+
+    def _more(self, late: float, now: float) -> "Correction":
+        """After too much lateness: a larger factor, or none where the largest did not help."""
+        if self.gave_up_at is not None and now - self.gave_up_at < RETRY_S:
+            return self
+        rising = self.factor > 1.0 and self.late_at_first is not None
+        first = self.late_at_first if rising and self.late_at_first is not None else late
+        if self.factor < MOST:
+            return replace(self, factor=min(self.factor * STEP_UP, MOST), late_at_first=first, gave_up_at=None)
+        if late <= HELPED * first:
+            return self
+        return replace(self, factor=1.0, late_at_first=None, gave_up_at=now)
 
     def late(self, goals: Goals) -> float | None:
         """The share of requests that did not get what is promised, of late; None where too few were seen."""

@@ -50,8 +50,15 @@ class Demand:
     backlog_tokens: int
     other_waiting: Mapping[str, int]
     """Requests that a replica more would not help, by what they wait for."""
+    in_flight: int
+    """Requests that the gateways sent to its replicas and whose end they have not seen."""
     unknown: int
     """Ready replicas whose load is not known."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no request at all: none runs, waits for whatever reason, is held or on its way."""
+        return not (self.requests or self.other_waiting or self.in_flight)
 
     @property
     def replicas(self) -> float:
@@ -124,6 +131,7 @@ def measure(
         output_tokens_per_s=output,
         backlog_tokens=tokens,
         other_waiting={reason: count for reason, count in other.items() if count},
+        in_flight=sum(replica.in_flight for replica in signals.replicas),
         unknown=unknown(signals, settings),
     )
 

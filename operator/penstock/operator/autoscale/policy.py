@@ -13,6 +13,7 @@ from typing import get_args
 
 from penstock.api.fleet import Role
 from penstock.operator.autoscale.allocation import Member, Offer, afford, allocate, balance, units
+from penstock.operator.autoscale.attainable import describe, itl_out_of_reach, reachable
 from penstock.operator.autoscale.bounds import Case, Decision, bound
 from penstock.operator.autoscale.capacity import Capacity, learn
 from penstock.operator.autoscale.coldstart import ColdStart, Starting
@@ -65,6 +66,8 @@ class PoolMemory:
     recommended: Samples[int] = ()
     sizes: Samples[int] = ()
     """Replicas asked for, for the growth limit."""
+    itl_out_of_reach: bool = False
+    """The promised time between tokens is shorter than a step over one request."""
     clear_at: float | None = None
     """When the load of all ready replicas was last known, and what gateways hold."""
 
@@ -121,6 +124,8 @@ def decide(seen: Observation, limits: ModelLimits, settings: Settings, memory: M
         name: _observe(view, limits.pools[name], settings, memory.pools.get(name, PoolMemory()), seen.now)
         for name, view in seen.pools.items()
     }
+    ignored = {name: _out_of_reach(limits.pools[name], its) for name, its in pools.items()}
+    limits = replace(limits, pools={name: _reachable(its, pools.get(name)) for name, its in limits.pools.items()})
     groups, decisions, group_memories = list[_Group](), dict[str, Decision](), dict[str, GroupMemory]()
     for role in ROLES:
         names = tuple(sorted(name for name in seen.pools if limits.pools[name].role == role))
@@ -131,7 +136,7 @@ def decide(seen: Observation, limits: ModelLimits, settings: Settings, memory: M
         for name in names:
             pools[name] = _recommend(pools[name], wanted[name], seen, limits.pools[name], settings, name)
             case = _case(name, wanted[name], group, seen, limits, settings, pools[name], memory)
-            decisions[name] = bound(case)
+            decisions[name] = bound(replace(case, out_of_reach=ignored[name]))
         groups.append(group)
     decisions = _together(decisions, groups, seen, limits)
     pools = {name: _correct(name, pools[name], decisions[name], groups, seen, limits, settings) for name in pools}
@@ -144,12 +149,24 @@ def _observe(view: PoolView, limits: Limits, settings: Settings, memory: PoolMem
     clear = memory.clear_at is None or (
         view.signals is not None and view.signals.complete and not unknown(view.signals, settings)
     )
+    capacity = learn(memory.capacity, reports.values())
     return replace(
         memory,
         clear_at=now if clear else memory.clear_at,
-        capacity=learn(memory.capacity, reports.values()),
+        capacity=capacity,
+        itl_out_of_reach=itl_out_of_reach(capacity.line, limits.goals, memory.itl_out_of_reach),
         cold_start=memory.cold_start.observe(view.started_s),
     )
+
+
+def _reachable(limits: Limits, memory: PoolMemory | None) -> Limits:
+    """The limits without a goal that no number of replicas meets."""
+    return replace(limits, goals=reachable(limits.goals, itl_out_of_reach=memory is not None and memory.itl_out_of_reach))
+
+
+def _out_of_reach(limits: Limits, memory: PoolMemory) -> str:
+    gave_up = memory.correction.gave_up_at is not None
+    return describe(limits.goals, memory.capacity.line, itl_out_of_reach=memory.itl_out_of_reach, ttft_out_of_reach=gave_up)
 
 
 def _look(
@@ -185,7 +202,7 @@ def _look(
     its_memory = memory.groups.get(role, GroupMemory())
     total = sum(demand.replicas * unit[name] * pools[name].correction.factor for name, demand in demands.items())
     samples = kept((*its_memory.demand, (seen.now, total)), seen.now - settings.stable_window_s) if demands else its_memory.demand
-    busy = held or any(demand.requests for demand in demands.values()) or its_memory.busy_at is None or not demands
+    busy = held or any(not demand.idle for demand in demands.values()) or its_memory.busy_at is None or not demands
     busy_at = seen.now if busy else its_memory.busy_at
     stable, panic = (mean(samples, seen.now - span) for span in (settings.stable_window_s, settings.panic_window_s))
     panic_until = its_memory.panic_until
@@ -354,7 +371,9 @@ def _correct(
     """Compares what clients get with what they are promised."""
     goals, view = limits.pools[name].goals, seen.pools[name]
     (group,) = (group for group in groups if name in group.names)
-    if goals is None or view.signals is None or name not in group.demands:
+    if goals is None:  # what was corrected for a goal that is gone or out of reach must not stay
+        return replace(memory, correction=Correction())
+    if view.signals is None or name not in group.demands:
         return memory
     grown = any(count < view.replicas for _, count in memory.sizes)
     looked = Seen(seen.now, view.signals.ttft_counts, _itl_late(view.signals, settings, goals.itl_s))
