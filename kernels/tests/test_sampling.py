@@ -92,6 +92,18 @@ def test_rows_whose_filters_leave_more_than_the_candidates_are_looked_at_again(t
     assert buffers.wide.tolist() == [1, 0, 1]
 
 
+@pytest.mark.req("SMP-09")
+@pytest.mark.parametrize("candidates", [4, 64], ids=["more than the candidates", "candidates alone"])
+def test_a_top_p_that_ends_exactly_at_a_token_keeps_no_token_more(triton_device, candidates):
+    """Eight equally likely tokens: p of n/8 is reached by n of them, the smallest ids."""
+    logits = torch.full((7, 300), float("-inf"))
+    logits[:, 20:28] = 1.5
+    params = [words(top_p=count / 8) for count in range(1, 8)]
+    for _, threshold, last_id in both(logits, params, [3] * 7, triton_device, candidates, masked=True):
+        assert threshold.tolist() == [1.5] * 7
+        assert last_id.tolist() == [19 + count for count in range(1, 8)]
+
+
 def test_a_row_s_token_does_not_depend_on_the_others(triton_device):
     logits, positions = torch.randn(4, 200), [5, 6, 7, 8]
     params = [words(top_p=0.8), words(temperature=0.0), words(), words(top_k=70)]

@@ -38,6 +38,17 @@ def test_logprobs_equal_the_reference(triton_device, rows, vocab, dtype, normali
         torch.testing.assert_close(there.cpu(), here, atol=2e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.req("LP-03")
+def test_equally_likely_tokens_share_the_best_of_their_ranks(triton_device):
+    """A rank is the number of tokens that are likelier."""
+    logits = torch.tensor([[2.0, 3.0, 2.0, 1.0, 3.0, 2.0]]).repeat(6, 1)
+    counts, token_ids = torch.zeros(6, dtype=torch.int32), torch.arange(6, dtype=torch.int32)
+    buffers = SamplingBuffers.allocate(6, 6, torch.device(triton_device))
+    for form, device in ((reference.logprobs, "cpu"), (OPS.logprobs, triton_device)):
+        given = [tensor.to(device) for tensor in (logits, token_ids, counts)]
+        assert form(*given, 1, True, buffers).ranks.tolist() == [2, 0, 2, 5, 0, 2]
+
+
 def test_broken_logits_are_counted_and_too_many_alternatives_refused(triton_device):
     logits = torch.randn(2, 140)
     logits[1, 3], logits[1, 4:6] = float("nan"), float("-inf")

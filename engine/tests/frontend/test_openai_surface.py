@@ -102,6 +102,34 @@ async def test_calls_and_reasoning_are_the_same_streamed_and_whole(start: Start)
     assert calls == [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]  # type: ignore[union-attr]
 
 
+async def test_a_call_that_max_tokens_cuts_off_says_length(start: Start) -> None:
+    """A client that saw `tool_calls` would run a call whose arguments are half there."""
+    half = THOUGHT_AND_CALL[: THOUGHT_AND_CALL.index("Paris")]
+    site = await start(half, TOOLS, FinishReason.LENGTH)
+    asked: Any = {"model": "m", "messages": MESSAGES, "tools": [WEATHER]}
+    whole = (await site.openai.chat.completions.create(**asked)).choices[0]
+    assert whole.finish_reason == "length" and whole.message.tool_calls
+    chunks = [chunk async for chunk in await site.openai.chat.completions.create(**asked, stream=True)]
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["length"]
+
+
+async def test_a_prompt_counts_once_however_many_choices_it_has(start: Start, byte_level: Tokenizer) -> None:
+    site = await start(" turns")
+    prompts = ["the mill", "the river turns"]
+    wanted = sum(len(byte_level.encode(prompt).ids) for prompt in prompts), 3 * 2 * len(byte_level.encode(" turns").ids)
+    answer = await site.openai.completions.create(model="m", prompt=prompts, n=3)
+    stream = await site.openai.completions.create(
+        model="m", prompt=prompts, n=3, stream=True, stream_options={"include_usage": True}
+    )
+    streamed = [chunk.usage async for chunk in stream if chunk.usage]
+    for usage in (answer.usage, *streamed):
+        assert usage and (usage.prompt_tokens, usage.completion_tokens) == wanted
+        assert usage.total_tokens == sum(wanted)
+    assert len(streamed) == 1
+    chat = await site.openai.chat.completions.create(model="m", messages=MESSAGES, n=2)
+    assert chat.usage and chat.usage.prompt_tokens == len(site.core.added[-1].prompt_token_ids)
+
+
 async def test_one_call_alone_where_no_more_are_wanted_and_none_without_tools(start: Start) -> None:
     site = await start(THOUGHT_AND_CALL, TOOLS)
     ask = site.openai.chat.completions.create

@@ -135,6 +135,20 @@ def test_filters_equal_their_definition_on_large_vocabularies(data, spread, tied
         assert torch.equal(kept[row, stays], logits[row, stays])
 
 
+@pytest.mark.req("SMP-09")
+@pytest.mark.parametrize("vocab", [8, CANDIDATES + 8])
+@pytest.mark.parametrize("top_k", [0, 8])
+def test_a_top_p_that_ends_exactly_at_a_token_keeps_no_token_more(vocab, top_k):
+    """Eight equally likely tokens: p of n/8 is reached by n of them."""
+    logits = torch.full((7, vocab), float("-inf"))
+    logits[:, :8] = -3.7
+    top_p = torch.arange(1, 8, dtype=torch.float64) / 8
+    kept = apply_filters(logits, torch.full((7,), top_k), top_p)
+    assert kept.isfinite().sum(-1).tolist() == list(range(1, 8))
+    above = apply_filters(logits, torch.full((7,), top_k), top_p + 1e-9)
+    assert above.isfinite().sum(-1).tolist() == list(range(2, 9))
+
+
 def row_params() -> st.SearchStrategy[SamplingParams]:
     return st.builds(
         SamplingParams,
@@ -161,10 +175,19 @@ def test_a_rows_token_does_not_depend_on_its_neighbours(rows, seed):
 
 @pytest.mark.req("SMP-04")
 def test_greedy_rows_neither_sort_nor_draw(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "sort", None)
-    monkeypatch.setattr(torch, "softmax", None)
-    params = SamplingParams(max_tokens=1, temperature=0.0, top_p=0.5, top_k=3)
-    assert draw(LOGITS.expand(2, -1), [params] * 2, [0, 1]) == [0, 0]
+    """Whatever filters they ask for, and beside a row that does both."""
+    rows = {"sorted": [], "drawn": []}
+    likeliest, draw_from = sampler._likeliest, sampler.draw
+    monkeypatch.setattr(
+        sampler, "_likeliest", lambda logits, count: rows["sorted"].append(len(logits)) or likeliest(logits, count)
+    )
+    monkeypatch.setattr(sampler, "draw", lambda logits, numbers: rows["drawn"].append(len(logits)) or draw_from(logits, numbers))
+    greedy = SamplingParams(max_tokens=1, temperature=0.0, top_p=0.5, top_k=3)
+    assert draw(LOGITS.expand(2, -1), [greedy] * 2, [0, 1]) == [0, 0]
+    assert rows == {"sorted": [], "drawn": []}
+    drawn = SamplingParams(max_tokens=1, temperature=1.0, top_k=3)
+    assert draw(LOGITS.expand(3, -1), [greedy, drawn, greedy], [0, 1, 2])[::2] == [0, 0]
+    assert rows == {"sorted": [1], "drawn": [1]}
 
 
 @pytest.mark.req("SMP-11")
@@ -231,6 +254,14 @@ def test_logprobs_and_ranks():
     torch.testing.assert_close(found.sampled.double(), exact[[2, 0]], rtol=0, atol=1e-6)
     assert (found.ranks.tolist(), found.top_ids.tolist()) == ([2, 0], [[0, 1, 2], [7, -1, -1]])
     torch.testing.assert_close(found.top_logprobs[0].double(), exact[:3], rtol=0, atol=1e-6)
+
+
+@pytest.mark.req("LP-03")
+def test_equally_likely_tokens_share_the_best_of_their_ranks():
+    """A rank is the number of tokens that are likelier."""
+    logits = torch.tensor([[2.0, 3.0, 2.0, 1.0, 3.0, 2.0]]).expand(6, -1)
+    found = gather_logprobs(logits, torch.arange(6), torch.zeros(6, dtype=torch.int64))
+    assert found.ranks.tolist() == [2, 0, 2, 5, 0, 2]
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 2**32 - 1))

@@ -15,7 +15,7 @@ from penstock.engine.runner.sampler.min_p import apply_min_p
 from penstock.engine.runner.sampler.params import SamplingBatch
 from penstock.engine.runner.sampler.temperature import apply_temperature
 from penstock.engine.runner.sampler.top_k import apply_top_k
-from penstock.engine.runner.sampler.top_p import apply_top_p
+from penstock.engine.runner.sampler.top_p import apply_top_p, weigh
 from penstock.kernels.sampling.philox import Purpose, uniform
 
 CANDIDATES = 256
@@ -88,8 +88,11 @@ def _filter_likeliest(
     ordered, ids = _likeliest(logits, count)
     likeliest = apply_top_k(ordered, top_k)
     unlimited = (top_k == 0) | (top_k >= vocab)
-    log_mass = torch.where(unlimited, logits.logsumexp(-1), likeliest.logsumexp(-1))
-    kept = apply_top_p(likeliest, top_p, log_mass)
+    mass = weigh(likeliest, ordered).sum(-1)
+    open_ended = unlimited & (top_p < 1.0)
+    if count < vocab and bool(open_ended.any()):
+        mass[open_ended] = weigh(logits[open_ended], ordered[open_ended]).sum(-1)
+    kept = apply_top_p(likeliest, top_p, mass)
     # What equals the last candidate may be outside; so may a part of a larger top-k's mass.
     lowest = kept.masked_fill(kept.isneginf(), float("inf")).amin(-1)
     ended = (lowest > ordered[:, -1]) & (unlimited | (top_k <= count))
