@@ -89,12 +89,14 @@ def test_a_booking_follows_its_request_to_the_replica_that_served_it() -> None:
     assert bookings.outstanding(B) == Booked(1, 100)
 
 
-def test_equal_request_ids_are_two_bookings() -> None:
+def test_of_bookings_with_one_id_the_oldest_ends_first() -> None:
     bookings = Bookings()
-    for _ in range(2):
-        bookings.book("same", A, 10, 0.0)
+    for tokens in (10, 200, 3000):
+        bookings.book("same", A, tokens, 0.0)
     bookings.finished(A, "same")
-    assert bookings.outstanding(A) == Booked(1, 10)
+    assert bookings.outstanding(A) == Booked(2, 3200)
+    bookings.finished(A, "same")
+    assert bookings.outstanding(A) == Booked(1, 3000)
     bookings.finished(A, "same")
     bookings.finished(A, "same")
     assert bookings.outstanding(A) == Booked()

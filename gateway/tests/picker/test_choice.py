@@ -14,7 +14,7 @@ from picks import NOW, Known, arrivals, columns_of, cost, pick, replica, report,
 from penstock.api.fleet import Replica, Weights
 from penstock.gateway.picker import choice, figures
 from penstock.gateway.picker.candidates import Booked, key_of, why_not
-from penstock.gateway.picker.choice import NOISE, choose
+from penstock.gateway.picker.choice import NOISE, RANKED, choose
 from penstock.gateway.picker.columns import ARRIVALS_S, Columns
 from penstock.gateway.picker.cost import HORIZON_TOKENS, cost_s, estimate, horizon
 from penstock.gateway.picker.figures import PRIOR_QUEUE_S
@@ -312,6 +312,17 @@ def test_the_fallback_list_is_ordered_and_stays_in_the_pool_of_the_pick() -> Non
     stranger = replace(loads[1], pool="default/m/other")
     choice = pick([loads[0], stranger, *loads[2:]])
     assert choice.endpoints == ["10.0.0.1:8000", "10.0.0.3:8000", "10.0.0.4:8000", "10.0.0.5:8000"]
+
+
+def test_the_fallback_list_looks_beyond_the_ranked_for_replicas_of_the_picks_pool() -> None:
+    """Nine replicas of another pool rank before the second of the pick's pool."""
+    loads = [Known(at, report=report(prefill_backlog_tokens=1000 * at)) for at in range(1, 21)]
+    others = [replace(known, pool="default/m/other") for known in loads[1:14]]
+    choice = pick([loads[0], *others, replace(loads[14], ready=False), *loads[15:]])
+    assert len(choice.rows) == RANKED and {known.name for known in others} >= {r.candidate.name for r in choice.ranked[1:]}
+    assert choice.endpoints == [f"10.0.0.{at}:8000" for at in (1, 16, 17, 18)]
+    choice = pick([loads[0], *others, *loads[18:]])
+    assert choice.endpoints == [f"10.0.0.{at}:8000" for at in (1, 19, 20)], "the pool has no more"
 
 
 def test_a_last_resort_comes_last_and_yet_serves_alone() -> None:

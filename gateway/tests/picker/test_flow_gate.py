@@ -77,6 +77,21 @@ async def test_requests_for_busy_replicas_wait_here_until_a_report_says_that_the
     assert world.gateway._gate.control.requests == world.gateway._gate._lanes["ns/tiny"].transit == 0
 
 
+async def test_a_newcomer_does_not_pass_one_that_waits_though_there_is_room_now(world: Any) -> None:
+    await full(world)
+    [(stream, task)] = await held(world, 1)
+    gate, [model] = world.gateway._gate, world.state.fleet.models
+    report(world, 1001, max_num_seqs=8, num_requests_running=1)  # nothing has been let on yet
+    assert gate._room(gate._lanes[model.id], _now()) > 0
+    gate._lanes[model.id].good_until = 0.0  # what was counted while there was no room is not believed
+    assert not gate.enter(model, 10, _now())
+    gate.wake()
+    assert world.destinations(await asyncio.wait_for(task, 60))
+    assert gate.enter(model, 10, _now()), "nobody waits any more"
+    gate.leave(model)
+    stream.call.cancel()
+
+
 async def test_who_leaves_frees_a_place_at_once(world: Any) -> None:
     await full(world)
     gate = world.gateway._gate

@@ -85,6 +85,18 @@ def test_one_endpoint_of_many_pools_is_one_resource() -> None:
     assert (response.type_url, sent(response), list(response.removed_resources)) == (ENDPOINTS, ["pool-7"], [])
 
 
+def test_a_changed_cluster_gets_its_endpoints_again() -> None:
+    """Envoy warms a changed cluster, and uses it only once its endpoints have come."""
+    stream, snap = DeltaStream(), world({"a": 1, "b": 1})
+    subscribed(stream, snap)
+    clusters = dict(snap.resources[CLUSTERS])
+    clusters["b"] = clusters["b"]._replace(version="changed")
+    changed = Snapshot({**snap.resources, CLUSTERS: clusters})
+    responses = list(stream.on_snapshot(changed))
+    assert [(it.type_url, sent(it)) for it in responses] == [(CLUSTERS, ["b"]), (ENDPOINTS, ["b"])]
+    assert list(stream.on_snapshot(changed)) == []
+
+
 def test_what_has_gone_is_removed_and_what_comes_back_is_sent() -> None:
     stream = DeltaStream()
     subscribed(stream, world({"a": 1, "b": 1}))

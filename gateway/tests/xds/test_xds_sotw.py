@@ -63,6 +63,26 @@ def test_only_what_changed_is_sent_and_in_an_order_that_makes_before_it_breaks()
     assert (clusters.type_url, names(clusters)) == (CLUSTERS, 2), "all of them, as the protocol has it"
 
 
+def changed_cluster(snap: Snapshot, name: str) -> Snapshot:
+    """The same snapshot after a change to one cluster, as by another CA for its replicas."""
+    clusters = dict(snap.resources[CLUSTERS])
+    clusters[name] = clusters[name]._replace(version="changed")
+    return Snapshot({**snap.resources, CLUSTERS: clusters})
+
+
+def test_a_changed_cluster_gets_its_endpoints_again() -> None:
+    """Envoy warms a changed cluster, and uses it only once its endpoints have come."""
+    stream, snap, both = SotwStream(), world(pools=2), ("d/m/0", "d/m/1")
+    ((clusters,), _), ((endpoints,), _) = stream.on_request(ask(CLUSTERS), snap), stream.on_request(ask(ENDPOINTS, *both), snap)
+    stream.on_request(ask(CLUSTERS, after=clusters), snap)
+    stream.on_request(ask(ENDPOINTS, *both, after=endpoints), snap)
+    changed = changed_cluster(snap, "d/m/1")
+    clusters, endpoints = stream.on_snapshot(changed)
+    assert (clusters.type_url, endpoints.type_url) == (CLUSTERS, ENDPOINTS)
+    assert list(endpoints.resources) == [changed.resources[ENDPOINTS]["d/m/1"].body]
+    assert list(stream.on_snapshot(changed)) == []
+
+
 def test_of_many_pools_only_the_endpoints_that_changed_are_sent() -> None:
     stream, many = SotwStream(), tuple(f"d/m/{n}" for n in range(50))
     ((first,), _) = stream.on_request(ask(ENDPOINTS, *many), world(pools=50))
