@@ -54,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """The probes' paths."""
         assert isinstance(self.server, Leader)
-        ready = self.path == "/health" or (self.path == "/ready" and self.server.complete)
+        ready = self.path in ("/live", "/health") or (self.path == "/ready" and self.server.complete)
         self.send_response(200 if ready else 503)
         self.send_header("content-length", "0")
         self.end_headers()

@@ -41,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The probes' paths and `/load`; nothing else is there."""
-        known = {"/ready": b"{}", "/health": b"{}"}
+        known = dict.fromkeys(("/ready", "/live", "/health"), b"{}")
         body = self._server.report() if self.path == "/load" else known.get(self.path)
         self._answer(404 if body is None else 200, body or b"{}")
 

@@ -58,6 +58,28 @@ def test_the_engine_container_is_as_the_contract_says(make: Any) -> None:
     assert engine["terminationMessagePolicy"] == "FallbackToLogsOnError"
 
 
+@pytest.mark.req("DR-05")
+@pytest.mark.parametrize(
+    ("image", "path"),
+    [
+        ("penstock/engine:0.1.0", "/live"),
+        ("registry.example.com:5000/mirror/penstock/engine:1.0.2", "/live"),
+        ("penstock/engine:0.0.9", "/health"),
+        ("penstock/engine:latest", "/health"),
+        ("penstock/engine:0.1.0-ours", "/health"),
+        ("example.com/engine:2.0.0", "/health"),
+        ("penstock/engine@sha256:" + "0" * 64, "/health"),
+    ],
+)
+def test_liveness_is_probed_at_a_path_that_the_image_is_known_to_have(make: Any, image: str, path: str) -> None:
+    named = children(make.model(engine={"image": image}), RENDERING)
+    by_default = children(make.model(), Rendering(image=image))
+    for made in (named, by_default):
+        (workload,) = (it for it in made if it["kind"] == "Deployment")
+        (engine,) = workload["spec"]["template"]["spec"]["containers"]
+        assert engine["livenessProbe"]["httpGet"]["path"] == path
+
+
 def test_an_engine_with_a_certificate_is_probed_over_tls(make: Any) -> None:
     def schemes(*arguments: str) -> set[str]:
         model = make.model(engine={"extraArgs": list(arguments)})

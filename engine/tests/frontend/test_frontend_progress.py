@@ -1,4 +1,4 @@
-"""The verdict of `/health`."""
+"""The verdict of `/live`."""
 
 from typing import Any
 

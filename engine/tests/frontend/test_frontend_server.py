@@ -432,7 +432,7 @@ async def test_the_cores_death_ends_everything_and_is_told(serve: Any) -> None:
     answer = await plain
     assert (answer.status, answer.headers["x-penstock-retriable"]) == (503, "true")
     assert site.llm.failed.is_set()
-    for path in ("/health", "/ready"):
+    for path in ("/health", "/live", "/ready"):
         probe = await site.client.get(path)
         assert probe.status == 503 and "signal 9" in (await error_of(probe))["message"]
     assert (await site.chat()).status == 503
@@ -454,11 +454,13 @@ async def test_one_failed_request_leaves_the_others_alone(serve: Any, byte_level
 @pytest.mark.req("LD-13")
 async def test_nothing_is_taken_before_the_core_is_ready_nor_while_draining(serve: Any) -> None:
     site = await serve(ready=False)
-    assert (await site.client.get("/health")).status == 200
     assert (await site.client.get("/load")).status == 503
     for state, code in ((State.STARTING, "not_ready"), (State.DRAINING, "draining")):
         site.llm.state = state
-        assert (await site.client.get("/ready")).status == 503
+        for path in ("/health", "/ready"):
+            probe = await site.client.get(path)
+            assert (probe.status, (await error_of(probe))["code"]) == (503, code)
+        assert (await site.client.get("/live")).status == 200, "a restart would not help"
         response = await site.chat()
         assert (response.status, response.headers["x-penstock-retriable"]) == (503, "true")
         assert response.headers["connection"] == "close"
@@ -518,11 +520,12 @@ async def test_a_client_that_does_not_read_stalls_nobody(serve: Any) -> None:
     assert len(chunks) < 20_000
 
 
-async def test_health_is_judged_by_progress(serve: Any) -> None:
+@pytest.mark.parametrize("path", ["/health", "/live"])
+async def test_health_and_liveness_are_judged_by_progress(serve: Any, path: str) -> None:
     site = await serve()
-    assert (await site.client.get("/health")).status == 200
+    assert (await site.client.get(path)).status == 200
     site.llm._progress = Progress(time.monotonic() - 31, 30.0)
-    response = await site.client.get("/health")
+    response = await site.client.get(path)
     assert response.status == 503 and "said nothing" in (await error_of(response))["message"]
 
 

@@ -80,8 +80,9 @@ async def test_who_is_known_gets_answers_and_probes_need_no_certificate(tmp_path
             async with session.get(f"{url}/v1/models") as response:
                 assert response.status == 200
         async with client(engine) as nobody:
-            async with nobody.get(f"{url}/health") as response:
-                assert response.status == 200
+            for probed in ("/health", "/live", "/ready"):
+                async with nobody.get(f"{url}{probed}") as response:
+                    assert response.status == 200
             for path in ("/load", "/metrics", "/prompt-bundle", "/v1/models"):
                 async with nobody.get(f"{url}{path}") as response:
                     assert response.status == 403

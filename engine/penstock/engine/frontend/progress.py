@@ -1,4 +1,4 @@
-"""Whether the core makes progress: the verdict of `/health`."""
+"""Whether the core makes progress: the verdict of `/live`."""
 
 from penstock.api.load_report import LoadReport
 from penstock.engine.messages import CoreStats

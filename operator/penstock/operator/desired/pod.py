@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,13 +18,17 @@ from penstock.operator.overlay import merge
 
 Object = dict[str, Any]
 
-TEMPLATE_VERSION = 3
+TEMPLATE_VERSION = 4
 """Of the templates that `pod_template` makes: raise it with every change of what an unchanged spec renders to. It is shown to
 people; what keeps an upgrade from restarting replicas is that revisions hold their templates (see `rollout.revisions`)."""
 DRAIN_MARGIN_S = 15
 """Between the end of the drain and the kubelet's SIGKILL: the engine's own shutdown, and the time until SIGTERM arrives."""
 PROBE_PERIOD_S = 2
 STARTUP_PERIOD_S = 5
+ENGINE_RELEASE = re.compile(r"(?:.*/)?penstock/engine:(\d+)\.(\d+)\.\d+")
+"""A released engine image, on any registry."""
+LIVE_SINCE = (0, 1)
+"""The first release whose engines answer `/live`."""
 NODE_LOST = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 """Taints of a node from which nothing is heard."""
 NODE_LOST_S = 30
@@ -129,9 +134,10 @@ def kv_layout(model: InferenceModel, pool: Pool, fetched: Fetched | None = None)
 def _engine(model: InferenceModel, rendering: Rendering) -> Object:
     """The engine's container. Its flags name the pod's own address, so that it runs as a plain process just the same."""
     started = math.ceil(seconds(model.spec.rollout.progress_deadline) / STARTUP_PERIOD_S)
+    image = model.spec.engine.image or rendering.image
     return {
         "name": "engine",
-        "image": model.spec.engine.image or rendering.image,
+        "image": image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["penstock", "serve"],
         "args": engine_args(model, rendering.fetched),
@@ -145,11 +151,19 @@ def _engine(model: InferenceModel, rendering: Rendering) -> Object:
         # Loading takes minutes; until it is done only the start-up probe counts, so that nothing kills a loading replica.
         "startupProbe": _probe(model, "/ready", STARTUP_PERIOD_S, started),
         "readinessProbe": _probe(model, "/ready", PROBE_PERIOD_S, 3),
-        "livenessProbe": _probe(model, "/health", 10, 3),
+        "livenessProbe": _probe(model, _liveness_path(image), 10, 3),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         # The last words of an engine that dies are the status' explanation.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
+
+
+def _liveness_path(image: str) -> str:
+    """`/live`, or `/health` for an image that may be too old for it: a 404 would restart such an engine for ever. `/health` is safe
+    behind a start-up probe, and the kubelet stops liveness probes when a pod ends."""
+    release = ENGINE_RELEASE.fullmatch(image)
+    known = release is not None and (int(release[1]), int(release[2])) >= LIVE_SINCE
+    return "/live" if known else "/health"
 
 
 def _probe(model: InferenceModel, path: str, period_s: int, failures: int) -> Object:

@@ -17,7 +17,7 @@ from penstock.engine.frontend.errors import ApiError
 
 log = logging.getLogger(__name__)
 
-PROBED_PATHS: Final = frozenset(("/health", "/ready"))
+PROBED_PATHS: Final = frozenset(("/health", "/live", "/ready"))
 """What needs no client certificate: the kubelet has none."""
 
 

@@ -33,6 +33,7 @@ class ReplicaRoutes:
         """Paths and handlers."""
         return [
             web.get("/health", self.health),
+            web.get("/live", self.live),
             web.get("/ready", self.ready),
             web.get("/load", self.load),
             web.get("/metrics", self.metrics),
@@ -42,10 +43,20 @@ class ReplicaRoutes:
         ]
 
     async def health(self, _request: web.Request) -> web.Response:
-        """`GET /health`: liveness, by progress."""
+        """`GET /health`: whether the engine can answer requests, as load balancers and start scripts ask; asleep too."""
+        self._require_progress()
+        self._llm.require_running()
+        return json_response({"status": "ok"})
+
+    async def live(self, _request: web.Request) -> web.Response:
+        """`GET /live`: liveness, by progress; also while the model loads and while the engine drains."""
+        self._require_progress()
+        return json_response({"status": "live"})
+
+    def _require_progress(self) -> None:
+        """Raises a 503 that says what is wrong where only a restart helps."""
         if (reason := self._llm.unhealthy()) is not None:
             raise ApiError(503, reason, "server_error", code="unhealthy")
-        return json_response({"status": "ok"})
 
     async def ready(self, _request: web.Request) -> web.Response:
         """`GET /ready`: readiness."""
