@@ -54,7 +54,7 @@ def _config(args: argparse.Namespace) -> "ServeConfig":
 
     engine = EngineArgs(**{name: getattr(args, name) for name in EngineArgs.__struct_fields__})
     for flag in ("port", "events_port", "replay_port"):
-        if args.admin_port == getattr(args, flag):
+        if args.admin_port is not None and args.admin_port == getattr(args, flag):
             raise ConfigError(f"--admin-port {args.admin_port} is the --{flag.replace('_', '-')} too")
     return ServeConfig(
         engine=engine.config(),
@@ -132,8 +132,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on, for HTTP and events")
     add("--port", type=port, default=8000, help="HTTP port")
     add("--admin-port", type=port, help="HTTP port of what changes the engine: adapters, /sleep … (None: they are on --port)")
-    add("--events-port", type=port, default=5557, help="port of the event stream (ZMQ PUB)")
-    add("--replay-port", type=port, default=5558, help="port for the replay of events (ZMQ ROUTER)")
+    add("--events-port", type=port, help="port of the event stream, ZMQ PUB (None: 5557, or a free port if that is taken)")
+    add("--replay-port", type=port, help="port for the replay of events, ZMQ ROUTER (None: 5558, or a free port)")
     add(
         "--served-model-name", nargs="+", metavar="NAME", help="names that requests may give (None: MODEL); answers say the first"
     )

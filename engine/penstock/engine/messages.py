@@ -52,9 +52,10 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
     engine_index: int
     connection: int
     """Descriptor of the socket to whoever starts it, inherited."""
-    events_address: str | None
-    """Where the event stream is published; None: nowhere."""
-    replay_address: str | None
+    events_addresses: list[str]
+    """Where the event stream is published: the first that is free; empty: nowhere."""
+    replay_addresses: list[str]
+    """Where batches are replayed: the first that is free."""
     runner: str | None
     """`module:Class` of the model runner; None: the device's."""
     listener: int | None = None
@@ -150,6 +151,13 @@ class AdaptersChanged(msgspec.Struct, frozen=True, tag="adapters"):
     adapters: list[AdapterInfo]
 
 
+class EventPorts(msgspec.Struct, frozen=True):
+    """TCP ports of the event stream."""
+
+    events: int
+    replay: int
+
+
 class CoreReady(msgspec.Struct, frozen=True, tag="ready"):
     """The first forward pass has been made; sent once."""
 
@@ -161,6 +169,8 @@ class CoreReady(msgspec.Struct, frozen=True, tag="ready"):
     kernels: str = ""
     """Which form of the model's operations runs."""
     adapters: list[AdapterInfo] = []
+    event_ports: EventPorts | None = None
+    """None: no event stream, or one that has no ports."""
 
 
 class CoreFailed(msgspec.Struct, frozen=True, tag="failed"):

@@ -248,13 +248,13 @@ async def test_a_killed_core_is_an_error_for_readers_and_writers():
         ({"num_blocks": 3}, "needs 64 / 4 tokens = 16; what there is fits --max-model-len 8"),
         # An address of documentation, which no machine has.
         (
-            {"events_address": "tcp://127.0.0.1:*", "replay_address": "tcp://192.0.2.1:5558"},
+            {"events_addresses": ["tcp://127.0.0.1:*"], "replay_addresses": ["tcp://192.0.2.1:5558"]},
             "--replay-port: tcp://192.0.2.1:5558",
         ),
     ],
 )
 async def test_a_core_that_cannot_start_says_why_in_a_sentence(change, message):
-    addresses = {name: value for name, value in change.items() if name.endswith("address")}
+    addresses = {name: value for name, value in change.items() if name.endswith("addresses")}
     config = make_config(**{name: value for name, value in change.items() if name not in addresses})
     with pytest.raises(ConfigError, match=message):
         async with running(config, **addresses):
@@ -345,11 +345,11 @@ class Subscriber:
 
 @pytest.mark.req("PC-24", "PC-14", "PC-07", "PC-20")
 async def test_the_event_stream_tells_what_is_cached_and_replays_it(tmp_path):
-    addresses = {"events_address": f"ipc://{tmp_path}/events", "replay_address": f"ipc://{tmp_path}/replay"}
+    addresses = {"events_addresses": [f"ipc://{tmp_path}/events"], "replay_addresses": [f"ipc://{tmp_path}/replay"]}
     context = zmq.asyncio.Context()
     try:
         async with running(**addresses) as client:
-            live, frontend = Subscriber(context, *addresses.values()), Frontend()
+            live, frontend = Subscriber(context, *(address for (address,) in addresses.values())), Frontend()
             await live.follow(lambda one: one.reports)
             prompt = list(range(20))
             await client.add(make_request(0, prompt, 6))
@@ -367,7 +367,10 @@ async def test_the_event_stream_tells_what_is_cached_and_replays_it(tmp_path):
             assert 0 < ttft_s < 60
             assert live.finished["r1"] == RequestFinished("r1", "length", 20, 16, 6, ttft_s)
             # From the start, from a future that this epoch does not know, and from the newest on: the same picture.
-            late, lost = Subscriber(context, *addresses.values()), Subscriber(context, *addresses.values())
+            late, lost = (
+                Subscriber(context, *(address for (address,) in addresses.values())),
+                Subscriber(context, *(address for (address,) in addresses.values())),
+            )
             seqs = await late.replay(0)
             assert seqs == list(range(len(seqs))) and late.blocks == live.blocks and set(late.finished) == set(live.finished)
             (snapshot,) = await lost.replay(10**6)

@@ -44,7 +44,7 @@ from penstock.engine.frontend.python.prompts import (
 from penstock.engine.frontend.python.request_output import OutputBuilder, RequestOutput, python_error, python_errors
 from penstock.engine.frontend.spec import GenerationSpec
 from penstock.engine.frontend.vocabulary import Vocabulary
-from penstock.engine.messages import AdapterInfo, AdaptersChanged, AddRequest, CoreReady, CoreStats, StepOutputs
+from penstock.engine.messages import AdapterInfo, AdaptersChanged, AddRequest, CoreReady, CoreStats, EventPorts, StepOutputs
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, PromptProcessor
 
 log = logging.getLogger(__name__)
@@ -103,6 +103,8 @@ class AsyncLLM:
         self.metrics = EngineMetrics(model.served_names[0])
         self.kernels = ""
         """Which form of the model's operations runs; known when it has started."""
+        self.event_ports: EventPorts | None = None
+        """Of the event stream, where it has ports; known when the core has started."""
         self.state = State.STARTING
         self.stream_interval = 1
         """Tokens that an event of a stream has at least, but for the first and the last one."""
@@ -154,6 +156,7 @@ class AsyncLLM:
         for part, seconds in ready.load_seconds.items():
             self.metrics.describe(names.LOAD_SECONDS, "Of the start, by what it was spent on.", seconds, part=part)
         self.kernels = ready.kernels
+        self.event_ports = ready.event_ports
         self._take_adapters(ready.adapters)
         self.metrics.describe(
             names.ENGINE_INFO, "What runs.", version=version("penstock"), dtype=self.model.dtype, kernels=ready.kernels

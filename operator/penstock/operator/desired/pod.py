@@ -159,8 +159,8 @@ def _engine(model: InferenceModel, rendering: Rendering) -> Object:
 
 
 def _liveness_path(image: str) -> str:
-    """`/live`, or `/health` for an image that may be too old for it: a 404 would restart such an engine for ever. `/health` is safe
-    behind a start-up probe, and the kubelet stops liveness probes when a pod ends."""
+    """`/live`, or `/health` for an image that may be too old for it: a 404 would restart such an engine for ever. `/health` is
+    safe behind a start-up probe, and the kubelet stops liveness probes when a pod ends."""
     release = ENGINE_RELEASE.fullmatch(image)
     known = release is not None and (int(release[1]), int(release[2])) >= LIVE_SINCE
     return "/live" if known else "/health"

@@ -113,8 +113,9 @@ class CoreClient(CoreConnection):
 
     Args:
         config: The engine's configuration.
-        events_address: Where the core publishes its event stream, such as `tcp://127.0.0.1:5557`; None: nowhere.
-        replay_address: Where it answers requests for replay.
+        events_addresses: Where the core publishes its event stream, such as `tcp://127.0.0.1:5557`: the first that is free;
+            empty: nowhere.
+        replay_addresses: Where it answers requests for replay: the first that is free.
         engine_index: The core's number among those of this frontend.
         runner: `module:Class` of the model runner; None: the device's.
         shared: Whether further frontends may join, at `frontends_address`.
@@ -124,8 +125,8 @@ class CoreClient(CoreConnection):
         self,
         config: EngineConfig,
         *,
-        events_address: str | None = None,
-        replay_address: str | None = None,
+        events_addresses: Sequence[str] = (),
+        replay_addresses: Sequence[str] = (),
         engine_index: int = 0,
         runner: str | None = None,
         shared: bool = False,
@@ -139,8 +140,8 @@ class CoreClient(CoreConnection):
             config=config,
             engine_index=engine_index,
             connection=self._theirs.fileno(),
-            events_address=events_address,
-            replay_address=replay_address,
+            events_addresses=list(events_addresses),
+            replay_addresses=list(replay_addresses),
             runner=runner,
             listener=None if self._listener is None else self._listener.fileno(),
             frontends_address=None if self._folder is None else str(self._folder / "frontends"),

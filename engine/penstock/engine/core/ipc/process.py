@@ -185,14 +185,22 @@ def run(start: CoreStart, port: Port, context: "zmq.Context[zmq.Socket[bytes]]")
     """Serves for ever; raises what makes that impossible."""
     boot, epoch = BootTimes(), int(time.time() * 1000)
     publisher = None
-    if start.events_address is not None and start.replay_address is not None:
+    if start.events_addresses and start.replay_addresses:
         # Bound before the weights are loaded: a port that is taken should not cost the wait.
-        publisher = EventPublisher(context, epoch, start.events_address, start.replay_address)
+        publisher = EventPublisher(context, epoch, start.events_addresses, start.replay_addresses)
     runner, num_blocks = build_runner(start.config, start.runner, boot)
     core = build_core(start.config, runner, num_blocks, epoch, start.engine_index)
     loop = CoreLoop(core, port, publisher, start.config.watchdog_timeout)
     boot.end("adapters")
-    ready = CoreReady(epoch, start.config.model.max_model_len, num_blocks, boot.seconds, runner.kernels, core.adapters())
+    ready = CoreReady(
+        epoch,
+        start.config.model.max_model_len,
+        num_blocks,
+        boot.seconds,
+        runner.kernels,
+        core.adapters(),
+        event_ports=None if publisher is None else publisher.ports,
+    )
     port.send(ready)
     _log.info("ready after %s with %d KV blocks of %d tokens", boot, num_blocks, start.config.cache.block_size)
     # What exists now stays: no collection need look at it again.

@@ -1,5 +1,6 @@
 """The event stream of `penstock.api.events`: numbered batches on a PUB socket, and their replay on a ROUTER socket."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -8,8 +9,11 @@ import zmq
 from penstock.api import events
 from penstock.api.events import AllBlocksCleared, BlockStored, Event, EventBatch
 from penstock.engine.config import ConfigError
+from penstock.engine.messages import EventPorts
 
 BUFFERED_BATCHES = 1024
+
+_log = logging.getLogger(__name__)
 
 
 class ReplayBuffer:
@@ -39,14 +43,20 @@ class EventPublisher:
     Args:
         context: Of the sockets.
         epoch: Milliseconds since the Unix epoch.
-        events_address: To bind the PUB socket to.
-        replay_address: To bind the ROUTER socket to.
+        events_addresses: To bind the PUB socket to: the first that is free.
+        replay_addresses: To bind the ROUTER socket to: the first that is free.
 
     Raises:
-        ConfigError: An address cannot be bound.
+        ConfigError: None of the addresses can be bound.
     """
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", epoch: int, events_address: str, replay_address: str) -> None:
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        epoch: int,
+        events_addresses: Sequence[str],
+        replay_addresses: Sequence[str],
+    ) -> None:
         self._epoch = epoch
         self._buffer = ReplayBuffer(BUFFERED_BATCHES)
         self._time = epoch / 1000
@@ -54,8 +64,10 @@ class EventPublisher:
         self.replay_socket = context.socket(zmq.ROUTER)
         # A whole replay must fit; a subscriber that does not read it loses it, and asks again.
         self.replay_socket.set_hwm(2 * BUFFERED_BATCHES)
-        _bind(self._pub, events_address, "--events-port")
-        _bind(self.replay_socket, replay_address, "--replay-port")
+        events_port = _bind(self._pub, events_addresses, "--events-port")
+        replay_port = _bind(self.replay_socket, replay_addresses, "--replay-port")
+        self.ports = None if events_port is None or replay_port is None else EventPorts(events_port, replay_port)
+        """None where the addresses are not TCP."""
 
     def publish(self, batch: list[Event], now: float) -> None:
         """Sends one batch; `now` is Unix time in seconds."""
@@ -94,8 +106,17 @@ class EventPublisher:
         return [(self._buffer.next_seq - 1, events.encode(EventBatch(self._epoch, self._time, snapshot)))]
 
 
-def _bind(socket: "zmq.Socket[bytes]", address: str, flag: str) -> None:
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        raise ConfigError(f"{flag}: {address} cannot be bound: {error}") from error
+def _bind(socket: "zmq.Socket[bytes]", addresses: Sequence[str], flag: str) -> int | None:
+    """Binds to the first address that is free and returns its TCP port, if it has one; `ConfigError` names the flag."""
+    problem = ""
+    for address in addresses:
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            problem = f"{address} cannot be bound: {error.strerror}"
+            continue
+        bound = socket.get_string(zmq.LAST_ENDPOINT)
+        if problem:
+            _log.warning("%s: %s; %s is used instead", flag, problem, bound)
+        return int(bound.rpartition(":")[2]) if bound.startswith("tcp://") else None
+    raise ConfigError(f"{flag}: {problem}")

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 # How long handlers get to tell their clients that the core is gone.
 _LAST_WORDS_S = 2.0
 ADMIN: Final = "--admin-port"
+EVENTS_PORT: Final = 5557
+REPLAY_PORT: Final = 5558
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,8 +37,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     host: str
     port: int
-    events_port: int
-    replay_port: int
+    events_port: int | None = None
+    """None: `EVENTS_PORT`, or a free one where that is taken."""
+    replay_port: int | None = None
+    """None: `REPLAY_PORT`, or a free one where that is taken."""
     admin_port: int | None = None
     """Where alone adapters are loaded and the engine is controlled; None: on `port`."""
     shutdown_timeout: float
@@ -71,8 +75,13 @@ async def serve(config: ServeConfig) -> int:
 def core_client(config: ServeConfig, shared: bool = False) -> CoreClient:
     """The core of a replica, to be started; `shared` where several frontends will join it."""
     host = _zmq_host(config.host)
-    events, replay = (f"tcp://{host}:{port}" for port in (config.events_port, config.replay_port))
-    return CoreClient(config.engine, events_address=events, replay_address=replay, shared=shared)
+    events, replay = _addresses(host, config.events_port, EVENTS_PORT), _addresses(host, config.replay_port, REPLAY_PORT)
+    return CoreClient(config.engine, events_addresses=events, replay_addresses=replay, shared=shared)
+
+
+def _addresses(host: str, port: int | None, default: int) -> list[str]:
+    """To bind to one of, in this order: a port that was asked for alone, since somebody will look for it there."""
+    return [f"tcp://{host}:{at}" for at in ((default, "*") if port is None else (port,))]
 
 
 async def serve_http(core: Core, config: ServeConfig, ending: "Ending", counts: SharedCounts | None = None) -> int:

@@ -87,5 +87,14 @@ class ReplicaRoutes:
         return json_response(openapi.document(version("penstock"), self._llm.model.generation_defaults.sampling))
 
     async def version(self, _request: web.Request) -> web.Response:
-        """`GET /version`; `kernels` is the form of the model's operations that runs, empty before it has started."""
-        return json_response({"version": version("penstock"), "kernels": self._llm.kernels})
+        """`GET /version`; `kernels` is the form of the model's operations that runs, empty before it has started, and the ports
+        are those of the event stream, null until then."""
+        ports = self._llm.event_ports
+        return json_response(
+            {
+                "version": version("penstock"),
+                "kernels": self._llm.kernels,
+                "events_port": None if ports is None else ports.events,
+                "replay_port": None if ports is None else ports.replay,
+            }
+        )
