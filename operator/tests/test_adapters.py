@@ -97,6 +97,34 @@ async def test_an_adapter_is_loaded_on_every_ready_replica_and_again_on_one_that
     assert served.replicas.told == [("load", "sql", HERE)] and told(served)[0] == "2/2"
 
 
+def routed(world: World) -> list[list[str]]:
+    """The names that each rule of the model's HTTPRoute matches."""
+    rules = world.live("HTTPRoute", "tiny")["spec"]["rules"]
+    return [[match["headers"][0]["value"] for match in rule["matches"]] for rule in rules]
+
+
+async def test_the_route_of_a_model_names_its_adapters(world: World, key: Key) -> None:
+    exposed = {"inferencePool": {"picker": {"name": "penstock-picker"}, "gateway": {"name": "web"}}}
+    await world.apply(world.make.resource(lora=LORA, routing=exposed))
+    await world.settle(key)
+    assert routed(world) == [["tiny"]]
+    world.queued.clear()
+    await world.apply(adapter("sql", served={"name": "sql", "aliases": ["tsql"]}))
+    await world.apply(adapter("later", created="2026-03-01", served={"name": "late", "aliases": ["sql"]}))
+    await world.apply(adapter("theirs", model="other"))
+    assert key in world.queued, "the model is looked at when an adapter comes"
+    await world.settle(key)
+    assert routed(world) == [["tiny", "late", "sql", "tsql"]]
+    for number in range(150):
+        await world.apply(adapter(f"a{number:03}"))
+    await world.settle(key)
+    assert [len(rule) for rule in routed(world)] == [64, 64], "as many as the Gateway API allows"
+    for number in range(150):
+        world.watch.seen(gone(world.live("LoraAdapter", f"a{number:03}")))
+    await world.settle(key)
+    assert routed(world) == [["tiny", "late", "sql", "tsql"]]
+
+
 async def test_an_adapter_that_is_deleted_goes_and_one_that_changes_is_replaced(served: World) -> None:
     await served.apply(adapter())
     await look(served)

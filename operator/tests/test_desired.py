@@ -218,6 +218,29 @@ def test_a_single_replica_has_no_disruption_budget(make: Any, replicas: int, bud
     assert ("PodDisruptionBudget" in by_kind(make.model(replicas=replicas))) is budget
 
 
+def test_the_workers_of_replicas_that_span_nodes_are_guarded_too(make: Any) -> None:
+    """A group that loses a worker is down, and a worker takes orders from whoever reaches it."""
+    spanning = {
+        "name": "main",
+        "parallelism": {"tensor": 8, "pipeline": 2},
+        "accelerator": {"resource": "nvidia.com/gpu", "perNode": 8},
+    }
+    made = children(make.model(pools=[{**spanning, "scaling": {"min": 2, "max": 4}}]), RENDERING)
+    by_name = {(item["kind"], item["metadata"]["name"]): item["spec"] for item in made}
+    group = by_name["LeaderWorkerSet", "tiny-main"]["leaderWorkerTemplate"]
+    budget = by_name["PodDisruptionBudget", "tiny-main"]
+    assert budget["selector"] == {"matchLabels": {"leaderworkerset.sigs.k8s.io/name": "tiny-main"}}, "LWS labels all of its pods"
+    policy = by_name["NetworkPolicy", "tiny-main-workers"]
+    chosen = policy["podSelector"]["matchLabels"].items()
+    assert chosen <= group["workerTemplate"]["metadata"]["labels"].items()
+    assert not chosen <= group["leaderTemplate"]["metadata"]["labels"].items()
+    peers = [{"penstock.dev/model": "tiny"}, {"penstock.dev/worker-of": "tiny-main"}]
+    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": labels}} for labels in peers]}]
+    assert ("NetworkPolicy", "tiny-main-workers") not in {
+        (item["kind"], item["metadata"]["name"]) for item in children(make.model(replicas=2), RENDERING)
+    }
+
+
 def test_what_a_cluster_wants_of_pods_is_said_in_the_template(make: Any) -> None:
     """Where pods may go, who is displaced for them, who may pull their image, and devices by claim (DRA) in place of a count."""
     spread = {

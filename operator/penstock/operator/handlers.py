@@ -25,13 +25,16 @@ class ResourceWatch:
         if resource is None:
             return
         key = key_of(resource)
-        affected = {key, *self._resources.rivals(key)}
-        if (model := self._resources.model_of(key)) is not None:  # whose replicas may serve an adapter that is gone now
-            affected.add(model)
+        affected = self._affected(key)
         if change.new is None:
             self._resources.drop(key)
         else:
             self._resources.put(change.new)
         # A name that was given up is free for those who wanted it too.
-        for one in affected | set(self._resources.rivals(key)):
+        for one in affected | self._affected(key):
             self._changed(one)
+
+    def _affected(self, key: Key) -> set[Key]:
+        """The resource, its rivals for a name, and the model of an adapter: its replicas load it, its route names it."""
+        model = self._resources.model_of(key)
+        return {key, *self._resources.rivals(key), *([] if model is None else [model])}

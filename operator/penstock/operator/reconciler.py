@@ -207,6 +207,7 @@ class Reconciler:
                 workloads=workloads,
                 pods=pods,
                 now=datetime.now(UTC),
+                adapter_names=self._resources.adapter_names(key),
             )
         except SourcePending:
             return None

@@ -109,6 +109,14 @@ class Resources:
         """The LoraAdapters that are for a model, whether or not there is one."""
         return sorted(self._by_model.get(model, set()) - {model})
 
+    def adapter_names(self, model: Key) -> list[str]:
+        """The names by which clients ask for a model's adapters, without those that an older resource claims."""
+        mine = [self._claims[key] for key in self.adapters_of(model)]
+        return sorted({name for claim in mine for name in claim.names if self._oldest(name) is claim})
+
+    def _oldest(self, name: str) -> Claim:
+        return min((self._claims[key] for key in self._by_name[name]), key=lambda claim: (claim.created, claim.who))
+
     def rivals(self, key: Key) -> list[Key]:
         """Other models and adapters that claim a name of this one, or one of an adapter that is for it."""
         claimants = {key, *self._by_model.get(key, ())}.intersection(self._claims)

@@ -122,7 +122,7 @@ class Exposure(Part):
     """Who chooses replicas: becomes `endpointPickerRef` of an InferencePool called as the model."""
     gateway: GatewayReference | None = None
     """Makes an HTTPRoute to the InferencePool on this Gateway, for requests whose header `X-Gateway-Model-Name` has one of the
-    served names; absent: none."""
+    served names or a name of a LoRA adapter; absent: none."""
 
 
 class Routing(Part):

@@ -3,7 +3,7 @@
 The same objects run on Kubernetes and, as processes, on one machine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.api.resources import InferenceModel
@@ -14,7 +14,7 @@ from penstock.operator.desired.devices import nodes
 from penstock.operator.desired.exposure import inference_pool, pod_monitor
 from penstock.operator.desired.leader_worker_set import leader_worker_set
 from penstock.operator.desired.names import child_name
-from penstock.operator.desired.network_policy import network_policy
+from penstock.operator.desired.network_policy import network_policy, worker_network_policy
 from penstock.operator.desired.pod import (
     TEMPLATE_VERSION,
     Rendering,
@@ -52,12 +52,14 @@ def children(
     rendering: Rendering,
     templates: Mapping[str, Object] | None = None,
     paces: Mapping[str, Pace] | None = None,
+    adapter_names: Sequence[str] = (),
 ) -> list[Object]:
     """Everything that the model is to own but its revisions, in the order in which to apply it.
 
     Args:
         templates: Pod templates by pool, as a revision has them; None: as they are rendered now.
         paces: Of the rollout, by pool; `Surge` where it says nothing.
+        adapter_names: By which clients ask for its LoRA adapters.
 
     Raises:
         TemplateError: a template asks for what it may not have.
@@ -71,7 +73,9 @@ def children(
             objects.append(disruption_budget(model, pool))
         template = pod_template(model, pool, rendering) if templates is None else templates[pool.name]
         objects.append(network_policy(model, pool, template, rendering.system_namespace))
+        if nodes(pool) > 1:
+            objects.append(worker_network_policy(model, pool))
         workload = deployment if nodes(pool) == 1 else leader_worker_set
         objects.append(workload(model, pool, template, (paces or {}).get(pool.name, "Surge")))
     labels = rendering.monitor_labels
-    return [*objects, *inference_pool(model), *([] if labels is None else [pod_monitor(model, labels)])]
+    return [*objects, *inference_pool(model, adapter_names), *([] if labels is None else [pod_monitor(model, labels)])]

@@ -1,6 +1,7 @@
 """The model for others: an InferencePool, an HTTPRoute to it, and what Prometheus is to scrape."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.api import labels
@@ -10,6 +11,8 @@ from penstock.operator.desired.names import model_metadata
 
 Object = dict[str, Any]
 
+MOST_NAMES, NAMES_IN_RULE = 128, 64
+"""What the Gateway API allows of an HTTPRoute, and of one of its rules."""
 SCRAPED_EVERY = "5s"
 """As in manifests/monitoring: what goes wrong in a replica is often over in less than a minute."""
 
@@ -38,8 +41,12 @@ def _relabelings() -> list[Object]:
     ]
 
 
-def inference_pool(model: InferenceModel) -> list[Object]:
-    """The InferencePool where `spec.routing.inferencePool` asks for one, and the HTTPRoute where that names a Gateway."""
+def inference_pool(model: InferenceModel, adapter_names: Sequence[str] = ()) -> list[Object]:
+    """The InferencePool where `spec.routing.inferencePool` asks for one, and the HTTPRoute where that names a Gateway.
+
+    Args:
+        adapter_names: By which clients ask for the model's LoRA adapters.
+    """
     asked = model.spec.routing.inference_pool
     if asked is None:
         return []
@@ -60,13 +67,16 @@ def inference_pool(model: InferenceModel) -> list[Object]:
         "apiVersion": "gateway.networking.k8s.io/v1",
         "kind": "HTTPRoute",
         "metadata": model_metadata(model),
-        "spec": {"parentRefs": [gateway], "rules": [_rule(model)]},
+        "spec": {"parentRefs": [gateway], "rules": _rules(model, adapter_names)},
     }
     return [pool, route]
 
 
-def _rule(model: InferenceModel) -> Object:
-    """Requests for the served names, by the header that body-based routers write."""
-    names = [{"headers": [{"name": "X-Gateway-Model-Name", "value": name}]} for name in model.served_names]
+def _rules(model: InferenceModel, adapter_names: Sequence[str]) -> list[Object]:
+    """Requests for the names of the model and its adapters, by the header that body-based routers write. A route has room for
+    128 names, 64 in a rule: the adapters that come last by name are left out beyond that."""
+    names = [*model.served_names, *adapter_names][:MOST_NAMES]
+    matches = [{"headers": [{"name": "X-Gateway-Model-Name", "value": name}]} for name in names]
     backend = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": model.metadata.name}
-    return {"matches": names, "backendRefs": [backend], "timeouts": {"request": "0s"}}  # answers may take minutes
+    rule = {"backendRefs": [backend], "timeouts": {"request": "0s"}}  # answers may take minutes
+    return [{"matches": matches[at : at + NAMES_IN_RULE], **rule} for at in range(0, len(matches), NAMES_IN_RULE)]

@@ -1,11 +1,14 @@
 """Names, labels and owner of a pool's child objects."""
 
-from typing import Any
+from typing import Any, Final
 
 from penstock.api import labels
 from penstock.api.resources import InferenceModel, Pool
 
 Object = dict[str, Any]
+
+GROUPS_OF: Final = "leaderworkerset.sigs.k8s.io/name"
+"""The label by which LWS marks every pod of a LeaderWorkerSet, leaders and workers, with its name."""
 
 
 def child_name(model: str, pool: str) -> str:

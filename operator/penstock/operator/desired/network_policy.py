@@ -38,20 +38,35 @@ def network_policy(model: InferenceModel, pool: Pool, template: Object, system_n
         "namespaceSelector": {"matchLabels": {_NAMESPACE: system_namespace}},
         "podSelector": {"matchLabels": {_APP: OPERATOR}},
     }
-    replicas = {"podSelector": {"matchLabels": {labels.MODEL: model.metadata.name}}}
-    workers = {"podSelector": {"matchLabels": {labels.WORKER_OF: child_name(model.metadata.name, pool.name)}}}
     ingress = [
         *_rule([port for port in ports if port not in _TOLD and port != _ADMIN], []),
         *_rule([port for port in ports if port in _TOLD], [pickers]),
         *_rule([port for port in ports if port == _ADMIN], [operator]),
-        {"ports": _all_but_admin(), "from": [replicas, workers]},
+        {"ports": _all_but_admin(), "from": _own_pods(model, pool)},
     ]
+    return _policy(metadata(model, pool), selector(model, pool), ingress)
+
+
+def worker_network_policy(model: InferenceModel, pool: Pool) -> Object:
+    """Who may reach the workers of a pool whose replicas span nodes: the model's own pods alone. Leaders answer for them."""
+    named = metadata(model, pool)
+    chosen = {labels.WORKER_OF: named["name"]}
+    return _policy({**named, "name": f"{named['name']}-workers"}, chosen, [{"from": _own_pods(model, pool)}])
+
+
+def _policy(named: Object, chosen: dict[str, str], ingress: list[Object]) -> Object:
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": metadata(model, pool),
-        "spec": {"podSelector": {"matchLabels": selector(model, pool)}, "policyTypes": ["Ingress"], "ingress": ingress},
+        "metadata": named,
+        "spec": {"podSelector": {"matchLabels": chosen}, "policyTypes": ["Ingress"], "ingress": ingress},
     }
+
+
+def _own_pods(model: InferenceModel, pool: Pool) -> list[Object]:
+    """The model's replicas, and the workers of this pool."""
+    found = ({labels.MODEL: model.metadata.name}, {labels.WORKER_OF: child_name(model.metadata.name, pool.name)})
+    return [{"podSelector": {"matchLabels": it}} for it in found]
 
 
 def _declared(spec: Object) -> list[Port]:

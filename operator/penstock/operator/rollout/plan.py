@@ -56,12 +56,14 @@ def plan(
     workloads: Mapping[str, Object],
     pods: Sequence[Object],
     now: datetime,
+    adapter_names: Sequence[str] = (),
 ) -> Plan:
     """The plan for a model whose children are these.
 
     Args:
         revisions: Its ControllerRevisions. One that somebody else wrote may ask for no more than a template may.
         workloads: Those that it has, by name.
+        adapter_names: By which clients ask for its LoRA adapters.
 
     Raises:
         TemplateError, OverlayError, SourcePending: See `desired.pod_template`. What a revision holds is not looked at again.
@@ -84,7 +86,7 @@ def plan(
             now=now,
         )
     paces: dict[str, Pace] = {name: it.pace for name, it in steps.items()}
-    objects = [resolution.current, *children(model, rendering, resolution.templates, paces)]
+    objects = [resolution.current, *children(model, rendering, resolution.templates, paces, adapter_names)]
     return Plan(resolution, steps, objects, leaving(model, workloads, pods, now))
 
 
