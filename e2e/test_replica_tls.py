@@ -22,7 +22,15 @@ def operator(system: System, namespace: str, *flags: str) -> Iterator[None]:
     """Has the namespace to itself meanwhile, with the rights of the operator's own ServiceAccount."""
     cluster = system.cluster
     kubeconfig = f"--kubeconfig={cluster.service_account_kubeconfig(NAMESPACE, OPERATOR)}"
-    words = ["operator", kubeconfig, f"--namespace={namespace}", "--no-leader-elect", "--http-port=19095", *flags]
+    words = [
+        "operator",
+        kubeconfig,
+        f"--namespace={namespace}",
+        "--no-leader-elect",
+        "--template-secret=replicas-tls",
+        "--http-port=19095",
+        *flags,
+    ]
     cluster.processes.start("operator-tls", [Path(sys.executable).with_name("penstock"), *words], cwd=REPOSITORY)
     try:
         yield

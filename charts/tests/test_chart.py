@@ -320,6 +320,11 @@ def test_the_remaining_values_are_honoured(render: Render) -> None:
             "operator": {
                 "gatewayUrl": "https://models.example.com",
                 "allowPrivilegedTemplates": True,
+                "templateSecrets": ["tls", "keys"],
+                "allowRootTemplates": True,
+                "allowNodeNameTemplates": True,
+                "allowCommandTemplates": True,
+                "allowSystemPriorityTemplates": True,
                 "logLevel": "DEBUG",
                 "image": {"repository": "mine/operator", "tag": "mine"},
             },
@@ -344,6 +349,12 @@ def test_the_remaining_values_are_honoured(render: Render) -> None:
     assert {
         "--gateway-url=https://models.example.com",
         "--allow-privileged-templates",
+        "--template-secret=tls",
+        "--template-secret=keys",
+        "--allow-root-templates",
+        "--allow-node-name-templates",
+        "--allow-command-templates",
+        "--allow-system-priority-templates",
         "--log-level=DEBUG",
         "--engine-image=penstock/engine:1.2.3",
     } <= set(operator["args"])

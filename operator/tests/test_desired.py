@@ -1,5 +1,7 @@
 """From an InferenceModel to its child objects."""
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from pydantic import ValidationError
 from penstock.api.resources import InferenceModel
 from penstock.operator.desired import Rendering, Size, TemplateError, children, engine_args, pod_template, revision_of, size
 from penstock.operator.overlay import OverlayError
+from penstock.operator.restrictions import Allowances
 
 RENDERING = Rendering(image="penstock/engine:test", system_namespace="ours")
 PORTS = {"http": 8000, "admin": 8003, "events": 5557, "replay": 5558}
@@ -96,6 +99,76 @@ def test_a_load_format_reaches_the_engine_and_one_that_it_lacks_is_refused(make:
     assert "--load-format=safetensors" in engine_args(make.model(source={"uri": "/m", "loadFormat": "safetensors"}))
     with pytest.raises(ValidationError, match="'auto' or 'safetensors'"):
         make.model(source={"uri": "/m", "loadFormat": "tensorizer"})
+
+
+def _engine(**fields: Any) -> dict[str, Any]:
+    return {"containers": [{"name": "engine", **fields}]}
+
+
+def _secret(name: str) -> dict[str, Any]:
+    return {"secretKeyRef": {"name": name, "key": "k"}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "path", "flag"),
+    [
+        ({"volumes": [{"name": "v", "secret": {"secretName": "s"}}]}, "volumes[v].secret", "--template-secret s"),
+        (
+            {"volumes": [{"name": "v", "projected": {"sources": [{"configMap": {"name": "c"}}, {"secret": {"name": "s"}}]}}]},
+            "volumes[v].projected.secret",
+            "--template-secret s",
+        ),
+        (
+            {"volumes": [{"name": "v", "csi": {"driver": "d", "nodePublishSecretRef": {"name": "s"}}}]},
+            "volumes[v].csi.nodePublishSecretRef",
+            "--template-secret s",
+        ),
+        ({"volumes": [{"name": "v", "azureFile": {"secretName": "s"}}]}, "volumes[v].azureFile", "--template-secret s"),
+        (_engine(env=[{"name": "E", "valueFrom": _secret("s")}]), "containers[engine].env[E]", "--template-secret s"),
+        (_engine(envFrom=[{"secretRef": {"name": "s"}}]), "containers[engine].envFrom", "--template-secret s"),
+        (
+            {"initContainers": [{"name": "i", "image": "x", "env": [{"name": "E", "valueFrom": _secret("s")}]}]},
+            "initContainers[i].env[E]",
+            "--template-secret s",
+        ),
+        ({"nodeName": "node-1"}, "nodeName", "--allow-node-name-templates"),
+        ({"priorityClassName": "system-node-critical"}, "priorityClassName", "--allow-system-priority-templates"),
+        ({"securityContext": {"runAsUser": 0}}, "securityContext.runAsUser", "--allow-root-templates"),
+        (
+            _engine(securityContext={"runAsNonRoot": False}),
+            "containers[engine].securityContext.runAsNonRoot",
+            "--allow-root-templates",
+        ),
+        (_engine(command=["sh"]), "containers[engine].command", "--allow-command-templates"),
+    ],
+)
+def test_what_a_new_template_asks_for_needs_the_flag_that_lists_it(make: Any, spec: Any, path: str, flag: str) -> None:
+    model = make.model(pools=[{"name": "main", "template": {"spec": spec}}])
+    with pytest.raises(TemplateError, match=re.escape(f"template.spec.{path}: not allowed in a template")) as refused:
+        children(model, RENDERING)
+    assert str(refused.value).endswith(f"start the operator with {flag}")
+    every = Allowances(frozenset({"s"}), root=True, node_name=True, command=True, system_priority=True)
+    one_less = {
+        "--template-secret s": replace(every, secrets=frozenset({"other"})),
+        "--allow-root-templates": replace(every, root=False),
+        "--allow-node-name-templates": replace(every, node_name=False),
+        "--allow-command-templates": replace(every, command=False),
+        "--allow-system-priority-templates": replace(every, system_priority=False),
+    }
+    with pytest.raises(TemplateError):
+        children(model, replace(RENDERING, allowances=one_less[flag]))
+    assert children(model, replace(RENDERING, allowances=every))
+    assert children(model, replace(RENDERING, allow_privileged_templates=True))
+
+
+def test_what_every_pod_may_ask_for_needs_no_flag(make: Any) -> None:
+    harmless = {
+        "priorityClassName": "serving",
+        "imagePullSecrets": [{"name": "registry"}],
+        "securityContext": {"runAsUser": 1000, "runAsNonRoot": True},
+        "initContainers": [{"name": "i", "image": "x", "command": ["sh"]}],
+    }
+    assert children(make.model(pools=[{"name": "main", "template": {"spec": harmless}}]), RENDERING)
 
 
 @pytest.mark.req("XC-04")

@@ -1,6 +1,7 @@
 """Reconciling against an API server in memory: what is applied, left alone, taken back, and said."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from operator_world import World, gone, there
 
 from penstock.operator.autoscale.learned import Learned
 from penstock.operator.observed import ScalingStatus
+from penstock.operator.restrictions import Allowances
 from penstock.operator.store import Key
 
 SCALED = [{"name": "main", "scaling": {"min": 2, "max": 4}}]
@@ -85,6 +87,23 @@ async def test_a_pools_network_policy_stays_until_the_last_of_its_replicas_has_d
     await world.settle(key)
     assert not [name for _, _, name in world.api.objects if name == "tiny-extra"]
     assert world.live("NetworkPolicy")
+
+
+async def test_a_template_that_runs_already_is_not_held_to_a_newer_operators_rules(world: World, key: Key) -> None:
+    """Only what would be a new revision is: an upgrade of the operator leaves running models alone."""
+    pools = [{"name": "main", "template": {"spec": {"nodeName": "node-1"}}}]
+    lenient = replace(world.make.rendering, allowances=Allowances(node_name=True))
+    world.reconciler._rendering = lenient
+    await world.apply(world.make.resource(pools=pools))
+    await world.settle(key)
+    world.reconciler._rendering = world.make.rendering
+    await world.apply(world.make.resource(pools=pools, drainTimeout="60s"))
+    await world.settle(key)
+    assert world.condition("Accepted")[1] == "ForbiddenTemplate", "a longer drain is a new template"
+    await world.apply(world.make.resource(pools=pools))
+    await world.settle(key)
+    assert world.condition("Accepted")[0] == "True"
+    assert world.live("Deployment")["spec"]["template"]["spec"]["nodeName"] == "node-1"
 
 
 EXPOSED = {"inferencePool": {"picker": {"name": "penstock-picker"}, "gateway": {"name": "web", "namespace": "edge"}}}

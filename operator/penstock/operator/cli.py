@@ -21,6 +21,7 @@ def operator(argv: list[str]) -> int:
     from penstock.http.replica_tls import ReplicaTls, TlsError
     from penstock.operator.desired import Rendering
     from penstock.operator.process import Options, run
+    from penstock.operator.restrictions import Allowances
 
     logging.basicConfig(level=options.log_level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each look at a gateway
@@ -28,6 +29,13 @@ def operator(argv: list[str]) -> int:
         image=options.engine_image,
         system_namespace=options.system_namespace,
         allow_privileged_templates=options.allow_privileged_templates,
+        allowances=Allowances(
+            secrets=frozenset(options.template_secret),
+            root=options.allow_root_templates,
+            node_name=options.allow_node_name_templates,
+            command=options.allow_command_templates,
+            system_priority=options.allow_system_priority_templates,
+        ),
         monitor_labels=options.pod_monitors,
     )
     try:
@@ -86,9 +94,24 @@ def _operator_parser() -> argparse.ArgumentParser:
     add(
         "--allow-privileged-templates",
         action="store_true",
-        help="let pool templates ask for host access, privilege and other ServiceAccounts: whoever may create InferenceModels "
+        help="let pool templates ask for anything, host access and privilege included: everyone who may create InferenceModels "
         "may then run any pod",
     )
+    add(
+        "--template-secret",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="let pool templates read the Secrets of this name; may be given again (default: none)",
+    )
+    add("--allow-root-templates", action="store_true", help="let pool templates run containers as root")
+    add(
+        "--allow-node-name-templates",
+        action="store_true",
+        help="let pool templates set nodeName, which passes over the scheduler",
+    )
+    add("--allow-command-templates", action="store_true", help="let pool templates replace the engine's command")
+    add("--allow-system-priority-templates", action="store_true", help="let pool templates use the system-… priority classes")
     add(
         "--pod-monitors",
         type=_labels,

@@ -4,6 +4,7 @@ The list follows Kubernetes' baseline Pod Security Standard, plus ServiceAccount
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 Object = Mapping[str, Any]
@@ -15,6 +16,75 @@ _HOOKS = ("postStart", "preStop")
 _APPARMOR = "container.apparmor.security.beta.kubernetes.io/"
 # Labels and annotations that selectors and discovery rely on.
 OWN_LABELS = "penstock.dev/"
+
+
+@dataclass(frozen=True)
+class Allowances:
+    """What the operator's flags let new templates ask for."""
+
+    secrets: frozenset[str] = frozenset()
+    """Names of the Secrets that templates may read."""
+    root: bool = False
+    node_name: bool = False
+    command: bool = False
+    system_priority: bool = False
+
+
+def unlisted(template: Object, allowed: Allowances) -> dict[str, str]:
+    """Paths of the fields of a new template that need a flag of the operator, each with that flag. What runs is not held to it:
+    an upgrade of the operator changes no replica."""
+    spec = _map(template.get("spec"))
+    found: dict[str, str] = {}
+    for path, name in _secrets(spec, "template.spec"):
+        if name not in allowed.secrets:
+            found[path] = f"--template-secret {name}"
+    if not allowed.node_name and spec.get("nodeName"):
+        found["template.spec.nodeName"] = "--allow-node-name-templates"
+    if not allowed.system_priority and str(spec.get("priorityClassName") or "").startswith("system-"):
+        found["template.spec.priorityClassName"] = "--allow-system-priority-templates"
+    if not allowed.root:
+        found |= dict.fromkeys(_root(spec, "template.spec"), "--allow-root-templates")
+    for container in _maps(spec.get("containers")):
+        if not allowed.command and container.get("name") == "engine" and container.get("command"):
+            found["template.spec.containers[engine].command"] = "--allow-command-templates"
+    return found
+
+
+def _secrets(spec: Object, path: str) -> Iterator[tuple[str, str]]:
+    """Each place where containers read a Secret, and its name. `imagePullSecrets` are the kubelet's to read."""
+    for volume in _maps(spec.get("volumes")):
+        at = f"{path}.volumes[{volume.get('name')}]"
+        if "secret" in volume:
+            yield f"{at}.secret", str(_map(volume["secret"]).get("secretName"))
+        for source in _maps(_map(volume.get("projected")).get("sources")):
+            if "secret" in source:
+                yield f"{at}.projected.secret", str(_map(source["secret"]).get("name"))
+        for kind, driver in volume.items():
+            for field in ("secretRef", "nodePublishSecretRef"):
+                if field in _map(driver):
+                    yield f"{at}.{kind}.{field}", str(_map(_map(driver)[field]).get("name"))
+            if kind == "azureFile":
+                yield f"{at}.azureFile", str(_map(driver).get("secretName"))
+    for kind, container in _containers(spec):
+        at = f"{path}.{kind}[{container.get('name')}]"
+        for variable in _maps(container.get("env")):
+            reference = _map(_map(variable.get("valueFrom")).get("secretKeyRef"))
+            if reference:
+                yield f"{at}.env[{variable.get('name')}]", str(reference.get("name"))
+        for source in _maps(container.get("envFrom")):
+            if "secretRef" in source:
+                yield f"{at}.envFrom", str(_map(source["secretRef"]).get("name"))
+
+
+def _root(spec: Object, path: str) -> Iterator[str]:
+    """Each place that asks for the root user, or lets the image choose it."""
+    contexts = [(path, _map(spec.get("securityContext")))]
+    contexts += [(f"{path}.{kind}[{it.get('name')}]", _map(it.get("securityContext"))) for kind, it in _containers(spec)]
+    for at, context in contexts:
+        if context.get("runAsUser") == 0:
+            yield f"{at}.securityContext.runAsUser"
+        if context.get("runAsNonRoot") is False:
+            yield f"{at}.securityContext.runAsNonRoot"
 
 
 def forbidden(template: Object) -> list[str]:
@@ -58,9 +128,15 @@ def _pod(spec: Object, path: str) -> Iterator[str]:
             yield f"{name}.hostPath"
         if any("serviceAccountToken" in source for source in _maps(_map(volume.get("projected")).get("sources"))):
             yield f"{name}.projected.serviceAccountToken"
+    for kind, container in _containers(spec):
+        yield from _container(container, f"{path}.{kind}[{container.get('name')}]")
+
+
+def _containers(spec: Object) -> Iterator[tuple[str, Object]]:
+    """Every container with the field that it stands in."""
     for kind in ("containers", "initContainers", "ephemeralContainers"):
         for container in _maps(spec.get(kind)):
-            yield from _container(container, f"{path}.{kind}[{container.get('name')}]")
+            yield kind, container
 
 
 def _container(container: Object, path: str) -> Iterator[str]:

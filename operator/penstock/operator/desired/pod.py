@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from penstock.api import labels
@@ -15,6 +15,7 @@ from penstock.operator.desired.devices import devices
 from penstock.operator.desired.names import common_labels
 from penstock.operator.desired.source import Fetched, needs_fetch, source_environment, source_volume
 from penstock.operator.overlay import merge
+from penstock.operator.restrictions import Allowances
 
 Object = dict[str, Any]
 
@@ -52,6 +53,8 @@ class Rendering:
     system_namespace: str = "penstock-system"
     """Where the operator is, which alone reaches the replicas' administrative port."""
     allow_privileged_templates: bool = False
+    """Any field, and all that `allowances` lists."""
+    allowances: Allowances = field(default_factory=Allowances)
     monitor_labels: dict[str, str] | None = None
     """Of a PodMonitor for each model, by which a Prometheus finds it; None: no PodMonitors."""
     fetched: Fetched | None = None
@@ -73,6 +76,7 @@ def pod_template(model: InferenceModel, pool: Pool, rendering: Rendering) -> Obj
         SourcePending: The model's Job is not done.
     """
     check_template(pool, rendering)
+    _check_new_template(pool, rendering)
     if needs_fetch(model) and rendering.fetched is None:
         raise SourcePending(model.metadata.name)
     annotations: dict[str, str] = {}
@@ -114,6 +118,16 @@ def check_template(pool: Pool, rendering: Rendering) -> None:
         raise TemplateError(
             f"pools[{pool.name}]: {', '.join(asked)}: not allowed in a template; remove it, "
             "or start the operator with --allow-privileged-templates"
+        )
+
+
+def _check_new_template(pool: Pool, rendering: Rendering) -> None:
+    """Raises TemplateError where a template that no revision has yet asks for what no flag of the operator lists."""
+    found = {} if rendering.allow_privileged_templates else restrictions.unlisted(pool.template, rendering.allowances)
+    if found:
+        paths, flags = ", ".join(sorted(found)), ", ".join(dict.fromkeys(found.values()))
+        raise TemplateError(
+            f"pools[{pool.name}]: {paths}: not allowed in a template; remove it, or start the operator with {flags}"
         )
 
 
