@@ -8,13 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sampler import chi_square_accepts
+from test_sampler import chi_square_accepts, choose
 
-from penstock.engine.runner.sampler.adjustments import Adjustments, describe_nothing_left
+from penstock.engine.runner.device.host import HostCopies
+from penstock.engine.runner.sampler.adjustments import Adjustments
 from penstock.engine.runner.sampler.logits_rows import LogitsRows
-from penstock.engine.runner.sampler.params import SamplingTable
-from penstock.engine.runner.sampler.sampler import sample
+from penstock.engine.runner.sampler.stage import Tokens
 from penstock.engine.sampling import SamplingParams
+from penstock.kernels.sampling.buffers import Column
+from penstock.kernels.sampling.ops import CPU, REFERENCE, SamplingOps
 
 VOCAB, LENGTH = 40, 64
 INF = float("inf")
@@ -23,9 +25,12 @@ INF = float("inf")
 class Rows:
     """Requests in rows 0, 1, … of an engine that adjusts; `tokens[i]` is the prompt and the output so far."""
 
-    def __init__(self, requests: list[tuple[list[int], list[int], dict[str, Any]]], vocab: int = VOCAB, rows: int = 0) -> None:
-        self.adjustments = Adjustments(max(rows, len(requests)), vocab)
-        self.table = np.zeros((max(rows, len(requests)), LENGTH), np.int32)
+    def __init__(
+        self, requests: list[tuple[list[int], list[int], dict[str, Any]]], vocab: int = VOCAB, ops: SamplingOps = CPU
+    ) -> None:
+        self.table = np.zeros((len(requests), LENGTH), np.int32)
+        tokens = Tokens(torch.from_numpy(self.table), self.table)
+        self.adjustments = Adjustments(HostCopies(), ops, len(requests), vocab, tokens)
         self.prompts = np.array([len(prompt) for prompt, _, _ in requests], np.int32)
         self.known = self.prompts + np.array([len(output) for _, output, _ in requests], np.int32)
         for row, (prompt, output, fields) in enumerate(requests):
@@ -37,18 +42,18 @@ class Rows:
         self.prompts[row], self.known[row] = len(prompt), len(tokens)
         self.adjustments.admit(row, tokens, len(prompt), SamplingParams(max_tokens=50, **fields))
 
-    def logits_rows(self, rows: list[int]) -> LogitsRows:
+    def adjust(self, logits: torch.Tensor, rows: list[int], ahead: list[int] | None = None) -> torch.Tensor:
+        """Of choices by these rows; `ahead`: how many tokens after what is known each one is."""
         at = np.array(rows, np.int32)
-        return LogitsRows(at, self.known[at], self.prompts[at], self.table)
-
-    def adjust(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        return self.adjustments.apply(logits, self.logits_rows(rows))
+        positions = self.known[at] + np.array(ahead or [0] * len(rows), np.int32)
+        found = logits.clone()
+        rows_of = LogitsRows(at, positions, self.prompts[at], self.table)
+        self.adjustments.apply(found, np.arange(len(rows)), rows_of, torch.from_numpy(positions))
+        return found
 
     def choose(self, rows: list[int], tokens: list[int]) -> None:
         """A step's tokens, as the runner takes them in."""
-        step = self.logits_rows(rows)
-        self.table[step.request_rows, step.positions] = tokens
-        self.adjustments.observe(step, np.array(tokens, np.int32))
+        self.table[rows, self.known[rows]] = tokens
         self.known[rows] += 1
 
 
@@ -158,19 +163,20 @@ def test_the_order_of_the_stages():
         assert found[0] == -INF and int(found.argmax()) == 1
 
 
-def test_rows_without_wishes_cost_no_copy():
-    rows = Rows([([1], [], {}), ([1], [], {"min_tokens": 1, "stop_token_ids": (5,)})])
-    logits = logits_of(8, 2)
-    assert rows.adjust(logits, [0, 0]) is logits
-    assert torch.equal(rows.adjust(logits, [0, 1])[0], logits[0])
-    assert masked(logits[1]) == []
-
-
-def test_says_which_rows_have_no_token_left():
-    everything = tuple((token,) for token in range(VOCAB))
-    rows = Rows([([1], [], {"bad_words": ((1,),)}), ([1], [], {"bad_words": everything})])
-    found = describe_nothing_left(rows.adjust(logits_of(9, 2), [0, 1]))
-    assert list(found) == [1] and "allowed_token_ids, bad_words, min_tokens" in found[1]
+@pytest.mark.req("SMP-17")
+@pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=lambda ops: ops.form)
+def test_what_is_adjusted_counts_the_drafts_before_a_position(ops):
+    """A request with a draft has two rows of logits: what the draft is changes the second one."""
+    draft = 4
+    fields = {"frequency_penalty": 1.0, "bad_words": ((draft, 6),), "min_tokens": 2, "stop_token_ids": (9,)}
+    rows = Rows([([1], [draft], fields)], ops=ops)
+    rows.table[0, 2] = draft
+    found = rows.adjust(torch.zeros(2, VOCAB), [0, 0], ahead=[0, 1])
+    assert found[:, draft].tolist() == [-1.0, -2.0]
+    rows = Rows([([1], [], fields)], ops=ops)
+    rows.table[0, 1] = draft
+    found = rows.adjust(torch.zeros(3, VOCAB), [0, 0, 0], ahead=[0, 1, 2])
+    assert found[:, [6, 9]].tolist() == [[0.0, -INF], [-INF, -INF], [0.0, 0.0]]
 
 
 def wishes() -> st.SearchStrategy[dict[str, Any]]:
@@ -245,9 +251,7 @@ def test_draws_follow_the_adjusted_distribution(fields):
     params = SamplingParams(max_tokens=1, temperature=1.0, seed=4, **fields)
     rows = Rows([(prompt, output, fields)], len(logits))
     found = rows.adjust(logits.expand(draws, -1), [0] * draws)
-    table = SamplingTable(1)
-    table.admit(0, params)
-    tokens = sample(found, table.batch(np.zeros(draws, np.int32), np.arange(draws, dtype=np.int32))).token_ids
+    tokens = choose(found, [params], np.zeros(draws, np.int32), np.arange(draws, dtype=np.int32))[:, Column.TOKEN]
     expected = by_definition(logits.tolist(), prompt, output, params)
     if params.top_k:
         expected[np.argsort(-expected)[params.top_k :]] = -INF

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock.engine.config import ConfigError
+from penstock.engine.runner.device.host import HostCopies
 from penstock.engine.runner.sampler.custom import load_processors
 from penstock.engine.sampling import SamplingParams
 
@@ -32,7 +33,7 @@ def with_processors(runner, driver, monkeypatch):
     monkeypatch.setattr(runner, "config", msgspec.structs.replace(runner.config, model=model))
     monkeypatch.setattr(runner, "_batch", runner._new_batch())
     play = driver(runner)
-    play.favour, play.sharpen = (guarded._processor for guarded in runner._batch.adjustments._processors)
+    play.favour, play.sharpen = (guarded._processor for guarded in runner._batch.chooser._adjustments._processors)
     return play
 
 
@@ -55,11 +56,11 @@ def test_an_invariant_one_is_not_called_for_greedy_rows(play):
     play.step(work)
     assert play.sharpen.calls == []
     sequence = play.admit(prompt(3), random)
-    runner = play.runner
-    runner.config = msgspec.structs.replace(runner.config, logprobs_mode="processed_logits")
+    chooser = play.runner._batch.chooser
+    chooser._mode = "processed_logits"
     sharpened = play.step([(work[0][0], 1), (sequence, 9)]).logprobs
     assert play.sharpen.calls == [[sequence.row]]
-    runner.config = msgspec.structs.replace(runner.config, logprobs_mode="raw_logits")
+    chooser._mode = "raw_logits"
     raw = play.step([(play.admit(prompt(3), random), 9)]).logprobs
     assert np.array_equal(sharpened.top_logprobs[0], 2 * raw.top_logprobs[0])
 
@@ -110,4 +111,4 @@ def test_sees_float32_whatever_the_model_computes_in(loaded, driver, monkeypatch
 )
 def test_refuses_by_name_what_cannot_be_had(name, sentence):
     with pytest.raises(ConfigError, match=f"--logits-processors .*{sentence}"):
-        load_processors([name], 4, VOCAB)
+        load_processors([name], HostCopies(), 4, VOCAB)

@@ -12,8 +12,12 @@ import torch
 from penstock.engine.cache.layout import KVGroup, full_attention
 from penstock.engine.config import ConfigError
 from penstock.engine.core.plan import Admission, SampleInputs, StepPlan, empty
+from penstock.engine.runner.device.host import HostCopies
 from penstock.engine.runner.input_batch import InputBatch
+from penstock.engine.runner.prompt_logprobs import NO_LOGPROBS
 from penstock.engine.sampling import SamplingParams
+from penstock.kernels.sampling import buffers
+from penstock.kernels.sampling import params as sampling_params
 
 VOCAB = 257
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
@@ -44,7 +48,10 @@ def admission(row: int, tokens: list[int], computed: int = 0, sampling: Sampling
 def test_each_group_has_slots_of_its_own_blocks():
     """Against a loop over tokens, for groups with blocks of 4 and 8 tokens."""
     groups = (KVGroup((0,), 4, None), KVGroup((1,), 8, 12))
-    rng, batch = np.random.default_rng(0), InputBatch(max_num_seqs=5, max_model_len=40, groups=groups, vocab_size=100)
+    rng, batch = (
+        np.random.default_rng(0),
+        InputBatch(max_num_seqs=5, max_model_len=40, groups=groups, vocab_size=100, copies=HostCopies()),
+    )
     computed, counts = [0, 7, 16, 30, 39], [5, 1, 9, 2, 1]
     ends = [first + count for first, count in zip(computed, counts, strict=True)]
     appends = [
@@ -69,7 +76,7 @@ def test_each_group_has_slots_of_its_own_blocks():
 @pytest.mark.req("MR-05", "MR-07", "ATT-09")
 def test_derives_a_mixed_step_from_the_plan():
     """Rows 3, 0 and 5 with 2, 5 and 3 tokens, of which 4, 0 and 16 are there already."""
-    batch = InputBatch(max_num_seqs=6, max_model_len=40, groups=full_attention(4), vocab_size=100)
+    batch = InputBatch(max_num_seqs=6, max_model_len=40, groups=full_attention(4), vocab_size=100, copies=HostCopies())
     rows = {3: (6, 4, [9, 7]), 0: (5, 0, [2, 1]), 5: (20, 16, [10, 11, 12, 13, 14])}
     step = plan(
         [3, 0, 5],
@@ -91,17 +98,18 @@ def test_derives_a_mixed_step_from_the_plan():
 
 @pytest.mark.req("IB-04")
 def test_a_rows_next_tenant_inherits_nothing():
-    batch = InputBatch(max_num_seqs=1, max_model_len=40, groups=full_attention(4), vocab_size=100)
+    batch = InputBatch(max_num_seqs=1, max_model_len=40, groups=full_attention(4), vocab_size=100, copies=HostCopies())
     loud = SamplingParams(max_tokens=9, temperature=2.0, top_k=3, top_p=0.5, min_p=0.1, seed=7, logprobs=4)
     batch.apply(plan([0], [9], [True], [admission(0, [200] * 9, sampling=loud)], [(0, 5), (0, 6), (0, 7)]))
-    assert not batch.sampling.is_plain(np.array([0], np.int32))
+    row = np.array([0], np.int32)
+    assert batch.chooser.plain(row) is None and batch.sampler.path(row) is buffers.Path.FILTERED
     step = plan([0], [2], [True], [admission(0, [1, 2])], [(0, 8)], released=[0])
     inputs = batch.apply(step)
     assert inputs.groups[0].batch.block_table.tolist() == [[8]] and inputs.input_ids.tolist() == [1, 2]
     assert batch.refusals.of(step) == {}
-    assert batch.sampling.is_plain(np.array([0], np.int32))
-    params = batch.sampling_batch(batch.logits_rows(step, inputs))
-    assert [column.tolist() for column in vars(params).values()] == [[True], [1.0], [0], [1.0], [0.0], [0], [2], [-1]]
+    assert batch.chooser.plain(row) is buffers.Path.GREEDY
+    assert batch.sampler.params[0].tolist() == sampling_params.GREEDY.tolist()
+    assert batch.chooser.prompt_logprobs[0] == NO_LOGPROBS
 
 
 @pytest.mark.req("MR-01")
@@ -358,6 +366,7 @@ def test_logprobs_are_of_what_the_mode_says(loaded, driver, monkeypatch):
 
     def run(mode: str) -> tuple[list[torch.Tensor], np.ndarray, object]:
         monkeypatch.setattr(runner, "config", msgspec.structs.replace(runner.config, logprobs_mode=mode))
+        monkeypatch.setattr(runner, "_batch", runner._new_batch())
         play = driver(runner)
         result = play.step([(play.admit(prompt(1, 12), params), 12) for params in asks])
         found = [torch.empty(VOCAB, dtype=torch.float64) for _ in asks]

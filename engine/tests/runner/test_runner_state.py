@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.engine.attention.context import ForwardContext
 from penstock.engine.core.plan import SampleInputs
 from penstock.engine.runner import model_runner
-from penstock.engine.runner.sampler import sampler
 from penstock.engine.sampling import SamplingParams
+from penstock.kernels.sampling import cpu
 
 VOCAB = 257
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
@@ -63,7 +63,7 @@ def test_a_decode_step_grows_no_buffer(loaded, driver):
     for _ in range(2):
         play.step([(row, 1) for row in rows])
     before = arrays(runner)
-    assert len(before) > 40 and any("token_ids" in name for name in before) and any("kv_caches" in name for name in before)
+    assert len(before) > 40 and any("block_tables" in name for name in before) and any("kv_caches" in name for name in before)
     for _ in range(40):
         play.step([(row, 1) for row in rows])
     assert arrays(runner) == before
@@ -128,8 +128,8 @@ def test_execute_waits_for_no_result(loaded, driver, name):
 def test_only_random_rows_are_drawn_for(loaded, driver, monkeypatch):
     """Rows of both kinds come and go."""
     runner, drawn = loaded("llama"), []
-    draw = sampler.draw
-    monkeypatch.setattr(sampler, "draw", lambda logits, uniforms: drawn.append(len(logits)) or draw(logits, uniforms))
+    draw = cpu.draw
+    monkeypatch.setattr(cpu, "draw", lambda logits, uniforms: drawn.append(len(logits)) or draw(logits, uniforms))
     play = driver(runner)
     rng, live = np.random.default_rng(0), []
     steps = []

@@ -8,14 +8,22 @@ import torch
 
 from penstock.engine.attention.context import GroupInputs
 from penstock.engine.cache.layout import KVGroup
+from penstock.engine.config import LogprobsMode
 from penstock.engine.core.plan import Int32, StepPlan
 from penstock.engine.core.row_table import RowTable
+from penstock.engine.runner.device.runtime import Copies
 from penstock.engine.runner.refusals import Refusals
 from penstock.engine.runner.sampler.adjustments import Adjustments
+from penstock.engine.runner.sampler.choice import Chooser, Choosing
 from penstock.engine.runner.sampler.custom import GuardedProcessor
 from penstock.engine.runner.sampler.logits_rows import LogitsRows
-from penstock.engine.runner.sampler.params import SamplingBatch, SamplingTable
+from penstock.engine.runner.sampler.sampler import Sampler
+from penstock.engine.runner.sampler.stage import Tokens
 from penstock.kernels.paged_attention.batch import PagedBatch
+from penstock.kernels.sampling.ops import CPU
+
+_LOGITS_ROWS = 256
+"""Rows of logits of prompts that are in memory at a time, and of a step at least."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,8 @@ class InputBatch:
         max_model_len: Tokens of a row at most.
         groups: The KV groups.
         vocab_size: Tokens are checked against it at admission.
+        copies: To the device.
+        mode: What logprobs are of.
         processors: Logits processors of one's own.
     """
 
@@ -53,11 +63,15 @@ class InputBatch:
         max_model_len: int,
         groups: Sequence[KVGroup],
         vocab_size: int,
+        copies: Copies,
+        mode: LogprobsMode = "raw_logprobs",
         processors: Sequence[GuardedProcessor] = (),
     ) -> None:
         self.rows = RowTable(max_num_seqs, max_model_len, [group.block_size for group in groups])
-        self.sampling = SamplingTable(max_num_seqs)
-        self.adjustments = Adjustments(max_num_seqs, vocab_size, processors)
+        self.sampler = Sampler(max_num_seqs, max(max_num_seqs, _LOGITS_ROWS), vocab_size, copies.device, CPU)
+        known = self.rows.token_ids
+        adjustments = Adjustments(copies, CPU, max_num_seqs, vocab_size, Tokens(torch.from_numpy(known), known), processors)
+        self.chooser = Chooser(copies, self.sampler, adjustments, max_num_seqs, mode)
         self.refusals = Refusals(vocab_size)
         self._groups, self._max_model_len = groups, max_model_len
         self._places = np.arange(max_num_seqs + 1, dtype=np.int32)
@@ -69,20 +83,19 @@ class InputBatch:
         self.refusals.release(plan.released)
         for admission in plan.admissions:
             row, count = admission.row, len(admission.token_ids)
-            self.sampling.admit(row, admission.sampling)
             known = self.rows.token_ids[row, :count]
             self.refusals.admit(row, known)
-            self.adjustments.admit(row, known, admission.num_prompt_tokens, admission.sampling)
+            self.chooser.admit(row, known, admission.num_prompt_tokens, admission.sampling)
+        if plan.admissions:
+            rows, words = self.sampler.take_changes()
+            self.sampler.params.numpy()[rows] = words
         return self._inputs(plan, starts)
 
-    def sampling_batch(self, rows: LogitsRows) -> SamplingBatch:
-        """Parameters of the step's m logits rows."""
-        return self.sampling.batch(rows.request_rows, rows.positions)
-
-    def logits_rows(self, plan: StepPlan, inputs: StepInputs) -> LogitsRows:
-        """What the step's m logits rows stand for."""
+    def choosing(self, plan: StepPlan, inputs: StepInputs) -> Choosing:
+        """The step's m rows of logits, all of which count."""
         rows = plan.rows[inputs.sampled_rows]
-        return LogitsRows(rows, inputs.sampled_positions, self.rows.num_prompt_tokens[rows], self.rows.token_ids)
+        known = LogitsRows(rows, inputs.sampled_positions, self.rows.num_prompt_tokens[rows], self.rows.token_ids)
+        return Choosing(np.arange(len(rows)), inputs.sampled_rows, known)
 
     def write_sampled(self, rows: LogitsRows, token_ids: Int32) -> None:
         """Puts sampled tokens, [m], where the next step finds them."""
@@ -92,7 +105,6 @@ class InputBatch:
             self.rows.write_sampled(rows.request_rows, rows.positions, token_ids)
         else:
             self.rows.write_sampled(rows.request_rows[fits], rows.positions[fits], token_ids[fits])
-        self.adjustments.observe(rows, token_ids)
 
     def _inputs(self, plan: StepPlan, starts: Int32) -> StepInputs:
         count, seq_lens = len(plan.rows), starts + plan.num_new_tokens

@@ -1,6 +1,6 @@
 """Runs the model on one rank on a CPU: what the scheduler plans, the runner executes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,16 +11,21 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core.memory import Memory, measure_memory
 from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
 from penstock.engine.runner.base import RunnerBase, failing
-from penstock.engine.runner.choose import choose
+from penstock.engine.runner.device.host import HostCopies
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
 from penstock.engine.runner.memory_profile import peak_activation_bytes
 from penstock.engine.runner.not_finite import located, name_first_part
 from penstock.engine.runner.pooling import PooledStep, Pooler
-from penstock.engine.runner.prompt_logprobs import PromptScores, prompt_rows, score_prompts
+from penstock.engine.runner.prompt_logprobs import prompt_rows
+from penstock.engine.runner.result import read_result
 from penstock.engine.runner.sampler.custom import load_processors
+from penstock.engine.runner.sampler.scores import PromptScores, score_prompts
 from penstock.engine.runner.step_tapes import StepTapes
 from penstock.kernels.ops import Ops, ops_for
+from penstock.kernels.sampling.buffers import RESULT, Column
+
+_NOTHING_SAMPLED = np.zeros((0, RESULT), np.int32)
 
 
 class ExecuteState(NamedTuple):
@@ -66,8 +71,10 @@ class ModelRunner(RunnerBase):
         self._lora.reset()
         scheduler, model = self.config.scheduler, self.config.model
         vocab_size = self.decoder_config.vocab_size
-        processors = load_processors(model.logits_processors, scheduler.max_num_seqs, vocab_size)
-        return InputBatch(scheduler.max_num_seqs, model.max_model_len, self._layout.groups, vocab_size, processors)
+        copies, mode = HostCopies(), self.config.logprobs_mode
+        processors = load_processors(model.logits_processors, copies, scheduler.max_num_seqs, vocab_size)
+        groups = self._layout.groups
+        return InputBatch(scheduler.max_num_seqs, model.max_model_len, groups, vocab_size, copies, mode, processors)
 
     def sleep(self, level: int) -> None:
         """Gives the KV cache's memory back to the system; at level 2 the model's too. Where the weights are in the host's memory
@@ -145,24 +152,26 @@ class ModelRunner(RunnerBase):
             raise RuntimeError(f"sampling step {inputs.step_id}: {waiting} waits for it")
         (plan, step, ctx, logits, prompts, pooled), self._state = self._state, None
         with failing(plan):
-            token_ids, counts = np.full((len(plan.rows), 1), -1, np.int32), plan.samples.astype(np.int32)
-            failed, not_finite, logprobs = self._batch.refusals.of(plan), prompts.not_finite, None
-            if pooled is not None:
-                counts[:], not_finite = 0, pooled.not_finite
-            elif len(step.sampled_rows):
-                choice = choose(self._batch, plan, step, logits, self.config.logprobs_mode)
-                token_ids[step.sampled_rows, 0], logprobs = choice.token_ids, choice.logprobs
-                failed, not_finite = failed | choice.failed, not_finite | choice.not_finite
-            if not_finite:
+            sampled, scores, failed = _NOTHING_SAMPLED, None, self._batch.refusals.of(plan)
+            if pooled is None and len(step.sampled_rows):
+                choosing = self._batch.choosing(plan, step)
+                rows = choosing.rows
+                given = logits, torch.from_numpy(rows.request_rows), torch.from_numpy(rows.positions)
+                choice = self._batch.chooser.choose(choosing, *given)
+                scores, failed, sampled = choice.scores, failed | choice.failed, choice.result.numpy()
+                self._batch.write_sampled(rows, sampled[:, Column.TOKEN])
+            if len(sampled) < len(plan.rows):
+                sampled, found = np.zeros((len(plan.rows), RESULT), np.int32), sampled
+                sampled[step.sampled_rows[: len(found)]] = found
+
+            def explain(not_finite: Mapping[int, str]) -> dict[int, str]:
                 starts = np.cumsum(plan.num_new_tokens) - plan.num_new_tokens
                 tokens = {row: slice(starts[row], starts[row] + plan.num_new_tokens[row]) for row in not_finite}
                 parts = name_first_part(self.model, step.input_ids, step.positions, ctx, tokens)
-                failed |= {row: located(message, parts[row]) for row, message in not_finite.items()}
-            if failed:
-                counts[list(failed)] = 0
-            vectors = None if pooled is None else pooled.pooled
-            bad = np.array(list(not_finite), np.int32)
-            return StepResult(plan.step_id, token_ids, counts, logprobs, failed, prompts.logprobs, bad, pooled=vectors)
+                return {row: located(message, parts[row]) for row, message in not_finite.items()}
+
+            vocab_size = self.decoder_config.vocab_size
+            return read_result(plan, sampled, failed, scores, prompts, vocab_size, explain, pooled=pooled)
 
     def _forward(
         self, plan: StepPlan, inputs: StepInputs, ctx: ForwardContext
@@ -180,9 +189,9 @@ class ModelRunner(RunnerBase):
             hidden = self.model.forward(inputs.input_ids, inputs.positions, ctx)
             if len(inputs.sampled_rows):
                 logits = self.model.compute_logits(hidden[inputs.logits_indices])
-            if scored := prompt_rows(plan, self._batch.rows, self._batch.sampling.prompt_logprobs):
-                raw = self.config.logprobs_mode.endswith("logits")
-                prompts = score_prompts(self.model.compute_logits, hidden, scored, normalised=not raw)
+            if scored := prompt_rows(plan, self._batch.rows, self._batch.chooser.prompt_logprobs):
+                compute, mode, sampler = self.model.compute_logits, self.config.logprobs_mode, self._batch.sampler
+                prompts = score_prompts(HostCopies(), sampler, compute, hidden, scored, mode).read()
         return logits, prompts, None
 
     def _step_tapes(self) -> StepTapes | None:

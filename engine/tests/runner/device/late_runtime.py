@@ -26,6 +26,8 @@ class LateTransfer:
 class LateRuntime:
     """Counts what makes the host wait."""
 
+    shares_memory = False
+
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.waits, self.synchronizations, self.uploads, self.downloads = 0, 0, 0, 0

@@ -10,22 +10,19 @@ from hypothesis import strategies as st
 from late_runtime import LateRuntime
 from own_processors import Favour, Sharpen
 
-from penstock.engine.core.plan import StepPlan, empty
-from penstock.engine.core.row_table import RowTable
-from penstock.engine.runner.device.adjustments import DeviceAdjustments, Tokens
-from penstock.engine.runner.device.choice import Choice, DeviceChoice
-from penstock.engine.runner.device.sampler import DeviceSampler
-from penstock.engine.runner.device.scores import score_prompts as score_on_device
-from penstock.engine.runner.prompt_logprobs import PromptRows, score_prompts
+from penstock.engine.runner.device.host import HostCopies
+from penstock.engine.runner.device.runtime import Copies
+from penstock.engine.runner.prompt_logprobs import PromptRows
 from penstock.engine.runner.sampler.adjustments import Adjustments
+from penstock.engine.runner.sampler.choice import Choice, Chooser, Choosing
 from penstock.engine.runner.sampler.custom import GuardedProcessor
 from penstock.engine.runner.sampler.logits_rows import LogitsRows
-from penstock.engine.runner.sampler.logprobs import gather_logprobs
-from penstock.engine.runner.sampler.params import SamplingTable
-from penstock.engine.runner.sampler.sampler import sample
+from penstock.engine.runner.sampler.sampler import Sampler
+from penstock.engine.runner.sampler.scores import score_prompts
+from penstock.engine.runner.sampler.stage import Tokens
 from penstock.engine.sampling import SamplingParams
-from penstock.kernels.sampling.buffers import Column
-from penstock.kernels.sampling.ops import REFERENCE, triton_sampling_ops
+from penstock.kernels.sampling.buffers import Column, Path
+from penstock.kernels.sampling.ops import CPU, REFERENCE, SamplingOps, triton_sampling_ops
 
 ROWS, VOCAB, LENGTH = 6, 140, 24
 TOKEN = st.integers(0, VOCAB + 3)
@@ -53,107 +50,101 @@ REQUEST = st.tuples(
 )
 
 
-class Both:
-    """Requests in rows 0, 1, … (prompt, output, fields) of a CPU's sampler and of a device's."""
+class Requests:
+    """Requests in rows 0, 1, … (prompt, output, fields) of one form of the sampler."""
 
-    def __init__(self, requests: list[tuple[list[int], list[int], dict[str, Any]]], mode: str = "raw_logprobs", ops=REFERENCE):
-        count = len(requests)
-        self.rows = RowTable(ROWS, LENGTH, [16])
-        self.mode, self.runtime, self.params = mode, LateRuntime(), []
-        self.cpu, self.table = Adjustments(ROWS, VOCAB, self._processors()), SamplingTable(ROWS)
-        self.token_ids = torch.zeros(ROWS + 1, LENGTH, dtype=torch.int32)
-        # The host's table lacks the tokens that are still on their way.
-        tokens = Tokens(self.token_ids, np.zeros((ROWS, LENGTH), np.int32))
-        self.sampler = DeviceSampler(ROWS, ROWS, VOCAB, torch.device("cpu"), ops)
-        self.adjustments = DeviceAdjustments(self.runtime, ops, ROWS, VOCAB, tokens, self._processors())
-        self.device = DeviceChoice(self.runtime, ops, self.sampler, self.adjustments, ROWS, mode)
+    def __init__(
+        self,
+        requests: list[tuple[list[int], list[int], dict[str, Any]]],
+        mode: str = "raw_logprobs",
+        ops: SamplingOps = REFERENCE,
+        copies: Copies | None = None,
+    ) -> None:
+        self.copies, self.params = copies or LateRuntime(), []
+        self.token_ids, self.host = torch.zeros(ROWS + 1, LENGTH, dtype=torch.int32), np.zeros((ROWS, LENGTH), np.int32)
+        if self.copies.shares_memory:
+            self.host = self.token_ids.numpy()
+        processors = [GuardedProcessor(kind(ROWS, VOCAB), kind.__name__, self.copies, ROWS) for kind in (Favour, Sharpen)]
+        self.sampler = Sampler(ROWS, ROWS, VOCAB, torch.device("cpu"), ops)
+        self.adjustments = Adjustments(self.copies, ops, ROWS, VOCAB, Tokens(self.token_ids, self.host), processors)
+        self.chooser = Chooser(self.copies, self.sampler, self.adjustments, ROWS, mode)
+        self.prompts, self.known = (
+            np.array([len(x) for x in xs], np.int32) for xs in zip(*[r[:2] for r in requests], strict=True)
+        )
+        self.known += self.prompts
         for row, (prompt, output, fields) in enumerate(requests):
-            known = np.array(prompt + output, np.int32)
-            params = SamplingParams(max_tokens=9, **fields)
+            known, params = np.array(prompt + output, np.int32), SamplingParams(max_tokens=9, **fields)
             self.params.append(params)
-            self.rows.token_ids[row, : len(known)] = known
             self.token_ids[row, : len(known)] = torch.from_numpy(known)
-            self.rows.num_prompt_tokens[row], self.rows.num_computed[row] = len(prompt), len(known)
-            self.table.admit(row, params)
-            self.cpu.admit(row, known, len(prompt), params)
-            self.device.admit(row, known, len(prompt), params)
+            self.chooser.admit(row, known, len(prompt), params)
         changes = self.sampler.take_changes()
         self.sampler.params.index_copy_(0, torch.from_numpy(changes.rows).long(), torch.from_numpy(changes.words))
-        self.at = np.arange(count, dtype=np.int32)
+        self.rows = np.arange(len(requests), dtype=np.int32)
 
-    def _processors(self):
-        return [GuardedProcessor(kind(ROWS, VOCAB), kind.__name__, ROWS) for kind in (Favour, Sharpen)]
+    def choosing(self, samples=None) -> Choosing:
+        at = self.rows if samples is None else np.flatnonzero(samples).astype(np.int32)
+        return Choosing(at.astype(np.int64), at, LogitsRows(at, self.known[at], self.prompts[at], self.host))
 
-    def step(self) -> LogitsRows:
-        at = self.at
-        return LogitsRows(at, self.rows.num_computed[at], self.rows.num_prompt_tokens[at], self.rows.token_ids)
+    def adjusted(self, logits):
+        found = logits.clone()
+        choosing = self.choosing()
+        self.adjustments.apply(found, choosing.at, choosing.rows, torch.from_numpy(self.known))
+        return found
 
-    def on_cpu(self, logits):
-        """(sampled, adjusted)."""
-        step = self.step()
-        adjusted = self.cpu.apply(logits, step)
-        batch = self.table.batch(self.at, step.positions)
-        invariant = lambda part, at: self.cpu.apply_invariant(part, step.take(at.numpy()))  # noqa: E731
-        return sample(adjusted, batch, invariant), adjusted
-
-    def plan(self, samples) -> StepPlan:
-        return StepPlan(1, empty(), [], [empty()], [empty()], self.at, np.ones(len(self.at), np.int32), samples)
-
-    def on_device(self, logits, samples=None) -> Choice:
-        positions = torch.from_numpy(self.rows.num_computed[self.at])
-        plan = self.plan(np.ones(len(self.at), np.bool_) if samples is None else samples)
-        return self.device.choose(plan, self.rows, logits, torch.from_numpy(self.at), positions)
+    def choose(self, logits, samples=None) -> Choice:
+        return self.chooser.choose(self.choosing(samples), logits, torch.from_numpy(self.rows), torch.from_numpy(self.known))
 
     def scores(self, choice: Choice):
         """What arrives of its logprobs."""
         if choice.scores is None:
             return None
-        self.runtime.download(choice.scores.download.pairs).wait()
+        self.copies.download(choice.scores.download.pairs).wait()
         return choice.scores.read()
+
+
+def on_cpu(requests, mode: str = "raw_logprobs") -> Requests:
+    """As a CPU has them."""
+    return Requests(requests, mode, CPU, HostCopies())
+
+
+def assert_scores_agree(found, expected) -> None:
+    assert found.plan_rows.tolist() == expected.plan_rows.tolist()
+    assert found.top_ids.tolist() == expected.top_ids.tolist()
+    assert found.ranks.tolist() == expected.ranks.tolist()
+    np.testing.assert_allclose(found.sampled, expected.sampled, atol=1e-5)
+    np.testing.assert_allclose(found.top_logprobs, expected.top_logprobs, atol=1e-5)
 
 
 def logits_of(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * 4
 
 
-def anything_left(adjusted: torch.Tensor) -> np.ndarray:
-    return (adjusted.amax(-1) > float("-inf")).numpy()
-
-
 @pytest.mark.req("SMP-01", "SMP-15", "SMP-16", "SMP-18", "SMP-19", "SMP-20", "LP-01")
 @given(st.lists(REQUEST, min_size=1, max_size=ROWS), st.integers(0, 99))
 @settings(max_examples=60)
 def test_tokens_and_logprobs_are_those_of_the_cpu(requests, seed):
-    both, logits = Both(requests), logits_of(len(requests), seed)
+    cpu, device, logits = on_cpu(requests), Requests(requests), logits_of(len(requests), seed)
     before = logits.clone()
-    expected, adjusted = both.on_cpu(logits)
-    choice = both.on_device(logits)
-    left = anything_left(adjusted)
+    expected, choice = cpu.choose(logits), device.choose(logits)
     assert torch.equal(logits, before)
+    assert choice.result[:, Column.NANS :].tolist() == expected.result[:, Column.NANS :].tolist()
+    left = (cpu.adjusted(logits).amax(-1) > float("-inf")).numpy()
     assert choice.result[:, Column.NOTHING_LEFT].bool().tolist() == (~left).tolist()
-    assert choice.result[left, Column.TOKEN].tolist() == expected.token_ids[left].tolist()
-    counts = np.array([-1 if params.logprobs is None else params.logprobs for params in both.params])
-    asked = np.flatnonzero(counts >= 0)
-    scores = both.scores(choice)
-    if not len(asked):
-        assert scores is None
-        return
-    tokens = choice.result[asked, Column.TOKEN].long()
-    found = gather_logprobs(logits[asked], tokens, torch.from_numpy(counts[asked]))
-    assert scores.plan_rows.tolist() == asked.tolist()
-    assert scores.top_ids.tolist() == found.top_ids.tolist()
-    assert scores.ranks.tolist() == found.ranks.tolist()
-    np.testing.assert_allclose(scores.sampled, found.sampled.numpy(), atol=1e-5)
-    np.testing.assert_allclose(scores.top_logprobs, found.top_logprobs.numpy(), atol=1e-5)
+    assert choice.result[left, Column.TOKEN].tolist() == expected.result[left, Column.TOKEN].tolist()
+    scores, due = device.scores(choice), cpu.scores(expected)
+    asked = [at for at, params in enumerate(device.params) if params.logprobs is not None]
+    assert (scores is None) == (due is None) == (not asked)
+    # Those of a row without a token are of any token.
+    if scores is not None and left[asked].all():
+        assert scores.plan_rows.tolist() == asked
+        assert_scores_agree(scores, due)
 
 
 @given(st.lists(REQUEST, min_size=1, max_size=ROWS), st.integers(0, 99))
 @settings(max_examples=60)
 def test_changed_logits_are_those_of_the_cpu_to_the_bit(requests, seed):
-    both, logits = Both(requests), logits_of(len(requests), seed)
-    expected = both.cpu.apply(logits, both.step())
-    both.adjustments.change(logits, both.at.astype(np.int64), both.step())
-    assert torch.equal(logits, expected)
+    logits = logits_of(len(requests), seed)
+    assert torch.equal(Requests(requests).adjusted(logits), on_cpu(requests).adjusted(logits))
 
 
 @pytest.mark.req("SMP-17", "SMP-18")
@@ -166,13 +157,13 @@ def test_tokens_that_the_host_does_not_know_yet_count():
         {"extra_args": {"favour": [1, 9, 0]}},
     ]
     requests = [([1], [3, 2], {"temperature": 0.0, **each}) for each in fields]
-    both, logits = Both(requests), torch.zeros(4, VOCAB)
+    device, logits = Requests(requests), torch.zeros(4, VOCAB)
     logits[:, 7], logits[:, 2], logits[:, 4] = 3.0, 2.5, 2.0
     logits[0, 2] = 2.9
     logits[1:, 7] = 0.0
-    both.rows.token_ids[:, 2] = 0  # the output's last token is the device's alone
-    assert both.on_device(logits).result[:, Column.TOKEN].tolist() == [2, 4, 4, 1]
-    assert both.adjustments._tokens.host[3, :3].tolist() == [1, 3, 2]
+    assert not device.host.any(), "tokens are on the device alone"
+    assert device.choose(logits).result[:, Column.TOKEN].tolist() == [2, 4, 4, 1]
+    assert device.host[3, :3].tolist() == [1, 3, 2]
 
 
 @pytest.mark.req("LP-02", "LP-06")
@@ -185,28 +176,35 @@ def test_every_mode_gives_what_the_cpu_gives(mode):
         ([4], [], {**wants, "extra_args": {"sharpen": True}, "min_p": 0.0513}),
         ([4], [], {"logprobs": 2, "top_p": 0.6037}),
     ]
-    both, logits = Both(requests, mode), logits_of(4, seed=5)
-    expected, adjusted = both.on_cpu(logits)
-    choice = both.on_device(logits)
-    assert choice.result[:, Column.TOKEN].tolist() == expected.token_ids.tolist()
-    of = expected.processed(adjusted) if mode.startswith("processed") else logits
-    counts = torch.tensor([5, 5, 5, 2])
-    found, scores = gather_logprobs(of, expected.token_ids, counts, normalised=mode.endswith("logprobs")), both.scores(choice)
-    assert scores.top_ids.tolist() == found.top_ids.tolist()
-    np.testing.assert_allclose(scores.sampled, found.sampled.numpy(), atol=1e-5)
-    np.testing.assert_allclose(scores.top_logprobs, found.top_logprobs.numpy(), atol=1e-5)
+    cpu, device, logits = on_cpu(requests, mode), Requests(requests, mode), logits_of(4, seed=5)
+    expected, choice = cpu.choose(logits), device.choose(logits)
+    assert choice.result[:, Column.TOKEN].tolist() == expected.result[:, Column.TOKEN].tolist()
+    assert_scores_agree(device.scores(choice), cpu.scores(expected))
+
+
+@pytest.mark.req("LP-02", "LP-06")
+@pytest.mark.parametrize("form", [CPU, REFERENCE], ids=lambda ops: ops.form)
+def test_processed_logits_are_what_a_token_was_drawn_from(form):
+    """By the definition: masks, temperature, top-k."""
+    wants = {"logprobs": 4, "bad_words": ((3,),), "temperature": 0.5, "top_k": 3, "seed": 1}
+    requests, logits = Requests([([1, 2], [3], wants)], "processed_logits", form), logits_of(1, seed=5)
+    logits[0, 3] = 90.0
+    scores = requests.scores(requests.choose(logits))
+    due = (logits[0] / 0.5).index_fill(0, torch.tensor([3]), float("-inf")).topk(3)
+    assert scores.top_ids[0, :3].tolist() == due.indices.tolist()
+    assert scores.top_logprobs[0].tolist() == [*due.values.tolist(), float("-inf")]
 
 
 @pytest.mark.req("LP-04")
 def test_rows_that_do_not_sample_ask_for_nothing():
-    both = Both([([1], [2], {"logprobs": 3}), ([1], [2], {}), ([1], [2], {"logprobs": 1})])
+    device = Requests([([1], [2], {"logprobs": 3}), ([1], [2], {}), ([1], [2], {"logprobs": 1})])
     logits = logits_of(3)
-    choice = both.on_device(logits, samples=np.array([False, True, True]))
-    scores = both.scores(choice)
+    choice = device.choose(logits, samples=np.array([False, True, True]))
+    scores = device.scores(choice)
     assert scores.plan_rows.tolist() == [2]
     assert scores.top_ids.shape == (1, 1)
-    assert both.device.plain(both.plan(np.array([False, True, False])))
-    assert not both.device.plain(both.plan(np.array([True, True, False])))
+    assert device.chooser.plain(np.array([1], np.int32)) is Path.RANDOM
+    assert device.chooser.plain(np.array([0, 1], np.int32)) is None
 
 
 @pytest.mark.req("SMP-22")
@@ -216,35 +214,37 @@ def test_a_processor_s_failure_is_told_and_harms_nobody():
         ([1], [2], {"temperature": 0.0, "extra_args": {"favour": [7, 99.0, 0]}}),
         ([1], [2], {"temperature": 0.0, "extra_args": {"favour": [7, 99.0, 0], "break": "nan"}}),
     ]
-    choice = Both(requests).on_device(logits_of(3))
+    choice = Requests(requests).choose(logits_of(3))
     assert choice.result[1, Column.TOKEN] == 7
     assert sorted(choice.failed) == [0, 2]
     assert "out of luck" in choice.failed[0]
 
 
 def test_broken_logits_are_told_beside_masks():
-    both = Both([([1], [2], {"allowed_token_ids": (3, 4)}), ([1], [2], {"allowed_token_ids": (3, 4)})])
+    device = Requests([([1], [2], {"allowed_token_ids": (3, 4)}), ([1], [2], {"allowed_token_ids": (3, 4)})])
     logits = logits_of(2)
     logits[0, 9], logits[0, 10] = float("nan"), float("-inf")
-    result = both.on_device(logits).result
+    result = device.choose(logits).result
     assert result[:, Column.NANS].tolist() == [1, 0]
     assert result[:, Column.INFINITIES].tolist() == [1, 0]
     assert result[1, Column.TOKEN] in (3, 4)
 
 
 def test_nothing_of_it_waits_for_the_device_but_processors_of_ones_own():
-    both = Both([([1], [2], {"logprobs": 3, "bad_words": ((2, 3),), "top_p": 0.5, "min_tokens": 3, "stop_token_ids": (4,)})])
-    both.on_device(logits_of(1))
-    assert not both.runtime.waits
-    assert not both.runtime.synchronizations
+    device = Requests(
+        [([1], [2], {"logprobs": 3, "bad_words": ((2, 3),), "top_p": 0.5, "min_tokens": 3, "stop_token_ids": (4,)})]
+    )
+    device.choose(logits_of(1))
+    assert not device.copies.waits
+    assert not device.copies.synchronizations
 
 
 def test_kernels_in_their_place_give_the_same():
     fields = {"frequency_penalty": 0.7, "repetition_penalty": 1.2, "logprobs": 4, "top_p": 0.8117, "bad_words": ((5,),)}
     requests = [([1, 5], [5, 6], fields), ([1], [2], {"logprobs": 2, "temperature": 0.0}), ([3], [], {})]
     logits = logits_of(3, seed=8)
-    here, there = Both(requests), Both(requests, ops=triton_sampling_ops())
-    expected, found = here.on_device(logits), there.on_device(logits)
+    here, there = Requests(requests), Requests(requests, ops=triton_sampling_ops())
+    expected, found = here.choose(logits), there.choose(logits)
     assert found.result.tolist() == expected.result.tolist()
     ours, theirs = there.scores(found), here.scores(expected)
     assert ours.top_ids.tolist() == theirs.top_ids.tolist()
@@ -252,9 +252,9 @@ def test_kernels_in_their_place_give_the_same():
 
 
 @pytest.mark.req("LP-02")
-@pytest.mark.parametrize("normalised", [True, False])
-def test_prompts_are_scored_as_on_the_cpu_in_parts(normalised):
-    both, head = Both([]), torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logits"])
+def test_prompts_are_scored_in_parts_and_alike_in_every_form(mode):
+    head = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(1))
     hidden = torch.randn(40, 8, generator=torch.Generator().manual_seed(2))
     number, random = 2 * ROWS + 3, np.random.default_rng(3)
     rows = PromptRows(
@@ -265,14 +265,22 @@ def test_prompts_are_scored_as_on_the_cpu_in_parts(normalised):
         counts=np.repeat([4, 0, 2], 5),
     )
     hidden[rows.hidden_indices[6]] = float("nan")
-    expected = score_prompts(lambda part: part @ head, hidden, rows, normalised)
-    parts = score_on_device(both.runtime, REFERENCE, both.sampler.buffers, lambda part: part @ head, hidden, rows, normalised)
-    both.runtime.download([pair for part in parts.downloads for pair in part.pairs]).wait()
-    found = parts.read()
-    assert list(found.not_finite) == [1]
-    assert found.not_finite == expected.not_finite
+    found = []
+    for copies, ops in ((HostCopies(), CPU), (LateRuntime(), REFERENCE)):
+        sampler = Sampler(ROWS, ROWS, VOCAB, torch.device("cpu"), ops)
+        parts = score_prompts(copies, sampler, lambda part: part @ head, hidden, rows, mode)
+        copies.download([pair for part in parts.downloads for pair in part.pairs]).wait()
+        found.append(parts.read())
+        assert len(parts.downloads) == 3
+    cpu, device = found
+    assert list(device.not_finite) == [1]
+    assert device.not_finite == cpu.not_finite
     well = np.flatnonzero(rows.plan_rows != 1)
-    assert found.logprobs.top_ids[well].tolist() == expected.logprobs.top_ids[well].tolist()
-    assert found.logprobs.ranks[well].tolist() == expected.logprobs.ranks[well].tolist()
-    np.testing.assert_allclose(found.logprobs.logprobs[well], expected.logprobs.logprobs[well], atol=1e-5)
-    np.testing.assert_allclose(found.logprobs.top_logprobs[well], expected.logprobs.top_logprobs[well], atol=1e-5)
+    exact = (hidden[torch.from_numpy(rows.hidden_indices)] @ head).double()
+    exact = exact.log_softmax(-1) if mode.endswith("logprobs") else exact
+    for form in found:
+        due = exact.gather(1, torch.from_numpy(rows.token_ids).long()[:, None])[well, 0]
+        np.testing.assert_allclose(form.logprobs.logprobs[well], due, atol=1e-5)
+    assert device.logprobs.top_ids[well].tolist() == cpu.logprobs.top_ids[well].tolist()
+    assert device.logprobs.ranks[well].tolist() == cpu.logprobs.ranks[well].tolist()
+    np.testing.assert_allclose(device.logprobs.top_logprobs[well], cpu.logprobs.top_logprobs[well], atol=1e-5)

@@ -1,4 +1,4 @@
-"""The device's sampler against the CPU's: the same tokens from the same logits, parameters and positions."""
+"""The sampler's forms: the same tokens from the same logits, parameters and positions; and what it keeps of a request."""
 
 import numpy as np
 import pytest
@@ -6,12 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.runner.device.sampler import DeviceSampler
-from penstock.engine.runner.sampler.params import SamplingTable
-from penstock.engine.runner.sampler.sampler import sample
+from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.sampling.buffers import Column, Path
-from penstock.kernels.sampling.ops import REFERENCE
+from penstock.kernels.sampling.ops import CPU, REFERENCE, SamplingOps
 
 ROWS = 8
 PARAMS = st.builds(
@@ -25,12 +23,12 @@ PARAMS = st.builds(
 )
 
 
-def sampler(vocab: int, rows: int = ROWS) -> DeviceSampler:
-    """On the CPU, in torch."""
-    return DeviceSampler(rows, rows, vocab, torch.device("cpu"), REFERENCE)
+def sampler(vocab: int, ops: SamplingOps = REFERENCE) -> Sampler:
+    """Over CPU tensors."""
+    return Sampler(ROWS, ROWS, vocab, torch.device("cpu"), ops)
 
 
-def admit(device: DeviceSampler, params: list[SamplingParams]) -> None:
+def admit(device: Sampler, params: list[SamplingParams]) -> None:
     """Into the first rows, as a step's changes bring them to the device."""
     for row, each in enumerate(params):
         device.admit(row, each)
@@ -50,16 +48,14 @@ def test_tokens_are_those_of_the_cpu(params, position, ties, vocab):
     logits = torch.randn(len(params), vocab) * 4
     if ties:
         logits = logits.round()
-    table = SamplingTable(ROWS)
-    for row, each in enumerate(params):
-        table.admit(row, each)
-    rows = np.arange(len(params), dtype=np.int32)
-    expected = sample(logits, table.batch(rows, np.full(len(params), position, np.int32)))
-    device = sampler(vocab)
-    admit(device, params)
-    result = device.sample(logits, torch.from_numpy(rows), tensor([position] * len(params)), device.path(rows))
-    assert result[:, Column.TOKEN].tolist() == expected.token_ids.tolist()
-    assert not result[:, Column.NANS :].any()
+    rows, found = np.arange(len(params), dtype=np.int32), []
+    for ops in (CPU, REFERENCE):
+        device = sampler(vocab, ops)
+        admit(device, params)
+        result = device.sample(logits, torch.from_numpy(rows), tensor([position] * len(params)), device.path(rows))
+        assert not result[:, Column.NANS :].any()
+        found.append(result[:, Column.TOKEN].tolist())
+    assert found[0] == found[1]
 
 
 def test_changes_are_taken_once_and_a_row_holds_what_was_admitted_last():
@@ -91,8 +87,9 @@ def test_a_row_s_path_is_the_least_that_serves_it(params, path):
 
 
 @pytest.mark.req("SMP-23")
-def test_broken_and_masked_rows_are_told_apart_and_give_a_token_of_the_vocabulary():
-    device = sampler(vocab=16)
+@pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=lambda ops: ops.form)
+def test_broken_and_masked_rows_are_told_apart_and_give_a_token_of_the_vocabulary(ops):
+    device = sampler(16, ops)
     admit(
         device, [SamplingParams(max_tokens=1, temperature=temperature, top_k=3) for temperature in (0.0, 1.0) for _ in range(4)]
     )

@@ -1,11 +1,11 @@
-"""The operations of sampling on a device, each in the form that suits it; chosen once at start."""
+"""The operations of sampling, each in the form that suits the device; chosen once at start."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from penstock.kernels.sampling import reference
+from penstock.kernels.sampling import cpu, reference
 from penstock.kernels.sampling.buffers import Path, SamplingBuffers
 from penstock.kernels.sampling.reference import RowLogprobs
 
@@ -16,13 +16,20 @@ class SamplingOps:
 
     form: str
     sample: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, SamplingBuffers, Path, bool], torch.Tensor]
+    processed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, SamplingBuffers], torch.Tensor]
     logprobs: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, bool, SamplingBuffers, bool], RowLogprobs]
+    clean: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     penalise: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None
     ]
+    tiles: bool = True
+    """Whether they work in the tiles of `SamplingBuffers`."""
 
 
-REFERENCE = SamplingOps("reference", reference.sample, reference.logprobs, reference.penalise)
+REFERENCE = SamplingOps(
+    "reference", reference.sample, reference.processed, reference.logprobs, reference.clean, reference.penalise
+)
+CPU = SamplingOps("cpu", cpu.sample, cpu.processed, cpu.logprobs, cpu.clean, cpu.penalise, tiles=False)
 
 
 def triton_sampling_ops() -> SamplingOps:
@@ -31,9 +38,9 @@ def triton_sampling_ops() -> SamplingOps:
     from penstock.kernels.sampling.penalties import penalise
     from penstock.kernels.sampling.triton import sample
 
-    return SamplingOps("triton", sample, logprobs, penalise)
+    return SamplingOps("triton", sample, reference.processed, logprobs, reference.clean, penalise)
 
 
 def sampling_ops(device: torch.device) -> SamplingOps:
     """The best form there is on a device."""
-    return triton_sampling_ops() if device.type == "cuda" else REFERENCE
+    return triton_sampling_ops() if device.type == "cuda" else CPU

@@ -135,25 +135,32 @@ def logprobs(
 
 
 def processed(
-    logits: torch.Tensor, rows: torch.Tensor, params: torch.Tensor, threshold: torch.Tensor, last_id: torch.Tensor
+    logits: torch.Tensor, at: torch.Tensor, rows: torch.Tensor, params: torch.Tensor, buffers: SamplingBuffers
 ) -> torch.Tensor:
     """What tokens were drawn from: logits after temperature, -inf where filters have left nothing.
 
     Args:
-        logits: [k, vocab].
+        logits: [m, vocab]: what `sample` was given last.
+        at: [k], int64: which of the m.
         rows: [k], int32: of `params`.
-        params: [rows, WORDS], int32.
-        threshold: [k]: of these rows, as `sample` left it in its buffers.
-        last_id: [k]: likewise.
+        params: [rows, WORDS], int32: what `sample` was given.
+        buffers: As `sample` left them.
 
     Returns:
         [k, vocab], float32.
     """
     temperature = columns(params.index_select(0, rows)).temperature
-    scaled = logits.float() / torch.where(temperature == 0, 1.0, temperature)[:, None]
-    limit, ids = threshold[:, None], torch.arange(logits.shape[1], device=logits.device)
-    left = (scaled > limit) | ((scaled == limit) & (ids <= last_id[:, None]))
+    scaled = logits.index_select(0, at).float() / torch.where(temperature == 0, 1.0, temperature)[:, None]
+    limit, last_id = buffers.threshold.index_select(0, at)[:, None], buffers.last_id.index_select(0, at)[:, None]
+    left = (scaled > limit) | ((scaled == limit) & (torch.arange(logits.shape[1], device=logits.device) <= last_id))
     return torch.where(left, scaled, _NOTHING)
+
+
+def clean(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A copy to be changed, [m, vocab], float32, in which rows that are not finite are 0 throughout, so that they break nothing
+    that looks at several rows; and [m, 2], int32: how many logits of each row are NaN, and how many are infinite."""
+    bad = torch.stack((logits.isnan().sum(-1), logits.isinf().sum(-1)), dim=1).int()
+    return torch.where((bad > 0).any(1)[:, None], 0.0, logits.float()), bad
 
 
 def penalise(

@@ -24,9 +24,7 @@ from penstock.engine.loading.loader import Source
 from penstock.engine.lora.runner import device_lora_runner
 from penstock.engine.roofline import Ceilings
 from penstock.engine.runner.base import RunnerBase
-from penstock.engine.runner.device.adjustments import DeviceAdjustments, Tokens
 from penstock.engine.runner.device.ceilings import measure_ceilings
-from penstock.engine.runner.device.choice import DeviceChoice
 from penstock.engine.runner.device.graphs.capture import GraphManager
 from penstock.engine.runner.device.graphs.cuda import CudaGraphs
 from penstock.engine.runner.device.graphs.descriptor import GraphMode, effective_mode
@@ -41,12 +39,16 @@ from penstock.engine.runner.device.pending import PendingStep
 from penstock.engine.runner.device.program import Step, StepBuffers, StepProgram
 from penstock.engine.runner.device.rows import new_rows, stage_rows, targets
 from penstock.engine.runner.device.runtime import CudaRuntime, DeviceRuntime
-from penstock.engine.runner.device.sampler import DeviceSampler
-from penstock.engine.runner.device.scores import PromptParts, pairs, score_prompts
 from penstock.engine.runner.device.staging import Staging
 from penstock.engine.runner.prompt_logprobs import PromptRows, prompt_rows
 from penstock.engine.runner.refusals import Refusals
+from penstock.engine.runner.sampler.adjustments import Adjustments
+from penstock.engine.runner.sampler.choice import Chooser, Choosing
 from penstock.engine.runner.sampler.custom import load_processors
+from penstock.engine.runner.sampler.logits_rows import LogitsRows
+from penstock.engine.runner.sampler.sampler import Sampler
+from penstock.engine.runner.sampler.scores import PromptParts, pairs, score_prompts
+from penstock.engine.runner.sampler.stage import Tokens
 from penstock.kernels.lora.device import DeviceLoraBatch
 from penstock.kernels.ops import Ops, ops_for
 from penstock.kernels.sampling.ops import SamplingOps, sampling_ops
@@ -117,7 +119,7 @@ class DeviceRunner(RunnerBase):
         self.forms = self._given or DeviceForms(ops_for(self.config.device, self._dtype), triton_step_ops(), sampling_ops(device))
         groups, most = self._layout.groups, scheduler.max_num_seqs
         self.state = new_rows(groups, most, model.max_model_len, device)
-        self.sampler = DeviceSampler(most, most, self.decoder_config.vocab_size, device, self.forms.sampling)
+        self.sampler = Sampler(most, most, self.decoder_config.vocab_size, device, self.forms.sampling)
         changing = [*targets(self.state), self.sampler.params]
         self._staging = Staging(self.runtime, self.forms.step, most, self.config.depth, changing)
         self.program = StepProgram(self.forms.step, self.state, self.buffers, groups, self._layer_groups)
@@ -178,9 +180,9 @@ class DeviceRunner(RunnerBase):
         self._refusals = Refusals(vocab_size)
         self._not_finite = NotFinite(self.runtime, self.program, self, self.attention, most)
         tokens, ops = Tokens(self.state.token_ids, self._rows.token_ids), self.forms.sampling
-        processors = load_processors(model.logits_processors, most, vocab_size)
-        adjustments = DeviceAdjustments(self.runtime, ops, most, vocab_size, tokens, processors)
-        self._choice = DeviceChoice(self.runtime, ops, self.sampler, adjustments, most, self.config.logprobs_mode)
+        processors = load_processors(model.logits_processors, self.runtime, most, vocab_size)
+        adjustments = Adjustments(self.runtime, ops, most, vocab_size, tokens, processors)
+        self._chooser = Chooser(self.runtime, self.sampler, adjustments, most, self.config.logprobs_mode)
 
     def load(self) -> None:
         """See RunnerBase. The ceilings are measured first, while there is room for it."""
@@ -276,7 +278,7 @@ class DeviceRunner(RunnerBase):
         suspect = self._not_finite.watch(plan, computed)
         with self.runtime.main_stream():
             self._stage(plan)
-            asked = prompt_rows(plan, self._rows, self._choice.prompt_logprobs)
+            asked = prompt_rows(plan, self._rows, self._chooser.prompt_logprobs)
             found = self._dispatch(plan, asked)
             rows, starts, samples = self._padded(plan, found)
             slot, launched = self._staging.send(rows, starts, samples), (None, None, None)
@@ -304,16 +306,16 @@ class DeviceRunner(RunnerBase):
         if samples:
             logits = self.model.compute_logits(hidden.index_select(0, step.inputs.logits_indices))
         if asked is not None:
-            raw = self.config.logprobs_mode.endswith("logits")
-            ops, buffers = self.forms.sampling, self.sampler.buffers
-            prompts = score_prompts(self.runtime, ops, buffers, self.model.compute_logits, hidden, asked, normalised=not raw)
+            compute, mode = self.model.compute_logits, self.config.logprobs_mode
+            prompts = score_prompts(self.runtime, self.sampler, compute, hidden, asked, mode)
         return logits, prompts
 
     def _dispatch(self, plan: StepPlan, asked: PromptRows | None) -> Dispatch:
         """How the step is launched, given the prompt tokens that it scores."""
         tokens, reqs = int(plan.num_new_tokens.sum()), len(plan.rows)
         uniform = 1 if tokens == reqs else None
-        variant: Hashable = self.sampler.path(plan.rows[plan.samples]) if self._choice.plain(plan) else LOGITS
+        path = self._chooser.plain(plan.rows[plan.samples])
+        variant: Hashable = LOGITS if path is None else path
         if asked is not None:
             variant = "hidden states"  # which no whole step leaves
         return self.dispatcher.dispatch(Batch(tokens, reqs, uniform, self.config.lora is not None, variant))
@@ -350,7 +352,7 @@ class DeviceRunner(RunnerBase):
                     if logits is None:
                         self.program.advance(step)
                     else:
-                        choice = self._choice.choose(plan, self._rows, logits, step.request.rows, step.inputs.seq_lens)
+                        choice = self._chooser.choose(self._choosing(plan), logits, step.request.rows, step.inputs.seq_lens)
                         scores, failed = choice.scores, failed | choice.failed
                         self.program.commit(step, choice.result)
             found = self._results[slot, :count]
@@ -369,6 +371,13 @@ class DeviceRunner(RunnerBase):
             suspect=suspect,
         )
 
+    def _choosing(self, plan: StepPlan) -> Choosing:
+        """The rows of logits that count: there is one for each of the plan's rows, and for padding after them."""
+        at, rows = np.flatnonzero(plan.samples), self._rows
+        of = plan.rows[at]
+        known = LogitsRows(of, rows.num_computed[of], rows.num_prompt_tokens[of], rows.token_ids)
+        return Choosing(at, at.astype(np.int32), known)
+
     def _stage(self, plan: StepPlan) -> None:
         """What the device must learn of the plan beside its rows."""
         changes, rows = self._staging.changes, self._rows
@@ -377,7 +386,7 @@ class DeviceRunner(RunnerBase):
             # Before they are staged: what is outside the vocabulary is made harmless.
             known = rows.token_ids[admission.row, : len(admission.token_ids)]
             self._refusals.admit(admission.row, known)
-            self._choice.admit(admission.row, known, admission.num_prompt_tokens, admission.sampling)
+            self._chooser.admit(admission.row, known, admission.num_prompt_tokens, admission.sampling)
         stage_rows(changes, plan, rows, self.state)
         for row, words in zip(*self.sampler.take_changes(), strict=True):
             changes.write(self.sampler.params, int(row) * WORDS, words)

@@ -3,17 +3,13 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from penstock.engine.core.plan import GraphStep, StepPlan, StepResult
 from penstock.engine.runner.device.not_finite import Suspect
 from penstock.engine.runner.device.runtime import DeviceRuntime, Transfer
-from penstock.engine.runner.device.scores import PromptParts, SampledScores
-from penstock.engine.runner.prompt_logprobs import PromptScores
-from penstock.engine.runner.sampler.adjustments import NOTHING_LEFT
-from penstock.engine.runner.sampler.sampler import not_finite_message
-from penstock.kernels.sampling.buffers import Column
+from penstock.engine.runner.result import read_result
+from penstock.engine.runner.sampler.scores import PromptParts, PromptScores, SampledScores
 
 
 class PendingStep(NamedTuple):
@@ -45,29 +41,12 @@ class PendingStep(NamedTuple):
         """
         try:
             self.transfer.wait()
-            result = self._read(self.sampled.numpy())
+            prompts = PromptScores() if self.prompts is None else self.prompts.read()
+            given = self.plan, self.sampled.numpy(), self.failed, self.scores, prompts, self.vocab_size
+            result = read_result(*given, self.suspect.explain, self.graph)
         except Exception as error:
             if (failure := self.runtime.failure(error)) is not None:
                 raise failure from error
             raise
         self.over()
         return result
-
-    def _read(self, sampled: np.ndarray) -> StepResult:
-        plan, scored = self.plan, PromptScores() if self.prompts is None else self.prompts.read()
-        failed, not_finite = dict(self.failed), dict(scored.not_finite)
-        if sampled[:, Column.NANS :].any():
-            for at in np.flatnonzero(sampled[:, Column.NANS :].any(1) & plan.samples).tolist():
-                nans, infinities = int(sampled[at, Column.NANS]), int(sampled[at, Column.INFINITIES])
-                if nans or infinities:
-                    not_finite[at] = not_finite_message(nans, infinities, self.vocab_size)
-                else:
-                    failed[at] = NOTHING_LEFT
-        told = self.suspect.explain(not_finite) if not_finite else {}
-        failed |= not_finite | told
-        counts = plan.samples.astype(np.int32)
-        counts[list(failed)] = 0
-        token_ids = np.where(plan.samples, sampled[:, Column.TOKEN], -1)[:, None].astype(np.int32)
-        logprobs = None if self.scores is None else self.scores.read()
-        bad = np.array(list(told), np.int32)
-        return StepResult(plan.step_id, token_ids, counts, logprobs, failed, scored.logprobs, bad, self.graph)

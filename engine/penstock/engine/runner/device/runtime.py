@@ -42,17 +42,15 @@ class DeviceMemory(NamedTuple):
     """The most that `allocated` has been since `reset_peak`."""
 
 
-class DeviceRuntime(Protocol):
-    """One device."""
+class Copies(Protocol):
+    """How numbers get to a device and back."""
 
     device: torch.device
+    shares_memory: bool
+    """Whether the device's memory is the host's, so that nothing need be copied."""
 
     def pinned(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """Memory of the host that the device reads and writes by itself; undefined content."""
-        ...
-
-    def main_stream(self) -> AbstractContextManager[None]:
-        """What is launched within runs on the main stream."""
         ...
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -63,6 +61,14 @@ class DeviceRuntime(Protocol):
     def download(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
         """Begins to copy from the device, each (source, pinned target), beside the main stream and after what it has been given
         so far. The sources must stay as they are until it is over."""
+        ...
+
+
+class DeviceRuntime(Copies, Protocol):
+    """One device."""
+
+    def main_stream(self) -> AbstractContextManager[None]:
+        """What is launched within runs on the main stream."""
         ...
 
     def synchronize(self) -> None:
@@ -100,6 +106,8 @@ class CudaRuntime:
     Raises:
         ConfigError: There is none that serves.
     """
+
+    shares_memory = False
 
     def __init__(self) -> None:
         if torch.version.cuda is None:

@@ -53,6 +53,7 @@ class MetaRuntime:
     """A device without content: copies bring nothing, and memory has no end. See `DeviceRuntime`."""
 
     device = torch.device("meta")
+    shares_memory = False
 
     def pinned(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """Zeros, which is what every result is."""

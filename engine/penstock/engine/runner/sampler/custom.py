@@ -3,6 +3,7 @@ request that it fails for."""
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Protocol
 
@@ -10,8 +11,11 @@ import numpy as np
 import torch
 
 from penstock.engine.config import ConfigError
-from penstock.engine.core.plan import Bool, Int32
+from penstock.engine.core.plan import Bool, Int32, Int64
+from penstock.engine.runner.device.runtime import Copies
+from penstock.engine.runner.device.uploads import upload
 from penstock.engine.runner.sampler.logits_rows import LogitsRows
+from penstock.engine.runner.sampler.stage import Tokens
 from penstock.engine.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -57,14 +61,15 @@ class GuardedProcessor:
     Args:
         processor: What is guarded.
         name: As the flag has it, for messages.
+        runtime: The device.
         max_num_seqs: Request rows.
     """
 
-    def __init__(self, processor: LogitsProcessor, name: str, max_num_seqs: int) -> None:
+    def __init__(self, processor: LogitsProcessor, name: str, runtime: Copies, max_num_seqs: int) -> None:
         self.argmax_invariant = bool(processor.argmax_invariant)
         self.failures: dict[int, str] = {}
         """Request row → what went wrong, until the row's next admission."""
-        self._processor, self._name = processor, name
+        self._processor, self._name, self._runtime = processor, name, runtime
         self._asked = np.zeros(max_num_seqs, np.bool_)
 
     def admit(self, row: int, token_ids: Int32, num_prompt_tokens: int, params: SamplingParams) -> bool:
@@ -79,7 +84,16 @@ class GuardedProcessor:
     def wants(self, rows: LogitsRows) -> Bool:
         return self._asked[rows.request_rows]
 
-    def apply(self, logits: torch.Tensor, at: torch.Tensor, rows: LogitsRows) -> None:
+    def apply(self, logits: torch.Tensor, at: Int64, rows: LogitsRows, positions: torch.Tensor, tokens: Tokens) -> None:
+        del positions
+        if not self._runtime.shares_memory:
+            # The one stage that waits for the device: a processor sees the tokens on the host.
+            (there,) = upload(self._runtime, rows.request_rows)
+            longest = int(rows.positions.max())
+            tokens.host[rows.request_rows, :longest] = tokens.device[:, :longest].index_select(0, there).cpu().numpy()
+        self._pass(logits, torch.from_numpy(at), replace(rows, token_ids=tokens.host))
+
+    def _pass(self, logits: torch.Tensor, at: torch.Tensor, rows: LogitsRows) -> None:
         try:
             changed = self._processor.apply(logits[at], rows)
             self._check(changed, len(at), logits.shape[1])
@@ -89,16 +103,13 @@ class GuardedProcessor:
                 return
             # Whose error it is shows when each passes alone.
             for place in range(len(at)):
-                self.apply(logits, at[place : place + 1], rows.take(np.array([place])))
+                self._pass(logits, at[place : place + 1], rows.take(np.array([place])))
             return
         # On the host, wherever the logits are.
         unfit = (changed.isnan() | changed.isposinf()).any(-1).cpu()
         logits[at[~unfit]] = changed[~unfit]
         for row in rows.request_rows[unfit.numpy()].tolist():
             self._fail(row, ValueError("apply returned NaN or infinity"))
-
-    def observe(self, rows: LogitsRows, token_ids: Int32) -> None:
-        """The next step's rows hold the tokens."""
 
     def _check(self, changed: torch.Tensor, count: int, vocab_size: int) -> None:
         if changed.shape != (count, vocab_size) or changed.dtype != torch.float32:
@@ -110,9 +121,9 @@ class GuardedProcessor:
         self.failures[row] = f"the logits processor {self._name} failed: {type(error).__name__}: {error}"
 
 
-def load_processors(names: Sequence[str], max_num_seqs: int, vocab_size: int) -> list[GuardedProcessor]:
+def load_processors(names: Sequence[str], runtime: Copies, max_num_seqs: int, vocab_size: int) -> list[GuardedProcessor]:
     """Imports and makes the processors; ConfigError, naming the flag, where one cannot be had."""
-    return [GuardedProcessor(_load(name, max_num_seqs, vocab_size), name, max_num_seqs) for name in names]
+    return [GuardedProcessor(_load(name, max_num_seqs, vocab_size), name, runtime, max_num_seqs) for name in names]
 
 
 def _load(name: str, max_num_seqs: int, vocab_size: int) -> LogitsProcessor:

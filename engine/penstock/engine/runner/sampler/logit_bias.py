@@ -3,9 +3,12 @@
 import numpy as np
 import torch
 
-from penstock.engine.core.plan import Bool, Int32
+from penstock.engine.core.plan import Bool, Int32, Int64
+from penstock.engine.runner.device.runtime import Copies
+from penstock.engine.runner.device.uploads import upload
 from penstock.engine.runner.sampler.logits_rows import LogitsRows
 from penstock.engine.runner.sampler.row_lists import RowLists
+from penstock.engine.runner.sampler.stage import Tokens, places
 from penstock.engine.sampling import SamplingParams
 
 _BIAS = np.dtype([("token", np.int32), ("bias", np.float32)])
@@ -14,8 +17,8 @@ _BIAS = np.dtype([("token", np.int32), ("bias", np.float32)])
 class LogitBias:
     """A masked token stays masked."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, runtime: Copies, max_num_seqs: int, vocab_size: int) -> None:
+        self._runtime, self._vocab_size = runtime, vocab_size
         self._biases = RowLists(max_num_seqs, _BIAS)
 
     def admit(self, row: int, token_ids: Int32, num_prompt_tokens: int, params: SamplingParams) -> bool:
@@ -26,9 +29,8 @@ class LogitBias:
     def wants(self, rows: LogitsRows) -> Bool:
         return self._biases.has(rows.request_rows)
 
-    def apply(self, logits: torch.Tensor, at: torch.Tensor, rows: LogitsRows) -> None:
+    def apply(self, logits: torch.Tensor, at: Int64, rows: LogitsRows, positions: torch.Tensor, tokens: Tokens) -> None:
+        del positions, tokens
         owners, biases = self._biases.of(rows.request_rows)
-        logits[at[owners], biases["token"]] += torch.from_numpy(biases["bias"].copy())
-
-    def observe(self, rows: LogitsRows, token_ids: Int32) -> None:
-        """What was chosen changes nothing."""
+        where, bias = upload(self._runtime, places(at[owners], biases["token"], logits), biases["bias"])
+        logits.view(-1).index_add_(0, where, bias)

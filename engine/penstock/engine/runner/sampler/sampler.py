@@ -1,129 +1,90 @@
-"""From adjusted logits to tokens, in a fixed order: greedy choice, temperature, min-p, top-k, top-p, draw.
+"""From a step's logits to its tokens: parameters by request row, which lie on the device, and the launches that read them."""
 
-Indexed by logits row; each row's token is a function of its own logits, parameters and position.
-"""
-
-import math
-from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from penstock.engine.runner.sampler.draw import draw
-from penstock.engine.runner.sampler.greedy import greedy
-from penstock.engine.runner.sampler.min_p import apply_min_p
-from penstock.engine.runner.sampler.params import SamplingBatch
-from penstock.engine.runner.sampler.temperature import apply_temperature
-from penstock.engine.runner.sampler.top_k import apply_top_k
-from penstock.engine.runner.sampler.top_p import apply_top_p, weigh
-from penstock.kernels.sampling.philox import Purpose, uniform
-
-CANDIDATES = 256
-"""The likeliest tokens, among which almost every filter ends; sorting them alone costs a fraction of sorting the vocabulary."""
+from penstock.engine.core.plan import Int32
+from penstock.engine.sampling import SamplingParams
+from penstock.kernels.sampling.buffers import Path, SamplingBuffers
+from penstock.kernels.sampling.ops import SamplingOps
+from penstock.kernels.sampling.params import GREEDY, pack
 
 
-class Sampled(NamedTuple):
-    """What came of m rows."""
+class ParamChanges(NamedTuple):
+    """Rows whose parameters are to be written to the device."""
 
-    token_ids: torch.Tensor
-    """[m], int64."""
-    random: torch.Tensor
-    """[k], int64: the rows that are not greedy."""
-    filtered: torch.Tensor
-    """[k, vocab], float32: what their tokens were drawn from, after temperature and filters; -inf where masked."""
-
-    def processed(self, logits: torch.Tensor) -> torch.Tensor:
-        """What each token was chosen from, [m, vocab]: of greedy rows `logits`, those that were sampled."""
-        return logits.index_copy(0, self.random, self.filtered)
+    rows: Int32
+    """[a], each once."""
+    words: Int32
+    """[a, WORDS]."""
 
 
-Change = Callable[[torch.Tensor, torch.Tensor], None]
-"""Changes logits [k, vocab] in place, given which of the m rows they are, [k]; the likeliest token stays the likeliest."""
-
-
-def sample(logits: torch.Tensor, batch: SamplingBatch, change: Change | None = None) -> Sampled:
-    """Chooses a token a row.
+class Sampler:
+    """Sampling parameters of `max_num_seqs` request rows and a spare one for padding, which is greedy.
 
     Args:
-        logits: [m, vocab], float32; -inf where masked, which leaves at least one token a row. Not changed.
-        batch: The rows' parameters.
-        change: Of what rows that are not greedy are sampled from, between min-p and top-k.
+        max_num_seqs: Request rows; the spare row is the one after the last.
+        max_logits_rows: Rows of logits at a time at most.
+        vocab_size: Logits of a row.
+        device: Where they are.
+        ops: What runs there.
     """
-    tokens = greedy(logits)
-    random = (~batch.greedy).nonzero().squeeze(-1)
-    if not random.numel():
-        return Sampled(tokens, random, logits[:0])
-    filtered = _filter(logits[random], batch, random, change)
-    tokens[random] = draw(filtered, uniform(batch.seed[random], batch.position[random], Purpose.SAMPLE))
-    return Sampled(tokens, random, filtered)
+
+    def __init__(self, max_num_seqs: int, max_logits_rows: int, vocab_size: int, device: torch.device, ops: SamplingOps) -> None:
+        self.ops = ops
+        self._host = np.tile(GREEDY, (max_num_seqs + 1, 1))
+        self._paths = np.full(max_num_seqs + 1, Path.GREEDY, np.int8)
+        self._changed: dict[int, None] = {}
+        self.params = torch.from_numpy(self._host.copy()).to(device)
+        """[max_num_seqs + 1, WORDS], int32, on the device."""
+        self.buffers = SamplingBuffers.allocate(max_logits_rows, vocab_size if ops.tiles else 0, device)
+
+    def admit(self, row: int, params: SamplingParams) -> None:
+        """Takes in what a row's new request asks for; the device learns of it with the next changes."""
+        temperature = 0.0 if params.greedy else params.temperature
+        self._host[row] = pack(params.seed, temperature, params.top_k, params.top_p, params.min_p)
+        self._paths[row] = path_of(params)
+        self._changed[row] = None
+
+    def take_changes(self) -> ParamChanges:
+        """What has been admitted since the last call, to be staged with the plan's other changes."""
+        rows = np.fromiter(self._changed, np.int32, len(self._changed))
+        self._changed.clear()
+        return ParamChanges(rows, self._host[rows])
+
+    def path(self, request_rows: Int32) -> Path:
+        """The least that serves rows [r], as the host knows them."""
+        return Path(int(self._paths[request_rows].max(initial=Path.GREEDY)))
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        path: Path = Path.FILTERED,
+        masked: bool = False,
+        params: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Chooses a token a row; a CUDA graph may capture it: launches depend on m, `path` and `masked` alone.
+
+        Args:
+            logits: [m, vocab], as the model gave them or as they have been changed.
+            rows: [m], int32: request rows.
+            positions: [m], int32: in the request, of the token that is chosen.
+            path: At least `path` of these rows.
+            masked: Whether -inf stands for a token that cannot be chosen; else it is no number.
+            params: In place of the rows' own.
+
+        Returns:
+            [m, RESULT], int32: see `Column`; the same memory in every call.
+        """
+        return self.ops.sample(logits, rows, positions, self.params if params is None else params, self.buffers, path, masked)
 
 
-def _filter(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor, change: Change | None) -> torch.Tensor:
-    logits = apply_temperature(logits, batch.temperature[rows])
-    if bool(batch.min_p[rows].any()):
-        logits = apply_min_p(logits, batch.min_p[rows])
-    if change is not None:
-        change(logits, rows)
-    filtered = ((batch.top_k[rows] > 0) | (batch.top_p[rows] < 1.0)).nonzero().squeeze(-1)
-    if filtered.numel():
-        of = rows[filtered]
-        logits[filtered] = apply_filters(logits[filtered], batch.top_k[of], batch.top_p[of])
-    return logits
-
-
-def apply_filters(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Top-k, then top-p, of [m, vocab]; what goes is -inf. A row's result is a function of that row."""
-    filtered, ended = _filter_likeliest(logits, top_k, top_p, min(CANDIDATES, logits.shape[-1]))
-    rest = (~ended).nonzero().squeeze(-1)
-    if rest.numel() and logits.shape[-1] > CANDIDATES:
-        filtered[rest], _ = _filter_likeliest(logits[rest], top_k[rest], top_p[rest], logits.shape[-1])
-    return filtered
-
-
-def _filter_likeliest(
-    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Filters as if the `count` likeliest tokens were all that could stay; and [m], bool: whether that was so."""
-    vocab = logits.shape[-1]
-    ordered, ids = _likeliest(logits, count)
-    likeliest = apply_top_k(ordered, top_k)
-    unlimited = (top_k == 0) | (top_k >= vocab)
-    mass = weigh(likeliest, ordered).sum(-1)
-    open_ended = unlimited & (top_p < 1.0)
-    if count < vocab and bool(open_ended.any()):
-        mass[open_ended] = weigh(logits[open_ended], ordered[open_ended]).sum(-1)
-    kept = apply_top_p(likeliest, top_p, mass)
-    # What equals the last candidate may be outside; so may a part of a larger top-k's mass.
-    lowest = kept.masked_fill(kept.isneginf(), float("inf")).amin(-1)
-    ended = (lowest > ordered[:, -1]) & (unlimited | (top_k <= count))
-    return torch.full_like(logits, float("-inf")).scatter_(-1, ids, kept), ended
-
-
-def _likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` likeliest tokens' logits and ids, each [m, count], in descending order, of equals the smallest id first."""
-    if count == logits.shape[-1]:
-        return torch.sort(logits, dim=-1, descending=True, stable=True)
-    # By id, then stably by logit.
-    ids = logits.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
-    ordered, order = torch.sort(logits.gather(-1, ids), dim=-1, descending=True, stable=True)
-    return ordered, ids.gather(-1, order)
-
-
-def describe_not_finite(logits: torch.Tensor) -> dict[int, str]:
-    """Row → what is wrong with its logits, [m, vocab], for the rows that have NaN or infinity among them."""
-    # A sum with a NaN or an infinity in it is not finite either, and is far cheaper than the least and greatest of each row.
-    if math.isfinite(logits.sum().item()):
-        return {}
-    low, high = torch.aminmax(logits, dim=-1)
-    # A NaN is both the least and the greatest.
-    bad = (~(low.isfinite() & high.isfinite())).nonzero().squeeze(-1).tolist()
-    return {row: _describe(logits[row]) for row in bad}
-
-
-def _describe(logits: torch.Tensor) -> str:
-    return not_finite_message(int(logits.isnan().sum()), int(logits.isinf().sum()), logits.numel())
-
-
-def not_finite_message(nans: int, infinities: int, number: int) -> str:
-    """What a request is told whose logits, so many, are not all finite."""
-    return f"the model's logits are not finite ({nans} NaN and {infinities} infinite of {number})"
+def path_of(params: SamplingParams) -> Path:
+    """The least that serves a request."""
+    if params.greedy:
+        return Path.GREEDY
+    return Path.FILTERED if params.top_k > 0 or params.top_p < 1 or params.min_p > 0 else Path.RANDOM

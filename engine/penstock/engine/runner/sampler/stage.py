@@ -1,16 +1,25 @@
 """A change to the logits that requests ask for one by one, and what it keeps of each."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from penstock.engine.core.plan import Bool, Int32
+from penstock.engine.core.plan import Bool, Int32, Int64
 from penstock.engine.runner.sampler.logits_rows import LogitsRows
 from penstock.engine.sampling import SamplingParams
 
 MASKED = float("-inf")
 """The logit of a token that cannot be chosen."""
+
+
+class Tokens(NamedTuple):
+    """Where the tokens of all requests are."""
+
+    device: torch.Tensor
+    """[rows, max_model_len], int32, on the device: with all that have been sampled."""
+    host: Int32
+    """The same on the host, where the last ones may still be missing."""
 
 
 class LogitsStage(Protocol):
@@ -31,22 +40,25 @@ class LogitsStage(Protocol):
         ...
 
     def wants(self, rows: LogitsRows) -> Bool:
-        """[m]: whether `apply` is to be called for the row."""
+        """[k]: whether `apply` is to be called for the row."""
         ...
 
-    def apply(self, logits: torch.Tensor, at: torch.Tensor, rows: LogitsRows) -> None:
-        """Changes some rows in place.
+    def apply(self, logits: torch.Tensor, at: Int64, rows: LogitsRows, positions: torch.Tensor, tokens: Tokens) -> None:
+        """Changes some rows in place. A row depends on the tokens before its position, drafts included.
 
         Args:
-            logits: [m, vocab], float32.
-            at: [k], int64: the rows.
-            rows: What those k stand for.
+            logits: [m, vocab], float32 and contiguous.
+            at: [k]: the rows.
+            rows: What those k stand for, as the host knows it.
+            positions: [m], int32, on the device: of the token that each row chooses.
+            tokens: Of all requests.
         """
         ...
 
-    def observe(self, rows: LogitsRows, token_ids: Int32) -> None:
-        """Takes in what has been chosen, [m]; the tokens are in the row table as well."""
-        ...
+
+def places(rows: Int64, token_ids: Int32, logits: torch.Tensor) -> Int64:
+    """Where tokens [n] of rows [n] are in the flat logits."""
+    return rows * logits.shape[1] + token_ids
 
 
 def within(token_ids: Int32, vocab_size: int) -> Int32:

@@ -11,8 +11,8 @@ from penstock.engine.runner.device.graphs.descriptor import BatchDescriptor
 from penstock.engine.runner.device.graphs.pieces import Attend
 from penstock.engine.runner.device.program import Step, StepProgram, StepShape
 from penstock.engine.runner.device.runtime import DeviceRuntime
-from penstock.engine.runner.device.sampler import DeviceSampler
 from penstock.engine.runner.device.staging import Staging
+from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.kernels.ops import Ops
 from penstock.kernels.prepare_kv.reference import Rotary
 from penstock.kernels.sampling.buffers import Path
@@ -55,9 +55,7 @@ class CapturableStep:
         runtime: The device.
     """
 
-    def __init__(
-        self, loaded: Loaded, program: StepProgram, staging: Staging, sampler: DeviceSampler, runtime: DeviceRuntime
-    ) -> None:
+    def __init__(self, loaded: Loaded, program: StepProgram, staging: Staging, sampler: Sampler, runtime: DeviceRuntime) -> None:
         self._loaded = loaded
         self._program, self._staging, self._sampler, self._runtime = program, staging, sampler, runtime
         self._current: Step | None = None

@@ -1,4 +1,4 @@
-"""Logprobs of a step that are on their way to the host."""
+"""Logprobs of a step, of the tokens that it samples and of prompts, on their way to the host."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,13 +6,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from penstock.engine.config import LogprobsMode
 from penstock.engine.core.plan import Int32, PromptLogprobs, SampledLogprobs
-from penstock.engine.runner.device.runtime import DeviceRuntime
+from penstock.engine.runner.device.runtime import Copies
 from penstock.engine.runner.device.uploads import upload
-from penstock.engine.runner.prompt_logprobs import PromptRows, PromptScores
-from penstock.engine.runner.sampler.sampler import not_finite_message
-from penstock.kernels.sampling.buffers import SamplingBuffers
-from penstock.kernels.sampling.ops import SamplingOps
+from penstock.engine.runner.prompt_logprobs import PromptRows
+from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.kernels.sampling.reference import RowLogprobs
 
 
@@ -25,14 +24,17 @@ class Download(NamedTuple):
     """To be read when the step's transfer is over."""
 
     @staticmethod
-    def of(runtime: DeviceRuntime, found: RowLogprobs) -> "Download":
-        """Finds room on the host."""
+    def of(runtime: Copies, found: RowLogprobs) -> "Download":
+        """Finds room on the host, where they are not there already."""
+        if runtime.shares_memory:
+            return Download(found, found)
         return Download(found, RowLogprobs(*(runtime.pinned(*column.shape, dtype=column.dtype) for column in found)))
 
     @property
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(source, target) of each copy."""
-        return [pair for pair in zip(self.found, self.pinned, strict=True) if pair[0].numel()]
+        pairs = zip(self.found, self.pinned, strict=True)
+        return [] if self.pinned is self.found else [pair for pair in pairs if pair[0].numel()]
 
 
 class SampledScores(NamedTuple):
@@ -46,6 +48,14 @@ class SampledScores(NamedTuple):
         """Once the transfer is over."""
         sampled, ranks, top_ids, top, _ = (column.numpy().copy() for column in self.download.pinned)
         return SampledLogprobs(plan_rows=self.plan_rows, sampled=sampled, ranks=ranks, top_ids=top_ids, top_logprobs=top)
+
+
+class PromptScores(NamedTuple):
+    """What came of the prompt tokens that a step scores."""
+
+    logprobs: PromptLogprobs | None = None
+    not_finite: dict[int, str] = {}  # noqa: RUF012 (never changed)
+    """Index into the plan's rows → what is wrong with that request's logits."""
 
 
 class PromptParts(NamedTuple):
@@ -75,6 +85,11 @@ class PromptParts(NamedTuple):
         return PromptScores(found, broken)
 
 
+def not_finite_message(nans: int, infinities: int, number: int) -> str:
+    """What a request is told whose logits, so many, are not all finite."""
+    return f"the model's logits are not finite ({nans} NaN and {infinities} infinite of {number})"
+
+
 def pairs(scores: SampledScores | None, prompts: PromptParts | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What of a step's scores must be copied to the host: (source, target)."""
     downloads = [*([] if scores is None else [scores.download]), *([] if prompts is None else prompts.downloads)]
@@ -82,25 +97,25 @@ def pairs(scores: SampledScores | None, prompts: PromptParts | None) -> list[tup
 
 
 def score_prompts(
-    runtime: DeviceRuntime,
-    ops: SamplingOps,
-    buffers: SamplingBuffers,
+    runtime: Copies,
+    sampler: Sampler,
     compute_logits: Callable[[torch.Tensor], torch.Tensor],
     hidden: torch.Tensor,
     rows: PromptRows,
-    normalised: bool,
+    mode: LogprobsMode,
 ) -> PromptParts:
-    """Scores prompt tokens; the host does not wait. As many rows of logits are in memory at a time as `buffers` has.
+    """Scores prompt tokens; the host does not wait. No more rows of logits are in memory at a time than the sampler has room for:
+    a long prompt's all together would be many times the size of a step.
 
     Args:
         runtime: The device.
-        ops: What runs there.
-        buffers: Work is done in.
-        compute_logits: The LM head, [x, hidden] → [x, vocab].
+        sampler: Of the runner.
+        compute_logits: The LM head, [x, hidden] → [x, vocab]; a row's result does not depend on the others.
         hidden: [n, hidden]: of the step's tokens.
         rows: What to score; not empty.
-        normalised: Whether to give log probabilities, not logits.
+        mode: What logprobs are of; those of prompts are raw in any case.
     """
+    ops, buffers = sampler.ops, sampler.buffers
     width, most = int(rows.counts.max()), len(buffers.wide)
     counts, indices = rows.counts.astype(np.int32), rows.hidden_indices.astype(np.int64)
     at, token_ids, asked = upload(runtime, indices, rows.token_ids, counts)
@@ -109,6 +124,7 @@ def score_prompts(
         part = slice(start, start + most)
         logits = compute_logits(hidden.index_select(0, at[part]))
         vocab_size = logits.shape[1]
+        normalised = mode.endswith("logprobs")
         found = ops.logprobs(logits, token_ids[part], asked[part], min(width, vocab_size), normalised, buffers, False)
         downloads.append(Download.of(runtime, found))
     return PromptParts(rows, downloads, vocab_size)
