@@ -102,6 +102,10 @@ bench-scheduler: setup ## the scheduler's own time a step, at 1 to 1,024 running
 bench-engine: setup ## one engine on a CPU, over HTTP and in process, beside what bench-peers installs (ARGS=--quick)
 	@$(BIN)/python benchmarks/bench_engine.py $(ARGS)
 
+.PHONY: bench-trees
+bench-trees: setup ## the engines of two checkouts on a CPU, in turn (ARGS="OLD NEW")
+	@$(BIN)/python benchmarks/bench_trees.py $(ARGS)
+
 .PHONY: bench-lora
 bench-lora: setup ## what LoRA adapters cost a batch on a CPU, with 0, 1, 4 and 8 of them mixed (ARGS=--quick)
 	@$(BIN)/python benchmarks/bench_lora.py $(ARGS)
