@@ -187,11 +187,9 @@ def test_a_rows_token_does_not_depend_on_its_neighbours(rows, seed):
 def test_greedy_rows_neither_sort_nor_draw(monkeypatch):
     """Whatever filters they ask for, and beside a row that does both."""
     rows = {"sorted": [], "drawn": []}
-    likeliest, draw_from = sampler._likeliest, sampler.draw
-    monkeypatch.setattr(
-        sampler, "_likeliest", lambda logits, count: rows["sorted"].append(len(logits)) or likeliest(logits, count)
-    )
-    monkeypatch.setattr(sampler, "draw", lambda logits, numbers: rows["drawn"].append(len(logits)) or draw_from(logits, numbers))
+    likeliest, draw_from = cpu._likeliest, cpu.draw
+    monkeypatch.setattr(cpu, "_likeliest", lambda logits, count: rows["sorted"].append(len(logits)) or likeliest(logits, count))
+    monkeypatch.setattr(cpu, "draw", lambda logits, numbers: rows["drawn"].append(len(logits)) or draw_from(logits, numbers))
     greedy = SamplingParams(max_tokens=1, temperature=0.0, top_p=0.5, top_k=3)
     assert draw(LOGITS.expand(2, -1), [greedy] * 2, [0, 1]) == [0, 0]
     assert rows == {"sorted": [], "drawn": []}
