@@ -23,13 +23,14 @@ $(UV):
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 
-$(SETUP): pyproject.toml requirements/dev.txt | $(UV)
+# After the generated package, which the build would else generate itself.
+$(SETUP): pyproject.toml requirements/dev.txt | $(PROTOS)
 	@echo "==> installing the locked dependencies (torch is large: about half a minute on a fast line)"
 	@$(UV) pip install --python $(BIN)/python --require-hashes -r requirements/dev.txt
 	@$(UV) pip install --python $(BIN)/python --quiet --no-deps -e .
 	@touch $@
 
-$(PROTOS): gateway/protogen.py requirements/protogen.txt | $(SETUP)
+$(PROTOS): gateway/protogen.py requirements/protogen.txt | $(UV)
 	@echo "==> generating the Envoy protobuf package"
 	@$(UV) venv --quiet --allow-existing .tools/protogen
 	@$(UV) pip install --quiet --python .tools/protogen/bin/python --require-hashes -r requirements/protogen.txt

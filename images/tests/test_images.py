@@ -1,6 +1,5 @@
 """The Dockerfiles: pinned, without root, and made by an installation that is done here for real."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from testing.sources import package_index
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ("operator", "gateway", "engine")
@@ -119,7 +120,7 @@ def context(tmp_path: Path) -> Path:
 def test_the_installation_that_an_image_holds(image: str, commands: list[str], context: Path, tmp_path: Path) -> None:
     folder = tmp_path / "penstock"
     paths = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
-    environment = {**_index(), "PATH": paths, "HOME": str(Path.home())}
+    environment = {**package_index(), "PATH": paths, "HOME": str(Path.home())}
     subprocess.run([context / "images/install", image, folder], cwd=context, env=environment, check=True)
     here = {"PATH": f"{folder}/bin:/usr/bin:/bin", "HOME": str(tmp_path)}
 
@@ -134,10 +135,3 @@ def test_the_installation_that_an_image_holds(image: str, commands: list[str], c
     assert "\n  serve " not in listed
     if image == "operator":
         assert "penstock-fleet" in said("penstock", "dashboards")
-
-
-def _index() -> dict[str, str]:
-    """Where this machine gets packages from, if not from PyPI itself."""
-    return {
-        name: value for name, value in os.environ.items() if name.startswith(("UV_", "PIP_", "SSL_")) or "_proxy" in name.lower()
-    }
