@@ -207,7 +207,8 @@ def test_an_accelerator_becomes_requests_and_limits(make: Any) -> None:
         return by_kind(make.model(pools=[accelerated]))["Deployment"]["spec"]["template"]["spec"]
 
     (engine,) = pod()["containers"]
-    assert engine["resources"] == {"requests": {"nvidia.com/gpu": "1"}, "limits": {"nvidia.com/gpu": "1"}}
+    gpu = {"nvidia.com/gpu": "1"}
+    assert engine["resources"] == {"requests": {**gpu, "cpu": "2", "memory": "8Gi"}, "limits": gpu}
     assert "volumes" not in pod()
     memory = {
         "name": "main",
@@ -216,8 +217,57 @@ def test_an_accelerator_becomes_requests_and_limits(make: Any) -> None:
     several = pod(parallelism={"tensor": 4, "pipeline": 2}, **memory)
     (engine,) = several["containers"]
     assert engine["resources"]["limits"] == {"nvidia.com/gpu": "8", "memory": "9Gi"}
+    assert engine["resources"]["requests"] == {"nvidia.com/gpu": "8", "cpu": "16"}, "a limit is a request, too"
     assert engine["volumeMounts"] == [{"name": "shm", "mountPath": "/dev/shm"}]
     assert several["volumes"] == [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}]
+
+
+def pod_spec(make: Any, template_spec: Any) -> Any:
+    """The pods' spec of a model without an accelerator, whose template has that spec."""
+    model = make.model(pools=[{"name": "main", "template": {"spec": template_spec}}])
+    return by_kind(model)["Deployment"]["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    ("resources", "requests"),
+    [
+        ({}, {"cpu": "1", "memory": "2Gi"}),
+        ({"requests": {"memory": "32Gi"}}, {"cpu": "1", "memory": "32Gi"}),
+        ({"limits": {"memory": "1Gi"}}, {"cpu": "1"}),
+        ({"requests": {"cpu": "4", "memory": "1Gi"}, "limits": {"cpu": "4"}}, {"cpu": "4", "memory": "1Gi"}),
+    ],
+)
+def test_an_engine_requests_cpu_and_memory_unless_its_template_names_them(make: Any, resources: Any, requests: Any) -> None:
+    template = {"containers": [{"name": "engine", "resources": resources}, {"name": "sidecar"}]}
+    engine, sidecar = pod_spec(make, template)["containers"]
+    assert engine["resources"] == {**resources, "requests": requests}
+    assert "resources" not in sidecar
+
+
+def test_no_requests_are_added_to_a_pod_that_has_its_own(make: Any) -> None:
+    (engine,) = pod_spec(make, {"resources": {"requests": {"cpu": "8", "memory": "64Gi"}}})["containers"]
+    assert "resources" not in engine
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ({}, ["--device=cpu"]),
+        ({"containers": [{"name": "engine", "resources": {"limits": {"cpu": "4", "hugepages-2Mi": "1Gi"}}}]}, ["--device=cpu"]),
+        ({"containers": [{"name": "engine", "resources": {"limits": {"amd.com/gpu": 1}}}]}, []),
+        ({"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}]}, []),
+        ({"runtimeClassName": "nvidia"}, []),
+    ],
+)
+def test_an_engine_that_asks_for_no_device_uses_none(make: Any, template: Any, told: list[str]) -> None:
+    (engine,) = pod_spec(make, template)["containers"]
+    assert [it for it in engine["args"] if it.startswith("--device")] == told
+
+
+def test_an_engine_with_an_accelerator_chooses_its_device(make: Any) -> None:
+    model = make.model(pools=[{"name": "main", "accelerator": {"resource": "nvidia.com/gpu"}}])
+    (engine,) = by_kind(model)["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert not [it for it in engine["args"] if it.startswith("--device")]
 
 
 @given(st.data())

@@ -274,6 +274,28 @@ def test_the_job_has_the_secret_s_keys_and_the_replicas_proxies(make):
     assert spec["imagePullSecrets"] == [{"name": "pull"}]
 
 
+def test_the_job_is_placed_as_the_replicas_are_but_has_no_devices(make):
+    nodes = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchFields": []}]}}
+    placed = {
+        "nodeSelector": {"zone": "a"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "priorityClassName": "serving",
+        "affinity": {"nodeAffinity": nodes, "podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": []}},
+    }
+    claimed = {"claims": [{"name": "gpu"}], "limits": {"nvidia.com/gpu": 8, "memory": "64Gi"}}
+
+    def pod_of(**engine: Any) -> Any:
+        template = {"spec": {**placed, "containers": [{"name": "engine", **engine}]}}
+        return fetch_job(make.model(source=CACHED, pools=[{"name": "main", "template": template}]), "i")["spec"]["template"][
+            "spec"
+        ]
+
+    found = pod_of(resources=claimed)
+    assert {name: found[name] for name in placed} == {**placed, "affinity": {"nodeAffinity": nodes}}
+    assert found["containers"][0]["resources"] == {"limits": {"memory": "64Gi"}, "requests": {"cpu": "1"}}
+    assert pod_of()["containers"][0]["resources"] == {"requests": {"cpu": "1", "memory": "2Gi"}}
+
+
 def test_replicas_of_other_versions_exchange_no_blocks(make):
     from penstock.operator.desired.pod import kv_layout
     from penstock.operator.desired.source import Fetched

@@ -3,6 +3,7 @@
 The keys are those of Kubernetes' OpenAPI (`x-kubernetes-list-map-keys`); a list that is not named here is replaced as a whole.
 """
 
+from collections.abc import Mapping
 from typing import Any, Final, cast
 
 Object = dict[str, Any]
@@ -27,6 +28,11 @@ LIST_KEYS: Final[dict[str, dict[str, Any]]] = {
 
 class OverlayError(ValueError):
     """The overlay cannot be laid over the base; the message names the path."""
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """An object of a template as it is, and an empty one in place of anything else: the API server refuses that, by its place."""
+    return cast(Mapping[str, Any], value) if isinstance(value, dict) else {}
 
 
 def merge(base: Object, overlay: Object, path: str = "template") -> Object:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from penstock.operator.overlay import mapping
+
 Object = Mapping[str, Any]
 
 _POD = ("hostNetwork", "hostPID", "hostIPC", "serviceAccountName", "serviceAccount", "automountServiceAccountToken", "hostUsers")
@@ -89,22 +91,22 @@ def _root(spec: Object, path: str) -> Iterator[str]:
 
 def forbidden(template: Object) -> list[str]:
     """Paths of the fields that need `--allow-privileged-templates`; empty: the template is harmless."""
-    return sorted({*_pod(_map(template.get("spec")), "template.spec"), *_unconfined(template)})
+    return sorted({*_pod(mapping(template.get("spec")), "template.spec"), *_unconfined(template)})
 
 
 def reserved(template: Object) -> list[str]:
     """Paths of what no template may set, whatever the operator's flags: labels and annotations by which Penstock knows its
     replicas, the grace period, which follows from `drainTimeout`, and the engine's arguments, which follow from the fields."""
-    metadata = _map(template.get("metadata"))
+    metadata = mapping(template.get("metadata"))
     paths = [
         f"template.metadata.{field}[{name}]"
         for field in ("labels", "annotations")
-        for name in _map(metadata.get(field))
+        for name in mapping(metadata.get(field))
         if name.startswith(OWN_LABELS)
     ]
-    if "terminationGracePeriodSeconds" in _map(template.get("spec")):
+    if "terminationGracePeriodSeconds" in mapping(template.get("spec")):
         paths.append("template.spec.terminationGracePeriodSeconds (use drainTimeout)")
-    for container in _maps(_map(template.get("spec")).get("containers")):
+    for container in _maps(mapping(template.get("spec")).get("containers")):
         if container.get("name") == "engine" and "args" in container:
             paths.append("template.spec.containers[engine].args (use engine.extraArgs)")
     return paths
@@ -112,7 +114,7 @@ def reserved(template: Object) -> list[str]:
 
 def _unconfined(template: Object) -> Iterator[str]:
     """The annotations that did what `appArmorProfile` does, and still do."""
-    for name, profile in _map(_map(template.get("metadata")).get("annotations")).items():
+    for name, profile in mapping(mapping(template.get("metadata")).get("annotations")).items():
         if name.startswith(_APPARMOR) and profile == "unconfined":
             yield f"template.metadata.annotations[{name}]"
 
@@ -121,12 +123,12 @@ def _pod(spec: Object, path: str) -> Iterator[str]:
     for name in _POD:
         if spec.get(name):
             yield f"{path}.{name}"
-    yield from _context(_map(spec.get("securityContext")), f"{path}.securityContext")
+    yield from _context(mapping(spec.get("securityContext")), f"{path}.securityContext")
     for volume in _maps(spec.get("volumes")):
         name = f"{path}.volumes[{volume.get('name')}]"
         if "hostPath" in volume:
             yield f"{name}.hostPath"
-        if any("serviceAccountToken" in source for source in _maps(_map(volume.get("projected")).get("sources"))):
+        if any("serviceAccountToken" in source for source in _maps(mapping(volume.get("projected")).get("sources"))):
             yield f"{name}.projected.serviceAccountToken"
     for kind, container in _containers(spec):
         yield from _container(container, f"{path}.{kind}[{container.get('name')}]")
@@ -140,19 +142,19 @@ def _containers(spec: Object) -> Iterator[tuple[str, Object]]:
 
 
 def _container(container: Object, path: str) -> Iterator[str]:
-    context = _map(container.get("securityContext"))
+    context = mapping(container.get("securityContext"))
     yield from _context(context, f"{path}.securityContext")
-    if _map(context.get("capabilities")).get("add"):
+    if mapping(context.get("capabilities")).get("add"):
         yield f"{path}.securityContext.capabilities.add"
     for port in _maps(container.get("ports")):
         if port.get("hostPort"):
             yield f"{path}.ports[{port.get('containerPort')}].hostPort"
 
     handlers = {name: container.get(name) for name in _PROBES}
-    handlers |= {f"lifecycle.{name}": _map(container.get("lifecycle")).get(name) for name in _HOOKS}
+    handlers |= {f"lifecycle.{name}": mapping(container.get("lifecycle")).get(name) for name in _HOOKS}
     for name, handler in handlers.items():
         for kind in ("httpGet", "tcpSocket"):
-            if _map(_map(handler).get(kind)).get("host"):  # the kubelet asks it, from the node's network
+            if mapping(mapping(handler).get(kind)).get("host"):  # the kubelet asks it, from the node's network
                 yield f"{path}.{name}.{kind}.host"
 
 
@@ -161,13 +163,9 @@ def _context(context: Object, path: str) -> Iterator[str]:
         if context.get(name):
             yield f"{path}.{name}"
     for profile in ("seccompProfile", "appArmorProfile"):
-        if _map(context.get(profile)).get("type") == "Unconfined":
+        if mapping(context.get(profile)).get("type") == "Unconfined":
             yield f"{path}.{profile}"
 
 
-def _map(value: Any) -> Object:
-    return cast(Object, value) if isinstance(value, dict) else {}
-
-
 def _maps(value: Any) -> list[Object]:
-    return [_map(item) for item in cast(list[Any], value)] if isinstance(value, list) else []
+    return [mapping(item) for item in cast(list[Any], value)] if isinstance(value, list) else []

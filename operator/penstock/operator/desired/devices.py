@@ -1,14 +1,24 @@
-"""The devices of a replica: what its container asks the cluster for, and the memory that its ranks share."""
+"""What a replica's container asks the cluster for: devices, the memory that their ranks share, and CPU and memory."""
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 from penstock.api.resources import Pool
+from penstock.operator.overlay import mapping
 
 Object = dict[str, Any]
 
 SHARED_MEMORY_GIB = 1
 """Of /dev/shm for each device. A container has 64 MiB of it, in which collectives between processes fail."""
+
+
+CPU_ENGINE: Final[Mapping[str, str]] = {"cpu": "1", "memory": "2Gi"}
+"""Requests of an engine on the CPU: the core computes in one thread. Real models need more memory, which their template says."""
+CPUS_A_DEVICE: Final = 2
+"""The core and the frontend each keep a CPU busy."""
+MEMORY_A_DEVICE_GIB: Final = 8
+"""For torch, CUDA's own state and the pinned buffers through which weights are loaded."""
 
 
 def devices(pool: Pool) -> Object:
@@ -18,7 +28,7 @@ def devices(pool: Pool) -> Object:
     """
     if pool.accelerator is None:
         return {}
-    count = math.ceil(pool.parallelism.devices / nodes(pool))
+    count = _a_node(pool)
     amount = {pool.accelerator.resource: str(count)}
     engine: Object = {"name": "engine", "resources": {"requests": amount, "limits": amount}}
     if count == 1:
@@ -32,3 +42,38 @@ def nodes(pool: Pool) -> int:
     """How many nodes one replica spans."""
     room = pool.accelerator.per_node if pool.accelerator is not None else None
     return 1 if room is None else math.ceil(pool.parallelism.devices / room)
+
+
+def engine_requests(pool: Pool) -> dict[str, str]:
+    """The CPU and memory that an engine requests unless its template says otherwise."""
+    if pool.accelerator is None:
+        return dict(CPU_ENGINE)
+    count = _a_node(pool)
+    return {"cpu": str(count * CPUS_A_DEVICE), "memory": f"{count * MEMORY_A_DEVICE_GIB}Gi"}
+
+
+def unnamed(requests: Mapping[str, str], spec: Object, container: Object) -> dict[str, str]:
+    """Those requests that neither a container nor its pod names. A limit names one too: Kubernetes takes it as the request.
+
+    Args:
+        spec: The pod's.
+        container: Of the pod; its `resources` may have any shape, as the API server checks them.
+    """
+    named = {name for part in (spec, container) for amounts in _amounts(part) for name in amounts}
+    return {name: amount for name, amount in requests.items() if name not in named}
+
+
+def asks_for_device(spec: Object, container: Object) -> bool:
+    """Whether a pod asks for a device of any kind: an extended resource, a claim (DRA), or the runtime that brings one."""
+    extended = any("/" in name for part in (spec, container) for amounts in _amounts(part) for name in amounts)
+    return extended or bool(spec.get("resourceClaims")) or bool(spec.get("runtimeClassName"))
+
+
+def _amounts(part: Object) -> list[Mapping[str, Any]]:
+    resources = mapping(part.get("resources"))
+    return [mapping(resources.get(field)) for field in ("requests", "limits")]
+
+
+def _a_node(pool: Pool) -> int:
+    """How many devices of a replica are on each of its nodes."""
+    return math.ceil(pool.parallelism.devices / nodes(pool))

@@ -11,7 +11,7 @@ from penstock.api import labels
 from penstock.api.resources import InferenceModel, Pool, seconds
 from penstock.operator import restrictions
 from penstock.operator.desired.arguments import ADMIN, EVENTS, HTTP, REPLAY, engine_args
-from penstock.operator.desired.devices import devices
+from penstock.operator.desired.devices import asks_for_device, devices, engine_requests, unnamed
 from penstock.operator.desired.names import common_labels
 from penstock.operator.desired.source import Fetched, needs_fetch, source_environment, source_volume
 from penstock.operator.overlay import merge
@@ -96,8 +96,22 @@ def pod_template(model: InferenceModel, pool: Pool, rendering: Rendering) -> Obj
     }
     template = merge(merge(merge(base, devices(pool)), source_volume(model)), pool.template, f"pools[{pool.name}].template")
     template["spec"]["tolerations"] = _tolerations(template["spec"]["tolerations"])
+    template = _completed(template, pool)
     digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:10]
     return merge(template, {"metadata": {"labels": {labels.REVISION: digest}}})
+
+
+def _completed(template: Object, pool: Pool) -> Object:
+    """The template with the requests that it lacks. Where nothing asks for a device, the engine is told to use none: a node's
+    container runtime may show a GPU to every container."""
+    spec = template["spec"]
+    (engine,) = (it for it in spec["containers"] if it["name"] == "engine")
+    more: Object = {"name": "engine"}
+    if requests := unnamed(engine_requests(pool), spec, engine):
+        more["resources"] = {"requests": requests}
+    if not asks_for_device(spec, engine):
+        more["args"] = [*engine["args"], "--device=cpu"]
+    return merge(template, {"spec": {"containers": [more]}}, f"pools[{pool.name}].template")
 
 
 def _tolerations(own: list[Any]) -> list[Object]:

@@ -8,8 +8,9 @@ from typing import Any, Final
 
 from penstock.api import labels
 from penstock.api.resources import InferenceModel
+from penstock.operator.desired.devices import CPU_ENGINE, unnamed
 from penstock.operator.desired.names import model_metadata
-from penstock.operator.overlay import merge
+from penstock.operator.overlay import mapping, merge
 
 Object = dict[str, Any]
 
@@ -33,8 +34,10 @@ _SECRET_KEYS: Final = {
     },
 }
 """By scheme: the keys of the Secret, and whether they must be there."""
-_SHARED: Final = ("imagePullSecrets", "serviceAccountName", "nodeSelector", "tolerations")
+_SHARED: Final = ("imagePullSecrets", "serviceAccountName", "nodeSelector", "tolerations", "priorityClassName")
 """What of a pool's template the Job's pod has too: it uses the same image, and often the same volume and role."""
+_AMOUNTS: Final = ("cpu", "memory", "ephemeral-storage")
+"""The resources of an engine that a download has too; it needs no devices."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ def _pod(model: InferenceModel, default_image: str) -> Object:
     result = "/run/penstock-fetch/result"
     container: Object = {
         "name": "fetch",
+        "resources": _resources(given["containers"][0]),
         "image": model.spec.engine.image or default_image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["penstock", "fetch"],
@@ -160,10 +164,28 @@ def _pod(model: InferenceModel, default_image: str) -> Object:
                 "fsGroupChangePolicy": "OnRootMismatch",
             },
             **{name: given[name] for name in _SHARED if given.get(name)},
+            **_node_affinity(given),
             "containers": [container],
         },
     }
     return pod if spec.cache is None else merge(pod, _mounted(spec.cache.claim_name, "fetch", read_only=False))
+
+
+def _resources(engine: Object) -> Object:
+    """Those of the pool's engine but its devices, with requests where it names none."""
+    given = mapping(engine.get("resources"))
+    kept: Object = {
+        field: {name: amount for name, amount in mapping(given[field]).items() if name in _AMOUNTS}
+        for field in ("requests", "limits")
+        if field in given
+    }
+    return merge(kept, {"requests": unnamed(CPU_ENGINE, {}, {"resources": kept})})
+
+
+def _node_affinity(spec: Object) -> Object:
+    """Which nodes the pool's pods may be on. Their affinity to other pods is left out: it could keep the Job from starting."""
+    nodes = mapping(mapping(spec.get("affinity")).get("nodeAffinity"))
+    return {"affinity": {"nodeAffinity": nodes}} if nodes else {}
 
 
 def _claim(model: InferenceModel) -> str | None:
