@@ -4,6 +4,7 @@ Light to import: the clients are loaded with the first source that needs them.
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
@@ -17,6 +18,8 @@ from penstock.sources.store import Fetched, Store
 __all__ = ["PERMANENT", "Fetched", "Progress", "Snapshot", "SourceError", "fetch", "local_folder", "resolved_version"]
 
 KNOWN: Final = "a path, file://, hf://, s3://"
+_BARE: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""`org/name`, as the Hub's pages show it."""
 
 
 def fetch(uri: str, to: Path, revision: str | None = None, progress: Progress | None = None) -> Fetched:
@@ -39,6 +42,7 @@ def local_folder(uri: str, revision: str | None = None) -> Path:
 
     Args:
         uri: A path, `file://` and a path, `hf://org/name` or `s3://bucket/path`. Relative paths begin at the working directory.
+            `org/name` is a model of the Hub where there is no such folder.
         revision: Branch, tag or commit on the Hub.
 
     Raises:
@@ -54,12 +58,21 @@ def local_folder(uri: str, revision: str | None = None) -> Path:
         raise SourceError("InvalidSource", f"{uri!r}: claims are mounted by Kubernetes; give the path where this one is")
     if separator and scheme != "file":
         raise SourceError("InvalidSource", f"{uri!r}: unknown scheme {scheme!r} (known: {KNOWN})")
-    _no_revision(uri, revision)
     path = _path(uri) if separator else Path(uri)
+    if not separator and not path.exists() and _BARE.fullmatch(uri):
+        return _of_hub(uri, revision)
+    _no_revision(uri, revision)
     if not path.is_dir():
         state = "is not a folder" if path.exists() else "does not exist"
         raise SourceError("NotFound", f"{uri!r}: {path.absolute()} {state}")
     return path.resolve()
+
+
+def _of_hub(name: str, revision: str | None) -> Path:
+    try:
+        return Hub(f"hf://{name}", revision).cached()
+    except SourceError as error:
+        raise SourceError(error.reason, f"{name!r}: there is no such folder here, and {error}") from error
 
 
 def _remote(uri: str, revision: str | None) -> Hub | Bucket:

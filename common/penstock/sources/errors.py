@@ -20,7 +20,7 @@ class SourceError(Exception):
         for name in SECRETS:
             if value := os.environ.get(name):
                 message = message.replace(value, f"[{name}]")
-        super().__init__(message)
+        super().__init__(" ".join(message.split()))  # one line: people and conditions are told the last line
         self.reason: Final = reason
 
 

@@ -92,4 +92,9 @@ class Hub:
             answered = error if isinstance(error, HfHubHTTPError) else error.__cause__
             if isinstance(answered, HfHubHTTPError):
                 raise refused(self.uri, answered.response.status_code, what, _HINT) from error
-            raise SourceError("Unreachable", f"{self.uri} {what}: the Hub cannot be reached: {error}") from error
+            raise SourceError("Unreachable", f"{self.uri} {what}: the Hub cannot be reached: {_cause(error)}") from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What began it: huggingface_hub says of a connection that fails that a snapshot is not in its cache."""
+    return error if error.__cause__ is None else _cause(error.__cause__)

@@ -12,6 +12,7 @@ import pytest
 from penstock.sources import SourceError, fetch, local_folder, parts, resolved_version
 from penstock.sources.progress import Progress
 from penstock.sources.store import MARKER
+from testing.ports import free_ports
 from testing.source_servers import COMMIT
 
 WHOLE = {"config.json", "model.safetensors", "sub/tokenizer.json"}
@@ -191,3 +192,33 @@ def test_what_cannot_be_fetched_is_refused(tmp_path, uri, revision, sentence):
     with pytest.raises(SourceError, match=sentence) as error:
         fetch(uri, tmp_path, revision)
     assert error.value.reason == "InvalidSource"
+
+
+def test_a_bare_name_is_the_hubs_where_there_is_no_such_folder(tmp_path, monkeypatch):
+    asked = []
+
+    def snapshot_download(repo, *, revision, **_):
+        asked.append((repo, revision))
+        return str(tmp_path / "cache")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert local_folder("Org-1/name_2.5-B") == local_folder("Org-1/name_2.5-B", "v1") == tmp_path / "cache"
+    assert asked == [("Org-1/name_2.5-B", "main"), ("Org-1/name_2.5-B", "v1")]
+    own = tmp_path / "Org-1/name_2.5-B"
+    own.mkdir(parents=True)
+    assert local_folder("Org-1/name_2.5-B") == own
+    for path in ("org/name/x", "./org/other", "org", "~/name", "/org/name"):
+        with pytest.raises(SourceError, match="does not exist"):
+            local_folder(path)
+    assert len(asked) == 2
+
+
+def test_a_hub_that_cannot_be_reached_is_told_in_one_line_with_the_cause(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{free_ports(1)[0]}")
+    with pytest.raises(SourceError) as caught:
+        local_folder("org/name")
+    said = str(caught.value)
+    assert "'org/name': there is no such folder here, and hf://org/name at revision main: the Hub cannot be reached:" in said
+    assert "refused" in said.lower() and "\n" not in said

@@ -25,6 +25,7 @@ from penstock.engine.config import (
 from penstock.engine.devices import choose_device
 from penstock.engine.runner.device.graphs.settings import graph_config
 from penstock.kernels.cpu.isa import IsaName, choose
+from penstock.plain_errors import explained
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     """Named as the flags, with their defaults; `docs/engine/serve.md` says what they do."""
 
     model: str
-    """A folder in Hugging Face format, `file://…`, `hf://org/name` or `s3://bucket/path`."""
+    """A folder in Hugging Face format, `org/name` on the Hub, `file://…`, `hf://org/name` or `s3://bucket/path`."""
     revision: str | None = None
     """Branch, tag or commit, for hf:// alone."""
     tokenizer: str | None = None
@@ -223,4 +224,5 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 msgspec.convert(getattr(self, field.name), field.type)
             except msgspec.ValidationError as error:
-                raise ConfigError(f"{field.name}: {error}") from None
+                wrong = explained(error, field.type)
+                raise ConfigError(f"{field.name}{wrong.field}: {wrong.problem}") from None

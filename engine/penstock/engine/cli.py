@@ -8,6 +8,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
+from penstock.engine.foreign_flags import FlagParser
 from penstock.flag_values import count, not_negative, number, port, positive, share
 from penstock.kernels.cpu.isa import IsaName
 
@@ -39,11 +40,16 @@ def serve(argv: list[str]) -> int:
         config = _config(args)
         return uvloop.run(run(config) if config.api_server_count == 1 else supervise(config))
     except ConfigError as error:
-        sys.stderr.write(f"penstock serve: {error}\n")
-        return 2
+        return _failed(args.model, error, 2)
     except CoreError as error:
-        sys.stderr.write(f"penstock serve: {error}\n")
-        return 1
+        return _failed(args.model, error, 1)
+
+
+def _failed(model: str, error: Exception, status: int) -> int:
+    """Writes the last line of the output, which people and the operator's conditions quote: the cause, and the model."""
+    cause = " ".join(str(error).split())
+    sys.stderr.write(f"penstock serve: {cause if model in cause else f'{model}: {cause}'}\n")
+    return status
 
 
 def _config(args: argparse.Namespace) -> "ServeConfig":
@@ -112,14 +118,16 @@ def _tls(args: argparse.Namespace) -> "TlsFiles | None":
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="penstock serve",
         description="Serves a model: one replica with an OpenAI-compatible API.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
-        "model", metavar="MODEL", help="a folder in Hugging Face format, file://…, hf://org/name or s3://bucket/path"
+        "model",
+        metavar="MODEL",
+        help="a folder in Hugging Face format, org/name on the Hugging Face Hub, file://…, hf://… or s3://…",
     )
     _add_server_flags(parser)
     add_engine_flags(parser)

@@ -393,12 +393,23 @@ def test_two_interrupts_end_at_once(llama: Path, tmp_path: Path) -> None:
     [
         (lambda path: (path / "config.json").unlink(), [], "config.json"),
         (lambda path: (path / "tokenizer.json").unlink(), [], "tokenizer.json"),
+        (lambda path: (path / "tokenizer.json").unlink(), ["--api-server-count", "2"], "tokenizer.json"),
+        (lambda path: (path / "config.json").write_text("{"), [], "config.json: not valid JSON"),
         (lambda path: None, ["--max-model-len", "100000"], "--max-model-len"),
         (lambda path: None, ["--kv-cache-memory-bytes", "1000"], "too small"),
         (lambda path: None, ["--kv-cache-memory-bytes", "1000", "--api-server-count", "2"], "too small"),
         (lambda path: None, ["--host", "no.such.host.invalid", "--api-server-count", "2"], "no.such.host.invalid"),
     ],
-    ids=["no config", "no tokenizer", "too long", "no memory", "no memory for several", "no host for several"],
+    ids=[
+        "no config",
+        "no tokenizer",
+        "no tokenizer for several",
+        "broken config",
+        "too long",
+        "no memory",
+        "no memory for several",
+        "no host for several",
+    ],
 )
 def test_what_cannot_be_served_is_said_in_a_sentence(
     llama: Path, tmp_path: Path, break_it: Any, flags: list[str], words: str
@@ -408,5 +419,6 @@ def test_what_cannot_be_served_is_said_in_a_sentence(
     break_it(model)
     done = subprocess.run(command(model, *free_ports(3), *flags), capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    [sentence] = [line for line in done.stderr.splitlines() if line.startswith("penstock serve: ")]
-    assert words in sentence and "Traceback" not in done.stderr
+    sentence = done.stderr.splitlines()[-1]  # what the operator's conditions quote
+    assert sentence.startswith("penstock serve: ") and words in sentence and str(model) in sentence
+    assert "Traceback" not in done.stderr and done.stdout == ""

@@ -72,13 +72,13 @@ def test_whoever_starts_the_engine_sets_a_limit_of_tokens_too(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"temperature": "hot"}, "Expected `float | null`, got `str` - at `$.temperature`"),
-        ({"temperature": -1}, "Expected `float` >= 0.0 - at `$.temperature`"),
-        ({"top_p": 0}, "Expected `float` > 0.0 - at `$.top_p`"),
-        ({"top_k": -2}, "Expected `int` >= -1 - at `$.top_k`"),
-        ({"min_p": True}, "Expected `float | null`, got `bool` - at `$.min_p`"),
-        ({"repetition_penalty": 0}, "at `$.repetition_penalty`"),
-        ({"max_new_tokens": 0}, "Expected `int` >= 1 - at `$.max_new_tokens`"),
+        ({"temperature": "hot"}, "temperature: must be a number, not a string"),
+        ({"temperature": -1}, "temperature: must be at least 0"),
+        ({"top_p": 0}, "top_p: must be above 0"),
+        ({"top_k": -2}, "top_k: must be at least -1"),
+        ({"min_p": True}, "min_p: must be a number, not true or false"),
+        ({"repetition_penalty": 0}, "repetition_penalty: must be at least 0.001"),
+        ({"max_new_tokens": 0}, "max_new_tokens: must be at least 1"),
     ],
     ids=str,
 )

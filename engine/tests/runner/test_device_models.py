@@ -11,7 +11,7 @@ from lora_adapters import ALL, make_adapter, merged
 from penstock.engine.attention.context import ForwardContext, GroupInputs
 from penstock.engine.config import LoraConfig
 from penstock.engine.core.plan import SlotLoad, StepPlan, empty
-from penstock.engine.loading.checkpoint import read_json
+from penstock.engine.loading.json_files import read_object
 from penstock.engine.loading.loader import Source, fill
 from penstock.engine.lora.runner import device_lora_runner
 from penstock.engine.models.build import Build
@@ -36,7 +36,7 @@ class DeviceModel:
     """A model on a device, and one request's cache: request r has the blocks from 1 + 8 r on, the spare row none."""
 
     def __init__(self, path, device: torch.device = CPU, wrap=lambda method: method, ops: Ops | None = None) -> None:
-        raw = read_json(path / "config.json")
+        raw = read_object(path / "config.json")
         self.config, self.device = parse_decoder_config(raw), device
         self.ops = ops or device_reference_ops()
         build = Build(

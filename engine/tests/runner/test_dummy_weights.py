@@ -10,8 +10,9 @@ from penstock.engine.args import EngineArgs
 from penstock.engine.config import ConfigError
 from penstock.engine.core.ipc.process import build_runner
 from penstock.engine.loading import dummy
-from penstock.engine.loading.checkpoint import read_json, read_model_config
+from penstock.engine.loading.checkpoint import read_model_config
 from penstock.engine.loading.dummy import dummy_tensor
+from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.config import parse_decoder_config
 
 SHAPES = Path(__file__).parents[3] / "benchmarks/shapes"
@@ -68,7 +69,7 @@ def test_a_device_makes_the_same_bits():
     ],
 )
 def test_the_shapes_are_those_of_the_models_that_they_are_named_after(shape, parameters, kv_bytes):
-    decoder = parse_decoder_config(read_json(SHAPES / shape / "config.json"))
+    decoder = parse_decoder_config(read_object(SHAPES / shape / "config.json"))
     model = read_model_config(SHAPES / shape, served_names=(), load_format="dummy")
     assert model.dtype == "bfloat16" and model.cost is not None
     assert sum(group.kv_bytes_per_token for group in model.cost.windows) == kv_bytes

@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.engine.config import ConfigError, DType, GenerationDefaults, LoadFormat, ModelConfig, RunnerType
 from penstock.engine.loading.generation_config import read_defaults, read_eos_token_ids
+from penstock.engine.loading.json_files import read_object
 from penstock.engine.loading.pooling import read_max_length, read_pooling
 from penstock.engine.models.config import parse_decoder_config
 from penstock.engine.models.cost import model_cost
@@ -35,14 +36,6 @@ def resolve(uri: str, revision: str | None = None, *, what: str = "model") -> Pa
         return local_folder(uri, revision)
     except SourceError as error:
         raise ConfigError(f"{what} {error}") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object; ConfigError where the file holds something else."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path}: {error}") from error
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -84,7 +77,7 @@ def read_model_config(
     """
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} has no config.json: it is not a model in Hugging Face's format")
-    raw = read_json(path / "config.json")
+    raw = read_object(path / "config.json")
     decoder = parse_decoder_config(raw)
     longest = decoder.max_position_embeddings
     if load_format != "dummy":

@@ -4,18 +4,20 @@ it too."""
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
 from penstock.engine.config import ConfigError, GenerationDefaults
+from penstock.engine.loading.json_files import read_json
 from penstock.engine.sampling import MinP, RepetitionPenalty, Temperature, TokenCount, TopK, TopP
+from penstock.plain_errors import explained
+from penstock.suggest import suggestion
 
 FILE: Final = "generation_config.json"
 _OVERRIDE: Final = "--override-generation-config"
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 class _Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -48,7 +50,7 @@ def read_defaults(checkpoint: Path, source: str, override: Mapping[str, Any]) ->
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for file in files:
-        values = msgspec.to_builtins(_read(file, _Sampling))
+        values = msgspec.to_builtins(read_json(file, _Sampling))
         origins = dict.fromkeys(values, str(file))
     own = _overridden(override)
     values = {name: value for name, value in (values | own).items() if value is not None}
@@ -71,7 +73,7 @@ def read_eos_token_ids(checkpoint: Path, source: str, config: Mapping[str, Any])
         source: As for `read_defaults`.
         config: config.json.
     """
-    found = [_read(file, _Ends).eos_token_id for file in _files(checkpoint, source)]
+    found = [read_json(file, _Ends).eos_token_id for file in _files(checkpoint, source)]
     ids = next((ids for ids in [*found, config.get("eos_token_id")] if ids is not None), ())
     return (ids,) if isinstance(ids, int) else tuple(ids)
 
@@ -87,20 +89,14 @@ def _files(checkpoint: Path, source: str) -> list[Path]:
     return [asked, *own]
 
 
-def _read(file: Path, kind: type[_T]) -> _T:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{file}: {error}") from error
-
-
 def _overridden(override: Mapping[str, Any]) -> dict[str, Any]:
     fields = _Sampling.__struct_fields__
     for name in override:
         if name not in fields:
-            raise ConfigError(f"{_OVERRIDE}: there is no {name!r} that could be set: {', '.join(fields)}")
+            known = f"it takes {', '.join(fields)}"
+            raise ConfigError(f"{_OVERRIDE}: there is no {name!r}{suggestion(name, fields)} ({known})")
     try:
         msgspec.convert(override, _Sampling)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{_OVERRIDE}: {error}") from None
+        raise ConfigError(f"{_OVERRIDE}: {explained(error, _Sampling)}") from None
     return dict(override)

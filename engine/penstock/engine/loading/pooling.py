@@ -2,11 +2,12 @@
 too."""
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from penstock.engine.config import ConfigError, PooledTokens, PoolingConfig, RunnerType
+from penstock.engine.loading.json_files import read_json, read_object
 from penstock.engine.models.registry import has_lm_head
 
 MODULES = "modules.json"
@@ -17,8 +18,6 @@ POOLED: dict[str, PooledTokens] = {
     "pooling_mode_cls_token": "first",
 }
 """The flags of `1_Pooling/config.json` that are supported; each of the others is a kind of pooling too."""
-
-_T = TypeVar("_T")
 
 
 class _Module(msgspec.Struct, frozen=True):
@@ -63,7 +62,7 @@ def read_max_length(path: Path) -> int | None:
     file = path / LENGTHS
     if not file.is_file():
         return None
-    raw = _read(file, dict[str, Any])
+    raw = read_object(file)
     if raw.get("do_lower_case"):
         raise ConfigError(f"{file}: do_lower_case is set, and not supported: tokenizer.json has to have a normalizer for it")
     length = raw.get("max_seq_length")
@@ -74,7 +73,7 @@ def read_max_length(path: Path) -> int | None:
 
 def _read_modules(path: Path, hidden_size: int) -> tuple[PooledTokens, bool]:
     """Which tokens are pooled, and whether the result is normalised."""
-    modules = _read(path / MODULES, list[_Module])
+    modules = read_json(path / MODULES, list[_Module])
     kinds = [module.kind for module in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise ConfigError(
@@ -87,7 +86,7 @@ def _read_modules(path: Path, hidden_size: int) -> tuple[PooledTokens, bool]:
 
 
 def _read_tokens(file: Path, hidden_size: int) -> PooledTokens:
-    raw = _read(file, dict[str, Any])
+    raw = read_object(file)
     modes = [name for name, value in raw.items() if name.startswith("pooling_mode_") and value]
     if len(modes) != 1 or modes[0] not in POOLED:
         raise ConfigError(f"{file}: the pooling is {' with '.join(modes) or 'none'}; supported is one of {', '.join(POOLED)}")
@@ -106,10 +105,3 @@ def _dimensions(raw: dict[str, Any], hidden_size: int) -> tuple[int, ...] | None
     if not isinstance(given, list) or not all(type(size) is int and 0 < size <= hidden_size for size in given):
         raise ConfigError(f"config.json: matryoshka_dimensions must be whole numbers from 1 to {hidden_size}, not {given!r}")
     return tuple(given) or None
-
-
-def _read(file: Path, kind: type[_T]) -> _T:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from None

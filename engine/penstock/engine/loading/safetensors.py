@@ -11,7 +11,8 @@ import safetensors
 import torch
 
 from penstock.engine.config import ConfigError
-from penstock.engine.loading.checkpoint import read_json, weight_files
+from penstock.engine.loading.checkpoint import weight_files
+from penstock.engine.loading.json_files import read_object
 from penstock.engine.loading.progress import Progress
 from penstock.engine.models.layers.weight import Weights
 
@@ -119,7 +120,7 @@ def _files(path: Path) -> list[Path]:
     """The index's files where there is one, else all."""
     if not (path / INDEX).is_file():
         return weight_files(path)
-    weight_map = read_json(path / INDEX).get("weight_map")
+    weight_map = read_object(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ConfigError(f"{path / INDEX}: weight_map is missing")
     files = [path / name for name in sorted(set(weight_map.values()))]

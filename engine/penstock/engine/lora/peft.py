@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from penstock.engine.config import ConfigError
-from penstock.engine.loading.checkpoint import read_json
+from penstock.engine.loading.json_files import read_object
 
 CONFIG_FILE: Final = "adapter_config.json"
 
@@ -64,7 +64,7 @@ def read_peft_config(path: Path) -> PeftConfig:
     file = path / CONFIG_FILE
     if not file.is_file():
         raise ConfigError(f"{path} has no {CONFIG_FILE}: it is no adapter in PEFT's format")
-    raw = read_json(file)
+    raw = read_object(file)
     _refuse_unsupported(raw)
     rank, alphas = raw.get("r"), raw.get("alpha_pattern") or {}
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:

@@ -18,7 +18,8 @@ from penstock.engine.cache.layout import KVLayer, KVLayout, kv_layout
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.executor import StepFailed
 from penstock.engine.core.plan import Admission, Bool, GraphReport, Int32, StepPlan, StepResult, empty
-from penstock.engine.loading.checkpoint import read_json, resolve
+from penstock.engine.loading.checkpoint import resolve
+from penstock.engine.loading.json_files import read_object
 from penstock.engine.loading.loader import Source, check, fill
 from penstock.engine.loading.pooling import read_pooling
 from penstock.engine.loading.stream import Uploader
@@ -51,7 +52,7 @@ class RunnerBase(ABC):
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.decoder_config = parse_decoder_config(read_json(config.model.path / "config.json"))
+        self.decoder_config = parse_decoder_config(read_object(config.model.path / "config.json"))
         self._dtype = _DTYPES[config.model.dtype]
         self._profile: RunnerProfile | None = None
         self._thread: int | None = None
@@ -159,7 +160,7 @@ class RunnerBase(ABC):
     def _check_checkpoint(self, path: str | None) -> tuple[Source, Any]:
         """Weights that fit, and a model to be filled with them; any error where they do not."""
         source, fresh = self._source if path is None else Source(resolve(path)), self._to_fill()
-        raw, pooling = read_json(source.path / "config.json"), self.config.model.pooling
+        raw, pooling = read_object(source.path / "config.json"), self.config.model.pooling
         if parse_decoder_config(raw) != self.decoder_config:
             raise ConfigError(f"{source.path}: its config.json describes another model than the one that is served")
         if pooling is not None and read_pooling(source.path, raw, pooling.size, "pooling") != pooling:

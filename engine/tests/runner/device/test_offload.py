@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.engine.loading.checkpoint import read_json
 from penstock.engine.loading.dummy import load_dummy
+from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.build import Build
 from penstock.engine.models.config import parse_decoder_config
 from penstock.engine.models.layers.linear_method import UnquantizedLinearMethod
@@ -96,7 +96,7 @@ def test_every_tensor_leaves_and_comes_back_for_all_who_hold_it(slab_bytes):
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "llama-3.1-8b"])
 def test_every_byte_of_a_real_model_is_found(shape):
     """Each tensor of the checkpoint, and the tables of cosines and sines beside them."""
-    raw = read_json(SHAPES / shape / "config.json") | {"num_hidden_layers": 2, "vocab_size": 300, "intermediate_size": 64}
+    raw = read_object(SHAPES / shape / "config.json") | {"num_hidden_layers": 2, "vocab_size": 300, "intermediate_size": 64}
     config = parse_decoder_config(raw)
     build = Build(ops=REFERENCE, linear_method=UnquantizedLinearMethod, dtype=torch.bfloat16, max_model_len=50, shard=Shard())
     model = LlamaForCausalLM(config, build)

@@ -13,7 +13,9 @@ from msgspec import Meta
 
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.sampling import MAX_REPETITION_PATTERN, MinP, RepetitionPenalty, Temperature, TokenCount, TopK, TopP
+from penstock.plain_errors import explained
 from penstock.prompt.processor import COMPLETIONS_PATH, MAX_PROMPTS
+from penstock.suggest import suggestion
 
 MAX_CHOICES: Final = MAX_PROMPTS[COMPLETIONS_PATH]
 """`n` times prompts of one request."""
@@ -299,28 +301,17 @@ def convert(body: Mapping[str, Any], kind: type[_T], neutral: Mapping[str, tuple
             if value is not None and not any(type(value) is type(v) and value == v for v in _spellings(neutral[name])):
                 raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
         elif name not in kind.__struct_fields__:
-            raise ApiError(400, f"there is no parameter {name}", param=name, code="unknown_parameter")
+            known = [*kind.__struct_fields__, *neutral]
+            raise ApiError(400, f"there is no parameter {name}{suggestion(name, known)}", param=name, code="unknown_parameter")
         elif value is not None:  # null is absence
             fields[name] = value
     try:
         return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        message, param = _locate(str(error))
-        raise ApiError(400, message, param=param) from None
+        wrong = explained(error, kind)
+        raise ApiError(400, str(wrong), param=wrong.field or None) from None
 
 
 def _spellings(values: tuple[Any, ...]) -> list[Any]:
     """0 may also be written 0.0; but `false` is no number."""
     return [*values, *(float(value) for value in values if type(value) is int)]
-
-
-def _locate(error: str) -> tuple[str, str | None]:
-    """msgspec says "… - at `$.stop[0]`" for wrong values, "… - at `key` in `$.logit_bias`" for wrong keys, and names the field
-    itself where one is missing or unknown."""
-    text, _, path = error.replace("`key` in ", "").partition(" - at `$")
-    param = path.rstrip("`").lstrip(".").replace("[...]", "")
-    if not path:
-        param = error.split("`")[1] if "`" in error else ""
-    elif "unknown field" in text:
-        param = f"{param}.{text.split('`')[1]}"
-    return (f"{param}: {text}" if param else text), param or None

@@ -20,13 +20,14 @@ from penstock.engine.frontend.processes.words import LENGTH_BYTES, CoreGone, Fro
 
 
 def main() -> int:
-    """Runs the frontend described on standard input; exit statuses are those of `penstock serve`."""
+    """Runs the frontend described on standard input; exit statuses are those of `penstock serve`. Why it cannot start as asked is
+    all that it writes to standard output, where the supervisor reads it."""
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the whole process group: the supervisor's to handle
         signal.signal(number, signal.SIG_IGN)
     try:
         return uvloop.run(_run())
     except ConfigError as error:
-        sys.stderr.write(f"penstock serve: {error}\n")
+        sys.stdout.write(str(error))
         return 2
     except CoreError as error:
         sys.stderr.write(f"penstock serve: {error}\n")

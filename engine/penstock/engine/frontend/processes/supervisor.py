@@ -139,7 +139,8 @@ class _Supervisor:
             if self._over.is_set():
                 return abs(status)
             if status == 2:
-                raise ConfigError(f"frontend {number} cannot start; the line before says why")
+                assert process.stdout is not None
+                raise ConfigError((await process.stdout.read()).decode())
             log.error("frontend %d has ended with status %d; another takes its place", number, status)
             with suppress(CoreError):  # then its requests have ended too
                 await self._core.frontend_left(number)
@@ -151,6 +152,7 @@ class _Supervisor:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "penstock.engine.frontend.processes.process"),
             stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
             pass_fds=(self._counts,),
         )
         self._frontends[number] = process

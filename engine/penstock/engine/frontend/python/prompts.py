@@ -13,7 +13,7 @@ from penstock.engine.frontend.openai.embeddings import check_embeddings, embeddi
 from penstock.engine.frontend.python.params import SamplingParams
 from penstock.engine.frontend.python.request_output import python_errors
 from penstock.engine.frontend.spec import GenerationSpec, generation_spec
-from penstock.engine.loading.checkpoint import read_json
+from penstock.engine.loading.json_files import read_object
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import BundleError, PromptError
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, PromptProcessor
@@ -52,7 +52,7 @@ def load_processor(engine: EngineConfig) -> PromptProcessor:
 def _check_end(file: Path, processor: PromptProcessor) -> None:
     """Refuses a tokenizer that leaves out the end token after which a model was trained to be pooled: `add_eos_token` is a word
     to transformers alone, as long as tokenizer.json does not say the same."""
-    if not (file.is_file() and read_json(file).get("add_eos_token")):
+    if not (file.is_file() and read_object(file).get("add_eos_token")):
         return
     end = processor.tokenizer.token_to_id(processor.bundle.special_tokens.get("eos_token", ""))
     if end is None or processor.encode("a", add_special_tokens=True)[-1] != end:

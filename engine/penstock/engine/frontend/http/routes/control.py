@@ -26,6 +26,8 @@ from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.http.exchange import json_response, read_json
 from penstock.engine.frontend.openai.protocol import convert, parse_json
+from penstock.plain_errors import explained
+from penstock.suggest import suggestion
 
 _COMMANDS: dict[str, type[Command]] = {
     "/reset_prefix_cache": ResetPrefixCache,
@@ -89,7 +91,12 @@ def _read_query(request: web.Request, kind: type[Command]) -> Command:
     for name in request.query:
         if name not in fields:
             known = f"there are {', '.join(fields)}" if fields else "it takes none"
-            raise ApiError(400, f"{request.path} has no parameter {name}: {known}", param=name, code="unknown_parameter")
+            raise ApiError(
+                400,
+                f"{request.path} has no parameter {name}{suggestion(name, fields)} ({known})",
+                param=name,
+                code="unknown_parameter",
+            )
     for name, field in fields.items():
         if field.required and name not in request.query:
             raise ApiError(400, f"{request.path} needs {name}", param=name)
@@ -98,7 +105,7 @@ def _read_query(request: web.Request, kind: type[Command]) -> Command:
         try:
             msgspec.convert({name: value}, kind, strict=False)
         except msgspec.ValidationError as error:
-            raise ApiError(400, f"{name}: {error}", param=name) from None
+            raise ApiError(400, f"{name}: {explained(error, kind).problem}", param=name) from None
     return msgspec.convert(values, kind, strict=False)
 
 

@@ -1,0 +1,108 @@
+"""Flags of other servers (vLLM, SGLang, TGI) that `penstock serve` does not have, and what to use instead."""
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NoReturn
+
+from penstock.suggest import suggestion
+
+_ONE_DEVICE: Final = "one engine uses one device so far; leave it out"
+_REPLICAS: Final = "start one engine for each replica, behind penstock gateway"
+_MODEL: Final = "give the model first: penstock serve MODEL"
+_TOKENIZER: Final = "the tokenizer is read as its files say; leave it out"
+_NO_CODE: Final = "code in checkpoints never runs; leave it out"
+_QUANTIZED: Final = "weights are served as bfloat16, float16 or float32: --dtype"
+_TEMPLATE: Final = "put the template into the model's folder as chat_template.jinja"
+_ALWAYS: Final = "this is always on; leave it out"
+_NO_GRAMMARS: Final = "there are no grammars yet; leave it out"
+_NO_DRAFTS: Final = "there is no speculative decoding yet; leave it out"
+_NO_MEDIA: Final = "models take text alone; leave it out"
+_DOWNLOADS: Final = "set the environment variable HF_HOME"
+_LOG: Final = "the log has a line for each request; --disable-log-stats ends the line every ten seconds"
+_OPEN: Final = "methods, headers and credentials are not limited: --allowed-origins alone"
+
+
+def _all(names: str, advice: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), advice)
+
+
+FOREIGN: Final[Mapping[str, str]] = {
+    **_all("--tensor-parallel-size -tp --tp --tp-size --num-shard --sharded", _ONE_DEVICE),
+    **_all("--pipeline-parallel-size -pp --pp --pp-size --expert-parallel-size --ep --ep-size", _ONE_DEVICE),
+    **_all("--enable-expert-parallel -ep --distributed-executor-backend --nnodes --node-rank", _ONE_DEVICE),
+    **_all("--data-parallel-size -dp --dp --dp-size", _REPLICAS),
+    **_all("--model --model-path --model-id", _MODEL),
+    **_all("--tokenizer-path", "--tokenizer"),
+    **_all("--tokenizer-mode --tokenizer-revision --skip-tokenizer-init", _TOKENIZER),
+    **_all("--trust-remote-code --code-revision", _NO_CODE),
+    **_all("--quantization -q --quantize --kv-cache-dtype", _QUANTIZED),
+    **_all("--chat-template --chat-template-content-format", _TEMPLATE),
+    **_all("--enable-metrics --enable-cache-report --enable-prompt-tokens-details --enable-request-id-headers", _ALWAYS),
+    **_all("--enable-ssl-refresh --enable-server-load-tracking", _ALWAYS),
+    **_all("--guided-decoding-backend --structured-outputs-config --grammar-backend --disable-grammar-support", _NO_GRAMMARS),
+    **_all("--speculative-config --speculative-model --speculative-algorithm --speculate --num-speculative-tokens", _NO_DRAFTS),
+    **_all("--limit-mm-per-prompt --mm-processor-kwargs --allowed-local-media-path --enable-multimodal", _NO_MEDIA),
+    **_all("--download-dir --huggingface-hub-cache", _DOWNLOADS),
+    **_all("--disable-log-requests --enable-log-requests --no-enable-log-requests --log-requests --log-level", _LOG),
+    **_all("--uvicorn-log-level --disable-uvicorn-access-log", _LOG),
+    **_all("--allow-credentials --allowed-methods --allowed-headers", _OPEN),
+    **_all("--cors-allow-origin", "--allowed-origins"),
+    **_all("--ssl-cert-reqs", "--ssl-ca-certs alone asks clients for certificates"),
+    **_all("--hostname", "--host"),
+    **_all("--config", "write the flags on the command line"),
+    **_all("--task --is-embedding", "--runner"),
+    **_all("--context-length --max-input-tokens --max-input-length", "--max-model-len"),
+    **_all("--max-total-tokens", "--max-model-len for one request, --num-gpu-blocks-override for the whole KV cache"),
+    **_all("--max-batch-total-tokens", "--num-gpu-blocks-override"),
+    **_all("--max-running-requests --max-batch-size", "--max-num-seqs"),
+    **_all("--max-concurrent-requests --max-queued-requests", "--max-num-waiting"),
+    **_all("--chunked-prefill-size --max-prefill-tokens --max-batch-prefill-tokens", "--max-num-batched-tokens"),
+    **_all("--max-num-partial-prefills", "--long-prefill-token-threshold"),
+    **_all("--mem-fraction-static --cuda-memory-fraction", "--gpu-memory-utilization"),
+    **_all("--schedule-policy", "--scheduling-policy"),
+    **_all("--disable-overlap-schedule --disable-async-output-proc", "--no-async-scheduling"),
+    **_all("--disable-radix-cache --disable-prefix-caching", "--no-enable-prefix-caching"),
+    **_all("--disable-chunked-prefill", "--no-enable-chunked-prefill"),
+    **_all("--page-size", "--block-size"),
+    **_all("--random-seed", "--seed"),
+    **_all("--disable-cuda-graph", "--enforce-eager"),
+    **_all("--cuda-graph-max-bs", "--max-cudagraph-capture-size"),
+    **_all("--cuda-graph-bs --cuda-graphs", "--cudagraph-capture-sizes"),
+    **_all("--compilation-config -O", "--cudagraph-mode and --cudagraph-capture-sizes"),
+    **_all("--lora-paths --lora-adapters", "--lora-modules"),
+    **_all("--max-loras-per-batch", "--max-loras"),
+    **_all("--enable-sleep-mode", "--enable-control-endpoints"),
+    **_all("--otlp-endpoint --trace-endpoint", "--otlp-traces-endpoint"),
+    **_all("--kv-events-config", "--events-port and --replay-port; events are always published"),
+    **_all("--tool-server --enable-auto-tools", "--enable-auto-tool-choice"),
+}
+"""By flag: a flag of ours, or what to do."""
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Refuses a flag that it does not know with the nearest one that it has, and without a page of usage."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):  # type: ignore[no-untyped-def]
+        """As argparse has it, but what is not known is refused first: it would be taken for a missing MODEL."""
+        known = self._option_string_actions
+        unknown = [name for word in args or () if _is_flag(name := word.partition("=")[0]) and name not in known]
+        if unknown:
+            self.error(f"unrecognized arguments: {', '.join(_advised(name, known) for name in dict.fromkeys(unknown))}")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with one line and exit status 2."""
+        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help lists the flags)\n")
+
+
+def _is_flag(word: str) -> bool:
+    """Whether it is a flag, and not a value such as `-1` or `-0.5`."""
+    return word.startswith("-") and not word.lstrip("-").replace(".", "").isdecimal() and word.strip("-") != ""
+
+
+def _advised(name: str, known: Iterable[str]) -> str:
+    spelled = name.replace("_", "-")
+    if (advice := FOREIGN.get(spelled)) is not None:
+        return f"{name} ({'use ' if advice.startswith('--') else ''}{advice})"
+    near = suggestion(spelled, known).removeprefix("; ")
+    return f"{name} ({near})" if near else name
