@@ -56,7 +56,8 @@ def _refuse_others(value: Mapping[str, Any], fields: tuple[str, ...], where: str
 
 
 def template_variables(body: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """`chat_template_kwargs` and `reasoning_effort`, which a template that does not know them would silently ignore.
+    """`chat_template_kwargs`, which may have variables that the template does not know (clients send `enable_thinking` to every
+    model), and `reasoning_effort`, which may not be ignored.
 
     Args:
         body: Of a chat request.
@@ -73,8 +74,6 @@ def template_variables(body: Mapping[str, Any], known: frozenset[str]) -> dict[s
         where = f"chat_template_kwargs.{name}"
         if name in _RESERVED:
             raise PromptError(f"{where} is not for requests to set", where)
-        if name not in known:
-            raise PromptError(f"{where}: the model's chat template has no such variable", where)
     check_depth(given, "chat_template_kwargs")
     effort = body.get("reasoning_effort")
     if effort is None:

@@ -38,6 +38,7 @@ def test_the_template_sees_tools_variables_and_calls(processor: PromptProcessor)
     assert render(processor, reasoning_effort="high", chat_template_kwargs={"style": "x"}).startswith("highx<|user|>")
     turns = [USER, call('{"b": 1, "a": [2]}'), {"role": "tool", "tool_call_id": "c", "content": "ok"}]
     assert render(processor, messages=turns).endswith('<|assistant|>(c turn {"b": 1, "a": [2]})<|tool|>okc|GO')
+    assert render(processor, chat_template_kwargs={"enable_thinking": False}) == render(processor), "it is sent to every model"
     for arguments, shown in (("", "{}"), ("not json", '"not json"'), ("[1]", '"[1]"')):
         assert f"(c turn {shown})" in render(processor, messages=[USER, call(arguments)])
     assert "<|assistant|>hmyes" in render(processor, messages=[{"role": "assistant", "content": "yes", "reasoning": "hm"}])
@@ -86,7 +87,6 @@ def deep(levels: int) -> Any:
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": deep(900)}}]}, "tools"),
         ({"chat_template_kwargs": {"style": deep(900)}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"unknown": 1}}, "chat_template_kwargs.unknown"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs.bos_token"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
