@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import re
+import shutil
+import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -350,6 +353,29 @@ async def test_models_and_version(serve: Any) -> None:
     missing = await site.client.get("/v1/models/org/none")
     assert (missing.status, (await missing.json())["error"]["code"]) == (404, "model_not_found")
     assert (await (await site.client.get("/version")).json())["version"]
+
+
+async def test_the_page_of_the_api_loads_nothing_from_elsewhere(serve: Any) -> None:
+    site = await serve()
+    page = await site.client.get("/docs")
+    text = await page.text()
+    assert (page.status, page.content_type) == (200, "text/html") and 'lang="en"' in text
+    assert not re.findall(r"(?:https?:)?//[\w.]+\.\w+|<link|<script src|@import", text)
+    assert page.headers["content-security-policy"].startswith("default-src 'none';")
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium: apt-get install chromium")
+async def test_a_browser_shows_every_endpoint_with_its_fields(serve: Any, tmp_path: Path) -> None:
+    site = await serve()
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", f"--user-data-dir={tmp_path}"]
+    command = ["chromium", *flags, "--dump-dom", f"http://127.0.0.1:{site.port}/docs"]
+    browser = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    async with asyncio.timeout(120):
+        shown, _ = await browser.communicate()
+    body = shown.decode().partition("<script>")[0]
+    described = await (await site.client.get("/openapi.json")).json()
+    assert [path for path in described["paths"] if f">{path}<" not in body] == []
+    assert ">max_completion_tokens<" in body
 
 
 @pytest.mark.req("MET-04")

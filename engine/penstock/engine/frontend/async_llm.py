@@ -103,6 +103,8 @@ class AsyncLLM:
         self.metrics = EngineMetrics(model.served_names[0])
         self.kernels = ""
         """Which form of the model's operations runs; known when it has started."""
+        self.num_blocks = 0
+        """Of the KV cache; known when the core has started."""
         self.event_ports: EventPorts | None = None
         """Of the event stream, where it has ports; known when the core has started."""
         self.state = State.STARTING
@@ -156,7 +158,7 @@ class AsyncLLM:
         for part, seconds in ready.load_seconds.items():
             self.metrics.describe(names.LOAD_SECONDS, "Of the start, by what it was spent on.", seconds, part=part)
         self.kernels = ready.kernels
-        self.event_ports = ready.event_ports
+        self.event_ports, self.num_blocks = ready.event_ports, ready.num_blocks
         self._take_adapters(ready.adapters)
         self.metrics.describe(
             names.ENGINE_INFO, "What runs.", version=version("penstock"), dtype=self.model.dtype, kernels=ready.kernels

@@ -9,7 +9,9 @@ from aiohttp import web
 
 from penstock.engine.frontend.errors import ApiError
 
-OPEN_PATHS: Final = frozenset(("/health", "/live", "/ready", "/load", "/metrics", "/prompt-bundle", "/version", "/openapi.json"))
+OPEN_PATHS: Final = frozenset(
+    ("/health", "/live", "/ready", "/load", "/metrics", "/prompt-bundle", "/version", "/openapi.json", "/docs")
+)
 """What probes, the gateway and dashboards read without a key; everything else needs one."""
 
 

@@ -47,6 +47,17 @@ ENDPOINTS: Final = (
     Endpoint("/detokenize", "Tokens to text", DetokenizeRequest, DetokenizeAnswer),
 )
 
+_OPEN_SUMMARIES: Final = {
+    "/health": "Whether the engine can answer requests",
+    "/live": "Liveness: whether the engine makes progress",
+    "/ready": "Readiness: whether the engine takes requests",
+    "/load": "The newest load report",
+    "/metrics": "Prometheus metrics",
+    "/prompt-bundle": "Tokenizer, chat template and hash settings",
+    "/version": "Version, kernels and ports of the event stream",
+    "/openapi.json": "This description of the API",
+    "/docs": "A page over this description",
+}
 _TEXT: Final = {"type": "string"}
 _IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _MESSAGE: Final = {
@@ -110,7 +121,7 @@ def document(version: str, defaults: Mapping[str, Any] | None = None) -> dict[st
     paths["/v1/models/{name}"] = {"get": _read("One served name", answers.Model) | {"parameters": [name]}}
     for path in sorted(OPEN_PATHS):
         answer = {"200": {"description": "see docs/engine/serve.md"}, "503": {"description": "not now"}}
-        paths[path] = {"get": {"summary": path.strip("/"), "security": [], "responses": answer}}
+        paths[path] = {"get": {"summary": _OPEN_SUMMARIES[path], "security": [], "responses": answer}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": version},

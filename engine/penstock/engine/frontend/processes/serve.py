@@ -14,6 +14,7 @@ from aiohttp import web
 
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.ipc.client import CoreClient
+from penstock.engine.frontend import banner
 from penstock.engine.frontend.async_llm import AsyncLLM, Core, State
 from penstock.engine.frontend.http.server import ApiServer
 from penstock.engine.frontend.http.settings import ApiSettings
@@ -55,6 +56,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_server_count: int = 1
     """Frontend processes."""
     api: ApiSettings = ApiSettings()
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine reaches the API."""
+        scheme = "http" if self.api.tls is None else "https"
+        host = "localhost" if self.host in ("0.0.0.0", "::", "") else f"[{self.host}]" if ":" in self.host else self.host
+        return f"{scheme}://{host}:{self.port}"
 
 
 async def serve(config: ServeConfig) -> int:
@@ -158,8 +166,9 @@ async def _run(llm: AsyncLLM, server: ApiServer, ending: "Ending", config: Serve
     # What exists now stays: no collection, which would hold up every stream, need look at it again.
     gc.collect()
     gc.freeze()
-    scheme = "http" if config.api.tls is None else "https"
-    log.info("serving %s on %s://%s:%d", config.engine.model.served_names[0], scheme, config.host, config.port)
+    log.info("serving %s on %s", config.engine.model.served_names[0], config.url)
+    if config.api_server_count == 1:  # else the supervisor shows it, once for all
+        banner.show(config, llm.kernels, llm.num_blocks)
     await any_of(ending.stop.wait(), llm.failed.wait())
     if not llm.failed.is_set():
         llm.state = State.DRAINING

@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 
 from penstock.engine.config import ConfigError
 from penstock.engine.core.ipc.client import CoreClient, CoreError
+from penstock.engine.frontend import banner
 from penstock.engine.frontend.observe.metrics import EngineMetrics
 from penstock.engine.frontend.observe.shared_counts import SharedCounts
 from penstock.engine.frontend.processes import words
@@ -105,8 +106,9 @@ class _Supervisor:
     async def _follow_core(self) -> None:
         """Until it dies, which ends all."""
         try:
-            await self._core.start()
+            ready = await self._core.start()
             self._ready = True
+            banner.show(self._config, ready.kernels, ready.num_blocks)
             async for _ in self._core.outputs():
                 pass
         except CoreError as error:

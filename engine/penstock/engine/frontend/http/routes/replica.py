@@ -1,6 +1,8 @@
 """The endpoints by which gateway, operator and kubelet watch a replica."""
 
 from importlib.metadata import version
+from importlib.resources import files
+from typing import Final
 
 import msgspec
 from aiohttp import web
@@ -11,6 +13,9 @@ from penstock.engine.frontend.errors import ApiError, unavailable
 from penstock.engine.frontend.http.exchange import Active, json_response
 from penstock.engine.frontend.observe.metrics import Metrics
 from penstock.engine.frontend.openai import openapi
+
+_PAGE_POLICY: Final = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+"""The page has its script and its style within itself, and loads nothing from elsewhere."""
 
 
 class ReplicaRoutes:
@@ -27,6 +32,7 @@ class ReplicaRoutes:
         self._active = active
         self._bundle = llm.processor.bundle.to_json()
         self._etag = llm.processor.bundle.digest
+        self._page = files("penstock.engine.frontend.http").joinpath("docs.html").read_text("utf-8")
         self._registry = Metrics([llm.metrics], vllm_names).registry()
 
     def routes(self) -> list[web.RouteDef]:
@@ -40,6 +46,7 @@ class ReplicaRoutes:
             web.get("/prompt-bundle", self.prompt_bundle),
             web.get("/version", self.version),
             web.get("/openapi.json", self.openapi),
+            web.get("/docs", self.docs),
         ]
 
     async def health(self, _request: web.Request) -> web.Response:
@@ -85,6 +92,10 @@ class ReplicaRoutes:
     async def openapi(self, _request: web.Request) -> web.Response:
         """`GET /openapi.json`."""
         return json_response(openapi.document(version("penstock"), self._llm.model.generation_defaults.sampling))
+
+    async def docs(self, _request: web.Request) -> web.Response:
+        """`GET /docs`: a page over `/openapi.json`."""
+        return web.Response(text=self._page, content_type="text/html", headers={"content-security-policy": _PAGE_POLICY})
 
     async def version(self, _request: web.Request) -> web.Response:
         """`GET /version`; `kernels` is the form of the model's operations that runs, empty before it has started, and the ports
