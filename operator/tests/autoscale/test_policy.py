@@ -232,6 +232,18 @@ def test_a_burst_is_answered_at_once_and_growth_is_bounded() -> None:
     assert pool.replicas == 10
 
 
+@pytest.mark.parametrize(("waiting", "panics"), [(15, False), (16, True)])
+def test_panic_begins_where_demand_is_twice_what_is_ready(waiting: int, panics: bool) -> None:
+    """Four replicas carry 24 requests; 48 are twice as many."""
+    pool = Pool(4, replace(LIMITS, max_replicas=50))
+    pool.run(60, lambda p: signals(4, 6))
+    assert pool.replicas == 4
+    burst = pool.look(signals(4, WIDTH, capacity=waiting), after=SETTINGS.panic_window_s + 1)
+    assert burst.replicas == (8 if panics else 4), "the average of the stable window alone is within the tolerance"
+    calm = pool.look(signals(pool.replicas), after=SETTINGS.panic_window_s + 1)
+    assert (calm.constraint == "Panic") is panics
+
+
 def test_max_binds_and_is_named() -> None:
     pool = Pool(9)
     decision = pool.look(signals(9, WIDTH, capacity=400))

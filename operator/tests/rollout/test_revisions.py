@@ -59,6 +59,18 @@ def test_only_the_pool_that_changes_takes_the_newer_templates(operator: Operator
     assert [made[name]["spec"] for name in "ab"] == [{"operator": 1}, {"operator": 2}]
 
 
+def test_what_a_pool_costs_and_how_it_scales_is_no_new_revision(operator: Operator, make: Any) -> None:
+    """Under templates of an older operator too, which a new revision would replace."""
+    pools: list[Object] = [{"name": "a", "cost": 1}, {"name": "b"}]
+    first = operator.look(make.model(pools=pools))
+    operator.version = 2
+    pools[0] |= {"cost": 2, "scaling": {"min": 1, "max": 4}}
+    pools[1] |= {"cost": 3}
+    after = operator.look(make.model(pools=pools))
+    assert after.current == first.current
+    assert after.templates == first.templates
+
+
 def test_an_old_spec_is_the_old_revision_again_with_the_next_number(operator: Operator, make: Any) -> None:
     first = operator.look(make.model())
     operator.look(make.model(engine={"dtype": "float32"}))
