@@ -133,6 +133,29 @@ def test_the_more_urgent_does_not_yield():
     made.run().check_no_leak()
 
 
+@pytest.mark.req("LO-18")
+def test_a_preempted_request_goes_on_though_its_adapter_yields():
+    """Only requests that have not started wait for the adapter's next turn: one that has would hold up its client in the middle
+    of an answer."""
+    made = machine(slots=1, adapters="ab", num_blocks=13, max_model_len=48, budget=64, caching=False)
+    for index, tokens in enumerate((30, 10, 12)):
+        made.ask(index, [index] * 12, tokens, "a")
+    made.step()
+    made.ask(8, [8] * 4, 2, "b")
+    while not made.scheduler.num_preemptions:
+        made.step()
+    (preempted,) = {0, 1, 2} - {request.index for request in made.scheduler._tenancy.running}
+    made.ask(9, [9] * 4, 2, "a")
+    running = set()
+    while preempted not in running:
+        made.step()
+        running = {request.index for request in made.scheduler._tenancy.running}
+        assert 0 in running, "the adapter's turn has ended"
+        assert made.scheduler.adapters.table._yielding and 9 not in running
+    made.run().check_no_leak()
+    assert list(made.cached_tokens)[-2:] == [8, 9], "the other adapter has had its turn before newer requests"
+
+
 @pytest.mark.req("LO-08", "LO-05")
 def test_adapters_go_from_disk_to_host_to_slot_and_back():
     made = machine(slots=1, host=2, adapters="abc")

@@ -161,7 +161,8 @@ class AdapterTable:
         self._yielding.clear()
         if ripe := [claim for claim in self._claims.values() if now - claim.since >= PATIENCE_S]:
             self._yields_to = min(claim.priority for claim in ripe)
-            busy = sorted((adapter for adapter in self.slots if adapter and adapter.num_running), key=lambda it: it.turn_began)
+            # Also one of which only a preempted request is left: new requests must not start beside it when it resumes.
+            busy = sorted((adapter for adapter in self.slots if adapter and adapter.num_live), key=lambda it: it.turn_began)
             self._yielding.update(adapter.info.lora_id for adapter in busy[: len(ripe)])
         changed, self.changed = self.changed, False
         return changed
