@@ -66,6 +66,10 @@ gpu: setup ## what needs a CUDA device (skips by name elsewhere)
 requirements: setup ## which requirement rows have a test
 	@$(BIN)/python docs/requirements/coverage.py
 
+.PHONY: fleet-schema
+fleet-schema: setup ## write the schema of the gateway's fleet file into the docs anew
+	@$(BIN)/python -m penstock.gateway.discovery.document > docs/gateway/fleet.schema.json
+
 .PHONY: crds
 crds: setup ## write the CRDs, their reference in the docs and the chart's copies of manifests/ anew
 	@$(BIN)/penstock crds --write manifests/crds

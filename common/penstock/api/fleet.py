@@ -1,7 +1,8 @@
 """What exists (models, pools, replicas), as discovery hands it to the picker, and how loaded it is, as the picker hands it to
 the autoscaler.
 
-The same types are the file format of local discovery (`penstock gateway --discovery file:PATH`) and of the gateway's `/pools`.
+The same types are the file format of local discovery (`penstock gateway --discovery file:PATH`, with the short forms of
+`penstock.gateway.discovery.document`) and of the gateway's `/pools`.
 """
 
 from typing import Final, Literal
@@ -30,7 +31,7 @@ def open_id(namespace: str, name: str) -> str:
     return f"{_OPEN}{namespace}/{name}"
 
 
-class Replica(msgspec.Struct, frozen=True, kw_only=True):
+class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine process; known by (`uid`, `port`), never by its address, which may be given out again."""
 
     uid: str
@@ -71,7 +72,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class Pool(msgspec.Struct, frozen=True, kw_only=True):
+class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Interchangeable replicas of one model; one Envoy cluster."""
 
     id: str
@@ -86,7 +87,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
         return self.id.startswith(_OPEN)
 
 
-class Canary(msgspec.Struct, frozen=True, kw_only=True):
+class Canary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A share of another model's traffic."""
 
     of: str
@@ -95,7 +96,7 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
     """Percent, 0 to 100."""
 
 
-class Weights(msgspec.Struct, frozen=True, kw_only=True):
+class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of the `WeightedScore` policy."""
 
     prefix: float = 3.0
@@ -106,7 +107,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
     """Against KV cache usage."""
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One InferenceModel as far as routing goes."""
 
     id: str
@@ -138,7 +139,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return self.id.startswith(_OPEN)
 
 
-class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+class Adapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One LoraAdapter as far as routing goes."""
 
     id: str
@@ -151,7 +152,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time."""
 
 
-class InferencePool(msgspec.Struct, frozen=True, kw_only=True):
+class InferencePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A Gateway API InferencePool: what a foreign gateway sends requests to, by a port of its own on the picker."""
 
     id: str
@@ -178,7 +179,7 @@ class NameConflict(msgspec.Struct, frozen=True, kw_only=True):
     """Who has it, likewise."""
 
 
-class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that exists, at one moment."""
 
     models: list[Model] = []

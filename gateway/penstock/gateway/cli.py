@@ -1,7 +1,6 @@
 """The commands `penstock gateway` and `penstock envoy`. Light to import: `penstock --help` loads them."""
 
 import argparse
-import logging
 import platform
 import sys
 from pathlib import Path, PurePosixPath
@@ -9,8 +8,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from penstock.flag_values import number, port_or_any, positive, seconds
+from penstock.gateway.logs import LEVELS, log_to_stderr
 
 if TYPE_CHECKING:
+    from penstock.gateway.discovery.address import Address
+    from penstock.gateway.discovery.source import Discovery
     from penstock.gateway.process import GatewaySettings
     from penstock.gateway.tls import Certificate
     from penstock.gateway.tracing import TraceSettings
@@ -27,14 +29,13 @@ def gateway(argv: list[str]) -> int:
 
     import uvloop
 
-    from penstock.gateway.discovery.source import discovery_from
     from penstock.gateway.process import serve
     from penstock.kube.errors import NoApiServer
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr(options.log_level)
     try:
         settings = _settings(options)
-        uvloop.run(serve(settings, discovery_from(options.discovery, options.namespace)))
+        uvloop.run(serve(settings, _discovery(options, settings)))
     except NoApiServer as error:
         sys.stderr.write(f"penstock gateway: no API server to go to; see --discovery: {error}\n")
         return 2
@@ -46,7 +47,18 @@ def gateway(argv: list[str]) -> int:
 
 def _add_addresses(parser: argparse.ArgumentParser) -> None:
     """Where the fleet is learned, what is served where, and what Envoy is told of itself."""
-    parser.add_argument("--discovery", default="kubernetes", help="`kubernetes` or file:PATH (default: %(default)s)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--discovery", metavar="SOURCE", help="where the fleet comes from: `kubernetes` or file:PATH (default: kubernetes)"
+    )
+    where.add_argument(
+        "--endpoint",
+        type=_endpoint,
+        action="append",
+        default=[],
+        metavar="IP:PORT[=ENGINE]",
+        help="a replica of a fixed fleet, instead of --discovery; may be given again. It says itself which models it serves",
+    )
     parser.add_argument(
         "--namespace",
         action="append",
@@ -94,6 +106,9 @@ def _add_addresses(parser: argparse.ArgumentParser) -> None:
         default=100.0,
         metavar="N",
         help="of the requests that bring no trace of their own, as many are traced (default: 100)",
+    )
+    parser.add_argument(
+        "--log-level", default="INFO", choices=LEVELS, help="the least severe messages that are logged (default: %(default)s)"
     )
     parser.add_argument("--name", default=platform.node(), help="this process's name in /pools (default: the host's)")
     parser.add_argument(
@@ -190,8 +205,21 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--tls-self-signed and --tls-cert exclude each other")
     if options.replica_name is not None and options.replica_tls is None:
         parser.error("--replica-name needs --replica-tls")
+    if options.endpoint and options.namespace:
+        parser.error("--namespace and --endpoint exclude each other: a fixed fleet has no namespaces")
     if options.fail_open and options.tenants is not None:
         parser.error("--fail-open and --tenants exclude each other: without a gateway nobody would ask for keys")
+
+
+def _discovery(options: argparse.Namespace, settings: "GatewaySettings") -> "Discovery":
+    """Where the fleet comes from; raises ValueError where --discovery names nothing that exists."""
+    if options.endpoint:
+        from penstock.gateway.discovery.endpoints import EndpointsDiscovery
+
+        return EndpointsDiscovery(options.endpoint, settings.replica_tls)
+    from penstock.gateway.discovery.source import discovery_from
+
+    return discovery_from(options.discovery or "kubernetes", options.namespace)
 
 
 def _settings(options: argparse.Namespace) -> "GatewaySettings":
@@ -262,6 +290,16 @@ def _collector(text: str) -> str:
     except ValueError:  # a port that is none
         pass
     raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as http://collector:4318/v1/traces")
+
+
+def _endpoint(text: str) -> "Address":
+    """`IP:PORT[=ENGINE]`."""
+    from penstock.gateway.discovery.address import address_of
+
+    try:
+        return address_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _percent(text: str) -> float:

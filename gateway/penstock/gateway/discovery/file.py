@@ -5,10 +5,8 @@ import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
-
 from penstock.api.fleet import Fleet
-from penstock.gateway.discovery.check import check
+from penstock.gateway.discovery.document import parse
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +42,7 @@ class FileDiscovery:
         if seen == self._seen:
             return None
         try:
-            fleet = msgspec.json.decode(self._path.read_bytes(), type=Fleet)
-            check(fleet)
+            fleet = parse(self._path.read_bytes())
         except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             self._complain(str(error))
             self._seen = seen

@@ -46,6 +46,13 @@ class _Answer(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Answer)
 
 
+async def served_by(client: ReplicaClient, replica: Replica) -> list[Served]:
+    """What a replica says that it serves; raises TimeoutError and the errors in `UNREADABLE`."""
+    async with client.get(replica, "/v1/models", TIMEOUT) as response:
+        response.raise_for_status()
+        return _decoder.decode(await body_of(response, MAX_BYTES)).data
+
+
 class ServedNames:
     """The names by replica, for replicas of pools that no InferenceModel owns."""
 
@@ -98,10 +105,7 @@ class ServedNames:
         self._asked[key] = time.monotonic()
         self._due[key] = self._asked[key] + PERIOD_S
         try:
-            async with client.get(replica, "/v1/models", TIMEOUT) as response:
-                response.raise_for_status()
-                body = await body_of(response, MAX_BYTES)
-            self._names[key] = {served.id: served for served in _decoder.decode(body).data}
+            self._names[key] = {served.id: served for served in await served_by(client, replica)}
         except (TimeoutError, *UNREADABLE) as error:
             # What it said last stays: a replica that is too busy to answer still serves.
             log.warning("%s does not say which models it serves: %r", replica.name, error)
