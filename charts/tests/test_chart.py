@@ -328,7 +328,12 @@ def test_the_remaining_values_are_honoured(render: Render) -> None:
                 "logLevel": "DEBUG",
                 "image": {"repository": "mine/operator", "tag": "mine"},
             },
-            "gateway": {"tenants": {"secretName": "keys", "key": "keys.yaml"}, "auditLog": "-"},
+            "gateway": {
+                "tenants": {"secretName": "keys", "key": "keys.yaml"},
+                "auditLog": "-",
+                "debugToken": {"secretName": "debug"},
+                "console": False,
+            },
             "envoy": {
                 "service": {
                     "type": "LoadBalancer",
@@ -360,6 +365,8 @@ def test_the_remaining_values_are_honoured(render: Render) -> None:
     } <= set(operator["args"])
     gateway, *_ = named(objects, "StatefulSet", "penstock-gateway")["spec"]["template"]["spec"]["containers"]
     assert {"--tenants=/etc/penstock/tenants/keys.yaml", "--audit-log=-"} <= set(gateway["args"])
+    assert {"--debug-token-file=/etc/penstock/debug/token", "--no-console"} <= set(gateway["args"])
+    assert {"name": "debug-token", "mountPath": "/etc/penstock/debug", "readOnly": True} in gateway["volumeMounts"]
     service = named(objects, "Service", "penstock-envoy")
     assert service["metadata"]["annotations"] == {"example.com/lb": "internal"}
     expected = {

@@ -187,6 +187,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     replicas: list[Replica] = []
     adapters: list[Adapter] = []
     inference_pools: list[InferencePool] = []
+    scaling: dict[str, str] = {}
+    """The autoscaler's last word on a pool, by `Pool.id`: a sentence for people. Nothing is decided by it."""
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -79,6 +79,18 @@ def _add_addresses(parser: argparse.ArgumentParser) -> None:
         help="what serves the gRPC ports: an HTTP/2 server of our own, or grpc.aio (default: %(default)s)",
     )
     parser.add_argument("--http-port", type=port_or_any, default=9090, help="/pools, /metrics, probes, … (default: %(default)s)")
+    parser.add_argument(
+        "--debug-token-file",
+        type=Path,
+        metavar="FILE",
+        help="a token that /debug/* ask for; reread on change (default: they answer clients on this machine alone)",
+    )
+    parser.add_argument(
+        "--console",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="serve a read-only page at /console on the HTTP port (default: on)",
+    )
     parser.add_argument("--listener-host", default="0.0.0.0", help="where Envoy is told to listen (default: %(default)s)")
     parser.add_argument(
         "--listener-port", type=port_or_any, default=8080, help="where Envoy is told to listen (default: %(default)s)"
@@ -253,6 +265,8 @@ def _settings(options: argparse.Namespace) -> "GatewaySettings":
         replica_tls=None if options.replica_tls is None else ReplicaTls.of(options.replica_tls, options.replica_name),
         tenants=options.tenants,
         audit_log=options.audit_log,
+        debug_token=options.debug_token_file,
+        console=options.console,
         flow=FlowLimits(requests=options.max_queued_requests, bytes=options.max_queued_mib * 2**20),
         poll_period_s=options.poll_period,
         tokenizers=dict(options.tokenizer),

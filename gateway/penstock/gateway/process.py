@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 
 import aiohttp
@@ -30,6 +31,7 @@ from penstock.gateway.extproc.ceiling import Ceiling
 from penstock.gateway.extproc.decisions import DecisionLog
 from penstock.gateway.extproc.director import PickDirector
 from penstock.gateway.extproc.exchange import Director
+from penstock.gateway.extproc.failures import Failure, FailureLog
 from penstock.gateway.extproc.health import Health
 from penstock.gateway.extproc.service import ExtProcService
 from penstock.gateway.extproc.stages.admit import Admit
@@ -44,9 +46,11 @@ from penstock.gateway.extproc.underway import Underway
 from penstock.gateway.flow.control import DEFAULT_LIMITS, FlowLimits
 from penstock.gateway.flow.gate import FlowGate
 from penstock.gateway.front_ends import FRONT_ENDS
+from penstock.gateway.http.access import DebugToken
 from penstock.gateway.http.flow_metrics import FlowCollector, FlowMetrics
 from penstock.gateway.http.metrics import PickerMetrics, StateCollector
 from penstock.gateway.http.server import GatewayHttp
+from penstock.gateway.http.tenants import tenants_view
 from penstock.gateway.load.follower import FleetFollower
 from penstock.gateway.load.poller import PERIOD_S, LoadPoller
 from penstock.gateway.load.prompts import PromptLibrary
@@ -73,6 +77,7 @@ NOTICE_S = 1.5
 """What Envoy's health checks need to find out that this process is going."""
 APPLY_LIMIT_S = 2.0
 EXPIRY_TICK_S = 10.0
+_SERVER_ERROR = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +114,10 @@ class GatewaySettings:
     """Between two looks at an engine of others; 0: nobody is polled."""
     tokenizers: Mapping[str, Path] = field(default_factory=dict[str, Path])
     """Folders with the tokenizers of models that engines of others serve, by served name."""
+    debug_token: Path | None = None
+    """A file with the token for `/debug/*`; None: they answer clients on this machine alone."""
+    console: bool = True
+    """Whether the console is served."""
     flow: FlowLimits = DEFAULT_LIMITS
     """How much may wait."""
 
@@ -122,6 +131,7 @@ class Gateway:
         registry = CollectorRegistry()
         state = FleetState()
         decisions = DecisionLog()
+        self._failures = FailureLog()
         self._follower = FleetFollower(state)
         self._poller = LoadPoller(state, self._follower.learned, settings.poll_period_s)
         self._prompts = PromptLibrary(state, settings.tokenizers)
@@ -144,6 +154,7 @@ class Gateway:
             respond=self._respond,
             underway=self._underway,
             metrics=metrics,
+            failures=self._failures,
         )
         ceiling = Ceiling()
         traces = settings.listener.traces
@@ -170,7 +181,19 @@ class Gateway:
         self._ads = AdsServicer(settings.listener, registry, settings.replica_tls)
         self._health = Health()
         self._tls = ReplicaTlsStates(settings.replica_tls)
-        self._http = GatewayHttp(settings.name, self._follower, decisions, self._ads, self._pool_ports, registry, self._tls)
+        self._http = GatewayHttp(
+            settings.name,
+            self._follower,
+            decisions,
+            self._ads,
+            self._pool_ports,
+            registry,
+            self._tls,
+            failures=self._failures,
+            tenants=lambda: tenants_view(tenants, self._gate.control),
+            token=None if settings.debug_token is None else DebugToken(settings.debug_token),
+            console=settings.console,
+        )
         registry.register(StateCollector(self._follower))
         registry.register(FlowCollector(self._gate.control, tenants))
         self.grpc_port = settings.grpc_port
@@ -205,7 +228,24 @@ class Gateway:
         """Envoy has done with a request."""
         if self._audit is not None:
             self._audit.over(routed, entry)
-        self._respond.over(routed, entry.response.response_code.value)
+        status = entry.response.response_code.value
+        if status >= _SERVER_ERROR:
+            self._failures.add(self._failed(routed, status, entry))
+        self._respond.over(routed, status)
+
+    def _failed(self, routed: Routed, status: int, entry: HTTPAccessLogEntry) -> Failure:
+        """A request that a replica did not serve."""
+        replica = self._follower.state.replicas().get(routed.booking.key)
+        return Failure(
+            time=time.time(),
+            request_id=routed.booking.request_id,
+            model=routed.model,
+            tenant=routed.tenant or None,
+            status=status,
+            reason="replica_error",
+            message=entry.response.response_code_details,
+            replica=replica.name if replica is not None else routed.booking.key.uid,
+        )
 
     async def _work(self, stop: asyncio.Event, client: ReplicaClient) -> None:
         """Runs the background tasks until `stop`; the first that fails ends this with its error."""
@@ -295,9 +335,29 @@ class Gateway:
             site = web.TCPSite(runner, self._settings.host, self._settings.http_port)
             await site.start()
             self.http_port = runner.addresses[0][1]
+            if _needs_loopback(self._settings.host):
+                await self._serve_loopback(runner)
             yield
         finally:
             await runner.cleanup()
+
+    async def _serve_loopback(self, runner: web.AppRunner) -> None:
+        """The HTTP port on this machine's own address too: `kubectl port-forward` reaches a pod by no other."""
+        try:
+            await web.TCPSite(runner, "127.0.0.1", self.http_port).start()
+        except OSError as error:
+            log.warning(
+                "port %d of 127.0.0.1 cannot be had: kubectl port-forward will not work: %s", self.http_port, error.strerror
+            )
+
+
+def _needs_loopback(host: str) -> bool:
+    """Whether a server on `host` cannot be reached by 127.0.0.1."""
+    try:
+        address = ip_address(host)
+    except ValueError:  # a name
+        return False
+    return not address.is_loopback and not address.is_unspecified
 
 
 def _without_new(fleet: Fleet, known: frozenset[tuple[str, str]]) -> Fleet:

@@ -56,6 +56,12 @@ def test_models_give_pools_and_pods_give_replicas() -> None:
     assert (first.events_port, first.replay_port) == (5557, 5558)
 
 
+def test_the_autoscalers_last_word_comes_from_the_status() -> None:
+    sized = model("m", "m")
+    sized["status"] = {"scaling": [{"pool": "p", "current": 1, "desired": 2, "constraint": "Demand", "reason": "8 requests"}]}
+    assert fleet_of([sized], []).scaling == {"d/m/p": "Demand: 8 requests"}
+
+
 def test_what_must_not_be_picked_says_so() -> None:
     going = pod("going", deletionTimestamp="2026-01-01T00:00:00Z")
     victim = pod("victim", annotations={"penstock.dev/cordoned": "true"})

@@ -90,7 +90,13 @@ class QueueDiscovery:
 class World:
     """A gateway with two replicas of the model `tiny`."""
 
-    def __init__(self, ext_proc: str = "lean", tenants: Path | None = None, audit_log: Path | None = None) -> None:
+    def __init__(
+        self,
+        ext_proc: str = "lean",
+        tenants: Path | None = None,
+        audit_log: Path | None = None,
+        debug_token: Path | None = None,
+    ) -> None:
         self.discovery = QueueDiscovery()
         listener = ListenerSettings(host="127.0.0.1", port=1)
         settings = GatewaySettings(
@@ -102,6 +108,7 @@ class World:
             ext_proc=ext_proc,
             tenants=tenants,
             audit_log=audit_log,
+            debug_token=debug_token,
         )
         self.gateway = Gateway(settings, self.discovery)
         self.state = self.gateway._follower.state
@@ -201,11 +208,21 @@ def audit_log() -> Path | None:
 
 
 @pytest.fixture
+def debug_token() -> Path | None:
+    """None: no debug token; files that show it name one."""
+    return None
+
+
+@pytest.fixture
 async def world(
-    ext_proc: str, tenants_file: Path | None, audit_log: Path | None, monkeypatch: pytest.MonkeyPatch
+    ext_proc: str,
+    tenants_file: Path | None,
+    audit_log: Path | None,
+    debug_token: Path | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[World]:
     monkeypatch.setattr("penstock.gateway.process.NOTICE_S", 0.0)  # no Envoy is to notice that it stops
-    world = World(ext_proc, tenants_file, audit_log)
+    world = World(ext_proc, tenants_file, audit_log, debug_token)
     async with contextlib.AsyncExitStack() as stack:
         await world.start(stack)
         yield world

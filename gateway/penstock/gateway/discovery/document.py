@@ -52,6 +52,7 @@ class FleetFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     replicas: list[ReplicaEntry | str] = []
     adapters: list[fleet.Adapter] = []
     inference_pools: list[fleet.InferencePool] = []
+    scaling: dict[str, str] = {}
 
 
 def parse(content: bytes) -> Fleet:
@@ -68,7 +69,12 @@ def parse(content: bytes) -> Fleet:
     pools += [fleet.Pool(id=f"{model.id}/{POOL}", model=model.id) for model in models if model.id not in with_pools]
     replicas = [_replica(entry, pools, f"replicas[{index}]") for index, entry in enumerate(document.replicas)]
     found = Fleet(
-        models=models, pools=pools, replicas=replicas, adapters=document.adapters, inference_pools=document.inference_pools
+        models=models,
+        pools=pools,
+        replicas=replicas,
+        adapters=document.adapters,
+        inference_pools=document.inference_pools,
+        scaling=document.scaling,
     )
     check(found)
     return found

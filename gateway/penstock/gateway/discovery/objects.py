@@ -41,9 +41,11 @@ def fleet_of(
     """
     known: list[Model] = []
     pools: list[Pool] = []
-    for model, its_pools in _readable("InferenceModel", models, _model):
+    scaling: dict[str, str] = {}
+    for model, its_pools, said in _readable("InferenceModel", models, _model):
         known.append(model)
         pools.extend(its_pools)
+        scaling.update(said)
     pods = list(pods)
     pools.extend(_leaving(pods, {model.id for model in known}, {pool.id for pool in pools}))
     names = {pool.id for pool in pools}
@@ -58,6 +60,7 @@ def fleet_of(
         models=sorted(selected.models.values(), key=lambda it: it.id),
         pools=sorted(selected.pools.values(), key=lambda it: it.id),
         replicas=sorted(selected.replicas.values(), key=lambda it: (it.pool, it.name)),
+        scaling=scaling,
         adapters=sorted(_readable("LoraAdapter", adapters, _adapter), key=lambda it: it.id),
         inference_pools=sorted(selected.inference_pools, key=lambda it: it.id),
     )
@@ -92,7 +95,7 @@ def _readable(kind: str, items: Iterable[Object], read: Callable[[Object], Read]
             log.error("%s %s is left out: %r", kind, id_of(item), error)
 
 
-def _model(item: Object) -> tuple[Model, list[Pool]]:
+def _model(item: Object) -> tuple[Model, list[Pool], dict[str, str]]:
     spec: dict[str, Any] = item["spec"]
     served, routing = spec["served"], spec.get("routing", {})
     model = Model(
@@ -107,7 +110,12 @@ def _model(item: Object) -> tuple[Model, list[Pool]]:
     )
     place = item["metadata"]["namespace"], item["metadata"]["name"]
     pools = [Pool(id=pool_id(*place, pool["name"]), model=model.id, role=pool.get("role", "Both")) for pool in spec["pools"]]
-    return model, pools
+    return model, pools, _scaling(place, item.get("status", {}).get("scaling") or [])
+
+
+def _scaling(place: tuple[str, str], said: Iterable[Object]) -> dict[str, str]:
+    """What the autoscaler says of a model's pools in its status, by pool id."""
+    return {pool_id(*place, it["pool"]): f"{it.get('constraint', 'Unknown')}: {it.get('reason', '')}" for it in said}
 
 
 def _leaving(pods: Iterable[Object], models: Set[str], known: Set[str]) -> list[Pool]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from penstock.api import headers
 from penstock.gateway.extproc.body import MAX_BODY_BYTES, parse_body, too_large
 from penstock.gateway.extproc.call import Answered, Call, Refused, ResponseHead, Routed
+from penstock.gateway.extproc.failures import Failure, FailureLog
 from penstock.gateway.extproc.passage import Passage
 from penstock.gateway.extproc.stages.admit import Admit
 from penstock.gateway.extproc.stages.identify import Identify
@@ -40,7 +41,9 @@ class PickDirector:
         respond: Respond,
         underway: Underway,
         metrics: PickerMetrics,
+        failures: FailureLog,
     ) -> None:
+        self._failures = failures
         self._identify = identify
         self._resolve = resolve
         self._listing = listing
@@ -140,3 +143,14 @@ class PickDirector:
     def refused(self, call: Call, refused: Refused) -> None:
         """See `Director`."""
         self._metrics.refusals.labels(reason=refused.reason).inc()
+        self._failures.add(
+            Failure(
+                time=time.time(),
+                request_id=call.headers.get(headers.REQUEST_ID, ""),
+                model=refused.model,
+                tenant=refused.tenant or None,
+                status=refused.status,
+                reason=refused.reason,
+                message=str(refused),
+            )
+        )

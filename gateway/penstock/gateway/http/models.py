@@ -44,6 +44,8 @@ class ModelsView(msgspec.Struct, frozen=True, kw_only=True):
     """Those whose model does not exist."""
     canaries: list[CanaryView]
     inference_pools: list[PoolView]
+    scaling: dict[str, str]
+    """The autoscaler's last word on each pool that it sizes, by `Pool.id`."""
 
 
 def models_view(state: FleetState, ports: Mapping[str, int]) -> ModelsView:
@@ -67,4 +69,5 @@ def models_view(state: FleetState, ports: Mapping[str, int]) -> ModelsView:
             if it.canary is not None
         ],
         inference_pools=[PoolView(pool=pool, port=ports.get(pool.id)) for pool in state.fleet.inference_pools],
+        scaling=state.fleet.scaling,
     )

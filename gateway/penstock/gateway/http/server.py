@@ -3,13 +3,19 @@
 import asyncio
 import math
 import time
+from collections.abc import Callable
 
 import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from penstock.gateway.extproc.decisions import KEPT, DecisionLog
+from penstock.gateway.extproc.failures import KEPT as FAILURES_KEPT
+from penstock.gateway.extproc.failures import FailureLog
+from penstock.gateway.http.access import DebugToken, debug_access
+from penstock.gateway.http.console import console_routes
 from penstock.gateway.http.models import models_view
+from penstock.gateway.http.tenants import TenantView
 from penstock.gateway.load.follower import FleetFollower
 from penstock.gateway.load.replica_client import ReplicaTlsStates
 from penstock.gateway.pool_ports import PoolPorts
@@ -19,7 +25,12 @@ MAX_POLL_S = 60.0
 
 
 class GatewayHttp:
-    """`/pools`, `/debug/decisions`, `/debug/models`, `/debug/xds`, `/debug/tls`, `/metrics`, `/healthz`, `/readyz`."""
+    """`/pools`, `/debug/*`, `/metrics`, `/healthz`, `/readyz` and the console.
+
+    Args:
+        token: Guards `/debug/*`; None: they answer clients on this machine alone.
+        console: Whether the page is served.
+    """
 
     def __init__(
         self,
@@ -30,6 +41,10 @@ class GatewayHttp:
         pool_ports: PoolPorts,
         registry: CollectorRegistry,
         replica_tls: ReplicaTlsStates,
+        failures: FailureLog,
+        tenants: Callable[[], list[TenantView]],
+        token: DebugToken | None = None,
+        console: bool = True,
     ) -> None:
         self._name = name
         self._follower = follower
@@ -38,16 +53,22 @@ class GatewayHttp:
         self._pool_ports = pool_ports
         self._registry = registry
         self._replica_tls = replica_tls
+        self._failures = failures
+        self._tenants = tenants
+        self._token = token
+        self._console = console
         self.stopping = False
 
     def application(self) -> web.Application:
         """The routes."""
-        app = web.Application()
+        app = web.Application(middlewares=[debug_access(self._token)])
         app.add_routes(
             [
                 web.get("/pools", self._pools),
                 web.get("/debug/decisions", self._last_decisions),
+                web.get("/debug/failures", self._last_failures),
                 web.get("/debug/models", self._models),
+                web.get("/debug/tenants", self._tenants_now),
                 web.get("/debug/xds", self._xds),
                 web.get("/debug/tls", self._tls),
                 web.get("/metrics", self._metrics),
@@ -55,6 +76,8 @@ class GatewayHttp:
                 web.get("/readyz", self._readyz),
             ]
         )
+        if self._console:
+            app.add_routes(console_routes())
         return app
 
     async def _pools(self, request: web.Request) -> web.Response:
@@ -73,6 +96,14 @@ class GatewayHttp:
         """The last decisions, newest first. `?n=COUNT&model=NAME&request=ID`."""
         count = int(min(_number(request, "n", KEPT), KEPT))
         return _json(self._decisions.last(count, request.query.get("model"), request.query.get("request")))
+
+    async def _last_failures(self, request: web.Request) -> web.Response:
+        """The last requests that failed, newest first. `?n=COUNT`."""
+        return _json(self._failures.last(int(min(_number(request, "n", FAILURES_KEPT), FAILURES_KEPT))))
+
+    async def _tenants_now(self, request: web.Request) -> web.Response:
+        """What tenants use, and what they may."""
+        return _json(self._tenants())
 
     async def _xds(self, request: web.Request) -> web.Response:
         """The Envoys that take their configuration from here: what each was sent, has taken and refuses."""

@@ -4,6 +4,7 @@ them. No I/O; time is an argument (monotonic seconds)."""
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
 
+import msgspec
 import numpy as np
 
 from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, RequestFinished
@@ -76,6 +77,9 @@ class FleetState:
 
     def update(self, fleet: Fleet) -> None:
         """Takes in what discovery sees now."""
+        if msgspec.structs.replace(fleet, scaling=self.fleet.scaling) == self.fleet:
+            self.fleet = fleet  # the autoscaler has said something, which changes nothing here
+            return
         replicas = {key_of(replica): replica for replica in fleet.replicas}
         for key in [key for key in self._replicas if key not in replicas]:
             self.bookings.release_all(key, "replica_gone")

@@ -34,6 +34,11 @@ class Account:
         self._tokens: Bucket | None = None
         self.limit(limits, now)
 
+    @property
+    def limits(self) -> Limits:
+        """What the tenant may do."""
+        return self._limits
+
     def limit(self, limits: Limits, now: float) -> None:
         """What the tenant may do from now on; budgets that it had keep their level."""
         self._limits = limits

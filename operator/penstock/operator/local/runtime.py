@@ -174,7 +174,13 @@ class LocalRuntime:
             for pod in [*deployment.pods, *deployment.leaving]
         ]
         adapters = [adapter for local in self.models for adapter in local.adapters]
-        return Fleet(models=models, adapters=adapters, pools=[pool for m in self.models for pool in m.pools], replicas=replicas)
+        return Fleet(
+            models=models,
+            adapters=adapters,
+            pools=[pool for m in self.models for pool in m.pools],
+            replicas=replicas,
+            scaling={pool_id: f"{decision.constraint}: {decision.reason}" for pool_id, decision in self.decisions.items()},
+        )
 
     def _weighed(self, local: LocalModel) -> Model:
         """The model with the weight at which its canary stands."""
