@@ -1,5 +1,9 @@
 """Linear layers in shards, their methods' bits, and rotary angles."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +20,7 @@ from penstock.engine.models.layers.linear_method import (
 from penstock.engine.models.layers.rotary import inverse_frequencies
 from penstock.engine.models.layers.shard import Shard
 from penstock.engine.models.rope import parse_ropes
-from penstock.kernels.cpu.isa import available
+from penstock.kernels.cpu.isa import available, choose
 from penstock.kernels.lora.batch import LoraBatch
 from penstock.kernels.ops import REFERENCE, ops_for
 
@@ -52,11 +56,45 @@ def test_a_rows_bits_do_not_depend_on_the_others(dtype, kind):
         assert torch.equal(method.apply(x[100 : 100 + count]), whole[100 : 100 + count]), count
 
 
-def test_several_threads_leave_linear_layers_to_onednn():
-    ops = ops_for("cpu", torch.bfloat16)
-    chosen = linear_method(torch.bfloat16, ops)()
-    assert isinstance(chosen, NativeLinearMethod) == (ops.linear is not None)
-    assert not isinstance(linear_method(torch.bfloat16, ops, threads=2)(), NativeLinearMethod)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ISAS)
+def test_one_thread_multiplies_by_our_own_kernel(name, dtype):
+    ops = ops_for("cpu", dtype, name)
+    assert isinstance(linear_method(dtype, ops)(), NativeLinearMethod)
+    assert not isinstance(linear_method(torch.float32, ops, threads=2)(), NativeLinearMethod), "oneDNN has several threads"
+
+
+def test_several_threads_get_our_own_kernel_where_onednn_has_none(monkeypatch, caplog):
+    monkeypatch.setattr(PrepackedLinearMethod, "finish", _refuse)
+    assert isinstance(linear_method(torch.bfloat16, ops_for("cpu", torch.bfloat16), threads=2)(), NativeLinearMethod)
+    assert "one thread instead of 2 (no such instruction)" in caplog.text
+
+
+ASKED_OF_ONEDNN = """
+import sys, torch
+from penstock.engine.models.layers.linear_method import PrepackedLinearMethod, linear_method
+from penstock.kernels.ops import ops_for
+torch.set_num_threads(1)
+chosen = linear_method(torch.bfloat16, ops_for("cpu", torch.bfloat16, sys.argv[1]), int(sys.argv[2]))()
+for method, dtype in ((chosen, torch.bfloat16), (PrepackedLinearMethod(), torch.float32)):
+    method.create(96, 64, bias=False, dtype=dtype)
+    method.load_shard("weight", torch.randn(64, 96), 0)
+    method.finish()
+    for rows in (1, 5, 300):
+        method.apply(torch.randn(rows, 96).to(dtype))
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", [name for name in ISAS if choose(name).environment])
+def test_a_process_on_a_lesser_set_asks_onednn_for_no_bfloat16(name, threads):
+    """With the environment that the engine gives its core."""
+    environment = {**os.environ, **choose(name).environment, "ONEDNN_VERBOSE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", ASKED_OF_ONEDNN, name, str(threads)]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert "onednn_verbose" in said and "avx512" not in said.lower()
+    assert not [line for line in said.splitlines() if ",exec," in line and "bf16" in line]
 
 
 class LinearShapes(TorchDispatchMode):
@@ -85,11 +123,12 @@ def test_onednn_compiles_for_few_numbers_of_rows():
     assert len(seen.rows) < 50
 
 
-def test_falls_back_by_name_where_onednn_cannot(monkeypatch, caplog):
-    def refuse(self: PrepackedLinearMethod) -> None:
-        raise RuntimeError("no such instruction")
+def _refuse(self: PrepackedLinearMethod) -> None:
+    raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(PrepackedLinearMethod, "finish", refuse)
+
+def test_falls_back_by_name_where_onednn_cannot(monkeypatch, caplog):
+    monkeypatch.setattr(PrepackedLinearMethod, "finish", _refuse)
     assert linear_method(torch.float32, REFERENCE) is UnquantizedLinearMethod
     assert "no such instruction" in caplog.text
 

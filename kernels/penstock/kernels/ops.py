@@ -52,7 +52,7 @@ class Ops:
     add_lora: Callable[[torch.Tensor, torch.Tensor, Any, Any], None]
     """With what `lora_shelves` made, and a `LoraBatch` on the CPU, a `DeviceLoraBatch` on a device."""
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor] | None = None
-    """Over a weight from `linear.reference.pack_weight`, in one thread; None: torch's are better here."""
+    """Over a weight from `linear.reference.pack_weight`, in one thread; None: this form leaves it to torch."""
     tape: Callable[[Callable[[], torch.Tensor], Pool], Tape] | None = None
     """Takes down what a function of these operations does, so that it can be done again by itself; None: there is no such
     thing in this form."""
@@ -88,7 +88,7 @@ def native_ops(dtype: torch.dtype, isa: Isa, cache: Path) -> Ops:
         paged_attention=native.paged_attention,
         lora_shelves=PackedLoraShelves,
         add_lora=native.add_lora,
-        linear=native.linear if native.has_linear else None,
+        linear=native.linear,
         tape=native.tape,
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock.kernels.cpu.isa import Isa
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("ops.cpp", "linear.cpp", "lora.cpp", "replay.cpp"))
+HEADERS = (Path(__file__).with_name("vector.h"),)
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC")
 PACKAGED = Path(__file__).with_name("lib")
@@ -46,7 +47,7 @@ def library(isa: Isa, cache: Path) -> Path:
 
 def library_name(isa: Isa) -> str:
     """The file's name, which changes with the sources and the compiler's flags."""
-    parts = (*(source.read_bytes() for source in SOURCES), " ".join((*FLAGS, *isa.flags)).encode())
+    parts = (*(source.read_bytes() for source in (*SOURCES, *HEADERS)), " ".join((*FLAGS, *isa.flags)).encode())
     return f"ops-{isa.name}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:20]}.so"
 
 

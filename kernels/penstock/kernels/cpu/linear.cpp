@@ -1,119 +1,246 @@
-// Linear layers in bfloat16 on CPUs with the dot product of bfloat16 pairs (AVX512-BF16), in one thread, behind a C ABI.
+// Linear layers in float32 and bfloat16, in one thread, behind a C ABI.
 //
-// An output is one chain of dot products over pairs of inputs, in their order, whatever the number of rows: so that a token's result has the
-// same bits in any batch. Rows and outputs are cut into tiles whose sums stay in registers; which tile a sum is in is not part of its bits.
+// A weight is packed as `linear/reference.py` says: panels of 16 outputs, and in each, for each word of inputs, 16 words side by side.
+//
+// An output is one chain of additions over the words of its inputs, in their order, in float32, whatever the number of rows: so a token's
+// result has the same bits in any batch. Rows and outputs are cut into tiles whose sums stay in registers, and inputs into chunks between
+// which sums are kept in memory; neither is part of a result's bits.
+//
+// Where the CPU multiplies pairs of bfloat16, words of inputs and weights meet as they are. Elsewhere both are widened to float32: the
+// inputs once, the weights in registers where few rows share them, and else panel by panel into a buffer that stays in the first cache.
 
 #include <algorithm>
-#include <cstdint>
-#include <cstring>
+#include <memory>
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
+#include "vector.h"
 
 namespace {
 
-constexpr int kLanes = 16;       // outputs side by side in a packed weight
-constexpr int kWide = 4;         // vectors of outputs in a tile
-constexpr int kWideRows = 6;     // 24 sums, 4 vectors of weights and one of inputs: of 32 registers
-constexpr int kNarrowRows = 12;  // of a tile of one vector
-constexpr int kAhead = 2048;     // bytes of a vector's weights that are fetched ahead: with few rows they come from beyond the caches
-constexpr int64_t kBlock = 96;   // rows that meet all weights before the next, so that they stay in the cache
+using namespace penstock;
 
-inline float widen(uint16_t x) {
-  const uint32_t bits = static_cast<uint32_t>(x) << 16;
-  float out;
-  std::memcpy(&out, &bits, 4);
-  return out;
-}
+constexpr int kPanel = 16;      // outputs
+constexpr int64_t kBlock = 96;   // rows that meet all weights before the next rows
+constexpr int64_t kChunk = 256;  // words of inputs that many rows meet at a time
+constexpr int kAhead = 2048;     // bytes that are fetched ahead of a panel's weights
 
-struct Layer {
-  const uint16_t* weight;  // [outputs / 16][pairs][16][2]
-  const uint16_t* bias;    // [outputs] or null
-  int64_t outputs, inputs, pairs;
+// Inputs X and weights W in a tile. Its sums stay in registers; the others hold weights and inputs, and what it takes to widen them.
+template <typename X, typename W>
+struct Tile {
+  static constexpr bool kWidens = !std::is_same_v<X, W>;
+  static constexpr int kSums = kRegisters == 32 ? 24 : kWidens ? 10 : 12;
+  static constexpr int kRows = kRegisters == 32 || !kWidens ? 6 : 5;
+
+  // Vectors of outputs beside so many rows: enough chains of additions to hide the latency of one.
+  static constexpr int vectors(int rows) {
+    int found = 8;
+    while (found * rows > kSums) found /= 2;
+    return found;
+  }
+};
+constexpr int64_t kFewRows = 2 * Tile<float, BFloat16>::kRows;  // rows for which weights are widened in registers
+
+// The part of a layer's product that one pass over the weights adds: some rows and some words of their inputs.
+template <typename X, typename W, typename T>
+struct Pass {
+  const X* x;          // of the first row and word
+  int64_t x_stride;    // elements between rows
+  const W* weight;     // of the first panel and word
+  int64_t panel;       // elements between panels
+  int64_t words;       // W's words in this pass
+  float* sums;         // [rows, outputs in whole panels]: what passes before this one have added, and this one is to add to
+  int64_t sums_stride;
+  bool first, last;    // of the passes over these rows: the sums begin with the bias, end in `out`
+  const T* bias;       // [outputs] or null
+  T* out;
+  int64_t outputs;
 };
 
-// Rows [0, kRows) of x times kVectors vectors of outputs from `first` on.
-template <int kRows, int kVectors>
-void tile(const uint16_t* x, const Layer& layer, int64_t first, uint16_t* out) {
-  alignas(64) float start[kVectors * kLanes] = {};
-  const int64_t count = std::min<int64_t>(kVectors * kLanes, layer.outputs - first);
-  if (layer.bias != nullptr)
-    for (int64_t i = 0; i < count; ++i) start[i] = widen(layer.bias[first + i]);
-  __m512 sums[kRows][kVectors];
+// The first `count` sums of each row, fewer than there are.
+template <int kRows, int kVectors, typename T>
+void store_rest(const Vec (&sums)[kRows][kVectors], T* out, int64_t stride, int64_t count) {
+  T all[kRows][kVectors * kLanes];
   for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm512_load_ps(start + v * kLanes);
-  const uint16_t* weight = layer.weight + first * 2 * layer.pairs;
-  const auto add = [&](int64_t p, size_t bytes) {
-    __m512bh weights[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      const uint16_t* from = weight + (v * layer.pairs + p) * 2 * kLanes;
-      _mm_prefetch(reinterpret_cast<const char*>(from) + kAhead, _MM_HINT_T0);  // no fault past the end
-      weights[v] = (__m512bh)_mm512_loadu_si512(from);
-    }
-    for (int r = 0; r < kRows; ++r) {
-      uint32_t pair = 0;
-      std::memcpy(&pair, x + r * layer.inputs + 2 * p, bytes);
-      const __m512bh input = (__m512bh)_mm512_set1_epi32(static_cast<int>(pair));
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], input, weights[v]);
-    }
-  };
-  for (int64_t p = 0; p < layer.inputs / 2; ++p) add(p, 4);
-  if (layer.inputs % 2) add(layer.pairs - 1, 2);  // the last input has no neighbour
-  for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v) {
-      uint16_t narrow[kLanes];
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(narrow), (__m256i)_mm512_cvtneps_pbh(sums[r][v]));
-      const int64_t left = std::min<int64_t>(kLanes, count - v * kLanes);
-      std::memcpy(out + r * layer.outputs + first + v * kLanes, narrow, left * sizeof(uint16_t));
-    }
+    for (int v = 0; v < kVectors; ++v) store(all[r] + v * kLanes, sums[r][v]);
+  for (int r = 0; r < kRows; ++r) std::memcpy(out + r * stride, all[r], count * sizeof(T));
 }
 
-// The last `rows` rows, fewer than a whole tile has.
-template <int kRows, int kVectors>
-void rest(int64_t rows, const uint16_t* x, const Layer& layer, int64_t first, uint16_t* out) {
-  if constexpr (kRows > 0) {
-    if (rows == kRows)
-      tile<kRows, kVectors>(x, layer, first, out);
-    else
-      rest<kRows - 1, kVectors>(rows, x, layer, first, out);
+// The sums of kRows rows from `row` on with kVectors vectors of outputs from `column` on.
+template <int kRows, int kVectors, typename X, typename W, typename T>
+__attribute__((noinline)) void tile(const Pass<X, W, T>& pass, const W* weight, int64_t row, int64_t column) {
+  Vec sums[kRows][kVectors];
+  if (!pass.first) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = load(pass.sums + (row + r) * pass.sums_stride + column + v * kLanes);
+  } else {
+    float start[kVectors * kLanes] = {};
+    if (pass.bias != nullptr)
+      for (int64_t i = 0; i < std::min<int64_t>(kVectors * kLanes, pass.outputs - column); ++i) start[i] = widen(pass.bias[column + i]);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = load(start + v * kLanes);
+  }
+  constexpr int64_t kStep = kPanel * kWord<W>;  // elements of a panel for one word of inputs
+  const auto weights_of = [&](int v, int64_t word) {
+    return weight + v * kLanes / kPanel * pass.panel + v * kLanes % kPanel * kWord<W> + word * kStep;
+  };
+  const X* x = pass.x + row * pass.x_stride;
+  for (int64_t word = 0; word < pass.words; ++word) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; v += std::max(1, 64 / kVectorBytes))
+      __builtin_prefetch(reinterpret_cast<const char*>(weights_of(v, word)) + kAhead);  // no fault past the end
+    if constexpr (std::is_same_v<X, BFloat16>) {
+      IntVec weights[kVectors];
+      for (int v = 0; v < kVectors; ++v) weights[v] = load_words(weights_of(v, word));
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const IntVec input = splat_word(x + r * pass.x_stride + word * kWord<X>);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = add_product<W>(sums[r][v], input, weights[v]);
+      }
+    } else {
+#pragma GCC unroll 2
+      for (int part = 0; part < kWord<W>; ++part) {
+        const auto weight_of = [&](int v) {
+          const IntVec found = load_words(weights_of(v, word));
+          return kWord<W> == 1 ? bit_cast<Vec>(found) : part == 0 ? first_of_pair(found) : second_of_pair(found);
+        };
+        const auto input_of = [&](int r) { return splat(x[r * pass.x_stride + word * kWord<W> + part]); };
+        // Of inputs and weights the fewer stay in registers.
+        if constexpr (kRows < kVectors) {
+          Vec inputs[kRows];
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) inputs[r] = input_of(r);
+#pragma GCC unroll 8
+          for (int v = 0; v < kVectors; ++v) {
+            const Vec found = weight_of(v);
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) sums[r][v] = multiply_add(inputs[r], found, sums[r][v]);
+          }
+        } else {
+          Vec weights[kVectors];
+#pragma GCC unroll 8
+          for (int v = 0; v < kVectors; ++v) weights[v] = weight_of(v);
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) {
+            const Vec input = input_of(r);
+#pragma GCC unroll 8
+            for (int v = 0; v < kVectors; ++v) sums[r][v] = multiply_add(input, weights[v], sums[r][v]);
+          }
+        }
+      }
+    }
+  }
+  const bool whole = column + kVectors * kLanes <= pass.outputs;
+  if (pass.last && !whole) return store_rest<kRows, kVectors>(sums, pass.out + row * pass.outputs + column, pass.outputs, pass.outputs - column);
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v)
+      if (pass.last)
+        store(pass.out + (row + r) * pass.outputs + column + v * kLanes, sums[r][v]);
+      else
+        store(pass.sums + (row + r) * pass.sums_stride + column + v * kLanes, sums[r][v]);
+}
+
+// `rows` rows, in tiles of kRows or one less, with the outputs [column, end), which are whole panels.
+template <int kRows, int kVectors, typename X, typename W, typename T>
+void tiles(const Pass<X, W, T>& pass, int64_t rows, int64_t column, int64_t end) {
+  const int64_t count = (rows + kRows - 1) / kRows, whole = rows - count * (kRows - 1);  // tiles, and those of kRows rows
+  for (; column + kVectors * kLanes <= end && column < pass.outputs; column += kVectors * kLanes) {
+    const W* weight = pass.weight + column / kPanel * pass.panel + column % kPanel * kWord<W>;
+    int64_t row = 0;
+    for (; row < whole * kRows; row += kRows) tile<kRows, kVectors>(pass, weight, row, column);
+    if constexpr (kRows > 1)
+      for (; row < rows; row += kRows - 1) tile<kRows - 1, kVectors>(pass, weight, row, column);
+  }
+  if constexpr (kVectors * kLanes > kPanel)
+    if (column < end) tiles<kRows, kVectors / 2>(pass, rows, column, end);
+}
+
+// The same in the fewest tiles, of kRows rows where that is what it takes.
+template <int kRows, typename X, typename W, typename T>
+void fewest_tiles(const Pass<X, W, T>& pass, int64_t rows, int64_t column, int64_t end) {
+  const int64_t count = (rows + Tile<X, W>::kRows - 1) / Tile<X, W>::kRows;
+  if ((rows + count - 1) / count == kRows)
+    tiles<kRows, Tile<X, W>::vectors(kRows)>(pass, rows, column, end);
+  else if constexpr (kRows > 1)
+    fewest_tiles<kRows - 1>(pass, rows, column, end);
+}
+
+// `words` words of each row's inputs from element `begin` on, as X, side by side; what is beyond the inputs is 0.
+template <typename X, typename T>
+void gather(const T* x, int64_t inputs, int64_t begin, int64_t words, int64_t rows, X* out) {
+  const int64_t size = words * kWord<T>, there = std::min(size, inputs - begin);
+  for (int64_t r = 0; r < rows; ++r, x += inputs, out += size) {
+    for (int64_t i = 0; i < there; ++i)
+      if constexpr (std::is_same_v<X, T>)
+        out[i] = x[begin + i];
+      else
+        out[i] = widen(x[begin + i]);
+    std::fill(out + there, out + size, X{});
   }
 }
 
-template <int kRows, int kVectors>
-void column(const uint16_t* x, int64_t rows, const Layer& layer, int64_t first, uint16_t* out) {
-  int64_t r = 0;
-  for (; r + kRows <= rows; r += kRows) tile<kRows, kVectors>(x + r * layer.inputs, layer, first, out + r * layer.outputs);
-  rest<kRows - 1, kVectors>(rows - r, x + r * layer.inputs, layer, first, out + r * layer.outputs);
+// `words` words of a panel's pairs of bfloat16, as float32: all first ones of a word, then all second ones.
+void widen_panel(const BFloat16* weight, int64_t words, float* out) {
+  for (int64_t i = 0; i < words; ++i, weight += 2 * kPanel, out += 2 * kPanel)
+    for (int lane = 0; lane < kPanel; lane += kLanes) {
+      const IntVec pairs = load_words(weight + 2 * lane);
+      store(out + lane, first_of_pair(pairs));
+      store(out + kPanel + lane, second_of_pair(pairs));
+    }
+}
+
+template <typename T>
+void linear(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t outputs, int64_t inputs) {
+  constexpr bool kWiden = !std::is_same_v<T, float> && !kDotsPairs;
+  using X = std::conditional_t<kWiden, float, T>;
+  const int64_t words = (inputs + kWord<T> - 1) / kWord<T>, end = (outputs + kPanel - 1) / kPanel * kPanel;
+  const int64_t blocks = (rows + kBlock - 1) / kBlock, block = (rows + blocks - 1) / std::max<int64_t>(1, blocks);
+  const int64_t chunk = block > kFewRows ? kChunk : words;
+  const bool direct = !kWiden && inputs % kWord<T> == 0;
+  const std::unique_ptr<X[]> gathered(direct ? nullptr : new X[block * chunk * kWord<T>]);
+  const std::unique_ptr<float[]> sums(words > chunk ? new float[block * end] : nullptr);
+  const std::unique_ptr<float[]> panel(kWiden && block > kFewRows ? new float[chunk * kWord<T> * kPanel] : nullptr);
+  for (int64_t row = 0; row < rows; row += block) {
+    const int64_t count = std::min(block, rows - row);
+    for (int64_t begin = 0; begin < words; begin += chunk) {
+      Pass<X, T, T> pass{nullptr, inputs, weight + begin * kWord<T> * kPanel, words * kWord<T> * kPanel, std::min(chunk, words - begin),
+                         sums.get(), end, begin == 0, begin + chunk >= words, bias, out + row * outputs, outputs};
+      if constexpr (!kWiden) pass.x = x + row * inputs + begin * kWord<T>;
+      if (!direct) {
+        gather(x + row * inputs, inputs, begin * kWord<T>, pass.words, count, gathered.get());
+        pass.x = gathered.get(), pass.x_stride = pass.words * kWord<T>;
+      }
+      if constexpr (kWiden) {
+        if (panel != nullptr) {
+          const Pass<float, float, T> wide{pass.x, pass.x_stride, panel.get(), 0, pass.words * kWord<T>, pass.sums, pass.sums_stride,
+                                           pass.first, pass.last, bias, pass.out, outputs};
+          for (int64_t column = 0; column < end; column += kPanel) {
+            widen_panel(pass.weight + column / kPanel * pass.panel, pass.words, panel.get());
+            fewest_tiles<Tile<float, float>::kRows>(wide, count, column, column + kPanel);
+          }
+          continue;
+        }
+      }
+      fewest_tiles<Tile<X, T>::kRows>(pass, count, 0, end);
+    }
+  }
 }
 
 }  // namespace
 
-extern "C" {
-
-int penstock_has_linear() { return 1; }
-
-void penstock_linear(const void* x, const void* weight, const void* bias, void* out, int64_t rows, int64_t outputs, int64_t inputs) {
-  const Layer layer{static_cast<const uint16_t*>(weight), static_cast<const uint16_t*>(bias), outputs, inputs, (inputs + 1) / 2};
-  for (int64_t r = 0; r < rows; r += kBlock) {
-    const uint16_t* from = static_cast<const uint16_t*>(x) + r * inputs;
-    uint16_t* to = static_cast<uint16_t*>(out) + r * outputs;
-    const int64_t count = std::min(kBlock, rows - r);
-    int64_t first = 0;
-    for (; first + kWide * kLanes <= outputs; first += kWide * kLanes) column<kWideRows, kWide>(from, count, layer, first, to);
-    for (; first < outputs; first += kLanes) column<kNarrowRows, 1>(from, count, layer, first, to);
-  }
+extern "C" void penstock_linear(int dtype, const void* x, const void* weight, const void* bias, void* out, int64_t rows, int64_t outputs,
+                                int64_t inputs) {
+  const auto run = [&](auto* to) {
+    using T = std::remove_pointer_t<decltype(to)>;
+    linear(static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<const T*>(bias), to, rows, outputs, inputs);
+  };
+  if (dtype == 0)
+    run(static_cast<float*>(out));
+  else
+    run(static_cast<BFloat16*>(out));
 }
-
-}  // extern "C"
-
-#else
-
-extern "C" {
-
-int penstock_has_linear() { return 0; }
-
-void penstock_linear(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t) {}
-
-}  // extern "C"
-
-#endif

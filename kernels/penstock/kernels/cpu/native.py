@@ -26,7 +26,7 @@ _SIGNATURES = {
         *[c_int, *[c_void_p] * 3, *[c_int64] * 3, *[c_void_p] * 2, c_int64],
         *[*[c_void_p] * 3, c_int64, *[c_void_p] * 2, c_float, *[c_int64] * 6],
     ],
-    "penstock_linear": [*[c_void_p] * 4, *[c_int64] * 3],
+    "penstock_linear": [c_int, *[c_void_p] * 4, *[c_int64] * 3],
     "penstock_paged_attention": [c_int, *[c_void_p] * 3, c_int64, *[c_void_p] * 3, *[c_int64] * 7, *[c_float] * 2],
     "penstock_gather_rows": [*[c_void_p] * 3, *[c_int64] * 2],
     "penstock_add_lora": [
@@ -55,11 +55,6 @@ class NativeOps:
         self._library: Any = loaded
         self._dtype, self._code = dtype, DTYPES[dtype]
 
-    @property
-    def has_linear(self) -> bool:
-        """Whether there is a linear layer for this dtype and CPU."""
-        return self._dtype is torch.bfloat16 and bool(self._library.penstock_has_linear())
-
     def tape(self, run: Callable[[], torch.Tensor], pool: Pool) -> Tape:
         """Runs a function of these operations and torch's, and takes down what it does; see `penstock.kernels.cpu.tape`.
 
@@ -85,7 +80,7 @@ class NativeOps:
         out = torch.empty((rows, out_features), dtype=self._dtype)
         bias_pointer = None if bias is None else bias.data_ptr()
         pointers = (x.data_ptr(), packed.data_ptr(), bias_pointer, out.data_ptr())
-        self._library.penstock_linear(*pointers, rows, out_features, in_features)
+        self._library.penstock_linear(self._code, *pointers, rows, out_features, in_features)
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -154,19 +154,26 @@ def padded_rows(rows: int) -> int:
 
 
 def linear_method(dtype: torch.dtype, ops: Ops, threads: int = 1, device: torch.device = CPU) -> LinearMethodFactory:
-    """The unquantised method for a dtype. On the CPU our own kernel where there is one, which has one thread; else oneDNN's,
-    which is tried first, since it is private to torch and depends on the CPU."""
+    """The unquantised method for a dtype. On a CPU our own kernel, which has one thread; for several threads, and for dtypes
+    that our kernel lacks, oneDNN's, which is tried first, since it is private to torch and depends on the CPU."""
     if device.type != "cpu":
         return partial(DeviceLinearMethod, device)
     if ops.linear is not None and threads == 1:
-        log.info("linear layers in %s: weights packed for our own kernel", dtype)
-        return partial(NativeLinearMethod, ops.linear)
+        return _native(dtype, ops.linear)
     reason = _why_not_prepacked(dtype)
     if reason is None:
         log.info("linear layers in %s: weights prepacked for oneDNN", dtype)
         return PrepackedLinearMethod
+    if ops.linear is not None:
+        log.warning("linear layers in %s: one thread instead of %d (%s)", dtype, threads, reason)
+        return _native(dtype, ops.linear)
     log.warning("linear layers in %s: plain torch, slower at small batches (%s)", dtype, reason)
     return UnquantizedLinearMethod
+
+
+def _native(dtype: torch.dtype, linear: LinearKernel) -> LinearMethodFactory:
+    log.info("linear layers in %s: weights packed for our own kernel", dtype)
+    return partial(NativeLinearMethod, linear)
 
 
 def _why_not_prepacked(dtype: torch.dtype) -> str | None:

@@ -1,0 +1,146 @@
+// Vectors of float32 as wide as the instruction set has them, and bfloat16 beside them. What differs among instruction sets is here; all
+// other code is the compiler's vector extensions.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace penstock {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64, kRegisters = 32;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32, kRegisters = 16;
+#elif defined(__ARM_NEON)
+constexpr int kVectorBytes = 16, kRegisters = 32;
+#else
+constexpr int kVectorBytes = 16, kRegisters = 16;
+#endif
+constexpr int kLanes = kVectorBytes / 4;
+
+typedef float Vec __attribute__((vector_size(kVectorBytes)));
+typedef int32_t IntVec __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t HalfVec __attribute__((vector_size(kVectorBytes / 2)));  // a 16-bit lane for each lane of a Vec
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// Elements of T in a word of 32 bits.
+template <typename T>
+constexpr int64_t kWord = sizeof(uint32_t) / sizeof(T);
+
+template <typename To, typename From>
+inline To bit_cast(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To out;
+  std::memcpy(&out, &x, sizeof out);
+  return out;
+}
+
+inline Vec splat(float x) { return x - Vec{}; }  // + would not be dropped: it changes -0
+inline IntVec splat_word(const void* at) {
+  int32_t word;
+  std::memcpy(&word, at, sizeof word);
+  return IntVec{} + word;
+}
+inline IntVec load_words(const void* at) {
+  IntVec out;
+  std::memcpy(&out, at, sizeof out);
+  return out;
+}
+
+// a * b + c, rounded once where the instruction set can.
+inline Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr bool kDotsPairs = true;
+#else
+constexpr bool kDotsPairs = false;
+#endif
+
+// The first and the second of each pair of bfloat16, as float32.
+inline Vec first_of_pair(IntVec pairs) { return bit_cast<Vec>(pairs << 16); }
+inline Vec second_of_pair(IntVec pairs) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return (Vec)_mm256_blend_epi16(_mm256_setzero_si256(), (__m256i)pairs, 0xaa);  // a mask would take one register more
+#else
+  return bit_cast<Vec>(pairs & static_cast<int32_t>(0xffff0000u));
+#endif
+}
+
+// Adds to each lane of `sum` the product of two words: of one float32 each, or of two bfloat16 each.
+template <typename T>
+inline Vec add_product(Vec sum, IntVec a, IntVec b) {
+  if constexpr (kWord<T> == 1) return multiply_add(bit_cast<Vec>(a), bit_cast<Vec>(b), sum);
+#if defined(__AVX512BF16__)
+  return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return (Vec)vbfdotq_f32((float32x4_t)sum, vreinterpretq_bf16_s32((int32x4_t)a), vreinterpretq_bf16_s32((int32x4_t)b));
+#else
+  return multiply_add(second_of_pair(a), second_of_pair(b), multiply_add(first_of_pair(a), first_of_pair(b), sum));
+#endif
+}
+
+inline float widen(float x) { return x; }
+inline float widen(BFloat16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+
+inline void narrow(float x, float* out) { *out = x; }
+inline void narrow(float x, BFloat16* out) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  out->bits = nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+inline Vec load(const float* p) {
+  Vec out;
+  std::memcpy(&out, p, sizeof out);
+  return out;
+}
+inline Vec load(const BFloat16* p) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16);
+#else
+  HalfVec half;
+  std::memcpy(&half, p, sizeof half);
+  return bit_cast<Vec>(__builtin_convertvector(half, IntVec) << 16);
+#endif
+}
+
+inline void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
+inline void store(BFloat16* p, Vec x) {
+#if defined(__AVX512BF16__)
+  const __m256bh half = _mm512_cvtneps_pbh((__m512)x);
+#else
+  // To nearest, ties to even.
+  const IntVec bits = bit_cast<IntVec>(x), rounded = bits + 0x7fff + ((bits >> 16) & 1), nan = IntVec{} + 0x7fc00000;
+  const IntVec high = x == x ? rounded : nan;
+#if defined(__AVX2__)
+  const __m256i words = _mm256_srli_epi32((__m256i)high, 16);
+  const __m128i half = _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08));
+#else
+  const HalfVec half = __builtin_convertvector(high >> 16, HalfVec);
+#endif
+#endif
+  std::memcpy(p, &half, sizeof half);
+}
+
+}  // namespace penstock
