@@ -123,6 +123,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Requests in the queue beyond which new ones are refused with 503."""
     watermark: float = 0.01
     """Share of the blocks kept free when a request is admitted, so that running ones can grow before any is preempted."""
+    num_speculative_tokens: int = 0
+    """Drafts that the runner proposes for a row's next step at most."""
     tenant_weights: dict[str, float] = {}
     """Shares of tenants in comparison with the others; 1 for those that are not named."""
 

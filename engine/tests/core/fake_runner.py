@@ -1,9 +1,11 @@
 """A model runner without a model: the next token is a checksum of all tokens before it, as read back from its KV cache.
 
 What it reads is what it wrote: a block freed too early, a wrong cache hit, a stale row or a lost append changes every token
-that follows, or is noticed here at once.
+that follows, or is noticed here at once. Where the configuration has drafts it proposes random ones, and accepts some of those
+that are right.
 """
 
+import random
 import time
 import zlib
 from collections.abc import Sequence
@@ -76,6 +78,8 @@ class FakeRunner:
         self.slow_reads = False
         self.captures: list[float] = []
         self._config = config
+        self._random = random.Random(1)
+        self._drafts: dict[int, list[int]] = {}
 
     kernels = "fake"
 
@@ -164,6 +168,7 @@ class FakeRunner:
         self._apply_adapters(plan)
         starts = self.table.apply(plan)
         self._plan, self._starts = plan, starts
+        self._verifies = self._take_drafts(plan)
         for row, start, count, adapter in zip(plan.rows, starts, plan.num_new_tokens, self.adapters(plan), strict=True):
             positions = np.arange(start, start + count)
             tokens = self.table.token_ids[row, positions]
@@ -174,12 +179,30 @@ class FakeRunner:
                 self._kv[blocks, positions % group.block_size] = content
             self.prefilled += int(count)
 
+    def _take_drafts(self, plan: StepPlan) -> list[int]:
+        """Puts the rows' drafts behind their last tokens; how many of each row are drafts and not there to fill up."""
+        for row in plan.released.tolist():
+            self._drafts.pop(row, None)
+        num_drafts, found = _num_drafts(plan), []
+        given = _by_row(plan.draft_rows, num_drafts[plan.draft_rows], plan.draft_ids)
+        for at, (row, count) in enumerate(zip(plan.rows.tolist(), num_drafts.tolist(), strict=True)):
+            own = self._drafts.pop(row, [])
+            drafts = given[at].tolist() if at in given else own[:count]
+            end = int(self._starts[at] + plan.num_new_tokens[at])
+            self.table.token_ids[row, end - count : end] = (drafts + [0] * count)[:count]
+            found.append(len(drafts) if count else 0)
+        return found
+
     def sample(self, inputs: SampleInputs) -> StepResult:
         plan = self._plan
         assert plan is not None and plan.step_id == inputs.step_id
-        token_ids, counts, failed = np.zeros((len(plan.rows), 1), np.int32), np.zeros(len(plan.rows), np.int32), {}
+        self._plan = None
+        num_drafts = _num_drafts(plan)
+        token_ids = np.zeros((len(plan.rows), 1 + num_drafts.max(initial=0)), np.int32)
+        counts, failed = np.zeros(len(plan.rows), np.int32), {}
         not_finite: list[int] = []
         ends = self._starts + plan.num_new_tokens
+        masks = _by_row(inputs.masked_rows, num_drafts[inputs.masked_rows] + 1, inputs.bitmask)
         for at, (row, end, adapter) in enumerate(zip(plan.rows, ends, self.adapters(plan), strict=True)):
             tokens = self._read(row, self._starts[at], end, adapter)
             if FAILING_TOKEN in tokens:
@@ -194,17 +217,48 @@ class FakeRunner:
             elif SLOWER_TOKEN in tokens:
                 time.sleep(0.2)
             if plan.samples[at] and not self._config.model.pooling:
-                token_ids[at, 0], counts[at] = next_token(tokens, adapter), 1
+                found = self._verify(tokens, int(num_drafts[at]), self._verifies[at], adapter, masks.get(at))
+                token_ids[at, : len(found)], counts[at] = found, len(found)
         if self._config.model.pooling:
             done = np.flatnonzero(plan.samples).astype(np.int32)
-            return StepResult(
-                plan.step_id, token_ids, counts, None, failed, pooled=Pooled(done, ends[done, None].astype(np.float32))
-            )
-        rows = plan.samples
-        self.table.write_sampled(plan.rows[rows], ends[rows], token_ids[rows, 0])
-        return StepResult(
-            plan.step_id, token_ids, counts, self._logprobs(token_ids[:, 0], counts), failed, None, np.array(not_finite, np.int32)
-        )
+            pooled = Pooled(done, ends[done, None].astype(np.float32))
+            return StepResult(plan.step_id, token_ids, counts, None, failed, pooled=pooled)
+        _, ends = self.table.settle(plan, counts)
+        for row, end, count, found in zip(plan.rows, ends, counts, token_ids, strict=True):
+            self.table.token_ids[row, end + 1 - count : end + 1] = found[:count]
+        drafts = self._propose(plan, ends, counts)
+        logprobs, bad = self._logprobs(token_ids, counts), np.array(not_finite, np.int32)
+        return StepResult(plan.step_id, token_ids, counts, logprobs, failed, None, bad, drafts=drafts)
+
+    def _verify(self, tokens: np.ndarray, planned: int, there: int, adapter: str | None, mask: np.ndarray | None) -> list[int]:
+        """Drafts accepted from the left, and the token after them; now and then one fewer than could be."""
+        end = len(tokens) - planned
+        patience = self._random.choice([planned, planned, self._random.randint(0, planned)])
+        found = []
+        for number in range(planned + 1):
+            token = next_token(tokens[: end + number], adapter)
+            while mask is not None and not mask[number][token // 32] >> token % 32 & 1:
+                token = (token + 1) % VOCAB
+            found.append(token)
+            if number >= min(there, patience) or tokens[end + number] != token:
+                break
+        return found
+
+    def _propose(self, plan: StepPlan, ends: np.ndarray, counts: np.ndarray) -> np.ndarray | None:
+        """Up to as many drafts as may be for each row that goes on, most of them right."""
+        most = self._config.scheduler.num_speculative_tokens
+        if not most:
+            return None
+        drafts = np.full((len(plan.rows), most), -1, np.int32)
+        for at, (row, end, adapter) in enumerate(zip(plan.rows.tolist(), ends, self.adapters(plan), strict=True)):
+            if counts[at]:
+                tokens = self.table.token_ids[row, : end + 1].tolist()
+                for _ in range(self._random.randint(0, most)):
+                    right = self._random.random() < 0.8
+                    tokens.append(next_token(tokens, adapter) if right else self._random.randrange(VOCAB))
+                self._drafts[row] = tokens[end + 1 :]
+                drafts[at, : len(tokens) - end - 1] = tokens[end + 1 :]
+        return drafts
 
     def _read(self, row: int, start: int, end: int, adapter: str | None) -> np.ndarray:
         """The row's first `end` tokens, as the step that begins at `start` sees them."""
@@ -222,9 +276,21 @@ class FakeRunner:
 
     def _logprobs(self, token_ids: np.ndarray, counts: np.ndarray) -> SampledLogprobs:
         """The sampled token stands for its own logprob, so that a test sees which came where."""
-        rows = np.flatnonzero(counts).astype(np.int32)
-        ids = token_ids[rows]
+        rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        ids = token_ids[np.arange(token_ids.shape[1]) < counts[:, None]]
         return SampledLogprobs(rows, -ids.astype(np.float32), ids % 3, np.stack([ids, ids + 1], 1), -np.stack([ids, ids], 1))
+
+
+def _num_drafts(plan: StepPlan) -> np.ndarray:
+    """Of each of the plan's rows."""
+    return plan.num_drafts if len(plan.num_drafts) else np.zeros(len(plan.rows), np.int32)
+
+
+def _by_row(rows: np.ndarray, counts: np.ndarray, values: np.ndarray) -> dict[int, np.ndarray]:
+    """Cuts what stands one row after the other."""
+    assert counts.sum() == len(values)
+    ends = np.cumsum(counts)
+    return {row: values[end - count : end] for row, count, end in zip(rows.tolist(), counts, ends, strict=True)}
 
 
 class HangingRunner(FakeRunner):

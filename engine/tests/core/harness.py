@@ -51,6 +51,7 @@ def make_config(
     weights: dict[str, float] | None = None,
     loras: tuple[int, int] | None = None,
     pooling: PoolingConfig | None = None,
+    drafts: int = 0,
 ) -> EngineConfig:
     return EngineConfig(
         lora=LoraConfig(max_loras=loras[0], max_cpu_loras=loras[1]) if loras else None,
@@ -73,6 +74,7 @@ def make_config(
             long_prefill_token_threshold=threshold,
             max_num_waiting=max_num_waiting,
             watermark=watermark,
+            num_speculative_tokens=drafts,
         ),
         depth=depth,
     )
@@ -140,6 +142,7 @@ class Machine:
         self.cached_tokens: dict[int, int] = {}
         self.plans: list[StepPlan] = []
         self.planned: list[int] = []
+        self.told: dict[int, tuple[int, int]] = {}
         self.compared: set[int] = set()
         self.now = 0.0
         self.lifecycle: dict[int, list[tuple[LifecycleEvent, float]]] = {}
@@ -172,19 +175,22 @@ class Machine:
         assert info is not None
         self.add(make_request(index, prompt, max_tokens, lora_id=info.lora_id, **fields))
 
-    def step(self) -> StepPlan | None:
+    def step(self, *, idle: bool = False) -> StepPlan | None:
         self.now += 1
         self.control.pump()
         preemptions = self.scheduler.num_preemptions
-        plan = self.scheduler.schedule(self.now)
+        plan = self.scheduler.schedule(self.now, idle=idle)
         if plan is not None:
-            self._check_plan(plan, preempted=self.scheduler.num_preemptions > preemptions)
+            self._check_plan(plan, idle=idle, preempted=self.scheduler.num_preemptions > preemptions)
             self.plans.append(plan)
             self.planned = self.scheduler._tenancy.indexes[plan.rows].tolist()
             self.runner.execute(plan)
-            self._results.append(self.runner.sample(SampleInputs(plan.step_id)))
+            self._results.append((self.planned, self.runner.sample(SampleInputs(plan.step_id))))
         if self._results and (plan is None or len(self._results) >= self.config.depth):
-            self._take(self.scheduler.update(self._results.popleft(), self.now))
+            requests, result = self._results.popleft()
+            proposed = [0] * len(requests) if result.drafts is None else (result.drafts >= 0).sum(axis=1).tolist()
+            self.told = dict(zip(requests, zip(result.counts.tolist(), proposed, strict=True), strict=True))
+            self._take(self.scheduler.update(result, self.now))
         else:
             self._take(self.scheduler.take_outputs())
         self._check_state()
@@ -208,13 +214,16 @@ class Machine:
         assert {event.request_id for event in self.ended.values()} == {f"r{index}" for index in self.finished}
 
     def _take(self, outputs: RequestOutputs) -> None:
-        for index, token in zip(outputs.indexes.tolist(), outputs.token_ids.tolist(), strict=True):
+        counts = np.diff(outputs.offsets)
+        assert (counts > 0).all() and outputs.offsets[-1] == len(outputs.token_ids)
+        owners = np.repeat(outputs.indexes, counts)
+        for index, token in zip(owners.tolist(), outputs.token_ids.tolist(), strict=True):
             assert index not in self.finished, "a token after the end"
             self.streams.setdefault(index, []).append(token)
         if outputs.logprobs is not None:
             positions = np.frombuffer(outputs.logprobs.positions, "<i4")
             for position, value in zip(positions, np.frombuffer(outputs.logprobs.sampled, "<f4"), strict=True):
-                self.logprobs.setdefault(int(outputs.indexes[position]), []).append(float(value))
+                self.logprobs.setdefault(int(owners[position]), []).append(float(value))
         if (pooled := outputs.pooled) is not None:
             self.pooled |= zip(np.frombuffer(pooled.indexes, "<i8").tolist(), np.frombuffer(pooled.vectors, "<f4"), strict=True)
         for started in outputs.started:
@@ -244,14 +253,15 @@ class Machine:
                     assert event.request_id not in self.ended
                     self.ended[event.request_id] = event
 
-    def _check_plan(self, plan: StepPlan, *, preempted: bool) -> None:
+    def _check_plan(self, plan: StepPlan, *, idle: bool, preempted: bool) -> None:
         limits = self.config.scheduler
-        assert 0 < plan.num_new_tokens.sum() <= limits.max_num_batched_tokens
+        assert (0 if idle else 1) <= plan.num_new_tokens.sum() <= limits.max_num_batched_tokens
         assert (plan.num_new_tokens > 0).all() and len(set(plan.rows.tolist())) == len(plan.rows)
         assert self.scheduler.num_running <= limits.max_num_seqs
         assert not (preempted and plan.admissions), "a step that preempted admits nobody"
         if limits.long_prefill_token_threshold:
-            assert plan.num_new_tokens.max() <= limits.long_prefill_token_threshold
+            known = plan.num_new_tokens - plan.num_drafts if len(plan.num_drafts) else plan.num_new_tokens
+            assert (known <= limits.long_prefill_token_threshold).all()
         assert {admission.row for admission in plan.admissions} <= set(plan.rows.tolist())
 
     def _check_state(self) -> None:
@@ -275,7 +285,8 @@ class Machine:
             if request.adapter is not None and request.row >= 0:
                 assert request.adapter.slot >= 0, "whoever runs has its adapter in a slot"
             if request.row >= 0:
-                assert 0 <= scheduler.table.num_computed[request.row] <= scheduler.table.num_tokens[request.row]
+                row = request.row
+                assert scheduler.table.num_settled[row] <= scheduler.table.num_computed[row] <= scheduler.table.num_tokens[row]
                 assert scheduler.table.num_tokens[request.row] <= scheduler._tenancy.limits[request.row]
         self._check_adapters()
         assert {block: count for block, count in enumerate(pool.ref_counts) if count} == dict(holders)

@@ -25,6 +25,7 @@ class Naive:
     reason: str = "capacity"
     started: bool = False
     stay: int = 0
+    proposed: int = 0
     planned: int = 0
     computed: int = 0
     blocks: int = 0
@@ -138,7 +139,7 @@ class NaiveScheduler:
 
     # --- the step ---
 
-    def schedule(self, now: float) -> dict[int, tuple[int, bool]] | None:
+    def schedule(self, now: float, *, idle: bool) -> dict[int, tuple[int, bool]] | None:
         for r in sorted(self.requests.values(), key=lambda r: (r.message.deadline or inf, r.key)):
             if r.message.deadline is not None and r.message.deadline <= now:
                 self.end(r, FinishReason.ERROR, "request_timeout" if r.started else "queue_timeout")
@@ -150,7 +151,7 @@ class NaiveScheduler:
         owed = self.chunks()
         if not self.preempted and self.pause is PauseState.UNPAUSED:
             self.admissions(owed)
-        return self.submit() if self.grants else None
+        return self.submit() if self.grants or idle else None
 
     def limit(self, r: Naive) -> int:
         return min(len(r.tokens) + r.message.sampling.max_tokens, self.max_len)
@@ -160,8 +161,15 @@ class NaiveScheduler:
         for r in rows:
             self.grant(r, 1)
         for r in rows:
+            drafts = min(r.proposed, self.limit(r) - r.planned - 1, self.budget)
+            self.grants[r.message.index] += drafts
+            self.budget -= drafts
+        for r in rows:
             if r.state == "running":
-                self.grow(r, r.computed + 1)
+                drafts = self.grants[r.message.index] - 1
+                if drafts and ceil((r.computed + 1 + drafts) / self.size) - r.blocks > self.free():
+                    self.grants[r.message.index], self.budget, drafts = 1, self.budget + drafts, 0
+                self.grow(r, r.computed + 1 + drafts)
 
     def chunks(self) -> int:
         owed = 0
@@ -205,7 +213,7 @@ class NaiveScheduler:
             self.counters[tenant] = self.counters.get(tenant, 0.0) + r.known / self.weight(tenant)
         self.no_longer_ready(r, "running")
         r.started, r.stay = True, r.stay + 1
-        r.planned, r.computed = r.known, 0
+        r.planned, r.computed, r.proposed = r.known, 0, 0
         count = self.chunk(r.known)
         r.blocks = ceil(count / self.size)
         self.grant(r, count)
@@ -229,23 +237,39 @@ class NaiveScheduler:
         return True
 
     def submit(self) -> dict[int, tuple[int, bool]]:
-        plan = {}
+        plan, flight = {}, []
         for index, count in self.grants.items():
             r = self.requests[index]
+            drafts = count - 1 if r.planned - r.computed == 1 else 0
             r.computed += count
-            plan[index] = (count, r.computed == r.planned)
-            r.planned += r.computed == r.planned
-        self.flights.append([(self.requests[index], self.requests[index].stay, samples) for index, (_, samples) in plan.items()])
+            samples = r.computed == r.planned + drafts
+            plan[index] = (count, samples)
+            r.planned += drafts + samples
+            if samples:
+                r.proposed = self.limits.num_speculative_tokens
+            flight.append((r, r.stay, samples, drafts))
+        self.flights.append(flight)
         return plan
 
-    def update(self) -> None:
-        for r, stay, samples in self.flights.popleft():
+    def update(self, told: dict[int, tuple[int, int]]) -> None:
+        """`told`: request → how many tokens it was given, and how many drafts it has."""
+        for r, stay, samples, drafts in self.flights.popleft():
             if not samples or r.state != "running" or r.stay != stay:
                 continue
-            r.output.append(next_token([*r.tokens, *r.output]))
-            tenant = r.message.tenant
-            self.counters[tenant] = self.counters.get(tenant, 0.0) + 2.0 / self.weight(tenant)
-            if r.output[-1] in r.message.sampling.stop_token_ids:
-                self.end(r, FinishReason.STOP)
-            elif r.known >= self.limit(r):
-                self.end(r, FinishReason.LENGTH)
+            count, proposed = told[r.message.index]
+            r.planned -= drafts + 1 - count
+            r.computed -= drafts + 1 - count
+            if not any(other is r for flight in self.flights for other, *_ in flight):
+                r.proposed = proposed
+            for _ in range(count):
+                if r.state == "running":
+                    self.take(r)
+
+    def take(self, r: Naive) -> None:
+        r.output.append(next_token([*r.tokens, *r.output]))
+        tenant = r.message.tenant
+        self.counters[tenant] = self.counters.get(tenant, 0.0) + 2.0 / self.weight(tenant)
+        if r.output[-1] in r.message.sampling.stop_token_ids:
+            self.end(r, FinishReason.STOP)
+        elif r.known >= self.limit(r):
+            self.end(r, FinishReason.LENGTH)

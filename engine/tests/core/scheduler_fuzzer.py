@@ -47,6 +47,7 @@ class Episode:
             weights=pick.choice([{}, {"a": 2.0, "b": 0.5}]),
             chunked=chunked,
             caching=False,
+            drafts=pick.choice([0, 0, 1, 3, 6]),
         )
         self.real, self.naive = Machine(self.config), NaiveScheduler(self.config)
         self.real.scheduler.rules.append(Rule(self.naive.blocked))
@@ -123,14 +124,16 @@ class Episode:
         self.real.scheduler.pause_state = self.naive.pause = state
 
     def step(self) -> None:
-        plan, expected = self.real.step(), self.naive.schedule(self.real.now)
+        idle = self.random.random() < 0.1
+        plan = self.real.step(idle=idle)
+        expected = self.naive.schedule(self.real.now, idle=idle)
         assert (plan is None) == (expected is None), (plan, expected)
         if plan is not None:
             rows = zip(plan.num_new_tokens.tolist(), plan.samples.tolist(), strict=True)
             got = dict(zip(self.real.planned, rows, strict=True))
             assert got == expected, (got, expected)
         if self.naive.flights and (plan is None or len(self.naive.flights) >= self.config.depth):
-            self.naive.update()
+            self.naive.update(self.real.told)
         self.compare()
 
     def compare(self) -> None:

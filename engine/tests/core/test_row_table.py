@@ -15,7 +15,7 @@ def ints(values) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def plan(*, released=(), admissions=(), appends=(), runs=()) -> StepPlan:
+def plan(*, released=(), admissions=(), appends=(), runs=(), drafts=()) -> StepPlan:
     """`appends` are (row, block), `runs` are (row, tokens, samples)."""
     return StepPlan(
         step_id=0,
@@ -26,6 +26,7 @@ def plan(*, released=(), admissions=(), appends=(), runs=()) -> StepPlan:
         rows=ints([row for row, _, _ in runs]),
         num_new_tokens=ints([count for _, count, _ in runs]),
         samples=np.array([samples for _, _, samples in runs], np.bool_),
+        num_drafts=ints(drafts),
     )
 
 

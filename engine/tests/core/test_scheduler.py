@@ -11,7 +11,7 @@ from harness import Machine, make_config, make_request, make_scheduler
 from penstock.engine.config import ConfigError
 from penstock.engine.core import plan as plan_module
 from penstock.engine.core.scheduling.request import RequestStatus
-from penstock.engine.core.scheduling.step_draft import StepDraft
+from penstock.engine.core.scheduling.step_builder import StepBuilder
 from penstock.engine.messages import FinishReason
 from penstock.prompt.hashing import BlockHasher
 
@@ -118,7 +118,7 @@ def test_a_preempted_request_resumes_from_what_is_left_of_its_own_blocks():
 
 @pytest.mark.req("PRE-06")
 def test_what_a_draft_takes_back_leaves_nothing_behind():
-    draft = StepDraft(10, 0.0)
+    draft = StepBuilder(10, 0.0)
     draft.grant_decodes(np.array([4, 2, 7], np.int32))
     draft.grant_chunk(5, 6, samples=False)
     draft.appends |= {2: [[11]], 5: [[12, 13]], 7: [[14]]}

@@ -26,6 +26,7 @@ configs = st.fixed_dictionaries(
         "caching": st.booleans(),
         "watermark": st.sampled_from([0.0, 0.1]),
         "depth": st.integers(1, 3),
+        "drafts": st.sampled_from([0, 0, 1, 3, 6]),
     }
 )
 layouts = st.sampled_from(

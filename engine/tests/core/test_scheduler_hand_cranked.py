@@ -21,6 +21,7 @@ class HandCrankedDevice:
         self.runner = FakeRunner(config)
         self.runner.initialize_kv_cache(config.cache.num_blocks)
         self.plans: deque = deque()
+        self.inputs: dict[int, SampleInputs] = {}
         self.log: list[tuple[str, int]] = []
 
     def submit(self, plan) -> None:
@@ -29,12 +30,13 @@ class HandCrankedDevice:
 
     def sample(self, inputs) -> None:
         self.log.append(("sample", inputs.step_id))
+        self.inputs[inputs.step_id] = inputs
 
     def collect(self):
         plan = self.plans.popleft()
         self.log.append(("collect", plan.step_id))
         self.runner.execute(plan)
-        return self.runner.sample(SampleInputs(plan.step_id))
+        return self.runner.sample(self.inputs.pop(plan.step_id))
 
     def close(self) -> None:
         pass

@@ -15,7 +15,7 @@ def test_a_preemption_of_all_loses_nothing_but_time(depth):
     for _ in range(6):
         machine.step()
     while machine._results:
-        machine._take(machine.scheduler.update(machine._results.popleft(), machine.now))
+        machine._take(machine.scheduler.update(machine._results.popleft()[1], machine.now))
     machine.scheduler.preempt_all(machine.now)
     assert machine.scheduler.num_running == 0 and machine.scheduler.kv.pool.num_used == 0
     machine.run().check_no_leak()

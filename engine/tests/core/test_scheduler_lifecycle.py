@@ -9,6 +9,7 @@ from fake_runner import reference
 from harness import Machine, make_config, make_request
 
 from penstock.engine import messages
+from penstock.engine.core.plan import SampleInputs
 from penstock.engine.core.scheduling.pause import PauseState
 from penstock.engine.messages import LifecycleEvent, StepOutputs
 
@@ -45,7 +46,7 @@ def test_a_frame_tells_of_those_to_whom_something_happened_alone():
     for now in (5.0, 6.0):
         plan = machine.scheduler.schedule(now)
         machine.runner.execute(plan)
-        outputs = machine.scheduler.update(machine.runner.sample(plan), now)
+        outputs = machine.scheduler.update(machine.runner.sample(SampleInputs(plan.step_id)), now)
         frames.append(messages.decode_output(messages.encode(outputs.frame(0, plan.step_id, now))))
     first, second = frames
     assert isinstance(first, StepOutputs) and second.lifecycle is None

@@ -17,7 +17,7 @@ from penstock.engine.core.control.controls import Controls
 from penstock.engine.core.executor import Executor, StepFailed
 from penstock.engine.core.measure.load import LoadMeter
 from penstock.engine.core.measure.step_meter import StepMeter
-from penstock.engine.core.plan import GraphReport, SampleInputs, StepPlan, StepResult
+from penstock.engine.core.plan import GraphReport, StepPlan, StepResult
 from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
 from penstock.engine.core.scheduling.outputs import RequestOutputs
 from penstock.engine.core.scheduling.scheduler import Scheduler
@@ -98,6 +98,7 @@ class EngineCore:
         self._has_graphs = config.graphs.mode != "NONE"
         self._may_capture = self._has_graphs
         self._submitted: deque[_Submitted] = deque()
+        self._unsampled = False
         self._failures = 0
         self._last_end = 0.0
         self._seq = 0
@@ -150,18 +151,32 @@ class EngineCore:
         if self.next_command is not None:
             self._controls.carry_out(time.time())
             self._may_capture = self._has_graphs  # with other weights or another cache there are other graphs
-        while not self._controls.due and len(self._submitted) < self._depth and (plan := self.scheduler.schedule(time.time())):
+        while self._may_submit and (plan := self.scheduler.schedule(time.time())):
             self._step_meter.submitted(plan, self.scheduler.table.num_computed[plan.rows])
             self._submitted.append(_Submitted(plan, time.perf_counter()))
             self._executor.submit(plan)
-            self._executor.sample(SampleInputs(plan.step_id))
+            self._unsampled = True
+            self._sample()
         if self._submitted:
             outputs = self._retire()
+            self._sample()
         elif self.scheduler.is_stuck:
             raise RuntimeError(f"no request can run: {self.scheduler.num_running} running, {self.scheduler.waiting()} waiting")
         else:
             outputs = self.scheduler.take_outputs()
         return None if outputs.is_empty else outputs.frame(self._engine_index, self.num_steps, time.time())
+
+    @property
+    def _may_submit(self) -> bool:
+        # A runner samples each step before it executes the next one.
+        return not self._controls.due and not self._unsampled and len(self._submitted) < self._depth
+
+    def _sample(self) -> None:
+        """Has the step submitted last sampled: at once, unless masks depend on the step before, which must retire first. They
+        are filled while the forward pass runs."""
+        if self._unsampled and not self.scheduler.awaits_masks:
+            self._executor.sample(self.scheduler.sample_inputs())
+            self._unsampled = False
 
     def _retire(self) -> RequestOutputs:
         """Takes in the oldest plan's result. A step that failed ends its requests; several in a row, the core."""
@@ -187,6 +202,8 @@ class EngineCore:
 
     def close(self) -> None:
         """Ends whatever runs plans, once the steps in flight are over."""
+        if self._unsampled:
+            self._submitted.pop()
         while self._submitted:
             self._submitted.popleft()
             with suppress(StepFailed):
@@ -264,7 +281,8 @@ class EngineCore:
         self._last_end = now
         self.num_steps += 1
         self._step_meter.retired(plan, result, seconds)
-        chunks = (plan.num_new_tokens > 1) | ~plan.samples
+        known = plan.num_new_tokens - plan.num_drafts if len(plan.num_drafts) else plan.num_new_tokens
+        chunks = (known > 1) | ~plan.samples
         self._meter.observe(
             now,
             seconds=seconds,

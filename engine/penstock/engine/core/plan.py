@@ -1,8 +1,9 @@
 """The three columnar messages between the scheduler and every rank, keyed by `step_id`.
 
 A plan says how many tokens of which row, never positions, slots, lengths or sampled ids: the runner derives those from its own
-state (`num_computed[row]`, the row's tokens), so that a plan can be made and submitted before the previous step's result is
-known.
+state (`num_computed[row]`, the row's tokens, its drafts), so that a plan can be made and submitted before the previous step's
+result is known. Drafts are guesses of the tokens after the last known one. A step verifies them: it accepts some from the left
+and samples one more token, and the KV of the others is as if it had never been written.
 
 A row is a stable integer from a request's admission to its release; nothing is condensed. All arrays are numpy, int32 unless
 said.
@@ -20,6 +21,20 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
+
+
+def empty(*shape: int) -> Int32:
+    """An int32 array without elements, or with undefined ones where a shape is given."""
+    return np.empty(shape or (0,), dtype=np.int32)
+
+
+NONE = empty()
+"""Most plans have no drafts, no masks and no failures: they share what says so."""
+NONE.flags.writeable = False
+
+
+def _none() -> Int32:
+    return NONE
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
@@ -45,7 +60,8 @@ class SlotLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step. Applied in the order: LoRA slots, releases, admissions, block appends, then the rows run."""
+    """One step. Applied in the order: LoRA slots, releases, admissions, block appends, then the rows run. A plan may have no
+    rows."""
 
     step_id: int
     released: Int32
@@ -54,29 +70,42 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     append_rows: list[Int32]
     """Per KV group, [a]: the row whose block table grows, in the order of the appends."""
     append_blocks: list[Int32]
-    """Per KV group, [a]: the block appended; an admission's whole table (cached blocks first) comes this way too."""
+    """Per KV group, [a]: the block appended; an admission's whole table (cached blocks first) comes this way too. A row has
+    blocks for all its drafts, whether they are accepted or not, and keeps them."""
     rows: Int32
     """[r]: rows that run, decodes first."""
     num_new_tokens: Int32
-    """[r]: tokens of each."""
+    """[r]: tokens of each, its drafts included."""
     samples: Bool
     """[r]: whether the row reaches its last known token, so that its sampled token counts. False in the middle of a prompt."""
     lora_loads: list[SlotLoad] = []
     lora_drops: list[int] = []
     """Copies that the host's memory need not keep, once the slots are loaded."""
+    num_drafts: Int32 = msgspec.field(default_factory=_none)
+    """[r]: how many of `num_new_tokens` lie beyond the row's last known token and are to be verified; [0] where no row has any. A
+    runner that has fewer drafts of a row fills up with what it does not accept."""
+    draft_rows: Int32 = msgspec.field(default_factory=_none)
+    """[f]: indexes into `rows`, ascending: rows whose drafts come with the plan. All others' are the runner's own."""
+    draft_ids: Int32 = msgspec.field(default_factory=_none)
+    """[d]: the drafts of `draft_rows`, one row after the other."""
 
 
 class SampleInputs(msgspec.Struct, frozen=True, array_like=True):
     """What sampling needs beyond the plan, sent while the forward pass runs."""
 
     step_id: int
+    masked_rows: Int32 = msgspec.field(default_factory=_none)
+    """[g]: indexes into the plan's `rows`, ascending: rows that may sample certain tokens alone."""
+    bitmask: Int32 = msgspec.field(default_factory=lambda: empty(0, 0))
+    """[l, words]: for each logits row of `masked_rows`, 1 + `num_drafts` of each, a bit a token of the vocabulary: token t is
+    allowed where bit t % 32 of word t // 32 is set."""
 
 
 class SampledLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Logprobs of the plan's rows that asked for them and sampled in this step (natural logarithm)."""
+    """Logprobs of the tokens of rows that asked for them (natural logarithm)."""
 
     plan_rows: Int32
-    """[m]: indexes into the plan's `rows`."""
+    """[m]: indexes into the plan's `rows`; a row with several tokens stands here as often, in their order."""
     sampled: Float32
     """[m]: of the sampled token."""
     ranks: Int32
@@ -146,30 +175,27 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
     step_id: int
     token_ids: Int32
-    """[r, 1]: sampled tokens; a second dimension for the drafts that verification accepts."""
+    """[r, 1 + K]: of each row the drafts accepted and then the token sampled, K being the most drafts of a row."""
     counts: Int32
-    """[r]: how many of them count: 0 where the plan did not sample."""
+    """[r]: how many of them count: 0 where the plan did not sample, otherwise 1 to 1 + `num_drafts`."""
     logprobs: SampledLogprobs | None = None
     failed: dict[int, str] = {}
     """Index into the plan's rows → what is wrong with that request alone."""
     prompt_logprobs: PromptLogprobs | None = None
-    not_finite: Int32 = msgspec.field(default_factory=lambda: empty())
+    not_finite: Int32 = msgspec.field(default_factory=_none)
     """[f]: indexes into the plan's rows, of those `failed` whose logits are not finite. What the cache holds of them may be the
     cause, and must not be found again."""
     graph: GraphStep | None = None
     """None: the device has no graphs."""
     pooled: Pooled | None = None
     """None: the engine generates."""
+    drafts: Int32 | None = None
+    """[r, K]: what the runner will have verified in each row's next step, -1 pads. None: the host need not know."""
 
     @property
     def num_not_finite(self) -> int:
         """Requests whose logits are not finite."""
         return len(self.not_finite)
-
-
-def empty(*shape: int) -> Int32:
-    """An int32 array without elements, or with undefined ones where a shape is given."""
-    return np.empty(shape or (0,), dtype=np.int32)
 
 
 def ints(array: Int32) -> list[int]:

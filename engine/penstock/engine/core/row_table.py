@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.engine.core.plan import Int32, StepPlan
+from penstock.engine.core.plan import Bool, Int32, StepPlan
 
 
 class RowTable:
     """Tokens, progress and block tables of `max_num_seqs` rows.
 
-    Between plans `num_computed[row]` is where the row's next step starts. A token that a submitted step samples counts in
-    `num_tokens` at once, before anybody knows it; whoever learns it writes it with `write_sampled`. So a plan for the next
-    step can be made while this one still runs.
+    A plan counts at once as if each of its drafts would be accepted: `num_computed` and `num_tokens` are what they are at most
+    once all applied plans have run. So a plan for the next step can be made while this one still runs. `settle` takes in how far
+    a step really came, and `write_sampled` its tokens. A table whose plans have all been settled is exact.
 
     Args:
         max_num_seqs: Rows.
@@ -30,20 +30,24 @@ class RowTable:
         self.num_prompt_tokens: Int32 = np.zeros(max_num_seqs, np.int32)
         """[rows]."""
         self.num_tokens: Int32 = np.zeros(max_num_seqs, np.int32)
-        """[rows]: tokens known, those that applied plans sample included."""
+        """[rows]: tokens known at most, those that applied plans sample included."""
         self.num_computed: Int32 = np.zeros(max_num_seqs, np.int32)
-        """[rows]: tokens whose KV exists once all applied plans have run."""
+        """[rows]: tokens at most whose KV exists once all applied plans have run."""
+        self.num_settled: Int32 = np.zeros(max_num_seqs, np.int32)
+        """[rows]: tokens whose KV settled plans have computed, rejected drafts not counted."""
         self.block_tables: list[Int32] = [np.zeros((max_num_seqs, -(-max_model_len // size)), np.int32) for size in block_sizes]
         """Per group, [rows, blocks of a full row]; block 0, the null block, beyond `num_blocks`."""
         self.num_blocks: list[Int32] = [np.zeros(max_num_seqs, np.int32) for _ in block_sizes]
         """Per group, [rows]: blocks in the table."""
+        self.room: Int32 = np.zeros(max_num_seqs, np.int32)
+        """[rows]: tokens that the blocks hold, in the group where they hold the fewest."""
 
     def apply(self, plan: StepPlan) -> Int32:
         """Brings the table to the state after `plan`: releases, admissions, block appends, then the rows' progress.
 
         Returns:
-            [r]: for each of the plan's rows the position of its first new token; position + `num_new_tokens` is where its
-            sampled token belongs.
+            [r]: for each of the plan's rows the position of its first new token, where all plans before it have been settled;
+            otherwise the rightmost that it can be.
         """
         self._release(plan.released)
         for admission in plan.admissions:
@@ -51,17 +55,58 @@ class RowTable:
             self.token_ids[row, :count] = admission.token_ids
             self.num_prompt_tokens[row] = admission.num_prompt_tokens
             self.num_tokens[row] = count
-            self.num_computed[row] = admission.num_computed_tokens
+            self.num_computed[row] = self.num_settled[row] = admission.num_computed_tokens
         for group, (rows, blocks) in enumerate(zip(plan.append_rows, plan.append_blocks, strict=True)):
             self._append(group, rows, blocks)
+        for rows in plan.append_rows:
+            if len(rows):
+                self.room[rows] = self._held(rows)
         starts = self.num_computed[plan.rows]
         self.num_computed[plan.rows] = starts + plan.num_new_tokens
-        self.num_tokens[plan.rows] += plan.samples
+        self.num_tokens[plan.rows] += plan.samples + plan.num_drafts if len(plan.num_drafts) else plan.samples
         return starts
+
+    def settle(self, plan: StepPlan, counts: Int32, live: Bool | None = None) -> tuple[Int32, Int32]:
+        """Takes in how far the oldest plan that is not settled came: its rejected drafts count as if they had never run.
+
+        Args:
+            plan: It.
+            counts: [r]: tokens that each of its rows gave; with 0 it came as far as planned.
+            live: [r]: whether the row still belongs to the request of that plan; None: each does.
+
+        Returns:
+            [r] each: the position of the first token that ran, and the one after the last that was accepted, which is where the
+            newest sampled token belongs. Of no meaning where the row is not `live`.
+        """
+        rows = plan.rows
+        starts = self.num_settled[rows]
+        ends = starts + plan.num_new_tokens
+        rejected = None
+        if len(plan.num_drafts):
+            rejected = np.where(counts > 0, plan.num_drafts + 1 - counts, 0).astype(np.int32)
+            ends -= rejected
+        if live is not None and np.count_nonzero(live) < len(live):
+            rows, settled = rows[live], ends[live]
+            rejected = None if rejected is None else rejected[live]
+        else:
+            settled = ends
+        self.num_settled[rows] = settled
+        if rejected is not None:
+            self.num_tokens[rows] -= rejected
+            self.num_computed[rows] -= rejected
+        return starts, ends
 
     def write_sampled(self, rows: Int32, positions: Int32, token_ids: Int32) -> None:
         """Fills in sampled tokens, [m] each; the rows must still belong to the requests that sampled them."""
         self.token_ids[rows, positions] = token_ids
+
+    def write_tokens(self, rows: Int32, firsts: Int32, token_ids: Int32, counts: Int32) -> None:
+        """The same of several tokens a row: the first `counts`, [m], of `token_ids`, [m, w], from the positions `firsts` on."""
+        if token_ids.shape[1] == 1:
+            self.write_sampled(rows, firsts, token_ids[:, 0])
+            return
+        positions = firsts[:, None] + np.arange(token_ids.shape[1], dtype=np.int32)
+        self.write_sampled(np.repeat(rows, counts), first_of(positions, counts), first_of(token_ids, counts))
 
     def _release(self, rows: Int32) -> None:
         if not len(rows):
@@ -69,24 +114,46 @@ class RowTable:
         self.num_prompt_tokens[rows] = 0
         self.num_tokens[rows] = 0
         self.num_computed[rows] = 0
+        self.num_settled[rows] = 0
+        self.room[rows] = 0
         for table, num_blocks in zip(self.block_tables, self.num_blocks, strict=True):
             # A row's next tenant, or padding, must never see blocks that may be somebody else's by now.
             table[rows] = 0
             num_blocks[rows] = 0
 
+    def _held(self, rows: Int32) -> Int32:
+        held = self.num_blocks[0][rows] * self.block_sizes[0]
+        for num_blocks, size in zip(self.num_blocks[1:], self.block_sizes[1:], strict=True):
+            np.minimum(held, num_blocks[rows] * size, out=held)
+        return held
+
     def append_places(self, group: int, rows: Int32) -> Int32:
         """Where in their rows' tables the blocks are that the plan applied last has appended: [a], `rows` being its own."""
-        return self.num_blocks[group][rows] - 1 - _ranks(rows[::-1])[::-1]
+        return self.num_blocks[group][rows] - 1 - ranks(rows[::-1])[::-1]
 
     def _append(self, group: int, rows: Int32, blocks: Int32) -> None:
         if not len(rows):
             return
-        # Several blocks of one row take consecutive places.
-        self.block_tables[group][rows, self.num_blocks[group][rows] + _ranks(rows)] = blocks
-        np.add.at(self.num_blocks[group], rows, 1)
+        num_blocks = self.num_blocks[group]
+        places = num_blocks[rows]
+        if len(set(rows.tolist())) == len(rows):  # as in nearly all steps
+            num_blocks[rows] = places + 1
+        else:
+            # Several blocks of one row take consecutive places.
+            places += ranks(rows)
+            np.add.at(num_blocks, rows, 1)
+        self.block_tables[group][rows, places] = blocks
 
 
-def _ranks(rows: Int32) -> Int32:
+def first_of(values: Int32, counts: Int32) -> Int32:
+    """The first `counts`, [m], of each row of `values`, [m, w], row by row; at least one of each."""
+    if values.shape[1] == 1:
+        return values[:, 0]
+    columns = np.arange(values.shape[1], dtype=np.int32)
+    return values[np.less(columns, counts[:, None])]
+
+
+def ranks(rows: Int32) -> Int32:
     """How often each row comes before, [a]."""
     order = np.argsort(rows, kind="stable")
     by_row, which = rows[order], np.arange(len(rows), dtype=np.int32)

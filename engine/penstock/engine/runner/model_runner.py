@@ -10,7 +10,7 @@ from penstock.engine.attention.context import ForwardContext
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.memory import Memory, measure_memory
 from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
-from penstock.engine.runner.base import RunnerBase, failing
+from penstock.engine.runner.base import RunnerBase, check_supported, failing
 from penstock.engine.runner.device.host import HostCopies
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.input_batch import InputBatch, StepInputs
@@ -132,6 +132,7 @@ class ModelRunner(RunnerBase):
         """
         if self._state is not None:
             raise RuntimeError(f"step {plan.step_id}: step {self._state.plan.step_id} has not been sampled yet")
+        check_supported(plan)
         self._limit_threads()
         inputs = self._batch.apply(plan)
         self._lora.apply(plan)
@@ -151,6 +152,7 @@ class ModelRunner(RunnerBase):
             waiting = "none" if self._state is None else f"step {self._state.plan.step_id}"
             raise RuntimeError(f"sampling step {inputs.step_id}: {waiting} waits for it")
         (plan, step, ctx, logits, prompts, pooled), self._state = self._state, None
+        check_supported(plan, inputs)
         with failing(plan):
             sampled, scores, failed = _NOTHING_SAMPLED, None, self._batch.refusals.of(plan)
             if pooled is None and len(step.sampled_rows):

@@ -3,8 +3,7 @@
 from array import array
 
 from penstock.api.events import RequestFinished
-from penstock.engine.core.plan import Int32, Int64
-from penstock.engine.core.scheduling.outputs import RequestOutputs, no_tokens
+from penstock.engine.core.scheduling.outputs import RequestOutputs, Tokens, no_tokens
 from penstock.engine.core.scheduling.request import FINISHED_STATUS, Request
 from penstock.engine.messages import (
     FINISH_REASONS,
@@ -72,8 +71,7 @@ class Journal:
 
     def take(
         self,
-        indexes: Int64 | None = None,
-        tokens: Int32 | None = None,
+        tokens: Tokens | None = None,
         logprobs: Logprobs | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
         pooled: Pooled | None = None,
@@ -84,9 +82,9 @@ class Journal:
         if self._indexes:
             lifecycle = Lifecycle(self._indexes.tobytes(), bytes(self._events), self._times.tobytes())
             self._clear_lifecycle()
-        if indexes is None or tokens is None:
-            indexes, tokens = no_tokens()
-        return RequestOutputs(indexes, tokens, started, finished, logprobs, prompt_logprobs, lifecycle, pooled)
+        sent = tokens or no_tokens()
+        columns = sent.indexes, sent.offsets, sent.token_ids
+        return RequestOutputs(*columns, started, finished, logprobs, prompt_logprobs, lifecycle, pooled)
 
     def _clear_lifecycle(self) -> None:
         self._indexes, self._events, self._times = array("q"), bytearray(), array("d")

@@ -4,17 +4,20 @@ import msgspec
 import numpy as np
 
 from penstock.engine.core import plan
-from penstock.engine.core.plan import Bool, Int32, Int64, SampledLogprobs, empty
+from penstock.engine.core.plan import NONE, Bool, Int32, Int64, SampledLogprobs
+from penstock.engine.core.row_table import ranks
 from penstock.engine.messages import Finished, Lifecycle, Logprobs, Pooled, PromptLogprobs, Started, StepOutputs
 
 
 class RequestOutputs(msgspec.Struct, frozen=True):
-    """One token each for some requests, and whatever began or ended."""
+    """New tokens of some requests, and whatever began or ended."""
 
     indexes: Int64
     """[m]: the requests."""
+    offsets: Int32
+    """[m + 1]: where in `token_ids` the tokens of each begin, and where the last end."""
     token_ids: Int32
-    """[m]."""
+    """[offsets[m]]."""
     started: list[Started]
     finished: list[Finished]
     logprobs: Logprobs | None = None
@@ -29,13 +32,12 @@ class RequestOutputs(msgspec.Struct, frozen=True):
 
     def frame(self, engine_index: int, step_id: int, now: float) -> StepOutputs:
         """The message; `now` is Unix time in seconds."""
-        count = len(self.indexes)
         return StepOutputs(
             engine_index=engine_index,
             step_id=step_id,
             time=now,
             indexes=self.indexes.astype("<i8").tobytes(),
-            offsets=np.arange(count + 1, dtype="<i4").tobytes(),
+            offsets=self.offsets.astype("<i4").tobytes(),
             token_ids=self.token_ids.astype("<i4").tobytes(),
             started=self.started,
             finished=self.finished,
@@ -46,26 +48,48 @@ class RequestOutputs(msgspec.Struct, frozen=True):
         )
 
 
-def no_tokens() -> tuple[Int64, Int32]:
-    """The token columns of outputs without tokens."""
-    return np.empty(0, np.int64), empty()
+class Tokens(msgspec.Struct, frozen=True):
+    """The tokens of a step that are sent."""
+
+    indexes: Int64
+    """[m]: requests."""
+    offsets: Int32
+    """[m + 1], as `RequestOutputs` has them."""
+    token_ids: Int32
+    """[offsets[m]]."""
+    counts: Int32
+    """[r]: of each of the plan's rows, of which requests that have gone send none."""
 
 
-def logprob_columns(logprobs: SampledLogprobs | None, accepted: Bool) -> Logprobs | None:
+def offsets_of(counts: Int32, several: bool) -> Int32:
+    """[m + 1]: where as many things of each begin, and where the last end; `several`: whether any has more than one."""
+    offsets = np.arange(len(counts) + 1, dtype=np.int32)
+    if several:
+        np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def no_tokens() -> Tokens:
+    """Of outputs without any."""
+    return Tokens(np.empty(0, np.int64), offsets_of(NONE, False), NONE, NONE)
+
+
+def logprob_columns(logprobs: SampledLogprobs | None, counts: Int32) -> Logprobs | None:
     """The logprobs of tokens that are sent.
 
     Args:
         logprobs: Of the plan's rows that asked for them.
-        accepted: [r], for each of the plan's rows whether its token is sent; the frame has the tokens in this order.
+        counts: [r], for each of the plan's rows how many of its tokens are sent; the frame has the tokens in this order.
     """
     if logprobs is None:
         return None
-    sent = accepted[logprobs.plan_rows]
+    rows, which = logprobs.plan_rows, ranks(logprobs.plan_rows)
+    sent = which < counts[rows]
     if not sent.any():
         return None
-    positions = np.cumsum(accepted) - 1
+    begins = np.cumsum(counts) - counts
     return Logprobs(
-        positions=positions[logprobs.plan_rows[sent]].astype("<i4").tobytes(),
+        positions=(begins[rows] + which)[sent].astype("<i4").tobytes(),
         sampled=logprobs.sampled[sent].astype("<f4").tobytes(),
         ranks=logprobs.ranks[sent].astype("<i4").tobytes(),
         width=logprobs.top_ids.shape[1],
@@ -74,13 +98,16 @@ def logprob_columns(logprobs: SampledLogprobs | None, accepted: Bool) -> Logprob
     )
 
 
-def prompt_logprob_columns(logprobs: plan.PromptLogprobs | None, live: Bool, indexes: Int64) -> PromptLogprobs | None:
+def prompt_logprob_columns(
+    logprobs: plan.PromptLogprobs | None, live: Bool, indexes: Int64, rows: Int32
+) -> PromptLogprobs | None:
     """The logprobs of prompt tokens that are sent.
 
     Args:
         logprobs: Of the plan's rows that asked for them.
         live: [r], for each of the plan's rows whether its request is still there.
-        indexes: [r]: the requests.
+        indexes: [rows]: each row's request.
+        rows: [r]: the plan's.
     """
     if logprobs is None:
         return None
@@ -88,7 +115,7 @@ def prompt_logprob_columns(logprobs: plan.PromptLogprobs | None, live: Bool, ind
     if not sent.any():
         return None
     return PromptLogprobs(
-        indexes=indexes[logprobs.plan_rows[sent]].astype("<i8").tobytes(),
+        indexes=indexes[rows[logprobs.plan_rows[sent]]].astype("<i8").tobytes(),
         positions=logprobs.positions[sent].astype("<i4").tobytes(),
         token_ids=logprobs.token_ids[sent].astype("<i4").tobytes(),
         logprobs=logprobs.logprobs[sent].astype("<f4").tobytes(),
@@ -99,13 +126,14 @@ def prompt_logprob_columns(logprobs: plan.PromptLogprobs | None, live: Bool, ind
     )
 
 
-def pooled_columns(pooled: plan.Pooled | None, live: Bool, indexes: Int64) -> Pooled | None:
+def pooled_columns(pooled: plan.Pooled | None, live: Bool, indexes: Int64, rows: Int32) -> Pooled | None:
     """The embeddings that are sent.
 
     Args:
         pooled: Of the plan's rows whose prompts have ended.
         live: [r], for each of the plan's rows whether its request is still there.
-        indexes: [r]: the requests.
+        indexes: [rows]: each row's request.
+        rows: [r]: the plan's.
     """
     if pooled is None:
         return None
@@ -113,7 +141,7 @@ def pooled_columns(pooled: plan.Pooled | None, live: Bool, indexes: Int64) -> Po
     if not sent.any():
         return None
     return Pooled(
-        indexes=indexes[pooled.plan_rows[sent]].astype("<i8").tobytes(),
+        indexes=indexes[rows[pooled.plan_rows[sent]]].astype("<i8").tobytes(),
         size=pooled.vectors.shape[1],
         vectors=pooled.vectors[sent].astype("<f4").tobytes(),
     )

@@ -5,6 +5,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from penstock.api.load_report import WaitingReason
+from penstock.engine.core.scheduling.guides import Guide
 from penstock.engine.messages import AddRequest, FinishReason
 from penstock.engine.sampling import SamplingParams
 from penstock.prompt.hashing import BlockHasher, ExtraKeys
@@ -64,6 +65,7 @@ class Request:
         "block_hashes",
         "deadline",
         "first_token_at",
+        "guide",
         "index",
         "key",
         "num_cached_tokens",
@@ -92,6 +94,8 @@ class Request:
         self.tenant = message.tenant
         self.adapter = adapter
         self.deadline = message.deadline
+        self.guide: Guide | None = None
+        """What its next tokens may be; None: any."""
         self.key = (message.priority, message.arrival_time, ordinal)
         """The order in which requests are served: the smallest first, and the largest preempted first."""
         self.status = RequestStatus.WAITING

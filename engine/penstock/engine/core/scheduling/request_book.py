@@ -6,6 +6,7 @@ from penstock.api.load_report import WaitingReason
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.scheduling.deadlines import Deadlines
+from penstock.engine.core.scheduling.guides import Guide
 from penstock.engine.core.scheduling.journal import Journal
 from penstock.engine.core.scheduling.lora.adapter import Adapter
 from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
@@ -128,6 +129,13 @@ class RequestBook:
             return
         if request.has_started or self._accept_prompt(request):
             self.waiting.unpark(request, now)
+
+    def guide(self, index: int, guide: Guide) -> None:
+        """See `Scheduler.guide`."""
+        request = self.live[index]
+        if request.has_started:
+            raise KeyError(f"request {index} has begun")
+        request.guide = guide
 
     def _accept_prompt(self, request: Request) -> bool:
         """Whether a prompt that is complete can be served; a request whose prompt cannot ends here."""

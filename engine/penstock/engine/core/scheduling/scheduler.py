@@ -2,13 +2,14 @@
 
 There are no phases. A request is tokens known and tokens computed, and a step closes gaps between the two under one token budget:
 running requests first, those that lack a single token as one array operation before the rest, then waiting ones. What is
-planned counts as computed at once, so that the next step can be planned while this one runs; `update` corrects that.
+planned counts as computed at once, drafts as accepted, so that the next step can be planned while this one runs; `update`
+corrects that.
 
 No torch, no clock, no input or output: time is an argument.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -17,20 +18,29 @@ from penstock.api.events import Event
 from penstock.api.load_report import WaitingReason
 from penstock.engine.cache.kv_manager import KVCacheManager, Prefix
 from penstock.engine.config import ConfigError, PoolingConfig, SchedulerConfig
-from penstock.engine.core.plan import Admission, Bool, Int32, Int64, Pooled, StepPlan, StepResult, ints
-from penstock.engine.core.row_table import RowTable
+from penstock.engine.core.plan import NONE, Admission, Bool, Int32, Int64, Pooled, SampleInputs, StepPlan, StepResult, ints
+from penstock.engine.core.row_table import RowTable, first_of
 from penstock.engine.core.scheduling.admission.kv_blocks import KVBlocks
 from penstock.engine.core.scheduling.admission.lora_slots import LoraSlots
 from penstock.engine.core.scheduling.admission.max_num_seqs import MaxNumSeqs
 from penstock.engine.core.scheduling.admission.rule import AdmissionRule, Candidate
 from penstock.engine.core.scheduling.admission.token_budget import TokenBudget
+from penstock.engine.core.scheduling.guides import Guide, told_drafts
 from penstock.engine.core.scheduling.lora.adapter import Adapter
 from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
-from penstock.engine.core.scheduling.outputs import RequestOutputs, logprob_columns, pooled_columns, prompt_logprob_columns
+from penstock.engine.core.scheduling.outputs import (
+    RequestOutputs,
+    Tokens,
+    logprob_columns,
+    offsets_of,
+    pooled_columns,
+    prompt_logprob_columns,
+)
 from penstock.engine.core.scheduling.pause import Closed, PauseState
 from penstock.engine.core.scheduling.request import Request, RequestStatus
 from penstock.engine.core.scheduling.request_book import RequestBook
-from penstock.engine.core.scheduling.step_draft import StepDraft
+from penstock.engine.core.scheduling.step_builder import StepBuilder
+from penstock.engine.core.scheduling.tenancy import Ending
 from penstock.engine.core.scheduling.waits import Waits
 from penstock.engine.messages import AddRequest, ExtendPrompt, FinishReason, LifecycleEvent
 from penstock.prompt.hashing import BlockHasher, ExtraKeys
@@ -39,13 +49,10 @@ from penstock.prompt.hashing import BlockHasher, ExtraKeys
 class Flight(msgspec.Struct, frozen=True):
     """A plan whose result is still to come, and who had its rows when it was made."""
 
-    step_id: int
-    rows: Int32
-    starts: Int32
-    """[r]: position of each row's first new token."""
-    ends: Int32
-    """[r]: and the one after its last: where its sampled token belongs."""
+    plan: StepPlan
     tenancies: Int64
+    masked: Int32
+    """[g]: indexes of its rows that sample under a mask."""
 
 
 class Scheduler:
@@ -190,6 +197,14 @@ class Scheduler:
         """What the request was parked for is there; of no effect where it has ended or was not parked."""
         self._book.unpark(index, now)
 
+    def guide(self, index: int, guide: Guide) -> None:
+        """Has a guide say what a waiting request may generate.
+
+        Raises:
+            KeyError: No such request waits, or it has begun.
+        """
+        self._book.guide(index, guide)
+
     def fail_adapter(self, adapter: Adapter, error: str) -> None:
         """Ends the requests that wait for an adapter which cannot be had."""
         self._book.fail_adapter(adapter, error)
@@ -206,71 +221,105 @@ class Scheduler:
         """Takes every row, block and slot; the requests wait, and lose nothing but time. No plan may be in flight: its tokens
         would be lost."""
         while self._tenancy.running:
-            self._preempt(StepDraft(0, now), self._tenancy.running[-1])
+            self._preempt(StepBuilder(0, now), self._tenancy.running[-1])
         self._table.empty_slots()
 
     # --- the step ---
 
-    def schedule(self, now: float) -> StepPlan | None:
-        """Plans the next step; None where no row can run. `now` is Unix time in seconds."""
+    def schedule(self, now: float, *, idle: bool = False) -> StepPlan | None:
+        """Plans the next step; None where no row can run.
+
+        Args:
+            now: Unix time in seconds.
+            idle: A plan without rows is wanted, too: a rank keeps step with others that have some.
+        """
         self._book.expire(now)
         if self.pause_state is PauseState.PAUSED_ALL:
             return None
-        draft = StepDraft(self.config.max_num_batched_tokens, now)
+        step = StepBuilder(self.config.max_num_batched_tokens, now)
         rows = self._tenancy.rows()
         known = self.table.num_tokens[rows]
         gaps = known - self.table.num_computed[rows]
-        # A row at its limit ends when the token in flight is known: that token needs no step of its own.
-        self._schedule_decodes(draft, rows[(gaps == 1) & (known < self._tenancy.limits[rows])])
-        self._schedule_chunks(draft, rows[gaps > 1])
-        if not draft.preempted and self.pause_state is PauseState.UNPAUSED:
-            self._schedule_waiting(draft)
-        return None if draft.is_empty else self._submit(draft)
+        # A row at its limit ends when the tokens in flight are known: they need no step of their own.
+        self._schedule_decodes(step, rows[(gaps == 1) & (known < self._tenancy.limits[rows])])
+        self._schedule_chunks(step, rows[gaps > 1])
+        if not step.preempted and self.pause_state is PauseState.UNPAUSED:
+            self._schedule_waiting(step)
+        return None if step.is_empty and not idle else self._submit(step)
 
-    def _schedule_decodes(self, draft: StepDraft, rows: Int32) -> None:
-        draft.grant_decodes(rows)
+    def _schedule_decodes(self, step: StepBuilder, rows: Int32) -> None:
+        self._grant_decodes(step, rows)
+        ends = self.table.num_computed[step.decodes] + 1
+        if step.num_drafts is not None:
+            ends += step.num_drafts
+        rows, drafts = step.decodes, step.num_drafts
         # Only a row whose blocks are all full needs another one.
-        crossing = draft.decodes[self.table.num_computed[draft.decodes] % self.kv.block_size == 0]
-        for row in ints(crossing):
+        crossing = (ends > self.table.room[rows]).nonzero()[0]
+        if not len(crossing):
+            return
+        wanted = [0] * len(crossing) if drafts is None else ints(drafts[crossing])
+        for row, end, count in zip(ints(rows[crossing]), ints(ends[crossing]), wanted, strict=True):
             if request := self._tenancy.requests[row]:
-                self._grow(draft, request, int(self.table.num_computed[row]) + 1)
+                self._grow(step, request, end - count, count)
 
-    def _schedule_chunks(self, draft: StepDraft, rows: Int32) -> None:
+    def _grant_decodes(self, step: StepBuilder, rows: Int32) -> None:
+        """A token for each, and its drafts as far as it may still grow."""
+        guides = self._tenancy.guides
+        if not (self.config.num_speculative_tokens or guides):
+            step.grant_decodes(rows)
+            return
+        if guides:
+            # What is forced follows the last token of all, which a row in flight does not have yet.
+            ready = np.array([guides.forced(row) is None for row in ints(rows)], np.bool_)
+            rows = rows[ready | ~self._is_in_flight(rows)]
+        wanted = self._tenancy.num_proposed[rows]
+        for at, row in enumerate(ints(rows) if guides else ()):
+            if (forced := guides.forced(row)) is not None:
+                wanted[at], step.draft_ids[row] = len(forced), forced
+        step.grant_decodes(rows, np.minimum(wanted, self._tenancy.limits[rows] - self.table.num_tokens[rows] - 1))
+
+    def _is_in_flight(self, rows: Int32) -> Bool:
+        """[m]: which rows' requests have a plan in flight."""
+        if not self._in_flight:
+            return np.zeros(len(rows), np.bool_)
+        return np.isin(self._tenancy.tenancies[rows], np.concatenate([flight.tenancies for flight in self._in_flight]))
+
+    def _schedule_chunks(self, step: StepBuilder, rows: Int32) -> None:
         for row in ints(rows):
             request = self._tenancy.requests[row]
-            if draft.token_budget == 0:
+            if step.token_budget == 0:
                 return
             if request is None:  # preempted in this step
                 continue
             computed, known = int(self.table.num_computed[row]), int(self.table.num_tokens[row])
-            count = self._chunk(known - computed, draft.token_budget)
-            if self._grow(draft, request, computed + count):
-                draft.grant_chunk(row, count, samples=computed + count == known)
-                draft.reserved_blocks += self.kv.blocks_for(known) - self.kv.blocks_for(computed + count)
+            count = self._chunk(known - computed, step.token_budget)
+            if self._grow(step, request, computed + count):
+                step.grant_chunk(row, count, samples=computed + count == known)
+                step.reserved_blocks += self.kv.blocks_for(known) - self.kv.blocks_for(computed + count)
 
-    def _schedule_waiting(self, draft: StepDraft) -> None:
-        if self._table.begin(draft.now):
-            self._waiting.release_held(draft.now)
+    def _schedule_waiting(self, step: StepBuilder) -> None:
+        if self._table.begin(step.now):
+            self._waiting.release_held(step.now)
         while self._waiting.is_ready:
             candidate = Candidate(
                 self._waiting.peek(),
                 self.kv,
                 num_running=self.num_running,
-                token_budget=draft.token_budget,
-                reserved_blocks=draft.reserved_blocks,
-                now=draft.now,
+                token_budget=step.token_budget,
+                reserved_blocks=step.reserved_blocks,
+                now=step.now,
                 computes_all=self._computes_all,
             )
             reason = self._why_not(candidate)
             if reason is None:
-                self._admit(draft, candidate)
+                self._admit(step, candidate)
             elif reason == "capacity":
-                candidate.request.wait_for(reason, draft.now)
+                candidate.request.wait_for(reason, step.now)
                 break
             elif candidate.request.adapter is not None and reason == "lora":
-                self._waiting.hold(candidate.request, reason, draft.now)
+                self._waiting.hold(candidate.request, reason, step.now)
             else:
-                self._waiting.set_aside(candidate.request, reason, draft.now)
+                self._waiting.set_aside(candidate.request, reason, step.now)
         self._waiting.restore()
 
     def _why_not(self, candidate: Candidate) -> WaitingReason | None:
@@ -283,10 +332,10 @@ class Scheduler:
         threshold = self.config.long_prefill_token_threshold
         return min(gap, budget, threshold) if threshold else min(gap, budget)
 
-    def _admit(self, draft: StepDraft, candidate: Candidate) -> None:
+    def _admit(self, step: StepBuilder, candidate: Candidate) -> None:
         request, hit, known = candidate.request, candidate.hit, candidate.num_tokens
         self._waiting.remove(request)
-        count = self._chunk(known - hit.num_tokens, draft.token_budget)
+        count = self._chunk(known - hit.num_tokens, step.token_budget)
         blocks = self.kv.allocate(request, hit.num_tokens + count, hit)
         assert blocks is not None, "the admission rule counted blocks that are not there"
         row = self._tenancy.move_in(request, self._book.counters.slot(request.tenant))
@@ -296,32 +345,38 @@ class Scheduler:
             self.prefix_queries += known
             self.prefix_hits += hit.num_tokens
             self._journal.started(request)
-            request.wait_for("capacity", draft.now)
+            request.wait_for("capacity", step.now)
             self.waits.started(request.waited)
         else:
             self.resumed_cached_tokens += hit.num_tokens
-        self._journal.note(request, LifecycleEvent.SCHEDULED, draft.now)
+        self._journal.note(request, LifecycleEvent.SCHEDULED, step.now)
         tokens = np.array(request.token_ids, np.int32)
-        slot = -1 if request.adapter is None else self._table.move_in(request.adapter, draft.now)
-        draft.admissions.append(Admission(row, tokens, request.num_prompt_tokens, hit.num_tokens, request.sampling, slot))
-        draft.appends[row] = blocks
-        draft.grant_chunk(row, count, samples=hit.num_tokens + count == known)
-        draft.reserved_blocks += self.kv.blocks_for(known) - self.kv.blocks_for(hit.num_tokens + count)
+        slot = -1 if request.adapter is None else self._table.move_in(request.adapter, step.now)
+        step.admissions.append(Admission(row, tokens, request.num_prompt_tokens, hit.num_tokens, request.sampling, slot))
+        step.appends[row] = blocks
+        step.grant_chunk(row, count, samples=hit.num_tokens + count == known)
+        step.reserved_blocks += self.kv.blocks_for(known) - self.kv.blocks_for(hit.num_tokens + count)
 
-    def _grow(self, draft: StepDraft, request: Request, num_tokens: int) -> bool:
-        """Makes room for a running request's tokens, at the cost of those served after it; False: at its own."""
-        while (blocks := self.kv.allocate(request, num_tokens)) is None:
+    def _grow(self, step: StepBuilder, request: Request, num_tokens: int, drafts: int = 0) -> bool:
+        """Makes room for a running request's tokens, at the cost of those served after it; False: at its own. Its drafts are
+        worth no other request's place."""
+        blocks = self.kv.allocate(request, num_tokens + drafts)
+        if blocks is None and drafts:
+            step.take_back_drafts(request.row)
+            blocks = self.kv.allocate(request, num_tokens)
+        while blocks is None:
             victim = self._tenancy.running[-1]
-            self._preempt(draft, victim)
+            self._preempt(step, victim)
             if victim is request:
                 return False
-        draft.appends[request.row] = blocks
+            blocks = self.kv.allocate(request, num_tokens)
+        step.appends[request.row] = blocks
         return True
 
-    def _preempt(self, draft: StepDraft, request: Request) -> None:
+    def _preempt(self, step: StepBuilder, request: Request) -> None:
         """Takes a request's row and blocks; it keeps its tokens and computes them anew when there is room."""
         row = request.row
-        draft.take_back(row)
+        step.take_back(row)
         self.preempted_tokens += int(self.table.num_computed[row])
         # A token in flight is not known here: it is sampled again, from the same counter of random numbers.
         request.token_ids = self.table.token_ids[row, : self._tenancy.num_known[row]].tolist()
@@ -331,17 +386,29 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._journal.note(request, LifecycleEvent.PREEMPTED, draft.now)
-        self._waiting.push(request, draft.now)
+        self._journal.note(request, LifecycleEvent.PREEMPTED, step.now)
+        self._waiting.push(request, step.now)
 
-    def _submit(self, draft: StepDraft) -> StepPlan:
-        draft.lora_loads, draft.lora_drops = self._table.take_loads(), self._table.take_drops()
-        plan = draft.build(self._next_step_id, self._book.take_released(), self.kv.num_groups)
+    def _submit(self, step: StepBuilder) -> StepPlan:
+        step.lora_loads, step.lora_drops = self._table.take_loads(), self._table.take_drops()
+        plan = step.build(self._next_step_id, self._book.take_released(), self.kv.num_groups)
         self._next_step_id += 1
-        starts = self.table.apply(plan)
-        tenancies = self._tenancy.tenancies[plan.rows]
-        self._in_flight.append(Flight(plan.step_id, plan.rows, starts, starts + plan.num_new_tokens, tenancies))
+        self.table.apply(plan)
+        if self.config.num_speculative_tokens:
+            self._tenancy.num_proposed[plan.rows[plan.samples]] = self.config.num_speculative_tokens
+        masked = self._tenancy.guides.masked(plan) if self._tenancy.guides else NONE
+        self._in_flight.append(Flight(plan, self._tenancy.tenancies[plan.rows], masked))
         return plan
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether the plan made last cannot be sampled before the result of the one before it has been taken in."""
+        return len(self._in_flight) > 1 and len(self._in_flight[-1].masked) > 0
+
+    def sample_inputs(self) -> SampleInputs:
+        """For the sampling of the plan made last; not while `awaits_masks`."""
+        flight = self._in_flight[-1]
+        return self._tenancy.guides.inputs(flight.plan, flight.masked, self._is_live(flight))
 
     # --- the result ---
 
@@ -356,57 +423,99 @@ class Scheduler:
             ValueError: The result is another step's.
         """
         flight = self._in_flight.popleft()
-        if flight.step_id != result.step_id:
-            raise ValueError(f"the result of step {result.step_id} came while step {flight.step_id} was awaited")
-        live = self._tenancy.tenancies[flight.rows] == flight.tenancies
-        not_finite = set(ints(result.not_finite))
+        plan = flight.plan
+        if plan.step_id != result.step_id:
+            raise ValueError(f"the result of step {result.step_id} came while step {plan.step_id} was awaited")
+        live = self._is_live(flight)
+        self._end_failed(result, plan, live)
+        indexes = self._tenancy.indexes
+        prompt_logprobs = prompt_logprob_columns(result.prompt_logprobs, live, indexes, plan.rows)
+        pooled = pooled_columns(result.pooled, live, indexes, plan.rows)
+        starts, ends = self.table.settle(plan, result.counts, live)
+        tokens, endings = self._take_tokens(result, plan, live, ends, now)
+        # What follows a request's last token is nobody's, and is not to be found.
+        self._commit(plan, live, starts, ends - (result.counts - tokens.counts) if endings else ends)
+        self._take_drafts(result, plan, tokens, endings)
+        self._end_pooled(result.pooled, plan, live)
+        for request, reason, stop_token_id in endings:
+            self._book.finish(request, reason, stop_token_id=stop_token_id)
+        return self._journal.take(tokens, logprob_columns(result.logprobs, tokens.counts), prompt_logprobs, pooled)
+
+    def _is_live(self, flight: Flight) -> Bool:
+        """[r]: which of a plan's rows are still its requests'."""
+        return self._tenancy.tenancies[flight.plan.rows] == flight.tenancies
+
+    def _end_failed(self, result: StepResult, plan: StepPlan, live: Bool) -> None:
         for at, error in result.failed.items():
-            if live[at] and (request := self._tenancy.requests[int(flight.rows[at])]):
+            if live[at] and (request := self._tenancy.requests[int(plan.rows[at])]):
                 live[at] = False
                 # A request may also fail by what its client asked for, and then the prefix that it shares is as good as ever.
-                if at in not_finite:
+                if at in result.not_finite:
                     self.kv.invalidate(request)
                 self._book.finish(request, FinishReason.ERROR, error=error)
-        prompt_logprobs = prompt_logprob_columns(result.prompt_logprobs, live, self._tenancy.indexes[flight.rows])
-        pooled = pooled_columns(result.pooled, live, self._tenancy.indexes[flight.rows])
-        self._commit(flight, live)
-        self._end_pooled(result.pooled, flight, live)
-        accepted = live & (result.counts > 0)
-        rows, positions, tokens = flight.rows, flight.ends, result.token_ids[:, 0]
-        if np.count_nonzero(accepted) < len(accepted):
-            rows, positions, tokens = rows[accepted], positions[accepted], tokens[accepted]
-        indexes = self._tenancy.indexes[rows]
-        self._book.counters.charge_outputs(self._tenancy.slots[rows])
-        self.table.write_sampled(rows, positions, tokens)
-        self._tenancy.num_known[rows] = positions + 1
-        for request in self._tenancy.begun(rows, positions):
+
+    def _take_tokens(
+        self, result: StepResult, plan: StepPlan, live: Bool, ends: Int32, now: float
+    ) -> tuple[Tokens, list[Ending]]:
+        """Writes the tokens of requests that are still there, up to those that end them."""
+        rows, token_ids, counts = plan.rows, result.token_ids, result.counts
+        given = live & (counts > 0)
+        whole = np.count_nonzero(given) == len(given)
+        if not whole:
+            rows, token_ids, counts, ends = rows[given], token_ids[given], counts[given], ends[given]
+        several = token_ids.shape[1] > 1
+        firsts = ends - counts + 1 if several else ends
+        self.table.write_tokens(rows, firsts, token_ids, counts)
+        for request in self._tenancy.begun(rows, firsts):
             request.first_token_at = now
-        for request, reason, stop_token_id in self._tenancy.endings(rows, tokens, self.table.token_ids):
-            self._book.finish(request, reason, stop_token_id=stop_token_id)
-        return self._journal.take(indexes, tokens, logprob_columns(result.logprobs, accepted), prompt_logprobs, pooled)
+        kept, endings = self._tenancy.take(rows, firsts, token_ids, counts, self.table.token_ids)
+        slots = self._tenancy.slots[rows]
+        self._book.counters.charge_outputs(np.repeat(slots, kept) if several else slots)
+        by_plan_row = kept
+        if not whole:
+            by_plan_row = np.zeros(len(given), np.int32)
+            by_plan_row[given] = kept
+        return Tokens(self._tenancy.indexes[rows], offsets_of(kept, several), first_of(token_ids, kept), by_plan_row), endings
+
+    def _take_drafts(self, result: StepResult, plan: StepPlan, tokens: Tokens, endings: Sequence[Ending]) -> None:
+        """What comes next in rows whose requests go on: as the runner proposes, and as guides allow."""
+        tenancy = self._tenancy
+        if self.config.num_speculative_tokens:
+            goes_on = tokens.counts > 0
+            # A row in flight has drafts by then that nobody has been told of.
+            goes_on &= ~self._is_in_flight(plan.rows)
+            proposed = 0 if result.drafts is None else (result.drafts[goes_on] >= 0).sum(axis=1)
+            tenancy.num_proposed[plan.rows[goes_on]] = proposed
+        if not tenancy.guides:
+            return
+        ended = {ending.request.row for ending in endings}
+        ends = np.cumsum(tokens.counts)
+        for at in tokens.counts.nonzero()[0].tolist():
+            if (row := int(plan.rows[at])) in tenancy.guides and row not in ended:
+                accepted = ints(tokens.token_ids[ends[at] - tokens.counts[at] : ends[at]])
+                tenancy.guides.accept(row, accepted, told_drafts(result.drafts, at))
 
     def fail_step(self, error: str, code: str) -> RequestOutputs:
         """Takes in that the oldest plan in flight came to nothing: its requests end with an error."""
         flight = self._in_flight.popleft()
-        live = self._tenancy.tenancies[flight.rows] == flight.tenancies
-        for row in ints(flight.rows[live]):
+        for row in ints(flight.plan.rows[self._is_live(flight)]):
             if request := self._tenancy.requests[row]:
                 self._book.finish(request, FinishReason.ERROR, error=error, code=code)
         return self._journal.take()
 
-    def _end_pooled(self, pooled: Pooled | None, flight: Flight, live: Bool) -> None:
+    def _end_pooled(self, pooled: Pooled | None, plan: StepPlan, live: Bool) -> None:
         """Ends the requests whose embeddings are there."""
         for at in [] if pooled is None else ints(pooled.plan_rows):
-            if live[at] and (request := self._tenancy.requests[int(flight.rows[at])]):
+            if live[at] and (request := self._tenancy.requests[int(plan.rows[at])]):
                 self._book.finish(request, FinishReason.STOP)
 
-    def _commit(self, flight: Flight, live: Bool) -> None:
+    def _commit(self, plan: StepPlan, live: Bool, starts: Int32, ends: Int32) -> None:
         """Publishes the blocks that this step has filled, and gives back those that windows have left behind."""
         if not self.kv.needs_commits:
             return
         size = self.kv.block_size
-        for at in (live & (flight.ends // size > flight.starts // size)).nonzero()[0].tolist():
-            row, upto = int(flight.rows[at]), int(flight.ends[at])
+        for at in (live & (ends // size > starts // size)).nonzero()[0].tolist():
+            row, upto = int(plan.rows[at]), int(ends[at])
             request = self._tenancy.requests[row]
             assert request is not None
             if self.kv.enable_prefix_caching:

@@ -1,16 +1,27 @@
 """Who has which row, and what ends them: the scheduler's own columns beside the row table."""
 
 from bisect import bisect_left, insort
+from typing import NamedTuple
 
 import numpy as np
 
 from penstock.engine.core.plan import Bool, Int32, Int64, ints
+from penstock.engine.core.scheduling.guides import Guides
 from penstock.engine.core.scheduling.repetition import RepetitionGuard
 from penstock.engine.core.scheduling.request import Request, RequestStatus, order
 from penstock.engine.messages import FinishReason
 
 NOBODY = 0
 _NO_TOKEN = -1
+
+
+class Ending(NamedTuple):
+    """A token has ended a request."""
+
+    request: Request
+    reason: FinishReason
+    stop_token_id: int | None
+    """The token, where it is the reason."""
 
 
 class Tenancy:
@@ -38,6 +49,9 @@ class Tenancy:
         """[rows]: tokens of the prompt, which is where the first output token stands."""
         self.limits: Int32 = np.zeros(max_num_seqs, np.int32)
         """[rows]: tokens at which the request ends; more than its prompt, all of which runs whatever it gives."""
+        self.num_proposed: Int32 = np.zeros(max_num_seqs, np.int32)
+        """[rows]: drafts at most that the runner has for the row's next step."""
+        self.guides = Guides()
         self.slots: Int64 = np.zeros(max_num_seqs, np.int64)
         """[rows]: whose the request is, as `TokenCounters` numbers tenants."""
         # Rows are the second axis, and gathered by `take`: a reduction over the first one is several times faster.
@@ -62,6 +76,8 @@ class Tenancy:
         self.indexes[row] = request.index
         self.slots[row] = slot
         self.num_known[row] = len(request.token_ids)
+        self.num_proposed[row] = 0
+        self.guides.move_in(row, request.guide)
         self.num_prompt[row] = request.num_prompt_tokens
         limit = min(request.num_prompt_tokens + request.sampling.max_tokens, self._max_model_len)
         # A prompt that is embedded may be as long as the context.
@@ -78,6 +94,7 @@ class Tenancy:
         self.requests[row] = None
         self.tenancies[row] = NOBODY
         self.indexes[row] = -1
+        self.guides.move_out(row)
         self.free_rows.append(row)
         del self.running[bisect_left(self.running, request.key, key=order)]
         self._rows = None
@@ -87,26 +104,51 @@ class Tenancy:
         first = [self.requests[row] for row in ints(rows[positions == self.num_prompt[rows]])]
         return [request for request in first if request is not None]
 
-    def endings(self, rows: Int32, token_ids: Int32, all_token_ids: Int32) -> list[tuple[Request, FinishReason, int | None]]:
-        """Requests that their newest tokens end, why, and the token where it is the reason.
+    def take(
+        self, rows: Int32, firsts: Int32, token_ids: Int32, counts: Int32, all_token_ids: Int32
+    ) -> tuple[Int32, list[Ending]]:
+        """Takes in new tokens, up to the first of each row that ends its request.
 
         Args:
             rows: [m].
-            token_ids: [m]: the rows' newest tokens, which `num_known` counts.
-            all_token_ids: [rows, max_model_len]: the row table's.
+            firsts: [m]: positions of the rows' first new tokens.
+            token_ids: [m, w]: the tokens.
+            counts: [m]: how many of them count, at least 1 each.
+            all_token_ids: [rows, max_model_len]: the row table's, the new ones included.
+
+        Returns:
+            [m], how many tokens of each row are taken; and the requests that end.
         """
-        known = self.num_known[rows]
-        stopped: Bool = (self._stop_ids.take(rows, axis=1) == token_ids).any(axis=0)
-        capped: Bool = known >= self.limits[rows]
-        repeats = self._repetition.trips(rows, known - 1, all_token_ids)
-        found: list[tuple[Request, FinishReason, int | None]] = []
+        kept, found = counts, list[Ending]()
+        for column in range(token_ids.shape[1]):
+            if column == 0:
+                of, at, positions, tokens = None, rows, firsts, token_ids[:, 0]
+            else:
+                of = (kept > column).nonzero()[0]
+                if not len(of):
+                    break
+                at, positions, tokens = rows[of], firsts[of] + column, token_ids[of, column]
+            self.num_known[at] = positions + 1
+            for index, ending in self._endings(at, positions, tokens, all_token_ids):
+                found.append(ending)
+                if kept is counts:
+                    kept = counts.copy()
+                kept[index if of is None else of[index]] = column + 1
+        return kept, found
+
+    def _endings(self, rows: Int32, positions: Int32, tokens: Int32, all_token_ids: Int32) -> list[tuple[int, Ending]]:
+        """Which of the rows these tokens end."""
+        stopped: Bool = (self._stop_ids.take(rows, axis=1) == tokens).any(axis=0)
+        capped: Bool = positions + 1 >= self.limits[rows]
+        repeats = self._repetition.trips(rows, positions, all_token_ids)
+        found: list[tuple[int, Ending]] = []
         for at in (stopped | capped | repeats).nonzero()[0].tolist():
             request = self.requests[int(rows[at])]
             assert request is not None
             if stopped[at]:
-                found.append((request, FinishReason.STOP, int(token_ids[at])))
+                found.append((at, Ending(request, FinishReason.STOP, int(tokens[at]))))
             else:
-                found.append((request, FinishReason.LENGTH if capped[at] else FinishReason.REPETITION, None))
+                found.append((at, Ending(request, FinishReason.LENGTH if capped[at] else FinishReason.REPETITION, None)))
         return found
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:

@@ -23,7 +23,7 @@ from penstock.engine.core.row_table import RowTable
 from penstock.engine.loading.loader import Source
 from penstock.engine.lora.runner import device_lora_runner
 from penstock.engine.roofline import Ceilings
-from penstock.engine.runner.base import RunnerBase
+from penstock.engine.runner.base import RunnerBase, check_supported
 from penstock.engine.runner.device.ceilings import measure_ceilings
 from penstock.engine.runner.device.graphs.capture import GraphManager
 from penstock.engine.runner.device.graphs.cuda import CudaGraphs
@@ -273,6 +273,7 @@ class DeviceRunner(RunnerBase):
         """
         if self._launched is not None:
             raise RuntimeError(f"step {plan.step_id}: step {self._launched.plan.step_id} has not been sampled yet")
+        check_supported(plan)
         self._limit_threads()
         computed = self._rows.apply(plan)
         suspect = self._not_finite.watch(plan, computed)
@@ -345,6 +346,7 @@ class DeviceRunner(RunnerBase):
             waiting = "none" if self._launched is None else f"step {self._launched.plan.step_id}"
             raise RuntimeError(f"sampling step {inputs.step_id}: {waiting} waits for it")
         (plan, slot, step, logits, prompts, graph, suspect), self._launched = self._launched, None
+        check_supported(plan, inputs)
         count, scores, failed = len(plan.rows), None, self._refusals.of(plan)
         with self.runtime.main_stream():
             if step is not None and not _is_whole(graph):

@@ -1,0 +1,133 @@
+"""Rows under a guide: nothing is sampled without its mask, masks are filled while the forward pass runs, and what is forced is
+verified in one step."""
+
+import numpy as np
+import pytest
+from fake_runner import VOCAB, next_token
+from harness import make_request
+from test_scheduler_hand_cranked import Bench
+
+from penstock.engine.core.plan import Int32
+
+
+def allowed(number: int) -> set[int]:
+    """Tokens that may be output `number`: three in seven leave no choice, the others must be odd or even."""
+    return {number * 3 % VOCAB} if number % 7 in (3, 4, 5) else set(range(number % 2, VOCAB, 2))
+
+
+class Numbered:
+    """A guide that says what `allowed` says."""
+
+    num_words = 2
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def forced(self) -> list[int]:
+        tokens = []
+        while len(only := allowed(self.count + len(tokens))) == 1:
+            tokens += only
+        return tokens
+
+    def accept(self, token_ids) -> None:
+        for token in token_ids:
+            assert token in allowed(self.count), "the guide is told of a token that its mask excludes"
+            self.count += 1
+
+    def fill(self, masks: Int32, drafts) -> None:
+        assert (masks == -1).all() and len(masks) == len(drafts) + 1
+        for number in range(len(masks)):
+            bits = np.zeros(64, np.uint8)
+            bits[list(allowed(self.count + number))] = 1
+            masks[number] = np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def guided_reference(prompt: list[int], max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for number in range(max_tokens):
+        token = next_token(tokens)
+        while token not in allowed(number):
+            token = (token + 1) % VOCAB
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+def bench(depth: int, drafts: int, guided, **config) -> Bench:
+    made = Bench(depth, drafts=drafts, **config)
+    for index in range(4):
+        made.core.handle(make_request(index, [index] * 9, 20))
+        if index in guided:
+            made.core.scheduler.guide(index, Numbered())
+    return made
+
+
+@pytest.mark.req("SPV-10", "AS-14")
+@pytest.mark.parametrize("drafts", [0, 1, 4])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_each_stream_is_what_its_guide_makes_of_it_alone(depth, drafts):
+    for config in ({}, {"num_blocks": 17, "budget": 64}, {"budget": 5}):
+        made = bench(depth, drafts, (0, 2), **config)
+        forced = []
+        while made.core.has_work:
+            made.crank()
+            forced += [len(plan.draft_ids) for plan in made.device.plans]
+            given = {row for plan in made.device.plans for row in plan.rows[plan.draft_rows].tolist()}
+            if not config:  # nobody is preempted, and no row has a second tenant
+                assert all(sum(row in plan.rows for plan in made.device.plans) == 1 for row in given), "in one plan at a time"
+        for index in range(4):
+            expected = guided_reference([index] * 9, 20) if index in (0, 2) else None
+            assert expected is None or made.streams[index] == expected
+        assert any(forced) or depth == 1
+        free = Bench(1)
+        for index in (1, 3):
+            free.core.handle(make_request(index, [index] * 9, 20))
+        assert free.run().streams == {index: made.streams[index] for index in (1, 3)}
+
+
+@pytest.mark.req("SCH-32", "AS-14")
+@pytest.mark.parametrize("depth", [2, 3])
+def test_masks_are_filled_between_the_submission_of_their_step_and_its_collection(depth):
+    made = bench(depth, 2, (0,))
+    made.run()
+    log = made.device.log
+    steps = {step for what, step in log if what == "submit"}
+    assert len(steps) > 8
+    for step in sorted(steps):
+        submitted, sampled, collected = (log.index((what, step)) for what in ("submit", "sample", "collect"))
+        assert submitted < sampled < collected
+        assert not [what for what, _ in log[submitted + 1 : sampled] if what == "submit"], "no later plan before it is sampled"
+    waited = [step for step in steps if ("collect", step - 1) in log[log.index(("submit", step)) : log.index(("sample", step))]]
+    assert len(waited) > 5, "the step before is taken in while this one's forward pass runs"
+
+
+def test_a_plan_without_masks_is_sampled_at_once():
+    made = bench(2, 2, ())
+    made.run()
+    log = made.device.log
+    for at, (what, step) in enumerate(log):
+        assert what != "submit" or log[at + 1] == ("sample", step)
+
+
+def test_what_is_forced_takes_one_step():
+    lengths = {}
+    for guided in ((), (0,)):
+        made = Bench(1)
+        made.core.handle(make_request(0, [1], 21))
+        if guided:
+            made.core.scheduler.guide(0, Numbered())
+        made.device.runner._random.choice = lambda options: max(options)  # accepts all that is right
+        made.run()
+        lengths[guided] = len({step for _, step in made.device.log})
+    assert lengths[()] == 21
+    # Of each seven outputs three are forced: they come with the one after them.
+    assert lengths[(0,)] == 21 - 3 * 3
+
+
+def test_a_guide_comes_before_the_first_token():
+    made = Bench(1)
+    made.core.handle(make_request(0, [1], 9))
+    made.crank()
+    with pytest.raises(KeyError, match="request 0 has begun"):
+        made.core.scheduler.guide(0, Numbered())
+    with pytest.raises(KeyError):
+        made.core.scheduler.guide(7, Numbered())
