@@ -35,7 +35,7 @@ class Allowances:
 def unlisted(template: Object, allowed: Allowances) -> dict[str, str]:
     """Paths of the fields of a new template that need a flag of the operator, each with that flag. What runs is not held to it:
     an upgrade of the operator changes no replica."""
-    spec = _map(template.get("spec"))
+    spec = mapping(template.get("spec"))
     found: dict[str, str] = {}
     for path, name in _secrets(spec, "template.spec"):
         if name not in allowed.secrets:
@@ -57,31 +57,31 @@ def _secrets(spec: Object, path: str) -> Iterator[tuple[str, str]]:
     for volume in _maps(spec.get("volumes")):
         at = f"{path}.volumes[{volume.get('name')}]"
         if "secret" in volume:
-            yield f"{at}.secret", str(_map(volume["secret"]).get("secretName"))
-        for source in _maps(_map(volume.get("projected")).get("sources")):
+            yield f"{at}.secret", str(mapping(volume["secret"]).get("secretName"))
+        for source in _maps(mapping(volume.get("projected")).get("sources")):
             if "secret" in source:
-                yield f"{at}.projected.secret", str(_map(source["secret"]).get("name"))
+                yield f"{at}.projected.secret", str(mapping(source["secret"]).get("name"))
         for kind, driver in volume.items():
             for field in ("secretRef", "nodePublishSecretRef"):
-                if field in _map(driver):
-                    yield f"{at}.{kind}.{field}", str(_map(_map(driver)[field]).get("name"))
+                if field in mapping(driver):
+                    yield f"{at}.{kind}.{field}", str(mapping(mapping(driver)[field]).get("name"))
             if kind == "azureFile":
-                yield f"{at}.azureFile", str(_map(driver).get("secretName"))
+                yield f"{at}.azureFile", str(mapping(driver).get("secretName"))
     for kind, container in _containers(spec):
         at = f"{path}.{kind}[{container.get('name')}]"
         for variable in _maps(container.get("env")):
-            reference = _map(_map(variable.get("valueFrom")).get("secretKeyRef"))
+            reference = mapping(mapping(variable.get("valueFrom")).get("secretKeyRef"))
             if reference:
                 yield f"{at}.env[{variable.get('name')}]", str(reference.get("name"))
         for source in _maps(container.get("envFrom")):
             if "secretRef" in source:
-                yield f"{at}.envFrom", str(_map(source["secretRef"]).get("name"))
+                yield f"{at}.envFrom", str(mapping(source["secretRef"]).get("name"))
 
 
 def _root(spec: Object, path: str) -> Iterator[str]:
     """Each place that asks for the root user, or lets the image choose it."""
-    contexts = [(path, _map(spec.get("securityContext")))]
-    contexts += [(f"{path}.{kind}[{it.get('name')}]", _map(it.get("securityContext"))) for kind, it in _containers(spec)]
+    contexts = [(path, mapping(spec.get("securityContext")))]
+    contexts += [(f"{path}.{kind}[{it.get('name')}]", mapping(it.get("securityContext"))) for kind, it in _containers(spec)]
     for at, context in contexts:
         if context.get("runAsUser") == 0:
             yield f"{at}.securityContext.runAsUser"
