@@ -15,7 +15,7 @@ class Judge(Part):
     RULES = (
         lasting("judge", "window", "5s", "24h"),
         Rule(
-            "self.steps.isSorted()",
+            "!has(self.steps) || self.steps.isSorted()",
             "judge: steps must rise",
             lambda judge: judge.steps == sorted(judge.steps),
         ),
@@ -40,7 +40,7 @@ class Canary(Part):
 
     RULES = (
         Rule(
-            "!has(self.judge) || self.judge.steps.all(step, step < self.weight)",
+            "!has(self.judge) || !has(self.judge.steps) || self.judge.steps.all(step, step < self.weight)",
             "canary: every one of judge.steps must be below weight",
             lambda canary: canary.judge is None or all(step < canary.weight for step in canary.judge.steps),
         ),
