@@ -107,19 +107,27 @@ CASES: Final[dict[str, list[Case]]] = {
         Case("none fails", {answered("200"): "0+95x70"}, None, "65m"),
         Case("clients ask for too much", {answered("200"): "0+5x70", answered("429"): "0+95x70"}, None, "65m"),
         Case("it is over", {answered("200"): "0+95x70", answered("503"): "0+20x50 1000x20"}, None, "65m"),
+        Case("1.5 % fail", {answered("200"): "0+985x70", answered("503"): "0+15x70"}, _MODEL, "65m"),
+        Case("1.4 % fail", {answered("200"): "0+986x70", answered("503"): "0+14x70"}, None, "65m"),
     ],
     "PenstockErrorBudgetBurnsSlowly": [
         Case("1 % fails", {answered("200"): "0+99x80", answered("500"): "0+1x80"}, _MODEL, "370m", "5m"),
         Case("0.1 % fails", {answered("200"): "0+999x80", answered("500"): "0+1x80"}, None, "370m", "5m"),
         Case("it is over", {answered("200"): "0+99x80", answered("500"): "0+2x60 120x20"}, None, "370m", "5m"),
+        Case("0.65 % fail", {answered("200"): "0+9935x80", answered("503"): "0+65x80"}, _MODEL, "370m", "5m"),
+        Case("0.55 % fail", {answered("200"): "0+9945x80", answered("503"): "0+55x80"}, None, "370m", "5m"),
     ],
     "PenstockFirstTokenBudgetBurnsFast": [
         Case("20 % are slow", first_tokens(20, 70), _MODEL, "65m"),
         Case("1 % is slow", first_tokens(1, 70), None, "65m"),
+        Case("15 % are slow", first_tokens(15, 70), _MODEL, "65m"),
+        Case("14 % are slow", first_tokens(14, 70), None, "65m"),
     ],
     "PenstockFirstTokenBudgetBurnsSlowly": [
         Case("10 % are slow", first_tokens(10, 80), _MODEL, "370m", "5m"),
         Case("1 % is slow", first_tokens(1, 80), None, "370m", "5m"),
+        Case("7 % are slow", first_tokens(7, 80), _MODEL, "370m", "5m"),
+        Case("5 % are slow", first_tokens(5, 80), None, "370m", "5m"),
     ],
     "PenstockNoReadyReplica": [
         Case("nothing serves", condition("Serving", "False", "NoReadyReplica"), TINY),
@@ -141,17 +149,23 @@ CASES: Final[dict[str, list[Case]]] = {
     "PenstockReplicasMissing": [
         Case("one of three", replicas("3x30", "2x30"), CPU),
         Case("it comes in time", replicas("3x30", "2x10 3x20"), None),
+        Case("for a quarter of an hour", replicas("3x30", "2x16 3x20"), CPU, "16m"),
+        Case("for a minute less", replicas("3x30", "2x14 3x20"), None, "15m"),
     ],
     "PenstockQueueGrows": [
         Case("growing beyond the batch", load("8x40", "0+5x40"), TINY),
         Case("long, but not growing", load("8x40", "50x40"), None),
         Case("growing, but short", load("80x40", "0+1x40"), None),
+        Case("one more than run", load("8x40", "0x10 1+1x30"), TINY, "30m"),
+        Case("as many as run", load("40x40", "0+1x40"), None, "40m"),
     ],
     "PenstockKvPressure": [
         Case("full, and requests wait for room", load("8x40", "3x40", "0.97x40"), CPU),
         Case("full, and they wait for an adapter", load("8x40", "3x40", "0.97x40", reason="lora"), None),
         Case("full, and none waits", load("8x40", "0x40", "0.97x40"), None),
         Case("room", load("8x40", "3x40", "0.8x40"), None),
+        Case("96 % full", load("8x40", "1x40", "0.96x40"), CPU),
+        Case("94 % full", load("8x40", "3x40", "0.94x40"), None),
     ],
     "PenstockPreemptionStorm": [
         Case("again and again", {_PREEMPTED: "0+1x40"}, POD, "5m", "15s"),
@@ -162,6 +176,9 @@ CASES: Final[dict[str, list[Case]]] = {
         Case("as yesterday", prefixes("0+600x400"), None, "25h30m", "5m"),
         Case("it was never good", prefixes("0+80x288 23040+10x30"), None, "25h30m", "5m"),
         Case("there was no yesterday", prefixes("0+100x400"), None, "12h", "5m"),
+        Case("to 49 % of yesterday", prefixes("0+600x288 172800+294x30"), TINY, "25h30m", "5m"),
+        Case("to 51 % of yesterday", prefixes("0+600x288 172800+306x30"), None, "25h30m", "5m"),
+        Case("it was just good enough", prefixes("0+110x288 31680+10x30"), TINY, "25h30m", "5m"),
     ],
     "PenstockCorruptedRequests": [
         Case("one", {_CORRUPTED: "0x10 1x20"}, POD, "15m"),
@@ -173,6 +190,8 @@ CASES: Final[dict[str, list[Case]]] = {
         Case("prompts beyond the largest size", graph_steps({"uniform": "0+50x40", "too_large": "0+50x40"}), None, "35m"),
         Case("only after the start", graph_steps({"uniform": "0+80x40", "not_captured": "0+20x5 100x35"}), None, "35m"),
         Case("none", graph_steps({"uniform": "0+80x40", "mixed": "0+20x40"}), None, "35m"),
+        Case("11 %", graph_steps({"uniform": "0+89x40", "not_captured": "0+11x40"}), POD, "35m"),
+        Case("9 %", graph_steps({"uniform": "0+91x40", "not_captured": "0+9x40"}), None, "35m"),
     ],
     "PenstockGpuErrors": [
         Case("XID 79", xid("79x30"), _GPU),
@@ -183,10 +202,14 @@ CASES: Final[dict[str, list[Case]]] = {
         Case("half a minute", {_AGE: "30x30"}, {"replica": "tiny-cpu-0"}),
         Case("fresh", {_AGE: "0.5x30"}, None),
         Case("a hiccup", {_AGE: "0.5x10 30 0.5x20"}, None, "11m"),
+        Case("11 s", {_AGE: "11x30"}, {"replica": "tiny-cpu-0"}),
+        Case("10 s", {_AGE: "10x30"}, None),
     ],
     "PenstockEventGaps": [
         Case("one a minute", {"penstock_picker_event_gaps_total": "0+1x30"}, {}),
         Case("one", {"penstock_picker_event_gaps_total": "0x15 1x15"}, None),
+        Case("four in ten minutes", {"penstock_picker_event_gaps_total": "0x10 1 2 3 4x20"}, {}, "15m"),
+        Case("two in ten minutes", {"penstock_picker_event_gaps_total": "0x10 1 2x20"}, None, "15m"),
     ],
     "PenstockPickerDown": [
         Case("both", up("penstock-gateway", "0x30", "0x30"), {}),
@@ -221,6 +244,24 @@ CASES: Final[dict[str, list[Case]]] = {
             "30m",
         ),
         Case("none ever", {named("penstock_operator_reconciles_total", result="ok"): "0+8x40"}, None, "30m"),
+        Case(
+            "11 %",
+            {
+                named("penstock_operator_reconciles_total", result="ok"): "0+89x40",
+                named("penstock_operator_reconciles_total", result="error"): "0+11x40",
+            },
+            {},
+            "30m",
+        ),
+        Case(
+            "9 %",
+            {
+                named("penstock_operator_reconciles_total", result="ok"): "0+91x40",
+                named("penstock_operator_reconciles_total", result="error"): "0+9x40",
+            },
+            None,
+            "30m",
+        ),
     ],
     "PenstockAutoscalerInert": [
         Case("it sees nothing", decisions({"NoData": "0+4x30"}), {}),
@@ -231,5 +272,7 @@ CASES: Final[dict[str, list[Case]]] = {
     "PenstockColdStartSlow": [
         Case("a quarter of an hour", {_COLD: "900x30"}, CPU),
         Case("a minute", {_COLD: "60x30"}, None),
+        Case("ten minutes and a second", {_COLD: "601x30"}, CPU),
+        Case("ten minutes", {_COLD: "600x30"}, None),
     ],
 }
