@@ -164,7 +164,7 @@ def test_more_adapters_than_slots_all_get_served_and_the_report_says_who_waits(h
     for thread in threads:
         thread.join()
     assert answers == {at: ("sql", "chat", "other")[at % 3] for at in range(9)}
-    assert waited >= {"chat", "other"} or len(waited) >= 2
+    assert len(waited) >= 2, "with one slot for three adapters"
     page = http.get("/metrics").text
     assert "penstock_lora_slots{" in page and "vllm:lora_requests_info{" in page and 'max_lora="1"' in page
     assert 'penstock_num_requests_waiting{engine="0",model_name="tiny",reason="lora"} 0.0' in page

@@ -88,11 +88,14 @@ def test_no_absurd_time_leaves_a_figure_that_cannot_be_reckoned_with(ttft_s: flo
 
 def test_a_new_process_starts_without_a_record() -> None:
     state = fleet()
-    choice = pick(state, "r", NOW)
-    state.event(choice.key, RequestFinished("r", "stop", 2000, 0, 5, ttft_s=500.0), NOW)
+    late = pick(state, "r0", NOW).key
+    for turn in range(10):
+        choice = pick(state, f"r{turn}", NOW)
+        factor = 10.0 if choice.key == late else 1.0
+        state.event(choice.key, RequestFinished(f"r{turn}", "stop", 2000, 0, 5, ttft_s=factor * choice.ttft_s), NOW)
     pick(state, "s", NOW + 1)
-    assert state.correction(choice.key) > 1 or all(state.correction(key) <= 1 for key in KEYS)
-    state.restarted(choice.key)
-    assert state.correction(choice.key) == 1.0
+    assert state.correction(late) > 2
+    state.restarted(late)
+    assert state.correction(late) == 1.0
     pick(state, "t", NOW + 2)
-    assert state.correction(choice.key) == 1.0
+    assert state.correction(late) == 1.0
