@@ -48,8 +48,8 @@ demo: setup ## the same, ask one question through the gateway, and stop
 	@$(BIN)/penstock demo -f examples/tiny.yaml
 
 .PHONY: test e2e e2e-build gpu requirements wheelhouse
-test: setup ## every test that needs no GPU and no cluster (ARGS="-n auto --dist loadfile": a file a core)
-	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+test: setup ## every test that needs no GPU and no cluster, a file a core (ARGS="-n 0": one after another)
+	@$(BIN)/python -m pytest -m "not gpu" -n auto --dist loadfile $(ARGS)
 
 e2e-build: setup ## build the Kubernetes control plane and the LeaderWorkerSet manager from their Go modules (once, about ten minutes)
 	@$(BIN)/python -m e2e.cluster build
