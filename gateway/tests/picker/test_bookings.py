@@ -110,3 +110,22 @@ def test_a_replica_that_goes_takes_its_bookings_along() -> None:
     bookings.release_all(A, "replica_gone")
     assert (bookings.count(A), bookings.count(B)) == (0, 1)
     assert bookings.released == {"replica_gone": 3}
+
+
+def test_a_request_for_several_answers_counts_each_until_its_end() -> None:
+    left: list[ReplicaKey] = []
+    bookings, key = Bookings(left=left.append), ReplicaKey("u", 8000)
+    booking = bookings.book("r", key, 100, 0.0, answers=4)
+    assert bookings.outstanding(key) == Booked(4, 100, 0)
+    bookings.finished(key, "r")
+    assert bookings.outstanding(key) == Booked(3, 100, 0)
+    bookings.responded(booking, (1, 1), 1.0)
+    bookings.reported(key, 1, 1, 2.0)
+    assert bookings.outstanding(key) == Booked(0, 0, 0)
+    bookings.finished(key, "r")
+    bookings.finished(key, "r")
+    assert bookings.count(key) == 1
+    assert left == [key, key]
+    bookings.finished(key, "r")
+    assert bookings.count(key) == 0
+    assert bookings.released["finished"] == 1

@@ -1,11 +1,15 @@
 """Equal prompts at once: the second knows of the first one's prefill."""
 
+from collections.abc import Sequence
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from picks import NOW, report
 
 from penstock.api.events import BlockStored, RequestFinished
 from penstock.api.fleet import Fleet, Model, Pool, Replica
+from penstock.gateway.picker import coming
 from penstock.gateway.picker.bookings import Booking
 from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.picker.choice import choose
@@ -96,3 +100,38 @@ def test_what_is_coming_follows_a_request_that_another_replica_took() -> None:
 
 def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def test_a_pick_among_open_equal_prompts_costs_the_same_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of whole blocks computes its last one whatever is cached: all equal ones begin with the same block."""
+    state, compared = fleet(), 0
+    blocks = tuple(range(32))
+    hashes = asks("any", blocks).prompts[0].block_hashes
+
+    def whole(name: str) -> RequestView:
+        return RequestView(id=name, path="", model="m", prompts=(Prompt(32 * SIZE, hashes),), block_size=SIZE)
+
+    def counted(one: Sequence[bytes], other: Sequence[bytes], least: int) -> int:
+        nonlocal compared
+        compared += 1
+        return shared(one, other, least)
+
+    shared = coming._shared
+    monkeypatch.setattr(coming, "_shared", counted)
+    sent = [send(state, whole(f"r{number}"))[0] for number in range(400)]
+    compared = 0
+    resident(state, whole("last"))
+    assert 1 <= compared <= 2 * len(KEYS)
+    for booking in sent:
+        state.bookings.release(booking, "stream")
+    assert resident(state, whole("after")) == [0] * len(KEYS)
+
+
+def test_a_prompt_under_way_follows_its_request_to_another_replica() -> None:
+    state = fleet()
+    booking, _ = send(state, asks("a", tuple(range(50))))
+    other = next(key for key in KEYS if key != booking.key)
+    state.bookings.move(booking, other)
+    assert [bool(blocks) for blocks in resident(state, asks("b", tuple(range(50))))] == [key == other for key in KEYS]
+    state.bookings.release(booking, "stream")
+    assert not any(resident(state, asks("c", tuple(range(50)))))

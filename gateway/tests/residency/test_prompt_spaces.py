@@ -1,6 +1,7 @@
 """Which tokenizer a request's prompts go through: of ours, of both revisions of a rollout, of engines of others, of nobody."""
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,14 @@ class Replicas:
         self.library = PromptLibrary(self.state, folders)
         self.replicas: list[Replica] = []
         self.runners: list[web.AppRunner] = []
+        self.downloads = 0
 
     async def add(self, served: PromptBundle | None = None, **changes: Any) -> Replica:
-        async def answer(_: web.Request) -> web.Response:
+        async def answer(request: web.Request) -> web.Response:
             assert served is not None
+            if served.digest in request.headers.get("if-none-match", ""):
+                return web.Response(status=304, headers={"etag": f'"{served.digest}"'})
+            self.downloads += 1
             return web.Response(body=served.to_json(), headers={"etag": f'"{served.digest}"'})
 
         app = web.Application()
@@ -75,7 +80,7 @@ class Replicas:
         known: dict[str, Any] = {"uid": name, "name": name, "pool": "ns/m/p", "host": "127.0.0.1", "port": port}
         replica = Replica(**known, events_port=0, replay_port=0, ready=True, **changes)
         self.replicas.append(replica)
-        self.state.update(Fleet(models=[MODEL], pools=[Pool(id="ns/m/p", model="ns/m")], replicas=self.replicas))
+        self.state.update(Fleet(models=[MODEL], pools=[Pool(id="ns/m/p", model="ns/m")], replicas=list(self.replicas)))
         return replica
 
     async def learnt(self, count: int) -> None:
@@ -204,3 +209,30 @@ async def test_a_large_prompt_leaves_the_event_loop_its_turns(fleet: Replicas, m
         turns += 1
     assert turns > 10  # on the loop itself it would be one
     assert (await task).unknown is None
+
+
+async def test_many_replicas_of_one_bundle_are_one_download_and_one_processor(
+    fleet: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cold start of many replicas: the others need only say that theirs is the same."""
+    built: list[bool] = []
+
+    class Processor(prompts.PromptProcessor):
+        def __init__(self, bundle: PromptBundle) -> None:
+            built.append(threading.current_thread() is threading.main_thread())
+            super().__init__(bundle)
+
+    read: list[bool] = []
+    from_json = PromptBundle.from_json
+
+    def reading(data: bytes) -> PromptBundle:
+        read.append(threading.current_thread() is threading.main_thread())
+        return from_json(data)
+
+    monkeypatch.setattr(prompts, "PromptProcessor", Processor)
+    monkeypatch.setattr(PromptBundle, "from_json", staticmethod(reading))
+    for _ in range(12):
+        await fleet.add(bundle())
+    await fleet.learnt(12)
+    assert built == read == [False]
+    assert fleet.downloads == 1

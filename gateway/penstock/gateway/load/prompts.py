@@ -35,6 +35,10 @@ THREADS = 2
 TICK_S = 0.25
 FETCH_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
 RETRY_S = 2.0
+LEAD_S = 1.0
+"""How long the replicas of a pool wait for the first one's bundle."""
+ASKED_AT_ONCE = 8
+"""Replicas whose bundles are asked for at one time."""
 TOKENIZE_TIMEOUT_S = 0.5
 """A pick is not worth more: the request then goes without residency."""
 INLINE_BYTES = 4096
@@ -79,6 +83,8 @@ class PromptLibrary:
         self._digests: dict[ReplicaKey, tuple[int | None, str]] = {}
         """(epoch at the time, digest) of each replica's bundle."""
         self._retry_at: dict[ReplicaKey, float] = {}
+        self._building: dict[bytes, asyncio.Future[PrefixMemo]] = {}
+        """What a thread makes now, by hash space."""
         self._groups: dict[int, tuple[Sequence[Replica], _Groups]] = {}
         """See `_spaces`; by the identity of the list of replicas, which never changes."""
         sys.setswitchinterval(SWITCH_S)
@@ -97,7 +103,7 @@ class PromptLibrary:
             self._groups.clear()
             now = time.monotonic()
             wanted = [key for key, replica in replicas.items() if replica.ready and not self._is_current(key)]
-            await asyncio.gather(*(self._learn(client, replicas[key]) for key in wanted if self._retry_at.get(key, now) <= now))
+            await self._learn_all(client, [replicas[key] for key in wanted if self._retry_at.get(key, now) <= now])
             await asyncio.sleep(TICK_S)
 
     def close(self) -> None:
@@ -200,6 +206,23 @@ class PromptLibrary:
         heard = self._state.reports.get(key)
         return heard.report.epoch if heard else None
 
+    async def _learn_all(self, client: ReplicaClient, replicas: Sequence[Replica]) -> None:
+        """One of each pool goes first: the others then need only say that theirs is the same."""
+        leaders = {replica.pool: replica for replica in reversed(replicas)}
+        limit = asyncio.Semaphore(ASKED_AT_ONCE)
+
+        async def learn(replica: Replica) -> None:
+            async with limit:
+                await self._learn(client, replica)
+
+        async with asyncio.TaskGroup() as group:
+            first = [group.create_task(learn(replica)) for replica in leaders.values()]
+            if first:
+                await asyncio.wait(first, timeout=LEAD_S)
+            for replica in replicas:
+                if leaders[replica.pool] is not replica:
+                    group.create_task(learn(replica))
+
     async def _learn(self, client: ReplicaClient, replica: Replica) -> None:
         key = key_of(replica)
         epoch = self._epoch(key)
@@ -226,7 +249,7 @@ class PromptLibrary:
             data = await body_of(response, MAX_BUNDLE_BYTES) if response.status == 200 else b""
         if digest in self._bundles:
             return digest
-        bundle = PromptBundle.from_json(data)
+        bundle = await asyncio.get_running_loop().run_in_executor(self._pool, PromptBundle.from_json, data)
         return await self._load(bundle, bundle.max_model_len)
 
     async def _read(self, replica: Replica) -> str | None:
@@ -244,8 +267,11 @@ class PromptLibrary:
         if digest not in self._bundles:
             space = space_of(bundle)
             if space not in self._memos:
-                job = asyncio.get_running_loop().run_in_executor(self._pool, lambda: PrefixMemo(PromptProcessor(bundle)))
-                self._memos[space] = await job
+                if space not in self._building:  # others that come meanwhile wait for the same
+                    job = asyncio.get_running_loop().run_in_executor(self._pool, lambda: PrefixMemo(PromptProcessor(bundle)))
+                    self._building[space] = job
+                    job.add_done_callback(lambda _: self._building.pop(space, None))
+                self._memos[space] = await asyncio.shield(self._building[space])
             self._bundles[digest] = _Known(space, max_model_len)
         return digest
 

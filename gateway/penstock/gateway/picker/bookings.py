@@ -30,9 +30,13 @@ _NONE = dict.fromkeys(State, 0)
 class Booking:
     """One request at one replica."""
 
-    __slots__ = ("awaited", "key", "made_at", "prefill_tokens", "request_id", "responded_at", "state", "transfer_tokens")
+    __slots__ = ("awaited", "key", "left", "made_at", "prefill_tokens", "request_id", "responded_at", "state", "transfer_tokens")
 
-    def __init__(self, request_id: str, key: ReplicaKey, prefill_tokens: int, made_at: float, transfer_tokens: int = 0) -> None:
+    def __init__(
+        self, request_id: str, key: ReplicaKey, prefill_tokens: int, made_at: float, transfer_tokens: int = 0, left: int = 1
+    ) -> None:
+        self.left = left
+        """Answers that the engine has not ended: one for each that the client wants of each prompt."""
         self.request_id = request_id
         self.key = key
         self.prefill_tokens = prefill_tokens
@@ -51,11 +55,11 @@ class _Account:
         self.bookings: dict[str, list[Booking]] = {}
         self.counts = _NONE.copy()
         self.unreported: set[Booking] = set()
-        self.prefill_tokens = self.transfer_tokens = 0  # of pending and unreported bookings
+        self.answers = self.prefill_tokens = self.transfer_tokens = 0  # of pending and unreported bookings
 
     @property
     def outstanding(self) -> Booked:
-        return Booked(self.counts[State.PENDING] + self.counts[State.UNREPORTED], self.prefill_tokens, self.transfer_tokens)
+        return Booked(self.answers, self.prefill_tokens, self.transfer_tokens)
 
 
 class Bookings:
@@ -78,11 +82,15 @@ class Bookings:
         """How many bookings each cause has ended."""
         self.ended: list[Callable[[Booking, str], None]] = []
         """Are told of each end, and its cause."""
+        self.moved: list[Callable[[Booking], None]] = []
+        """Are told of each booking that has followed its request to another replica."""
 
-    def book(self, request_id: str, key: ReplicaKey, prefill_tokens: int, now: float, *, transfer_tokens: int = 0) -> Booking:
+    def book(
+        self, request_id: str, key: ReplicaKey, prefill_tokens: int, now: float, *, transfer_tokens: int = 0, answers: int = 1
+    ) -> Booking:
         """A pending booking at `key` of the tokens that are not resident: those to compute there, and those whose KV blocks come
-        from a prefill replica."""
-        booking = Booking(request_id, key, prefill_tokens, now, transfer_tokens)
+        from a prefill replica. The engine counts each of its `answers` as a request, and tells the end of each."""
+        booking = Booking(request_id, key, prefill_tokens, now, transfer_tokens, answers)
         self._open(booking)
         return booking
 
@@ -111,6 +119,8 @@ class Bookings:
         self._close(booking)
         booking.key = key
         self._open(booking)
+        for told in self.moved:
+            told(booking)
 
     def responded(self, booking: Booking, report: tuple[int, int] | None, now: float) -> None:
         """Response headers have come, with the load report (epoch, seq) or with none."""
@@ -146,11 +156,20 @@ class Bookings:
             told(booking, by)
 
     def finished(self, key: ReplicaKey, request_id: str) -> None:
-        """The replica says that a request has ended. An unknown one is somebody else's."""
+        """The replica says that a request has ended, or one of several answers to it. An unknown one is somebody else's."""
         account = self._accounts.get(key)
         same = account.bookings.get(request_id) if account else None
-        if same:
-            self.release(same[0], "finished")  # of several with one id, the oldest
+        if not account or not same:
+            return
+        booking = same[0]  # of several with one id, the oldest
+        if booking.left <= 1:
+            self.release(booking, "finished")
+            return
+        self._count(account, booking, -1)
+        booking.left -= 1
+        self._count(account, booking, 1)
+        if booking.state is State.RUNNING:
+            self._left(key)
 
     def release_all(self, key: ReplicaKey, by: str) -> None:
         """Ends all bookings of a replica that is gone or has restarted."""
@@ -188,6 +207,7 @@ class Bookings:
     def _count(self, account: _Account, booking: Booking, sign: int) -> None:
         account.counts[booking.state] += sign
         if booking.state is not State.RUNNING:
+            account.answers += sign * booking.left
             account.prefill_tokens += sign * booking.prefill_tokens
             account.transfer_tokens += sign * booking.transfer_tokens
         if booking.state is State.UNREPORTED:

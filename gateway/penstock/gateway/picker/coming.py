@@ -8,7 +8,7 @@ told the same.
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from penstock.gateway.picker.bookings import Booking, Bookings
 from penstock.gateway.picker.candidates import ReplicaKey
@@ -19,11 +19,22 @@ KEPT: Final = 16_384
 """Prompts under way that are known at most; the oldest go first."""
 
 
-class _Prompt(NamedTuple):
-    booking: Booking
-    hashes: Sequence[bytes]
-    depth: int
-    """Where the first block stands that its replica did not have."""
+class _Prompt:
+    """Equal prompts under way at one replica, which compute their blocks once."""
+
+    __slots__ = ("bookings", "depth", "hashes", "key")
+
+    def __init__(self, key: ReplicaKey, hashes: Sequence[bytes], depth: int) -> None:
+        self.key = key
+        self.hashes = hashes
+        self.depth = depth
+        """Where the first block stands that the replica did not have."""
+        self.bookings = 0
+
+    @property
+    def name(self) -> tuple[ReplicaKey, bytes, int]:
+        """Equal for equal prompts: the last block's hash holds the whole prompt."""
+        return self.key, self.hashes[-1], self.depth
 
 
 class Coming:
@@ -32,10 +43,11 @@ class Coming:
 
     def __init__(self, bookings: Bookings) -> None:
         self._prompts: dict[Booking, _Prompt] = {}
-        self._by_first: dict[bytes, list[_Prompt]] = {}
+        self._by_first: dict[bytes, dict[tuple[ReplicaKey, bytes, int], _Prompt]] = {}
         self._depths: Counter[int] = Counter()
         """Where the first blocks stand: at the same places in every prompt that has them."""
         bookings.ended.append(lambda booking, by: self._forget(booking))
+        bookings.moved.append(self._move)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -45,11 +57,25 @@ class Coming:
         another prompt under way leaves there."""
         if resident_blocks >= len(hashes):
             return
-        prompt = self._prompts[booking] = _Prompt(booking, hashes, resident_blocks)
-        self._by_first.setdefault(hashes[resident_blocks], []).append(prompt)
-        self._depths[resident_blocks] += 1
+        self._file(booking, hashes, resident_blocks)
         if len(self._prompts) > KEPT:
             self._forget(next(iter(self._prompts)))
+
+    def _file(self, booking: Booking, hashes: Sequence[bytes], depth: int) -> None:
+        prompt = _Prompt(booking.key, hashes, depth)
+        same = self._by_first.setdefault(hashes[depth], {})
+        if prompt.name not in same:
+            same[prompt.name] = prompt
+            self._depths[depth] += 1
+        prompt = self._prompts[booking] = same[prompt.name]
+        prompt.bookings += 1
+
+    def _move(self, booking: Booking) -> None:
+        """Another replica computes it."""
+        prompt = self._prompts.get(booking)
+        if prompt is not None:
+            self._forget(booking)
+            self._file(booking, prompt.hashes, prompt.depth)
 
     def add_to(
         self,
@@ -71,8 +97,8 @@ class Coming:
         hashes = prompt.block_hashes
         most = (prompt.tokens - 1) // block_size
         for depth in self._depths:
-            for other in self._by_first.get(hashes[depth], ()) if depth < len(hashes) else ():
-                key = other.booking.key
+            for other in self._by_first.get(hashes[depth], {}).values() if depth < len(hashes) else ():
+                key = other.key
                 if key in rows and (among is None or key in among):
                     supplied = min(_shared(hashes, other.hashes, depth + 1), most) * block_size
                     tokens[rows[key]] = max(tokens[rows[key]], supplied)
@@ -81,10 +107,12 @@ class Coming:
         prompt = self._prompts.pop(booking, None)
         if prompt is None:
             return
+        prompt.bookings -= 1
+        if prompt.bookings:
+            return
         first = prompt.hashes[prompt.depth]
-        same = self._by_first[first]
-        same.remove(prompt)
-        if not same:
+        del self._by_first[first][prompt.name]
+        if not self._by_first[first]:
             del self._by_first[first]
         self._depths[prompt.depth] -= 1
         if not self._depths[prompt.depth]:

@@ -188,9 +188,9 @@ class FleetState:
         `ttft_s` seconds (0: nobody has asked)."""
         self.beliefs.routed(key, model.id, request, resident_tokens, now, tells=self.tells(key), ttft_s=ttft_s)
 
-    def book(self, request: RequestView, key: ReplicaKey, resident_tokens: int, now: float) -> Booking:
+    def book(self, request: RequestView, key: ReplicaKey, resident_tokens: int, now: float, *, answers: int = 1) -> Booking:
         """A booking of `request` at `key`, which computes all but `resident_tokens` of it; what it then caches counts at once."""
-        booking = self.bookings.book(request.id, key, request.prompt_tokens - resident_tokens, now)
+        booking = self.bookings.book(request.id, key, request.prompt_tokens - resident_tokens, now, answers=answers)
         if key in self._places:
             columns, _ = self._places[key]
             columns.sent()

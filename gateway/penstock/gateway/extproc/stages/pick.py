@@ -52,7 +52,7 @@ class Pick:
         state.picked(model)
         state.routed(model, request, choice.key, choice.resident_tokens, decided, choice.ttft_s)
         pool, hop = choice.replica.pool, choice.hop
-        booking, prefill_booking = self._book(choice, request, decided)
+        booking, prefill_booking = self._book(choice, request, decided, passage.finishes)
         self._decisions.add(request, choice, decided - passage.came, time.time())
         self._metrics.picked(pool, choice.policy, time.monotonic() - decided)
         name = self._underway.name() if call.inference_pool is None else None
@@ -86,12 +86,12 @@ class Pick:
             self._underway.add(name, routed)
         return routed
 
-    def _book(self, choice: Choice, request: RequestView, now: float) -> tuple[Booking, Booking | None]:
+    def _book(self, choice: Choice, request: RequestView, now: float, answers: int) -> tuple[Booking, Booking | None]:
         """The bookings of the pick, and of the replica that computes the prompt for it if there is one."""
         if choice.hop is None:
-            return self._state.book(request, choice.key, choice.resident_tokens, now), None
+            return self._state.book(request, choice.key, choice.resident_tokens, now, answers=answers), None
         book, fresh = self._state.bookings.book, request.prompt_tokens - choice.resident_tokens
-        decode = book(request.id, choice.key, 0, now, transfer_tokens=fresh)
+        decode = book(request.id, choice.key, 0, now, transfer_tokens=fresh, answers=answers)
         return decode, book(request.id, key_of(choice.hop.replica), choice.hop.fresh_tokens, now)
 
 
