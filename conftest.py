@@ -92,6 +92,9 @@ class Authority:
         builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - day).not_valid_after(now + day)
         builder = builder.add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
         builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        uses = dict.fromkeys(("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "crl_sign"), False)
+        usage = x509.KeyUsage(digital_signature=True, key_cert_sign=ca, encipher_only=False, decipher_only=False, **uses)
+        builder = builder.add_extension(usage, critical=True)  # Python 3.13 refuses an authority without
         signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         return builder.add_extension(signer, critical=False).add_extension(names, critical=False).sign(self._key, SHA256())
 

@@ -191,7 +191,8 @@ def make_certificate(cluster: Cluster, home: str, folder: Path) -> Path:
     names = f"DNS:penstock-gateway.{home}.svc,DNS:penstock-envoy.{home}.svc"
     key, certificate = folder / "tls.key", folder / "tls.crt"
     made = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=penstock", "-days", "2"]
-    run("openssl", "req", *made, "-addext", f"subjectAltName={names}", "-keyout", key, "-out", certificate)
+    made += ["-addext", f"subjectAltName={names}", "-addext", "keyUsage=critical,keyCertSign,digitalSignature"]
+    run("openssl", "req", *made, "-keyout", key, "-out", certificate)
     files = (f"--from-file={key}", f"--from-file={certificate}", f"--from-file=ca.crt={certificate}")
     cluster.kubectl("create", "secret", "generic", "certificate", *files, f"--namespace={home}")
     return certificate
