@@ -53,7 +53,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
         assert not [it.name for it in archive if it.issym() or it.islnk()]
         archive.extractall(folder, filter="data")
     builder = folder / "builder"
-    uv("venv", "--quiet", builder)
+    uv("venv", "--quiet", "--python", sys.executable, builder)
     uv("pip", "install", "--quiet", "--python", builder, "--require-hashes", "--requirements", "requirements/build.txt")
     sources = folder / sdist.name.removesuffix(".tar.gz")
     uv("build", "--quiet", "--wheel", "--no-build-isolation", "--python", builder, "--out-dir", folder, sources)
@@ -112,7 +112,7 @@ def install(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Install]:
     def installed(distribution: Path, extras: str) -> Installed:
         folder = tmp_path_factory.mktemp("environment")
         made.append(folder)
-        uv("venv", "--quiet", folder / "venv")
+        uv("venv", "--quiet", "--python", sys.executable, folder / "venv")
         locked = ("--constraints", ROOT / "requirements/dev.txt", "--build-constraints", ROOT / "requirements/build.txt")
         wanted = f"penstock[{extras}] @ file://{distribution}"
         uv("pip", "install", "--quiet", "--python", folder / "venv", *locked, wanted, path=str(folder))

@@ -1,16 +1,18 @@
 """The Dockerfiles: pinned, without root, and made by an installation that is done here for real."""
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from penstock.kernels.cpu.isa import ISAS
 from testing.sources import package_index
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +43,9 @@ def test_bases_and_tools_are_pinned(image: str) -> None:
     base = r"python:(\d+)\.(\d+)-slim-bookworm@sha256:[0-9a-f]{64}( AS build)?"
     for stage in (build, final):
         found = re.fullmatch(base, arguments(stage, "FROM")[0])
-        assert found and (int(found[1]), int(found[2])) == sys.version_info[:2], "the Python that the tests run with"
+        assert found and f"Programming Language :: Python :: {found[1]}.{found[2]}" in PROJECT["classifiers"], (
+            "one that is tested"
+        )
     wanted = re.search(r"^UV_VERSION := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert wanted
     assert arguments(build, "RUN")[0] == f"pip install --no-cache-dir uv=={wanted[1]}"
@@ -57,9 +61,10 @@ def test_what_runs_is_not_root_and_fetches_nothing(image: str) -> None:
     copied = ["--from=build /opt/penstock /opt/penstock"]
     if image == "engine":  # where Triton looks for kernels, and keeps those that it lacks
         copied.append("--from=build --chown=65532:65532 /opt/triton /home/penstock/.triton/cache")
+        copied.append("--from=build --chown=65532:65532 /src/examples /home/penstock/examples")
     assert [it for it in final if it[0] in ("COPY", "ADD")] == [("COPY", what) for what in copied]
     assert not [run for run in arguments(final, "RUN") if re.search(r"\b(pip|uv|curl|wget|git)\b", run)]
-    install, *more = arguments(build, "RUN")[1:]
+    install, *more = [it for it in arguments(build, "RUN")[1:] if not it.startswith("apt-get")]
     assert install == f"images/install {image} /opt/penstock"
     if image == "engine":
         [warm] = more
@@ -106,32 +111,125 @@ def context(tmp_path: Path) -> Path:
         source, target = ROOT / line[1:], tmp_path / "src" / line[1:]
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
-            # Links stay links, as Docker's COPY leaves them.
-            shutil.copytree(source, target, symlinks=True, ignore=lambda folder, names: set(ignored(folder, names)))
+            shutil.copytree(source, target, ignore=lambda folder, names: set(ignored(folder, names)))
         else:
             shutil.copy(source, target)
     return tmp_path / "src"
+
+
+class Image:
+    """The files that a Dockerfile makes of a build context, below a folder in place of `/`.
+
+    It runs a stage's COPY and RUN, and leaves to the base image what installs tools: those of this machine are there, a compiler
+    only where the stage installs one. Both stages have the same folder, one after the other, as an environment knows its place.
+    """
+
+    def __init__(self, image: str, context: Path, root: Path, arguments: dict[str, str]) -> None:
+        self.root, self._context, self._tools, self._arguments = root, context, root.with_name("tools"), arguments
+        self._earlier = root.with_name("build")
+        self.environment: dict[str, str] = {}
+        self.folder = root
+        build, final = stages(image)
+        self._make(build)
+        self.root.rename(self._earlier)
+        self._make(final)
+
+    def run(self, command: str) -> str:
+        """What a shell command prints, in the last WORKDIR."""
+        ran = subprocess.run(
+            ["/bin/sh", "-c", self._placed(command)], cwd=self.folder, env=self.environment, capture_output=True, text=True
+        )
+        assert ran.returncode == 0, f"{command}\n{ran.stdout}\n{ran.stderr}"
+        return ran.stdout
+
+    def _make(self, stage: list[tuple[str, str]]) -> None:
+        self.root.mkdir()
+        self.folder = self.root
+        self._link_tools(compiler=any("g++" in it for it in arguments(stage, "RUN")))
+        self.environment = {**package_index(), "PATH": str(self._tools), "HOME": str(Path.home())}
+        for word, rest in stage:
+            match word:
+                case "WORKDIR":
+                    self.folder = self.root / rest.lstrip("/")
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                case "ENV":
+                    found = (pair.partition("=") for pair in rest.split())
+                    # Not uv's: they are for small images, and keep it from using its cache.
+                    given = {name: value for name, _, value in found if not name.startswith("UV_")}
+                    path = self.environment["PATH"]
+                    self.environment |= {name: self._placed(value).replace("$PATH", path) for name, value in given.items()}
+                case "ARG":
+                    name, _, value = rest.partition("=")
+                    self.environment[name] = self._arguments.get(name, value.strip('"'))
+                case "COPY":
+                    self._copy([it for it in rest.split() if not it.startswith("--")], "--from=build" in rest)
+                case "RUN":
+                    steps = [it for it in rest.split(" && ") if not re.match(r"\s*(apt-get|pip|rm -rf /var/lib/apt)\b", it)]
+                    # Only root may give files away.
+                    self.run(" && ".join(re.sub(r"--(owner|group)=\d+", "", it) for it in steps) or "true")
+                case _:
+                    assert word in ("FROM", "LABEL", "USER", "ENTRYPOINT", "CMD"), word
+
+    def _copy(self, paths: list[str], from_build: bool) -> None:
+        source, target = paths
+        start = self._earlier / source.lstrip("/") if from_build else self._context / source
+        shutil.copytree(start, self.root / target.lstrip("/"), symlinks=True, dirs_exist_ok=True)
+
+    def _placed(self, text: str) -> str:
+        return re.sub(r"(?<![\w.$/}])/(?=(src|opt|home|tmp)\b)", f"{self.root}/", text)
+
+    def _link_tools(self, compiler: bool) -> None:
+        shutil.rmtree(self._tools, ignore_errors=True)
+        self._tools.mkdir()
+        for tool in Path("/usr/bin").iterdir():
+            if compiler or not re.search(r"(^|-)(cc|gcc|g\+\+|c\+\+|clang(\+\+)?)(-\d+)?$", tool.name):
+                (self._tools / tool.name).symlink_to(tool)
+        for name, program in {"uv": Path(sys.executable).with_name("uv"), "python3": Path(sys.executable).resolve()}.items():
+            (self._tools / name).unlink(missing_ok=True)
+            (self._tools / name).symlink_to(program)
+
+
+Make = Callable[..., Image]
+
+
+@pytest.fixture
+def make(context: Path, tmp_path: Path) -> Iterator[Make]:
+    """Makes an image, and removes it: the engine's has torch."""
+    yield lambda image, **arguments: Image(image, context, tmp_path / "image", arguments)
+    for folder in ("image", "build"):
+        shutil.rmtree(tmp_path / folder, ignore_errors=True)
 
 
 @pytest.mark.parametrize(
     ("image", "commands"),
     [("operator", ["operator", "crds", "dashboards"]), ("gateway", ["gateway", "envoy", "epp-conformance"])],
 )
-def test_the_installation_that_an_image_holds(image: str, commands: list[str], context: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "penstock"
-    paths = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
-    environment = {**package_index(), "PATH": paths, "HOME": str(Path.home())}
-    subprocess.run([context / "images/install", image, folder], cwd=context, env=environment, check=True)
-    here = {"PATH": f"{folder}/bin:/usr/bin:/bin", "HOME": str(tmp_path)}
-
-    def said(*words: str) -> str:
-        return subprocess.run(words, cwd=tmp_path, env=here, capture_output=True, text=True, check=True).stdout
-
-    assert not [name for name in ("pip", "uv", "torch", "hatchling") if list(folder.glob(f"lib/python*/site-packages/{name}"))]
-    listed = said("penstock", "--help")
+def test_what_a_dockerfile_makes_runs_its_commands(image: str, commands: list[str], make: Make) -> None:
+    made = make(image)
+    unwanted = ("pip", "uv", "torch", "hatchling", "grpc_tools", "xds")
+    assert not [name for name in unwanted if list(made.root.glob(f"opt/penstock/lib/python*/site-packages/{name}"))]
+    listed = made.run("penstock --help")
     for command in commands:
         assert f"\n  {command} " in listed
-        assert "usage:" in said("penstock", command, "--help")
+        assert "usage:" in made.run(f"penstock {command} --help")
     assert "\n  serve " not in listed
     if image == "operator":
-        assert "penstock-fleet" in said("penstock", "dashboards")
+        assert "penstock-fleet" in made.run("penstock dashboards")
+
+
+def test_the_engine_s_image_has_its_kernels_and_a_model_to_try(make: Make, context: Path) -> None:
+    (warmed,) = (
+        it.partition("=")[2].strip('"').split() for it in arguments(stages("engine")[0], "ARG") if it.startswith("WARM=")
+    )
+    assert warmed and all((context / "benchmarks/shapes" / shape / "config.json").is_file() for shape in warmed)
+    made = make("engine", WARM="")  # a minute each
+    isas = {isa.name for isa in ISAS if isa.machine in (None, os.uname().machine)}
+    assert {it.name.split("-")[1] for it in made.root.glob("opt/penstock/**/kernels/cpu/lib/*.so")} == isas
+    assert (made.root / "home/penstock/.triton/cache").is_dir()
+    (made.folder / "ask.py").write_text(
+        "from penstock.engine import LLM, SamplingParams\n"
+        "if __name__ == '__main__':\n"
+        "    with LLM('examples/models/penstock-tiny', device='cpu', kv_cache_memory_bytes=2**24) as llm:\n"
+        "        print('said', llm.generate(['json'], SamplingParams(max_tokens=3, temperature=0))[0].outputs[0].text)\n"
+    )
+    assert "said" in made.run("/opt/penstock/bin/python ask.py")
