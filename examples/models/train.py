@@ -34,12 +34,31 @@ PRESETS = {
 # A name on the client's side ("developer") and the field's ("system") are one thing; any other role is refused by name.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    # Tools stand in one system message, after the text of the conversation's own.
+    "{% if tools %}"
+    "{{ '<|system|>' }}"
+    "{% if messages[0].role in ['system', 'developer'] %}{{ messages[0].content }}{{ '\n\n' }}{% endif %}"
+    "{{ 'These functions can be called:\n' }}"
+    "{% for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}"
+    '{{ \'A call is <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>.\' }}'
+    "{{ eos_token }}"
+    "{% endif %}"
     "{% for message in messages %}"
+    "{% if not (tools and loop.first and message.role in ['system', 'developer']) %}"
     "{% if message.role == 'system' or message.role == 'developer' %}{{ '<|system|>' }}"
-    "{% elif message.role == 'user' %}{{ '<|user|>' }}"
+    "{% elif message.role == 'user' or message.role == 'tool' %}{{ '<|user|>' }}"
     "{% elif message.role == 'assistant' %}{{ '<|assistant|>' }}"
     "{% else %}{{ raise_exception('messages: unsupported role ' ~ message.role) }}{% endif %}"
-    "{{ message.content }}{{ eos_token }}"
+    "{% if message.role == 'tool' %}{{ '<tool_response>' ~ message.content ~ '</tool_response>' }}"
+    "{% else %}"
+    "{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '<tool_call>{\"name\": ' ~ call.function.name | tojson ~ ', \"arguments\": ' ~ call.function.arguments | tojson"
+    " ~ '}</tool_call>' }}"
+    "{% endfor %}"
+    "{% endif %}"
+    "{{ eos_token }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )

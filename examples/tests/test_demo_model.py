@@ -1,5 +1,6 @@
 """The committed demo models are what their card says: small, loadable as they lie there, and right about named functions."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -125,5 +126,26 @@ def test_chat_template_renders_system_and_turns(tokenizer):
 
 
 def test_chat_template_names_a_role_that_it_does_not_know(tokenizer):
-    with pytest.raises(Exception, match="unsupported role tool"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+    with pytest.raises(Exception, match="unsupported role critic"):
+        tokenizer.apply_chat_template([{"role": "critic", "content": "x"}], tokenize=False)
+
+
+def test_chat_template_shows_tools_calls_and_what_they_gave(tokenizer):
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+    call = {"id": "c", "type": "function", "function": {"name": "look_up", "arguments": {"name": "json"}}}
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "a module"},
+    ]
+    how = 'A call is <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>.'
+    offered = f"These functions can be called:\n{json.dumps(tool)}\n{how}"
+    rest = (
+        '<|user|>Hi<|eot|><|assistant|><tool_call>{"name": "look_up", "arguments": {"name": "json"}}</tool_call><|eot|>'
+        "<|user|><tool_response>a module</tool_response><|eot|>"
+    )
+    assert tokenizer.apply_chat_template(turns, tools=[tool], tokenize=False) == f"<|bos|><|system|>{offered}<|eot|>{rest}"
+    own = [{"role": "system", "content": "Be brief."}, *turns]
+    shown = tokenizer.apply_chat_template(own, tools=[tool], tokenize=False)
+    assert shown == f"<|bos|><|system|>Be brief.\n\n{offered}<|eot|>{rest}"
+    assert tokenizer.apply_chat_template(own, tokenize=False) == f"<|bos|><|system|>Be brief.<|eot|>{rest}"
