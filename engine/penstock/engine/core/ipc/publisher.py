@@ -113,7 +113,7 @@ def _bind(socket: "zmq.Socket[bytes]", addresses: Sequence[str], flag: str) -> i
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
-            problem = f"{address} cannot be bound: {error.strerror}"
+            problem = f"{address} cannot be bound: {zmq.strerror(error.errno or 0)}"
             continue
         bound = socket.get_string(zmq.LAST_ENDPOINT)
         if problem:
