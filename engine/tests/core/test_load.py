@@ -255,7 +255,6 @@ def test_the_core_reports_what_the_scheduler_has():
     assert not core.scheduler.kv.pool.cached_hashes()
 
 
-@pytest.mark.req("RL-19")
 def test_a_step_submits_sends_what_sampling_needs_and_waits_and_an_idle_one_does_nothing():
     calls = []
 

@@ -61,7 +61,6 @@ def bench(depth: int, drafts: int, guided, **config) -> Bench:
     return made
 
 
-@pytest.mark.req("SPV-10", "AS-14")
 @pytest.mark.parametrize("drafts", [0, 1, 4])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_each_stream_is_what_its_guide_makes_of_it_alone(depth, drafts):
@@ -84,7 +83,7 @@ def test_each_stream_is_what_its_guide_makes_of_it_alone(depth, drafts):
         assert free.run().streams == {index: made.streams[index] for index in (1, 3)}
 
 
-@pytest.mark.req("SCH-32", "AS-14")
+@pytest.mark.req("SCH-32")
 @pytest.mark.parametrize("depth", [2, 3])
 def test_masks_are_filled_between_the_submission_of_their_step_and_its_collection(depth):
     made = bench(depth, 2, (0,))

@@ -69,7 +69,7 @@ class Bench:
         return self
 
 
-@pytest.mark.req("AS-03", "RL-19")
+@pytest.mark.req("AS-03")
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_next_plan_is_submitted_before_the_result_is_awaited(depth):
     bench = Bench(depth)

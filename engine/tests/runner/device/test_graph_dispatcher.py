@@ -186,7 +186,6 @@ def test_each_mode_has_its_graphs(mode, of_decode: GraphMode, of_mixed: GraphMod
         assert dispatcher.dispatch(decode(3)).reason == reasons.NO_FULL_GRAPH
 
 
-@pytest.mark.req("CG-16")
 def test_steps_that_verify_drafts_have_their_own_graphs() -> None:
     dispatcher = captured(query_lens=(1, 4))
     assert dispatcher.dispatch(Batch(20, 5, 4)).descriptor == BatchDescriptor(32, 8, 4)

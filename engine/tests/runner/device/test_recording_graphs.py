@@ -35,7 +35,6 @@ def test_a_replay_reads_what_is_at_the_addresses_now() -> None:
     assert graphs.replays == 2
 
 
-@pytest.mark.req("CG-03")
 def test_a_fresh_tensor_is_not_seen_and_one_that_is_gone_is_an_error() -> None:
     graphs, y, inputs = RecordingGraphs(), torch.zeros(4), [torch.ones(4)]
     graph, _ = captured(graphs, lambda: y.copy_(inputs[0] + 1))
@@ -56,7 +55,6 @@ def test_a_number_of_the_host_is_frozen() -> None:
     assert torch.equal(y, torch.full((2,), 3.0))
 
 
-@pytest.mark.req("CG-23")
 @pytest.mark.parametrize(
     "wait",
     [
@@ -103,7 +101,6 @@ def test_a_kernel_is_one_call_with_all_that_its_arguments_hold() -> None:
     assert graphs.kernels == ["kernel"] and out.tolist() == [3, 4]
 
 
-@pytest.mark.req("CG-20")
 def test_graphs_of_one_pool_spoil_what_an_earlier_one_has_left_there() -> None:
     graphs, x, y = RecordingGraphs(), torch.ones(4), torch.zeros(4)
     pool = graphs.new_pool()
