@@ -3,6 +3,9 @@
 import argparse
 import sys
 
+BASE_URL = "http://127.0.0.1:8000"
+"""Of `penstock serve`."""
+
 
 def bench(argv: list[str]) -> int:
     """Measures a running server, any that speaks OpenAI's API, under load.
@@ -13,6 +16,9 @@ def bench(argv: list[str]) -> int:
     from penstock.client.bench.flags import parser
 
     args = parser(bench.__doc__ or "").parse_args(argv)
+    if args.base_url is None:
+        args.base_url, source = _found(args.model)
+        args.tokenizer = args.tokenizer or source
     import uvloop
 
     from penstock.client.bench.datasets import DatasetError
@@ -37,6 +43,7 @@ def chat(argv: list[str]) -> int:
     Returns 0 at the end of the input, 1 when the server cannot be reached or, without a terminal, does not answer.
     """
     args = _chat_parser().parse_args(argv)
+    args.base_url = args.base_url or _found(args.model)[0]
     from penstock.client.chat import run
     from penstock.client.server import ServerError
 
@@ -45,6 +52,20 @@ def chat(argv: list[str]) -> int:
     except ServerError as error:
         sys.stderr.write(f"penstock chat: {error}\n")
         return 1
+
+
+def _found(model: str | None) -> tuple[str, str | None]:
+    """The address of what `penstock up` serves, or of `penstock serve`, and where the model's tokenizer is, if that is known."""
+    from penstock.local_system import running
+
+    try:
+        system = running()
+    except ValueError as error:
+        raise SystemExit(f"penstock: {error}") from None
+    if system is None:
+        return BASE_URL, None
+    source = system.sources.get(model or next(iter(system.sources)))
+    return system.url, None if source is None else source.removeprefix("file://").removeprefix("hf://")
 
 
 def _chat_parser() -> argparse.ArgumentParser:
@@ -56,7 +77,7 @@ def _chat_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--base-url", default="http://127.0.0.1:8000", help="of any OpenAI-compatible server (default: %(default)s)")
+    add("--base-url", help=f"of any OpenAI-compatible server (default: what `penstock up` serves, else {BASE_URL})")
     add("--model", help="default: the first that the server names")
     add("--system", metavar="TEXT", help="a system message")
     add("--max-tokens", type=positive, metavar="N", help="tokens of an answer at most (default: the server's)")

@@ -31,7 +31,10 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def _server(one: argparse.ArgumentParser) -> None:
     add = one.add_argument_group("server").add_argument
-    add("--base-url", default="http://127.0.0.1:8000", help="of any OpenAI-compatible server, with or without /v1")
+    add(
+        "--base-url",
+        help="of any OpenAI-compatible server, with or without /v1 (None: what `penstock up` serves, else http://127.0.0.1:8000)",
+    )
     add("--endpoint", type=_endpoint, default="/v1/completions", help="this one, or /v1/chat/completions")
     add("--model", help="(None: the first of /v1/models)")
     add("--tokenizer", metavar="WHERE", help="a folder, a tokenizer.json or a name on Hugging Face (None: /prompt-bundle's)")

@@ -9,14 +9,16 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 from rich.console import Console
 from rich.live import Live
 
 from penstock.flag_values import port
+from penstock.local_system import announce
 from penstock.operator.local.demo import ask
-from penstock.operator.local.models import LocalModel, ModelFileError, load_models
+from penstock.operator.local.models import LocalModel, ModelFileError, load_models, one_model
 from penstock.operator.local.network import NetworkError
 from penstock.operator.local.runtime import LocalError, LocalRuntime, run_folder
 from penstock.operator.local.view import example_request, render, summary
@@ -28,34 +30,44 @@ Job = Callable[[LocalRuntime, Console], Awaitable[None]]
 
 
 def up(argv: list[str]) -> int:
-    """Runs the models of a file on this machine, in the foreground, until Ctrl-C."""
-    arguments = _parser("up", up.__doc__).parse_args(argv)
-    return _run(arguments.filename, arguments.port, watch)
+    """Runs a model, or the models of a file, on this machine, in the foreground, until Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="penstock up", description=up.__doc__)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("model", nargs="?", metavar="MODEL", help="a folder with a checkpoint, or a name on the Hugging Face Hub")
+    _add_filename(what, required=False)
+    _add_port(parser)
+    arguments = parser.parse_args(argv)
+    if arguments.model is not None:
+        return _run(lambda: [one_model(arguments.model)], arguments.port, watch)
+    return _run(lambda: load_models(arguments.filename), arguments.port, watch)
 
 
 def demo(argv: list[str]) -> int:
     """Starts the models of a file, asks one question through the gateway, prints the answer, and stops everything."""
-    parser = _parser("demo", demo.__doc__)
+    parser = argparse.ArgumentParser(prog="penstock demo", description=demo.__doc__)
+    _add_filename(parser, required=True)
+    _add_port(parser)
     parser.add_argument("--question", default="What does json.loads do?", help="(default: %(default)s)")
     arguments = parser.parse_args(argv)
 
     async def job(runtime: LocalRuntime, out: Console) -> None:
         await ask(runtime, arguments.question, out)
 
-    return _run(arguments.filename, arguments.port, job)
+    return _run(lambda: load_models(arguments.filename), arguments.port, job)
 
 
-def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"penstock {name}", description=description)
-    parser.add_argument("-f", "--filename", type=Path, required=True, help="YAML file with InferenceModels")
+def _add_filename(parser: Any, *, required: bool) -> None:
+    parser.add_argument("-f", "--filename", type=Path, required=required, help="YAML file with InferenceModels")
+
+
+def _add_port(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=port, default=8080, help="where the gateway listens on 127.0.0.1 (default: %(default)s)")
-    return parser
 
 
-def _run(filename: Path, port: int, job: Job) -> int:
+def _run(load: Callable[[], list[LocalModel]], port: int, job: Job) -> int:
     out = Console(stderr=True)  # progress; standard output is for the answer alone
     try:
-        models = load_models(filename)
+        models = load()
     except ModelFileError as error:
         out.print(f"[red]penstock: {error}[/red]", soft_wrap=True, highlight=False)
         return 2
@@ -98,8 +110,12 @@ async def _serve(models: list[LocalModel], port: int, folder: Path, job: Job, ou
         async with runtime.running():
             with out.status("starting engines, gateway and Envoy"):
                 await runtime.wait_ready()
+            state = announce(runtime.endpoints.url, runtime.endpoints.gateway, {it.model.name: it.source for it in models})
             out.print(f"[green]ready[/green] in {time.monotonic() - began:.1f} s: {summary(runtime)}", highlight=False)
-            await job(runtime, out)
+            try:
+                await job(runtime, out)
+            finally:
+                state.unlink(missing_ok=True)
     except asyncio.CancelledError:
         if not interrupted.is_set():
             raise

@@ -1,5 +1,6 @@
 """The InferenceModels of a YAML file, with their LoraAdapters, as the local runtime runs them."""
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,8 @@ from penstock.operator.desired.source import Fetched
 from penstock.operator.local.adapters import AdapterError, PlacedAdapter, adapters_of, described, with_adapters
 from penstock.operator.overlay import OverlayError
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
 
 class ModelFileError(ValueError):
     """The file cannot be run; the message names the place and what to change."""
@@ -31,6 +34,8 @@ class LocalModel:
     """One model: what the gateway must know of it, and the Deployments that make its replicas."""
 
     model: fleet.Model
+    source: str
+    """Where its checkpoint comes from."""
     adapters: list[fleet.Adapter]
     pools: list[fleet.Pool]
     deployments: dict[str, dict[str, Any]]
@@ -69,6 +74,32 @@ def load_models(path: Path) -> list[LocalModel]:
     served = [served for local in found for served in (local.model, *local.adapters)]
     _check_distinct(path, "served name", [name for one in served for name in one.served_names])
     return found
+
+
+def one_model(name: str) -> LocalModel:
+    """The model in a folder, or of that name on the Hugging Face Hub; a folder wins.
+
+    Raises:
+        ModelFileError: there is no such folder, and the name is none of the Hub.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        uri, served = f"file://{folder.resolve()}", folder.resolve().name
+    elif _HUB_NAME.fullmatch(name):
+        uri, served = f"hf://{name}", name
+    else:
+        raise ModelFileError(f"{name} is neither a folder nor a name on the Hugging Face Hub such as Qwen/Qwen3-0.6B")
+    plain = re.sub(r"[^a-z0-9]+", "-", served.rpartition("/")[2].lower()).strip("-")[:40].strip("-") or "model"
+    document = {
+        "apiVersion": "penstock.dev/v1alpha1",
+        "kind": InferenceModel.__name__,
+        "metadata": {"name": plain, "namespace": "default"},
+        "spec": {"served": {"name": served}, "source": {"uri": uri}, "pools": [{"name": "default"}]},
+    }
+    try:
+        return local_model(InferenceModel.parse(document))
+    except ValueError as error:
+        raise ModelFileError(f"{name}: {error}") from None
 
 
 def _check_distinct(path: Path, what: str, names: list[str]) -> None:
@@ -124,6 +155,7 @@ def local_model(model: InferenceModel, adapters: Sequence[LoraAdapter] = ()) -> 
             hold_timeout_s=seconds(spec.routing.hold_timeout),
             canary=None if spec.canary is None else fleet.Canary(of=spec.canary.of, weight=spec.canary.first_weight),
         ),
+        source=spec.source.uri,
         adapters=[described(adapter) for adapter in adapters],
         pools=[fleet.Pool(id=ids[pool.name], model=model_id, role=pool.role) for pool in spec.pools],
         deployments={
