@@ -16,9 +16,14 @@ def status(argv: list[str]) -> int:
     """
     parser = _parser(status, everywhere=True)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="only this one")
+    options = parser.parse_args(argv)
+    if options.local:
+        from penstock.operator.kubectl import local
+
+        return _run_local(options, local.status)
     from penstock.operator.kubectl import tree
 
-    return _run(parser.parse_args(argv), tree.run)
+    return _run(options, tree.run)
 
 
 def top(argv: list[str]) -> int:
@@ -30,7 +35,8 @@ def top(argv: list[str]) -> int:
     _add_gateways(parser)
     from penstock.operator.kubectl import top as command
 
-    return _run(parser.parse_args(argv), command.run)
+    options = parser.parse_args(argv)
+    return _run_local(options, command.run) if options.local else _run(options, command.run)
 
 
 def events(argv: list[str]) -> int:
@@ -68,6 +74,9 @@ def _parser(command: Callable[[list[str]], int], *, everywhere: bool = False) ->
     add_namespace(where)
     if everywhere:
         where.add_argument("-A", "--all-namespaces", action="store_true")
+        where.add_argument(
+            "--local", action="store_true", help="show what `penstock up` runs on this machine instead of a cluster"
+        )
     add_server(parser)
     return parser
 
@@ -83,5 +92,14 @@ def _run(options: argparse.Namespace, command: Callable[[Any, argparse.Namespace
     async def asked() -> None:
         async with connected(options) as cluster:
             await command(cluster, options)
+
+    return run("penstock", asked)
+
+
+def _run_local(options: argparse.Namespace, command: Callable[[Any, argparse.Namespace], Awaitable[None]]) -> int:
+    from penstock.operator.kubectl.local import local_gateway
+
+    async def asked() -> None:
+        await command(local_gateway(), options)
 
     return run("penstock", asked)

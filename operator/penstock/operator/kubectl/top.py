@@ -13,9 +13,10 @@ from rich.text import Text
 from penstock.api.fleet import PoolLoad, PoolsView, ReplicaLoad
 from penstock.operator.command_line import CommandFailed
 from penstock.operator.kubectl.cluster import Cluster, Gateways
+from penstock.operator.kubectl.local import LocalGateway
 
 
-async def run(cluster: Cluster, options: argparse.Namespace) -> None:
+async def run(cluster: Cluster | LocalGateway, options: argparse.Namespace) -> None:
     """Shows the table once, or again and again."""
     console = Console(highlight=False)
 

@@ -58,8 +58,13 @@ async def run(cluster: Cluster, options: argparse.Namespace) -> None:
         [*await cluster.listed(DEPLOYMENTS, selector), *await cluster.listed(LEADER_WORKER_SETS, selector, optional=True)],
         await cluster.listed(PODS, selector),
     )
+    show(trees(seen, datetime.now(UTC)))
+
+
+def show(nodes: Iterable[Node]) -> None:
+    """Writes trees to the terminal."""
     console = Console(highlight=False)
-    for node in trees(seen, datetime.now(UTC)):
+    for node in nodes:
         console.print(_rich(node))
 
 
