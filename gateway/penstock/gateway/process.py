@@ -60,6 +60,7 @@ from penstock.gateway.picker.choice import MAX_ENDPOINTS
 from penstock.gateway.picker.state import FleetState
 from penstock.gateway.pool_ports import Listening, PoolPorts
 from penstock.gateway.residency.index import SWEPT_AT_ONCE
+from penstock.gateway.residency.limit import blocks_that_fit
 from penstock.gateway.tenants.watch import TenantsWatcher
 from penstock.gateway.tls import Certificate
 from penstock.gateway.tracing import TracedDirector
@@ -129,7 +130,7 @@ class Gateway:
         self._settings = settings
         self._discovery = discovery
         registry = CollectorRegistry()
-        state = FleetState()
+        state = FleetState(blocks_that_fit())
         decisions = DecisionLog()
         self._failures = FailureLog()
         self._follower = FleetFollower(state)

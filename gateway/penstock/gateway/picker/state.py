@@ -37,19 +37,23 @@ from penstock.gateway.picker.resident import ResidentColumn
 from penstock.gateway.picker.slate import Slate, slate_of
 from penstock.gateway.picker.subset import Subset, spelled
 from penstock.gateway.residency.beliefs import Beliefs
-from penstock.gateway.residency.index import Knowledge, ResidencyIndex
+from penstock.gateway.residency.index import MAX_BLOCKS, Knowledge, ResidencyIndex
 
 
 class FleetState:
-    """The picker's view of the world."""
+    """The picker's view of the world.
 
-    def __init__(self) -> None:
+    Args:
+        residency_blocks: KV blocks that the residency index knows at most.
+    """
+
+    def __init__(self, residency_blocks: int = MAX_BLOCKS) -> None:
         self.fleet = Fleet()
         self.version = 0
         """Rises when replicas change or a hold begins: what must wake an autoscaler."""
         self.reports = ReportStore()
         self._loaded = LoadedAdapters()
-        self.residency = ResidencyIndex()
+        self.residency = ResidencyIndex(total=residency_blocks)
         self.beliefs = Beliefs(self.residency)
         self.outliers = Outliers()
         self._traits: dict[ReplicaKey, Traits] = {}
