@@ -12,7 +12,7 @@ from penstock.engine.config import ConfigError
 from penstock.engine.core import plan as plan_module
 from penstock.engine.core.scheduling.request import RequestStatus
 from penstock.engine.core.scheduling.step_builder import StepBuilder
-from penstock.engine.messages import FinishReason
+from penstock.engine.messages import FinishReason, LifecycleEvent
 from penstock.prompt.hashing import BlockHasher
 
 
@@ -80,7 +80,7 @@ def test_the_smallest_priority_goes_first_and_ties_by_arrival():
     assert list(machine.cached_tokens) == [1, 3, 0, 2]
 
 
-@pytest.mark.req("PRE-01", "PRE-02", "PRE-05", "PRE-07", "PRE-15", "SCH-16", "KV-30")
+@pytest.mark.req("PRE-01", "PRE-02", "PRE-07", "PRE-15", "SCH-16", "KV-30")
 def test_the_last_admitted_is_preempted_first_and_resumes_before_newer_ones():
     # Three that grow to 6 blocks each over 12 usable: one, then the other of the later two must go.
     machine = Machine(make_config(num_blocks=13, max_model_len=48, budget=64))
@@ -102,6 +102,28 @@ def test_the_last_admitted_is_preempted_first_and_resumes_before_newer_ones():
     for index in range(3):
         assert machine.streams[index] == reference([index] * 12, 12)
     machine.check_no_leak()
+
+
+@pytest.mark.req("PRE-05")
+def test_a_preemption_gives_back_all_and_keeps_what_was_generated():
+    machine = Machine(make_config(num_blocks=9, max_model_len=32, budget=32, caching=False))
+    machine.add(*[make_request(index, [index + 1] * 12, 12) for index in range(2)])
+    book = machine.scheduler._book.live
+    while not machine.scheduler.num_preemptions:
+        before = list(machine.streams.get(1, []))
+        machine.step()
+    request = book[1]
+    assert (request.status, request.num_preemptions, request.row) == (RequestStatus.PREEMPTED, 1, -1)
+    assert machine.scheduler.kv.tables(request) == [()]
+    assert machine.scheduler.num_running == 1 and machine.scheduler.waiting() == {"capacity": 1}
+    assert list(request.token_ids) == [2] * 12 + machine.streams[1] and len(machine.streams[1]) >= len(before)
+    assert machine.lifecycle[1][-1] == (LifecycleEvent.PREEMPTED, machine.now)
+    resumed = next(plan for plan in iter(machine.step, None) if plan.admissions)
+    (admission,) = resumed.admissions
+    assert admission.token_ids.tolist() == list(request.token_ids)[: len(admission.token_ids)]
+    assert resumed.num_new_tokens.max() == len(admission.token_ids), "nothing counts as computed any more"
+    machine.run().check_no_leak()
+    assert machine.streams[1] == reference([2] * 12, 12)
 
 
 @pytest.mark.req("PC-27", "PRE-04", "SCH-08", "SCH-19")

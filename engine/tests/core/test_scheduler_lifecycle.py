@@ -16,7 +16,7 @@ from penstock.engine.messages import LifecycleEvent, StepOutputs
 QUEUED, SCHEDULED, PREEMPTED = LifecycleEvent.QUEUED, LifecycleEvent.SCHEDULED, LifecycleEvent.PREEMPTED
 
 
-@pytest.mark.req("RL-15", "PRE-05")
+@pytest.mark.req("RL-15")
 def test_every_turn_of_a_request_is_told_once_in_order_with_its_time():
     machine = Machine(make_config(num_blocks=13, max_model_len=48, budget=64))
     machine.add(*[make_request(index, [index] * 12, 12) for index in range(3)])
