@@ -379,7 +379,7 @@ def test_two_interrupts_end_at_once(llama: Path, tmp_path: Path) -> None:
         with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             stream = greedy(client, max_tokens=4000, stream=True, extra_body={"ignore_eos": True})
             next(stream)
-            assert httpx.post(f"{server.url}/pause?mode=keep").status_code == 200
+            assert httpx.post(f"{server.url}/pause?mode=keep", timeout=60).status_code == 200
             server.process.send_signal(signal.SIGINT)
             wait_unready(server)
             server.process.send_signal(signal.SIGINT)
