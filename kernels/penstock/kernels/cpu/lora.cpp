@@ -8,141 +8,90 @@
 // pair of bfloat16. dtype: 0 is float32, 1 is bfloat16. Sizes are in elements.
 
 #include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <vector>
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
+#include "vector.h"
 
 namespace {
 
-constexpr int kLanes = 16;
-constexpr int kRows = 6;         // of a tile: with 4 vectors each, 24 sums of 32 registers
+using namespace penstock;
+
+constexpr int kPanel = 16;       // outputs side by side
 constexpr int kSplits = 4;       // parts of a sum over the inputs: a lone chain would wait for each addition; part of the result's bits
 constexpr int kWide = 4;         // vectors of outputs in a tile
+constexpr int kRows = kRegisters == 32 ? 6 : 3;  // of a tile: with 4 vectors of sums each
 constexpr int kAhead = 2048;     // bytes of factors that are fetched ahead: those of a decode step come from beyond the caches
 constexpr int64_t kBlock = 96;   // tokens whose inputs stay in the cache
 
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t IntVec __attribute__((vector_size(64)));
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-template <typename T>
-constexpr int64_t kWord = sizeof(uint32_t) / sizeof(T);  // elements
-
 inline int64_t ceil_div(int64_t x, int64_t by) { return (x + by - 1) / by; }
 
-template <typename To, typename From>
-inline To bit_cast(From x) {
-  static_assert(sizeof(To) == sizeof(From));
-  To out;
-  std::memcpy(&out, &x, sizeof out);
-  return out;
-}
-
-// Adds products of one word of inputs with a word of weights in each lane.
 template <typename T>
-inline Vec multiply_add(Vec sum, int32_t word, IntVec weights) {
-  const IntVec inputs = IntVec{} + word;
-  if constexpr (kWord<T> == 1) return sum + bit_cast<Vec>(inputs) * bit_cast<Vec>(weights);
-#ifdef __AVX512BF16__
-  return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)inputs, (__m512bh)weights);
-#else
-  const int32_t high = static_cast<int32_t>(0xffff0000u);
-  sum = sum + bit_cast<Vec>(inputs << 16) * bit_cast<Vec>(weights << 16);
-  return sum + bit_cast<Vec>(inputs & high) * bit_cast<Vec>(weights & high);
-#endif
+inline IntVec splat_part(const T* at, size_t bytes) {
+  uint32_t word = 0;
+  std::memcpy(&word, at, bytes);
+  return IntVec{} + static_cast<int32_t>(word);
 }
 
-inline Vec widen(const float* x) {
-  Vec out;
-  std::memcpy(&out, x, sizeof out);
-  return out;
-}
-
-inline Vec widen(const BFloat16* x) {
-  typedef uint16_t Narrow __attribute__((vector_size(32)));
-  Narrow narrow;
-  std::memcpy(&narrow, x, sizeof narrow);
-  return bit_cast<Vec>(__builtin_convertvector(narrow, IntVec) << 16);
-}
-
-inline void narrow(Vec x, float* out) { std::memcpy(out, &x, sizeof x); }
-
-inline void narrow(Vec x, BFloat16* out) {
-#ifdef __AVX512BF16__
-  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
-  std::memcpy(out, &rounded, sizeof rounded);
-#else
-  for (int i = 0; i < kLanes; ++i) {
-    const uint32_t bits = bit_cast<uint32_t>(x[i]);
-    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    out[i].bits = nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-  }
-#endif
-}
-
-inline IntVec load_words(const void* at) {
-  __builtin_prefetch(static_cast<const char*>(at) + kAhead);  // no fault past the end
-  IntVec out;
-  std::memcpy(&out, at, sizeof out);
-  return out;
-}
-
-template <typename T>
-inline int32_t load_word(const T* at, size_t bytes) {
-  int32_t out = 0;
-  std::memcpy(&out, at, bytes);
-  return out;
-}
-
-// low[r, 0..15] = x[r] * A^T for 16 ranks.
+// low[r, 0..kLanes) = x[r] * A^T for kLanes ranks.
 template <typename T, int kCount>
-void shrink(const T* x, int64_t inputs, const T* a, T* low, int64_t low_stride) {
+__attribute__((noinline)) void shrink(const T* x, int64_t inputs, const T* a, T* low, int64_t low_stride) {
   Vec sums[kCount][kSplits] = {};
   const auto add = [&](int64_t word, int split, size_t bytes) {
-    const IntVec weights = load_words(a + word * kWord<T> * kLanes);
+    const T* at = a + word * kWord<T> * kPanel;
+    __builtin_prefetch(reinterpret_cast<const char*>(at) + kAhead);  // no fault past the end
+    const IntVec weights = load_words(at);
+#pragma GCC unroll 8
     for (int r = 0; r < kCount; ++r)
-      sums[r][split] = multiply_add<T>(sums[r][split], load_word(x + r * inputs + word * kWord<T>, bytes), weights);
+      sums[r][split] = add_product<T>(sums[r][split], splat_part(x + r * inputs + word * kWord<T>, bytes), weights);
   };
   const int64_t whole = inputs / kWord<T>;
   int64_t word = 0;
   for (; word + kSplits <= whole; word += kSplits)
+#pragma GCC unroll 4
     for (int split = 0; split < kSplits; ++split) add(word + split, split, sizeof(uint32_t));
   for (; word < whole; ++word) add(word, 0, sizeof(uint32_t));
   if (inputs % kWord<T>) add(word, 0, sizeof(T));  // the last input has no neighbour
-  for (int r = 0; r < kCount; ++r) narrow((sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]), low + r * low_stride);
+#pragma GCC unroll 8
+  for (int r = 0; r < kCount; ++r) store(low + r * low_stride, (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]));
 }
 
-// y[tokens[r], first..] += low[r] * B^T for kVectors vectors of outputs, of which `count` are there.
+// The first `count` sums of each token, fewer than there are.
+template <int kCount, int kVectors, typename T>
+void add_rest(const Vec (&sums)[kCount][kVectors], T* y, int64_t stride, const int64_t* tokens, int64_t count) {
+  for (int r = 0; r < kCount; ++r) {
+    T part[kVectors * kLanes] = {};
+    std::memcpy(part, y + tokens[r] * stride, count * sizeof(T));
+    for (int v = 0; v < kVectors; ++v) store(part + v * kLanes, load(part + v * kLanes) + sums[r][v]);
+    std::memcpy(y + tokens[r] * stride, part, count * sizeof(T));
+  }
+}
+
+// y[tokens[r], 0..count) += low[r] * B^T for `count` of kVectors vectors of outputs.
 template <typename T, int kCount, int kVectors>
-void expand(const T* low, int64_t low_stride, int64_t words, const T* b, T* y, int64_t y_stride, const int64_t* tokens, int64_t count) {
+__attribute__((noinline)) void expand(const T* low, int64_t low_stride, int64_t words, const T* b, T* y, int64_t y_stride, const int64_t* tokens, int64_t count) {
   Vec sums[kCount][kVectors] = {};
   for (int64_t word = 0; word < words; ++word) {
     IntVec weights[kVectors];
-    for (int v = 0; v < kVectors; ++v) weights[v] = load_words(b + (v * words + word) * kWord<T> * kLanes);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const T* at = b + ((v * kLanes / kPanel * words + word) * kPanel + v * kLanes % kPanel) * kWord<T>;
+      __builtin_prefetch(reinterpret_cast<const char*>(at) + kAhead);
+      weights[v] = load_words(at);
+    }
+#pragma GCC unroll 8
     for (int r = 0; r < kCount; ++r) {
-      const int32_t input = load_word(low + r * low_stride + word * kWord<T>, sizeof(uint32_t));
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = multiply_add<T>(sums[r][v], input, weights[v]);
+      const IntVec input = splat_word(low + r * low_stride + word * kWord<T>);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = add_product<T>(sums[r][v], input, weights[v]);
     }
   }
+  if (count < kVectors * kLanes) return add_rest<kCount, kVectors>(sums, y, y_stride, tokens, count);
+#pragma GCC unroll 8
   for (int r = 0; r < kCount; ++r)
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       T* out = y + tokens[r] * y_stride + v * kLanes;
-      if (count >= (v + 1) * kLanes) {
-        narrow(widen(out) + sums[r][v], out);
-      } else {
-        T part[kLanes] = {};
-        const size_t bytes = (count - v * kLanes) * sizeof(T);
-        std::memcpy(part, out, bytes);
-        narrow(widen(part) + sums[r][v], part);
-        std::memcpy(out, part, bytes);
-      }
+      store(out, load(out) + sums[r][v]);
     }
 }
 
@@ -178,25 +127,28 @@ void add_block(const Layer<T>& layer, int64_t slot, const T* x, const int64_t* t
     if (rank == 0) continue;
     const Part& part = layer.parts[p];
     const T *a = layer.factors + slot * layer.slot_size + part.a, *b = layer.factors + slot * layer.slot_size + part.b;
-    const int64_t width = ceil_div(rank, kLanes) * kLanes, words = ceil_div(rank, kWord<T>);
+    const int64_t width = ceil_div(rank, kPanel) * kPanel, words = ceil_div(rank, kWord<T>);
     const int64_t a_stride = ceil_div(layer.inputs, kWord<T>) * kWord<T>, b_stride = words * kWord<T>;
     low.resize(rows * width);
     for (int64_t first = 0; first < width; first += kLanes)
       tiles(rows, 0, [&](int64_t r, auto count) {
-        shrink<T, count()>(x + r * layer.inputs, layer.inputs, a + first * a_stride, low.data() + r * width + first, width);
+        const T* from = a + first / kPanel * kPanel * a_stride + first % kPanel * kWord<T>;
+        shrink<T, count()>(x + r * layer.inputs, layer.inputs, from, low.data() + r * width + first, width);
       });
     T* out = y + part.offset;
-    int64_t first = 0;
-    for (; first + kWide * kLanes <= part.outputs; first += kWide * kLanes)
+    for (int64_t first = 0; first < part.outputs;) {
+      // In steps of kWide vectors as long as there are whole ones, then of a panel: what is beyond the outputs is 0 there.
+      const bool wide = first + kWide * kLanes <= part.outputs;
+      const int64_t left = part.outputs - first;
       tiles(rows, 0, [&](int64_t r, auto count) {
-        const T* from = low.data() + r * width;
-        expand<T, count(), kWide>(from, width, words, b + first * b_stride, out + first, layer.outputs, tokens + r, kWide * kLanes);
+        const T *from = low.data() + r * width, *weights = b + first * b_stride;
+        if (wide)
+          expand<T, count(), kWide>(from, width, words, weights, out + first, layer.outputs, tokens + r, left);
+        else
+          expand<T, count(), kPanel / kLanes>(from, width, words, weights, out + first, layer.outputs, tokens + r, left);
       });
-    for (; first < part.outputs; first += kLanes)
-      tiles(rows, 0, [&](int64_t r, auto count) {
-        const T* from = low.data() + r * width;
-        expand<T, count(), 1>(from, width, words, b + first * b_stride, out + first, layer.outputs, tokens + r, part.outputs - first);
-      });
+      first += wide ? kWide * kLanes : kPanel;
+    }
   }
 }
 

@@ -1,67 +1,38 @@
-// The operations of a model step on a CPU, in one thread, behind a C ABI. No dependencies: the compiler's vector extensions alone.
+// The operations of a model step on a CPU, in one thread, behind a C ABI.
 //
-// Every reduction runs in one fixed order over vectors of 16 lanes, whatever the pointers' alignment and the rest of the batch, so that a
+// Every reduction runs in one fixed order over vectors of kLanes lanes, whatever the pointers' alignment and the rest of the batch, so that a
 // token's result has the same bits in any batch. Hence no -ffast-math: it would let the compiler choose the order.
 //
 // dtype: 0 is float32, 1 is bfloat16. Sizes and strides are in elements.
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
 
+#include "vector.h"
+
 namespace {
 
-constexpr int kLanes = 16;
+using namespace penstock;
+
 constexpr int kKeyTile = 64;    // keys that a query meets at a time; part of the result's bits
 constexpr int kQueryTile = 32;  // tokens that share a converted tile of keys; not part of the bits
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t IntVec __attribute__((vector_size(64)));
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-inline float widen(float x) { return x; }
-inline float widen(BFloat16 x) {
-  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float out;
-  std::memcpy(&out, &bits, 4);
-  return out;
-}
-
-inline void narrow(float x, float* out) { *out = x; }
-inline void narrow(float x, BFloat16* out) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  out->bits = nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
-inline Vec load(const float* p) {
-  Vec out;
-  std::memcpy(&out, p, sizeof out);
-  return out;
-}
-inline void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
-inline Vec splat(float x) { return Vec{} + x; }
 
 typedef float Quarter __attribute__((vector_size(16)));
 typedef int32_t IntQuarter __attribute__((vector_size(16)));
 
 // The first steps of a sum in a tree of fixed shape: halves are added until four lanes are left.
 inline Quarter fold(Vec x) {
-  typedef float Half __attribute__((vector_size(32)));
-  Half halves[2];
-  std::memcpy(halves, &x, sizeof halves);
-  const Half half = halves[0] + halves[1];
-  Quarter quarters[2];
-  std::memcpy(quarters, &half, sizeof quarters);
-  return quarters[0] + quarters[1];
+#if defined(__AVX512F__)
+  const __m256 half = _mm512_castps512_ps256((__m512)x) + _mm512_extractf32x8_ps((__m512)x, 1);
+  return (Quarter)(_mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
+#elif defined(__AVX2__)
+  return (Quarter)(_mm256_castps256_ps128((__m256)x) + _mm256_extractf128_ps((__m256)x, 1));
+#else
+  return (Quarter)x;
+#endif
 }
 
 inline float sum(Vec x) {
@@ -111,8 +82,17 @@ inline int64_t round_up(int64_t x) { return (x + kLanes - 1) / kLanes * kLanes; 
 // n elements to float, the rest up to whole vectors 0.
 template <typename T>
 inline void widen_row(const T* x, int64_t n, float* out) {
-  for (int64_t i = 0; i < n; ++i) out[i] = widen(x[i]);
-  for (int64_t i = n; i < round_up(n); ++i) out[i] = 0.0f;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, load(x + i));
+  for (; i < n; ++i) out[i] = widen(x[i]);
+  for (; i < round_up(n); ++i) out[i] = 0.0f;
+}
+
+template <typename T>
+inline void narrow_row(const float* x, int64_t n, T* out) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, load(x + i));
+  for (; i < n; ++i) narrow(x[i], out + i);
 }
 
 // The factor that normalises a padded row.
@@ -129,12 +109,15 @@ void rms_norm(const T* x, const T* residual, const float* weight, T* out, T* tot
     if (residual == nullptr) {
       widen_row(x, d, row.data());
     } else {
-      for (int64_t i = 0; i < d; ++i) narrow(widen(x[i]) + widen(residual[i]), &total[i]);
+      int64_t i = 0;
+      for (; i + kLanes <= d; i += kLanes) store(total + i, load(x + i) + load(residual + i));
+      for (; i < d; ++i) narrow(widen(x[i]) + widen(residual[i]), total + i);
       widen_row(total, d, row.data());
       residual += d, total += d;
     }
     const float factor = inverse_rms(row.data(), d, eps);
-    for (int64_t i = 0; i < d; ++i) narrow(row[i] * factor * weight[i], &out[i]);
+    for (int64_t i = 0; i < d; ++i) row[i] = row[i] * factor * weight[i];
+    narrow_row(row.data(), d, out);
   }
 }
 
@@ -154,7 +137,7 @@ void gated_mul(const T* x, T* out, int64_t n, int64_t d) {
       const Vec g = load(gate + i), z = argument(g), e = exp_nonpositive(z < 0.0f ? z : -z);
       store(gate + i, g * (z < 0.0f ? e : splat(1.0f)) / (1.0f + e) * load(up + i));
     }
-    for (int64_t i = 0; i < d; ++i) narrow(gate[i], &out[i]);
+    narrow_row(gate, d, out);
   }
 }
 
@@ -166,11 +149,17 @@ void rotate(const T* x, const float* weight, float eps, const float* cos, const 
     const float factor = inverse_rms(row, d, eps);
     for (int64_t i = 0; i < d; ++i) row[i] = row[i] * factor * weight[i];
   }
-  for (int64_t i = 0; i < half; ++i) {
-    narrow(row[i] * cos[i] - row[i + half] * sin[i], &out[i]);
-    narrow(row[i + half] * cos[i] + row[i] * sin[i], &out[i + half]);
+  int64_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const Vec first = load(row + i), second = load(row + half + i);
+    store(out + i, first * load(cos + i) - second * load(sin + i));
+    store(out + half + i, second * load(cos + i) + first * load(sin + i));
   }
-  for (int64_t i = 2 * half; i < d; ++i) narrow(row[i], &out[i]);
+  for (; i < half; ++i) {
+    narrow(row[i] * cos[i] - row[i + half] * sin[i], out + i);
+    narrow(row[i + half] * cos[i] + row[i] * sin[i], out + half + i);
+  }
+  narrow_row(row + 2 * half, d - 2 * half, out + 2 * half);
 }
 
 struct CacheShape {
@@ -202,7 +191,8 @@ struct State {
   float maximum, total;
 };
 
-constexpr int kChains = 4;  // independent chains of additions hide an addition's latency
+constexpr int kChains = 4;  // keys whose scores are added at a time: independent chains of additions hide an addition's latency
+constexpr int kWide = 4;    // vectors of an accumulator that are added to at a time
 
 // Scores of the keys [begin, end), and of up to three before and after, which mean nothing.
 inline void score(const float* query, const float* keys, int64_t width, int64_t begin, int64_t end, float* scores) {
@@ -210,10 +200,13 @@ inline void score(const float* query, const float* keys, int64_t width, int64_t 
     Vec products[kChains] = {};
     for (int64_t i = 0; i < width; i += kLanes) {
       const Vec q = load(query + i);
-      for (int c = 0; c < kChains; ++c) products[c] += q * load(keys + (j + c) * width + i);
+#pragma GCC unroll 8
+      for (int c = 0; c < kChains; ++c) products[c] = multiply_add(q, load(keys + (j + c) * width + i), products[c]);
     }
-    const Quarter found = sums(products);
-    std::memcpy(scores + j, &found, sizeof found);
+    for (int c = 0; c < kChains; c += 4) {
+      const Quarter found = sums(products + c);
+      std::memcpy(scores + j + c, &found, sizeof found);
+    }
   }
 }
 
@@ -225,11 +218,11 @@ inline void accumulate(const float* weights, const float* values, int64_t width,
   int64_t j = begin;
   for (; j + 2 <= end; j += 2)
     for (int i = 0; i < N; ++i) {
-      total[i] += weights[j] * load(values + j * width + i * kLanes);
-      other[i] += weights[j + 1] * load(values + (j + 1) * width + i * kLanes);
+      total[i] = multiply_add(splat(weights[j]), load(values + j * width + i * kLanes), total[i]);
+      other[i] = multiply_add(splat(weights[j + 1]), load(values + (j + 1) * width + i * kLanes), other[i]);
     }
   if (j < end)
-    for (int i = 0; i < N; ++i) total[i] += weights[j] * load(values + j * width + i * kLanes);
+    for (int i = 0; i < N; ++i) total[i] = multiply_add(splat(weights[j]), load(values + j * width + i * kLanes), total[i]);
   for (int i = 0; i < N; ++i) store(acc + i * kLanes, total[i] + other[i]);
 }
 
@@ -265,8 +258,8 @@ inline void attend_tile(const float* query, const float* keys, const float* valu
   state->maximum = maximum;
   state->total = state->total * shrink + sum(total);
   int64_t i = 0;
-  for (; i + kChains * kLanes <= width; i += kChains * kLanes)
-    accumulate<kChains>(scores, values + i, width, begin, count, shrink, acc + i);
+  for (; i + kWide * kLanes <= width; i += kWide * kLanes)
+    accumulate<kWide>(scores, values + i, width, begin, count, shrink, acc + i);
   for (; i < width; i += kLanes) accumulate<1>(scores, values + i, width, begin, count, shrink, acc + i);
 }
 
@@ -317,7 +310,9 @@ struct Attention {
     }
     for (int64_t row = 0; row < count * group; ++row) {
       T* target = out + ((first + row / group) * heads + head * group + row % group) * shape.d;
-      for (int64_t i = 0; i < shape.d; ++i) narrow(acc[row * width + i] / states[row].total, &target[i]);
+      float* result = &acc[row * width];
+      for (int64_t i = 0; i < shape.d; ++i) result[i] /= states[row].total;
+      narrow_row(result, shape.d, target);
     }
   }
 

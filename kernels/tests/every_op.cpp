@@ -1,0 +1,116 @@
+// Calls every compiled operation with made-up inputs in both dtypes and prints what it gives, a number a line: so that a build for another
+// architecture can be held to this machine's.
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+extern "C" {
+void penstock_add_rms_norm(int, const void*, const void*, const float*, void*, void*, int64_t, int64_t, float);
+void penstock_silu_mul(int, const void*, void*, int64_t, int64_t);
+void penstock_gelu_tanh_mul(int, const void*, void*, int64_t, int64_t);
+void penstock_prepare_kv(int, const void*, const void*, const void*, int64_t, int64_t, int64_t, void*, void*, int64_t, const int64_t*,
+                         const float*, const float*, int64_t, const float*, const float*, float, int64_t, int64_t, int64_t, int64_t,
+                         int64_t, int64_t);
+void penstock_linear(int, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t);
+void penstock_paged_attention(int, const void*, void*, const void*, int64_t, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t,
+                              int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
+void penstock_add_lora(int, void*, const void*, const int64_t*, const int64_t*, int64_t, const void*, int64_t, const int64_t*, int64_t,
+                       const int64_t*, int64_t, int64_t);
+}
+
+namespace {
+
+uint32_t state = 1;
+
+float any() {
+  state = state * 1664525u + 1013904223u;
+  return static_cast<float>(state >> 8) / (1 << 23) - 1.0f;
+}
+
+std::vector<float> floats(int64_t n) {
+  std::vector<float> out(n);
+  for (float& x : out) x = any();
+  return out;
+}
+
+// Of either dtype, in its bytes.
+struct Array {
+  int dtype;
+  std::vector<uint32_t> words;
+
+  Array(int dtype, int64_t n) : dtype(dtype), words(n) {
+    for (int64_t i = 0; i < n; ++i) {
+      const float x = any();
+      uint32_t bits;
+      std::memcpy(&bits, &x, 4);
+      bits &= 0xffff0000u;  // the same numbers in both dtypes
+      std::memcpy(static_cast<char*>(data()) + i * size(), reinterpret_cast<char*>(&bits) + 4 - size(), size());
+    }
+  }
+  int64_t size() const { return dtype == 0 ? 4 : 2; }
+  void* data() { return words.data(); }
+
+  void print(const char* name) {
+    for (size_t i = 0; i < words.size(); ++i) {
+      uint32_t bits = 0;
+      std::memcpy(reinterpret_cast<char*>(&bits) + 4 - size(), static_cast<char*>(data()) + i * size(), size());
+      float x;
+      std::memcpy(&x, &bits, 4);
+      std::printf("%s %d %.9g\n", name, dtype, x);
+    }
+  }
+};
+
+void run(int dtype) {
+  {
+    Array x(dtype, 3 * 74), residual(dtype, 3 * 74), out(dtype, 3 * 74), total(dtype, 3 * 74);
+    penstock_add_rms_norm(dtype, x.data(), residual.data(), floats(74).data(), out.data(), total.data(), 3, 74, 1e-5f);
+    out.print("norm"), total.print("total");
+  }
+  {
+    Array x(dtype, 3 * 148), silu(dtype, 3 * 74), gelu(dtype, 3 * 74);
+    penstock_silu_mul(dtype, x.data(), silu.data(), 3, 74);
+    penstock_gelu_tanh_mul(dtype, x.data(), gelu.data(), 3, 74);
+    silu.print("silu"), gelu.print("gelu");
+  }
+  for (int64_t rows : {1, 2, 3, 4, 5, 6, 11, 40})
+    for (int64_t inputs : {7, 600}) {
+      const int64_t padded = (inputs + 1) / 2 * 2;
+      Array x(dtype, rows * inputs), weight(dtype, 112 * padded), bias(dtype, 100), out(dtype, rows * 100);
+      penstock_linear(dtype, x.data(), weight.data(), bias.data(), out.data(), rows, 100, inputs);
+      out.print("linear");
+    }
+  {
+    constexpr int64_t kHeads = 4, kKeyHeads = 2, kSize = 40, kBlock = 16, kTokens = 5, kBlocks = 8;
+    Array q(dtype, kTokens * kHeads * kSize), k(dtype, kTokens * kKeyHeads * kSize), v(dtype, kTokens * kKeyHeads * kSize);
+    Array rotated(dtype, kTokens * kHeads * kSize), cache(dtype, kBlocks * 2 * kKeyHeads * kBlock * kSize), out(dtype, kTokens * kHeads * kSize);
+    const int64_t stride = 2 * kKeyHeads * kBlock * kSize, slots[] = {3 * kBlock + 1, 17, 18, 19, 20};
+    const std::vector<float> cos = floats(kTokens * 18), sin = floats(kTokens * 18), norm = floats(kSize);
+    penstock_prepare_kv(dtype, q.data(), k.data(), v.data(), kHeads * kSize, kKeyHeads * kSize, kKeyHeads * kSize, rotated.data(),
+                        cache.data(), stride, slots, cos.data(), sin.data(), 18, norm.data(), norm.data(), 1e-5f, kTokens, kHeads, kKeyHeads,
+                        kBlock, kSize, 36);
+    rotated.print("rotated"), cache.print("cache");
+    const int32_t starts[] = {0, 1, 5}, lens[] = {90, 30}, table[] = {1, 2, 3, 4, 5, 6, 7, 1, 0, 0, 0, 0};
+    penstock_paged_attention(dtype, rotated.data(), out.data(), cache.data(), stride, starts, lens, table, 6, 2, kHeads, kKeyHeads, kBlock, kSize,
+                             70, 0.2f, 5.0f);
+    out.print("attention");
+  }
+  {
+    constexpr int64_t kRank = 5, kInputs = 33, kOutputs = 40, kTokens = 9;
+    const int64_t a = 16 * (kInputs + 1), b = 48 * (kRank + 1), slot = a + b;
+    Array x(dtype, kTokens * kInputs), y(dtype, kTokens * kOutputs), factors(dtype, 2 * slot);
+    const int64_t order[] = {0, 2, 3, 4, 5, 6, 1, 7, 8}, starts[] = {0, 6, 9}, parts[] = {0, kOutputs, 0, a}, ranks[] = {kRank, kRank};
+    penstock_add_lora(dtype, y.data(), x.data(), order, starts, 2, factors.data(), slot, parts, 1, ranks, kInputs, kOutputs);
+    y.print("lora");
+  }
+}
+
+}  // namespace
+
+int main() {
+  run(0);
+  run(1);
+}
