@@ -125,7 +125,7 @@ async def wait(server: Running) -> None:
 def measure(python: Path, runs: int, rate: float, console: Console) -> list[Row]:
     """The rows."""
     model = make_model()
-    launch = servers.penstock(model)
+    launch = servers.penstock(model, None)
     assert isinstance(launch, servers.Launch)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

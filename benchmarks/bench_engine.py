@@ -8,6 +8,9 @@ The model is a random Llama of 12.6 M parameters in bf16, made on the fly; 128 t
 stream sends its next request when the last has ended; every prompt is new, so that nothing comes from a prefix cache. Rates a CPU
 second count the whole process tree of a server, read from /proc. They are the ones to compare, and by the ratio of neighbours in
 one run: a machine that others use too slows all of them alike.
+
+On a CPU with AVX-512 everything is measured twice: at the machine's best, and kept to AVX2 with those peers that have a switch.
+Gates follow; that of AVX2 is judged only on a CPU without AVX-512, where all use what there is.
 """
 
 import argparse
@@ -15,6 +18,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,8 @@ from peers.over_http import bench_servers
 from report import write_results
 from rich.console import Console
 from rich.table import Table
+
+from penstock.kernels.cpu.isa import Isa, available
 
 STREAMS = (1, 4, 8, 16, 32)
 QUICK = (1, 8)
@@ -70,8 +76,51 @@ def show(title: str, rows: list[Row], console: Console) -> None:
     console.print(table)
 
 
-def measure(streams: Sequence[int], seconds: float, console: Console) -> dict[str, Any]:
-    """All rows, over HTTP and in process, and what is absent."""
+@dataclass(frozen=True)
+class Gate:
+    """What Penstock's tokens a CPU second must be over a peer's."""
+
+    rows: str
+    peer: str
+    streams: int
+    isa: str | None
+    """The instruction set for which the gate holds; None: the machine's best, whatever it is."""
+    ratio: float
+
+
+GATES = (
+    *[Gate("in_process", "openvino-genai", streams, "avx2", 0.9) for streams in (1, 8, 16)],
+    *[
+        Gate("in_process", "openvino-genai", streams, "avx512_bf16", ratio)
+        for streams, ratio in ((1, 1.08), (8, 1.13), (16, 0.86))
+    ],
+    Gate("http", "llama.cpp", 1, None, 1.0),
+    *[Gate("http", "llama.cpp", streams, None, 1.5) for streams in (4, 8, 16, 32)],
+)
+
+
+def judge(found: dict[str, dict[str, Any]], best: str) -> list[str]:
+    """A line for each gate of which there are figures: met, missed by how much, or why it is not judged."""
+    lines: list[str] = []
+    for gate in GATES:
+        isa = gate.isa or best
+        for row in found.get(isa, {}).get(gate.rows, ()):
+            if (row["server"], row["streams"]) == (gate.peer, gate.streams):
+                ratio = row["penstock_over_it"]
+                met = "met" if ratio >= gate.ratio else f"missed by {gate.ratio - ratio:.2f}"
+                verdict = met if isa == best else f"not judged: this CPU has {best}"
+                lines.append(f"{isa}, {gate.streams} streams, over {gate.peer}: {ratio:.2f} of {gate.ratio:.2f}, {verdict}")
+    return lines
+
+
+def levels() -> dict[str, Isa | None]:
+    """The instruction sets that are measured, by name; None: whatever each engine chooses."""
+    best, *less = available()
+    return {best.name: None} | {isa.name: isa for isa in less if isa.name == "avx2"}
+
+
+def measure(streams: Sequence[int], seconds: float, isa: Isa | None, console: Console) -> dict[str, Any]:
+    """All rows of one instruction set, over HTTP and in process, and what is absent."""
     start = time.perf_counter()
 
     def say(what: str) -> None:
@@ -80,10 +129,11 @@ def measure(streams: Sequence[int], seconds: float, console: Console) -> dict[st
     say("making the model")
     model = make_model()
     with tempfile.TemporaryDirectory() as logs:
-        served, absent = asyncio.run(bench_servers(model, Path(logs), streams, seconds, say))
-    inner, missing = compare.bench_in_process(model, streams, seconds, say)
-    say("transformers, static batches")
-    inner += bench_generate(model, streams, seconds)
+        served, absent = asyncio.run(bench_servers(model, Path(logs), streams, seconds, isa, say))
+    inner, missing = compare.bench_in_process(model, streams, seconds, isa, say)
+    if isa is None:  # in this process, which nothing keeps to less
+        say("transformers, static batches")
+        inner += bench_generate(model, streams, seconds)
     add_ratios(served, servers.PENSTOCK)
     add_ratios(inner, compare.PENSTOCK)
     return {"http": served, "in_process": inner, "absent": absent | missing, "seconds": round(time.perf_counter() - start)}
@@ -100,14 +150,21 @@ def main() -> int:
     if max(streams) > servers.MOST_STREAMS:
         parser.error(f"--streams goes to {servers.MOST_STREAMS}")
     console = Console()
-    found = measure(streams, args.seconds or (QUICK_SECONDS if args.quick else SECONDS), console)
-    show("Over HTTP", found["http"], console)
-    show("In process", found["in_process"], console)
-    for name, reason in found["absent"].items():
-        console.print(f"{name}: {reason}", markup=False)
+    seconds = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
+    found: dict[str, dict[str, Any]] = {}
+    for name, isa in levels().items():
+        console.rule(name)
+        found[name] = measure(streams, seconds, isa, console)
+        show("Over HTTP", found[name]["http"], console)
+        show("In process", found[name]["in_process"], console)
+        for absent, reason in found[name]["absent"].items():
+            console.print(f"{absent}: {reason}", markup=False)
+    verdicts = judge(found, best=next(iter(found)))
+    for line in verdicts:
+        console.print(line, highlight=False)
     if args.quick:
         return 0
-    path = write_results("engine", found)
+    path = write_results("engine", {"isa": found, "gates": verdicts})
     console.print(f"written to {path}")
     return 0
 

@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from peers import install
 from peers.model import made_of
+from penstock.kernels.cpu.isa import Isa
 
 FOLDER = Path(__file__).parent.parent
 PENSTOCK = "penstock, in process"
@@ -19,7 +20,7 @@ Command = list[str | Path]
 Row = dict[str, Any]
 
 
-def openvino(model: Path) -> Command | str:
+def openvino(model: Path, isa: Isa | None) -> Command | str:
     """The command of openvino-genai on the model's export; or why there is none."""
     python, exporter = install.python("openvino"), install.python("openvino-export")
     if python is None or exporter is None:
@@ -29,17 +30,17 @@ def openvino(model: Path) -> Command | str:
     return export if isinstance(export, str) else [python, "-m", "peers.run_openvino", export]
 
 
-def transformers(model: Path) -> Command | str:
+def transformers(model: Path, isa: Isa | None) -> Command | str:
     """The command of transformers' continuous batching."""
     return [sys.executable, "-m", "peers.run_transformers", model]
 
 
-def penstock(model: Path) -> Command | str:
+def penstock(model: Path, isa: Isa | None) -> Command | str:
     """The command of our own core."""
-    return [sys.executable, "-m", "peers.run_penstock", model]
+    return [sys.executable, "-m", "peers.run_penstock", model, "auto" if isa is None else isa.name]
 
 
-ENGINES: dict[str, Callable[[Path], Command | str]] = {
+ENGINES: dict[str, Callable[[Path, Isa | None], Command | str]] = {
     PENSTOCK: penstock,
     "openvino-genai": openvino,
     "transformers, continuous": transformers,
@@ -49,9 +50,9 @@ ENGINES: dict[str, Callable[[Path], Command | str]] = {
 class Process:
     """An engine in a process of its own, on one thread, that measures what it is told to; see `loop.run`."""
 
-    def __init__(self, command: Command, errors: IO[str]) -> None:
+    def __init__(self, command: Command, isa: Isa | None, errors: IO[str]) -> None:
         self._errors = errors
-        environment = {**os.environ, "PYTHONPATH": str(FOLDER), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **(isa.environment if isa else {}), "PYTHONPATH": str(FOLDER), "OMP_NUM_THREADS": "1"}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         self._process = subprocess.Popen(command, text=True, env=environment, **pipes)
 
@@ -74,20 +75,29 @@ class Process:
 
 
 def bench_in_process(
-    model: Path, streams: Sequence[int], seconds: float, say: Callable[[str], None]
+    model: Path, streams: Sequence[int], seconds: float, isa: Isa | None, say: Callable[[str], None]
 ) -> tuple[list[Row], dict[str, str]]:
-    """A row for each engine and number of streams, the engines in turn at each number; and the absent ones with the reason."""
+    """A row for each engine and number of streams, the engines in turn at each number; and the absent ones with the reason.
+
+    Args:
+        model: The checkpoint.
+        streams: How many requests at a time.
+        seconds: Of each row.
+        isa: The instruction set that torch and oneDNN, and with them the peers, are kept to; None: whatever they choose.
+        say: Told what goes on.
+    """
     absent: dict[str, str] = {}
     rows: list[Row] = []
     with ExitStack() as stack:
         found: dict[str, Process] = {}
         for name, make in ENGINES.items():
             say(f"preparing {name}")
-            command = make(model)
+            command = make(model, isa)
             if isinstance(command, str):
                 absent[name] = command
             else:
-                found[name] = stack.enter_context(closing(Process(command, stack.enter_context(tempfile.TemporaryFile("w+")))))
+                errors = stack.enter_context(tempfile.TemporaryFile("w+"))
+                found[name] = stack.enter_context(closing(Process(command, isa, errors)))
         for count in streams:
             for name, process in found.items():
                 say(f"{name}, {count} streams")

