@@ -99,7 +99,13 @@ def bench_in_process(
                 errors = stack.enter_context(tempfile.TemporaryFile("w+"))
                 found[name] = stack.enter_context(closing(Process(command, isa, errors)))
         for count in streams:
-            for name, process in found.items():
+            for name, process in list(found.items()):
                 say(f"{name}, {count} streams")
-                rows.append({"server": name, **process.measure(count, seconds)})
+                try:
+                    rows.append({"server": name, **process.measure(count, seconds)})
+                except RuntimeError as error:
+                    if name == PENSTOCK:
+                        raise
+                    absent[name] = str(error)
+                    del found[name]
     return rows, absent
