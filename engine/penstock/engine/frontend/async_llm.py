@@ -156,7 +156,7 @@ class AsyncLLM:
         ready = await self._core.start()
         log.info("core ready: %d KV blocks, loaded in %.1f s", ready.num_blocks, sum(ready.load_seconds.values()))
         for part, seconds in ready.load_seconds.items():
-            self.metrics.describe(names.LOAD_SECONDS, "Of the start, by what it was spent on.", seconds, part=part)
+            self.metrics.describe(names.LOAD_SECONDS, "Seconds that each phase of the start took.", seconds, part=part)
         self.kernels = ready.kernels
         self.event_ports, self.num_blocks = ready.event_ports, ready.num_blocks
         self._take_adapters(ready.adapters)
