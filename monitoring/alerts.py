@@ -227,6 +227,15 @@ OPERATOR_DOWN = Alert(
     description="What runs goes on; nothing is scaled, rolled out or mended.",
     lasting="5m",
 )
+NO_LEADER = Alert(
+    "PenstockNoLeader",
+    "warning",
+    f"sum ({metrics.OPERATOR_LEADER})",
+    "== 0",
+    summary="Operators run, but none of them acts",
+    description="No operator holds the Lease. Running replicas keep serving; nothing is scaled, rolled out or repaired.",
+    lasting="2m",
+)
 _failed = rate(metrics.RECONCILES, 'result="error"', window="10m")
 _reconciles = rate(metrics.RECONCILES, window="10m")
 RECONCILES_FAIL = Alert(
@@ -274,5 +283,5 @@ ENGINES: Final = Group(
     "penstock.engines", [QUEUE_GROWS, KV_PRESSURE, PREEMPTIONS, HIT_RATE, CORRUPTED, GRAPHS_MISSING, GPU_ERRORS]
 )
 GATEWAY: Final = Group("penstock.gateway", [REPORTS_STALE, EVENT_GAPS, PICKER_DOWN, NO_ENVOY, ENVOY_REFUSES, AUDIT_LINES_LOST])
-OPERATOR: Final = Group("penstock.operator", [OPERATOR_DOWN, RECONCILES_FAIL, AUTOSCALER_INERT, COLD_START_SLOW])
+OPERATOR: Final = Group("penstock.operator", [OPERATOR_DOWN, NO_LEADER, RECONCILES_FAIL, AUTOSCALER_INERT, COLD_START_SLOW])
 ALERTS: Final = (CLIENTS, MODELS, ENGINES, GATEWAY, OPERATOR)

@@ -233,6 +233,15 @@ CASES: Final[dict[str, list[Case]]] = {
         Case("both", up("penstock-operator", "0x30", "0x30"), {}),
         Case("a standby", up("penstock-operator", "0x30", "1x30"), None),
     ],
+    "PenstockNoLeader": [
+        Case("two standbys", {f'penstock_operator_leader{{pod="{pod}"}}': "0x30" for pod in "ab"}, {}),
+        Case(
+            "a leader and a standby",
+            {'penstock_operator_leader{pod="a"}': "1x30", 'penstock_operator_leader{pod="b"}': "0x30"},
+            None,
+        ),
+        Case("a change of leaders", {'penstock_operator_leader{pod="a"}': "1x9 0 1x19"}, None),
+    ],
     "PenstockReconcilesFail": [
         Case(
             "a fifth",

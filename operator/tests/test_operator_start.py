@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import ApiClient, Configuration
 
+from penstock.operator import process
 from penstock.operator.api import AUTOSCALERS, MODELS
 from penstock.operator.desired import Rendering
 from penstock.operator.process import Operator, Options
@@ -100,3 +101,21 @@ async def test_nothing_is_said_before_it_is_known_who_else_sizes_a_model(make: A
         assert fake.statuses.empty()
         fake.autoscalers.set_result(answer)
         assert await scaling_active(fake) == reason
+
+
+async def test_operators_tell_which_of_them_acts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the one that waits: what only a leader tells would be gone with the last leader."""
+    exposition, seen = Exposition(), list[bytes]()
+    leader = process.leader_gauge(exposition)
+
+    class Acts:
+        def __init__(self, *_: Any) -> None: ...
+
+        async def run(self, stop: asyncio.Event) -> None:
+            seen.append(exposition.render())
+
+    monkeypatch.setattr(process, "Operator", Acts)
+    assert b"penstock_operator_leader 0.0" in exposition.render()
+    await process._operate(cast(Any, None), OPTIONS, Replicas(), exposition, leader, asyncio.Event())
+    assert b"penstock_operator_leader 1.0" in seen[0]
+    assert b"penstock_operator_leader 0.0" in exposition.render()

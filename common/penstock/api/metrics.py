@@ -113,6 +113,7 @@ XDS_NACKS: Final = "penstock_xds_nacks"  # label type
 XDS_ENVOYS: Final = "penstock_xds_envoys"
 
 # --- operator and autoscaler ---
+OPERATOR_LEADER: Final = "penstock_operator_leader"
 RECONCILES: Final = "penstock_operator_reconciles"  # label result
 RECONCILE_SECONDS: Final = "penstock_operator_reconcile_seconds"
 DESIRED_REPLICAS: Final = "penstock_autoscaler_desired_replicas"  # labels namespace, model, pool

@@ -10,8 +10,9 @@ from functools import partial
 from uuid import uuid4
 
 from kubernetes.aio.client import ApiClient
+from prometheus_client import Gauge
 
-from penstock.api import labels
+from penstock.api import labels, metrics
 from penstock.api.fleet import PoolsView
 from penstock.http.replica_tls import ReplicaTls
 from penstock.kube.cache import Cache
@@ -77,22 +78,30 @@ async def run(options: Options) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     exposition = Exposition()
+    leader = leader_gauge(exposition)
     replicas = Replicas(options.replica_tls)  # here: certificates that turn bad while another acts must not end this process
     api = await connect(options.kubeconfig)
     server = await serve_metrics(options.http_host, options.http_port, exposition.render)
     try:
         if options.leader_elect:
-            await _lead_again_and_again(api, options, replicas, exposition, stop)
+            await _lead_again_and_again(api, options, replicas, exposition, leader, stop)
         else:
-            await _operate(api, options, replicas, exposition, stop)
+            await _operate(api, options, replicas, exposition, leader, stop)
     finally:
         await replicas.close()
         await server.cleanup()
         await api.close()
 
 
+def leader_gauge(exposition: Exposition) -> Gauge:
+    """Whether this operator acts. A standby tells it too: what only a leader tells would be gone with the last leader, and no
+    alert fires on what is absent."""
+    text = "1 while this operator acts, 0 while it waits for the Lease"
+    return Gauge(metrics.OPERATOR_LEADER, text, registry=exposition.registry)
+
+
 async def _lead_again_and_again(
-    api: ApiClient, options: Options, replicas: Replicas, exposition: Exposition, stop: asyncio.Event
+    api: ApiClient, options: Options, replicas: Replicas, exposition: Exposition, leader: Gauge, stop: asyncio.Event
 ) -> None:
     """Acts while it holds the Lease. One that has lost it waits for it with the others: were it to end, the kubelet would put off
     its next start longer and longer, past the end of what it suffered from."""
@@ -102,18 +111,22 @@ async def _lead_again_and_again(
     lease = Lease(server_api, options.system_namespace, identity, owner=partial(server_api.own_account, options.system_namespace))
     while not stop.is_set():
         try:
-            await lead(lease, lambda: _operate(api, options, replicas, exposition, stop), stop)
+            await lead(lease, lambda: _operate(api, options, replicas, exposition, leader, stop), stop)
         except LeadershipLost as error:
             log.error("%s: nothing is done until it is held again", error)
 
 
-async def _operate(api: ApiClient, options: Options, replicas: Replicas, exposition: Exposition, stop: asyncio.Event) -> None:
-    """Acts until `stop`. All that is known and measured begins anew with it."""
+async def _operate(
+    api: ApiClient, options: Options, replicas: Replicas, exposition: Exposition, leader: Gauge, stop: asyncio.Event
+) -> None:
+    """Acts until `stop`. All that is known and measured starts from nothing."""
     own = Exposition()
     exposition.texts.append(own.render)
+    leader.set(1)
     try:
         await Operator(api, options, replicas, own).run(stop)
     finally:
+        leader.set(0)
         exposition.texts.remove(own.render)
 
 
