@@ -106,7 +106,7 @@ async def test_nothing_is_said_before_it_is_known_who_else_sizes_a_model(make: A
 async def test_operators_tell_which_of_them_acts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the one that waits: what only a leader tells would be gone with the last leader."""
     exposition, seen = Exposition(), list[bytes]()
-    leader = process.leader_gauge(exposition)
+    leader = process.leader_gauge(exposition.registry)
 
     class Acts:
         def __init__(self, *_: Any) -> None: ...

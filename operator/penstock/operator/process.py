@@ -12,7 +12,7 @@ from uuid import uuid4
 from kubernetes.aio.client import ApiClient
 from prometheus_client import Gauge
 
-from penstock.api import labels, metrics
+from penstock.api import labels
 from penstock.api.fleet import PoolsView
 from penstock.http.replica_tls import ReplicaTls
 from penstock.kube.cache import Cache
@@ -35,7 +35,7 @@ from penstock.operator.replicas import Replicas
 from penstock.operator.routes import Routes
 from penstock.operator.scaling import KubernetesActuator
 from penstock.operator.store import Children, Key, Resources, trimmed_child, trimmed_pod, trimmed_workload
-from penstock.operator.telemetry import Exposition, ModelSeries, serve_metrics
+from penstock.operator.telemetry import Exposition, ModelSeries, leader_gauge, serve_metrics
 from penstock.tasks import run_until
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ async def run(options: Options) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     exposition = Exposition()
-    leader = leader_gauge(exposition)
+    leader = leader_gauge(exposition.registry)
     replicas = Replicas(options.replica_tls)  # here: certificates that turn bad while another acts must not end this process
     api = await connect(options.kubeconfig)
     server = await serve_metrics(options.http_host, options.http_port, exposition.render)
@@ -91,13 +91,6 @@ async def run(options: Options) -> None:
         await replicas.close()
         await server.cleanup()
         await api.close()
-
-
-def leader_gauge(exposition: Exposition) -> Gauge:
-    """Whether this operator acts. A standby tells it too: what only a leader tells would be gone with the last leader, and no
-    alert fires on what is absent."""
-    text = "1 while this operator acts, 0 while it waits for the Lease"
-    return Gauge(metrics.OPERATOR_LEADER, text, registry=exposition.registry)
 
 
 async def _lead_again_and_again(

@@ -61,6 +61,12 @@ class Exposition:
         return b"".join([generate_latest(self.registry), *(text() for text in self.texts)])
 
 
+def leader_gauge(registry: CollectorRegistry) -> Gauge:
+    """Whether this operator acts. A standby tells it too: what only a leader tells would be gone with the last leader, and no
+    alert fires on what is absent."""
+    return Gauge(metrics.OPERATOR_LEADER, "1 while this operator acts, 0 while it waits for the Lease", registry=registry)
+
+
 class _Family:
     """A family of gauges in Prometheus' text format."""
 

@@ -32,7 +32,7 @@ from penstock.operator.local.models import LocalModel
 from penstock.operator.local.pod import Phase, Pod
 from penstock.operator.local.process import Service
 from penstock.operator.replicas import Replicas
-from penstock.operator.telemetry import ScalingMetrics, add_replicas, replicas_family, serve_metrics
+from penstock.operator.telemetry import ScalingMetrics, add_replicas, leader_gauge, replicas_family, serve_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,7 @@ class LocalRuntime:
         self.registry = CollectorRegistry()
         self.registry.register(_PoolCollector(self.deployments))
         self._scaling = ScalingMetrics(self.registry)
+        leader_gauge(self.registry).set(1)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
