@@ -1,6 +1,7 @@
 """The runner's side of the contract: what it derives from plans, what it leaves, and what fails alone."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread, get_ident
 
@@ -13,7 +14,7 @@ from penstock.engine.cache.layout import KVGroup, full_attention
 from penstock.engine.config import ConfigError
 from penstock.engine.core.plan import Admission, SampleInputs, StepPlan, empty
 from penstock.engine.runner.device.host import HostCopies
-from penstock.engine.runner.input_batch import InputBatch
+from penstock.engine.runner.input_batch import InputBatch, StepArrays
 from penstock.engine.runner.prompt_logprobs import NO_LOGPROBS
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.sampling import buffers
@@ -44,14 +45,16 @@ def admission(row: int, tokens: list[int], computed: int = 0, sampling: Sampling
     return Admission(row, np.array(tokens, np.int32), len(tokens), computed, sampling)
 
 
+def input_batch(rows: int, longest: int, groups: Sequence[KVGroup], vocab_size: int) -> InputBatch:
+    arrays = StepArrays(100, rows, longest, groups)
+    return InputBatch(rows, longest, groups, arrays, vocab_size, HostCopies())
+
+
 @pytest.mark.req("KV-17", "KV-22")
 def test_each_group_has_slots_of_its_own_blocks():
     """Against a loop over tokens, for groups with blocks of 4 and 8 tokens."""
     groups = (KVGroup((0,), 4, None), KVGroup((1,), 8, 12))
-    rng, batch = (
-        np.random.default_rng(0),
-        InputBatch(max_num_seqs=5, max_model_len=40, groups=groups, vocab_size=100, copies=HostCopies()),
-    )
+    rng, batch = np.random.default_rng(0), input_batch(5, 40, groups, 100)
     computed, counts = [0, 7, 16, 30, 39], [5, 1, 9, 2, 1]
     ends = [first + count for first, count in zip(computed, counts, strict=True)]
     appends = [
@@ -76,7 +79,7 @@ def test_each_group_has_slots_of_its_own_blocks():
 @pytest.mark.req("MR-05", "MR-07", "ATT-09")
 def test_derives_a_mixed_step_from_the_plan():
     """Rows 3, 0 and 5 with 2, 5 and 3 tokens, of which 4, 0 and 16 are there already."""
-    batch = InputBatch(max_num_seqs=6, max_model_len=40, groups=full_attention(4), vocab_size=100, copies=HostCopies())
+    batch = input_batch(6, 40, full_attention(4), 100)
     rows = {3: (6, 4, [9, 7]), 0: (5, 0, [2, 1]), 5: (20, 16, [10, 11, 12, 13, 14])}
     step = plan(
         [3, 0, 5],
@@ -98,7 +101,7 @@ def test_derives_a_mixed_step_from_the_plan():
 
 @pytest.mark.req("IB-04")
 def test_a_rows_next_tenant_inherits_nothing():
-    batch = InputBatch(max_num_seqs=1, max_model_len=40, groups=full_attention(4), vocab_size=100, copies=HostCopies())
+    batch = input_batch(1, 40, full_attention(4), 100)
     loud = SamplingParams(max_tokens=9, temperature=2.0, top_k=3, top_p=0.5, min_p=0.1, seed=7, logprobs=4)
     batch.apply(plan([0], [9], [True], [admission(0, [200] * 9, sampling=loud)], [(0, 5), (0, 6), (0, 7)]))
     row = np.array([0], np.int32)

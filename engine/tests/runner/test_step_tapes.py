@@ -17,8 +17,8 @@ from penstock.engine.sampling import SamplingParams
 def pair(build_runner, checkpoint):
     """`pair(name, dtype)`: a runner with tapes and one without."""
 
-    def make(name, dtype="bfloat16"):
-        taped, plain = (build_runner(checkpoint(name), dtype) for _ in range(2))
+    def make(name, dtype="bfloat16", lora=None):
+        taped, plain = (build_runner(checkpoint(name), dtype, lora=lora) for _ in range(2))
         if taped.ops.tape is None:
             pytest.skip("no compiled operations")
         plain.ops = replace(plain.ops, tape=None)
@@ -31,14 +31,16 @@ def pair(build_runner, checkpoint):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """How many steps ran from tapes, by rows."""
-    counts: dict[int, int] = {}
+    """How many steps ran from tapes, by rows and tokens of each."""
+    counts: dict[tuple[int, int], int] = {}
     original = StepTapes.logits
 
-    def counted(self, inputs):
-        rows = len(inputs.input_ids)
-        counts[rows] = counts.get(rows, 0) + 1
-        return original(self, inputs)
+    def counted(self, inputs, ctx):
+        found = original(self, inputs, ctx)
+        if found is not None:
+            shape = len(inputs.input_ids) // inputs.tokens_a_row, inputs.tokens_a_row
+            counts[shape] = counts.get(shape, 0) + 1
+        return found
 
     monkeypatch.setattr(StepTapes, "logits", counted)
     return counts
@@ -109,19 +111,15 @@ def test_what_differs_from_step_to_step_is_not_taped(build_runner, checkpoint, d
     runner.stop_profile(tmp_path)
     sequence = drive.admit([3 + number % 250 for number in range(MAX_MODEL_LEN - 20)])
     drive.generate(sequence, 4)
-    assert runs == {1: 3}, "the prompt's step has many tokens"
+    assert runs == {(1, 1): 3}, "the prompt's step has too many tokens"
 
 
-def test_steps_with_adapters_are_taped_whatever_lies_in_the_slots(build_runner, checkpoint, driver, runs):
+def test_steps_with_adapters_are_taped_whatever_lies_in_the_slots(pair, build_runner, checkpoint, driver, runs):
     """Beside steps without any; adapters come and go between them."""
     lora = LoraConfig(max_loras=2, max_cpu_loras=2, max_lora_rank=16)
-    taped, plain = (build_runner(checkpoint("qwen3"), "bfloat16", lora=lora) for _ in range(2))
-    if taped.ops.tape is None:
-        pytest.skip("no compiled operations")
-    plain.ops = replace(plain.ops, tape=None)
+    taped, plain = pair("qwen3", lora=lora)
     bare = build_runner(checkpoint("qwen3"), "bfloat16")
-    for runner in (taped, plain, bare):
-        runner.warm_up()
+    bare.warm_up()
     expected = play(driver, bare, slots=(-1,))
     for filled in (lambda runner: None, lambda runner: fill_slots(runner, 1, 9, 5), lambda runner: fill_slots(runner, 16, 3, 6)):
         filled(taped), filled(plain)
@@ -152,4 +150,38 @@ def test_a_model_that_cannot_be_taped_runs_without(pair, driver, runs, caplog):
         compute = runner.model.compute_logits
         runner.model.compute_logits = lambda hidden, compute=compute: compute(hidden).sort(dim=-1).values
     assert play(driver, taped)[1] == play(driver, plain)[1]
-    assert sum(runs.values()) == 1 and "without tapes" in caplog.text
+    assert not runs and "without tapes" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["qwen3-windows", "gemma3"])
+@pytest.mark.parametrize("adapters", [False, True], ids=["", "adapters"])
+def test_chunks_of_one_length_have_tapes_from_the_second_on(pair, driver, runs, name, adapters):
+    """Chunks in the middle of a prompt and at its end, alone and beside others."""
+    taped, plain = pair(name, lora=LoraConfig(max_loras=2, max_cpu_loras=2, max_lora_rank=8) if adapters else None)
+    if adapters:
+        for runner in (taped, plain):
+            fill_slots(runner, 8, 3, 5)
+    prompts = np.random.default_rng(2).integers(3, 250, (4, 30)).tolist()
+    found = []
+    for runner in (taped, plain):
+        drive = driver(runner)
+        asks, slots = SamplingParams(max_tokens=9, temperature=0.0, logprobs=2), (0, -1, 1, 0) if adapters else (-1,) * 4
+        sequences = [drive.admit(prompt, asks, lora_slot=slot) for prompt, slot in zip(prompts, slots, strict=True)]
+        scores = []
+        for first, second in (sequences[:2], sequences[2:]):
+            for work in ([(first, 10), (second, 10)], [(first, 10), (second, 10)], [(first, 10)], [(second, 10)]):
+                scores.append(drive.step(work).logprobs)
+        drive.step([(sequence, 1) for sequence in sequences])
+        found.append(
+            ([sequence.outputs for sequence in sequences], [None if it is None else it.sampled.tolist() for it in scores])
+        )
+    assert found[0] == found[1]
+    assert runs == {(2, 10): 3, (1, 10): 3, (4, 1): 1}
+
+
+def test_a_chunk_whose_prompt_is_scored_runs_without(pair, driver, runs):
+    taped, _ = pair("qwen3")
+    drive, asks = driver(taped), SamplingParams(max_tokens=9, temperature=0.0, prompt_logprobs=1)
+    for _ in range(3):
+        assert drive.step([(drive.admit([5, 6, 7, 8], asks), 4)]).prompt_logprobs is not None
+    assert not runs

@@ -22,13 +22,15 @@ from penstock.engine.runner.sampler.stage import Tokens
 from penstock.kernels.paged_attention.batch import PagedBatch
 from penstock.kernels.sampling.ops import CPU
 
+MAX_TAPED_TOKENS = 64
+"""Tokens of a step from a tape at most: the arithmetic of more takes far longer than what a tape saves."""
 _LOGITS_ROWS = 256
 """Rows of logits of prompts that are in memory at a time, and of a step at least."""
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """A step of n tokens of r requests, m of which sample."""
+    """A step of n tokens of r requests, m of which sample; views of `StepArrays`."""
 
     input_ids: torch.Tensor
     """[n], int64."""
@@ -38,10 +40,37 @@ class StepInputs:
     """Per KV group, where its layers find and put the tokens."""
     logits_indices: torch.Tensor
     """[m], int64: the tokens whose hidden states go through the LM head."""
+    tokens_a_row: int | None
+    """Where all rows have as many, and all together no more than MAX_TAPED_TOKENS; else None."""
     sampled_rows: Int32
     """[m]: indexes into the plan's rows."""
     sampled_positions: Int32
     """[m]: where in its request each sampled token belongs."""
+
+
+class StepArrays:
+    """Where each step's inputs are written, over those of the last one: a tape that has read them once reads them there again.
+
+    Args:
+        max_num_tokens: Of a step at most.
+        max_num_seqs: Rows.
+        max_model_len: Tokens of a row at most.
+        groups: The KV groups.
+    """
+
+    def __init__(self, max_num_tokens: int, max_num_seqs: int, max_model_len: int, groups: Sequence[KVGroup]) -> None:
+        self.input_ids, self.positions = np.zeros(max_num_tokens, np.int64), np.zeros(max_num_tokens, np.int64)
+        self.slots = [np.zeros(max_num_tokens, np.int64) for _ in groups]
+        self.tables = [np.zeros((max_num_seqs, -(-max_model_len // group.block_size)), np.int32) for group in groups]
+        self.seq_lens, self.logits_indices = np.zeros(max_num_seqs, np.int32), np.zeros(max_num_seqs, np.int64)
+        self._places = np.arange(max_num_seqs + 1, dtype=np.int32)
+        self._starts: dict[int, Int32] = {}
+
+    def starts(self, tokens: int) -> Int32:
+        """[max_num_seqs + 1]: where the tokens of rows begin that have so many each."""
+        if tokens not in self._starts:
+            self._starts[tokens] = self._places * np.int32(tokens)
+        return self._starts[tokens]
 
 
 class InputBatch:
@@ -51,6 +80,7 @@ class InputBatch:
         max_num_seqs: Rows.
         max_model_len: Tokens of a row at most.
         groups: The KV groups.
+        arrays: Of the same numbers.
         vocab_size: Tokens are checked against it at admission.
         copies: To the device.
         mode: What logprobs are of.
@@ -62,6 +92,7 @@ class InputBatch:
         max_num_seqs: int,
         max_model_len: int,
         groups: Sequence[KVGroup],
+        arrays: StepArrays,
         vocab_size: int,
         copies: Copies,
         mode: LogprobsMode = "raw_logprobs",
@@ -73,9 +104,7 @@ class InputBatch:
         adjustments = Adjustments(copies, CPU, max_num_seqs, vocab_size, Tokens(torch.from_numpy(known), known), processors)
         self.chooser = Chooser(copies, self.sampler, adjustments, max_num_seqs, mode)
         self.refusals = Refusals(vocab_size)
-        self._groups, self._max_model_len = groups, max_model_len
-        self._places = np.arange(max_num_seqs + 1, dtype=np.int32)
-        self._places.flags.writeable = False
+        self._groups, self._max_model_len, self._arrays = groups, max_model_len, arrays
 
     def apply(self, plan: StepPlan) -> StepInputs:
         """Takes in a plan and returns its step."""
@@ -107,29 +136,39 @@ class InputBatch:
             self.rows.write_sampled(rows.request_rows[fits], rows.positions[fits], token_ids[fits])
 
     def _inputs(self, plan: StepPlan, starts: Int32) -> StepInputs:
-        count, seq_lens = len(plan.rows), starts + plan.num_new_tokens
+        arrays, count, total = self._arrays, len(plan.rows), int(plan.num_new_tokens.sum())
+        seq_lens = np.add(starts, plan.num_new_tokens, out=arrays.seq_lens[:count])
+        each = total // count if count else 0
+        uniform = total <= MAX_TAPED_TOKENS and np.count_nonzero(plan.num_new_tokens == each) == count
         # A token each, as in most steps: a small model's takes hardly longer than what is in the other branch.
         if np.count_nonzero(plan.num_new_tokens == 1) == count:
-            query_start_loc, request, rows, positions = self._places[: count + 1], self._places[:count], plan.rows, starts
+            query_start_loc, request, rows, positions = arrays.starts(1)[: count + 1], arrays.starts(1)[:count], plan.rows, starts
         else:
-            query_start_loc = np.concatenate(([0], np.cumsum(plan.num_new_tokens))).astype(np.int32)
+            summed = np.concatenate(([0], np.cumsum(plan.num_new_tokens))).astype(np.int32)
+            query_start_loc = arrays.starts(each)[: count + 1] if uniform else summed
             request = np.repeat(np.arange(count), plan.num_new_tokens)
             rows = plan.rows[request]
-            positions = starts[request] + np.arange(query_start_loc[-1]) - query_start_loc[request]
+            positions = starts[request] + np.arange(total) - query_start_loc[request]
         longest = int(seq_lens.max(initial=0))
         groups: list[GroupInputs] = []
-        for group, tables in zip(self._groups, self.rows.block_tables, strict=True):
+        for group, tables, slots, table in zip(self._groups, self.rows.block_tables, arrays.slots, arrays.tables, strict=True):
             size = group.block_size
-            table = tables[plan.rows, : -(-longest // size)]
+            table = table[:count, : -(-longest // size)]
+            table[:] = tables[plan.rows, : table.shape[1]]
             blocks, offsets = np.divmod(positions, size)
-            slots = table[request, blocks].astype(np.int64) * size + offsets
+            slots = slots[:total]
+            np.multiply(table[request, blocks], np.int64(size), out=slots)
+            slots += offsets
             groups.append(GroupInputs(torch.from_numpy(slots), PagedBatch(size, query_start_loc, seq_lens, table, group.window)))
         sampled = plan.samples.nonzero()[0].astype(np.int32)
+        arrays.input_ids[:total], arrays.positions[:total] = self.rows.token_ids[rows, positions], positions
+        logits_indices = np.subtract(query_start_loc[1:][sampled], 1, out=arrays.logits_indices[: len(sampled)])
         return StepInputs(
-            input_ids=torch.from_numpy(self.rows.token_ids[rows, positions].astype(np.int64)),
-            positions=torch.from_numpy(positions.astype(np.int64)),
+            input_ids=torch.from_numpy(arrays.input_ids[:total]),
+            positions=torch.from_numpy(arrays.positions[:total]),
             groups=groups,
-            logits_indices=torch.from_numpy(query_start_loc[1:][sampled].astype(np.int64) - 1),
+            logits_indices=torch.from_numpy(logits_indices),
+            tokens_a_row=each if uniform else None,
             sampled_rows=sampled,
             sampled_positions=seq_lens[sampled],
         )

@@ -13,7 +13,7 @@ from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
 from penstock.engine.runner.base import RunnerBase, check_supported, failing
 from penstock.engine.runner.device.host import HostCopies
 from penstock.engine.runner.host_memory import return_free_memory
-from penstock.engine.runner.input_batch import InputBatch, StepInputs
+from penstock.engine.runner.input_batch import InputBatch, StepArrays, StepInputs
 from penstock.engine.runner.memory_profile import peak_activation_bytes
 from penstock.engine.runner.not_finite import located, name_first_part
 from penstock.engine.runner.pooling import PooledStep, Pooler
@@ -50,6 +50,9 @@ class ModelRunner(RunnerBase):
         self._tapes: StepTapes | None = None
         self._warm = False
         pooling = config.model.pooling
+        scheduler, longest, groups = config.scheduler, config.model.max_model_len, self._layout.groups
+        most = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        self._arrays = StepArrays(most, scheduler.max_num_seqs, longest, groups)
         self._pooler = Pooler(pooling.tokens, pooling.size) if pooling is not None else None
         self._reset()
 
@@ -73,8 +76,8 @@ class ModelRunner(RunnerBase):
         vocab_size = self.decoder_config.vocab_size
         copies, mode = HostCopies(), self.config.logprobs_mode
         processors = load_processors(model.logits_processors, copies, scheduler.max_num_seqs, vocab_size)
-        groups = self._layout.groups
-        return InputBatch(scheduler.max_num_seqs, model.max_model_len, groups, vocab_size, copies, mode, processors)
+        groups, most = self._layout.groups, scheduler.max_num_seqs
+        return InputBatch(most, model.max_model_len, groups, self._arrays, vocab_size, copies, mode, processors)
 
     def sleep(self, level: int) -> None:
         """Gives the KV cache's memory back to the system; at level 2 the model's too. Where the weights are in the host's memory
@@ -183,15 +186,18 @@ class ModelRunner(RunnerBase):
             hidden = self.model.forward(inputs.input_ids, inputs.positions, ctx) if len(plan.rows) else torch.empty(0)
             starts = self._batch.rows.num_computed[plan.rows] - plan.num_new_tokens
             return torch.empty(0), PromptScores(), self._pooler.pool(plan, starts, hidden)
-        tapes = self._step_tapes()
-        if tapes is not None and tapes.fits(inputs) and (taped := tapes.logits(inputs)) is not None:
+        rows, scored = len(plan.rows), None
+        if len(inputs.input_ids) > rows or len(inputs.sampled_rows) < rows:  # decodes alone score no prompt
+            scored = prompt_rows(plan, self._batch.rows, self._batch.chooser.prompt_logprobs)
+        tapes = self._step_tapes() if scored is None else None
+        if tapes is not None and (taped := tapes.logits(inputs, ctx)) is not None:
             return taped, PromptScores(), None
         logits, prompts = torch.empty(0, self.decoder_config.vocab_size), PromptScores()
-        if len(plan.rows):
+        if rows:
             hidden = self.model.forward(inputs.input_ids, inputs.positions, ctx)
             if len(inputs.sampled_rows):
                 logits = self.model.compute_logits(hidden[inputs.logits_indices])
-            if scored := prompt_rows(plan, self._batch.rows, self._batch.chooser.prompt_logprobs):
+            if scored is not None:
                 compute, mode, sampler = self.model.compute_logits, self.config.logprobs_mode, self._batch.sampler
                 prompts = score_prompts(HostCopies(), sampler, compute, hidden, scored, mode).read()
         return logits, prompts, None
@@ -201,6 +207,5 @@ class ModelRunner(RunnerBase):
         if self.ops.tape is None or self._profile is not None or not self._warm:
             return None
         if self._tapes is None:
-            layout, most, longest = self._layout, self.config.scheduler.max_num_seqs, self.config.model.max_model_len
-            self._tapes = StepTapes(self.model, self.ops, self.kv_caches, layout.groups, self._layer_groups, most, longest)
+            self._tapes = StepTapes(self.model, self.ops)
         return self._tapes

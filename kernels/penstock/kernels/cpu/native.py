@@ -156,10 +156,12 @@ class NativeOps:
         q = self._checked(q)
         out = torch.empty_like(q)
         block_stride, kv_heads, block_size = self._cache_layout(kv_cache)
-        starts, lens, table = (np.ascontiguousarray(x) for x in (batch.query_start_loc, batch.seq_lens, batch.block_table))
+        starts, lens, table = np.ascontiguousarray(batch.query_start_loc), np.ascontiguousarray(batch.seq_lens), batch.block_table
+        if table.strides[1] != table.itemsize:
+            raise ValueError("a row's blocks must lie side by side")
         self._library.penstock_paged_attention(
             *(self._code, q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), block_stride),
-            *(starts.ctypes.data, lens.ctypes.data, table.ctypes.data, table.shape[1]),
+            *(starts.ctypes.data, lens.ctypes.data, table.ctypes.data, table.strides[0] // table.itemsize),
             *(len(lens), q.shape[1], kv_heads, block_size, q.shape[2], batch.window or 0, scale, softcap),
         )
         return out

@@ -58,8 +58,8 @@ class PagedBatch:
     seq_lens: npt.NDArray[np.int32]
     """[r]: tokens with keys in the cache, this step's included."""
     block_table: npt.NDArray[np.int32]
-    """[r, b]: the request's blocks in order; entries past its last block or before its first query's window are any valid
-    block, whose content is never seen."""
+    """[r, b], whose rows may lie apart: the request's blocks in order; entries past its last block or before its first query's
+    window are any valid block, whose content is never seen."""
     window: int | None = None
     """Keys that a query sees, itself included: the one at position i those of (i - window, i]. None: all before it."""
 
