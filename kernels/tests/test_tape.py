@@ -1,5 +1,8 @@
 """Tapes: what was recorded happens again with whatever lies in the inputs by then."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -162,3 +165,18 @@ def test_a_choice_of_rows_by_number_is_taped(native):
     x.normal_()
     at[0] = 1
     assert torch.equal(tape.run(), ops.rms_norm(x, torch.ones(16), 1e-6)[at] * 2)
+
+
+def test_a_recording_does_not_import_torchs_compiler():
+    """It takes seconds and hundreds of megabytes, and the first recording is in a client's first request."""
+    program = """
+import sys, torch
+from penstock.kernels.cpu.tape import Pool
+from penstock.kernels.ops import ops_for
+ops, x = ops_for("cpu", torch.float32), torch.randn(3, 16)
+assert ops.tape is not None, "no compiler on this machine"
+ops.tape(lambda: ops.rms_norm(x, torch.ones(16), 1e-6) * 2, Pool())
+print([name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))])
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == "[]\n", ran.stdout + ran.stderr

@@ -143,6 +143,11 @@ class _NoQuestions(TorchDispatchMode):
         super().__init__()
         self._asker = asker
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No. Torch would wrap the method below in a function that imports its compiler: seconds, in a client's first request."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation, or raises `NotTapeable`."""
         # Indexes give a shape of their own, but for masks.
