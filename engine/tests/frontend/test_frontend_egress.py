@@ -101,6 +101,19 @@ async def test_no_stop_string_is_looked_for_before_min_tokens(bench: Bench) -> N
     assert taken(generation) == ("the wheel turns the ", "stop", "wheel")
 
 
+@pytest.mark.req("SMP-19", "EG-18")
+@pytest.mark.parametrize("min_tokens", [2, 3, 4])
+async def test_a_stop_string_that_begins_before_min_tokens_and_ends_after_them_counts(bench: Bench, min_tokens: int) -> None:
+    generation, shown = bench.generation(stops=["END", "b"], min_tokens=min_tokens), ""
+    for character in "abEND":
+        assert not generation.finished
+        await bench.egress.process(step_frame({0: [bench.tokenizer.token_to_id(character)]}))
+        shown += taken(generation)[0]
+    choice = generation.choices[0]
+    assert (shown, choice.finish_reason, choice.stop_reason) == ("ab", "stop", "END")
+    assert generation.usage.completion_tokens == 5
+
+
 @pytest.mark.req("EG-17")
 async def test_a_stop_inside_a_burst_cuts_text_logprobs_and_counts_alike(bench: Bench) -> None:
     generation, ids = bench.generation(stops=["wheel"], logprobs=1), bench.ids("the wheel turns")

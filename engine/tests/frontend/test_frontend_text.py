@@ -158,3 +158,25 @@ def test_the_result_does_not_depend_on_the_pieces(text: str, stops: list[str], c
         assert whole[0] == text and not any(stop in text for stop in stops)
     else:
         assert text.startswith(whole[0] + whole[1]) and not any(stop in whole[0] for stop in stops)
+
+
+@given(
+    before=st.text("abc", max_size=12),
+    after=st.text("abc", max_size=12),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    cut=st.integers(0, 12),
+)
+def test_a_stop_string_counts_by_where_it_ends(before: str, after: str, stops: list[str], cut: int) -> None:
+    """Against a search of the whole text."""
+    text, buffer = before + after, StopBuffer(stops)
+    shown = "".join(buffer.feed(piece, search=False)[0] for piece in (before[:cut], before[cut:]))
+    more, stop = buffer.feed(after)
+    ends = [
+        (at + len(it), at, it)
+        for it in stops
+        for at in range(len(text))
+        if text.startswith(it, at) and at + len(it) > len(before)
+    ]
+    _, start, expected = min(ends, default=(0, len(text), None))
+    assert stop == expected
+    assert shown + more + buffer.flush() == text[:start]

@@ -5,7 +5,6 @@ nor hold more than the request's own output.
 """
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -64,7 +63,7 @@ class Choice:
         stops: Stop strings.
         stop_token_ids: Those of the client, which are reported as `stop_reason`.
         num_logprobs: Alternatives to report with each token; None: no logprobs.
-        min_tokens: Tokens in whose text no stop string is looked for.
+        min_tokens: Tokens in whose text no stop string may end.
         interval: Tokens that a delta has at least, the first and the last one excepted.
         prompt_logprobs: Where those of the prompt gather, by position, in one list for all choices of a prompt; the first token
             has none. None: not asked for.
@@ -73,8 +72,8 @@ class Choice:
 
     # No dictionary each: between two steps the processor's caches forget all streams, and miss each of their lines anew.
     __slots__ = (
-        *("_characters", "_detokenizer", "_include_stop", "_interval", "_last_taken", "_logprobs", "_stop_reason"),
-        *("_stop_token_ids", "_stops", "_text", "_token_ids", "_unsearched", "cached_tokens", "finish_reason", "first_time"),
+        *("_characters", "_detokenizer", "_include_stop", "_interval", "_last_taken", "_logprobs", "_min_tokens", "_stop_reason"),
+        *("_stop_token_ids", "_stops", "_text", "_token_ids", "cached_tokens", "finish_reason", "first_time"),
         *("index", "last_time", "num_logprobs", "num_tokens", "number", "pooled", "prompt_logprobs", "prompt_tokens", "turns"),
     )
 
@@ -110,9 +109,9 @@ class Choice:
         self._stop_reason: str | int | None = None
         self._detokenizer = detokenizer
         self._include_stop = include_stop
-        self._stops = StopBuffer(stops, include_stop)
+        self._stops = StopBuffer(stops, include_stop) if stops else None
         self._stop_token_ids = stop_token_ids
-        self._unsearched = min_tokens if stops else math.inf
+        self._min_tokens = min_tokens
         self._interval = interval
         self._characters = 0
         self._text: list[str] = []
@@ -147,7 +146,8 @@ class Choice:
         """Ends a choice whose last token the core has sent; text held back is released."""
         if (rest := self._detokenizer.flush()) and self._show(rest):
             return
-        self._text.append(self._stops.flush())
+        if self._stops is not None:
+            self._text.append(self._stops.flush())
         self.finish_reason = reason
         self._stop_reason = stop_token_id if stop_token_id in self._stop_token_ids else None
 
@@ -173,10 +173,10 @@ class Choice:
 
     def _show(self, text: str) -> bool:
         self._characters += len(text)
-        if self.num_tokens <= self._unsearched:
+        if self._stops is None:
             self._text.append(text)
             return False
-        shown, stop = self._stops.feed(text)
+        shown, stop = self._stops.feed(text, search=self.num_tokens > self._min_tokens)
         if shown:
             self._text.append(shown)
         if stop is not None:

@@ -22,13 +22,21 @@ class StopBuffer:
         self._include = include
         self._tail = ""
 
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """Takes new text; returns what may be shown and the stop string that was found, if any. Not to be fed after that."""
+    def feed(self, text: str, *, search: bool = True) -> tuple[str, str | None]:
+        """Takes new text; returns what may be shown and the stop string that was found, if any. Not to be fed after that.
+
+        Args:
+            text: Follows what was fed before.
+            search: Whether a stop string that ends in this text counts.
+        """
         if not self._stops:
             return text, None
         # A match cannot begin in what was released: as many characters as the longest stop string have been seen from there.
-        window = self._tail + text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := window.find(stop)) >= 0]
+        window, old = self._tail + text, len(self._tail)
+        found: list[tuple[int, int, str]] = []
+        if search:
+            # Matches that end in the old text were found when it came, or do not count.
+            found = [(at + len(it), at, it) for it in self._stops if (at := window.find(it, max(old - len(it) + 1, 0))) >= 0]
         if found:
             end, start, stop = min(found)
             self._tail = ""
