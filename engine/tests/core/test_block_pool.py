@@ -52,7 +52,7 @@ def test_any_sequence_of_operations_matches_a_naive_pool(data):
                     free.insert(len(free) if block in names else 0, block)
             case "cache" if uncached := [block for block in held if block not in names]:
                 block, names[uncached[0]] = uncached[0], name(data.draw(st.integers(0, 3)))
-                pool.cache(0, block, names[block])
+                pool.cache(0, block, [names[block]])
             case "forget":
                 forgotten = name(data.draw(st.integers(0, 3)))
                 pool.forget(forgotten)
@@ -102,7 +102,7 @@ def test_operations_leave_no_objects_behind():
         for first in range(0, 2000, 50):
             blocks = pool.get_new_blocks(50)
             for block, one in zip(blocks, names[first : first + 50], strict=True):
-                pool.cache(0, block, one)
+                pool.cache(0, block, [one])
             pool.free(reversed(blocks))
             found = [pool.lookup(0, one) for one in names[first : first + 50]]
             pool.touch(block for block in found if block is not None)
@@ -140,9 +140,9 @@ def test_freeing_what_nobody_holds_is_an_error():
 def test_groups_do_not_share_names():
     pool = make(4, num_groups=2)
     first, second = pool.get_new_blocks(2)
-    pool.cache(0, first, name(1))
+    pool.cache(0, first, [name(1)])
     assert pool.lookup(1, name(1)) is None
-    pool.cache(1, second, name(1))
+    pool.cache(1, second, [name(1)])
     pool.free([first])
     pool.get_new_blocks(2)
     assert pool.lookup(0, name(1)) is None and pool.lookup(1, name(1)) == second
@@ -152,13 +152,13 @@ def test_groups_do_not_share_names():
 def test_reset_waits_for_the_last_holder_and_then_forgets_everything():
     pool = make(4)
     blocks = pool.get_new_blocks(2)
-    pool.cache(0, blocks[0], name(1))
+    pool.cache(0, blocks[0], [name(1)])
     assert not pool.reset() and pool.lookup(0, name(1)) == blocks[0]
     pool.free(blocks)
     assert pool.reset() and pool.lookup(0, name(1)) is None
     assert pool._events.take() == [AllBlocksCleared()]
     # The blocks are as good as new: nothing is evicted that was forgotten before.
-    pool.cache(0, pool.get_new_blocks(1)[0], name(2))
+    pool.cache(0, pool.get_new_blocks(1)[0], [name(2)])
     assert pool._events.take() == [BlockStored([name(2)])]
 
 
@@ -166,16 +166,16 @@ def test_reset_waits_for_the_last_holder_and_then_forgets_everything():
 def test_a_block_is_published_once():
     pool = make(4)
     (block,) = pool.get_new_blocks(1)
-    pool.cache(0, block, name(1))
+    pool.cache(0, block, [name(1)])
     with pytest.raises(ValueError, match="cached already"):
-        pool.cache(0, block, name(1))
+        pool.cache(0, block, [name(1)])
 
 
 def test_neighbouring_events_of_a_kind_are_one():
     pool = make(6)
     blocks = pool.get_new_blocks(5)
     for number, block in enumerate(blocks[:3]):
-        pool.cache(0, block, name(number))
+        pool.cache(0, block, [name(number)])
     pool.free(reversed(blocks))
     pool.get_new_blocks(4)
     assert pool._events.take() == [BlockStored([name(0), name(1), name(2)]), BlockRemoved([name(2), name(1)])]

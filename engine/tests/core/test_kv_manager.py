@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.api.events import BlockRemoved, BlockStored
 from penstock.engine.cache.block_pool import NULL_BLOCK
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.cache.layout import KVGroup, full_attention
@@ -219,6 +220,22 @@ def test_a_hit_ends_where_blocks_of_all_groups_end():
         hit = kv.lookup(Sequence(2, tokens[:length]), length)
         assert hit.num_tokens == (length - 1) // 24 * 24
         assert [len(blocks) for blocks in hit.blocks] == [hit.num_tokens // group.block_size for group in groups]
+
+
+def test_events_name_every_hash_though_blocks_of_full_attention_are_larger():
+    """A reader walks a prompt's hashes from the first one to the first that is missing."""
+    kv = make(100, (KVGroup((0,), 3 * BLOCK, None), KVGroup((1,), BLOCK, 6)))
+    first, second = Sequence(1, list(range(30))), Sequence(2, [*range(20), 98, 99, 97, 96, 95])
+    used_up(kv, first)
+    used_up(kv, second)
+    stored = [*first.block_hashes[:6], second.block_hashes[5]]  # hash 3 and 4 are in the second block of both
+    assert kv.events.take() == [BlockStored(stored)] and list(kv.cached_hashes()) == stored
+    assert kv.lookup(first, 30).num_tokens == 24
+    evict(kv, 0, first.tokens, 5)
+    assert kv.events.take() == [BlockRemoved([first.block_hashes[5]])], "the other block holds the others"
+    evict(kv, 0, second.tokens, 5)
+    assert kv.events.take() == [BlockRemoved(second.block_hashes[3:6])]
+    assert list(kv.cached_hashes()) == first.block_hashes[:3]
 
 
 @settings(max_examples=200)

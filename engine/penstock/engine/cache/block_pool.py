@@ -30,9 +30,11 @@ class BlockPool:
         self.free_list = OrderedDict[int, None].fromkeys(range(1, num_blocks))
         """Blocks that nobody holds, least recently used first."""
         self.ref_counts = [0] * num_blocks
-        self._names: list[tuple[int, bytes] | None] = [None] * num_blocks
+        self._names: list[tuple[int, Sequence[bytes]] | None] = [None] * num_blocks
         # Several blocks may hold the same tokens, computed side by side; any of them is a hit.
         self._cached: list[dict[bytes, list[int]]] = [{} for _ in range(num_groups)]
+        self._told: dict[bytes, int] = {}
+        """Hashes that the outside knows, each with the number of blocks in group 0 that hold its tokens."""
         self._events = events
 
     @property
@@ -86,15 +88,24 @@ class BlockPool:
         """How many of these nobody holds: touching them uses up free blocks."""
         return sum(self.ref_counts[block] == 0 for block in blocks)
 
-    def cache(self, group: int, block: int, block_hash: bytes) -> None:
-        """Publishes a full block, once, under the hash of its content."""
+    def cache(self, group: int, block: int, hashes: Sequence[bytes]) -> None:
+        """Publishes a full block, once.
+
+        Args:
+            group: Its group.
+            block: It.
+            hashes: Of its tokens, in their order: several where the block is larger than what a hash stands for. The last one,
+                which stands for all tokens before its end, is the name that `lookup` finds.
+        """
         if self._names[block] is not None:
             raise ValueError(f"block {block} is cached already")
-        self._names[block] = (group, block_hash)
-        same = self._cached[group].setdefault(block_hash, [])
-        same.append(block)
-        if group == 0 and len(same) == 1:
-            self._events.stored(block_hash)
+        self._names[block] = (group, hashes)
+        self._cached[group].setdefault(hashes[-1], []).append(block)
+        if group == 0:
+            for block_hash in hashes:
+                if (count := self._told.get(block_hash, 0)) == 0:
+                    self._events.stored(block_hash)
+                self._told[block_hash] = count + 1
 
     def forget(self, block_hash: bytes) -> None:
         """No look-up finds this content any more, in no group; whoever holds its blocks keeps them."""
@@ -105,8 +116,8 @@ class BlockPool:
                     self._reuse_first_if_empty(block)
 
     def cached_hashes(self) -> Sequence[bytes]:
-        """Hashes that a look-up finds now."""
-        return list(self._cached[0])
+        """Hashes whose tokens group 0 holds now, as the events say."""
+        return list(self._told)
 
     def reset(self) -> bool:
         """Forgets all content; False, and nothing done, while anybody holds a block."""
@@ -114,6 +125,7 @@ class BlockPool:
             return False
         for cached in self._cached:
             cached.clear()
+        self._told.clear()
         self._names = [None] * self.num_blocks
         self._events.cleared()
         return True
@@ -127,11 +139,15 @@ class BlockPool:
         name = self._names[block]
         if name is None:
             return
-        group, block_hash = name
+        group, hashes = name
         self._names[block] = None
-        same = self._cached[group][block_hash]
+        same = self._cached[group][hashes[-1]]
         same.remove(block)
         if not same:
-            del self._cached[group][block_hash]
-            if group == 0:
-                self._events.removed(block_hash)
+            del self._cached[group][hashes[-1]]
+        if group == 0:
+            for block_hash in hashes:
+                self._told[block_hash] -= 1
+                if not self._told[block_hash]:
+                    del self._told[block_hash]
+                    self._events.removed(block_hash)

@@ -59,7 +59,8 @@ class GroupManager:
         """Publishes the request's blocks that token `upto` - 1 has filled, or one before it; each once."""
         table = self._tables[request]
         for at in range(self._num_cached[request], upto // self.block_size):
-            self._pool.cache(self._number, table[at], self._name(block_hashes, at))
+            first = at * self._hashes_per_block
+            self._pool.cache(self._number, table[at], block_hashes[first : first + self._hashes_per_block])
             self._num_cached[request] = at + 1
 
     def free(self, request: int) -> None:

@@ -100,7 +100,7 @@ class KVCacheManager:
         return self.pool.num_used / self.num_blocks
 
     def cached_hashes(self) -> Sequence[bytes]:
-        """Hashes of all blocks that a look-up finds now."""
+        """Hashes of all tokens that are cached now, as the events say."""
         return self.pool.cached_hashes()
 
     def blocks_for(self, num_tokens: int) -> int:
