@@ -49,7 +49,8 @@ PROMETHEUS_RULES: Final = Source(
     "github.com/prometheus-operator/prometheus-operator",
     "example/prometheus-operator-crd/monitoring.coreos.com_prometheusrules.yaml",
 )
-ALL: Final = (INFERENCE_POOLS, HTTP_ROUTES, LWS_MANIFESTS, POD_MONITORS, PROMETHEUS_RULES)
+SCALED_OBJECTS: Final = Source("keda", "github.com/kedacore/keda/v2", "config/crd/bases/keda.sh_scaledobjects.yaml")
+ALL: Final = (INFERENCE_POOLS, HTTP_ROUTES, LWS_MANIFESTS, POD_MONITORS, PROMETHEUS_RULES, SCALED_OBJECTS)
 
 
 def place(folder: Path, source: Source) -> Path:
