@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.engine.cache.layout import KVGroup, KVLayout, full_attention
 from penstock.engine.config import ConfigError, EngineConfig
-from penstock.engine.core.executor import StepFailed
+from penstock.engine.core.executor import AdapterRead, StepFailed
 from penstock.engine.core.memory import Memory, measure_memory
 from penstock.engine.core.plan import GraphReport, Pooled, SampledLogprobs, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.row_table import RowTable
@@ -72,7 +72,9 @@ class FakeRunner:
         self._row_slots = np.full(config.scheduler.max_num_seqs, -1, np.int64)
         self._slots: list[str | None] = [None] * (config.lora.max_loras if config.lora else 0)
         self._host: dict[int, str] = {}
-        self._reads: dict[int, str | None] = {}
+        self._reads: dict[int, AdapterRead] = {}
+        self.contents: dict[str, bytes] = {}
+        """What is at an adapter's URI, where that is not always the same."""
         self._reading: list[tuple[int, str]] = []
         self.read: list[str] = []
         self.slow_reads = False
@@ -138,12 +140,13 @@ class FakeRunner:
     def finish_reads(self) -> None:
         for copy, uri in self._reading:
             self.read.append(uri)
-            self._reads[copy] = f"{uri} is broken" if "broken" in uri else None
-            if self._reads[copy] is None:
+            error = f"{uri} is broken" if "broken" in uri else None
+            self._reads[copy] = AdapterRead(error, self.contents.get(uri, uri.encode()))
+            if error is None:
                 self._host[copy] = uri
         self._reading.clear()
 
-    def take_reads(self) -> dict[int, str | None]:
+    def take_reads(self) -> dict[int, AdapterRead]:
         reads, self._reads = self._reads, {}
         return reads
 

@@ -228,6 +228,26 @@ def test_what_was_cached_under_a_name_is_gone_when_other_weights_take_it():
     assert made.cached_tokens[3] == 16 and made.streams[3] == reference([*prompt, 5, 5], 2, adapter="/other")
 
 
+@pytest.mark.req("LO-17")
+@pytest.mark.parametrize("changed", [False, True])
+def test_what_was_cached_is_gone_when_an_adapter_is_read_again_with_other_weights(changed, caplog):
+    made, prompt = machine(slots=1, host=1, adapters="a"), list(range(1, 18))
+    made.ask(0, prompt, 2, "a")
+    made.run()
+    assert made.load("b") is None and made.runner.read == ["/a", "/b"]
+    if changed:
+        made.runner.contents["/a"] = b"others"
+    made.ask(1, prompt, 2, "b")
+    made.run()
+    made.ask(2, prompt, 2, "a")
+    made.run().check_no_leak()
+    assert made.runner.read == ["/a", "/b", "/a"] and made.cached_tokens[2] == (0 if changed else 16)
+    assert ("/a holds other weights" in caplog.text) == changed
+    made.ask(3, prompt, 2, "a")
+    made.run()
+    assert made.cached_tokens[3] == 16
+
+
 @pytest.mark.req("LO-23")
 def test_who_asks_under_the_number_of_a_replaced_adapter_gets_what_has_its_name():
     """A frontend learns of the new one a moment later than it is there."""

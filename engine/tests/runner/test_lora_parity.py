@@ -12,6 +12,7 @@ from lora_adapters import ALL, make_adapter, merged
 from safetensors.torch import load_file, save_file
 
 from penstock.engine.config import LoraConfig
+from penstock.engine.core.executor import AdapterRead
 from penstock.engine.core.plan import SlotLoad
 from penstock.engine.runner.memory_profile import PeakMemory
 from penstock.engine.runner.model_runner import ModelRunner
@@ -47,6 +48,10 @@ def lora_runner(checkpoint, build_runner):
 
 
 def read(runner: ModelRunner, copy: int, path: Path) -> str | None:
+    return completed(runner, copy, path).error
+
+
+def completed(runner: ModelRunner, copy: int, path: Path) -> AdapterRead:
     runner.read_adapter(copy, str(path), None)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -230,6 +235,14 @@ def test_a_modules_own_alpha_is_used(lora_runner, reference, driver, tmp_path):
     assert [read(runner, 40, plain), read(runner, 41, pattern)] == [None, None]
     host = runner._lora._host
     assert all(torch.equal(host[40][module].b, host[41][module].b) for module in host[40])
+
+
+def test_the_digest_of_an_adapter_follows_its_weights_and_its_scale(lora_runner, reference, tmp_path):
+    runner, model = lora_runner("llama"), reference("llama")
+    fields = [{"seed": 1}, {"seed": 1}, {"seed": 2}, {"seed": 1, "lora_alpha": 10}]
+    folders = [make_adapter(tmp_path / str(at), model, rank=4, **field) for at, field in enumerate(fields)]
+    first, same, other, scaled = [completed(runner, 60 + at, folder).digest for at, folder in enumerate(folders)]
+    assert first and first == same and len({first, other, scaled}) == 3
 
 
 @pytest.mark.req("LO-14")

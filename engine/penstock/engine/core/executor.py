@@ -7,6 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from penstock.engine.cache.layout import KVLayout
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.memory import Memory
@@ -16,6 +18,15 @@ from penstock.engine.roofline import Ceilings
 
 class StepFailed(RuntimeError):
     """A step came to nothing. Its plan has been applied: rows, blocks and weights are as they should be, its tokens are lost."""
+
+
+class AdapterRead(msgspec.Struct, frozen=True):
+    """How the reading of an adapter has ended on one rank."""
+
+    error: str | None = None
+    """What was wrong with it."""
+    digest: bytes = b""
+    """Of its weights."""
 
 
 class Pending(Protocol):
@@ -86,8 +97,8 @@ class Runner(Protocol):
         """Begins to read an adapter into the host's memory, to be known by the number `copy`; safe beside a step."""
         ...
 
-    def take_reads(self) -> dict[int, str | None]:
-        """Copies that have been read since the last call, each with what was wrong with it; safe beside a step."""
+    def take_reads(self) -> dict[int, AdapterRead]:
+        """Copies that have been read since the last call, each with how that ended; safe beside a step."""
         ...
 
     def drop_adapters(self, copies: Sequence[int]) -> None:

@@ -1,5 +1,6 @@
 """The weights of an adapter: read, checked against the model, and scaled, in the host's memory."""
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -63,6 +64,16 @@ def read_adapter(path: Path, targets: Mapping[str, Target], max_rank: int) -> Ho
     if not adapter:
         raise ConfigError(f"{WEIGHTS_FILE} holds no LoRA weights")
     return adapter
+
+
+def digest(adapter: HostAdapter) -> bytes:
+    """The same for the same weights, and for no others."""
+    state = hashlib.sha256()
+    for module, factors in adapter.items():
+        for factor in factors:
+            state.update(f"{module}{list(factor.shape)}".encode())
+            state.update(factor.contiguous().numpy().data)
+    return state.digest()
 
 
 def _tensors(path: Path) -> dict[tuple[str, str], torch.Tensor]:

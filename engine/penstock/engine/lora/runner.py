@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from penstock.engine.config import ConfigError, LoraConfig
+from penstock.engine.core.executor import AdapterRead
 from penstock.engine.core.plan import StepPlan
 from penstock.engine.loading.checkpoint import resolve
-from penstock.engine.lora.checkpoint import Factors, HostAdapter, Target, read_adapter
+from penstock.engine.lora.checkpoint import Factors, HostAdapter, Target, digest, read_adapter
 from penstock.engine.lora.linear import LoraLinearMethod, Shelf
 from penstock.engine.lora.peft import MODULES
 from penstock.engine.models.layers.linear_method import LinearMethod, LinearMethodFactory
@@ -80,7 +81,7 @@ class LoraRunner:
         self._shelves: dict[str, Shelf] = {}
         self._lock = threading.Lock()
         self._host: dict[int, HostAdapter] = {}
-        self._reads: dict[int, str | None] = {}
+        self._reads: dict[int, AdapterRead] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lora", initializer=_one_thread)
 
     # --- the model ---
@@ -153,8 +154,8 @@ class LoraRunner:
         """Begins to read an adapter, to be known by the number `copy`; `take_reads` tells its end. Safe beside a step."""
         self._thread.submit(self._read, copy, uri, revision)
 
-    def take_reads(self) -> dict[int, str | None]:
-        """Adapters that have been read since the last call, each with what was wrong with it. Safe beside a step."""
+    def take_reads(self) -> dict[int, AdapterRead]:
+        """Adapters that have been read since the last call, each with how that ended. Safe beside a step."""
         with self._lock:
             reads, self._reads = self._reads, {}
         return reads
@@ -170,19 +171,20 @@ class LoraRunner:
         return adapter
 
     def _read(self, copy: int, uri: str, revision: str | None) -> None:
-        adapter, error = None, None
+        kept = None
         try:
             folder = resolve(uri, revision, what="adapter")
-            adapter = self._kept(read_adapter(folder, self._targets, self._config.max_lora_rank))
+            adapter = read_adapter(folder, self._targets, self._config.max_lora_rank)
+            kept, read = self._kept(adapter), AdapterRead(digest=digest(adapter))
         except ConfigError as refusal:
-            error = str(refusal)
+            read = AdapterRead(str(refusal))
         except Exception as failure:  # whatever a strange file leads to is that adapter's alone
             log.exception("adapter %s could not be read", uri)
-            error = f"{uri} cannot be read: {type(failure).__name__}: {failure}"
+            read = AdapterRead(f"{uri} cannot be read: {type(failure).__name__}: {failure}")
         with self._lock:
-            if adapter is not None:
-                self._host[copy] = adapter
-            self._reads[copy] = error
+            if kept is not None:
+                self._host[copy] = kept
+            self._reads[copy] = read
 
 
 class DeviceLoraRunner(LoraRunner):

@@ -16,7 +16,7 @@ from penstock.engine.attention.backends.interface import AttentionBackend, Atten
 from penstock.engine.attention.backends.registry import choose_backend
 from penstock.engine.cache.layout import KVLayer, KVLayout, kv_layout
 from penstock.engine.config import ConfigError, EngineConfig
-from penstock.engine.core.executor import StepFailed
+from penstock.engine.core.executor import AdapterRead, StepFailed
 from penstock.engine.core.plan import Admission, Bool, GraphReport, Int32, SampleInputs, StepPlan, StepResult, empty
 from penstock.engine.loading.checkpoint import resolve
 from penstock.engine.loading.json_files import read_object
@@ -209,8 +209,8 @@ class RunnerBase(ABC):
         """Begins to read an adapter; see `LoraRunner`."""
         self._lora.read_adapter(copy, uri, revision)
 
-    def take_reads(self) -> dict[int, str | None]:
-        """Copies that have been read since the last call, each with what was wrong with it."""
+    def take_reads(self) -> dict[int, AdapterRead]:
+        """Copies that have been read since the last call, each with how that ended."""
         return self._lora.take_reads()
 
     def drop_adapters(self, copies: Sequence[int]) -> None:

@@ -1,18 +1,21 @@
 """Adapters are loaded and unloaded: files are read beside the steps, and nothing that runs waits for them."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
 from penstock.engine.commands import LoadAdapter, UnloadAdapter
 from penstock.engine.config import ConfigError, LoraModule
 from penstock.engine.core.control.control_error import ControlError
-from penstock.engine.core.executor import Executor
+from penstock.engine.core.executor import AdapterRead, Executor
 from penstock.engine.core.scheduling.scheduler import Scheduler
 from penstock.engine.messages import AdapterInfo
 
 Reply = Callable[[str | None], None]
 """Answers a command: with what was wrong, or None."""
 _START_POLL_S = 0.002
+
+_log = logging.getLogger(__name__)
 
 
 class AdapterControl:
@@ -30,7 +33,8 @@ class AdapterControl:
         self._executor = executor
         self._served_names = served_names
         self._loading: dict[str, tuple[AdapterInfo, list[Reply]]] = {}
-        self._reads: dict[int, tuple[AdapterInfo, int, str | None]] = {}
+        self._reads: dict[int, tuple[AdapterInfo, dict[int, AdapterRead]]] = {}
+        """Copies being read, each with what ranks have said of it."""
         self._changed = False
 
     @property
@@ -80,17 +84,17 @@ class AdapterControl:
         """Has adapters read that are wanted, and takes in what has been."""
         table = self._adapters.table
         for copy, info in table.take_reads():
-            self._reads[copy] = (info, 0, None)
+            self._reads[copy] = (info, {})
             self._executor.call_beside("read_adapter", copy, info.uri, info.revision)
         if not self._reads:
             return
         ranks = self._executor.call_beside("take_reads")
-        for copy, error in [read for reads in ranks for read in reads.items()]:
-            info, count, earlier = self._reads[copy]
-            self._reads[copy] = info, count + 1, earlier or error
-            if count + 1 == len(ranks):
+        for rank, copy, read in [(rank, *it) for rank, reads in enumerate(ranks) for it in reads.items()]:
+            info, by_rank = self._reads[copy]
+            by_rank[rank] = read
+            if len(by_rank) == len(ranks):
                 del self._reads[copy]
-                self._read(copy, info, earlier or error)
+                self._read(copy, info, [by_rank[number] for number in range(len(ranks))])
 
     def take_changed(self) -> list[AdapterInfo] | None:
         """All adapters, where they have changed since the last call."""
@@ -99,8 +103,11 @@ class AdapterControl:
         self._changed = False
         return self._adapters.infos()
 
-    def _read(self, copy: int, info: AdapterInfo, error: str | None) -> None:
+    def _read(self, copy: int, info: AdapterInfo, reads: Sequence[AdapterRead]) -> None:
+        error = next((read.error for read in reads if read.error is not None), None)
         adapter = self._adapters.table.read(copy, error is None)
+        if adapter is not None and error is None and not self._adapters.note_weights(adapter, tuple(it.digest for it in reads)):
+            _log.warning("adapter %s: %s holds other weights than when it was read before", info.name, info.uri)
         loading = self._loading.get(info.name)
         if loading is None or loading[0] is not info:
             if adapter is not None and error is not None:

@@ -18,6 +18,7 @@ class Adapter:
 
     __slots__ = (
         "copy",
+        "digests",
         "info",
         "num_live",
         "num_running",
@@ -34,6 +35,8 @@ class Adapter:
         self.residency = Residency.ON_DISK
         self.copy = -1
         """The number of its copy in the host's memory, a new one each time that it is read."""
+        self.digests: tuple[bytes, ...] = ()
+        """Of its weights on each rank, as they were read last; empty before."""
         self.slot = -1
         """Its place on the device; -1: it has none."""
         self.num_live = 0

@@ -75,17 +75,32 @@ class Adapters:
         for request in mine:
             adapter.published.update(request.block_hashes)
             request.rename_chain(f"{name}\0{adapter.info.lora_id}")
+        self._forget_blocks(adapter)
+        self.table.retire(adapter)
+
+    def note_weights(self, adapter: Adapter, digests: tuple[bytes, ...]) -> bool:
+        """Takes in what has been read of an adapter that nothing runs with; False: it is not what was read before. What the cache
+        holds of it is forgotten then. Its preempted requests go on with the new weights.
+
+        Args:
+            adapter: It.
+            digests: Of its weights, by rank.
+        """
+        same = adapter.digests in ((), digests)
+        adapter.digests = digests
+        if not same:
+            self._forget_blocks(adapter)
+        return same
+
+    def _forget_blocks(self, adapter: Adapter) -> None:
         for block_hash in adapter.published:
             self._kv.pool.forget(block_hash)
         adapter.published.clear()
-        self.table.retire(adapter)
 
     def note_blocks(self, request: Request) -> None:
         """A request gives its blocks back, which the cache may keep."""
         adapter = request.adapter
         assert adapter is not None, "the request has one"
-        if adapter.retired:
-            return
         adapter.published.update(request.block_hashes)
         if len(adapter.published) > 2 * self._kv.num_blocks:
             adapter.published.intersection_update(self._kv.cached_hashes())
