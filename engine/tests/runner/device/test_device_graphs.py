@@ -73,7 +73,7 @@ def expected(path, build_device_runner):
     return Engine(build_device_runner(path, scheduler=SCHEDULER), 2, 100).run(requests(adjusted=False))
 
 
-@pytest.mark.req("CG-06", "CG-11", "CG-14", "CG-15", "CG-29", "SMP-24")
+@pytest.mark.req("CG-11", "SMP-24")
 @pytest.mark.parametrize("num_blocks", [100, 22], ids=["roomy", "preempted"])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
 def test_tokens_are_those_of_eager_steps_while_rows_come_and_go(path, build_device_runner, expected, mode, num_blocks) -> None:
@@ -89,7 +89,6 @@ def test_tokens_are_those_of_eager_steps_while_rows_come_and_go(path, build_devi
     assert set(modes) == wanted[mode], "every step has a graph"
 
 
-@pytest.mark.req("CG-29")
 def test_steps_that_ask_for_more_than_tokens_end_their_graph_at_the_logits(path, build_device_runner) -> None:
     batch = requests(adjusted=True)
     expected = Engine(build_device_runner(path, scheduler=SCHEDULER), 2, 100).run(batch)
@@ -98,7 +97,6 @@ def test_steps_that_ask_for_more_than_tokens_end_their_graph_at_the_logits(path,
     assert set(graphed.modes()) == {("FULL", reasons.UNIFORM), ("PIECEWISE", reasons.MIXED)}
 
 
-@pytest.mark.req("CG-29")
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-windows"])
 def test_groups_of_windows_have_graphs_too(checkpoint, build_device_runner, name) -> None:
     batch = requests(adjusted=False)
@@ -106,7 +104,6 @@ def test_groups_of_windows_have_graphs_too(checkpoint, build_device_runner, name
     assert Graphed(build_device_runner, checkpoint(name), num_blocks=60).run(batch) == expected
 
 
-@pytest.mark.req("CG-29")
 def test_adapters_that_change_slots_need_no_new_graph(path, build_device_runner, tmp_path) -> None:
     lora = LoraConfig(max_loras=1, max_cpu_loras=4, max_lora_rank=16)
     model = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(path)
@@ -123,7 +120,6 @@ def test_adapters_that_change_slots_need_no_new_graph(path, build_device_runner,
     assert all(key.has_lora for key in runner.dispatcher.full_keys)
 
 
-@pytest.mark.req("CG-06")
 def test_every_number_of_decodes_is_the_eager_step(path, build_device_runner) -> None:
     # Each ends a step after the one before it.
     scheduler = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=128)
@@ -136,7 +132,6 @@ def test_every_number_of_decodes_is_the_eager_step(path, build_device_runner) ->
     assert full.padding > 0
 
 
-@pytest.mark.req("CG-01", "CG-05", "IB-09")
 def test_a_steady_decode_step_is_one_copy_one_graph_and_one_copy_back(path, build_device_runner) -> None:
     graphed = Graphed(build_device_runner, path, depth=1)
     engine, runtime, recording = graphed.engine, graphed.runner.runtime, graphed.recording
@@ -236,7 +231,6 @@ def test_what_has_no_graph_yet_is_padded_to_one_that_has(path, build_device_runn
     assert not any(mode == "NONE" for mode, _ in graphed.modes())
 
 
-@pytest.mark.req("CG-03")
 def test_a_tensor_that_a_graph_reads_and_that_has_moved_is_found(path, build_device_runner, caplog) -> None:
     graphed = Graphed(build_device_runner, path, depth=1)
     graphed.run(decodes(2))
@@ -301,7 +295,6 @@ def test_triton_kernels_in_a_graph_give_the_tokens_of_torch(path, build_device_r
     assert {mode for mode, _ in graphed.modes()} == {"FULL", "PIECEWISE"}
 
 
-@pytest.mark.req("ATT-04")
 def test_what_attention_derives_from_a_batch_is_derived_within_each_graph(path, build_device_runner) -> None:
     seen = []
 

@@ -131,7 +131,6 @@ def counts(toy) -> tuple[int, int, int]:
     return report.captured, report.pending, report.failed
 
 
-@pytest.mark.req("CG-06", "CG-14")
 @pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.PIECEWISE])
 @torch.inference_mode()
 def test_replays_of_every_size_are_the_eager_steps_after_the_state_has_changed(mode: GraphMode) -> None:
@@ -161,7 +160,6 @@ def test_a_forward_pass_is_cut_at_each_attention_which_stays_alone() -> None:
     assert toy.graphs.kernels == ["attention"] * 3 and toy.graphs.replays - before == 4
 
 
-@pytest.mark.req("CG-01")
 def test_a_uniform_step_is_one_launch() -> None:
     toy = all_captured()
     toy.graphs.kernels.clear()
@@ -170,7 +168,6 @@ def test_a_uniform_step_is_one_launch() -> None:
     assert toy.graphs.kernels == [] and toy.graphs.replays - before == 1
 
 
-@pytest.mark.req("CG-19", "CG-02")
 def test_each_graph_is_captured_once_after_warm_ups() -> None:
     toy = all_captured()
     runs = toy.program.runs
@@ -203,7 +200,6 @@ def test_without_graphs_nothing_is_captured() -> None:
     assert toy.dispatcher.dispatch(Batch(1, 1, 1)).mode is GraphMode.NONE
 
 
-@pytest.mark.req("CG-20", "CG-21")
 def test_all_graphs_share_one_pool_and_own_nothing_in_it() -> None:
     toy = all_captured()
     pools = {id(graph._graph._pool) for graph in toy.manager._full.values()}
@@ -236,7 +232,6 @@ def test_a_capture_that_fails_leaves_steps_without_a_graph_and_says_so(caplog: p
     assert counts(toy) == (2 * len(SIZES) - 1, 0, 1), "the others are captured"
 
 
-@pytest.mark.req("CG-23")
 def test_a_model_that_waits_for_the_device_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
     toy = make()
     forward = toy.program.forward
@@ -251,7 +246,6 @@ def test_a_model_that_waits_for_the_device_is_not_captured(caplog: pytest.LogCap
     assert gc.isenabled()
 
 
-@pytest.mark.req("CG-22")
 def test_no_garbage_is_collected_within_a_capture() -> None:
     toy, seen = make(), set()
     forward = toy.program.forward
@@ -278,7 +272,6 @@ def test_with_debug_logging_a_replay_names_the_addresses(mode: GraphMode, caplog
         assert f"ids=0x{tensor.data_ptr():x}" in str(error.value), "expected and found"
 
 
-@pytest.mark.req("CG-03")
 def test_an_input_that_has_moved_is_found() -> None:
     toy = all_captured()
     replayed(toy, [(1, 1)], GraphMode.FULL)
@@ -312,7 +305,6 @@ def test_each_variant_has_its_graphs_the_first_of_them_at_once() -> None:
     assert len(toy.dispatcher.piecewise_keys) == len(SIZES), "one kind of pieces serves both"
 
 
-@pytest.mark.req("CG-36")
 def test_each_capture_is_on_the_main_stream_and_over_before_the_next() -> None:
     toy, seen = make(), []
     step, forward, end, synchronize = toy.program.step, toy.program.forward, toy.graphs.end, toy.device.synchronize
