@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.engine.lora.linear import LoraLinearMethod
+from penstock.engine.models.build import Build
 from penstock.engine.models.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from penstock.engine.models.layers.linear_method import (
     NativeLinearMethod,
@@ -17,6 +18,7 @@ from penstock.engine.models.layers.linear_method import (
     UnquantizedLinearMethod,
     linear_method,
 )
+from penstock.engine.models.layers.projection import LinearLayer, Projection
 from penstock.engine.models.layers.rotary import inverse_frequencies
 from penstock.engine.models.layers.shard import Shard
 from penstock.engine.models.rope import parse_ropes
@@ -34,6 +36,17 @@ def seed():
     torch.manual_seed(0)
 
 
+def linear(in_features: int, out_features: int, dtype: torch.dtype, bias: bool = False) -> LinearLayer:
+    """A layer of one projection."""
+    inputs, outputs = Shard().span(in_features, "inputs"), Shard().span(out_features, "outputs")
+    return LinearLayer("model.some_proj", (Projection("some_proj", inputs, outputs, 0),), bias, dtype)
+
+
+def building(shard: Shard, dtype: torch.dtype, method=UnquantizedLinearMethod) -> Build:
+    """What layers are built with. Their sums are left to the test: nothing connects the ranks."""
+    return Build(ops=REFERENCE, linear_method=method, dtype=dtype, max_model_len=64, shard=shard)
+
+
 def fill(layer, values: dict[str, torch.Tensor]):
     for name, weight in layer.weights().items():
         assert tuple(values[name].shape) == weight.shape
@@ -45,10 +58,11 @@ def fill(layer, values: dict[str, torch.Tensor]):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["plain", *ISAS])
 def test_a_rows_bits_do_not_depend_on_the_others(dtype, kind):
-    method = UnquantizedLinearMethod() if kind == "plain" else linear_method(dtype, ops_for("cpu", dtype, kind))()
-    method.create(96, 259, bias=True, dtype=dtype)
-    method.load_shard("weight", torch.randn(259, 96), 0)
-    method.load_shard("bias", torch.randn(259), 0)
+    make = UnquantizedLinearMethod if kind == "plain" else linear_method(dtype, ops_for("cpu", dtype, kind))
+    layer = linear(96, 259, dtype, bias=True)
+    method = make(layer)
+    method.load(layer.projections[0], "weight", torch.randn(259, 96))
+    method.load(layer.projections[0], "bias", torch.randn(259))
     method.finish()
     x = torch.randn(300, 96).to(dtype)
     whole = method.apply(x)
@@ -60,25 +74,31 @@ def test_a_rows_bits_do_not_depend_on_the_others(dtype, kind):
 @pytest.mark.parametrize("name", ISAS)
 def test_one_thread_multiplies_by_our_own_kernel(name, dtype):
     ops = ops_for("cpu", dtype, name)
-    assert isinstance(linear_method(dtype, ops)(), NativeLinearMethod)
-    assert not isinstance(linear_method(torch.float32, ops, threads=2)(), NativeLinearMethod), "oneDNN has several threads"
+    assert isinstance(linear_method(dtype, ops)(linear(32, 32, dtype)), NativeLinearMethod)
+    assert not isinstance(linear_method(torch.float32, ops, threads=2)(linear(32, 32, dtype)), NativeLinearMethod), (
+        "oneDNN has several threads"
+    )
 
 
 def test_several_threads_get_our_own_kernel_where_onednn_has_none(monkeypatch, caplog):
     monkeypatch.setattr(PrepackedLinearMethod, "finish", _refuse)
-    assert isinstance(linear_method(torch.bfloat16, ops_for("cpu", torch.bfloat16), threads=2)(), NativeLinearMethod)
+    make = linear_method(torch.bfloat16, ops_for("cpu", torch.bfloat16), threads=2)
+    assert isinstance(make(linear(32, 32, torch.bfloat16)), NativeLinearMethod)
     assert "one thread instead of 2 (no such instruction)" in caplog.text
 
 
 ASKED_OF_ONEDNN = """
 import sys, torch
 from penstock.engine.models.layers.linear_method import PrepackedLinearMethod, linear_method
+from penstock.engine.models.layers.projection import LinearLayer, Projection
+from penstock.engine.models.layers.shard import Span
 from penstock.kernels.ops import ops_for
 torch.set_num_threads(1)
-chosen = linear_method(torch.bfloat16, ops_for("cpu", torch.bfloat16, sys.argv[1]), int(sys.argv[2]))()
-for method, dtype in ((chosen, torch.bfloat16), (PrepackedLinearMethod(), torch.float32)):
-    method.create(96, 64, bias=False, dtype=dtype)
-    method.load_shard("weight", torch.randn(64, 96), 0)
+chosen = linear_method(torch.bfloat16, ops_for("cpu", torch.bfloat16, sys.argv[1]), int(sys.argv[2]))
+projection = Projection("some_proj", Span(96, 0, 96), Span(64, 0, 64), 0)
+for make, dtype in ((chosen, torch.bfloat16), (PrepackedLinearMethod, torch.float32)):
+    method = make(LinearLayer("some_proj", (projection,), False, dtype))
+    method.load(projection, "weight", torch.randn(64, 96))
     method.finish()
     for rows in (1, 5, 300):
         method.apply(torch.randn(rows, 96).to(dtype))
@@ -111,10 +131,10 @@ class LinearShapes(TorchDispatchMode):
 
 
 def test_onednn_compiles_for_few_numbers_of_rows():
-    method = PrepackedLinearMethod()
     # In float32, which oneDNN multiplies on every CPU; numbers of rows are padded whatever the dtype.
-    method.create(16, 16, bias=False, dtype=torch.float32)
-    method.load_shard("weight", torch.randn(16, 16), 0)
+    layer = linear(16, 16, torch.float32)
+    method = PrepackedLinearMethod(layer)
+    method.load(layer.projections[0], "weight", torch.randn(16, 16))
     method.finish()
     x = torch.randn(600, 16)
     with LinearShapes() as seen:
@@ -142,10 +162,10 @@ def test_shards_of_columns_are_parts_and_of_rows_add_up():
     total = torch.zeros(5, hidden).double()
     for rank in range(WORLD):
         shard = Shard(rank, WORLD)
-        gate_up = fill(GateUpParallelLinear(hidden, inner, False, shard, UnquantizedLinearMethod(), torch.float64), values)
+        gate_up = fill(GateUpParallelLinear(hidden, inner, False, building(shard, torch.float64)), values)
         part = slice(rank * inner // WORLD, (rank + 1) * inner // WORLD)
         torch.testing.assert_close(gate_up(x), torch.cat((gate[:, part], up[:, part]), -1))
-        down = RowParallelLinear("down_proj", inner, hidden, True, shard, UnquantizedLinearMethod(), torch.float64)
+        down = RowParallelLinear("down_proj", shard.span(inner, "inner"), hidden, True, building(shard, torch.float64))
         total += fill(down, values)(gate[:, part] * up[:, part])
     torch.testing.assert_close(total, (gate * up) @ values["down_proj.weight"].T + values["down_proj.bias"])
 
@@ -161,19 +181,21 @@ def test_shards_of_adapters_add_up_too(form):
     factors["down_proj"] = torch.randn(rank, inner), torch.randn(hidden, rank)
 
     def adapted(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
-        methods = [LoraLinearMethod(UnquantizedLinearMethod(), ops, batch) for _ in range(2)]
+        def method(layer: LinearLayer) -> LoraLinearMethod:
+            return LoraLinearMethod(UnquantizedLinearMethod(layer), layer, ops, batch)
+
+        build = building(shard, torch.float32, method)
         layers = [
-            GateUpParallelLinear(hidden, inner, False, shard, methods[0], torch.float32),
-            RowParallelLinear("down_proj", inner, hidden, False, shard, methods[1], torch.float32),
+            GateUpParallelLinear(hidden, inner, False, build),
+            RowParallelLinear("down_proj", shard.span(inner, "inner"), hidden, False, build),
         ]
         for layer in layers:
             fill(layer, {name: torch.zeros(weight.shape) for name, weight in layer.weights().items()})
             modules, weights = zip(*layer.weights().items(), strict=True)
-            assert all(weight.part.method in methods for weight in weights)
             shelves = weights[0].part.method.shelve(1, rank, [(weight.part.offset, weight.part.size) for weight in weights])
             for name, weight, shelf in zip(modules, weights, shelves, strict=True):
                 shelf.put(0, *weight.part.narrow(*factors[name.removesuffix(".weight")]))
-        return layers[0](x), layers[1](shard.narrow(given, 1))
+        return layers[0](x), layers[1](shard.span(inner, "inner").narrow(given, 1))
 
     (whole, total), parts = adapted(Shard()), [adapted(Shard(rank, WORLD)) for rank in range(WORLD)]
     halves = [column.chunk(2, -1) for column, _ in parts]
@@ -182,7 +204,7 @@ def test_shards_of_adapters_add_up_too(form):
 
 
 def test_qkv_says_how_to_split():
-    layer = QKVParallelLinear(16, 32, 8, True, Shard(1, WORLD), UnquantizedLinearMethod(), torch.float32)
+    layer = QKVParallelLinear(16, 8, 2, 4, True, building(Shard(1, WORLD), torch.float32))
     assert layer.sizes == [16, 4, 4]
     assert {name: weight.shape for name, weight in layer.weights().items() if "k_proj" in name} == {
         "k_proj.weight": (8, 16),
@@ -191,8 +213,8 @@ def test_qkv_says_how_to_split():
 
 
 def test_refuses_sizes_that_do_not_divide():
-    with pytest.raises(ValueError, match="the outputs of gate_proj 9 cannot be divided among 2"):
-        GateUpParallelLinear(8, 9, False, Shard(0, WORLD), UnquantizedLinearMethod(), torch.float32)
+    with pytest.raises(ValueError, match="intermediate_size 9 cannot be divided among 2 ranks"):
+        GateUpParallelLinear(8, 9, False, building(Shard(0, WORLD), torch.float32))
 
 
 ROPES = {

@@ -1,7 +1,9 @@
 """Every family built for a device: its logits are those of the CPU's runner, and no value is read by the host on the way."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -16,8 +18,10 @@ from penstock.engine.loading.loader import Source, fill
 from penstock.engine.lora.runner import device_lora_runner
 from penstock.engine.models.build import Build
 from penstock.engine.models.config import parse_decoder_config
+from penstock.engine.models.layers.comm import Comm, OneRank
 from penstock.engine.models.layers.linear_method import CPU, DeviceLinearMethod, linear_method
-from penstock.engine.models.layers.shard import Shard
+from penstock.engine.models.layers.projection import LinearLayer, Projection
+from penstock.engine.models.layers.shard import Shard, Span
 from penstock.engine.models.registry import model_class
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.lora.device import DeviceLoraBatch
@@ -28,6 +32,8 @@ from penstock.kernels.prepare_kv.reference import PAD_SLOT_ID
 
 NAMES = ["llama", "llama-7to1-llama3-tied", "llama-mha-linear-bias", "qwen3-windows", "qwen2-yarn", "mistral-7to1-window"]
 NAMES += ["gemma2", "gemma3", "phi3-longrope", "olmo2"]
+SHARDED = ["llama", "qwen3-windows", "gemma2", "phi3-longrope", "olmo2"]
+ALONE = Shard()
 BLOCK_SIZE, VOCAB = 16, 257
 ALL_LOGPROBS = SamplingParams(max_tokens=100, temperature=0.0, logprobs=VOCAB)
 
@@ -35,20 +41,29 @@ ALL_LOGPROBS = SamplingParams(max_tokens=100, temperature=0.0, logprobs=VOCAB)
 class DeviceModel:
     """A model on a device, and one request's cache: request r has the blocks from 1 + 8 r on, the spare row none."""
 
-    def __init__(self, path, device: torch.device = CPU, wrap=lambda method: method, ops: Ops | None = None) -> None:
+    def __init__(
+        self,
+        path,
+        device: torch.device = CPU,
+        wrap=lambda method: method,
+        ops: Ops | None = None,
+        shard: Shard = ALONE,
+        comm: Comm | None = None,
+    ) -> None:
         raw = read_object(path / "config.json")
         self.config, self.device = parse_decoder_config(raw), device
         self.ops = ops or device_reference_ops()
         build = Build(
             ops=self.ops,
-            linear_method=wrap(partial(DeviceLinearMethod, device)),
+            linear_method=wrap(partial(DeviceLinearMethod, device=device)),
             dtype=torch.float32,
             max_model_len=320,
-            shard=Shard(),
+            shard=shard,
+            comm=comm or OneRank(),
             device=device,
         )
         self.model = model_class(raw["architectures"][0])(self.config, build)
-        shape = (32, 2, self.config.num_kv_heads, BLOCK_SIZE, self.config.head_size)
+        shape = (32, 2, shard.kv_heads(self.config.num_kv_heads).size, BLOCK_SIZE, self.config.head_size)
         self.caches = [torch.full(shape, float("nan"), device=device) for _ in range(self.config.num_layers)]
 
     def load(self, path) -> "DeviceModel":
@@ -117,6 +132,66 @@ def test_logits_on_a_device_are_those_of_the_cpu(name, checkpoint, loaded, drive
     torch.testing.assert_close(given, expected, rtol=0, atol=3e-5)
 
 
+class ThreadComm:
+    """One rank of a group of threads."""
+
+    def __init__(self, rank: int, group: Barrier, shared: list[torch.Tensor]) -> None:
+        self._rank, self._group, self._shared = rank, group, shared
+        self.reduced = self.gathered = 0
+
+    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self._shared[self._rank] = x
+        self._group.wait(10)
+        found = list(self._shared)
+        self._group.wait(10)
+        return found
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.reduced += 1
+        return torch.stack(self._exchange(x)).sum(0)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        self.gathered += 1
+        return torch.cat(self._exchange(x), -1)
+
+
+def on_ranks(world: int, run) -> list:
+    """What `run(shard, comm)` gives on each rank."""
+    group, shared = Barrier(world), [torch.empty(0)] * world
+
+    def rank(number: int):
+        try:
+            return run(Shard(number, world), ThreadComm(number, group, shared))
+        except Exception:
+            group.abort()
+            raise
+
+    with ThreadPoolExecutor(world) as threads:
+        return list(threads.map(rank, range(world)))
+
+
+@pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in SHARDED), ("llama", 4), ("olmo2", 4)])
+def test_ranks_together_give_the_logits_of_one(name, world, checkpoint):
+    """Fewer KV heads than ranks and a vocabulary that does not divide among them."""
+    path, tokens = checkpoint(name), prompt(1, 40)
+    work = [{0: (tokens[:30], 30), 2: (tokens[:7], 7)}, {0: (tokens[:31], 1), 2: (tokens[:8], 1)}]
+    whole = DeviceModel(path).load(path)
+    expected = torch.cat([whole.step(each) for each in work])
+
+    def run(shard: Shard, comm: ThreadComm):
+        model = DeviceModel(path, shard=shard, comm=comm).load(path)
+        return torch.cat([model.step(each) for each in work]), comm, model
+
+    ranks = on_ranks(world, run)
+    for logits, comm, model in ranks:
+        assert torch.equal(logits, ranks[0][0]) and logits.shape == (4, VOCAB)
+        assert comm.reduced == 2 * 2 * model.config.num_layers
+        layer = model.model.layers[0]
+        assert layer.mlp.down_proj._method.weight.nbytes * world == whole.model.layers[0].mlp.down_proj._method.weight.nbytes
+        assert model.caches[0].shape[2] == max(model.config.num_kv_heads // world, 1)
+    torch.testing.assert_close(ranks[0][0], expected, rtol=0, atol=2e-5)
+
+
 def check_dense_kernels(name, device, checkpoint, play, tolerance):
     path, prompts = checkpoint(name), [prompt(1, 9), prompt(2, 4)]
     ops = replace(triton_ops(torch.float32), paged_attention=paged_attention_device)
@@ -155,8 +230,8 @@ def test_a_tied_weight_is_there_once(checkpoint):
 
 
 def test_linear_layers_on_a_device_are_its_librarys():
-    method = linear_method(torch.float16, device_reference_ops(), device=torch.device("meta"))()
-    method.create(8, 24, bias=True, dtype=torch.float16)
+    layer = LinearLayer("some_proj", (Projection("some_proj", Span(8, 0, 8), Span(24, 0, 24), 0),), True, torch.float16)
+    method = linear_method(torch.float16, device_reference_ops(), device=torch.device("meta"))(layer)
     out = method.apply(torch.empty(1, 8, dtype=torch.float16, device="meta"))
     assert isinstance(method, DeviceLinearMethod) and (out.shape, out.device.type) == ((1, 24), "meta")
 

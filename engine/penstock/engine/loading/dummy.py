@@ -11,6 +11,7 @@ import torch
 
 from penstock.engine.loading.progress import Progress
 from penstock.engine.loading.safetensors import Loadable
+from penstock.engine.models.layers.weight import Weight
 
 _CHUNK = 1 << 21
 """Elements made at once: their intermediates, 16 bytes each, are all that is held beside the tensor."""
@@ -24,19 +25,27 @@ def load_dummy(model: Loadable, dtype: torch.dtype, device: torch.device, progre
 
     Args:
         model: Takes each tensor by its name.
-        dtype: In which the tensors are made.
+        dtype: In which the tensors are made that a checkpoint may hold in it; others in the first dtype that they take.
         device: Where they are made.
         progress: Told of each tensor's bytes.
     """
     for name, weight in model.weights().items():
-        value = dummy_tensor(name, weight.shape, dtype, device)
+        value = dummy_tensor(name, weight.shape, stored_dtype(weight, dtype), device)
         weight.load(value)
         if progress is not None:
             progress.add(value.nbytes)
 
 
+def stored_dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:
+    """In which a tensor is made up, where the model's dtype is this one."""
+    return dtype if dtype in weight.dtypes else weight.dtypes[0]
+
+
 def dummy_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The tensor of that name, whatever model it belongs to."""
+    """The tensor of that name, whatever model it belongs to. Whole numbers have random bits: they are packed values."""
+    if not dtype.is_floating_point:
+        words = _words(torch.arange(-(-math.prod(shape) * dtype.itemsize // 4), dtype=torch.int32, device=device), name)
+        return words.view(torch.uint8)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
     centre, spread = _range(name, shape)
     value = torch.empty(shape, dtype=dtype, device=device)
     flat, count = value.view(-1), value.numel()
@@ -56,10 +65,15 @@ def _range(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
 
 def _uniform(index: torch.Tensor, key: str) -> torch.Tensor:
     """A float32 from -1 to 1 for each int32 index."""
+    return _words(index, key).float().mul_(2.0**-31)
+
+
+def _words(index: torch.Tensor, key: str) -> torch.Tensor:
+    """32 random bits for each int32 index."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     add, mix = (int.from_bytes(digest[at : at + 4], "little", signed=True) for at in (0, 4))
     x = index + add
     x = (x ^ ((x >> 16) & 0xFFFF)).mul_(_FIRST).bitwise_xor_(mix)
     x = (x ^ ((x >> 15) & 0x1FFFF)).mul_(_SECOND)
     x ^= (x >> 16) & 0xFFFF
-    return x.float().mul_(2.0**-31)
+    return x

@@ -1,6 +1,7 @@
 """Where a model's weights come from, and how they get to its device."""
 
 import logging
+import math
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from penstock.engine.config import LoadFormat
-from penstock.engine.loading.dummy import load_dummy
+from penstock.engine.loading.dummy import load_dummy, stored_dtype
 from penstock.engine.loading.progress import show_progress
 from penstock.engine.loading.safetensors import Loadable, StoredTensor, check_weights, load_mapped
 from penstock.engine.loading.stream import Uploader, stream_weights
@@ -36,7 +37,7 @@ def fill(model: Loadable, source: Source, dtype: torch.dtype, uploader: Uploader
     Args:
         model: Takes each tensor by its name.
         source: Of the weights.
-        dtype: Of tensors that are made up.
+        dtype: Of tensors that are made up, where the model takes it for them.
         uploader: The device where the model is; None: in the host's memory.
 
     Raises:
@@ -45,7 +46,7 @@ def fill(model: Loadable, source: Source, dtype: torch.dtype, uploader: Uploader
     start = time.monotonic()
     device, tensors = torch.device("cpu") if uploader is None else uploader.device, list[StoredTensor]()
     if source.format == "dummy":
-        sizes = [dtype.itemsize * torch.Size(weight.shape).numel() for weight in model.weights().values()]
+        sizes = [stored_dtype(weight, dtype).itemsize * math.prod(weight.shape) for weight in model.weights().values()]
     else:
         tensors = check_weights(model, source.path)
         sizes = [tensor.size for tensor in tensors]

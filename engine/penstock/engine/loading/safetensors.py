@@ -17,8 +17,21 @@ from penstock.engine.loading.progress import Progress
 from penstock.engine.models.layers.weight import Weights
 
 INDEX = "model.safetensors.index.json"
-DTYPES: dict[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""As safetensors spells them."""
+DTYPES: dict[str, torch.dtype] = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+}
+"""As safetensors spells them; each tensor takes some of them."""
 BODY = "model."
 """Before the names of all tensors but the LM head's; a decoder that was saved without one may lack it (`Qwen3-Embedding`)."""
 _SHOWN = 5
@@ -77,8 +90,8 @@ def check_weights(model: Loadable, path: Path) -> list[StoredTensor]:
         The tensors that the model takes, file by file, in the order of their bytes.
 
     Raises:
-        ConfigError: A file is missing or damaged, or a tensor is missing, unexpected, of another shape or not of floating point;
-            the message names it.
+        ConfigError: A file is missing or damaged, or a tensor is missing, unexpected, or of a shape or dtype that the model does
+            not take; the message names it.
     """
     wanted = model.weights()
     stored = _with_body([tensor for file in _files(path) for tensor in _header(file)], wanted)
@@ -134,8 +147,9 @@ def _check(tensor: StoredTensor, wanted: Weights) -> None:
     expected = wanted[tensor.name].shape
     if tensor.shape != expected:
         raise ConfigError(f"tensor {tensor.name}: shape {list(tensor.shape)}, expected {list(expected)}")
-    if tensor.dtype not in DTYPES:
-        raise ConfigError(f"tensor {tensor.name}: dtype {tensor.dtype} is not supported (supported: {', '.join(DTYPES)})")
+    accepted = [name for name, dtype in DTYPES.items() if dtype in wanted[tensor.name].dtypes]
+    if tensor.dtype not in accepted:
+        raise ConfigError(f"tensor {tensor.name}: dtype {tensor.dtype}, expected {' or '.join(accepted)}")
 
 
 def _check_complete(path: Path, missing: list[str], unexpected: list[str]) -> None:

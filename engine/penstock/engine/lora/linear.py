@@ -1,11 +1,12 @@
 """A linear layer with adapters on top: wraps whatever method multiplies by the base weight."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from penstock.engine.models.layers.linear_method import LinearMethod
+from penstock.engine.models.layers.projection import LinearLayer, Projection, TensorSpec
 from penstock.kernels.lora.batch import LoraBatch
 from penstock.kernels.lora.device import DeviceLoraBatch
 from penstock.kernels.ops import Ops
@@ -36,12 +37,14 @@ class LoraLinearMethod:
 
     Args:
         base: What multiplies by the layer's own weight.
+        layer: See LinearLayer.
         ops: With `lora_shelves` and `add_lora`.
         batch: The step's, filled before the forward pass.
     """
 
-    def __init__(self, base: LinearMethod, ops: Ops, batch: LoraBatch | DeviceLoraBatch) -> None:
+    def __init__(self, base: LinearMethod, layer: LinearLayer, ops: Ops, batch: LoraBatch | DeviceLoraBatch) -> None:
         self._base, self._ops, self._batch = base, ops, batch
+        self._in_features, self._dtype = layer.in_features, layer.dtype
         self._shelves: Iterable[Any] = ()
 
     @property
@@ -49,14 +52,13 @@ class LoraLinearMethod:
         """See LinearMethod."""
         return self._base.device
 
-    def create(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
+    def tensors(self, projection: Projection) -> Mapping[str, TensorSpec]:
         """See LinearMethod."""
-        self._in_features, self._dtype = in_features, dtype
-        self._base.create(in_features, out_features, bias, dtype)
+        return self._base.tensors(projection)
 
-    def load_shard(self, name: str, value: torch.Tensor, offset: int) -> None:
+    def load(self, projection: Projection, name: str, value: torch.Tensor) -> None:
         """See LinearMethod."""
-        self._base.load_shard(name, value, offset)
+        self._base.load(projection, name, value)
 
     def tie(self, weight: torch.Tensor) -> None:
         """See LinearMethod."""

@@ -21,6 +21,7 @@ from penstock.engine.lora.checkpoint import Factors, HostAdapter, Target, digest
 from penstock.engine.lora.linear import LoraLinearMethod, Shelf
 from penstock.engine.lora.peft import MODULES
 from penstock.engine.models.layers.linear_method import LinearMethod, LinearMethodFactory
+from penstock.engine.models.layers.projection import LinearLayer
 from penstock.engine.models.layers.weight import Weights
 from penstock.kernels.lora.batch import LoraBatch
 from penstock.kernels.lora.device import DeviceLoraBatch
@@ -89,8 +90,8 @@ class LoraRunner:
     def wrap(self, method: LinearMethodFactory, ops: Ops) -> LinearMethodFactory:
         """Makes linear layers that adapters can be added to."""
 
-        def make() -> LinearMethod:
-            return LoraLinearMethod(method(), ops, self._step_batch())
+        def make(layer: LinearLayer) -> LinearMethod:
+            return LoraLinearMethod(method(layer), layer, ops, self._step_batch())
 
         return make
 
@@ -101,12 +102,12 @@ class LoraRunner:
         modules: dict[LoraLinearMethod, list[str]] = {}
         parts: dict[LoraLinearMethod, list[tuple[int, int]]] = {}
         for name, weight in model.weights().items():
-            module = name.removesuffix(".weight")
-            if weight.part is None or module == name or module.rpartition(".")[2] not in MODULES:
+            module = name.rpartition(".")[0]
+            if weight.part is None or module in self._targets or module.rpartition(".")[2] not in MODULES:
                 continue
             method = weight.part.method
             assert isinstance(method, LoraLinearMethod), f"{module} was built without room for adapters"
-            self._targets[module] = Target(weight.shape, weight.part.narrow)
+            self._targets[module] = Target(weight.part.shape, weight.part.narrow)
             modules.setdefault(method, []).append(module)
             parts.setdefault(method, []).append((weight.part.offset, weight.part.size))
         for method, names in modules.items():

@@ -1,9 +1,10 @@
 """What every layer of a model is built with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from penstock.engine.models.layers.comm import Comm, OneRank
 from penstock.engine.models.layers.linear_method import CPU, LinearMethodFactory
 from penstock.engine.models.layers.shard import Shard
 from penstock.kernels.ops import Ops
@@ -15,10 +16,23 @@ class Build:
 
     ops: Ops
     linear_method: LinearMethodFactory
+    """Chooses by a layer's name, shape and dtype."""
     dtype: torch.dtype
     max_model_len: int
     shard: Shard
+    comm: Comm = field(default_factory=OneRank)
+    """Of the group that `shard` is a part of."""
     device: torch.device = CPU
     """Where weights and tables lie; `meta`: nowhere, to compile without a device."""
     lm_head: bool = True
     """Whether the model has one: without, it gives hidden states alone."""
+    prefix: str = ""
+    """Full name of the module that is being built."""
+
+    def within(self, module: str) -> "Build":
+        """The same for what is inside a module."""
+        return replace(self, prefix=self.name(module))
+
+    def name(self, module: str) -> str:
+        """A module's full name."""
+        return f"{self.prefix}.{module}" if self.prefix else module

@@ -25,15 +25,16 @@ class LlamaAttention:
     """Grouped-query attention."""
 
     def __init__(self, config: DecoderConfig, build: Build, index: int) -> None:
-        q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-        shard, method, dtype, norms = build.shard, build.linear_method, build.dtype, ("q_norm", "k_norm")
-        self.qkv_proj = QKVParallelLinear(config.hidden_size, q_size, kv_size, config.qkv_bias, shard, method(), dtype)
-        self.o_proj = RowParallelLinear("o_proj", q_size, config.hidden_size, config.o_bias, shard, method(), dtype)
+        heads, kv_heads = (config.num_heads, config.num_kv_heads), build.shard.kv_heads(config.num_kv_heads)
+        own = build.shard.span(config.num_heads, "num_attention_heads")
+        self.qkv_proj = QKVParallelLinear(config.hidden_size, *heads, config.head_size, config.qkv_bias, build)
+        self.o_proj = RowParallelLinear("o_proj", own.times(config.head_size), config.hidden_size, config.o_bias, build)
+        norms = ("q_norm", "k_norm")
         self.norms = [make_norm(name, config.head_size, config, build) for name in norms if config.qk_norm]
         self.attention = Attention(
             index=index,
-            num_heads=shard.size(config.num_heads, "num_attention_heads"),
-            num_kv_heads=shard.size(config.num_kv_heads, "num_key_value_heads"),
+            num_heads=own.size,
+            num_kv_heads=kv_heads.size,
             head_size=config.head_size,
             scale=config.attention_scale,
             softcap=config.attention_softcap,
@@ -62,9 +63,9 @@ class LlamaMLP:
     """Gated MLP."""
 
     def __init__(self, config: DecoderConfig, build: Build) -> None:
-        sizes, bias, shard = (config.hidden_size, config.intermediate_size), config.mlp_bias, build.shard
-        self.gate_up_proj = GateUpParallelLinear(sizes[0], sizes[1], bias, shard, build.linear_method(), build.dtype)
-        self.down_proj = RowParallelLinear("down_proj", sizes[1], sizes[0], bias, shard, build.linear_method(), build.dtype)
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = GateUpParallelLinear(hidden, inner, bias, build)
+        self.down_proj = RowParallelLinear("down_proj", build.shard.span(inner, "intermediate_size"), hidden, bias, build)
         self._gated_mul = {"silu": build.ops.silu_mul, "gelu_tanh": build.ops.gelu_tanh_mul}[config.activation]
 
     def weights(self) -> Weights:
@@ -90,8 +91,8 @@ class LlamaDecoderLayer:
 
     def __init__(self, config: DecoderConfig, build: Build, index: int) -> None:
         self._norms = [make_norm(name, config.hidden_size, config, build) for name in self.norms]
-        self.self_attn = self.attention(config, build, index)
-        self.mlp = LlamaMLP(config, build)
+        self.self_attn = self.attention(config, build.within("self_attn"), index)
+        self.mlp = LlamaMLP(config, build.within("mlp"))
 
     def weights(self) -> Weights:
         """The layer's, without a prefix."""
@@ -131,12 +132,10 @@ class LlamaForCausalLM:
         self._rotaries = [RotaryEmbedding(rope, build.max_model_len, build.ops, build.device) for rope in ropes]
         self._rotary_of = [ropes.index(rope) for rope in config.ropes]
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
-        self.layers = [self.decoder_layer(config, build, index) for index in range(config.num_layers)]
+        body = build.within("model")
+        self.layers = [self.decoder_layer(config, body.within(f"layers.{at}"), at) for at in range(config.num_layers)]
         self.norm = make_norm("norm", config.hidden_size, config, build)
-        self.lm_head = self._make_lm_head(build) if build.lm_head else None
-
-    def _make_lm_head(self, build: Build) -> LMHead:
-        return LMHead(self.config.hidden_size, self.config.vocab_size, build.shard, build.linear_method(), build.dtype)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, build) if build.lm_head else None
 
     def weights(self) -> Weights:
         """Every tensor that the checkpoint must have, by name."""

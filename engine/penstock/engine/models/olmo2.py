@@ -16,16 +16,24 @@ class Olmo2Attention(LlamaAttention):
 
     def __init__(self, config: DecoderConfig, build: Build, index: int) -> None:
         super().__init__(config, build, index)
-        if build.shard.world > 1:
-            raise ValueError("OLMo 2's norms over all heads cannot be divided among ranks")
-        q_size, k_size, _ = self.qkv_proj.sizes
-        self.norms = [make_norm("q_norm", q_size, config, build), make_norm("k_norm", k_size, config, build)]
+        self._comm, self._replicas = build.comm, build.shard.replicas(config.num_kv_heads)
+        q, k, _ = self.qkv_proj.layer.projections
+        self._spans = [q.outputs, k.outputs]
+        self.norms = [make_norm("q_norm", q.outputs.total, config, build), make_norm("k_norm", k.outputs.total, config, build)]
 
     def __call__(self, hidden: torch.Tensor, rotary: Rotary, ctx: ForwardContext) -> torch.Tensor:
         """See LlamaAttention."""
         q, k, v = self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=-1)
-        q_norm, k_norm = self.norms
-        return self.o_proj(ctx.attend(self.attention, q_norm(q), k_norm(k), v, rotary))
+        q, k = (self._normalised(at, x, replicas) for at, (x, replicas) in enumerate(((q, 1), (k, self._replicas))))
+        return self.o_proj(ctx.attend(self.attention, q, k, v, rotary))
+
+    def _normalised(self, at: int, x: torch.Tensor, replicas: int) -> torch.Tensor:
+        """The rank's part of all heads' norm. Each head is on so many ranks."""
+        span, whole = self._spans[at], self._comm.all_gather(x)
+        if replicas > 1:
+            whole = whole.view(len(x), -1, span.size)[:, ::replicas].flatten(1)
+        found = self.norms[at](whole)
+        return found if span.size == span.total else span.narrow(found, 1).contiguous()
 
 
 class Olmo2DecoderLayer(LlamaDecoderLayer):

@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from late_runtime import LateRuntime
 from recording_graphs import RecordingGraphs
 
@@ -27,7 +25,7 @@ FORMS = DeviceForms(device_reference_ops(), STEP_REFERENCE, sampling.REFERENCE)
 def device_weights() -> Iterator[None]:
     """Runners that are loaded within hold weights as on a device: in place and as they are, not in a CPU's own order."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "linear_method", lambda *_: partial(DeviceLinearMethod, torch.device("cpu")))
+        patch.setattr(base, "linear_method", lambda *_: DeviceLinearMethod)
         yield
 
 

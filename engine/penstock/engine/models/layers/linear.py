@@ -1,105 +1,107 @@
 """Linear layers by how tensor parallelism cuts them."""
 
+from collections.abc import Mapping
+from functools import partial
+
 import torch
 
-from penstock.engine.models.layers.linear_method import LinearMethod
-from penstock.engine.models.layers.shard import Shard
+from penstock.engine.models.build import Build
+from penstock.engine.models.layers.projection import LinearLayer, Projection
+from penstock.engine.models.layers.shard import Span
 from penstock.engine.models.layers.weight import LinearPart, Weight, Weights
 
 
-class _MergedColumnLinear:
-    """Several projections of one input, concatenated: each rank holds a slice of the outputs of each."""
+class _Linear:
+    """One or several projections of one input, in the hands of a linear method."""
 
-    def __init__(
-        self, parts: dict[str, int], in_features: int, bias: bool, shard: Shard, method: LinearMethod, dtype: torch.dtype
-    ) -> None:
-        self._parts, self._in_features, self._bias, self._shard, self._method = parts, in_features, bias, shard, method
-        self.sizes = [shard.size(size, f"the outputs of {name}") for name, size in parts.items()]
-        """The rank's outputs of each part."""
-        method.create(in_features, sum(self.sizes), bias, dtype)
+    def __init__(self, name: str, inputs: Span, outputs: Mapping[str, Span], bias: bool, build: Build) -> None:
+        projections, offset = list[Projection](), 0
+        for part, span in outputs.items():
+            projections.append(Projection(part, inputs, span, offset))
+            offset += span.size
+        self.layer = LinearLayer(build.name(name), tuple(projections), bias, build.dtype)
+        self._method = build.linear_method(self.layer)
 
     def weights(self) -> Weights:
-        """Under `part.weight` and `part.bias`."""
+        """What the method asks for, under `part.weight` and the like."""
         found: Weights = {}
-        offset, shard = 0, self._shard
-        for (name, total), size in zip(self._parts.items(), self.sizes, strict=True):
-            part = LinearPart(self._method, offset, size, lambda a, b: (a, shard.narrow(b, 0)))
-            found[f"{name}.weight"] = Weight((total, self._in_features), self._loader("weight", offset), part)
-            if self._bias:
-                found[f"{name}.bias"] = Weight((total,), self._loader("bias", offset))
-            offset += size
+        for projection, module in zip(self.layer.projections, self.layer.modules, strict=True):
+            place = LinearPart(self._method, projection.shape, projection.offset, projection.outputs.size, projection.narrow)
+            for kind, spec in self._method.tensors(projection).items():
+                spec.check(projection, f"{module}.{kind}")
+                dim = None if spec.outputs is None else spec.outputs.dim
+                load = partial(self._load, projection, kind)
+                found[f"{projection.name}.{kind}"] = Weight(spec.shape, load, place, spec.dtypes, dim)
         return found
 
-    def _loader(self, kind: str, offset: int):
-        return lambda value: self._method.load_shard(kind, self._shard.narrow(value, 0), offset)
+    def _load(self, projection: Projection, kind: str, value: torch.Tensor) -> None:
+        self._method.load(projection, kind, value)
 
     def finish(self) -> None:
         """After loading."""
         self._method.finish()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, in] → [n, the rank's outputs]."""
+        """[n, the rank's inputs] → [n, the rank's outputs]."""
         return self._method.apply(x)
 
 
-class ColumnParallelLinear(_MergedColumnLinear):
-    """One projection, `name`, cut by its outputs."""
+class ColumnParallelLinear(_Linear):
+    """Projections of one input, cut by their outputs: each rank holds a part of the outputs of each.
 
-    def __init__(
-        self, name: str, in_features: int, out_features: int, bias: bool, shard: Shard, method: LinearMethod, dtype: torch.dtype
-    ) -> None:
-        super().__init__({name: out_features}, in_features, bias, shard, method, dtype)
+    Args:
+        name: Of the layer within its module.
+        in_features: Whole.
+        outputs: By projection, the rank's.
+        bias: Whether the projections have one.
+        build: See Build.
+    """
+
+    def __init__(self, name: str, in_features: int, outputs: Mapping[str, Span], bias: bool, build: Build) -> None:
+        super().__init__(name, Span(in_features, 0, in_features), outputs, bias, build)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The rank's outputs of each projection."""
+        return [projection.outputs.size for projection in self.layer.projections]
 
 
-class QKVParallelLinear(_MergedColumnLinear):
+class QKVParallelLinear(ColumnParallelLinear):
     """Queries, keys and values, cut by heads."""
 
-    def __init__(
-        self, hidden_size: int, q_size: int, kv_size: int, bias: bool, shard: Shard, method: LinearMethod, dtype: torch.dtype
-    ) -> None:
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        super().__init__(parts, hidden_size, bias, shard, method, dtype)
+    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_size: int, bias: bool, build: Build) -> None:
+        q = build.shard.span(num_heads, "num_attention_heads").times(head_size)
+        kv = build.shard.kv_heads(num_kv_heads).times(head_size)
+        super().__init__("qkv_proj", hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias, build)
 
 
-class GateUpParallelLinear(_MergedColumnLinear):
+class GateUpParallelLinear(ColumnParallelLinear):
     """A gated MLP's gate and up projection."""
 
-    def __init__(
-        self, hidden_size: int, intermediate_size: int, bias: bool, shard: Shard, method: LinearMethod, dtype: torch.dtype
-    ) -> None:
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        super().__init__(parts, hidden_size, bias, shard, method, dtype)
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, build: Build) -> None:
+        span = build.shard.span(intermediate_size, "intermediate_size")
+        super().__init__("gate_up_proj", hidden_size, {"gate_proj": span, "up_proj": span}, bias, build)
 
 
-class RowParallelLinear:
-    """One projection, `name`, cut by its inputs: a rank's result is its part of a sum over the ranks."""
+class RowParallelLinear(_Linear):
+    """One projection, cut by its inputs: the ranks' results are added up.
 
-    def __init__(
-        self, name: str, in_features: int, out_features: int, bias: bool, shard: Shard, method: LinearMethod, dtype: torch.dtype
-    ) -> None:
-        self._name, self._shape, self._shard, self._method = name, (out_features, in_features), shard, method
-        self._bias = bias
-        self._part = LinearPart(method, 0, out_features, lambda a, b: (shard.narrow(a, 1), b))
-        method.create(shard.size(in_features, f"the inputs of {name}"), out_features, bias, dtype)
+    Args:
+        name: Of the projection.
+        inputs: The rank's.
+        out_features: Whole.
+        bias: Whether it has one.
+        build: See Build.
+    """
 
-    def weights(self) -> Weights:
-        """Under `name.weight` and `name.bias`."""
-        found = {f"{self._name}.weight": Weight(self._shape, self._load_weight, self._part)}
-        if self._bias:
-            found[f"{self._name}.bias"] = Weight(self._shape[:1], self._load_bias)
-        return found
+    def __init__(self, name: str, inputs: Span, out_features: int, bias: bool, build: Build) -> None:
+        super().__init__(name, inputs, {name: Span(out_features, 0, out_features)}, bias, build)
+        self._comm, self._adds_bias = build.comm, build.shard.rank == 0
 
-    def _load_weight(self, value: torch.Tensor) -> None:
-        self._method.load_shard("weight", self._shard.narrow(value, 1), 0)
-
-    # Once in the sum.
-    def _load_bias(self, value: torch.Tensor) -> None:
-        self._method.load_shard("bias", value if self._shard.rank == 0 else torch.zeros_like(value), 0)
-
-    def finish(self) -> None:
-        """After loading."""
-        self._method.finish()
+    def _load(self, projection: Projection, kind: str, value: torch.Tensor) -> None:
+        # Once in the sum.
+        super()._load(projection, kind, torch.zeros_like(value) if kind == "bias" and not self._adds_bias else value)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, the rank's inputs] → [n, out]."""
-        return self._method.apply(x)
+        """[n, the rank's inputs] → [n, out], the same on all ranks."""
+        return self._comm.all_reduce(self._method.apply(x))

@@ -1,13 +1,15 @@
 """How a linear layer holds its weight and multiplies by it: what quantisation replaces."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from penstock.engine.models.layers.projection import Axis, LinearLayer, Projection, TensorSpec
+from penstock.engine.models.layers.shard import Span
 from penstock.kernels.linear.reference import pack_weight
 from penstock.kernels.ops import Ops
 
@@ -19,23 +21,23 @@ CPU = torch.device("cpu")
 
 
 class LinearMethod(Protocol):
-    """Life of a weight: `create`, `load_shard` for each part, `finish`, then `apply` at each step."""
+    """Made for one layer. Then `tensors` and `load` for each projection, `finish`, and `apply` at each step."""
 
     @property
     def device(self) -> torch.device:
         """Where the weight lies."""
         ...
 
-    def create(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
-        """Allocates the rank's weight [out, in] and bias [out]."""
+    def tensors(self, projection: Projection) -> Mapping[str, TensorSpec]:
+        """What a checkpoint must hold for a projection, by name: `weight`, and `bias` or scales beside it."""
         ...
 
-    def load_shard(self, name: str, value: torch.Tensor, offset: int) -> None:
-        """Copies a part of `weight` or `bias` to the output features from `offset` on."""
+    def load(self, projection: Projection, name: str, value: torch.Tensor) -> None:
+        """Takes one of these, whole, and keeps the rank's part of it."""
         ...
 
     def tie(self, weight: torch.Tensor) -> None:
-        """Takes another layer's weight [out, in] in place of one that is loaded."""
+        """Takes the rank's part of another layer's weight [out, in] in place of one that is loaded."""
         ...
 
     def finish(self) -> None:
@@ -47,26 +49,30 @@ class LinearMethod(Protocol):
         ...
 
 
-LinearMethodFactory = Callable[[], LinearMethod]
+LinearMethodFactory = Callable[[LinearLayer], LinearMethod]
 LinearKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor]
 
 
 class UnquantizedLinearMethod:
     """The weight in the model's dtype, multiplied by torch on the CPU."""
 
-    device = CPU
+    def __init__(self, layer: LinearLayer, device: torch.device = CPU) -> None:
+        shape, dtype = (layer.out_features, layer.in_features), layer.dtype
+        self.device = device
+        self.weight = torch.empty(shape, dtype=dtype, device=device)
+        self.bias = torch.empty(shape[0], dtype=dtype, device=device) if layer.bias else None
 
-    def create(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
+    def tensors(self, projection: Projection) -> Mapping[str, TensorSpec]:
         """See LinearMethod."""
-        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=self.device)
-        self.bias = torch.empty(out_features, dtype=dtype, device=self.device) if bias else None
+        weight = TensorSpec(projection.shape, outputs=Axis(0), inputs=Axis(1))
+        return {"weight": weight} if self.bias is None else {"weight": weight, "bias": _bias(projection)}
 
-    def load_shard(self, name: str, value: torch.Tensor, offset: int) -> None:
+    def load(self, projection: Projection, name: str, value: torch.Tensor) -> None:
         """See LinearMethod."""
-        target = self.weight if name == "weight" else self.bias
-        if target is None:
-            raise ValueError(f"the layer has no {name}")
-        target[offset : offset + value.shape[0]].copy_(value)
+        target = {"weight": self.weight, "bias": self.bias}[name]
+        assert target is not None, f"the layer has no {name}"
+        part = self.tensors(projection)[name].cut(value, projection)
+        target[projection.offset : projection.offset + part.shape[0]].copy_(part)
 
     def tie(self, weight: torch.Tensor) -> None:
         """Copies it: `finish` may change its form."""
@@ -85,14 +91,7 @@ class UnquantizedLinearMethod:
 
 class DeviceLinearMethod(UnquantizedLinearMethod):
     """The weight on an accelerator, multiplied by its vendor's library for as many rows as there are. Which kernel that takes,
-    and with it a row's last bits, depends on their number.
-
-    Args:
-        device: Where the weight lies.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    and with it a row's last bits, depends on their number."""
 
     def tie(self, weight: torch.Tensor) -> None:
         """Shares its memory."""
@@ -129,10 +128,12 @@ class NativeLinearMethod(UnquantizedLinearMethod):
     """The weight in our own kernel's order, brought into it once: the same bits at every batch size, without padding.
 
     Args:
+        layer: See UnquantizedLinearMethod.
         linear: The kernel; see `penstock.kernels.linear.reference`.
     """
 
-    def __init__(self, linear: LinearKernel) -> None:
+    def __init__(self, layer: LinearLayer, linear: LinearKernel) -> None:
+        super().__init__(layer)
         self._linear = linear
 
     def finish(self) -> None:
@@ -157,7 +158,7 @@ def linear_method(dtype: torch.dtype, ops: Ops, threads: int = 1, device: torch.
     """The unquantised method for a dtype. On a CPU our own kernel, which has one thread; for several threads, and for dtypes
     that our kernel lacks, oneDNN's, which is tried first, since it is private to torch and depends on the CPU."""
     if device.type != "cpu":
-        return partial(DeviceLinearMethod, device)
+        return partial(DeviceLinearMethod, device=device)
     if ops.linear is not None and threads == 1:
         return _native(dtype, ops.linear)
     reason = _why_not_prepacked(dtype)
@@ -173,16 +174,17 @@ def linear_method(dtype: torch.dtype, ops: Ops, threads: int = 1, device: torch.
 
 def _native(dtype: torch.dtype, linear: LinearKernel) -> LinearMethodFactory:
     log.info("linear layers in %s: weights packed for our own kernel", dtype)
-    return partial(NativeLinearMethod, linear)
+    return partial(NativeLinearMethod, linear=linear)
 
 
 def _why_not_prepacked(dtype: torch.dtype) -> str | None:
-    plain, packed = UnquantizedLinearMethod(), PrepackedLinearMethod()
+    projection = Projection("trial", Span(48, 0, 48), Span(32, 0, 32), offset=0)
+    layer = LinearLayer("trial", (projection,), bias=False, dtype=dtype)
+    plain, packed = UnquantizedLinearMethod(layer), PrepackedLinearMethod(layer)
     weight = torch.linspace(-1, 1, 32 * 48).view(32, 48)
     x = torch.linspace(-1, 1, 5 * 48).view(5, 48).to(dtype)
     for method in (plain, packed):
-        method.create(48, 32, bias=False, dtype=dtype)
-        method.load_shard("weight", weight, 0)
+        method.load(projection, "weight", weight)
     try:
         packed.finish()
         result = packed.apply(x)
@@ -191,3 +193,7 @@ def _why_not_prepacked(dtype: torch.dtype) -> str | None:
     if not torch.allclose(result.float(), plain.apply(x).float(), rtol=2e-2, atol=2e-2):
         return "oneDNN's result differs from torch's"
     return None
+
+
+def _bias(projection: Projection) -> TensorSpec:
+    return TensorSpec(projection.shape[:1], outputs=Axis(0))

@@ -1,8 +1,35 @@
 """Which part of a weight a rank of a tensor-parallel group holds."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+
+
+class Span(NamedTuple):
+    """The part of `total` features that one rank holds."""
+
+    total: int
+    start: int
+    size: int
+    """Features of the rank. Those at `total` and beyond are padding."""
+
+    @property
+    def stop(self) -> int:
+        """The end of the features that exist."""
+        return min(self.start + self.size, self.total)
+
+    def times(self, count: int) -> "Span":
+        """The same part where every feature becomes `count`: heads become their elements."""
+        return Span(self.total * count, self.start * count, self.size * count)
+
+    def narrow(self, value: torch.Tensor, dim: int) -> torch.Tensor:
+        """The rank's slice along a dimension of `total` entries; padding is zero."""
+        first = min(self.start, self.total)
+        part = value.narrow(dim, first, self.stop - first)
+        missing = self.size - part.shape[dim]
+        return F.pad(part, (0, 0) * (value.ndim - 1 - dim) + (0, missing)) if missing else part
 
 
 @dataclass(frozen=True)
@@ -12,13 +39,28 @@ class Shard:
     rank: int = 0
     world: int = 1
 
-    def size(self, total: int, what: str) -> int:
+    def span(self, total: int, what: str) -> Span:
         """The rank's part of `total`; ValueError, naming `what`, where it does not divide evenly."""
         if total % self.world:
             raise ValueError(f"{what} {total} cannot be divided among {self.world} ranks")
-        return total // self.world
+        size = total // self.world
+        return Span(total, self.rank * size, size)
 
-    def narrow(self, weight: torch.Tensor, dim: int) -> torch.Tensor:
-        """The rank's slice along a dimension."""
-        size = weight.shape[dim] // self.world
-        return weight.narrow(dim, self.rank * size, size)
+    def padded(self, total: int) -> Span:
+        """The rank's part of `total`, rounded up to a multiple of the ranks."""
+        size = -(-total // self.world)
+        return Span(total, self.rank * size, size)
+
+    def replicas(self, heads: int) -> int:
+        """How many ranks hold the same KV head: more than one where there are more ranks than heads."""
+        return max(self.world // heads, 1)
+
+    def kv_heads(self, heads: int) -> Span:
+        """The rank's KV heads. Neighbouring ranks share one where there are fewer heads than ranks; ValueError where that does
+        not work out."""
+        replicas = self.replicas(heads)
+        if replicas * heads == self.world:
+            return Span(heads, self.rank // replicas, 1)
+        if self.world > heads:
+            raise ValueError(f"num_key_value_heads {heads}: {self.world} ranks are no multiple of them")
+        return self.span(heads, "num_key_value_heads")

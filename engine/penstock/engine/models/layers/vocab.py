@@ -4,8 +4,6 @@ import torch
 
 from penstock.engine.models.build import Build
 from penstock.engine.models.layers.linear import ColumnParallelLinear
-from penstock.engine.models.layers.linear_method import LinearMethod
-from penstock.engine.models.layers.shard import Shard
 from penstock.engine.models.layers.weight import Weight, Weights
 
 
@@ -29,11 +27,18 @@ class VocabEmbedding:
 
 
 class LMHead(ColumnParallelLinear):
-    """Hidden states to logits, in a weight of its own or the embedding's."""
+    """Hidden states to logits, in a weight of its own or the embedding's. Each rank computes the logits of a part of the
+    vocabulary, padded where it does not divide."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, shard: Shard, method: LinearMethod, dtype: torch.dtype) -> None:
-        super().__init__("lm_head", hidden_size, vocab_size, False, shard, method, dtype)
+    def __init__(self, hidden_size: int, vocab_size: int, build: Build) -> None:
+        super().__init__("lm_head", hidden_size, {"lm_head": build.shard.padded(vocab_size)}, False, build)
+        self._comm = build.comm
 
     def tie(self, embedding: VocabEmbedding) -> None:
         """Takes the embedding's weight instead of one from the checkpoint."""
-        self._method.tie(self._shard.narrow(embedding.weight, 0))
+        self._method.tie(self.layer.projections[0].outputs.narrow(embedding.weight, 0))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] → [n, vocab], on all ranks."""
+        logits, vocabulary = self._comm.all_gather(super().__call__(x)), self.layer.projections[0].outputs.total
+        return logits if logits.shape[1] == vocabulary else logits[:, :vocabulary]
