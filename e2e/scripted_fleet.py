@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from e2e import models, scripted_engine
 from e2e.cluster.cluster import Cluster
 from penstock.api import labels
+from testing import patient
 
 Object = dict[str, Any]
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
@@ -58,7 +57,7 @@ class Fleet:
         """Of each of its replicas."""
         for pod in models.pods(self.cluster, self.namespace, self.name).values():
             url = f"http://{pod['status']['podIP']}:{scripted_engine.PORT}/load"
-            httpx.put(url, json=load, trust_env=False).raise_for_status()
+            patient.put(url, json=load, trust_env=False).raise_for_status()
 
     def patch(self, scaling: Object) -> None:
         path = [{"op": "replace", "path": f"/spec/pools/0/scaling/{field}", "value": value} for field, value in scaling.items()]

@@ -5,7 +5,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -15,6 +14,7 @@ from e2e.cluster.phases import Phases
 from e2e.system import System
 from e2e.traffic import Client, answers_of, clients, expect_no_loss
 from e2e.waiting import eventually
+from testing import patient
 
 Object = dict[str, Any]
 MODEL, ADAPTER = "adaptable", "docs-sql"
@@ -53,10 +53,10 @@ def test_adapter_is_served_by_its_name_survives_a_restart_and_goes(
             eventually(expect_loaded, seconds=120)
             said = eventually(lambda: answer(system, ADAPTER), seconds=120)
         assert said != answer(system, MODEL)
-        listed = {it["id"]: it for it in httpx.get(f"{system.url}/v1/models").json()["data"]}
+        listed = {it["id"]: it for it in patient.get(f"{system.url}/v1/models").json()["data"]}
         assert listed[ADAPTER]["parent"] == MODEL
         public = f"http://{replica(cluster, namespace)['status']['podIP']}:8000"
-        assert httpx.post(f"{public}/v1/unload_lora_adapter", json={"lora_name": ADAPTER}).status_code == 404
+        assert patient.post(f"{public}/v1/unload_lora_adapter", json={"lora_name": ADAPTER}).status_code == 404
 
         cluster.apply(adapters.resource(MODEL, "foreign", "file:///etc"), namespace=namespace)
 
@@ -85,7 +85,7 @@ def test_adapter_is_served_by_its_name_survives_a_restart_and_goes(
             def expect_gone() -> None:
                 with pytest.raises(openai.NotFoundError):
                     answer(system, ADAPTER)
-                there = httpx.get(f"http://{pod['status']['podIP']}:8000/v1/models").json()["data"]
+                there = patient.get(f"http://{pod['status']['podIP']}:8000/v1/models").json()["data"]
                 assert [it["id"] for it in there] == [MODEL]
 
             eventually(expect_gone, seconds=120)
@@ -137,7 +137,7 @@ def test_replicas_that_come_and_go_lose_no_request_for_an_adapter(
 
 def expect_listed(system: System, name: str) -> None:
     """The gateway knows the name, whether or not any replica does."""
-    listed = httpx.get(f"{system.url}/v1/models").json()["data"]
+    listed = patient.get(f"{system.url}/v1/models").json()["data"]
     assert name in [it["id"] for it in listed]
 
 

@@ -4,7 +4,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
 from monitoring.alerts import ALERTS
@@ -13,6 +12,7 @@ from monitoring.panels import Panel
 from monitoring.recordings import RECORDINGS
 from monitoring.rules import Alert
 from monitoring.tests.live_system import System, live_system
+from testing import patient
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus (Debian's package has it)"),
@@ -109,6 +109,6 @@ def test_every_rule_sees_what_it_watches(system: System) -> None:
 @pytest.mark.req("OB-01")
 def test_names_and_types_pass_promtools_lint(system: System) -> None:
     for job, target in system.targets.items():
-        told = httpx.get(f"http://{target}/metrics").content
+        told = patient.get(f"http://{target}/metrics").content
         linted = subprocess.run(["promtool", "check", "metrics"], input=told, capture_output=True, check=False)
         assert linted.returncode == 0, f"{job}: {linted.stdout.decode()}{linted.stderr.decode()}"

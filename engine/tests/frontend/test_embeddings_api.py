@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import httpx
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -29,6 +28,7 @@ from penstock.engine.frontend.http.server import ApiServer
 from penstock.engine.messages import Finished, FinishReason, Pooled, StepOutputs
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.processor import PromptProcessor
+from testing import patient
 
 Floats = npt.NDArray[np.float32]
 
@@ -112,7 +112,7 @@ def test_each_form_of_input_and_answer_has_the_same_bits(client: OpenAI, server:
     assert all(len(data) == 1 for data in answers)
     found = {np.array(data[0].embedding, np.float32).tobytes() for data in answers}
     body = {"model": "tiny", "input": TEXT, "encoding_format": "base64"}
-    raw = httpx.post(f"{server.url}/v1/embeddings", json=body).json()["data"][0]["embedding"]
+    raw = patient.post(f"{server.url}/v1/embeddings", json=body).json()["data"][0]["embedding"]
     assert found == {base64.b64decode(raw)} and len(base64.b64decode(raw)) == 4 * SIZE
 
 
@@ -168,7 +168,7 @@ def test_embeddings_are_cut_to_sizes_that_they_were_made_for(client: OpenAI, exp
     ],
 )
 def test_what_cannot_be_embedded_is_named(server: Server, fields: dict[str, Any], param: str) -> None:
-    answer = httpx.post(f"{server.url}/v1/embeddings", json={"model": "tiny", **fields})
+    answer = patient.post(f"{server.url}/v1/embeddings", json={"model": "tiny", **fields})
     assert answer.status_code == (404 if "model" in fields else 400), answer.text
     assert answer.json()["error"]["param"] == param
 
@@ -183,13 +183,13 @@ def test_an_engine_that_embeds_does_not_generate(client: OpenAI, server: Server)
         with pytest.raises(BadRequestError, match="cannot generate") as refused:
             ask()
         assert refused.value.code == "unsupported_endpoint" and refused.value.param == "model"
-    tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": TEXT}).json()
+    tokens = patient.post(f"{server.url}/tokenize", json={"prompt": TEXT}).json()
     assert tokens["max_model_len"] == CONTEXT and tokens["count"] > 0
 
 
 def test_metrics_count_embeddings_as_requests(client: OpenAI, server: Server) -> None:
     def counts() -> dict[str, float]:
-        lines = [line.rpartition(" ") for line in httpx.get(f"{server.url}/metrics").text.splitlines() if line[:1] != "#"]
+        lines = [line.rpartition(" ") for line in patient.get(f"{server.url}/metrics").text.splitlines() if line[:1] != "#"]
         return {name: float(value) for name, _, value in lines}
 
     def value(found: dict[str, float], *words: str) -> float:

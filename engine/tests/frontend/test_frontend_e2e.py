@@ -21,6 +21,7 @@ from openai import AsyncOpenAI, OpenAI
 from penstock.api.headers import TENANT
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.processor import PromptProcessor
+from testing import patient
 from testing.ports import free_ports
 
 MESSAGES: Any = [{"role": "user", "content": "the river turns the wheel"}]
@@ -62,7 +63,7 @@ def wait_idle(server: Server) -> dict[str, Any]:
 def wait_unready(server: Server) -> None:
     """Returns once a signal has reached the server."""
     deadline = time.monotonic() + 60
-    while httpx.get(f"{server.url}/ready").status_code != 503:
+    while patient.get(f"{server.url}/ready").status_code != 503:
         assert time.monotonic() < deadline, "still ready"
 
 
@@ -332,7 +333,7 @@ def test_a_client_that_disconnects_frees_its_blocks(client: OpenAI, server: Serv
     assert report["kv_blocks_reclaimable"] == report["kv_blocks_total"]
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4000, "ignore_eos": True}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=httpx.Timeout(60, read=0.05))
+        patient.post(f"{server.url}/v1/chat/completions", json=body, timeout=httpx.Timeout(60, read=0.05))
     report = wait_idle(server)
     assert report["kv_blocks_reclaimable"] == report["kv_blocks_total"]
 
@@ -354,7 +355,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes(llama: Path, tmp_path
             os.kill(core, signal.SIGSTOP)  # so that it runs until it may go on
             server.process.send_signal(signal.SIGTERM)
             wait_unready(server)
-            refused = httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "x"})
+            refused = patient.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "x"})
             assert (refused.status_code, refused.headers["x-penstock-retriable"]) == (503, "true")
             os.kill(core, signal.SIGCONT)
             assert [chunk.usage.completion_tokens for chunk in stream if chunk.usage] == [2000]
@@ -379,7 +380,7 @@ def test_two_interrupts_end_at_once(llama: Path, tmp_path: Path) -> None:
         with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             stream = greedy(client, max_tokens=4000, stream=True, extra_body={"ignore_eos": True})
             next(stream)
-            assert httpx.post(f"{server.url}/pause?mode=keep", timeout=60).status_code == 200
+            assert patient.post(f"{server.url}/pause?mode=keep").status_code == 200
             server.process.send_signal(signal.SIGINT)
             wait_unready(server)
             server.process.send_signal(signal.SIGINT)

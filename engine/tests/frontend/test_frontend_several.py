@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import httpx
 import pytest
 from frontend_process import Server, command, make_llama, serving
 
+from testing import patient
 from testing.ports import free_ports
 
 STREAMS = 16
@@ -48,7 +48,7 @@ def until(condition: Callable[[], Any]) -> Any:
 
 def counted(server: Server, name: str) -> float:
     """A counter, over its labels; a new connection, hence any of the frontends."""
-    text = httpx.get(f"{server.url}/metrics").text
+    text = patient.get(f"{server.url}/metrics").text
     return sum(float(value) for value in re.findall(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE))
 
 
@@ -94,7 +94,7 @@ def test_a_frontend_dies_alone_and_is_replaced_and_a_signal_drains_all(llama: Pa
 
         # Each request is a new connection, hence any frontend's.
         urls = (server.url, f"http://127.0.0.1:{admin}")
-        assert [{httpx.get(f"{url}/is_paused").status_code for _ in range(8)} for url in urls] == [{404}, {200}]
+        assert [{patient.get(f"{url}/is_paused").status_code for _ in range(8)} for url in urls] == [{404}, {200}]
 
         # Another server must not slip in behind the shared port.
         done = subprocess.run(command(llama, port, *free_ports(2), "--api-server-count", "2"), capture_output=True, text=True)
@@ -109,7 +109,7 @@ def test_a_frontend_dies_alone_and_is_replaced_and_a_signal_drains_all(llama: Pa
 
         # The core has ended the requests of the dead one, which nobody waits for.
         until(lambda: len(frontends(server)) == 2 and victim not in frontends(server))
-        report = until(lambda: (r := httpx.get(f"{server.url}/load").json())["num_requests_running"] == 0 and r)
+        report = until(lambda: (r := patient.get(f"{server.url}/load").json())["num_requests_running"] == 0 and r)
         assert report["kv_blocks_reclaimable"] == report["kv_blocks_total"]
 
         # Every scrape tells the sum, whoever answers, and what the dead one had counted is still in it.

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from frontend_process import Server, make_llama, serving
 
@@ -14,6 +13,7 @@ from penstock.engine.config import GenerationDefaults, ModelConfig
 from penstock.engine.frontend.openai.protocol import parse_chat, parse_completion
 from penstock.engine.frontend.openai.requests import sampling_params
 from penstock.engine.frontend.python.params import default_params
+from testing import patient
 
 # With these a draw is greedy, and seeds change nothing; without top_k it is nearly uniform.
 FIELDS = {"temperature": 2.0, "top_k": 1, "max_new_tokens": 12, "eos_token_id": 1}
@@ -49,7 +49,7 @@ def neutral(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 def ask(server: Server, path: str, **fields: Any) -> tuple[str, int]:
     """The answer's text and its tokens."""
     body = {"model": "tiny", "ignore_eos": True, **BODIES[path], **fields}
-    response = httpx.post(server.url + path, json=body, timeout=60)
+    response = patient.post(server.url + path, json=body)
     assert response.status_code == 200, response.text
     answer = response.json()
     if path == "/v1/responses":
@@ -89,9 +89,9 @@ def test_the_authors_max_new_tokens_is_a_default_and_an_overrides_a_limit(server
 
 def test_the_defaults_are_told(server: Server, neutral: Server) -> None:
     body = {"model": "tiny", "input": PROMPT, "max_output_tokens": 1}
-    assert httpx.post(f"{server.url}/v1/responses", json=body, timeout=60).json()["temperature"] == 2.0
+    assert patient.post(f"{server.url}/v1/responses", json=body).json()["temperature"] == 2.0
     for told, top_k in ((server, 1), (neutral, 0)):
-        schemas = httpx.get(f"{told.url}/openapi.json", timeout=60).json()["components"]["schemas"]
+        schemas = patient.get(f"{told.url}/openapi.json").json()["components"]["schemas"]
         assert schemas["ChatRequest"]["properties"]["top_k"]["default"] == top_k
     log = server.log.read_text()
     assert "top_k 1 (" in log and "generation_config.json" in log

@@ -12,6 +12,8 @@ import pytest
 from frontend_process import Server, make_llama, serving
 from prometheus_client.parser import text_string_to_metric_families
 
+from testing import patient
+
 TIMELINE = {"x-penstock-timeline": "true"}
 
 
@@ -26,7 +28,7 @@ def server(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 def scrape(server: Server) -> dict[tuple[str, ...], float]:
     """(name, values of the labels beyond the base) → value."""
-    text = httpx.get(f"{server.url}/metrics").text
+    text = patient.get(f"{server.url}/metrics").text
     return {
         (sample.name, *(value for key, value in sample.labels.items() if key not in ("model_name", "engine"))): sample.value
         for family in text_string_to_metric_families(text)
@@ -36,7 +38,7 @@ def scrape(server: Server) -> dict[tuple[str, ...], float]:
 
 def complete(server: Server, prompt: list[int], headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 20, "ignore_eos": True, "temperature": 0, **fields}
-    response = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+    response = patient.post(f"{server.url}/v1/completions", json=body, headers=headers)
     response.raise_for_status()
     return response
 
@@ -95,9 +97,9 @@ def test_the_steps_cost_what_the_models_shape_says(server: Server):
 
 
 def test_which_kernels_run_is_told(server: Server):
-    kernels = httpx.get(f"{server.url}/version").json()["kernels"]
+    kernels = patient.get(f"{server.url}/version").json()["kernels"]
     assert kernels in ("native portable", "reference")
-    text = httpx.get(f"{server.url}/metrics").text
+    text = patient.get(f"{server.url}/metrics").text
     (info,) = [line for line in text.splitlines() if line.startswith("penstock_engine_info{")]
     assert f'kernels="{kernels}"' in info and 'dtype="float32"' in info
     assert "vllm:cache_config_info{" in text and "vllm:num_requests_running{" in text
@@ -139,5 +141,5 @@ def test_nobody_is_told_who_did_not_ask(server: Server):
     assert "timeline" not in complete(server, [1, 2]).json()
     assert "timeline" not in complete(server, [1, 2], stream=True).text
     body = {"model": "tiny", "prompt": [1]}
-    response = httpx.post(f"{server.url}/v1/completions", json=body, headers={"x-penstock-timeline": "yes"})
+    response = patient.post(f"{server.url}/v1/completions", json=body, headers={"x-penstock-timeline": "yes"})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "x-penstock-timeline")

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 import schemathesis
@@ -22,6 +21,7 @@ from schemathesis.specs.openapi.checks import (
 from penstock.engine.frontend.openai import answers
 from penstock.engine.frontend.openai.openapi import ENDPOINTS, document
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH
+from testing import patient
 
 SMALL = {"max_tokens": 4, "max_completion_tokens": 4, "n": 2, "best_of": 2, "min_tokens": 2}
 LIMITS = {CHAT_PATH: "max_tokens", COMPLETIONS_PATH: "max_tokens", RESPONSES_PATH: "max_output_tokens"}
@@ -63,7 +63,7 @@ def test_what_the_description_allows_is_answered_as_it_says(
             case.body["model"] = "tiny"
         if path in LIMITS:
             case.body[LIMITS[path]] = 4
-    response = case.call(base_url=(embedder if path == EMBEDDINGS_PATH else server).url)
+    response = case.call(base_url=(embedder if path == EMBEDDINGS_PATH else server).url, timeout=patient.LIMIT_S)
     assert response.status_code < 500, response.text
     checks: list[Any] = [status_code_conformance, content_type_conformance]
     if not (isinstance(case.body, dict) and case.body.get("stream")):
@@ -72,7 +72,7 @@ def test_what_the_description_allows_is_answered_as_it_says(
 
 
 def test_the_description_is_served(server: Server) -> None:
-    served = httpx.get(f"{server.url}/openapi.json").json()
+    served = patient.get(f"{server.url}/openapi.json").json()
     assert served["paths"] == json.loads(json.dumps(document("0")["paths"]))
 
 
@@ -96,7 +96,7 @@ def test_answers_have_the_described_shapes(server: Server) -> None:
         ("/v1/completions", text | EXTRA, answers.Completion),
         ("/v1/responses", {"model": "tiny", "input": "x", "max_output_tokens": 3}, answers.Response),
     ):
-        response = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+        response = patient.post(f"{server.url}{path}", json=body)
         assert response.status_code == 200, response.text
         msgspec.json.decode(response.content, type=shape)
 
@@ -135,7 +135,7 @@ def test_the_best_of_several_is_the_likeliest(server: Server) -> None:
 def test_each_kind_of_stop_is_told(server: Server) -> None:
     def choice(**fields: Any) -> dict[str, Any]:
         body = {"model": "tiny", "prompt": "the mill", "temperature": 0, "max_tokens": 20, **fields}
-        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+        return patient.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]
 
     def ask(**fields: Any) -> tuple[str, Any]:
         found = choice(**fields)

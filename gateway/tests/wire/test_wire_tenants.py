@@ -16,6 +16,7 @@ from aiohttp import web
 from penstock.api import headers, load_report
 from penstock.api.fleet import Fleet, Model, Pool, Replica
 from penstock.api.load_report import LoadReport
+from testing import patient
 
 ROWS = 4
 TENANTS = """
@@ -124,7 +125,7 @@ class Site:
         return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, **more)
 
     async def pools(self) -> dict[str, Any]:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=patient.LIMIT_S) as http:
             return (await http.get(f"http://127.0.0.1:{self.http_port}/pools")).json()["pools"][0]
 
     async def until_empty(self) -> None:
@@ -166,7 +167,7 @@ async def site(stack: Site) -> AsyncIterator[Site]:
         await web.TCPSite(runner, "127.0.0.1", port).start()
         runners.append(runner)
         site.engines.append(engine)
-    async with asyncio.timeout(60), httpx.AsyncClient() as http:
+    async with asyncio.timeout(60), httpx.AsyncClient(timeout=patient.LIMIT_S) as http:
         while True:
             try:
                 if (await http.get(f"http://127.0.0.1:{site.port}/v1/models")).status_code == 401:
