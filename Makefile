@@ -81,6 +81,10 @@ monitoring: setup ## write the dashboards, rules and alerts of manifests/monitor
 	@$(BIN)/python -m monitoring
 	@$(BIN)/python -m manifests.copies
 
+.PHONY: chart
+chart: setup ## write the chart's README, from the comments of its values, and its icon anew
+	@$(BIN)/python -m charts.readme
+
 .PHONY: images
 images: ## build the container images (DOCKER=podman)
 	@for image in operator gateway engine; do $(DOCKER) build -f images/$$image.Dockerfile -t penstock/$$image:$(VERSION) .; done

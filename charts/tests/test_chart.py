@@ -3,15 +3,18 @@
 import json
 import re
 import subprocess
+import textwrap
 import tomllib
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
 
+from charts import readme
 from charts.tests.rendered_chart import CHART, DIGEST, MODES, ROOT, Object, Render
 from e2e.cluster.build import programs_folder
 from e2e.cluster.commands import CommandError
@@ -19,6 +22,7 @@ from e2e.cluster.helm import Helm
 from penstock.gateway import cli as gateway_cli
 from penstock.gateway import envoy as envoy_cli
 from penstock.operator import cli as operator_cli
+from penstock.operator.acceptance import accept
 from penstock.operator.desired.network_policy import OPERATOR, PICKERS
 
 # Labels that only Helm's objects have, besides those that name a component.
@@ -429,7 +433,28 @@ def test_the_notes_say_what_to_do_next(helm: Helm) -> None:
     commands = [line.strip() for line in said.splitlines() if line.strip().startswith("kubectl")]
     assert len(commands) == 2
     assert all("-n team-a" in command for command in commands)
+    (written,) = re.findall(r"<<END\n(.*?)\n +END", said, re.DOTALL)
+    model, refusal = accept(yaml.safe_load(textwrap.dedent(written)))
+    assert model is not None and refusal is None, refusal
+    assert model.spec.source.uri == "hf://Qwen/Qwen3-0.6B"
+    assert f"inferencemodel/{model.metadata.name} " in said
     assert "http://penstock-envoy.penstock-system.svc:8080/v1" in said
+
+
+def test_the_readme_says_what_the_values_say() -> None:
+    text = (CHART / "values.yaml").read_text()
+    assert (CHART / "README.md").read_text() == readme.readme(text), "run make chart"
+    found = list(readme.values(text))
+    assert [it.path for it in found if not it.help] == []
+    read = {path: value for it in found for path, value in leaves({it.path: yaml.safe_load(it.default)})}
+    assert read == dict(leaves(yaml.safe_load(text)))
+
+
+def test_the_chart_shows_its_icon_without_a_server() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["icon"] == readme.icon(), "run make chart"
+    assert ElementTree.parse(readme.ICON).getroot().tag.endswith("svg")
+    assert [it["name"] for it in chart["maintainers"]] == ["Penstock"]
 
 
 def test_every_value_is_documented() -> None:
