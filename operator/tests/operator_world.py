@@ -96,7 +96,7 @@ class World:
         old = self.api.objects.get(key, {})
         status = {"status": old["status"]} if "status" in old else {}
         self.api.put({**resource, **status})
-        self.watch.seen(there(self.api.objects[key]))
+        self.watch.heard("MODIFIED", self.api.objects[key])
 
     async def settle(self, key: Key) -> None:
         """Reconciles until nothing more is done."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from operator_world import World, gone
+from operator_world import World
 
 from penstock.api.resources import InferenceModel, LoraAdapter
 from penstock.operator.adapters.plan import Action, Origin, Report, accepted, actions, judged
@@ -120,7 +120,7 @@ async def test_the_route_of_a_model_names_its_adapters(world: World, key: Key) -
     await world.settle(key)
     assert [len(rule) for rule in routed(world)] == [64, 64], "as many as the Gateway API allows"
     for number in range(150):
-        world.watch.seen(gone(world.live("LoraAdapter", f"a{number:03}")))
+        world.watch.heard("DELETED", world.live("LoraAdapter", f"a{number:03}"))
     await world.settle(key)
     assert routed(world) == [["tiny", "late", "sql", "tsql"]]
 
@@ -133,7 +133,7 @@ async def test_an_adapter_that_is_deleted_goes_and_one_that_changes_is_replaced(
     await look(served)
     assert served.replicas.there[THERE] == {"sql": Origin("/adapters/sql-2", "v2")}
     served.queued.clear()
-    served.watch.seen(gone(served.live("LoraAdapter", "sql")))
+    served.watch.heard("DELETED", served.live("LoraAdapter", "sql"))
     assert Key("InferenceModel", "default", "tiny") in served.queued
     await look(served, Key("InferenceModel", "default", "tiny"))
     assert served.replicas.there == {HERE: {}, THERE: {}}
@@ -193,7 +193,7 @@ async def test_an_adapter_follows_its_model_as_it_comes_and_goes(world: World, k
     await world.apply(world.make.resource(lora=LORA))
     await look(world, key)
     assert told(world)[1]["Accepted"] == ("True", "Accepted") and told(world)[1]["Loaded"] == ("False", "NoReadyReplica")
-    world.watch.seen(gone(world.live("InferenceModel")))
+    world.watch.heard("DELETED", world.live("InferenceModel"))
     await look(world, key)
     assert told(world)[1]["Accepted"] == ("False", "ModelNotFound")
 

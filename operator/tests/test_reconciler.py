@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from kubernetes.aio.client import ApiException
-from operator_world import World, gone, there
+from operator_world import World
 
 from penstock.operator.autoscale.learned import Learned
 from penstock.operator.observed import ScalingStatus
@@ -332,7 +332,7 @@ async def test_the_oldest_claim_on_a_name_wins_and_a_freed_name_is_noticed(world
         "'tiny' is served by InferenceModel default/tiny, which is older: choose another name",
     )
     world.queued.clear()
-    world.watch.seen(gone(world.live("InferenceModel")))
+    world.watch.heard("DELETED", world.live("InferenceModel"))
     assert late in world.queued
     await world.settle(late)
     assert world.condition("Routed", "other")[0] == "True"
@@ -358,7 +358,7 @@ async def test_an_adapters_older_claim_holds_while_its_model_exists(world: World
         "'tiny' is served by LoraAdapter default/sql, which is older: choose another name",
     )
     world.queued.clear()
-    world.watch.seen(gone(world.live("InferenceModel", "base")))
+    world.watch.heard("DELETED", world.live("InferenceModel", "base"))
     assert key in world.queued
     await world.settle(key)
     assert world.condition("Routed")[0] == "True"
@@ -367,7 +367,7 @@ async def test_an_adapters_older_claim_holds_while_its_model_exists(world: World
 async def test_a_deleted_model_is_left_to_the_garbage_collector(world: World, key: Key) -> None:
     await world.apply(world.make.resource())
     await world.settle(key)
-    world.watch.seen(gone(world.live("InferenceModel")))
+    world.watch.heard("DELETED", world.live("InferenceModel"))
     calls = len(world.api.calls)
     await world.reconciler.reconcile(key)
     assert len(world.api.calls) == calls
@@ -425,9 +425,9 @@ async def test_what_went_while_its_status_was_written_stays_gone(
 
     async def overtaken(body: dict[str, Any], *rest: str) -> dict[str, Any]:
         written: dict[str, Any] = await apply(body, *rest)
-        world.watch.seen(gone(written))
+        world.watch.heard("DELETED", written)
         if successor:
-            world.watch.seen(there(world.make.resource(uid="a-new-one")))
+            world.watch.heard("MODIFIED", world.make.resource(uid="a-new-one"))
         return written
 
     monkeypatch.setattr(world.api, "apply", overtaken)
@@ -441,7 +441,7 @@ async def test_an_older_version_from_the_watch_does_not_undo_our_own_write(world
     await world.apply(world.make.resource())
     stale = world.live("InferenceModel")
     await world.settle(key)
-    world.watch.seen(there(stale))
+    world.watch.heard("MODIFIED", stale)
     calls = len(world.api.calls)
     await world.reconciler.reconcile(key)
     assert len(world.api.calls) == calls

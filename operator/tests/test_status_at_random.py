@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operator_world import World, gone
+from operator_world import World
 
 from penstock.operator.pods import is_ready
 from penstock.operator.store import Key
@@ -93,7 +93,7 @@ class Cluster:
             await self.world.apply(older)
         elif key in self.world.api.objects:
             resource = self.world.api.objects.pop(key)
-            self.world.watch.seen(gone(resource))
+            self.world.watch.heard("DELETED", resource)
 
     async def lost(self, kind: str) -> None:
         """Somebody deletes a child."""

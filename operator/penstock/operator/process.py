@@ -36,13 +36,12 @@ from penstock.operator.routes import Routes
 from penstock.operator.scaling import KubernetesActuator
 from penstock.operator.store import Children, Key, Resources, trimmed_child, trimmed_pod, trimmed_workload
 from penstock.operator.telemetry import Exposition, ModelSeries, leader_gauge, serve_metrics
+from penstock.operator.users import Users
 from penstock.tasks import run_until
 
 log = logging.getLogger(__name__)
 
 WORKERS = 4
-USERS = ("InferenceModel", "LoraAdapter")
-"""Kinds of the users' resources."""
 GATEWAY_SELECTOR = "app.kubernetes.io/name=penstock-gateway"
 
 
@@ -137,10 +136,7 @@ class Operator:
         self._routes = Routes(self._look_at)
         self._judges = Judges(lambda model: self._look_at([Key("InferenceModel", *model.split("/"))]))
         observed = Children(self._queue.add)
-        watch = ResourceWatch(self._resources, self._queue.add)
-        self._users = [self._cache(kind) for kind in USERS]
-        for cache in self._users:
-            watch.follow(cache)
+        self._users = Users(api, ResourceWatch(self._resources, self._queue.add), options.namespaces)
         self._caches = {kind: self._cache(kind) for kind in (*CHILDREN, "Pod", "FetchPod")}
         for kind, cache in self._caches.items():
             observed.follow(cache, kind)
@@ -181,9 +177,9 @@ class Operator:
             self._api,
             PODS if kind == "FetchPod" else RESOURCES[kind],
             self._options.namespaces,
-            label_selector="" if kind in USERS else labels.FETCH_OF if kind == "FetchPod" else labels.MODEL,
+            label_selector=labels.FETCH_OF if kind == "FetchPod" else labels.MODEL,
             trim=trimmed_workload if kind in WORKLOADS else trimmed_pod if kind == "Pod" else trimmed_child,
-            optional=self._groups if kind in (*USERS, *OPTIONAL) else None,
+            optional=self._groups if kind in OPTIONAL else None,
         )
 
     def _look_at_all(self) -> None:
@@ -199,8 +195,8 @@ class Operator:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Reconciles until `stop`."""
-        caches = [cache.run() for cache in (*self._users, *self._caches.values(), self._autoscalers, self._gateways)]
-        await run_until(stop, *caches, self._work(), self._resync(), self._autoscale())
+        caches = [cache.run() for cache in (*self._caches.values(), self._autoscalers, self._gateways)]
+        await run_until(stop, self._users.run(), *caches, self._work(), self._resync(), self._autoscale())
 
     def _told(self, views: Sequence[PoolsView], asked: int) -> None:
         self._routes.told(views, asked)
@@ -212,9 +208,9 @@ class Operator:
 
     async def _work(self) -> None:
         # Nothing is judged before the children are known: they would seem to be gone.
-        known = (cache.synced() for cache in (*self._users, *self._caches.values()))
-        await asyncio.gather(*known, self._autoscalers.answered())
-        if any(cache.absent for cache in self._users):
+        known = (cache.synced() for cache in self._caches.values())
+        await asyncio.gather(self._users.known.wait(), *known, self._autoscalers.answered())
+        if self._users.absent:
             log.warning("the API server knows no InferenceModels yet: apply the CRDs (penstock crds)")
         log.info("caches are filled, reconciling")
         await asyncio.gather(*(self._queue.work(self._reconciler.reconcile) for _ in range(WORKERS)))

@@ -74,10 +74,11 @@ class Resources:
         return list(self._objects)
 
     def put(self, resource: Object) -> None:
-        """Keeps a version, unless a newer one of the same object is known: our own writes answer before the watch does."""
+        """Keeps a version, unless a newer one is known, of this object or of another of its name: our own writes answer before
+        the watch does, and kopf tells of two objects in any order."""
         key = key_of(resource)
         known = self._objects.get(key)
-        if known is not None and known["metadata"]["uid"] == resource["metadata"]["uid"] and _version(resource) < _version(known):
+        if known is not None and version_of(resource) < version_of(known):
             return
         self._objects[key] = _shared(trimmed(resource))
         self._claim(key, _claim(key, resource))
@@ -141,7 +142,8 @@ def _forget(index: dict[T, set[Key]], value: T, key: Key) -> None:
         del index[value]
 
 
-def _version(resource: Object) -> int:
+def version_of(resource: Object) -> int:
+    """Which of two versions is newer."""
     return int(resource["metadata"]["resourceVersion"])
 
 
