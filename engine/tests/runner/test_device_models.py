@@ -21,7 +21,7 @@ from penstock.engine.models.config import parse_decoder_config
 from penstock.engine.models.layers.comm import Comm, OneRank
 from penstock.engine.models.layers.linear_method import CPU, DeviceLinearMethod, linear_method
 from penstock.engine.models.layers.projection import LinearLayer, Projection
-from penstock.engine.models.layers.shard import Shard, Span
+from penstock.engine.models.layers.shard import Shard, Span, Stage
 from penstock.engine.models.registry import model_class
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.lora.device import DeviceLoraBatch
@@ -33,7 +33,7 @@ from penstock.kernels.prepare_kv.reference import PAD_SLOT_ID
 NAMES = ["llama", "llama-7to1-llama3-tied", "llama-mha-linear-bias", "qwen3-windows", "qwen2-yarn", "mistral-7to1-window"]
 NAMES += ["gemma2", "gemma3", "phi3-longrope", "olmo2"]
 SHARDED = ["llama", "qwen3-windows", "gemma2", "phi3-longrope", "olmo2"]
-ALONE = Shard()
+ALONE, WHOLE = Shard(), Stage()
 BLOCK_SIZE, VOCAB = 16, 257
 ALL_LOGPROBS = SamplingParams(max_tokens=100, temperature=0.0, logprobs=VOCAB)
 
@@ -49,6 +49,7 @@ class DeviceModel:
         ops: Ops | None = None,
         shard: Shard = ALONE,
         comm: Comm | None = None,
+        stage: Stage = WHOLE,
     ) -> None:
         raw = read_object(path / "config.json")
         self.config, self.device = parse_decoder_config(raw), device
@@ -60,6 +61,7 @@ class DeviceModel:
             max_model_len=320,
             shard=shard,
             comm=comm or OneRank(),
+            stage=stage,
             device=device,
         )
         self.model = model_class(raw["architectures"][0])(self.config, build)

@@ -1,6 +1,7 @@
 """What a step's forward pass carries besides tokens: where each request's keys and values lie. Passed on explicitly."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -20,9 +21,17 @@ class GroupInputs:
     batch: PagedBatch | DeviceBatch
 
 
+class AttentionContext(Protocol):
+    """What a model's layers know of a step; all cache traffic passes through `attend`."""
+
+    def attend(self, layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary, /) -> torch.Tensor:
+        """See ForwardContext."""
+        ...
+
+
 @dataclass(frozen=True)
 class ForwardContext:
-    """One step's; all cache traffic passes through `attend`."""
+    """One step's `AttentionContext`."""
 
     ops: Ops
     kv_caches: list[torch.Tensor]

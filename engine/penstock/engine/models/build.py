@@ -6,7 +6,7 @@ import torch
 
 from penstock.engine.models.layers.comm import Comm, OneRank
 from penstock.engine.models.layers.linear_method import CPU, LinearMethodFactory
-from penstock.engine.models.layers.shard import Shard
+from penstock.engine.models.layers.shard import Shard, Stage
 from penstock.kernels.ops import Ops
 
 
@@ -22,10 +22,11 @@ class Build:
     shard: Shard
     comm: Comm = field(default_factory=OneRank)
     """Of the group that `shard` is a part of."""
+    stage: Stage = field(default_factory=Stage)
     device: torch.device = CPU
     """Where weights and tables lie; `meta`: nowhere, to compile without a device."""
     lm_head: bool = True
-    """Whether the model has one: without, it gives hidden states alone."""
+    """Whether the whole model has one: without, it gives hidden states alone."""
     prefix: str = ""
     """Full name of the module that is being built."""
 

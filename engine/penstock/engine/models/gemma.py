@@ -4,11 +4,11 @@ Norms stand before and after each sublayer; embeddings are scaled. Windows, soft
 embedding of its own for layers with a window are in the configuration.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from penstock.engine.attention.context import ForwardContext
+from penstock.engine.attention.context import AttentionContext
 from penstock.engine.models.build import Build
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
@@ -26,7 +26,7 @@ class GemmaDecoderLayer(LlamaDecoderLayer):
     )
 
     def __call__(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, rotary: Rotary, ctx: ForwardContext
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, rotary: Rotary, ctx: AttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See LlamaDecoderLayer."""
         before_attention, after_attention, before_mlp, after_mlp = self._norms
@@ -42,7 +42,7 @@ class GemmaDecoderLayer(LlamaDecoderLayer):
 class GemmaForCausalLM(LlamaForCausalLM):
     """See LlamaForCausalLM."""
 
-    decoder_layer: ClassVar[type[Any]] = GemmaDecoderLayer
+    decoder_layer: ClassVar[type[LlamaDecoderLayer]] = GemmaDecoderLayer
 
     def __init__(self, config: DecoderConfig, build: Build) -> None:
         super().__init__(config, build)
@@ -51,7 +51,7 @@ class GemmaForCausalLM(LlamaForCausalLM):
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """See LlamaForCausalLM."""
-        return self.embed_tokens(input_ids) * self._embed_scale
+        return super().embed(input_ids) * self._embed_scale
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See LlamaForCausalLM."""

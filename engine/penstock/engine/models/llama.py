@@ -3,13 +3,14 @@
 What these add (biases, normalised queries and keys, windows) is in the configuration; other families replace parts.
 """
 
+import re
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
-from penstock.engine.attention.context import ForwardContext
+from penstock.engine.attention.context import AttentionContext
 from penstock.engine.models.build import Build
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.layers.attention import Attention
@@ -18,6 +19,7 @@ from penstock.engine.models.layers.norm import RMSNorm
 from penstock.engine.models.layers.rotary import RotaryEmbedding
 from penstock.engine.models.layers.vocab import LMHead, VocabEmbedding
 from penstock.engine.models.layers.weight import Weights, prefixed
+from penstock.engine.models.model import AuxStates, Carry
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
 
 
@@ -53,10 +55,26 @@ class LlamaAttention:
         self.qkv_proj.finish()
         self.o_proj.finish()
 
-    def __call__(self, hidden: torch.Tensor, rotary: Rotary, ctx: ForwardContext) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, rotary: Rotary, ctx: AttentionContext) -> torch.Tensor:
         """[n, hidden] → [n, hidden]."""
         q, k, v = self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=-1)
         return self.o_proj(ctx.attend(self.attention, q, k, v, rotary))
+
+
+class MLP(Protocol):
+    """What stands behind the attention of a layer."""
+
+    def weights(self) -> Weights:
+        """The layer's, without a prefix."""
+        ...
+
+    def finish(self) -> None:
+        """After loading."""
+        ...
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] → [n, hidden]."""
+        ...
 
 
 class LlamaMLP:
@@ -92,7 +110,11 @@ class LlamaDecoderLayer:
     def __init__(self, config: DecoderConfig, build: Build, index: int) -> None:
         self._norms = [make_norm(name, config.hidden_size, config, build) for name in self.norms]
         self.self_attn = self.attention(config, build.within("self_attn"), index)
-        self.mlp = LlamaMLP(config, build.within("mlp"))
+        self.mlp = self.make_mlp(config, build.within("mlp"), index)
+
+    def make_mlp(self, config: DecoderConfig, build: Build, index: int) -> MLP:
+        """The MLP of layer `index`: families whose layers differ choose here."""
+        return LlamaMLP(config, build)
 
     def weights(self) -> Weights:
         """The layer's, without a prefix."""
@@ -107,7 +129,7 @@ class LlamaDecoderLayer:
         self.mlp.finish()
 
     def __call__(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, rotary: Rotary, ctx: ForwardContext
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, rotary: Rotary, ctx: AttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The last output and the residual stream (none in the first layer), [n, hidden] each, to the same after this layer."""
         before_attention, before_mlp = self._norms
@@ -121,35 +143,47 @@ class LlamaDecoderLayer:
 
 
 class LlamaForCausalLM:
-    """Embedding, decoder layers, final norm and LM head."""
+    """Embedding, decoder layers, final norm and LM head; see `Model`. A pipeline stage has some of them."""
 
-    decoder_layer: ClassVar[type[Any]] = LlamaDecoderLayer
+    decoder_layer: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
 
     def __init__(self, config: DecoderConfig, build: Build) -> None:
-        self.config = config
+        self.config, self._stage = config, build.stage
         self._widens_logits = build.device.type == "cpu"
-        ropes = list(dict.fromkeys(config.ropes))
+        ropes, body = list(dict.fromkeys(config.ropes)), build.within("model")
         self._rotaries = [RotaryEmbedding(rope, build.max_model_len, build.ops, build.device) for rope in ropes]
         self._rotary_of = [ropes.index(rope) for rope in config.ropes]
-        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
-        body = build.within("model")
-        self.layers = [self.decoder_layer(config, body.within(f"layers.{at}"), at) for at in range(config.num_layers)]
+        self._indices = build.stage.layers(config.num_layers)
+        has_head = build.lm_head and build.stage.last
+        embeds = build.stage.first or (has_head and config.tie_word_embeddings)
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build) if embeds else None
+        self.layers = [self.decoder_layer(config, body.within(f"layers.{at}"), at) for at in self._indices]
         self.norm = make_norm("norm", config.hidden_size, config, build)
-        self.lm_head = LMHead(config.hidden_size, config.vocab_size, build) if build.lm_head else None
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, build) if has_head else None
 
     def weights(self) -> Weights:
-        """Every tensor that the checkpoint must have, by name."""
-        found = self.embed_tokens.weights() | self.norm.weights()
-        for index, layer in enumerate(self.layers):
+        """See Model."""
+        tied = self.config.tie_word_embeddings
+        found: Weights = {} if self.embed_tokens is None else self.embed_tokens.weights()
+        for index, layer in zip(self._indices, self.layers, strict=True):
             found |= prefixed(f"layers.{index}", layer.weights())
+        if self._stage.last:
+            found |= self.norm.weights()
         found = prefixed("model", found)
-        return found if self.lm_head is None or self.config.tie_word_embeddings else found | self.lm_head.weights()
+        return found if self.lm_head is None or tied else found | self.lm_head.weights()
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor may be there and is not needed: angles that we compute, the copy of a tied weight, an LM head that
-        nobody asks."""
+        """Angles that we compute, the copy of a tied weight, an LM head that nobody asks, and what other stages have."""
         unused = self.lm_head is None or self.config.tie_word_embeddings
-        return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and unused)
+        if name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and unused):
+            return True
+        return self._stage.world > 1 and self._is_other_stages(name)
+
+    def _is_other_stages(self, name: str) -> bool:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer is not None:
+            return int(layer[1]) < self.config.num_layers and int(layer[1]) not in self._indices
+        return name in ("model.embed_tokens.weight", "model.norm.weight")
 
     def finish(self) -> None:
         """After loading."""
@@ -158,34 +192,67 @@ class LlamaForCausalLM:
         if self.lm_head is None:
             return
         if self.config.tie_word_embeddings:
+            assert self.embed_tokens is not None
             self.lm_head.tie(self.embed_tokens)
         self.lm_head.finish()
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """Hidden states after the final norm.
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        positions: torch.Tensor,
+        ctx: AttentionContext,
+        carry: Carry | None = None,
+        aux: AuxStates | None = None,
+    ) -> torch.Tensor:
+        """See Model."""
+        return self._normalised(self.advance(inputs, positions, ctx, carry, aux))
 
-        Args:
-            input_ids: [n], int32 or int64.
-            positions: [n], int32 or int64: of each token in its request.
-            ctx: The caches, and which tokens are whose.
+    def advance(
+        self,
+        inputs: torch.Tensor,
+        positions: torch.Tensor,
+        ctx: AttentionContext,
+        carry: Carry | None = None,
+        aux: AuxStates | None = None,
+    ) -> Carry:
+        """See Model."""
+        return deque(self._carries(inputs, positions, ctx, carry, aux), maxlen=1)[0][1]
 
-        Returns:
-            [n, hidden].
-        """
-        return deque(self.states(input_ids, positions, ctx), maxlen=1)[0][1]
+    def states(
+        self, inputs: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext, carry: Carry | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """See Model."""
+        for name, carry in self._carries(inputs, positions, ctx, carry, None):  # noqa: B020 (what the first part begins with)
+            yield name, carry.hidden
+        assert carry is not None
+        yield "norm", self._normalised(carry)
 
-    def states(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> Iterator[tuple[str, torch.Tensor]]:
-        """What `forward` computes, part by part: the name of each and its output, [n, hidden]; the last is the final norm."""
-        hidden, residual = self.embed(input_ids), None
-        yield "embed_tokens", hidden
+    def _carries(
+        self,
+        inputs: torch.Tensor,
+        positions: torch.Tensor,
+        ctx: AttentionContext,
+        carry: Carry | None,
+        aux: AuxStates | None,
+    ) -> Iterator[tuple[str, Carry]]:
+        """What each part passes on, by the part's name."""
+        if carry is None:
+            carry = Carry(inputs if inputs.is_floating_point() else self.embed(inputs), None)
+            yield "embed_tokens", carry
         angles = [rotary(positions) for rotary in self._rotaries]
-        for index, (layer, rotary) in enumerate(zip(self.layers, self._rotary_of, strict=True)):
-            hidden, residual = layer(hidden, residual, angles[rotary], ctx)
-            yield f"layers.{index}", hidden
-        yield "norm", self.norm(hidden) if residual is None else self.norm.add(hidden, residual)[0]
+        for index, layer in zip(self._indices, self.layers, strict=True):
+            if aux is not None and index in aux:
+                aux[index] = carry.stream()
+            carry = Carry(*layer(carry.hidden, carry.residual, angles[self._rotary_of[index]], ctx))
+            yield f"layers.{index}", carry
+
+    def _normalised(self, carry: Carry) -> torch.Tensor:
+        hidden, residual = carry
+        return self.norm(hidden) if residual is None else self.norm.add(hidden, residual)[0]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[n] → [n, hidden]."""
+        assert self.embed_tokens is not None, "a pipeline stage without an embedding begins with what another one has carried"
         return self.embed_tokens(input_ids)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """OLMo 2 (OLMo team, 2024): a sublayer's output is normalised instead of its input, and so are all queries and keys together."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from penstock.engine.attention.context import ForwardContext
+from penstock.engine.attention.context import AttentionContext
 from penstock.engine.models.build import Build
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, make_norm
@@ -21,7 +21,7 @@ class Olmo2Attention(LlamaAttention):
         self._spans = [q.outputs, k.outputs]
         self.norms = [make_norm("q_norm", q.outputs.total, config, build), make_norm("k_norm", k.outputs.total, config, build)]
 
-    def __call__(self, hidden: torch.Tensor, rotary: Rotary, ctx: ForwardContext) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, rotary: Rotary, ctx: AttentionContext) -> torch.Tensor:
         """See LlamaAttention."""
         q, k, v = self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=-1)
         q, k = (self._normalised(at, x, replicas) for at, (x, replicas) in enumerate(((q, 1), (k, self._replicas))))
@@ -43,7 +43,7 @@ class Olmo2DecoderLayer(LlamaDecoderLayer):
     norms: ClassVar[tuple[str, ...]] = ("post_attention_layernorm", "post_feedforward_layernorm")
 
     def __call__(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, rotary: Rotary, ctx: ForwardContext
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, rotary: Rotary, ctx: AttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The residual stream, [n, hidden], and nothing beside it, to the same after this layer."""
         after_attention, after_mlp = self._norms
@@ -54,4 +54,4 @@ class Olmo2DecoderLayer(LlamaDecoderLayer):
 class Olmo2ForCausalLM(LlamaForCausalLM):
     """See LlamaForCausalLM."""
 
-    decoder_layer: ClassVar[type[Any]] = Olmo2DecoderLayer
+    decoder_layer: ClassVar[type[LlamaDecoderLayer]] = Olmo2DecoderLayer

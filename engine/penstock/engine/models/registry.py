@@ -1,10 +1,15 @@
 """Which class serves which architecture. Names alone, so that the frontend can tell what is known without torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.engine.config import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.engine.models.build import Build
+    from penstock.engine.models.config import DecoderConfig
+    from penstock.engine.models.model import Model
 
 
 class Family(NamedTuple):
@@ -62,7 +67,7 @@ def family(architecture: str) -> Family:
     return found
 
 
-def model_class(architecture: str) -> Any:
+def model_class(architecture: str) -> "Callable[[DecoderConfig, Build], Model]":
     """Imports the class that serves the architecture; ConfigError where there is none."""
     module, _, name = family(architecture).model.partition(":")
     return getattr(import_module(module), name)

@@ -28,6 +28,7 @@ from penstock.engine.models.build import Build
 from penstock.engine.models.config import parse_decoder_config
 from penstock.engine.models.layers.linear_method import CPU, linear_method
 from penstock.engine.models.layers.shard import Shard
+from penstock.engine.models.model import Model
 from penstock.engine.models.registry import model_class
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.profile import RunnerProfile
@@ -93,7 +94,7 @@ class RunnerBase(ABC):
         uploader = self._uploader()
         return CPU if uploader is None else uploader.device
 
-    def _to_fill(self) -> Any:
+    def _to_fill(self) -> Model:
         """What takes other weights: another model, since weights that were packed cannot be written again."""
         return self._new_model()
 
@@ -157,7 +158,7 @@ class RunnerBase(ABC):
             return_free_memory()
         self._fill(source)
 
-    def _check_checkpoint(self, path: str | None) -> tuple[Source, Any]:
+    def _check_checkpoint(self, path: str | None) -> tuple[Source, Model]:
         """Weights that fit, and a model to be filled with them; any error where they do not."""
         source, fresh = self._source if path is None else Source(resolve(path)), self._to_fill()
         raw, pooling = read_object(source.path / "config.json"), self.config.model.pooling
@@ -168,7 +169,7 @@ class RunnerBase(ABC):
         check(fresh, source)
         return source, fresh
 
-    def _new_model(self) -> Any:
+    def _new_model(self) -> Model:
         """Without weights: their memory is the system's until they are written."""
         build = Build(
             ops=self.ops,
@@ -181,7 +182,7 @@ class RunnerBase(ABC):
         )
         return model_class(self.config.model.architecture)(self.decoder_config, build)
 
-    def _adopt(self, model: Any) -> None:
+    def _adopt(self, model: Model) -> None:
         """Serves with another model, whose weights are yet to come."""
         self.model = model
         with torch.inference_mode():

@@ -1,36 +1,21 @@
 """Where a model's numbers first ceased to be finite. Looked for only when a request's logits are not: the step is run once more,
 part by part, over the same tokens and cache."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 
 from penstock.engine.attention.context import ForwardContext
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.model import Model
 from penstock.kernels.prepare_kv.reference import Rotary
 
 _ROWS_AT_ONCE = 256
 
 
-class Traceable(Protocol):
-    """A model that says what its parts compute."""
-
-    lm_head: Any
-    """None: it has none."""
-
-    def states(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> Iterator[tuple[str, torch.Tensor]]:
-        """The name of each part and its output, [n, hidden], in the order in which they are computed."""
-        ...
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] → [n, vocab]."""
-        ...
-
-
 def name_first_part(
-    model: Traceable, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext, tokens: Mapping[int, slice]
+    model: Model, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext, tokens: Mapping[int, slice]
 ) -> dict[int, str]:
     """For each of some requests of a step, the first part of the model whose output for that request is not finite.
 

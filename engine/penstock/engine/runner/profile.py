@@ -9,6 +9,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.model import Model
 from penstock.engine.ranges import Ranges, named
 
 
@@ -22,7 +23,7 @@ class RunnerProfile:
         config: The model's shape.
     """
 
-    def __init__(self, runner: Any, model: Any, config: DecoderConfig) -> None:
+    def __init__(self, runner: Any, model: Model, config: DecoderConfig) -> None:
         self._ranges = ranges = Ranges()
         ranges.around(runner, "execute", "execute")
         ranges.around(runner, "sample", "sample")
@@ -37,7 +38,7 @@ class RunnerProfile:
         ranges.replace(runner, "ops", replace(ops, paged_attention=attend, prepare_kv=prepare))
         # Private, and the only way: the scheduler may be in another thread than the runner.
         everywhere = _ExperimentalConfig(profile_all_threads=True)
-        cuda = [ProfilerActivity.CUDA] if model.embed_tokens.weight.is_cuda else []
+        cuda = [ProfilerActivity.CUDA] if runner.config.device == "cuda" else []
         self._profile = profile(activities=[ProfilerActivity.CPU, *cuda], experimental_config=everywhere)
         self._profile.start()
 

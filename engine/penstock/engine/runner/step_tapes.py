@@ -5,11 +5,12 @@ by such a step, which it is as well. Inputs stay where they are (`StepArrays`): 
 """
 
 import logging
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from penstock.engine.attention.context import ForwardContext
+from penstock.engine.models.model import Model
 from penstock.engine.runner.input_batch import StepInputs
 from penstock.kernels.cpu.tape import NotTapeable, Pool, Tape
 from penstock.kernels.ops import Ops
@@ -35,7 +36,7 @@ class StepTapes:
         ops: Whose `tape` records.
     """
 
-    def __init__(self, model: Any, ops: Ops) -> None:
+    def __init__(self, model: Model, ops: Ops) -> None:
         assert ops.tape is not None
         self._model, self._record = model, ops.tape
         self._pool = Pool()

@@ -64,3 +64,27 @@ class Shard:
         if self.world > heads:
             raise ValueError(f"num_key_value_heads {heads}: {self.world} ranks are no multiple of them")
         return self.span(heads, "num_key_value_heads")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage among `world`: which layers it runs."""
+
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether it begins with tokens."""
+        return self.rank == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it ends with logits."""
+        return self.rank == self.world - 1
+
+    def layers(self, total: int) -> range:
+        """The stage's layers; ValueError where there are fewer layers than stages."""
+        if total < self.world:
+            raise ValueError(f"num_hidden_layers {total} cannot be divided among {self.world} pipeline stages")
+        return range(self.rank * total // self.world, (self.rank + 1) * total // self.world)

@@ -22,6 +22,7 @@ from penstock.engine.core.plan import Bool, GraphReport, GraphStep, Int32, Sampl
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.loading.loader import Source
 from penstock.engine.lora.runner import device_lora_runner
+from penstock.engine.models.model import Model
 from penstock.engine.roofline import Ceilings
 from penstock.engine.runner.base import RunnerBase, check_supported
 from penstock.engine.runner.device.ceilings import measure_ceilings
@@ -150,11 +151,11 @@ class DeviceRunner(RunnerBase):
     def _uploader(self) -> DeviceRuntime:
         return self.runtime
 
-    def _to_fill(self) -> Any:
+    def _to_fill(self) -> Model:
         """The model itself: there may be no room for another."""
         return self.model
 
-    def _adopt(self, model: Any) -> None:
+    def _adopt(self, model: Model) -> None:
         self._empty = True
         super()._adopt(model)
 

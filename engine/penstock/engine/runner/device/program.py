@@ -9,12 +9,13 @@ outlives a launch is made in a step.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from penstock.engine.attention.context import ForwardContext, GroupInputs
 from penstock.engine.cache.layout import KVGroup
+from penstock.engine.models.model import Model
 from penstock.engine.runner.device.staging import aligned
 from penstock.kernels.ops import Ops
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
@@ -126,7 +127,7 @@ class StepProgram:
         """Derives the inputs."""
         self._step_ops.prepare_inputs(step.request, self.state, step.inputs)
 
-    def forward(self, step: Step, model: Any) -> torch.Tensor:
+    def forward(self, step: Step, model: Model) -> torch.Tensor:
         """Derives the inputs and runs the model: [n, hidden]."""
         self.prepare(step)
         return model.forward(step.inputs.input_ids, step.inputs.positions, step.ctx)

@@ -1,12 +1,14 @@
 """A device runner's step as what graphs are captured of."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import numpy as np
 import torch
 
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.model import Model
 from penstock.engine.runner.device.graphs.descriptor import BatchDescriptor
 from penstock.engine.runner.device.graphs.pieces import Attend
 from penstock.engine.runner.device.program import Step, StepProgram, StepShape
@@ -30,7 +32,8 @@ VARIANTS: Sequence[Hashable] = (Path.FILTERED, Path.GREEDY, LOGITS, Path.RANDOM)
 """In the order of their capture: with the first every step that samples has a graph."""
 
 
-class _PieceContext(NamedTuple):
+@dataclass(frozen=True)
+class _PieceContext:
     """A forward context whose attention is somebody else's."""
 
     attend: Attend
@@ -39,7 +42,7 @@ class _PieceContext(NamedTuple):
 class Loaded(Protocol):
     """What steps run on. Another model or another cache needs other graphs."""
 
-    model: Any
+    model: Model
     ops: Ops
     kv_caches: list[torch.Tensor]
 

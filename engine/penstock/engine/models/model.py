@@ -1,0 +1,116 @@
+"""What runners, loaders, adapters and tracers know of a model."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from penstock.engine.attention.context import AttentionContext
+from penstock.engine.models.layers.vocab import LMHead, VocabEmbedding
+from penstock.engine.models.layers.weight import Weights
+from penstock.kernels.prepare_kv.reference import Rotary
+
+
+class Carry(NamedTuple):
+    """What one layer passes on to the next, and one pipeline stage to the next."""
+
+    hidden: torch.Tensor
+    """[n, hidden]: the last sublayer's output."""
+    residual: torch.Tensor | None
+    """[n, hidden]: the residual stream without it; None: `hidden` is the whole stream."""
+
+    def stream(self) -> torch.Tensor:
+        """[n, hidden]: the whole residual stream."""
+        return self.hidden if self.residual is None else self.hidden + self.residual
+
+
+AuxStates = dict[int, torch.Tensor]
+"""By layer, the residual stream that enters it, [n, hidden]. A caller sets the keys; the model fills in the values."""
+
+
+class Layer(Protocol):
+    """A decoder layer. Its two parts can be replaced by what wraps them."""
+
+    self_attn: Any
+    mlp: Any
+
+    def __call__(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, rotary: Rotary, ctx: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What a `Carry` holds, to the same after this layer."""
+        ...
+
+
+class Model(Protocol):
+    """A decoder, or one pipeline stage of it."""
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """The stage's decoder layers."""
+        ...
+
+    @property
+    def embed_tokens(self) -> VocabEmbedding | None:
+        """None: another stage has it."""
+        ...
+
+    @property
+    def lm_head(self) -> LMHead | None:
+        """None: the model embeds, or another stage has it."""
+        ...
+
+    def weights(self) -> Weights:
+        """Every tensor that the checkpoint must have, by name. A name without its last part is that of a module, which adapters
+        and quantization use too."""
+        ...
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor may be there and is not needed."""
+        ...
+
+    def finish(self) -> None:
+        """After loading."""
+        ...
+
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        positions: torch.Tensor,
+        ctx: AttentionContext,
+        carry: Carry | None = None,
+        aux: AuxStates | None = None,
+    ) -> torch.Tensor:
+        """Hidden states after the final norm, of the last stage.
+
+        Args:
+            inputs: Token ids, [n] int32 or int64; or embeddings in their place, [n, hidden] in floating point.
+            positions: [n], int32 or int64: of each token in its request.
+            ctx: The caches, and which tokens are whose.
+            carry: From the stage before; `inputs` is not read then.
+            aux: Takes the states that are asked for.
+
+        Returns:
+            [n, hidden].
+        """
+        ...
+
+    def advance(
+        self,
+        inputs: torch.Tensor,
+        positions: torch.Tensor,
+        ctx: AttentionContext,
+        carry: Carry | None = None,
+        aux: AuxStates | None = None,
+    ) -> Carry:
+        """The same up to the stage's last layer: what the next stage begins with."""
+        ...
+
+    def states(
+        self, inputs: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext, carry: Carry | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What `forward` computes, part by part: the name of each and its output, [n, hidden]; the last is the final norm."""
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] → [n, vocab]: in float32 on the CPU, elsewhere in the model's dtype, which samplers widen as they read."""
+        ...
