@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from e2e import adapters, models
 from e2e.cluster.cluster import Cluster
 from e2e.cluster.phases import Phases
@@ -41,7 +39,6 @@ def expect_no_namespace_going(cluster: Cluster) -> None:
     assert not going, going
 
 
-@pytest.mark.req("XC-01")
 def test_what_one_command_reads_brings_models_and_adapters_back(
     system: System, namespace: str, tmp_path: Path, phases: Phases
 ) -> None:

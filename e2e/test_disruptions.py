@@ -239,7 +239,7 @@ def evict(cluster: Cluster, pod: str) -> None:
     cluster.kubectl("create", f"--raw={path}", "--filename=-", stdin=json.dumps(eviction))
 
 
-@pytest.mark.req("RT-40", "XC-04")
+@pytest.mark.req("RT-40")
 def test_a_lost_node_takes_only_its_own_requests_along(system: System, sturdy: None, phases: Phases, report: Write) -> None:
     cluster, node = system.cluster, "node-3"
     others = eventually(lambda: models.ready_pods(cluster, WHERE, NAME, REPLICAS))

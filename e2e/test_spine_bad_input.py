@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from e2e import models
 from e2e.cluster.cluster import Cluster
 from e2e.cluster.phases import Phases
@@ -103,7 +101,6 @@ def expect_said(cluster: Cluster, namespace: str, name: str, words: str) -> None
     assert any(words in message for message in warnings), warnings
 
 
-@pytest.mark.req("XC-04")
 def test_old_replica_goes_on_serving_when_the_new_model_cannot_be_loaded(
     system: System, namespace: str, tmp_path: Path, phases: Phases
 ) -> None:

@@ -57,7 +57,6 @@ def expect_selector(cluster: Cluster, service: models.Object) -> None:
     assert cluster.get("service", metadata["name"], metadata["namespace"])["spec"]["selector"] == service["spec"]["selector"]
 
 
-@pytest.mark.req("XC-01")
 def test_scale_of_a_pool_without_replicas_is_left_to_others(system: System, namespace: str) -> None:
     cluster, name = system.cluster, "hands-off"
     with models.applied(cluster, namespace, models.small(name, replicas=None)):

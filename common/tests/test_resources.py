@@ -26,7 +26,6 @@ def resource(**changes: Any) -> dict[str, Any]:
     return {"apiVersion": "penstock.dev/v1alpha1", "kind": "InferenceModel", "metadata": meta, "spec": {**spec, **changes}}
 
 
-@pytest.mark.req("XC-01")
 def test_the_whole_spec_goes_through_and_back() -> None:
     model = InferenceModel.parse(WHOLE)
     assert model.spec.model_dump(by_alias=True, exclude_unset=True) == WHOLE["spec"]

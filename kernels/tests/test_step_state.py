@@ -136,7 +136,7 @@ def test_a_gpu_derives_real_steps(triton_device, shape):
         check(triton, seed, shape, triton_device)
 
 
-@pytest.mark.req("IB-01", "MR-04")
+@pytest.mark.req("IB-01")
 @pytest.mark.parametrize("seed", range(3))
 def test_changes_arrive_where_they_belong_and_nowhere_else(form, triton_device, seed):
     device, rng = triton_device if form is triton else "cpu", np.random.default_rng(seed)

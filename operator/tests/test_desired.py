@@ -171,7 +171,6 @@ def test_what_every_pod_may_ask_for_needs_no_flag(make: Any) -> None:
     assert children(make.model(pools=[{"name": "main", "template": {"spec": harmless}}]), RENDERING)
 
 
-@pytest.mark.req("XC-04")
 def test_every_honoured_field_reaches_the_engine(make: Any) -> None:
     limits = {
         "maxModelLen": 1024,
@@ -305,7 +304,6 @@ def test_the_kubelet_waits_longer_than_the_drain(drain: int) -> None:
     assert pod["terminationGracePeriodSeconds"] > drain
 
 
-@pytest.mark.req("XC-04")
 def test_replicas_wait_half_a_minute_for_a_lost_node(make: Any) -> None:
     def tolerations(*own: Any) -> Any:
         overlay = {"spec": {"tolerations": list(own)}} if own else {}

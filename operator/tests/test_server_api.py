@@ -31,7 +31,6 @@ async def get_of(answer: Callable[[int], web.Response]) -> tuple[object, int]:
             await client.close()
 
 
-@pytest.mark.req("XC-04")
 @pytest.mark.parametrize("status", [429, 503])
 async def test_a_server_that_says_when_is_asked_again(status: int) -> None:
     def busy(times: int) -> Callable[[int], web.Response]:

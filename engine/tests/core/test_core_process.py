@@ -343,7 +343,7 @@ class Subscriber:
                     self.reports.append(event)
 
 
-@pytest.mark.req("PC-24", "PC-14", "PC-07", "PC-20")
+@pytest.mark.req("PC-14", "PC-07")
 async def test_the_event_stream_tells_what_is_cached_and_replays_it(tmp_path):
     addresses = {"events_addresses": [f"ipc://{tmp_path}/events"], "replay_addresses": [f"ipc://{tmp_path}/replay"]}
     context = zmq.asyncio.Context()

@@ -58,7 +58,7 @@ groups = st.lists(
 )
 
 
-@pytest.mark.req("KV-04", "KV-25")
+@pytest.mark.req("KV-04")
 @given(groups, st.integers(1, 40), st.integers(0, 60), st.integers(1, 200))
 def test_the_longest_sequence_is_the_longest(specs, in_flight, num_blocks, limit):
     fits = [length for length in range(1, limit + 1) if max_blocks(specs, length, in_flight) <= num_blocks]
@@ -66,7 +66,7 @@ def test_the_longest_sequence_is_the_longest(specs, in_flight, num_blocks, limit
     assert fits == list(range(1, len(fits) + 1))
 
 
-@pytest.mark.req("KV-04", "KV-25")
+@pytest.mark.req("KV-04")
 def test_a_window_bounds_what_a_sequence_holds():
     assert max_blocks(full_attention(16), 10_000, 16) == 625
     assert max_blocks([KVGroup((0,), 16, 64)], 10_000, 16) == 64 // 16 + 2

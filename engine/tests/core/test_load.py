@@ -80,7 +80,7 @@ def test_whoever_follows_the_advice_gets_a_cache(cache):
     assert num_kv_blocks(with_cache(**{**cache, field: int(number)}), LAYOUT, ROOMY, 0) == 17
 
 
-@pytest.mark.req("KV-04", "KV-25")
+@pytest.mark.req("KV-04")
 def test_with_windows_the_arithmetic_is_that_of_each_group():
     layout = KVLayout((KVGroup((0,), 4, None), KVGroup((1,), 4, 9)), 1000)
     assert num_kv_blocks(with_cache(num_blocks=24), layout, ROOMY, 0) == 24  # 16, 2 + 4 + 1, and the null block

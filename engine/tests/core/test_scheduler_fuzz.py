@@ -98,7 +98,7 @@ def live(machine: Machine, wanted: list[dict]) -> None:
 @pytest.mark.req(
     "RL-04", "RL-07", "RL-10", "RL-17", "SCH-02", "SCH-03", "SCH-05", "SCH-07", "SCH-22", "SCH-24", "CHK-01", "CHK-05"
 )
-@pytest.mark.req("KV-01", "KV-08", "KV-09", "KV-13", "KV-14", "KV-29", "PC-10", "PC-12", "PC-15", "PC-17", "PC-19", "PC-24")
+@pytest.mark.req("KV-01", "KV-08", "KV-09", "KV-14", "KV-29", "PC-10", "PC-12", "PC-15", "PC-17", "PC-19", "PC-24")
 @pytest.mark.req("PRE-06", "PRE-08", "PRE-14", "PRE-16", "AS-05", "AS-10", "AS-11", "AS-12", "AS-15", "AS-17")
 @pytest.mark.req("KV-12", "KV-22", "KV-23", "KV-25", "PC-31")
 @settings(max_examples=150)

@@ -135,7 +135,7 @@ def test_a_pause_that_aborts_sends_clients_elsewhere_and_a_busy_cache_is_not_res
     assert http.post("/resume").status_code == 200 and http.post("/reset_prefix_cache").status_code == 200
 
 
-@pytest.mark.req("MEM-06", "MEM-07", "MEM-10")
+@pytest.mark.req("MEM-06", "MEM-10")
 def test_an_engine_sleeps_out_of_the_way_of_traffic_and_answers_the_same_after(http: httpx.Client, server: Server) -> None:
     expected = text(ask(http))
     for level, cures in ((1, ["/wake_up"]), (2, ["/wake_up", "/reload_weights"])):

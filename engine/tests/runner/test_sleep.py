@@ -71,7 +71,6 @@ def test_memory_falls_by_level_and_rises_by_tag_and_answers_are_the_same(wide, b
     assert resident() - with_weights > 0.9 * kv
 
 
-@pytest.mark.req("MEM-07")
 def test_reloaded_weights_answer_as_a_runner_that_began_with_them(checkpoint, build_runner, driver, tmp_path):
     runner, other = build_runner(checkpoint("llama")), tmp_path / "other"
     _vary(checkpoint("llama"), other)

@@ -63,7 +63,7 @@ def test_graphs_serve_other_weights_at_the_same_addresses(found, expected):
     assert steps["FULL"] > 0 and steps["PIECEWISE"] > 0 and "NONE" not in steps
 
 
-@pytest.mark.req("MEM-07", "MEM-10")
+@pytest.mark.req("MEM-10")
 def test_weights_come_anew_after_level_2_and_so_do_graphs(found, expected):
     old, new = expected
     assert again(found, 0) == expected[old]
