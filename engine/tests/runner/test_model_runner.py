@@ -290,8 +290,12 @@ def test_parts_are_looked_at_in_failing_steps_alone(loaded, driver, monkeypatch)
     runner, calls = loaded("llama"), []
     play, states = driver(runner), runner.model.states
     monkeypatch.setattr(runner.model, "states", lambda *arguments: calls.append(len(arguments[0])) or states(*arguments))
-    play.generate(play.admit(prompt(1, 7)), 2)
-    assert calls == [7, 1]
+    sequence = play.admit(prompt(1, 7))
+    play.generate(sequence, 2)
+    assert calls == []
+    runner.kv_caches[1][sequence.blocks[0], 1, 0, 3] = float("nan")
+    assert list(play.step([(sequence, 1)]).failed) == [0]
+    assert calls == [1]
 
 
 def test_a_request_with_unknown_tokens_fails_alone(loaded, driver):
