@@ -1,5 +1,6 @@
 """Penstock as it is installed: the manifests applied, everything in pods under its own ServiceAccount."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +43,11 @@ def install(cluster: Cluster, phases: Phases) -> System:
     with phases("Penstock's manifests applied"):
         # By the server: a CRD is larger than the annotation in which a client would keep what it applied last.
         cluster.kubectl("apply", "--server-side", f"--kustomize={REPOSITORY / 'manifests'}")
+        # Engines of some tests are scripts.
+        flag = [{"op": "add", "path": "/spec/template/spec/containers/0/args/-", "value": "--allow-command-templates"}]
+        cluster.kubectl(
+            "patch", f"deployment/{OPERATOR}", f"--namespace={NAMESPACE}", "--type=json", f"--patch={json.dumps(flag)}"
+        )
     with phases("operator, gateway and Envoy available"):
         everything = ["--for=condition=Available", "deployment", "--all", f"--namespace={NAMESPACE}"]
         cluster.kubectl("wait", *everything, "--timeout=120s", timeout=125)

@@ -34,7 +34,8 @@ def unheld_operator(system: System, namespace: str) -> Iterator[None]:
     cluster = system.cluster
     flags = [f"--kubeconfig={cluster.service_account_kubeconfig(NAMESPACE, OPERATOR)}", f"--namespace={namespace}"]
     with without_operators(system):
-        command = [sys.executable, "-c", UNHELD, *flags, "--no-leader-elect", "--http-port=19091"]
+        flags += ["--allow-command-templates", "--no-leader-elect", "--http-port=19091"]
+        command = [sys.executable, "-c", UNHELD, *flags]
         cluster.processes.start("operator", command, cwd=REPOSITORY)
         try:
             yield
