@@ -151,11 +151,12 @@ def expect_group_objects(cluster: Cluster, namespace: str, groups: list[list[Obj
     """Names, addresses, and who may reach whom."""
     live = cluster.get("leaderworkerset", SET, namespace)
     assert live["metadata"]["generation"] == 1, "the operator and LWS's webhooks agree"
-    (policy,) = cluster.list("networkpolicies", namespace)
-    reached = policy["spec"]["podSelector"]["matchLabels"]
+    policies = {it["metadata"]["name"]: it["spec"] for it in cluster.list("networkpolicies", namespace)}
+    assert set(policies) == {SET, f"{SET}-workers"}
+    reached, guarded = (policies[name]["podSelector"]["matchLabels"] for name in (SET, f"{SET}-workers"))
     peers = [
         peer["podSelector"]["matchLabels"]
-        for rule in policy["spec"]["ingress"]
+        for rule in policies[SET]["ingress"]
         if opens(rule, group_member.MEETING)
         for peer in rule["from"]
     ]
@@ -168,6 +169,7 @@ def expect_group_objects(cluster: Cluster, namespace: str, groups: list[list[Obj
             (engine,) = pod["spec"]["containers"]
             assert {"name": "LWS_LEADER_ADDRESS", "value": f"{name}.{name}.{namespace}"} in engine["env"]
         assert selected(reached, leader) and not selected(reached, worker), "a policy for replicas is for leaders"
+        assert selected(guarded, worker) and not selected(guarded, leader), "and one for their workers"
         assert any(selected(peer, worker) for peer in peers), "a worker reaches its leader"
     (own,) = cluster.list("endpointslices", namespace, f"kubernetes.io/service-name={SET}")
     leaders = {leader["status"]["podIP"] for leader, _ in groups}
