@@ -161,6 +161,12 @@ def test_what_a_new_template_asks_for_needs_the_flag_that_lists_it(make: Any, sp
     assert children(model, replace(RENDERING, allow_privileged_templates=True))
 
 
+def test_drafts_are_asked_for_by_their_flags(make: Any) -> None:
+    model = make.model(engine={"speculative": {"method": "suffix"}})
+    assert {"--spec-method=suffix", "--spec-tokens=4"} <= set(engine_args(model))
+    assert not any(it.startswith("--spec") for it in engine_args(make.model()))
+
+
 def test_what_every_pod_may_ask_for_needs_no_flag(make: Any) -> None:
     harmless = {
         "priorityClassName": "serving",

@@ -224,7 +224,7 @@ async def test_what_was_learned_of_a_pool_stays_while_its_spec_is_refused(world:
     before = world.live("InferenceModel")["status"]["scaling"]
     assert before[0]["learned"]["coldStartSeconds"] == 80
     world.reports.clear()  # the autoscaler looks at no model that is refused
-    for wrong in ({"replicas": 2, "pools": SCALED}, {"pools": SCALED, "engine": {"speculative": {"method": "ngram"}}}):
+    for wrong in ({"replicas": 2, "pools": SCALED}, {"pools": SCALED, "engine": {"quantization": {"weights": "fp8"}}}):
         await world.apply(world.make.resource(**wrong))
         await world.settle(key)
         assert world.condition("Accepted")[0] == "False"
@@ -238,12 +238,12 @@ async def test_unsupported_fields_are_refused_by_name_and_nothing_is_changed(wor
     await world.apply(world.make.resource(replicas=2))
     await world.settle(key)
     before = world.live("Deployment")
-    await world.apply(world.make.resource(replicas=1, engine={"speculative": {"method": "ngram"}}))
+    await world.apply(world.make.resource(replicas=1, engine={"quantization": {"weights": "fp8"}}))
     await world.settle(key)
     assert world.live("Deployment") == before
     status, reason, message = world.condition("Accepted")
     assert (status, reason) == ("False", "UnsupportedField")
-    assert "spec.engine.speculative" in message
+    assert "spec.engine.quantization" in message
     assert [event["reason"] for event in world.api.posted] == ["UnsupportedField"]
 
 

@@ -19,7 +19,7 @@ SPECS = st.fixed_dictionaries(
     optional={
         "replicas": st.integers(0, 3),
         "rollout": st.fixed_dictionaries({"paused": st.booleans()}),
-        "engine": st.sampled_from([{"limits": {"maxNumSeqs": 8}}, {"speculative": {"method": "ngram", "tokens": 4}}]),
+        "engine": st.sampled_from([{"limits": {"maxNumSeqs": 8}}, {"quantization": {"weights": "fp8"}}]),
         "pools": st.sampled_from(
             [
                 [{"name": "main"}, {"name": "extra"}],
@@ -124,7 +124,7 @@ class Cluster:
         for pool, ready in told.items():
             serving = sum(is_ready(it) for it in pods if it["metadata"]["labels"]["penstock.dev/pool"] == pool)
             assert ready == f"{serving}/{workloads[f'tiny-{pool}']['spec'].get('replicas', 1)}"
-        refused = "speculative" in str(model["spec"]) or "hostPID" in str(model["spec"]) or _contradicts(model["spec"])
+        refused = "quantization" in str(model["spec"]) or "hostPID" in str(model["spec"]) or _contradicts(model["spec"])
         assert (conditions["Accepted"]["status"] == "False") is refused, conditions["Accepted"]["message"]
         rival = ("InferenceModel", "default", "rival") in self.world.api.objects
         lost = model["spec"]["served"]["name"] == "taken" and rival

@@ -24,6 +24,7 @@ from penstock.engine.config import (
 )
 from penstock.engine.devices import choose_device
 from penstock.engine.runner.device.graphs.settings import graph_config
+from penstock.engine.spec.settings import speculative_config
 from penstock.kernels.cpu.isa import IsaName, choose
 from penstock.plain_errors import explained
 
@@ -83,6 +84,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     """None: `FULL_AND_PIECEWISE` on a GPU."""
     cudagraph_capture_sizes: list[Positive] | None = None
     max_cudagraph_capture_size: Positive | None = None
+    speculative_config: dict[str, Any] | None = None
+    """vLLM's keys; None: no drafts, unless one of the next two asks for them."""
+    spec_method: str | None = None
+    spec_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
     enable_lora: bool = False
     lora_modules: list[str] | None = None
     """`name=path` each."""
@@ -116,6 +121,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             override_generation_config=self.override_generation_config,
         )
         source = self.model.removeprefix("hf://").removeprefix("file://")
+        speculative = speculative_config(self.speculative_config, self.spec_method, self.spec_tokens)
+        if speculative is not None and device == "cuda":
+            raise ConfigError("--speculative-config: drafts are verified on a CPU alone so far (--device cpu)")
         if model.pooling is not None:
             self._check_pooling(device)
         return EngineConfig(
@@ -141,9 +149,11 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 policy=self.scheduling_policy,
                 max_num_waiting=self.max_num_waiting,
                 watermark=self.watermark,
+                num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
                 tenant_weights=self.tenant_weights,
             ),
             lora=self._lora(names),
+            speculative=speculative,
             device=device,
             attention_backend=self.attention_backend,
             cpu_isa=self._cpu_isa(device),
@@ -161,6 +171,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--runner pooling: this model is served for embeddings, so far on a CPU alone (--device cpu)")
         for flag, given in (
             ("--enable-lora", self.enable_lora),
+            ("--speculative-config", self.speculative_config or self.spec_method or self.spec_tokens),
             ("--logits-processors", self.logits_processors),
             ("--override-generation-config", self.override_generation_config),
         ):

@@ -217,6 +217,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--generation-config", default="auto", metavar="WHOSE", help=whose)
     add("--override-generation-config", type=_object, default={}, metavar="JSON", help="wins over it: '{\"temperature\": 0.5}'")
     backends = ["triton", "flash_attn", "flashinfer", "torch"]
+    what = 'speculative decoding, with vLLM\'s keys: \'{"method": "ngram", "num_speculative_tokens": 4}\''
+    add("--speculative-config", type=_object, metavar="JSON", help=what)
+    add("--spec-method", metavar="METHOD", help="where drafts come from: ngram, suffix or auto (None: no speculative decoding)")
+    add("--spec-tokens", type=positive, help="drafts of a request in a step at most (None: 4)")
     add("--attention-backend", choices=backends, help="whose attention kernels run (None: the first that can)")
     add("--enforce-eager", action="store_true", help="no CUDA graphs: every kernel is launched by itself")
     graphs = ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"]

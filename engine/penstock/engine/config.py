@@ -25,6 +25,10 @@ CudagraphMode = Literal["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"]
 requests have equally many new tokens, and parts for the others."""
 
 
+SpeculativeMethod = Literal["ngram", "suffix"]
+"""Where drafts come from: the request's own text; that and the outputs of earlier requests."""
+
+
 class ConfigError(ValueError):
     """A setting that cannot work; the message names the flag and what to change."""
 
@@ -149,6 +153,26 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     modules: tuple[LoraModule, ...] = ()
 
 
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where drafts come from, named as vLLM's `--speculative-config` names it; see `docs/engine/speculation.md`."""
+
+    method: SpeculativeMethod
+    num_speculative_tokens: int
+    """Drafts of a request in a step at most."""
+    prompt_lookup_min: int = 1
+    """ngram: tokens that must have stood earlier at least."""
+    prompt_lookup_max: int = 4
+    """ngram: tokens that are compared at most."""
+    suffix_decoding_max_tree_depth: int = 24
+    """suffix: tokens that are compared at most."""
+    suffix_decoding_max_cached_requests: int = 10_000
+    """suffix: outputs of earlier requests that are looked up; 0: the request's own text alone."""
+    suffix_decoding_max_spec_factor: float = 1.0
+    """suffix: drafts per token that stood earlier at most."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """suffix: how frequent a draft must be where it was found."""
+
+
 class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):
     """CUDA graphs; see `docs/engine/cuda-graphs.md`."""
 
@@ -165,6 +189,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig
     lora: LoraConfig | None = None
     """None: the engine serves no adapters."""
+    speculative: SpeculativeConfig | None = None
+    """None: no drafts."""
     graphs: GraphConfig = GraphConfig()
     device: Literal["cpu", "cuda"] = "cpu"
     attention_backend: AttentionBackendName | None = None

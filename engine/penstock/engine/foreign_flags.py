@@ -15,7 +15,6 @@ _QUANTIZED: Final = "weights are served as bfloat16, float16 or float32: --dtype
 _TEMPLATE: Final = "put the template into the model's folder as chat_template.jinja"
 _ALWAYS: Final = "this is always on; leave it out"
 _NO_GRAMMARS: Final = "there are no grammars yet; leave it out"
-_NO_DRAFTS: Final = "there is no speculative decoding yet; leave it out"
 _NO_MEDIA: Final = "models take text alone; leave it out"
 _DOWNLOADS: Final = "set the environment variable HF_HOME"
 _LOG: Final = "the log has a line for each request; --disable-log-stats ends the line every ten seconds"
@@ -40,7 +39,8 @@ FOREIGN: Final[Mapping[str, str]] = {
     **_all("--enable-metrics --enable-cache-report --enable-prompt-tokens-details --enable-request-id-headers", _ALWAYS),
     **_all("--enable-ssl-refresh --enable-server-load-tracking", _ALWAYS),
     **_all("--guided-decoding-backend --structured-outputs-config --grammar-backend --disable-grammar-support", _NO_GRAMMARS),
-    **_all("--speculative-config --speculative-model --speculative-algorithm --speculate --num-speculative-tokens", _NO_DRAFTS),
+    **_all("--speculative-algorithm --speculative-model --spec-model", "--spec-method ngram or --spec-method suffix"),
+    **_all("--speculate --num-speculative-tokens --speculative-num-draft-tokens", "--spec-tokens, with --spec-method"),
     **_all("--limit-mm-per-prompt --mm-processor-kwargs --allowed-local-media-path --enable-multimodal", _NO_MEDIA),
     **_all("--download-dir --huggingface-hub-cache", _DOWNLOADS),
     **_all("--disable-log-requests --enable-log-requests --no-enable-log-requests --log-requests --log-level", _LOG),

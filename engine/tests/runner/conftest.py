@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import CONFIGS, LLAMA, MAX_MODEL_LEN
 
-from penstock.engine.config import CacheConfig, EngineConfig, LoraConfig, SchedulerConfig
+from penstock.engine.config import CacheConfig, EngineConfig, LoraConfig, SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.plan import Admission, SampleInputs, SlotLoad, StepPlan, StepResult
 from penstock.engine.loading.checkpoint import read_model_config
 from penstock.engine.runner import model_runner
@@ -55,6 +55,7 @@ def make_runner(
     scheduler: SchedulerConfig | None = None,
     lora: LoraConfig | None = None,
     max_model_len: int = MAX_MODEL_LEN,
+    speculative: SpeculativeConfig | None = None,
 ) -> ModelRunner:
     """A loaded runner with its cache; `form` is "best", an instruction set's name, or "reference": as without a compiler."""
     runner = ModelRunner(
@@ -63,6 +64,7 @@ def make_runner(
             cache=CacheConfig(block_size=BLOCK_SIZE),
             scheduler=scheduler or SchedulerConfig(max_num_seqs=16),
             lora=lora,
+            speculative=speculative,
             cpu_isa=None if form in ("best", "reference") else form,
         )
     )

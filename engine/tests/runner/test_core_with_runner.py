@@ -57,6 +57,8 @@ class Engine:
         self.executor = InlineExecutor(runner) if depth == 1 else ThreadExecutor(runner)
         self.scores: dict[int, dict[int, float]] = {}
         """By request and position; a score that changes when it comes again is an error."""
+        self.logprobs: dict[int, list[float]] = {}
+        """By request: of each of its tokens, where it asks."""
         self.core = EngineCore(msgspec.structs.replace(runner.config, depth=depth), self.executor, num_blocks, epoch=1)
 
     def run(self, batch: list[AddRequest]) -> dict[int, list[int]]:
@@ -71,7 +73,14 @@ class Engine:
                 continue
             self._take(frame.prompt_logprobs)
             offsets, ids = np.frombuffer(frame.offsets, np.int32), np.frombuffer(frame.token_ids, np.int32)
-            for i, index in enumerate(np.frombuffer(frame.indexes, np.int64).tolist()):
+            indexes = np.frombuffer(frame.indexes, np.int64)
+            if frame.logprobs is not None:
+                owners = np.repeat(indexes, np.diff(offsets))[np.frombuffer(frame.logprobs.positions, np.int32)]
+                for index, logprob in zip(
+                    owners.tolist(), np.frombuffer(frame.logprobs.sampled, np.float32).tolist(), strict=True
+                ):
+                    self.logprobs.setdefault(index, []).append(logprob)
+            for i, index in enumerate(indexes.tolist()):
                 tokens[index] += ids[offsets[i] : offsets[i + 1]].tolist()
             assert all(ended.reason == FinishReason.LENGTH for ended in frame.finished), frame.finished
         return tokens

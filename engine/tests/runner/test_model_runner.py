@@ -46,7 +46,7 @@ def admission(row: int, tokens: list[int], computed: int = 0, sampling: Sampling
 
 
 def input_batch(rows: int, longest: int, groups: Sequence[KVGroup], vocab_size: int) -> InputBatch:
-    arrays = StepArrays(100, rows, longest, groups)
+    arrays = StepArrays(100, rows, longest, groups, max_logits_rows=rows)
     return InputBatch(rows, longest, groups, arrays, vocab_size, HostCopies())
 
 

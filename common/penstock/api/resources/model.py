@@ -38,7 +38,8 @@ OWNED_FLAGS = r"^--(host|port|admin-port|events-port|replay-port|served-model-na
 # What has a field of its own is said there alone, also where the engine has no such flag yet.
 TYPED_FLAGS = (
     r"^--(revision|load-format|dtype|quantization|kv-cache-dtype|max-model-len|max-num-seqs|max-num-batched-tokens"
-    r"|long-prefill-token-threshold|block-size|gpu-memory-utilization|speculative-config|kv-transfer-config|device"
+    r"|long-prefill-token-threshold|block-size|gpu-memory-utilization|speculative-config"
+    r"|spec-method|spec-tokens|kv-transfer-config|device"
     r"|enable-lora|allow-runtime-lora-updating|lora-modules|max-loras|max-cpu-loras|max-lora-rank"
     r"|(tensor|pipeline|data)-parallel-size|enable-expert-parallel|num-redundant-experts)(=.*)?$"
 )
@@ -125,9 +126,9 @@ class Speculative(Part):
     """Speculative decoding."""
 
     method: Word
-    """Where drafts come from, such as `ngram`."""
-    tokens: int = Field(default=4, ge=1, le=64)
-    """Draft tokens in one step."""
+    """Where drafts come from: `ngram`, the request's own text; `suffix`, that and earlier outputs; `auto`."""
+    tokens: int = Field(default=4, ge=1, le=32)
+    """Drafts of a request in one step at most."""
 
 
 class Connector(Part):

@@ -1,9 +1,13 @@
 """Which fields nothing implements yet. They are part of the API, and refused by name until something honours them."""
 
 from collections.abc import Iterator
+from typing import Final
 
 from penstock.api.resources.model import InferenceModelSpec
 from penstock.api.resources.pools import Pool
+
+DRAFTS: Final = ("ngram", "suffix", "auto")
+"""Methods of speculative decoding that engines have."""
 
 
 def unsupported(spec: InferenceModelSpec) -> list[str]:
@@ -19,9 +23,10 @@ def _source(spec: InferenceModelSpec) -> Iterator[str]:
 
 def _engine(spec: InferenceModelSpec) -> Iterator[str]:
     engine = spec.engine
-    for name in ("quantization", "speculative"):
-        if getattr(engine, name) is not None:
-            yield f"spec.engine.{name}"
+    if engine.quantization is not None:
+        yield "spec.engine.quantization"
+    if engine.speculative is not None and engine.speculative.method not in DRAFTS:
+        yield f"spec.engine.speculative.method ({engine.speculative.method}; {', '.join(DRAFTS)} work)"
     if engine.connector.type != "none":
         yield f"spec.engine.connector.type ({engine.connector.type}; only none works)"
 

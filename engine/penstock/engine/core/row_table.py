@@ -83,7 +83,7 @@ class RowTable:
         ends = starts + plan.num_new_tokens
         rejected = None
         if len(plan.num_drafts):
-            rejected = np.where(counts > 0, plan.num_drafts + 1 - counts, 0).astype(np.int32)
+            rejected = _rejected(plan, counts)
             ends -= rejected
         if live is not None and np.count_nonzero(live) < len(live):
             rows, settled = rows[live], ends[live]
@@ -92,9 +92,16 @@ class RowTable:
             settled = ends
         self.num_settled[rows] = settled
         if rejected is not None:
-            self.num_tokens[rows] -= rejected
-            self.num_computed[rows] -= rejected
+            self._take_back(rows, rejected)
         return starts, ends
+
+    def reject(self, plan: StepPlan, counts: Int32) -> None:
+        """`settle` for a table to which no plan is applied before the last one is settled."""
+        self._take_back(plan.rows, _rejected(plan, counts))
+
+    def _take_back(self, rows: Int32, rejected: Int32) -> None:
+        self.num_tokens[rows] -= rejected
+        self.num_computed[rows] -= rejected
 
     def write_sampled(self, rows: Int32, positions: Int32, token_ids: Int32) -> None:
         """Fills in sampled tokens, [m] each; the rows must still belong to the requests that sampled them."""
@@ -143,6 +150,11 @@ class RowTable:
             places += ranks(rows)
             np.add.at(num_blocks, rows, 1)
         self.block_tables[group][rows, places] = blocks
+
+
+def _rejected(plan: StepPlan, counts: Int32) -> Int32:
+    """[r]: how many of a plan's drafts are not accepted; a row without a token came as far as planned."""
+    return np.where(counts > 0, plan.num_drafts + 1 - counts, 0).astype(np.int32)
 
 
 def first_of(values: Int32, counts: Int32) -> Int32:

@@ -17,7 +17,7 @@ from penstock.engine.attention.backends.registry import choose_backend
 from penstock.engine.cache.layout import KVLayer, KVLayout, kv_layout
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.executor import AdapterRead, StepFailed
-from penstock.engine.core.plan import Admission, Bool, GraphReport, Int32, SampleInputs, StepPlan, StepResult, empty
+from penstock.engine.core.plan import NONE, Admission, Bool, GraphReport, Int32, SampleInputs, StepPlan, StepResult, empty
 from penstock.engine.loading.checkpoint import resolve
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.loading.loader import Source, check, fill
@@ -323,7 +323,7 @@ class RunnerBase(ABC):
                 raise RuntimeError(f"warm-up: {failed[0]}; are the checkpoint's weights finite in {self.config.model.dtype}?")
         self._reset()
 
-    def _null_plan(self, admissions: list[Admission], num_new_tokens: Int32, samples: Bool) -> StepPlan:
+    def _null_plan(self, admissions: list[Admission], num_new_tokens: Int32, samples: Bool, num_drafts: Int32 = NONE) -> StepPlan:
         """Of the first rows, whose blocks all are the null block."""
         return StepPlan(
             step_id=0,
@@ -334,14 +334,13 @@ class RunnerBase(ABC):
             rows=np.arange(len(num_new_tokens), dtype=np.int32),
             num_new_tokens=num_new_tokens,
             samples=samples,
+            num_drafts=num_drafts,
         )
 
 
-def check_supported(plan: StepPlan, inputs: SampleInputs | None = None) -> None:
+def check_supported(plan: StepPlan, inputs: SampleInputs) -> None:
     """Refuses what no runner does yet."""
-    if len(plan.num_drafts):
-        raise NotImplementedError(f"step {plan.step_id} has drafts, which this runner cannot verify")
-    if inputs is not None and len(inputs.masked_rows):
+    if len(inputs.masked_rows):
         raise NotImplementedError(f"step {plan.step_id} has masks, which this runner cannot apply")
 
 

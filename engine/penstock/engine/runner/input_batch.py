@@ -43,7 +43,7 @@ class StepInputs:
     tokens_a_row: int | None
     """Where all rows have as many, and all together no more than MAX_TAPED_TOKENS; else None."""
     sampled_rows: Int32
-    """[m]: indexes into the plan's rows."""
+    """[m]: indexes into the plan's rows, a row with drafts as often as it has logits."""
     sampled_positions: Int32
     """[m]: where in its request each sampled token belongs."""
 
@@ -56,13 +56,16 @@ class StepArrays:
         max_num_seqs: Rows.
         max_model_len: Tokens of a row at most.
         groups: The KV groups.
+        max_logits_rows: Of a step at most.
     """
 
-    def __init__(self, max_num_tokens: int, max_num_seqs: int, max_model_len: int, groups: Sequence[KVGroup]) -> None:
+    def __init__(
+        self, max_num_tokens: int, max_num_seqs: int, max_model_len: int, groups: Sequence[KVGroup], max_logits_rows: int
+    ) -> None:
         self.input_ids, self.positions = np.zeros(max_num_tokens, np.int64), np.zeros(max_num_tokens, np.int64)
         self.slots = [np.zeros(max_num_tokens, np.int64) for _ in groups]
         self.tables = [np.zeros((max_num_seqs, -(-max_model_len // group.block_size)), np.int32) for group in groups]
-        self.seq_lens, self.logits_indices = np.zeros(max_num_seqs, np.int32), np.zeros(max_num_seqs, np.int64)
+        self.seq_lens, self.logits_indices = np.zeros(max_num_seqs, np.int32), np.zeros(max_logits_rows, np.int64)
         self._places = np.arange(max_num_seqs + 1, dtype=np.int32)
         self._starts: dict[int, Int32] = {}
 
@@ -99,16 +102,24 @@ class InputBatch:
         processors: Sequence[GuardedProcessor] = (),
     ) -> None:
         self.rows = RowTable(max_num_seqs, max_model_len, [group.block_size for group in groups])
-        self.sampler = Sampler(max_num_seqs, max(max_num_seqs, _LOGITS_ROWS), vocab_size, copies.device, CPU)
+        most = max(len(arrays.logits_indices), _LOGITS_ROWS)
+        self.sampler = Sampler(max_num_seqs, most, vocab_size, copies.device, CPU)
         known = self.rows.token_ids
         adjustments = Adjustments(copies, CPU, max_num_seqs, vocab_size, Tokens(torch.from_numpy(known), known), processors)
         self.chooser = Chooser(copies, self.sampler, adjustments, max_num_seqs, mode)
         self.refusals = Refusals(vocab_size)
         self._groups, self._max_model_len, self._arrays = groups, max_model_len, arrays
 
-    def apply(self, plan: StepPlan) -> StepInputs:
-        """Takes in a plan and returns its step."""
+    def apply(self, plan: StepPlan, drafts: Int32 | None = None) -> StepInputs:
+        """Takes in a plan and returns its step.
+
+        Args:
+            plan: The plan.
+            drafts: [r, K]: of its rows, -1 pads; None: it has none.
+        """
         starts = self.rows.apply(plan)
+        if drafts is not None:
+            self._write_drafts(plan, starts, drafts)
         self.refusals.release(plan.released)
         for admission in plan.admissions:
             row, count = admission.row, len(admission.token_ids)
@@ -125,6 +136,13 @@ class InputBatch:
         rows = plan.rows[inputs.sampled_rows]
         known = LogitsRows(rows, inputs.sampled_positions, self.rows.num_prompt_tokens[rows], self.rows.token_ids)
         return Choosing(np.arange(len(rows)), inputs.sampled_rows, known)
+
+    def _write_drafts(self, plan: StepPlan, starts: Int32, drafts: Int32) -> None:
+        """Puts drafts in the places that they guess, for the step to read."""
+        owners, places = np.nonzero(np.arange(drafts.shape[1]) < plan.num_drafts[:, None])
+        positions = (starts + plan.num_new_tokens - plan.num_drafts)[owners] + places
+        # Where there are fewer than planned, any token will do: it is not accepted.
+        self.rows.token_ids[plan.rows[owners], positions] = np.maximum(drafts[owners, places], 0)
 
     def write_sampled(self, rows: LogitsRows, token_ids: Int32) -> None:
         """Puts sampled tokens, [m], where the next step finds them."""
@@ -162,7 +180,13 @@ class InputBatch:
             groups.append(GroupInputs(torch.from_numpy(slots), PagedBatch(size, query_start_loc, seq_lens, table, group.window)))
         sampled = plan.samples.nonzero()[0].astype(np.int32)
         arrays.input_ids[:total], arrays.positions[:total] = self.rows.token_ids[rows, positions], positions
-        logits_indices = np.subtract(query_start_loc[1:][sampled], 1, out=arrays.logits_indices[: len(sampled)])
+        ends, back = query_start_loc[1:][sampled], None
+        if len(plan.num_drafts):
+            each_logits = 1 + plan.num_drafts[sampled]
+            back = np.repeat(np.cumsum(each_logits), each_logits) - np.arange(each_logits.sum()) - 1
+            sampled = np.repeat(sampled, each_logits)
+            ends = (query_start_loc[1:][sampled] - back).astype(np.int32)
+        logits_indices = np.subtract(ends, 1, out=arrays.logits_indices[: len(sampled)])
         return StepInputs(
             input_ids=torch.from_numpy(arrays.input_ids[:total]),
             positions=torch.from_numpy(arrays.positions[:total]),
@@ -170,5 +194,5 @@ class InputBatch:
             logits_indices=torch.from_numpy(logits_indices),
             tokens_a_row=each if uniform else None,
             sampled_rows=sampled,
-            sampled_positions=seq_lens[sampled],
+            sampled_positions=seq_lens[sampled] if back is None else (seq_lens[sampled] - back).astype(np.int32),
         )

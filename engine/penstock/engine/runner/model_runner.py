@@ -1,29 +1,38 @@
 """Runs the model on one rank on a CPU: what the scheduler plans, the runner executes."""
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
 from penstock.engine.attention.context import ForwardContext
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.memory import Memory, measure_memory
-from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
+from penstock.engine.core.plan import Admission, Int32, SampleInputs, StepPlan, StepResult
 from penstock.engine.runner.base import RunnerBase, check_supported, failing
 from penstock.engine.runner.device.host import HostCopies
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.input_batch import InputBatch, StepArrays, StepInputs
 from penstock.engine.runner.memory_profile import peak_activation_bytes
 from penstock.engine.runner.not_finite import located, name_first_part
+from penstock.engine.runner.own_drafts import OwnDrafts, measure_costs
 from penstock.engine.runner.pooling import PooledStep, Pooler
 from penstock.engine.runner.prompt_logprobs import prompt_rows
 from penstock.engine.runner.result import read_result
 from penstock.engine.runner.sampler.custom import load_processors
 from penstock.engine.runner.sampler.scores import PromptScores, score_prompts
 from penstock.engine.runner.step_tapes import StepTapes
+from penstock.engine.runner.verification import planned_drafts, verify
+from penstock.engine.sampling import SamplingParams
+from penstock.engine.spec.proposer import make_proposer
 from penstock.kernels.ops import Ops, ops_for
 from penstock.kernels.sampling.buffers import RESULT, Column
+
+log = logging.getLogger(__name__)
 
 _NOTHING_SAMPLED = np.zeros((0, RESULT), np.int32)
 
@@ -39,6 +48,8 @@ class ExecuteState(NamedTuple):
     prompts: PromptScores
     pooled: PooledStep | None = None
     """None: the engine generates."""
+    drafts: Int32 | None = None
+    """[r, K]: as of `planned_drafts`; None: the step has none."""
 
 
 class ModelRunner(RunnerBase):
@@ -52,7 +63,9 @@ class ModelRunner(RunnerBase):
         pooling = config.model.pooling
         scheduler, longest, groups = config.scheduler, config.model.max_model_len, self._layout.groups
         most = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-        self._arrays = StepArrays(most, scheduler.max_num_seqs, longest, groups)
+        logits_rows = scheduler.max_num_seqs * (1 + scheduler.num_speculative_tokens)
+        self._arrays = StepArrays(most, scheduler.max_num_seqs, longest, groups, logits_rows)
+        self._own_drafts: OwnDrafts | None = None
         self._pooler = Pooler(pooling.tokens, pooling.size) if pooling is not None else None
         self._reset()
 
@@ -110,6 +123,30 @@ class ModelRunner(RunnerBase):
         """See the base class. From then on steps are what they will be."""
         super().warm_up()
         self._warm = True
+        if (config := self.config.speculative) is not None:
+            rows, most = self.config.scheduler.max_num_seqs, config.num_speculative_tokens
+            costs = measure_costs(self._time_decodes, min(rows, self.config.scheduler.max_num_batched_tokens // (1 + most)), most)
+            log.info("a draft adds to a step: %s", ", ".join(f"{cost:.0%} at {size} requests" for size, cost in costs))
+            proposer, vocab_size = make_proposer(config, self.config.cpu_isa), self.decoder_config.vocab_size
+            self._own_drafts = OwnDrafts(config, proposer, costs, rows, vocab_size)
+
+    def _time_decodes(self, rows: int, drafts: int) -> float:
+        """Seconds of a step of so many decodes, each with so many drafts, in the null block."""
+        greedy = SamplingParams(max_tokens=1, temperature=0.0)
+        plan = self._null_plan(
+            [
+                Admission(row=row, token_ids=np.zeros(1, np.int32), num_prompt_tokens=1, num_computed_tokens=0, sampling=greedy)
+                for row in range(rows)
+            ],
+            np.full(rows, 1 + drafts, np.int32),
+            np.ones(rows, np.bool_),
+            np.full(rows, drafts, np.int32),
+        )
+        began = time.perf_counter()
+        self._run(plan)
+        seconds = time.perf_counter() - began
+        self._reset()
+        return seconds
 
     def ceilings(self) -> None:
         """Not measured: a CPU's depend on who else uses it."""
@@ -135,13 +172,17 @@ class ModelRunner(RunnerBase):
         """
         if self._state is not None:
             raise RuntimeError(f"step {plan.step_id}: step {self._state.plan.step_id} has not been sampled yet")
-        check_supported(plan)
         self._limit_threads()
-        inputs = self._batch.apply(plan)
+        drafts = None
+        if self._own_drafts is not None:
+            self._own_drafts.apply(plan, self._batch.rows)
+        if len(plan.num_drafts):
+            drafts = planned_drafts(plan, None if self._own_drafts is None else self._own_drafts.drafts)
+        inputs = self._batch.apply(plan, drafts)
         self._lora.apply(plan)
         ctx = ForwardContext(self.ops, self.kv_caches, [inputs.groups[number] for number in self._layer_groups])
         with failing(plan):
-            self._state = ExecuteState(plan, inputs, ctx, *self._forward(plan, inputs, ctx))
+            self._state = ExecuteState(plan, inputs, ctx, *self._forward(plan, inputs, ctx), drafts)
 
     @torch.inference_mode()
     def sample(self, inputs: SampleInputs) -> StepResult:
@@ -154,17 +195,23 @@ class ModelRunner(RunnerBase):
         if self._state is None or self._state.plan.step_id != inputs.step_id:
             waiting = "none" if self._state is None else f"step {self._state.plan.step_id}"
             raise RuntimeError(f"sampling step {inputs.step_id}: {waiting} waits for it")
-        (plan, step, ctx, logits, prompts, pooled), self._state = self._state, None
+        (plan, step, ctx, logits, prompts, pooled, drafts), self._state = self._state, None
         check_supported(plan, inputs)
         with failing(plan):
-            sampled, scores, failed = _NOTHING_SAMPLED, None, self._batch.refusals.of(plan)
+            sampled, scores, failed, verified = _NOTHING_SAMPLED, None, self._batch.refusals.of(plan), None
             if pooled is None and len(step.sampled_rows):
                 choosing = self._batch.choosing(plan, step)
                 rows = choosing.rows
                 given = logits, torch.from_numpy(rows.request_rows), torch.from_numpy(rows.positions)
                 choice = self._batch.chooser.choose(choosing, *given)
                 scores, failed, sampled = choice.scores, failed | choice.failed, choice.result.numpy()
-                self._batch.write_sampled(rows, sampled[:, Column.TOKEN])
+                if drafts is None:
+                    self._batch.write_sampled(rows, sampled[:, Column.TOKEN])
+                else:
+                    verified = verify(plan, drafts, sampled)
+                    kept = verified.kept.nonzero()[0]
+                    self._batch.write_sampled(rows.take(kept), sampled[kept, Column.TOKEN])
+                    sampled = verified.judged
             if len(sampled) < len(plan.rows):
                 sampled, found = np.zeros((len(plan.rows), RESULT), np.int32), sampled
                 sampled[step.sampled_rows[: len(found)]] = found
@@ -175,8 +222,15 @@ class ModelRunner(RunnerBase):
                 parts = name_first_part(self.model, step.input_ids, step.positions, ctx, tokens)
                 return {row: located(message, parts[row]) for row, message in not_finite.items()}
 
-            vocab_size = self.decoder_config.vocab_size
-            return read_result(plan, sampled, failed, scores, prompts, vocab_size, explain, pooled=pooled)
+            given = plan, sampled, failed, scores, prompts, self.decoder_config.vocab_size, explain
+            result = read_result(*given, pooled=pooled, verified=verified)
+            if drafts is not None:
+                self._batch.rows.reject(plan, result.counts)
+            if self._own_drafts is None:
+                return result
+            goes_on = result.counts > 0
+            own = self._own_drafts.propose(plan, drafts, verified, goes_on, self._batch.rows)
+            return msgspec.structs.replace(result, drafts=own)
 
     def _forward(
         self, plan: StepPlan, inputs: StepInputs, ctx: ForwardContext

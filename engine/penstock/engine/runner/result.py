@@ -8,6 +8,7 @@ from penstock.engine.core.plan import GraphStep, Int32, StepPlan, StepResult
 from penstock.engine.runner.pooling import PooledStep
 from penstock.engine.runner.sampler.adjustments import NOTHING_LEFT
 from penstock.engine.runner.sampler.scores import PromptScores, SampledScores, not_finite_message
+from penstock.engine.runner.verification import Verified
 from penstock.kernels.sampling.buffers import Column
 
 Explain = Callable[[Mapping[int, str]], dict[int, str]]
@@ -25,6 +26,7 @@ def read_result(
     explain: Explain,
     graph: GraphStep | None = None,
     pooled: PooledStep | None = None,
+    verified: Verified | None = None,
 ) -> StepResult:
     """Makes the result.
 
@@ -38,6 +40,7 @@ def read_result(
         explain: Asked where numbers are not finite.
         graph: How the step was launched.
         pooled: Embeddings, in place of tokens.
+        verified: What came of the step's drafts; `sampled` is what it says of each row then. None: there were none.
     """
     samples = plan.samples if pooled is None else np.zeros_like(plan.samples)
     failed = dict(failed)
@@ -50,11 +53,13 @@ def read_result(
             else:
                 failed.setdefault(at, NOTHING_LEFT)
     told = explain(not_finite) if not_finite else {}
-    counts = samples.astype(np.int32)
+    counts = samples.astype(np.int32) if verified is None else verified.counts.copy()
     if failed or not_finite:
         failed |= not_finite | told
         counts[list(failed)] = 0
-    token_ids = np.where(samples, sampled[:, Column.TOKEN], np.int32(-1))[:, None]
-    logprobs, vectors = None if scores is None else scores.read(), None if pooled is None else pooled.pooled
+    kept, token_ids = None, np.where(samples, sampled[:, Column.TOKEN], np.int32(-1))[:, None]
+    if verified is not None:
+        kept, token_ids = verified.kept, verified.token_ids
+    logprobs, vectors = None if scores is None else scores.read(kept), None if pooled is None else pooled.pooled
     bad = np.array(list(told), np.int32)
     return StepResult(plan.step_id, token_ids, counts, logprobs, failed, prompts.logprobs, bad, graph, vectors)

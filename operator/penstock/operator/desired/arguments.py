@@ -17,6 +17,7 @@ def engine_args(model: InferenceModel, fetched: Fetched | None = None) -> list[s
         fetched: What the model's Job brought, where it needs one.
     """
     engine, limits, source = model.spec.engine, model.spec.engine.limits, model.spec.source
+    drafts = engine.speculative
     flags = {
         "--load-format": None if source.load_format == "auto" else source.load_format,
         "--dtype": engine.dtype,
@@ -25,6 +26,8 @@ def engine_args(model: InferenceModel, fetched: Fetched | None = None) -> list[s
         "--max-num-batched-tokens": limits.max_batched_tokens,
         "--long-prefill-token-threshold": limits.long_prefill_threshold,
         "--block-size": limits.block_size,
+        "--spec-method": None if drafts is None else drafts.method,
+        "--spec-tokens": None if drafts is None else drafts.tokens,
         "--gpu-memory-utilization": None if limits.memory_percent is None else limits.memory_percent / 100,
     }
     return [

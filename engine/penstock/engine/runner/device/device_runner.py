@@ -274,7 +274,8 @@ class DeviceRunner(RunnerBase):
         """
         if self._launched is not None:
             raise RuntimeError(f"step {plan.step_id}: step {self._launched.plan.step_id} has not been sampled yet")
-        check_supported(plan)
+        if len(plan.num_drafts):
+            raise NotImplementedError(f"step {plan.step_id} has drafts, which this runner cannot verify")
         self._limit_threads()
         computed = self._rows.apply(plan)
         suspect = self._not_finite.watch(plan, computed)

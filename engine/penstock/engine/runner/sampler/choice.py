@@ -145,4 +145,4 @@ class Chooser:
         tokens = result[:, Column.TOKEN].index_select(0, index)
         width, normalised = min(int(counts.max()), logits.shape[1]), self._mode.endswith("logprobs")
         found = ops.logprobs(values, tokens, wanted, width, normalised, buffers, masked)
-        return SampledScores(asking.plan_rows, Download.of(self._runtime, found))
+        return SampledScores(asking.plan_rows, asking.at, Download.of(self._runtime, found))

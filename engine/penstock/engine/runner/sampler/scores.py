@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from penstock.engine.config import LogprobsMode
-from penstock.engine.core.plan import Int32, PromptLogprobs, SampledLogprobs
+from penstock.engine.core.plan import Bool, Int32, Int64, PromptLogprobs, SampledLogprobs
 from penstock.engine.runner.device.runtime import Copies
 from penstock.engine.runner.device.uploads import upload
 from penstock.engine.runner.prompt_logprobs import PromptRows
@@ -42,12 +42,20 @@ class SampledScores(NamedTuple):
 
     plan_rows: Int32
     """[k]: indexes into the plan's rows."""
+    at: Int64
+    """[k]: indexes into the step's rows of logits."""
     download: Download
 
-    def read(self) -> SampledLogprobs:
-        """Once the transfer is over."""
-        sampled, ranks, top_ids, top, _ = (column.numpy().copy() for column in self.download.pinned)
-        return SampledLogprobs(plan_rows=self.plan_rows, sampled=sampled, ranks=ranks, top_ids=top_ids, top_logprobs=top)
+    def read(self, kept: Bool | None = None) -> SampledLogprobs:
+        """Once the transfer is over.
+
+        Args:
+            kept: [m]: of the rows of logits those whose tokens count; None: all.
+        """
+        which = slice(None) if kept is None else kept[self.at]
+        sampled, ranks, top_ids, top, _ = (column.numpy()[which].copy() for column in self.download.pinned)
+        plan_rows = self.plan_rows[which]
+        return SampledLogprobs(plan_rows=plan_rows, sampled=sampled, ranks=ranks, top_ids=top_ids, top_logprobs=top)
 
 
 class PromptScores(NamedTuple):

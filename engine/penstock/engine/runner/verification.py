@@ -1,0 +1,76 @@
+"""Which drafts a step accepts: those that equal the tokens chosen in their places, from the left up to the first that does not.
+
+A token is chosen at every position with the request's own random number of that position, as if there were no drafts. So a
+stream does not depend on its drafts, whether greedy or sampled (Leviathan et al., arXiv 2211.17192, where a draft's distribution
+is a single token).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.engine.core.plan import Bool, Int32, StepPlan
+from penstock.kernels.sampling.buffers import Column
+
+_NEVER = -1
+"""A draft that equals no token."""
+
+
+class Verified(NamedTuple):
+    """Of a step of r rows, K drafts of a row at most and m rows of logits."""
+
+    token_ids: Int32
+    """[r, 1 + K]: the drafts accepted and the token after them; -1 pads."""
+    counts: Int32
+    """[r]: how many these are; 0 where the row does not sample."""
+    accepted: Int32
+    """[r]: how many of them are drafts."""
+    kept: Bool
+    """[m]: whether the row of logits has given one of them."""
+    judged: Int32
+    """[r, RESULT]: the sampler's verdict on each row, from its rows of logits that are kept."""
+
+
+def planned_drafts(plan: StepPlan, own: Int32 | None) -> Int32:
+    """The drafts of a plan's rows.
+
+    Args:
+        plan: With drafts.
+        own: [rows, K]: the runner's, by request row, -1 pads; None: it has none.
+
+    Returns:
+        [r, most of a row]: -1 pads, also where the runner has fewer than planned.
+    """
+    drafts = np.full((len(plan.rows), int(plan.num_drafts.max(initial=0))), _NEVER, np.int32)
+    if own is not None:
+        width = min(own.shape[1], drafts.shape[1])
+        drafts[:, :width] = own[plan.rows, :width]
+    drafts[plan.draft_rows] = _NEVER
+    lengths = plan.num_drafts[plan.draft_rows]
+    owners = np.repeat(plan.draft_rows, lengths)
+    places = np.arange(len(owners)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    drafts[owners, places] = plan.draft_ids
+    drafts[np.arange(drafts.shape[1]) >= plan.num_drafts[:, None]] = _NEVER
+    return drafts
+
+
+def verify(plan: StepPlan, drafts: Int32, sampled: Int32) -> Verified:
+    """Compares drafts with what was chosen.
+
+    Args:
+        plan: With drafts.
+        drafts: [r, K]: as of `planned_drafts`.
+        sampled: [m, RESULT]: of each row that samples 1 + `num_drafts`, one row after the other.
+    """
+    rows, width = len(plan.rows), drafts.shape[1]
+    chosen = np.full((rows, width + 1), _NEVER, np.int32)
+    given = plan.samples[:, None] & (np.arange(width + 1) <= plan.num_drafts[:, None])
+    chosen[given] = sampled[:, Column.TOKEN]
+    agree = (chosen[:, :width] == drafts) & (drafts != _NEVER) & given[:, :width]
+    accepted = np.cumprod(agree, axis=1, dtype=np.int32).sum(axis=1, dtype=np.int32)
+    counts = np.where(plan.samples, accepted + 1, 0).astype(np.int32)
+    kept = given & (np.arange(width + 1) < counts[:, None])
+    verdicts = np.zeros((rows, width + 1, sampled.shape[1]), np.int32)
+    verdicts[given] = sampled
+    verdicts[~kept] = 0
+    return Verified(np.where(kept, chosen, _NEVER), counts, accepted, kept[given], verdicts.max(axis=1))

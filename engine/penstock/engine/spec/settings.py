@@ -1,0 +1,102 @@
+"""Speculative decoding as people ask for it: `--speculative-config` with vLLM's keys, or `--spec-method` and `--spec-tokens`."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, get_args
+
+import msgspec
+
+from penstock.engine.config import ConfigError, SpeculativeConfig, SpeculativeMethod
+from penstock.plain_errors import explained
+from penstock.suggest import suggestion
+
+NUM_TOKENS: Final = 4
+"""Drafts of a request in a step at most, where nobody says."""
+LOOKUP: Final = (1, 4)
+"""Fewest and most tokens that are compared, where nobody says."""
+_METHODS: Final = get_args(SpeculativeMethod)
+_NEEDS_HEADS: Final = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "deepseek_mtp")
+_PREFIXES: Final = {"ngram": "prompt_lookup_", "suffix": "suffix_decoding_"}
+
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class SpeculativeArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of `--speculative-config`."""
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
+    prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    suffix_decoding_max_tree_depth: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    suffix_decoding_max_cached_requests: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] | None = None
+    suffix_decoding_max_spec_factor: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    suffix_decoding_min_token_prob: Share | None = None
+
+
+def speculative_config(config: Mapping[str, Any] | None, method: str | None, tokens: int | None) -> SpeculativeConfig | None:
+    """The typed form of the three flags; None where none of them is given.
+
+    Args:
+        config: `--speculative-config`.
+        method: `--spec-method`.
+        tokens: `--spec-tokens`.
+
+    Raises:
+        ConfigError: An unknown key, a wrong value, a contradiction, or a method that there is not; it names the flag and the key.
+    """
+    if not config and method is None and tokens is None:
+        return None
+    args = _parsed(dict(config or {}))
+    for flag, key, given in (("--spec-method", "method", method), ("--spec-tokens", "num_speculative_tokens", tokens)):
+        if given is not None and getattr(args, key) is not None:
+            raise ConfigError(f"{flag} and {key} in --speculative-config exclude each other; remove one")
+    chosen = _method(args.method or method, args.model)
+    lookup = _lookup(args.prompt_lookup_min, args.prompt_lookup_max)
+    fields = {name: value for name, value in msgspec.structs.asdict(args).items() if value is not None}
+    for name in fields:
+        for other, prefix in _PREFIXES.items():
+            if name.startswith(prefix) and other != chosen:
+                raise ConfigError(f"--speculative-config: {name} is for the method {other}, not for {chosen}; remove it")
+    fields.pop("method", None)
+    fields |= {
+        "num_speculative_tokens": args.num_speculative_tokens or tokens or NUM_TOKENS,
+        "prompt_lookup_min": lookup[0],
+        "prompt_lookup_max": lookup[1],
+    }
+    return SpeculativeConfig(method=chosen, **fields)
+
+
+def _parsed(config: dict[str, Any]) -> SpeculativeArgs:
+    try:
+        return msgspec.convert(config, SpeculativeArgs)
+    except msgspec.ValidationError as error:
+        wrong = explained(error, SpeculativeArgs)
+        raise ConfigError(f"--speculative-config: {wrong.field}: {wrong.problem}") from None
+
+
+def _method(method: str | None, model: str | None) -> SpeculativeMethod:
+    if model is not None or method in _NEEDS_HEADS:
+        named = f"the method {method}" if method in _NEEDS_HEADS else f"model {model!r}"
+        raise ConfigError(f"--speculative-config: {named}: draft models and heads are not served yet; use ngram or suffix")
+    if method is None:
+        raise ConfigError(f"--speculative-config: method is missing: {', '.join(_METHODS)} or auto")
+    if method == "auto":
+        return "suffix"
+    for known in _METHODS:
+        if method == known:
+            return known
+    raise ConfigError(
+        f"--speculative-config: there is no method {method!r} ({', '.join(_METHODS)}, auto){suggestion(method, _METHODS)}"
+    )
+
+
+def _lookup(least: int | None, most: int | None) -> tuple[int, int]:
+    """As vLLM has it where one is given: the other equals it."""
+    if least is None and most is None:
+        return LOOKUP
+    found = (most if least is None else least, least if most is None else most)
+    assert found[0] is not None and found[1] is not None
+    if found[0] > found[1]:
+        raise ConfigError(f"--speculative-config: prompt_lookup_min {found[0]} is above prompt_lookup_max {found[1]}")
+    return found[0], found[1]

@@ -1,0 +1,31 @@
+"""Drafts from the request's own text and from what other requests were answered (SuffixDecoding, arXiv 2411.04975)."""
+
+from penstock.engine.config import SpeculativeConfig
+from penstock.engine.core.plan import Int32
+from penstock.kernels.drafting.ops import DraftingOps
+
+_TOKENS_PER_REQUEST = 256
+"""Room for each cached output on average: 10,000 of them take about 30 MB."""
+
+
+class SuffixProposer:
+    """See `Proposer`. A draft is as long as what it rests on is, and ends where its tokens become unlikely."""
+
+    def __init__(self, config: SpeculativeConfig, ops: DraftingOps) -> None:
+        outputs = config.suffix_decoding_max_cached_requests
+        self._history = ops.history(outputs, max(outputs, 1) * _TOKENS_PER_REQUEST, config.suffix_decoding_max_tree_depth)
+        self._limits = (
+            config.num_speculative_tokens,
+            config.suffix_decoding_max_spec_factor,
+            config.suffix_decoding_min_token_prob,
+        )
+        self._keeps = outputs > 0
+
+    def propose(self, token_ids: Int32, rows: Int32, lengths: Int32) -> Int32:
+        """See Proposer."""
+        return self._history.drafts(token_ids, rows, lengths, *self._limits)
+
+    def ended(self, output: Int32) -> None:
+        """See Proposer."""
+        if self._keeps and len(output):
+            self._history.add(output)

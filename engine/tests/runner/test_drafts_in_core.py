@@ -1,0 +1,125 @@
+"""The real scheduler, cache and runner with drafts from any proposer: every request gets the tokens, and their logprobs, that it
+gets alone and without drafts."""
+
+import msgspec
+import numpy as np
+import pytest
+from test_core_with_runner import OUTPUTS, SCHEDULER, VOCAB, Engine, requests
+
+from penstock.engine.config import SpeculativeConfig
+from penstock.engine.core.plan import StepResult
+from penstock.engine.runner import model_runner
+
+K = 4
+DIES = -2
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=K, prompt_lookup_min=1)
+SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=K)
+
+
+class Guesses:
+    """Drafts from the tokens that requests are known to get: each right with a probability, else another token."""
+
+    def __init__(self, outputs: dict[int, list[int]], right: float, wrong: int | None = None) -> None:
+        prompts = {request.index: list(request.prompt_token_ids) for request in requests(False)}
+        self.known = [prompts[index] + tokens for index, tokens in outputs.items()]
+        self.right, self.wrong, self.rng = right, wrong, np.random.default_rng(0)
+
+    def propose(self, token_ids, rows, lengths):
+        if self.wrong == DIES:
+            raise RuntimeError("the drafter is gone")
+        drafts = np.full((len(rows), K), -1, np.int32)
+        for at, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+            there = token_ids[row, :length].tolist()
+            (known,) = {tuple(it) for it in self.known if it[:length] == there} or {()}
+            for place, token in enumerate(known[length : length + K]):
+                drafts[at, place] = token if self.rng.random() < self.right else self.other(token)
+        return drafts
+
+    def other(self, token: int) -> int:
+        return (token + 1) % VOCAB if self.wrong is None else self.wrong
+
+    def ended(self, output) -> None:
+        assert len(output) <= OUTPUTS + K
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "adjusted"])
+def adjusted(request) -> bool:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def asked(adjusted):
+    """The requests, some of which ask for logprobs."""
+    return [
+        msgspec.structs.replace(it, sampling=msgspec.structs.replace(it.sampling, logprobs=2 if it.index % 3 == 0 else None))
+        for it in requests(adjusted)
+    ]
+
+
+class Watched(Engine):
+    """Counts what a runner's steps accept, and keeps the logprobs of tokens."""
+
+    def __init__(self, runner, depth: int, num_blocks: int) -> None:
+        super().__init__(runner, depth, num_blocks)
+        self.accepted = self.drafted = 0
+        sample = runner.sample
+
+        def watched(inputs) -> StepResult:
+            plan = runner._state.plan
+            result = sample(inputs)
+            self.accepted += int((result.counts - 1).clip(0).sum())
+            self.drafted += int(plan.num_drafts.sum())
+            return result
+
+        runner.sample = watched
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint, build_runner, asked):
+    tokens: dict[int, list[int]] = {}
+    logprobs: dict[int, list[float]] = {}
+    runner = build_runner(checkpoint("llama"), scheduler=SCHEDULER)
+    for request in asked:
+        engine = Engine(runner, depth=1, num_blocks=100)
+        tokens |= engine.run([request])
+        logprobs |= engine.logprobs
+    assert {len(found) for found in logprobs.values()} == {OUTPUTS}
+    return tokens, logprobs
+
+
+def drafting(checkpoint, build_runner, depth, num_blocks, config, proposer=None):
+    scheduler = msgspec.structs.replace(SCHEDULER, num_speculative_tokens=K)
+    runner = build_runner(checkpoint("llama"), scheduler=scheduler, speculative=config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "measure_costs", lambda *_: [(1, 0.0)])  # drafts always pay
+        if proposer is not None:
+            patch.setattr(model_runner, "make_proposer", lambda *_: proposer)
+        return Watched(runner, depth, num_blocks)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_blocks", [100, 22])
+@pytest.mark.parametrize("proposer", ["ngram", "suffix", "right", "wrong", "mixed", "outside", "dies"])
+@pytest.mark.req("SD-01", "SD-03", "SD-04", "SD-11", "SD-20", "SD-21", "SD-22", "SD-23", "SPV-03", "SPV-12")
+def test_drafts_change_no_token(checkpoint, build_runner, asked, alone, depth, num_blocks, proposer):
+    tokens, logprobs = alone
+    own = {
+        "right": Guesses(tokens, 1.0),
+        "wrong": Guesses(tokens, 0.0),
+        "mixed": Guesses(tokens, 0.7),
+        "outside": Guesses(tokens, 0.7, wrong=VOCAB + 5),
+        "dies": Guesses(tokens, 0.7, wrong=DIES),
+    }.get(proposer)
+    config = SUFFIX if proposer == "suffix" else NGRAM
+    engine = drafting(checkpoint, build_runner, depth, num_blocks, config, own)
+    try:
+        assert engine.run(asked) == tokens
+        assert engine.logprobs == logprobs
+        assert (engine.core.stats().preemptions > 0) == (num_blocks == 22)
+        assert (engine.drafted > 0) == (proposer != "dies" or depth == 2)
+        if proposer == "wrong":
+            assert engine.accepted == 0
+        if proposer == "right":
+            assert engine.accepted > 100
+    finally:
+        engine.executor.close()
