@@ -1,8 +1,9 @@
 """The operator's start, against a small API server: what it must know before it says or does anything."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -11,7 +12,8 @@ from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import ApiClient, Configuration
 
 from penstock.operator import process
-from penstock.operator.api import AUTOSCALERS, MODELS
+from penstock.operator.adapters.plan import Origin
+from penstock.operator.api import AUTOSCALERS, MODELS, PODS
 from penstock.operator.desired import Rendering
 from penstock.operator.process import Operator, Options
 from penstock.operator.replicas import Replicas
@@ -41,26 +43,30 @@ THEIRS = {
 class FakeServer:
     """One model and one HorizontalPodAutoscaler, whose list it keeps back; what is applied, it takes and forgets."""
 
-    def __init__(self, model: Object) -> None:
-        self.lists = {MODELS.path(None): [model], AUTOSCALERS.path(None): [THEIRS]}
+    def __init__(self, *models: Object, pods: Sequence[Object] = ()) -> None:
+        self.lists = {MODELS.path(None): list(models), PODS.path(None): list(pods), AUTOSCALERS.path(None): [THEIRS]}
         self.asked: list[str] = []
         self.autoscalers: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         """The status with which their list is answered."""
         self.statuses: asyncio.Queue[Object] = asyncio.Queue()
         """The model's, as they are written."""
+        self.applied = 0
         self.over = asyncio.Event()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         path = request.path
         if request.method == "PATCH":
             body = await request.json()
-            if path.endswith("/inferencemodels/tiny/status"):
+            self.applied += 1
+            if body["kind"] == "InferenceModel":
                 self.statuses.put_nowait(body["status"])
+                return web.json_response({**self._model(body["metadata"]["name"]), "status": body["status"]})
             return web.json_response(body)
         if request.query.get("watch") == "true":
             await self.over.wait()
-        if path.endswith("/inferencemodels/tiny"):
-            return web.json_response(self.lists[MODELS.path(None)][0])
+        parent, _, name = path.rpartition("/")
+        if parent.endswith("/inferencemodels"):
+            return web.json_response(self._model(name))
         if "/namespaces/default/" in path:
             return web.Response(status=404)
         self.asked.append(path)
@@ -68,14 +74,18 @@ class FakeServer:
             return web.Response(status=status)
         return web.json_response({"metadata": {"resourceVersion": "5"}, "items": self.lists.get(path, [])})
 
+    def _model(self, name: str) -> Object:
+        (model,) = (it for it in self.lists[MODELS.path(None)] if it["metadata"]["name"] == name)
+        return model
+
 
 @asynccontextmanager
-async def operating(model: Object) -> AsyncIterator[FakeServer]:
-    fake, stop, replicas = FakeServer(model), asyncio.Event(), Replicas()
+async def operating(fake: FakeServer, options: Options = OPTIONS, replicas: Replicas | None = None) -> AsyncIterator[FakeServer]:
+    stop, replicas = asyncio.Event(), replicas or Replicas()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", fake.handle)
     async with TestServer(app) as server, ApiClient(Configuration(host=str(server.make_url("")).rstrip("/"))) as api:
-        running = asyncio.create_task(Operator(api, OPTIONS, replicas, Exposition()).run(stop))
+        running = asyncio.create_task(Operator(api, options, replicas, Exposition()).run(stop))
         try:
             yield fake
         finally:
@@ -93,7 +103,7 @@ async def scaling_active(fake: FakeServer) -> str:
 
 @pytest.mark.parametrize(("answer", "reason"), [(200, "OtherAutoscaler"), (403, "NotConfigured"), (404, "NotConfigured")])
 async def test_nothing_is_said_before_it_is_known_who_else_sizes_a_model(make: Any, answer: int, reason: str) -> None:
-    async with operating(make.resource()) as fake:
+    async with operating(FakeServer(make.resource())) as fake:
         async with asyncio.timeout(60):
             while len(fake.asked) < 16:  # a list of everything that it watches
                 await asyncio.sleep(0.01)
@@ -101,6 +111,37 @@ async def test_nothing_is_said_before_it_is_known_who_else_sizes_a_model(make: A
         assert fake.statuses.empty()
         fake.autoscalers.set_result(answer)
         assert await scaling_active(fake) == reason
+
+
+class SilentReplicas(Replicas):
+    """They do not answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    async def adapters(self, base: str) -> dict[str, Origin]:
+        self.asked += 1
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+async def test_replicas_that_do_not_answer_hold_up_no_reconcile(make: Any) -> None:
+    names = [f"m{number}" for number in range(process.WORKERS + 1)]
+    pods = [make.ready_pod(f"{name}-pod", model=name, podIP="127.0.0.1") for name in names]
+    for pod in pods:
+        pod["metadata"]["resourceVersion"] = "1"
+    lora = {"slots": 2, "sources": [{"prefix": "/adapters"}]}
+    fake = FakeServer(*(make.resource(name, lora=lora) for name in names), pods=pods)
+    fake.autoscalers.set_result(200)
+    replicas = SilentReplicas()
+    async with operating(fake, replace(OPTIONS, resync_s=0.2), replicas), asyncio.timeout(60):
+        while replicas.asked < min(process.WORKERS, process.LOADERS):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        before = fake.applied
+        while fake.applied < before + 20:
+            await asyncio.sleep(0.01)
 
 
 async def test_operators_tell_which_of_them_acts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from penstock.kube.cache import Cache
 from penstock.kube.caches import Caches
 from penstock.kube.client import connect
 from penstock.kube.groups import Groups
+from penstock.operator.adapters.sync import KIND as ADAPTERS_KEY
 from penstock.operator.api import AUTOSCALERS, CHILDREN, OPTIONAL, PODS, RESOURCES, WORKLOADS, ServerApi
 from penstock.operator.apply import Applier
 from penstock.operator.autoscale.limits import Settings as PolicySettings
@@ -42,6 +43,8 @@ from penstock.tasks import run_until
 log = logging.getLogger(__name__)
 
 WORKERS = 4
+LOADERS = 16
+"""Models whose adapters are loaded at a time. A replica may take 20 s for each adapter, and reconciles must not wait for it."""
 GATEWAY_SELECTOR = "app.kubernetes.io/name=penstock-gateway"
 
 
@@ -131,6 +134,7 @@ class Operator:
         server = ServerApi(api)
         self._groups = Groups(api)
         self._queue: KeyedQueue[Key] = KeyedQueue()
+        self._loads: KeyedQueue[Key] = KeyedQueue()
         self._resources = Resources()
         exposition.texts.append(ModelSeries(self._resources).render)
         self._routes = Routes(self._look_at)
@@ -165,7 +169,7 @@ class Operator:
             routing=self._routes.of,
             canary=self._judges.follow,
             others=others.of,
-            later=self._queue.add_after,
+            later=self._later,
             absent=lambda kind: self._caches[kind].absent,
             replicas=self._replicas,
             url=options.gateway_url,
@@ -181,6 +185,9 @@ class Operator:
             trim=trimmed_workload if kind in WORKLOADS else trimmed_pod if kind == "Pod" else trimmed_child,
             optional=self._groups if kind in OPTIONAL else None,
         )
+
+    def _later(self, key: Key, delay_s: float) -> None:
+        (self._loads if key.kind == ADAPTERS_KEY else self._queue).add_after(key, delay_s)
 
     def _look_at_all(self) -> None:
         self._look_at(None)
@@ -213,7 +220,8 @@ class Operator:
         if self._users.absent:
             log.warning("the API server knows no InferenceModels yet: apply the CRDs (penstock crds)")
         log.info("caches are filled, reconciling")
-        await asyncio.gather(*(self._queue.work(self._reconciler.reconcile) for _ in range(WORKERS)))
+        workers = (self._queue,) * WORKERS + (self._loads,) * LOADERS
+        await asyncio.gather(*(queue.work(self._reconciler.reconcile) for queue in workers))
 
     async def _autoscale(self) -> None:
         # Nothing is sized before it is known who else sizes it. One who may not know goes on as if there were nobody.
