@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from penstock.operator import scaling
 from penstock.operator.acceptance import accept
 from penstock.operator.ages import Ages
 from penstock.operator.apply import Applier
@@ -79,6 +80,24 @@ async def test_only_pools_with_scaling_are_offered_with_what_the_spec_says(actua
 
 
 @pytest.mark.req("DR-12")
+async def test_a_model_is_read_once_for_each_version(actuator: Any, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def accepting(resource: dict[str, Any]) -> Any:
+        read.append(resource["metadata"]["resourceVersion"])
+        return accept(resource)
+
+    monkeypatch.setattr(scaling, "accept", accepting)
+    for _ in range(3):
+        (model,) = await actuator.targets()
+    assert (read, model.limits.pools["main"].max_replicas) == (["1"], 4)
+    newer = make.resource(pools=[{"name": "main", "scaling": {**SCALING, "max": 9}}])
+    newer["metadata"]["resourceVersion"] = "2"
+    actuator._resources.put(newer)
+    (model,) = await actuator.targets()
+    assert (read, model.limits.pools["main"].max_replicas) == (["1", "2"], 9)
+
+
 async def test_victims_are_cordoned_and_cheapest_and_pardoned_when_the_pool_grows(actuator: Any, api: Any) -> None:
     await actuator.scale(ID, 1, ["uid-b"])
     marks = {name: api.objects["Pod", "default", name]["metadata"].get("annotations", {}) for name in "abc"}

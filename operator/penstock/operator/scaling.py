@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kubernetes.aio.client import ApiException
@@ -18,6 +19,7 @@ from penstock.operator.apply import SCALE_MANAGER, owned
 from penstock.operator.autoscale.bounds import WAITING_FOR
 from penstock.operator.autoscale.coldstart import Starting
 from penstock.operator.autoscale.learned import Learned
+from penstock.operator.autoscale.limits import ModelLimits
 from penstock.operator.autoscale.loop import ModelScale, PoolScale, Record
 from penstock.operator.autoscale.spec import model_limits
 from penstock.operator.desired import child_name
@@ -36,6 +38,15 @@ Object = dict[str, Any]
 
 VICTIM_COST: Final = "-1000"
 HISTORY: Final = 10
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a model with `scaling` asks for, and what its status says was learned."""
+
+    model: InferenceModel
+    limits: ModelLimits
+    learned: Mapping[str, Learned]
 
 
 class KubernetesActuator:
@@ -69,6 +80,8 @@ class KubernetesActuator:
         self._others = others
         self._scheme = scheme
         self._reports: dict[str, ScalingStatus] = {}
+        self._read: dict[Key, tuple[Object, _Asked | None]] = {}
+        """The last version of each model, and what it asks for."""
         self._ages = Ages()
         self._metrics = ScalingMetrics(registry)
 
@@ -78,27 +91,26 @@ class KubernetesActuator:
 
     async def targets(self) -> Sequence[ModelScale]:
         """Models that have pools with `scaling` whose workloads exist, and are theirs."""
+        models = [key for key in self._resources.known() if key.kind == "InferenceModel"]
+        self._read = {key: self._reading(key, it) for key in models if (it := self._resources.get(key)) is not None}
         found: list[ModelScale] = []
-        for key in self._resources.known():
-            resource = self._resources.get(key)
-            if key.kind != "InferenceModel" or resource is None or not _asks_for_scaling(resource):
-                continue  # not worth reading: this is done for every model, every few seconds
-            model, refusal = accept(resource)
-            if model is None or refusal is not None:
-                continue
-            pools = self._pools(key, model, resource or {})
-            if pools:
-                found.append(ModelScale(f"{key.namespace}/{key.name}", model_limits(model), pools))
+        for key, (_, asked) in self._read.items():
+            if asked is not None and (pools := self._pools(key, asked)):
+                found.append(ModelScale(f"{key.namespace}/{key.name}", asked.limits, pools))
         known = {f"{model.id}/{name}" for model in found for name in model.pools}
         self._reports = {pool_id: report for pool_id, report in self._reports.items() if pool_id in known}
         self._metrics.keep(known)
         self._ages.keep(known)
         return found
 
-    def _pools(self, key: Key, model: InferenceModel, resource: Object) -> dict[str, PoolScale]:
-        learned = restored(resource)
+    def _reading(self, key: Key, resource: Object) -> tuple[Object, _Asked | None]:
+        """Anew where there is a new version: to read a model takes half a millisecond, and all are looked at twice a second."""
+        read = self._read.get(key)
+        return read if read is not None and read[0] is resource else (resource, _asked(resource))
+
+    def _pools(self, key: Key, asked: _Asked) -> dict[str, PoolScale]:
         found: dict[str, PoolScale] = {}
-        for pool in model.spec.pools:
+        for pool in asked.model.spec.pools:
             workload = None if pool.scaling is None else self._workload(key, pool.name)
             if pool.scaling is None or workload is None:
                 continue
@@ -114,7 +126,7 @@ class KubernetesActuator:
                     pod["metadata"]["uid"]: url for pod in pods if is_ready(pod) and (url := base_url(pod, HTTP, self._scheme))
                 },
                 dry_run=pool.scaling.mode == "DryRun" or self._other(workload) != "",
-                learned=learned.get(pool.name),
+                learned=asked.learned.get(pool.name),
             )
         return found
 
@@ -230,6 +242,14 @@ def _is_victim(pod: Object) -> bool:
     person may give it a deletion cost, by which nobody leaves it out."""
     found: Object = pod["metadata"].get("annotations", {})
     return labels.CORDONED in found and found.get(labels.DELETION_COST) == VICTIM_COST
+
+
+def _asked(resource: Object) -> _Asked | None:
+    """None where it asks for no scaling, or is not acted on."""
+    if not _asks_for_scaling(resource):
+        return None
+    model, refusal = accept(resource)
+    return None if model is None or refusal is not None else _Asked(model, model_limits(model), restored(resource))
 
 
 def _asks_for_scaling(resource: Object) -> bool:
