@@ -16,7 +16,7 @@ import aiohttp
 from kubernetes.aio.client import ApiClient, ApiException
 
 from penstock.kube.backoff import Backoff
-from penstock.kube.client import Object, Resource, asked_to_wait, list_all, watch
+from penstock.kube.client import Object, Resource, asked_to_wait, latest_version, list_all, watch
 from penstock.kube.groups import Groups
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class Cache:
         while True:
             asked = None
             try:
-                if self._version is None:
+                if self._version is None or await self._put_back(self._version):
                     await self._relist()
                 began = time.monotonic()
                 await self._watch(self._version or "")
@@ -166,6 +166,11 @@ class Cache:
         turned, self._absent = self._absent != absent, absent
         for callback in self._presence if turned else ():
             callback()
+
+    async def _put_back(self, version: str) -> bool:
+        """Whether the server's store was put back to a state from before this version: a watch would hear nothing until the store
+        has come so far again. Such a server was stopped, which ended the watch, so that this is asked before each one."""
+        return int(await latest_version(self._api, self._path, self._selectors)) < int(version)
 
     async def _relist(self) -> None:
         items, version = await list_all(self._api, self._path, self._selectors, self._trim)

@@ -1,5 +1,6 @@
 """A connection to the API server, and the raw requests that the cache needs: list and watch as plain dicts, for any resource."""
 
+import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Callable
@@ -25,6 +26,8 @@ Object = dict[str, Any]
 
 PAGE = 500
 """Objects a list request asks for; kubectl's and client-go's figure."""
+PAGE_PAUSE_S = 0.5
+"""Before a page is asked for again."""
 LONGEST_PAUSE_S = 10.0
 """However long a server asks to be left alone."""
 
@@ -139,15 +142,39 @@ async def list_all(
     items: list[Object] = []
     token = ""
     while True:
-        page = {**query, "limit": str(PAGE), **({"continue": token} if token else {})}
-        async with await get(api, path, page, aiohttp.ClientTimeout(total=60)) as response:
-            answer = json.loads(await response.read())
+        answer = await _page(api, path, {**query, "limit": str(PAGE), **({"continue": token} if token else {})})
         # Items of a list carry neither kind nor apiVersion.
         common = {"apiVersion": answer.get("apiVersion"), "kind": str(answer.get("kind", "")).removesuffix("List")}
         items.extend(keep({**common, **item}) for item in answer.get("items") or [])
         token = answer["metadata"].get("continue") or ""
         if not token:
             return items, answer["metadata"]["resourceVersion"]
+
+
+async def latest_version(api: ApiClient, path: str, query: dict[str, str]) -> str:
+    """The resource version that a list of a collection would have now. Errors are those of `get`."""
+    return (await _read(api, path, {**query, "limit": "1"}))["metadata"]["resourceVersion"]
+
+
+async def _page(api: ApiClient, path: str, query: dict[str, str]) -> Object:
+    """One page of a list. It is asked for once more where the server cannot answer and pages before it would be lost."""
+    pause_s = PAGE_PAUSE_S
+    try:
+        return await _read(api, path, query)
+    except ApiException as error:
+        if "continue" not in query or (error.status != 429 and (error.status or 0) < 500):
+            raise
+        pause_s = asked_to_wait(error) or pause_s
+    except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError):
+        if "continue" not in query:
+            raise
+    await asyncio.sleep(pause_s)
+    return await _read(api, path, query)
+
+
+async def _read(api: ApiClient, path: str, query: dict[str, str]) -> Object:
+    async with await get(api, path, query, aiohttp.ClientTimeout(total=60)) as response:
+        return json.loads(await response.read())
 
 
 async def watch(api: ApiClient, path: str, query: dict[str, str], silence_s: float) -> AsyncIterator[tuple[str, Object]]:

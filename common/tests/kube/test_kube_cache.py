@@ -34,6 +34,8 @@ class FakeApi:
         self.watches: list[dict[str, str]] = []
         self.changed = asyncio.Condition()
         self.page = 2
+        self.page_refusals: list[int] = []
+        """Of pages that are not the first."""
         self.cut = asyncio.Event()
 
     async def emit(self, kind: str, name: str, uid: str = "", **extra: Any) -> None:
@@ -53,8 +55,12 @@ class FakeApi:
             self.refused.append(time.monotonic())
             return web.json_response({"kind": "Status", "reason": "InternalError"}, status=self.refusal, headers=self.said)
         query = dict(request.query)
+        if query.get("limit") == "1":  # for its version
+            return self._list(query)
         if query.get("watch") != "true":
             self.lists.append(query)
+            if "continue" in query and self.page_refusals:
+                return web.json_response({"kind": "Status"}, status=self.page_refusals.pop(0))
             return self._list(query)
         self.watches.append(query)
         return await self._watch(request, int(query["resourceVersion"]))
@@ -125,6 +131,26 @@ async def cached(api: tuple[FakeApi, ApiClient]) -> AsyncIterator[tuple[FakeApi,
 
 def names(cache: Cache) -> set[str]:
     return {name for _, name in cache.objects}
+
+
+@pytest.mark.parametrize(
+    ("refusals", "asked"),
+    [([], ["", "2"]), ([503], ["", "2", "2"]), ([500, 500], ["", "2", "2", "", "2"]), ([410], ["", "2", "", "2"])],
+)
+async def test_a_page_that_the_server_cannot_give_is_asked_for_once_more(
+    api: tuple[FakeApi, ApiClient], refusals: list[int], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.kube.client.PAGE_PAUSE_S", 0.01)
+    fake, connection = api
+    for name in ("a", "b", "c"):
+        await fake.emit("ADDED", name)
+    fake.page_refusals = refusals
+    cache = Cache(connection, PODS, backoff=Backoff(first=0.01, longest=0.05))
+    task = asyncio.create_task(cache.run())
+    await asyncio.wait_for(cache.synced.wait(), 60)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert [it.get("continue", "") for it in fake.lists] == asked
 
 
 async def test_lists_every_page_with_the_selector_and_trims(cached: tuple[FakeApi, Cache, list[Change]]) -> None:
@@ -216,6 +242,23 @@ async def test_an_optional_resource_may_come_later(
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_store_that_was_put_back_to_an_earlier_state_is_read_anew(cached: tuple[FakeApi, Cache, list[Change]]) -> None:
+    """etcd was restored from a backup: versions begin lower, and a watch from a later one would hear nothing."""
+    fake, cache, changes = cached
+    await until(lambda: fake.watches)
+    changes.clear()
+    fake.version = 5
+    fake.log.clear()
+    fake.objects.pop("c")
+    await fake.emit("MODIFIED", "a", restored=True)
+    await fake.hang_up()
+    await until(lambda: names(cache) == {"a", "b"})
+    assert cache.objects["ns", "a"]["restored"]
+    assert {change.key[1] for change in changes} == {"a", "c"}
+    await fake.emit("ADDED", "d")
+    await until(lambda: "d" in names(cache))
 
 
 async def test_a_silent_connection_is_taken_for_dead(api: tuple[FakeApi, ApiClient]) -> None:
