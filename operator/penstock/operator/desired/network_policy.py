@@ -25,22 +25,21 @@ _MOST: Final = 65_535
 def network_policy(model: InferenceModel, pool: Pool, template: Object, system_namespace: str) -> Object:
     """Who may reach a replica.
 
-    Anybody: the ports where it answers requests (whose gateway that is cannot be known). Pickers alone: those where it tells of
-    its cache, which know no callers. The operator alone: the administrative one. The model's own pods: every port but that one.
+    Anybody: the ports where it answers requests (whose gateway that is cannot be known). Pickers of the operator's and the
+    model's namespaces: those where it tells of its cache, which know no callers. The operator alone: the administrative one. The
+    model's own pods: every port but that one.
 
     Args:
         template: The pod template.
         system_namespace: The operator's.
     """
     ports = _declared(template["spec"])
-    pickers = {"namespaceSelector": {}, "podSelector": {"matchExpressions": [{"key": _APP, "operator": "In", "values": PICKERS}]}}
-    operator = {
-        "namespaceSelector": {"matchLabels": {_NAMESPACE: system_namespace}},
-        "podSelector": {"matchLabels": {_APP: OPERATOR}},
-    }
+    picker = {"podSelector": {"matchExpressions": [{"key": _APP, "operator": "In", "values": PICKERS}]}}
+    system = {"namespaceSelector": {"matchLabels": {_NAMESPACE: system_namespace}}}
+    operator = {**system, "podSelector": {"matchLabels": {_APP: OPERATOR}}}
     ingress = [
         *_rule([port for port in ports if port not in _TOLD and port != _ADMIN], []),
-        *_rule([port for port in ports if port in _TOLD], [pickers]),
+        *_rule([port for port in ports if port in _TOLD], [picker, {**system, **picker}]),
         *_rule([port for port in ports if port == _ADMIN], [operator]),
         {"ports": _all_but_admin(), "from": _own_pods(model, pool)},
     ]
