@@ -61,6 +61,17 @@ def test_a_restart_is_one_also_after_one_by_a_clock_that_was_ahead() -> None:
         with_restart({"rollout": {"restartedAt": "9999-99-99T00:00:00Z"}}, now)
 
 
+def test_a_restart_after_an_undo_is_one_also_where_the_undone_one_was_by_a_clock_that_was_ahead() -> None:
+    spec = {"served": {"name": "m"}, "source": {"uri": "/a"}, "pools": [{"name": "a"}]}
+    revisions: list[Object] = []
+    for one, image in ((spec, "first"), ({**spec, "rollout": {"restartedAt": "2030-01-31T12:00:00Z"}}, "undone")):
+        revisions = [json.loads(json.dumps(resolved(one, revisions, image).current)), *revisions]
+    undone = restored(spec, revisions[1], revisions)
+    again = with_restart(undone, "2026-01-31T12:00:00Z", revisions)
+    (container,) = resolved(again, revisions, "present").templates["a"]["spec"]["containers"]
+    assert container["image"] == "present"
+
+
 @given(SPECS, SPECS)
 def test_undo_leads_to_the_very_templates_of_then(old: Object, new: Object) -> None:
     then = resolved({**old, "rollout": {**old.get("rollout", {}), "restartedAt": None}}, [], "old")

@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from penstock.kube.client import connect, list_all, usual_namespace
 from penstock.operator.api import REVISIONS, ServerApi
 from penstock.operator.command_line import CommandFailed
 from penstock.operator.events import FORMAT, timestamp
-from penstock.operator.rollout.revisions import NEVER, pod_revisions
+from penstock.operator.rollout.revisions import NEVER, pod_revisions, sound
 from penstock.operator.rollout.undo import chosen, restored
 
 Object = dict[str, Any]
@@ -37,7 +37,7 @@ async def run(options: argparse.Namespace, write: Write) -> None:
     client = await connect(options.kubeconfig, options.context)
     try:
         model = Model(ServerApi(client), namespace, options.model)
-        if options.command in ("history", "undo"):
+        if options.command in ("history", "undo", "restart"):
             selector = {"labelSelector": f"{labels.MODEL}={options.model}"}
             model.revisions = (await list_all(client, REVISIONS.path(namespace), selector))[0]
         await _COMMANDS[options.command](model, options, write)
@@ -118,20 +118,28 @@ async def _resume(model: Model, options: argparse.Namespace, write: Write) -> No
 
 
 async def _restart(model: Model, options: argparse.Namespace, write: Write) -> None:
-    await model.change(lambda spec: with_restart(spec, timestamp()))
+    await model.change(lambda spec: with_restart(spec, timestamp(), model.revisions))
     write(f"{model.name} is restarted\n")
 
 
-def with_restart(spec: Object, now: str) -> Object:
-    """`spec` with a restart that is later than its last one, also where that was asked for by a clock ahead of ours, or within
-    this second: replicas stay that were made for a later restart than is asked for. Raises CommandFailed where none is later."""
+def with_restart(spec: Object, now: str, revisions: Sequence[Object] = ()) -> Object:
+    """`spec` with a restart that is later than every earlier one: replicas stay that were made for a later restart than is asked
+    for. An earlier one may be within this second, or from a clock ahead of ours, and an undo takes it out of the spec.
+
+    Args:
+        revisions: The model's.
+
+    Raises:
+        CommandFailed: no time is later.
+    """
     rollout: Object = spec.get("rollout", {})
-    last = rollout.get("restartedAt", NEVER)
+    pools = [pool for revision in revisions if sound(revision) for pool in revision["data"]["pools"].values()]
+    last = max(it.get("restartedAt", NEVER) for it in (rollout, *pools))
     if now <= last:
         try:
             now = (datetime.fromisoformat(last) + timedelta(seconds=1)).strftime(FORMAT)
         except (ValueError, OverflowError):
-            raise CommandFailed(f"spec.rollout.restartedAt is {last}, and nothing is later: write a time of the past") from None
+            raise CommandFailed(f"the last restartedAt is {last}, and nothing is later: write a time of the past") from None
     return {**spec, "rollout": {**rollout, "restartedAt": now}}
 
 
