@@ -201,6 +201,15 @@ def test_a_start_is_the_time_from_creation_to_the_first_readiness() -> None:
     assert ages.of("p", [_pod("a", ready="2026-01-01T13:00:30Z")]).started_s == (), "a blip is no start"
 
 
+def test_a_pod_that_goes_before_it_is_ready_teaches_nothing() -> None:
+    ages = Ages()
+    assert ages.of("p", [_pod("pending"), _pod("starts")]).started_s == ()
+    going = _pod("pending", ready="2026-01-01T12:40:00Z")
+    going["metadata"]["deletionTimestamp"] = "2026-01-01T12:40:00Z"
+    assert ages.of("p", [going, _pod("starts")]).started_s == ()
+    assert ages.of("p", [_pod("starts", ready="2026-01-01T12:01:00Z")]).started_s == (60.0,)
+
+
 def test_what_an_operator_finds_when_it_starts_teaches_nothing_but_first_readiness() -> None:
     ages = Ages()
     found = [_pod("ready", ready="2026-01-01T13:00:00Z"), _pod("blip", lost="2026-01-01T13:00:00Z"), _pod("starts")]
