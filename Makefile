@@ -143,6 +143,10 @@ bench-flow: setup ## what flow control and tenants cost a request
 bench-egress: setup ## what a token costs the frontend, and tokens sampled past a stop string
 	@$(BIN)/python benchmarks/bench_egress.py
 
+.PHONY: bench-ipc
+bench-ipc: setup ## what core and frontend pay for a message: our framing beside pyzmq
+	@$(BIN)/python benchmarks/bench_ipc.py
+
 .PHONY: bench-gateway
 bench-gateway: setup ## what the picker adds to a request: latency and CPU, against Envoy alone
 	@$(BIN)/python -m benchmarks.bench_gateway $(ARGS)
