@@ -191,10 +191,13 @@ bench-operator: e2e-build ## the operator with 1,000 models and 5,000 pods on a 
 bench-soak: setup ## does a replica leak? Half an hour of mixed traffic, aborts and kills (ARGS="--minutes 1": a smoke test)
 	@$(BIN)/python benchmarks/bench_soak.py $(ARGS)
 
+PROSE := README.md CONTRIBUTING.md CHANGELOG.md docs examples charts manifests monitoring \
+	common engine kernels gateway operator client sim
 .PHONY: lint types format lock lock-peers
-lint: setup ## no symbolic links, ruff and the import contracts
+lint: setup ## no symbolic links, ruff, the import contracts, and spelling and word list of documents and help texts
 	@! git ls-files --stage | grep ^120000 || { echo "symbolic links get lost in archives: commit a copy (manifests/copies.py)" >&2; exit 1; }
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
+	@$(BIN)/codespell --dictionary - --dictionary docs/style-words.txt $(PROSE)
 
 types: setup ## pyright, strict on the pure cores
 	@$(BIN)/pyright

@@ -216,7 +216,7 @@ AUDIT_LINES_LOST = Alert(
     f"sum by (pod, outcome) (increase({_audit_lines}[10m]))",
     "> 0",
     summary="{{ $value | humanize }} lines of the audit log are lost",
-    description="Gateway {{ $labels.pod }}, {{ $labels.outcome }}. Requests are served; who made them nobody will know.",
+    description="Gateway {{ $labels.pod }}, {{ $labels.outcome }}. Requests are served, but the log does not show who made them.",
     needs="an audit log",
 )
 OPERATOR_DOWN = Alert(
@@ -224,7 +224,7 @@ OPERATOR_DOWN = Alert(
     "warning",
     *_operator,
     summary="No operator answers its scrapes",
-    description="What runs goes on; nothing is scaled, rolled out or mended.",
+    description="Running replicas keep serving. Nothing is scaled, rolled out or repaired.",
     lasting="5m",
 )
 NO_LEADER = Alert(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RIDDLES = re.compile(
-    r"\b(whoever|of whom|what is said of|nobody is told|somebody else|begins? anew|without end|is told of)\b", re.I
+    r"\b(whoever|of whom|what is said of|nobody is told|somebody else|mend(s|ed)?|begins? anew|without end|is told of)\b", re.I
 )
 EXEMPT = ("docs/style.md", "docs/requirements/")
 """The first quotes the phrases, the second holds the words of others."""

@@ -1,7 +1,7 @@
 """What the demo models learn: questions and answers made from the docstrings of the running Python's standard library.
 
 Three layers: the entries (a name and its answer), the phrasings (how people ask), and conversations (system message, turns,
-unknown questions), from which a training row is drawn afresh each time.
+unknown questions), from which a training row is drawn anew each time.
 """
 
 import builtins

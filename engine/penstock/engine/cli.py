@@ -27,7 +27,7 @@ def serve(argv: list[str]) -> int:
     Returns 0 after a signal, 1 when the engine failed, 2 when it cannot be started as asked.
     """
     args = _parser().parse_args(argv)
-    # Heavy, hence here.
+    # Here, because the import is slow.
     import uvloop
 
     from penstock.engine.config import ConfigError

@@ -1,7 +1,7 @@
 """Only one operator acts: the holder of a Lease. The others wait, ready to take over.
 
 client-go's protocol; a process that has lost the lease stays, and waits for it again. The election in kubernetes' asyncio client
-(37.0.2) cannot create a Lease (its own validation refuses its request) and ends at the first lost connection, hence this one.
+(37.0.2) cannot create a Lease (its own validation refuses its request) and ends at the first lost connection, so we have our own.
 """
 
 import asyncio

@@ -33,7 +33,7 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     original_max_position_embeddings: int = 0
     """The length that the model was trained with before it was stretched."""
     attention_factor: float = 1.0
-    """Of cosine and sine, hence its square of the scores."""
+    """Scales cosine and sine, so its square scales the scores."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     beta_fast: float = 32.0

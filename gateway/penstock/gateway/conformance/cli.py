@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--health", type=_address, metavar="HOST:PORT", help="where gRPC health is (default: the target)")
     add("--path", default="/v1/completions", help="what is asked for (default: %(default)s)")
     add("--tls", action="store_true", help="the ext_proc port speaks TLS; as gateways do, its certificate is not verified")
-    add("--tls-ca", type=Path, metavar="FILE", help="PEM: whom to believe in where the certificate is not self-signed")
+    add("--tls-ca", type=Path, metavar="FILE", help="PEM: the CA of the picker's certificate, unless that is self-signed")
     add("--timeout", type=above_zero, default=5.0, metavar="S", help="for one answer (default: %(default)s)")
     add("--at-once", type=positive, default=1, metavar="N", help="checks to make beside each other (default: %(default)s)")
     add("--only", action="append", default=[], metavar="PATTERN", help="checks or groups, as shell patterns; repeat")

@@ -176,7 +176,7 @@ class Exchange:
             self._routed, self.over = None, True
 
     def close(self) -> None:
-        """The stream has ended, by whomever."""
+        """Either side has ended the stream."""
         self._let_go()
         if self._entered:
             self._ceiling.leave()

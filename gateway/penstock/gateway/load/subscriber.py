@@ -245,7 +245,7 @@ class EventSubscriber:
         self._next = seq + 1
 
     def _of_this_process(self, batch: Batch, seq: int | None = None) -> bool:
-        """False for the last words of an older process; a newer one begins afresh.
+        """False for the last words of an older process; a newer one starts from nothing.
 
         Args:
             batch: Of the stream, or of a replay.

@@ -6,7 +6,7 @@ from penstock.gateway.models.names import Named
 
 
 def entry(name: str, named: Named, max_model_len: int | None) -> dict[str, Any]:
-    """One name: an alias says what it is the alias of (`root`), an adapter what it is laid upon (`parent`).
+    """One name: an alias says what it is the alias of (`root`), an adapter the model that it adapts (`parent`).
 
     Args:
         name: What clients put in `model`.

@@ -1,7 +1,7 @@
 // The operations of a model step on a CPU, in one thread, behind a C ABI.
 //
 // Every reduction runs in one fixed order over vectors of kLanes lanes, whatever the pointers' alignment and the rest of the batch, so that a
-// token's result has the same bits in any batch. Hence no -ffast-math: it would let the compiler choose the order.
+// token's result has the same bits in any batch. So no -ffast-math: it would let the compiler choose the order.
 //
 // dtype: 0 is float32, 1 is bfloat16. Sizes and strides are in elements.
 

@@ -1,4 +1,4 @@
-"""What clients really get, and by how much demand is thereby made more or less. Late by nature: it corrects the size slowly and
+"""What clients really get, and by how much that makes demand more or less. Late by nature: it corrects the size slowly and
 never drives it. Pure."""
 
 from bisect import bisect_right

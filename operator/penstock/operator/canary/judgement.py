@@ -2,7 +2,7 @@
 
 Bad is what chance does not explain: a figure that lies beyond its limit by more than `DOUBT` standard errors. Good is a figure
 within its limit. In between, and with too few requests, nothing is said, and more requests decide. So one figure near its limit
-does not make the verdict turn to and fro, and it may be asked for at any time.
+does not make the verdict change back and forth, and a caller can ask for it at any time.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """The graphs of an engine: which there are, when they are captured, and what they cost.
 
-A capture takes tens of milliseconds and the whole device, hence none lies on a request's path: a few sizes are captured before
+A capture takes tens of milliseconds and the whole device, so none lies on a request's path: a few sizes are captured before
 the first request, so that every batch finds one that is large enough, and the rest one at a time while nothing runs.
 """
 

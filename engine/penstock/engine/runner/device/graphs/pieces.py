@@ -43,7 +43,7 @@ class PiecewiseGraph:
     Args:
         graphs: One more than gaps.
         gaps: In their order.
-        hidden: What the last graph leaves, [n, hidden]: in the pool, hence the next replay's to overwrite.
+        hidden: What the last graph leaves, [n, hidden]: in the pool, so the next replay overwrites it.
         arguments: What the first one read when it was captured.
     """
 

@@ -24,7 +24,7 @@ class FullGraph:
 
     Args:
         graph: As captured.
-        result: What it leaves: in the pool, hence the next replay's to overwrite.
+        result: What it leaves: in the pool, so the next replay overwrites it.
         arguments: What it read when it was captured.
     """
 
