@@ -95,6 +95,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the tokenizer and the chat template; None: `path`."""
     source: str | None = None
     """A folder, or a name on the Hub, as whoever started it gave it; None: `path`."""
+    vocab_size: int | None = None
+    """Logits of a row; None: as many as the tokenizer has tokens."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from penstock.engine.commands import Command
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.plan import GraphReport
 from penstock.engine.cost import StepCost
+from penstock.engine.grammar import Grammar
 from penstock.engine.roofline import Ceilings
 from penstock.engine.sampling import SamplingParams
 
@@ -103,6 +104,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     """The adapter, as `AdapterInfo` numbers it; 0: none."""
     input_complete: bool = True
     """False: more of the prompt comes with `ExtendPrompt`; until its last part is here the request waits."""
+    grammar: Grammar | None = None
+    """What its output must look like; None: anything. It needs the whole prompt at once."""
 
 
 class ExtendPrompt(msgspec.Struct, frozen=True, tag="extend_prompt"):
@@ -208,6 +211,12 @@ ADAPTER_GONE = "model_not_found"
 ADAPTER_FAILED = "adapter_failed"
 """Of one whose adapter had to be read again and could not be."""
 
+GRAMMAR_REFUSED = "invalid_grammar"
+"""Of one whose grammar cannot be enforced."""
+
+GRAMMAR_OPEN = "grammar_open"
+"""`Finished.stop_reason` of an output that its limit cut before its grammar was at an end."""
+
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
     """A request ended in this step."""
@@ -218,7 +227,11 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     """The token that ended it, which is in `token_ids` too."""
     error: str | None = None
     code: str | None = None
-    """A word for machines, of an error that is the engine's and not the request's: it is retriable elsewhere."""
+    """A word for machines, of an error that `frontend.errors.engine_error` knows; None: a fault of the engine."""
+    param: str | None = None
+    """The request's field at fault."""
+    stop_reason: str | None = None
+    """More about the reason, for the client: `GRAMMAR_OPEN`."""
 
 
 class LifecycleEvent(IntEnum):

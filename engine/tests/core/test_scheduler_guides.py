@@ -19,6 +19,8 @@ class Numbered:
     """A guide that says what `allowed` says."""
 
     num_words = 2
+    ended = is_open = False
+    error = None
 
     def __init__(self) -> None:
         self.count = 0

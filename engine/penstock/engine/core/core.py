@@ -15,6 +15,8 @@ from penstock.engine.cache.layout import KVGroup, full_attention
 from penstock.engine.config import EngineConfig, LoraModule
 from penstock.engine.core.control.controls import Controls
 from penstock.engine.core.executor import Executor, StepFailed
+from penstock.engine.core.grammar.compiler import Compiler
+from penstock.engine.core.grammar.grammars import Grammars
 from penstock.engine.core.measure.load import LoadMeter
 from penstock.engine.core.measure.step_meter import StepMeter
 from penstock.engine.core.plan import GraphReport, StepPlan, StepResult
@@ -88,6 +90,7 @@ class EngineCore:
         self.scheduler = Scheduler(config.scheduler, config.model.max_model_len, kv, hasher, table, config.model.pooling)
         self.num_steps = 0
         self._controls = Controls(self.scheduler, executor, config.profile_dir, config.model.served_names)
+        self._grammars = Grammars(self.scheduler, Compiler(config.model))
         self._depth = config.depth
         self._executor = executor
         self._epoch = epoch
@@ -110,8 +113,8 @@ class EngineCore:
 
     @property
     def is_reading(self) -> bool:
-        """Whether adapters are being read: a step takes in those that have been."""
-        return self._controls.adapters.is_reading
+        """Whether adapters are being read or grammars compiled: a step takes in those that have been."""
+        return self._controls.adapters.is_reading or self._grammars.is_compiling
 
     @property
     def may_capture(self) -> bool:
@@ -127,7 +130,9 @@ class EngineCore:
         """Takes in what the frontend says."""
         match message:
             case AddRequest():
-                self.scheduler.add(message, time.time())
+                now = time.time()
+                self.scheduler.add(message, now)
+                self._grammars.add(message, now)
             case ExtendPrompt():
                 self.scheduler.extend(message, time.time())
             case AbortRequests(indexes):
@@ -148,6 +153,7 @@ class EngineCore:
             Exception: Whatever the runner raised, other than a `StepFailed` now and then; the core cannot go on then.
         """
         self._controls.adapters.pump()
+        self._grammars.pump(time.time())
         if self.next_command is not None:
             self._controls.carry_out(time.time())
             self._may_capture = self._has_graphs  # with other weights or another cache there are other graphs
@@ -208,6 +214,7 @@ class EngineCore:
             self._submitted.popleft()
             with suppress(StepFailed):
                 self._executor.collect()
+        self._grammars.close()
         self._executor.close()
 
     def load_adapters(self, modules: Sequence[LoraModule]) -> None:

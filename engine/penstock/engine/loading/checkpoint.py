@@ -103,6 +103,7 @@ def read_model_config(
         cost=cost,
         load_format=load_format,
         pooling=pooling,
+        vocab_size=decoder.vocab_size,
     )
 
 

@@ -23,6 +23,21 @@ class Guide(Protocol):
         """Words of a mask, the same for all guides of an engine."""
         ...
 
+    @property
+    def ended(self) -> bool:
+        """Whether the output is complete and nothing can follow: the request ends."""
+        ...
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the output would be cut short if it ended here."""
+        ...
+
+    @property
+    def error(self) -> str | None:
+        """Why the request fails; None: it goes on."""
+        ...
+
     def forced(self) -> Sequence[int]:
         """The tokens that must come next, as far as there is no choice."""
         ...
@@ -60,7 +75,7 @@ class Guides:
         """A request takes the row."""
         if guide is not None:
             self._guides[row] = guide
-            self._look(row, [])
+            self.look(row, [])
 
     def move_out(self, row: int) -> None:
         """It leaves."""
@@ -71,10 +86,24 @@ class Guides:
         """Tokens that must come next in the row; None: there is a choice, or no guide."""
         return self._forced.get(row)
 
-    def accept(self, row: int, token_ids: Sequence[int], drafts: Sequence[int]) -> None:
-        """The row has come so far; `drafts` are what the runner will have verified in its next step."""
-        self._guides[row].accept(token_ids)
-        self._look(row, drafts)
+    def advance(self, row: int, token_id: int) -> Guide | None:
+        """The row's guide, which has taken in its next token; None: it has none."""
+        guide = self._guides.get(row)
+        if guide is not None:
+            guide.accept((token_id,))
+        return guide
+
+    def is_open(self, row: int) -> bool:
+        """Whether the row has a guide by which its output would be cut short if it ended here."""
+        return row in self._guides and self._guides[row].is_open
+
+    def look(self, row: int, drafts: Sequence[int]) -> None:
+        """The row goes on; `drafts` are what the runner will have verified in its next step."""
+        self._told[row] = list(drafts)
+        if forced := list(self._guides[row].forced()):
+            self._forced[row] = forced
+        else:
+            self._forced.pop(row, None)
 
     def masked(self, plan: StepPlan) -> Int32:
         """Indexes of the plan's rows that sample under a mask."""
@@ -100,13 +129,6 @@ class Guides:
             self._guides[row].fill(bitmask[first : first + 1 + len(drafts)], drafts)
             first += 1 + count
         return SampleInputs(plan.step_id, at, bitmask)
-
-    def _look(self, row: int, drafts: Sequence[int]) -> None:
-        self._told[row] = list(drafts)
-        if forced := list(self._guides[row].forced()):
-            self._forced[row] = forced
-        else:
-            self._forced.pop(row, None)
 
 
 def told_drafts(drafts: Int32 | None, at: int) -> list[int]:

@@ -8,7 +8,6 @@ from penstock.engine.core.scheduling.request import FINISHED_STATUS, Request
 from penstock.engine.messages import (
     FINISH_REASONS,
     Finished,
-    FinishReason,
     Lifecycle,
     LifecycleEvent,
     Logprobs,
@@ -40,23 +39,14 @@ class Journal:
         """A request was scheduled for the first time."""
         self._started.append(Started(request.index, request.num_cached_tokens))
 
-    def ended(
-        self,
-        request: Request,
-        reason: FinishReason,
-        num_tokens: int,
-        *,
-        stop_token_id: int | None = None,
-        error: str | None = None,
-        code: str | None = None,
-    ) -> None:
+    def ended(self, request: Request, end: Finished, num_tokens: int) -> None:
         """A request has come to its end, with `num_tokens` of prompt and output."""
-        request.status = FINISHED_STATUS[reason]
-        self._finished.append(Finished(request.index, reason, stop_token_id, error, code))
+        request.status = FINISHED_STATUS[end.reason]
+        self._finished.append(end)
         self._ended.append(
             RequestFinished(
                 request_id=request.request_id,
-                reason=FINISH_REASONS[reason],
+                reason=FINISH_REASONS[end.reason],
                 prompt_tokens=request.num_prompt_tokens,
                 cached_tokens=max(request.num_cached_tokens, 0),
                 output_tokens=num_tokens - request.num_prompt_tokens,

@@ -25,6 +25,7 @@ from penstock.engine.messages import (
     TENANT_QUEUE_FULL,
     AddRequest,
     ExtendPrompt,
+    Finished,
     FinishReason,
     LifecycleEvent,
 )
@@ -191,6 +192,8 @@ class RequestBook:
         stop_token_id: int | None = None,
         error: str | None = None,
         code: str | None = None,
+        param: str | None = None,
+        stop_reason: str | None = None,
     ) -> None:
         """Ends a live request in whatever state, and gives back all that it holds."""
         num_tokens = len(request.token_ids)
@@ -203,7 +206,8 @@ class RequestBook:
         self._deadlines.remove(request)
         if request.adapter is not None:
             self.adapters.table.left(request.adapter)
-        self.journal.ended(request, reason, num_tokens, stop_token_id=stop_token_id, error=error, code=code)
+        end = Finished(request.index, reason, stop_token_id, error, code, param, stop_reason)
+        self.journal.ended(request, end, num_tokens)
 
     def release(self, request: Request) -> None:
         """Takes a running request's row and blocks; the next plan tells the runner."""

@@ -197,6 +197,22 @@ class Scheduler:
         """What the request was parked for is there; of no effect where it has ended or was not parked."""
         self._book.unpark(index, now)
 
+    def is_waiting(self, index: int) -> bool:
+        """Whether the request is there and has not begun."""
+        return (request := self._book.live.get(index)) is not None and not request.has_started
+
+    def fail(self, index: int, error: str, code: str | None = None, param: str | None = None) -> None:
+        """Ends a request with an error of its own; of no effect where it has ended.
+
+        Args:
+            index: The request.
+            error: What is wrong.
+            code: A word for machines; None: the engine is at fault.
+            param: The request's field at fault.
+        """
+        if (request := self._book.live.get(index)) is not None:
+            self._book.finish(request, FinishReason.ERROR, error=error, code=code, param=param)
+
     def guide(self, index: int, guide: Guide) -> None:
         """Has a guide say what a waiting request may generate.
 
@@ -437,8 +453,8 @@ class Scheduler:
         self._commit(plan, live, starts, ends - (result.counts - tokens.counts) if endings else ends)
         self._take_drafts(result, plan, tokens, endings)
         self._end_pooled(result.pooled, plan, live)
-        for request, reason, stop_token_id in endings:
-            self._book.finish(request, reason, stop_token_id=stop_token_id)
+        for request, reason, stop_token_id, error, stop_reason in endings:
+            self._book.finish(request, reason, stop_token_id=stop_token_id, error=error, stop_reason=stop_reason)
         return self._journal.take(tokens, logprob_columns(result.logprobs, tokens.counts), prompt_logprobs, pooled)
 
     def _is_live(self, flight: Flight) -> Bool:
@@ -489,11 +505,9 @@ class Scheduler:
         if not tenancy.guides:
             return
         ended = {ending.request.row for ending in endings}
-        ends = np.cumsum(tokens.counts)
         for at in tokens.counts.nonzero()[0].tolist():
             if (row := int(plan.rows[at])) in tenancy.guides and row not in ended:
-                accepted = ints(tokens.token_ids[ends[at] - tokens.counts[at] : ends[at]])
-                tenancy.guides.accept(row, accepted, told_drafts(result.drafts, at))
+                tenancy.guides.look(row, told_drafts(result.drafts, at))
 
     def fail_step(self, error: str, code: str) -> RequestOutputs:
         """Takes in that the oldest plan in flight came to nothing: its requests end with an error."""

@@ -9,7 +9,7 @@ from penstock.engine.core.plan import Bool, Int32, Int64, ints
 from penstock.engine.core.scheduling.guides import Guides
 from penstock.engine.core.scheduling.repetition import RepetitionGuard
 from penstock.engine.core.scheduling.request import Request, RequestStatus, order
-from penstock.engine.messages import FinishReason
+from penstock.engine.messages import GRAMMAR_OPEN, FinishReason
 
 NOBODY = 0
 _NO_TOKEN = -1
@@ -20,8 +20,12 @@ class Ending(NamedTuple):
 
     request: Request
     reason: FinishReason
-    stop_token_id: int | None
+    stop_token_id: int | None = None
     """The token, where it is the reason."""
+    error: str | None = None
+    """What has failed, where that is the reason."""
+    stop_reason: str | None = None
+    """More about the reason, for the client."""
 
 
 class Tenancy:
@@ -141,14 +145,32 @@ class Tenancy:
         stopped: Bool = (self._stop_ids.take(rows, axis=1) == tokens).any(axis=0)
         capped: Bool = positions + 1 >= self.limits[rows]
         repeats = self._repetition.trips(rows, positions, all_token_ids)
+        ended = stopped | capped | repeats
+        guided = self._guided(rows, tokens, stopped) if self.guides else {}
+        ended[list(guided)] = True
         found: list[tuple[int, Ending]] = []
-        for at in (stopped | capped | repeats).nonzero()[0].tolist():
-            request = self.requests[int(rows[at])]
+        for at in ended.nonzero()[0].tolist():
+            row = int(rows[at])
+            request = self.requests[row]
             assert request is not None
             if stopped[at]:
-                found.append((at, Ending(request, FinishReason.STOP, int(tokens[at]))))
+                ending = Ending(request, FinishReason.STOP, int(tokens[at]))
+            elif at in guided:
+                error = guided[at]
+                ending = Ending(request, FinishReason.STOP if error is None else FinishReason.ERROR, error=error)
             else:
-                found.append((at, Ending(request, FinishReason.LENGTH if capped[at] else FinishReason.REPETITION, None)))
+                reason = FinishReason.LENGTH if capped[at] else FinishReason.REPETITION
+                ending = Ending(request, reason, stop_reason=GRAMMAR_OPEN if self.guides.is_open(row) else None)
+            found.append((at, ending))
+        return found
+
+    def _guided(self, rows: Int32, tokens: Int32, stopped: Bool) -> dict[int, str | None]:
+        """Which of the rows' guides end their requests with these tokens, and which of them by an error."""
+        found: dict[int, str | None] = {}
+        for at in (~stopped).nonzero()[0].tolist():
+            guide = self.guides.advance(int(rows[at]), int(tokens[at]))
+            if guide is not None and (guide.error is not None or guide.ended):
+                found[at] = guide.error
         return found
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:

@@ -1,0 +1,99 @@
+"""Which requests wait for their grammars: they are compiled beside the steps, and each once for all that ask for it."""
+
+import logging
+import os
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from penstock.engine.core.grammar.compiler import Compiler, GrammarError, Prototype
+from penstock.engine.core.grammar.guide import GrammarGuide
+from penstock.engine.core.scheduling.scheduler import Scheduler
+from penstock.engine.grammar import Grammar
+from penstock.engine.messages import GRAMMAR_REFUSED, AddRequest
+
+CACHED = 256
+"""Compiled grammars that are kept, the last ones used."""
+
+_log = logging.getLogger(__name__)
+
+
+class Grammars:
+    """Has grammars compiled in threads, and tells the scheduler.
+
+    Args:
+        scheduler: Parks requests as `grammar` until they have their guides.
+        compiler: Of the model's.
+    """
+
+    def __init__(self, scheduler: Scheduler, compiler: Compiler) -> None:
+        self.hits = 0
+        """Requests whose grammar was compiled already."""
+        self.failures = 0
+        """Grammars that could not be compiled."""
+        self._scheduler = scheduler
+        self._compiler = compiler
+        self._pool = ThreadPoolExecutor(max(1, ((os.cpu_count() or 1) + 1) // 2), thread_name_prefix="grammar")
+        self._cache: OrderedDict[Grammar, Prototype] = OrderedDict()
+        self._compiling: dict[Grammar, tuple[Future[Prototype], list[AddRequest]]] = {}
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether any grammar is being compiled, of whose end nobody tells: `pump` looks."""
+        return bool(self._compiling)
+
+    def add(self, message: AddRequest, now: float) -> None:
+        """Gives a request that waits its guide, at once or when it is compiled; `now` is Unix time in seconds."""
+        grammar = message.grammar
+        if grammar is None or not self._scheduler.is_waiting(message.index):
+            return
+        if not message.input_complete:
+            self._scheduler.fail(message.index, "a request with a grammar needs its whole prompt at once")
+            return
+        source = grammar.source
+        if (prototype := self._cache.get(source)) is not None:
+            self._cache.move_to_end(source)
+            self.hits += 1
+            self._guide(message, prototype)
+            return
+        self._scheduler.park(message.index, "grammar", now)
+        if source not in self._compiling:
+            self._compiling[source] = (self._pool.submit(self._compiler.compile, source), [])
+        self._compiling[source][1].append(message)
+
+    def pump(self, now: float) -> None:
+        """Takes in what has been compiled."""
+        done = [source for source, (future, _) in self._compiling.items() if future.done()] if self._compiling else ()
+        for source in done:
+            future, messages = self._compiling.pop(source)
+            if (error := future.exception()) is not None:
+                self._refuse(messages, error)
+                continue
+            prototype = self._cache[source] = future.result()
+            if prototype.warnings:
+                _log.info("a lenient grammar leaves out: %s", "; ".join(prototype.warnings))
+            if len(self._cache) > CACHED:
+                self._cache.popitem(last=False)
+            for message in messages:
+                if self._scheduler.is_waiting(message.index):
+                    self._guide(message, prototype)
+                    self._scheduler.unpark(message.index, now)
+
+    def close(self) -> None:
+        """Ends the threads, once what they compile is done."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _guide(self, message: AddRequest, prototype: Prototype) -> None:
+        assert message.grammar is not None
+        stops, eos = message.sampling.stop_token_ids, self._compiler.eos_token_ids
+        self._scheduler.guide(message.index, GrammarGuide(prototype, stops, eos, message.grammar.reasoning))
+
+    def _refuse(self, messages: list[AddRequest], error: BaseException) -> None:
+        self.failures += 1
+        if not isinstance(error, GrammarError):
+            _log.error("a grammar could not be compiled", exc_info=error)
+        for message in messages:
+            if isinstance(error, GrammarError) and message.grammar is not None:
+                param = message.grammar.param
+                self._scheduler.fail(message.index, f"{param}: {error}", GRAMMAR_REFUSED, param)
+            else:
+                self._scheduler.fail(message.index, str(error))
