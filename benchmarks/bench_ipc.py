@@ -1,4 +1,4 @@
-"""What a message between core and frontend costs: Penstock's framing on a Unix socket beside pyzmq, in CPU time of both processes.
+"""What a message between core and frontend costs: our framing on a Unix socket beside pyzmq, in CPU time of both processes.
 
     make bench-ipc
 
@@ -112,7 +112,7 @@ def frame(step: int, batch: int) -> StepOutputs:
 
 
 def turn_core(end: CoreEnd, batch: int, told: Connection) -> None:
-    """Sends `WARM_UP` + `STEPS` frames, one in each period, and tells the CPU seconds of the latter and the requests that came."""
+    """Sends `WARM_UP` + `STEPS` frames, one a period, and tells the CPU seconds of the latter and the requests that came."""
     used, requests, due = 0.0, 0, time.monotonic()
     for step in range(WARM_UP + STEPS):
         if step == WARM_UP:
