@@ -79,7 +79,7 @@ class Reconciler:
         self._fetches = FetchJobs(api, observed, self._applier, rendering.image, later)
         self._adapters = AdapterSync(resources=resources, children=observed, replicas=replicas, write=self._write, later=later)
         self._done = Counter(metrics.RECONCILES, "Reconciles by result", ["result"], registry=registry)
-        self._took = Histogram(metrics.RECONCILE_SECONDS, "Time of one reconcile in seconds", registry=registry)
+        self._took = Histogram(metrics.RECONCILE_SECONDS, "Seconds that a reconcile took", registry=registry)
 
     async def reconcile(self, key: Key) -> None:
         """Brings one resource up to date.

@@ -22,11 +22,13 @@ class ScalingMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._desired = Gauge(metrics.DESIRED_REPLICAS, "Replicas that the autoscaler wants", _POOL, registry=registry)
-        self._current = Gauge(metrics.CURRENT_REPLICAS, "Replicas that pools are asked to have", _POOL, registry=registry)
-        demand = "Demand of the pool's role, in replicas of its strongest pool"
+        self._current = Gauge(metrics.CURRENT_REPLICAS, "Replicas that the pool currently asks for", _POOL, registry=registry)
+        demand = "Demand on the pool's role, in replicas of the role's strongest pool"
         self._demand = Gauge(metrics.DEMAND_REPLICAS, demand, _POOL, registry=registry)
-        self._cold_start = Gauge(metrics.COLD_START, "Time in which replicas become ready, as seen", _POOL, registry=registry)
-        decisions = "Looks of the autoscaler by what bound them"
+        self._cold_start = Gauge(
+            metrics.COLD_START, "Observed seconds until a new replica becomes ready", _POOL, registry=registry
+        )
+        decisions = "Decisions of the autoscaler by the constraint that applied"
         self._decisions = Counter(metrics.SCALING_DECISIONS, decisions, ["constraint"], registry=registry)
         self._told: set[str] = set()
 

@@ -33,7 +33,7 @@ class AuditWriter:
     def __init__(self, path: Path | None, registry: CollectorRegistry, kept: int = KEPT) -> None:
         self._handler = logging.StreamHandler(sys.stdout) if path is None else WatchedFileHandler(path, encoding="utf-8")
         self._handler.handleError = self._failed
-        lines = Counter(metrics.AUDIT_LINES, "Lines of the audit log by what became of them", ["outcome"], registry=registry)
+        lines = Counter(metrics.AUDIT_LINES, "Lines of the audit log by outcome", ["outcome"], registry=registry)
         self._written, self._dropped, self._lost = (lines.labels(outcome=word) for word in ("written", "dropped", "failed"))
         self._queue: queue.Queue[Entry | None] = queue.Queue(kept)
         self._trouble = False

@@ -21,7 +21,7 @@ class FlowMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.waits = Histogram(
             metrics.FLOW_WAIT,
-            "Time that requests waited at the gateway, by how that ended",
+            "Seconds that requests waited at the gateway, by outcome",
             ["model", "outcome"],
             buckets=WAIT_BUCKETS,
             registry=registry,
@@ -37,7 +37,7 @@ class FlowCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """See `Collector`."""
-        queued = GaugeMetricFamily(metrics.FLOW_QUEUED, "Requests that wait at the gateway", labels=["model", "priority"])
+        queued = GaugeMetricFamily(metrics.FLOW_QUEUED, "Requests queued at the gateway", labels=["model", "priority"])
         waiting = Counter[tuple[str, int]]()
         for name, queue in self._control.queues.items():
             for priority, band in queue.bands.items():
@@ -45,9 +45,9 @@ class FlowCollector(Collector):
         for (model, priority), count in waiting.items():
             queued.add_metric([model, str(priority)], count)
         yield queued
-        yield GaugeMetricFamily(metrics.FLOW_QUEUED_BYTES, "Bytes of requests that wait", value=self._control.bytes)
+        yield GaugeMetricFamily(metrics.FLOW_QUEUED_BYTES, "Bytes of queued requests", value=self._control.bytes)
         if self._tenants is not None:
-            running = GaugeMetricFamily(metrics.TENANT_RUNNING, "Requests of tenants, waiting or served", labels=["tenant"])
+            running = GaugeMetricFamily(metrics.TENANT_RUNNING, "Queued and running requests by tenant", labels=["tenant"])
             for name, account in self._tenants.accounts():
                 running.add_metric([name], account.running)
             yield running

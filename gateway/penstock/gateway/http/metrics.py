@@ -27,16 +27,18 @@ class PickerMetrics:
     def __init__(self, registry: CollectorRegistry, outcomes: Outcomes) -> None:
         self._outcomes = outcomes
         self.picks = Counter(metrics.PICKS, "Requests sent to a replica", ["pool", "policy"], registry=registry)
-        self.refusals = Counter(metrics.PICK_REFUSALS, "Requests answered with an error", ["reason"], registry=registry)
+        self.refusals = Counter(
+            metrics.PICK_REFUSALS, "Requests that the picker refused, by reason", ["reason"], registry=registry
+        )
         self.pick_seconds = Histogram(
-            metrics.PICK_SECONDS, "Time of a pick, without tokenising", buckets=PICK_BUCKETS, registry=registry
+            metrics.PICK_SECONDS, "Seconds that a pick took, without tokenisation", buckets=PICK_BUCKETS, registry=registry
         )
         self.model_requests = Counter(
-            metrics.MODEL_REQUESTS, "Requests by what served them and how they began", ["model", "code"], registry=registry
+            metrics.MODEL_REQUESTS, "Requests by serving model and status code", ["model", "code"], registry=registry
         )
         self.response_seconds = Histogram(
             metrics.RESPONSE_SECONDS,
-            "From the complete request to the head of a good response: the first token, where it is streamed",
+            "Seconds from the complete request to the headers of a successful response: to the first token, if it is streamed",
             ["model"],
             buckets=RESPONSE_BUCKETS,
             registry=registry,
@@ -70,7 +72,7 @@ class StateCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """See `Collector`."""
         state, now = self._follower.state, time.monotonic()
-        released = CounterMetricFamily(metrics.BOOKINGS_RELEASED, "Ends of bookings by cause", labels=["by"])
+        released = CounterMetricFamily(metrics.BOOKINGS_RELEASED, "Ended bookings by cause", labels=["by"])
         for cause, count in state.bookings.released.items():
             released.add_metric([cause], count)
         yield released
@@ -78,28 +80,36 @@ class StateCollector(Collector):
         for booking_state in (State.PENDING, State.UNREPORTED, State.RUNNING):
             bookings.add_metric([booking_state.value], state.bookings.total(booking_state))
         yield bookings
-        yield CounterMetricFamily(metrics.EVENT_GAPS, "Event streams found to have lost messages", value=self._follower.gaps)
+        yield CounterMetricFamily(metrics.EVENT_GAPS, "Gaps found in event streams", value=self._follower.gaps)
         yield from self._residency()
-        age = GaugeMetricFamily(metrics.REPORT_AGE, "Age of the newest load report", labels=["replica"])
+        age = GaugeMetricFamily(metrics.REPORT_AGE, "Age of the latest load report in seconds", labels=["replica"])
         for key, replica in state.replicas().items():
             if (heard := state.reports.get(key)) is not None:
                 age.add_metric([replica.name], now - heard.at)
         yield age
-        corrections = GaugeMetricFamily(metrics.TTFT_CORRECTION, "Factor on what a replica's reports promise", labels=["replica"])
+        corrections = GaugeMetricFamily(
+            metrics.TTFT_CORRECTION, "Correction factor on the estimated time to the first token of a replica", labels=["replica"]
+        )
         for key, replica in state.replicas().items():
             corrections.add_metric([replica.name], state.correction(key))
         yield corrections
-        held = GaugeMetricFamily(metrics.REQUESTS_HELD, "Requests waiting for a replica", labels=["model"])
+        held = GaugeMetricFamily(metrics.REQUESTS_HELD, "Requests held for lack of a ready replica or of room", labels=["model"])
         for model, count in state.held.items():
             held.add_metric([model], count)
         yield held
 
     def _residency(self) -> Iterator[Metric]:
         state, index = self._follower.state, self._follower.state.residency
-        yield GaugeMetricFamily(metrics.RESIDENT_BLOCKS, "Blocks known to be cached, at each replica", value=index.entries)
-        yield CounterMetricFamily(metrics.RESIDENT_BLOCKS_DROPPED, "Blocks forgotten for want of memory", value=index.dropped)
+        yield GaugeMetricFamily(
+            metrics.RESIDENT_BLOCKS, "Cached blocks that the picker knows, over all replicas", value=index.entries
+        )
+        yield CounterMetricFamily(
+            metrics.RESIDENT_BLOCKS_DROPPED, "Cached blocks that the picker forgot to limit its memory", value=index.dropped
+        )
         known = Counts(index.knowledge(key) for key in state.replicas())
-        replicas = GaugeMetricFamily(metrics.RESIDENCY_REPLICAS, "Replicas by what is known of their cache", labels=["knowledge"])
+        replicas = GaugeMetricFamily(
+            metrics.RESIDENCY_REPLICAS, "Replicas by how well the picker knows their cache", labels=["knowledge"]
+        )
         for knowledge in Knowledge:
             replicas.add_metric([knowledge.value], known[knowledge])
         yield replicas
@@ -108,10 +118,16 @@ class StateCollector(Collector):
 
 def _predictions(truth: Truth) -> Iterator[Metric]:
     """What was believed of caches against what engines found."""
-    tokens = CounterMetricFamily(metrics.CACHED_TOKENS, "Cached prompt tokens, believed and found", labels=["model", "view"])
-    miscounts = CounterMetricFamily(metrics.PROMPTS_MISCOUNTED, "Prompts of other length than the engine's", labels=["model"])
-    errors = HistogramMetricFamily(metrics.CACHED_TOKENS_ERROR, "Error of cached tokens as share of the prompt", labels=["model"])
-    ratios = HistogramMetricFamily(metrics.TTFT_RATIO, "Time to the first token, as multiple of the estimate", labels=["model"])
+    tokens = CounterMetricFamily(
+        metrics.CACHED_TOKENS, "Cached prompt tokens: predicted by the picker, and found by the engine", labels=["model", "view"]
+    )
+    miscounts = CounterMetricFamily(
+        metrics.PROMPTS_MISCOUNTED, "Prompts whose token count differs from the engine's", labels=["model"]
+    )
+    errors = HistogramMetricFamily(
+        metrics.CACHED_TOKENS_ERROR, "Error of the predicted cached tokens as a share of the prompt", labels=["model"]
+    )
+    ratios = HistogramMetricFamily(metrics.TTFT_RATIO, "Time to the first token as a multiple of the estimate", labels=["model"])
     for model, tally in truth.models.items():
         tokens.add_metric([model, "predicted"], tally.predicted)
         tokens.add_metric([model, "found"], tally.found)

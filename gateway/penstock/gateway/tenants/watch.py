@@ -29,7 +29,7 @@ class TenantsWatcher:
         self._seen = self._stamp()
         self.registry = Registry(parse(self._read()))
         self._reloads = Counter(
-            metrics.TENANTS_RELOADS, "Changed tenants files, by what came of them", ["result"], registry=metrics_registry
+            metrics.TENANTS_RELOADS, "Reloads of the tenants file by result", ["result"], registry=metrics_registry
         )
 
     async def run(self) -> None:

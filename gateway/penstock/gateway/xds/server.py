@@ -61,10 +61,12 @@ class AdsServicer(AggregatedDiscoveryServiceServicer):
         self._since: dict[_Inbox, float] = {}
         self._progress = asyncio.Event()
         """An Envoy has said something, or has gone."""
-        self._nacks = Counter(metrics.XDS_NACKS, "Responses that an Envoy refused", ["type"], registry=registry)
+        self._nacks = Counter(
+            metrics.XDS_NACKS, "Configuration responses that an Envoy refused, by resource type", ["type"], registry=registry
+        )
         for kind in (CLUSTERS, ENDPOINTS, LISTENERS, ROUTES, SECRETS):
             self._refused(kind)  # from the start, since what begins at 1 has no increase that an alert could see
-        self._envoys = Gauge(metrics.XDS_ENVOYS, "Envoys that are connected", registry=registry)
+        self._envoys = Gauge(metrics.XDS_ENVOYS, "Connected Envoys", registry=registry)
 
     def _refused(self, kind: str) -> Counter:
         return self._nacks.labels(type=kind.rpartition(".")[2])

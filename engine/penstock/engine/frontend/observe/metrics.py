@@ -52,23 +52,23 @@ class EngineMetrics:
         self._infos: list[tuple[str, str, float, dict[str, str]]] = []
         counter, histogram = table.counter, table.histogram
         self.prompt_tokens = counter(
-            names.PROMPT_TOKENS, "Prompt tokens of scheduled sequences, by where their KV came from.", "source", SOURCES
+            names.PROMPT_TOKENS, "Prompt tokens of scheduled sequences by the source of their KV.", "source", SOURCES
         )
-        self.generation_tokens = counter(names.GENERATION_TOKENS, "Tokens generated.")
+        self.generation_tokens = counter(names.GENERATION_TOKENS, "Generated tokens.")
         reasons = tuple(dict.fromkeys(FINISH_REASONS.values()))
-        self.finished = counter(names.REQUEST_SUCCESS, "Sequences that ended, by reason.", "finished_reason", reasons)
-        self.ttft = histogram(names.TIME_TO_FIRST_TOKEN, "Arrival to first token.", _TTFT)
-        self.itl = histogram(names.INTER_TOKEN_LATENCY, "Between successive tokens of a sequence.", _TOKEN)
-        self._tpot = histogram(names.TIME_PER_OUTPUT_TOKEN, "A sequence's mean time a token after the first.", _TOKEN)
-        self._e2e = histogram(names.E2E_LATENCY, "Arrival to the last token.", _REQUEST)
-        self._queue = histogram(names.QUEUE_TIME, "In the core's queue until scheduled for the first time.", _REQUEST)
-        self._prefill = histogram(names.PREFILL_TIME, "First scheduled to first token.", _REQUEST)
-        self._decode = histogram(names.DECODE_TIME, "First token to last token.", _REQUEST)
-        self._inference = histogram(names.INFERENCE_TIME, "First scheduled to last token.", _REQUEST)
-        self._prompt = histogram(names.REQUEST_PROMPT_TOKENS, "Prompt tokens of a sequence that ended.", _TOKENS)
-        self._generated = histogram(names.REQUEST_GENERATION_TOKENS, "Tokens generated of a sequence that ended.", _TOKENS)
-        self._max_tokens = histogram(names.REQUEST_MAX_TOKENS, "Tokens that a sequence may generate.", _TOKENS)
-        self._n = histogram(names.REQUEST_N, "Choices that a request asks for, a prompt.", _CHOICES)
+        self.finished = counter(names.REQUEST_SUCCESS, "Finished sequences by finish reason.", "finished_reason", reasons)
+        self.ttft = histogram(names.TIME_TO_FIRST_TOKEN, "Seconds from arrival to the first token.", _TTFT)
+        self.itl = histogram(names.INTER_TOKEN_LATENCY, "Seconds between successive tokens of a sequence.", _TOKEN)
+        self._tpot = histogram(names.TIME_PER_OUTPUT_TOKEN, "Mean seconds per token of a sequence after the first token.", _TOKEN)
+        self._e2e = histogram(names.E2E_LATENCY, "Seconds from arrival to the last token.", _REQUEST)
+        self._queue = histogram(names.QUEUE_TIME, "Seconds in the core's queue before the first step.", _REQUEST)
+        self._prefill = histogram(names.PREFILL_TIME, "Seconds from the first step to the first token.", _REQUEST)
+        self._decode = histogram(names.DECODE_TIME, "Seconds from the first token to the last.", _REQUEST)
+        self._inference = histogram(names.INFERENCE_TIME, "Seconds from the first step to the last token.", _REQUEST)
+        self._prompt = histogram(names.REQUEST_PROMPT_TOKENS, "Prompt tokens of each finished sequence.", _TOKENS)
+        self._generated = histogram(names.REQUEST_GENERATION_TOKENS, "Generated tokens of each finished sequence.", _TOKENS)
+        self._max_tokens = histogram(names.REQUEST_MAX_TOKENS, "The max_tokens of each sequence.", _TOKENS)
+        self._n = histogram(names.REQUEST_N, "Choices per prompt that each request asks for.", _CHOICES)
 
     # --- what happens ---
 
@@ -151,14 +151,14 @@ def _core(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
     report = stats.report
     waiting = {reason: report.num_requests_waiting.get(reason, 0) for reason in WAITING_REASONS}
     gauge, counter = partial(_samples, GaugeMetricFamily, labels), partial(_samples, CounterMetricFamily, labels)
-    yield gauge(names.NUM_REQUESTS_RUNNING, "Sequences in the batch.", report.num_requests_running)
-    yield gauge(names.NUM_REQUESTS_WAITING, "Sequences that wait, by what they wait for.", waiting, "reason")
-    yield gauge(names.KV_CACHE_USAGE, "Share of KV blocks in use, 0 to 1.", report.kv_cache_usage_perc)
-    yield counter(names.PREEMPTIONS, "Sequences that gave up their blocks.", stats.preemptions)
-    yield counter(names.PREFIX_CACHE_QUERIES, "Prompt tokens looked up.", stats.prefix_queries)
-    yield counter(names.PREFIX_CACHE_HITS, "Prompt tokens found.", stats.prefix_hits)
-    yield counter(names.PREEMPTED_TOKENS, "Tokens whose KV preempted sequences gave up.", stats.preempted_tokens)
-    resumed = "Tokens that the prefix cache supplied to them when they ran again."
+    yield gauge(names.NUM_REQUESTS_RUNNING, "Running sequences.", report.num_requests_running)
+    yield gauge(names.NUM_REQUESTS_WAITING, "Waiting sequences by reason.", waiting, "reason")
+    yield gauge(names.KV_CACHE_USAGE, "Share of KV blocks in use, from 0 to 1.", report.kv_cache_usage_perc)
+    yield counter(names.PREEMPTIONS, "Preemptions: running sequences that lost their KV blocks.", stats.preemptions)
+    yield counter(names.PREFIX_CACHE_QUERIES, "Prompt tokens looked up in the prefix cache.", stats.prefix_queries)
+    yield counter(names.PREFIX_CACHE_HITS, "Prompt tokens found in the prefix cache.", stats.prefix_hits)
+    yield counter(names.PREEMPTED_TOKENS, "Tokens whose KV preempted sequences lost.", stats.preempted_tokens)
+    resumed = "Tokens that the prefix cache supplied to resumed sequences."
     yield counter(names.RESUMED_CACHED_TOKENS, resumed, stats.resumed_cached_tokens)
     yield _waits(stats, labels)
     if report.lora_slots:
@@ -166,21 +166,29 @@ def _core(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
     if stats.graphs is not None:
         yield from _graphs(stats.graphs, stats.step.graphs if stats.step is not None else [], labels)
     if (step := stats.step) is not None:
-        yield _buckets(names.STEP_SECONDS, "Of a step.", labels, step_meter.SECONDS, step.seconds)
-        yield _buckets(names.STEP_TOKENS, "Tokens that a step computed.", labels, step_meter.TOKENS, step.tokens)
-        yield counter(names.SAMPLED_TOKENS, "Rows that passed the LM head for a next token.", step.sampled_tokens)
-        yield counter(names.CORRUPTED_REQUESTS, "Requests that failed because their logits were not finite.", step.not_finite)
+        yield _buckets(names.STEP_SECONDS, "Seconds that each step took.", labels, step_meter.SECONDS, step.seconds)
+        yield _buckets(names.STEP_TOKENS, "Tokens that each step computed.", labels, step_meter.TOKENS, step.tokens)
+        yield counter(names.SAMPLED_TOKENS, "Tokens that were sampled: rows that went through the LM head.", step.sampled_tokens)
+        yield counter(names.CORRUPTED_REQUESTS, "Requests that failed because of infinite or NaN logits.", step.not_finite)
         if step.cost is not None:
             yield from _cost(step.cost, counter)
         if (roofline := step.roofline) is not None:
-            floor = "What the steps would have taken at the ceilings that the device reached at start."
+            floor = "Seconds that the steps would have taken at the device's peak rates, measured at start."
             yield counter(names.STEP_FLOOR_SECONDS, floor, roofline.floor_s)
-            yield gauge(names.DEVICE_BANDWIDTH, "Of the device's memory, measured at start.", roofline.ceilings.bytes_per_s)
-            yield gauge(names.DEVICE_FLOPS, "Of matrix products, measured at start.", roofline.ceilings.flops_per_s)
+            yield gauge(
+                names.DEVICE_BANDWIDTH,
+                "Memory bandwidth of the device in bytes per second, measured at start.",
+                roofline.ceilings.bytes_per_s,
+            )
+            yield gauge(
+                names.DEVICE_FLOPS,
+                "Floating-point operations per second of matrix products, measured at start.",
+                roofline.ceilings.flops_per_s,
+            )
 
 
 def _waits(stats: CoreStats, labels: dict[str, str]) -> Family:
-    told = "In the core's queue until scheduled for the first time, by what was waited for."
+    told = "Seconds in the core's queue before the first step, by reason for waiting."
     family = HistogramMetricFamily(names.WAIT_TIME, told, labels=[*labels, "reason"])
     bounds = [*map(floatToGoString, waits.SECONDS), "+Inf"]
     for reason, buckets in stats.waits.items():
@@ -190,38 +198,38 @@ def _waits(stats: CoreStats, labels: dict[str, str]) -> Family:
 
 
 def _graphs(report: GraphReport, steps: Sequence[GraphSteps], labels: dict[str, str]) -> Iterator[Family]:
-    told = "Steps by how they were launched, and why so."
+    told = "Steps by launch mode, with the reason for the mode."
     family = CounterMetricFamily(names.CUDAGRAPH_STEPS, told, labels=[*labels, "mode", "reason"])
     for item in steps:
         family.add_metric([*labels.values(), item.mode, item.reason], item.steps)
     yield family
     gauge, counter = partial(_samples, GaugeMetricFamily, labels), partial(_samples, CounterMetricFamily, labels)
     tokens = {"real": sum(item.tokens for item in steps), "padding": sum(item.padding for item in steps)}
-    yield counter(names.CUDAGRAPH_TOKENS, "Tokens that steps computed, and those that padded them.", tokens, "kind")
+    yield counter(names.CUDAGRAPH_TOKENS, "Tokens of steps: real tokens and padding.", tokens, "kind")
     states = {"captured": report.captured, "pending": report.pending, "failed": report.failed}
-    yield gauge(names.CUDAGRAPHS, "CUDA graphs by whether they are there.", states, "state")
-    yield gauge(names.CUDAGRAPH_BYTES, "The device's memory that they take.", report.num_bytes)
+    yield gauge(names.CUDAGRAPHS, "CUDA graphs by state.", states, "state")
+    yield gauge(names.CUDAGRAPH_BYTES, "Device memory of CUDA graphs in bytes.", report.num_bytes)
 
 
 def _lora(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
     report, gauge, counter = stats.report, partial(_samples, GaugeMetricFamily), partial(_samples, CounterMetricFamily)
-    yield gauge(labels, names.LORA_SLOTS, "Adapters that fit on the device at once.", report.lora_slots)
-    yield gauge(labels, names.LORA_SLOTS_FREE, "Slots that no adapter holds.", report.lora_slots_free)
-    yield counter(labels, names.LORA_SLOT_LOADS, "Adapters that took a slot where they were not.", stats.lora_loads)
-    yield counter(labels, names.LORA_READS, "Adapters that were read, for the first time or again.", stats.lora_reads)
+    yield gauge(labels, names.LORA_SLOTS, "Adapter slots on the device.", report.lora_slots)
+    yield gauge(labels, names.LORA_SLOTS_FREE, "Free adapter slots on the device.", report.lora_slots_free)
+    yield counter(labels, names.LORA_SLOT_LOADS, "Adapters copied into a slot on the device.", stats.lora_loads)
+    yield counter(labels, names.LORA_READS, "Adapters read from their source, repeated reads included.", stats.lora_reads)
     running = ",".join(sorted(name for name, count in report.lora_running.items() if count))
     waiting = ",".join(sorted(report.lora_waiting))
     facts = {"max_lora": str(report.lora_slots), "running_lora_adapters": running, "waiting_lora_adapters": waiting}
-    told = "Who runs and who waits; the value is when that was so, Unix time in seconds."
+    told = "Adapters with running and with waiting requests. The value is the Unix time of the scrape in seconds."
     yield gauge(labels | facts, names.LORA_REQUESTS_INFO, told, time.time())
 
 
 def _cost(cost: StepCost, counter: Callable[..., Family]) -> Iterator[Family]:
     flops = {"linear": cost.linear_flops, "attention": cost.attention_flops, "lm_head": cost.lm_head_flops}
     reads = {"weights": cost.weight_bytes, "kv": cost.kv_read_bytes}
-    yield counter(names.ESTIMATED_FLOPS, "Floating-point operations that the steps needed.", flops, "part")
-    yield counter(names.ESTIMATED_READ_BYTES, "Bytes that the steps had to read.", reads, "part")
-    yield counter(names.ESTIMATED_WRITE_BYTES, "Bytes of keys and values that the steps had to write.", cost.kv_write_bytes)
+    yield counter(names.ESTIMATED_FLOPS, "Estimated floating-point operations of all steps.", flops, "part")
+    yield counter(names.ESTIMATED_READ_BYTES, "Estimated bytes read by all steps.", reads, "part")
+    yield counter(names.ESTIMATED_WRITE_BYTES, "Estimated bytes of keys and values written by all steps.", cost.kv_write_bytes)
 
 
 def _samples(

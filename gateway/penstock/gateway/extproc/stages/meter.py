@@ -50,8 +50,10 @@ class TenantMetrics:
     """Usage by tenant. Names are those of the file alone, so the series are as many as it has tenants."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(metrics.TENANT_REQUESTS, "Requests of tenants", ["tenant", "outcome"], registry=registry)
-        self.tokens = Counter(metrics.TENANT_TOKENS, "Tokens of tenants", ["tenant", "kind"], registry=registry)
+        self.requests = Counter(
+            metrics.TENANT_REQUESTS, "Requests by tenant and outcome", ["tenant", "outcome"], registry=registry
+        )
+        self.tokens = Counter(metrics.TENANT_TOKENS, "Tokens by tenant and kind", ["tenant", "kind"], registry=registry)
 
 
 class Meter:
