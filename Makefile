@@ -119,6 +119,10 @@ bench-trees: setup ## the engines of two checkouts on a CPU, in turn (ARGS="OLD 
 bench-lora: setup ## what LoRA adapters cost a batch on a CPU, with 0, 1, 4 and 8 of them mixed (ARGS=--quick)
 	@$(BIN)/python benchmarks/bench_lora.py $(ARGS)
 
+.PHONY: bench-speculation
+bench-speculation: setup ## what drafts from earlier text gain on a CPU, by workload and number of streams (ARGS=--quick)
+	@$(BIN)/python benchmarks/bench_speculation.py $(ARGS)
+
 .PHONY: bench-gpu
 bench-gpu: setup ## engine and kernels on one GPU, held to the roofline and beside others (ARGS="--only itl_8b")
 	@$(BIN)/python benchmarks/bench_gpu.py $(ARGS)

@@ -41,6 +41,11 @@ CUDAGRAPH_STEPS: Final = "penstock_cudagraph_steps"  # labels mode: FULL, PIECEW
 CUDAGRAPH_TOKENS: Final = "penstock_cudagraph_tokens"  # label kind: real, padding
 CUDAGRAPHS: Final = "penstock_cudagraphs"  # label state: captured, pending, failed
 CUDAGRAPH_BYTES: Final = "penstock_cudagraph_memory_bytes"
+SPEC_DRAFTS: Final = "penstock_spec_decode_num_drafts"
+SPEC_DRAFT_TOKENS: Final = "penstock_spec_decode_num_draft_tokens"
+SPEC_ACCEPTED_TOKENS: Final = "penstock_spec_decode_num_accepted_tokens"
+SPEC_DRAFT_TOKENS_PER_POS: Final = "penstock_spec_decode_num_draft_tokens_per_pos"  # label position
+SPEC_ACCEPTED_TOKENS_PER_POS: Final = "penstock_spec_decode_num_accepted_tokens_per_pos"  # label position
 LORA_SLOTS: Final = "penstock_lora_slots"
 LORA_SLOTS_FREE: Final = "penstock_lora_slots_free"
 LORA_REQUESTS_INFO: Final = "penstock_lora_requests_info"  # labels max_lora, running_lora_adapters, waiting_lora_adapters
@@ -77,6 +82,10 @@ VLLM_NAMES: Final = {
     REQUEST_N: "vllm:request_params_n",
     CACHE_CONFIG_INFO: "vllm:cache_config_info",
     LORA_REQUESTS_INFO: "vllm:lora_requests_info",
+    SPEC_DRAFTS: "vllm:spec_decode_num_drafts",
+    SPEC_DRAFT_TOKENS: "vllm:spec_decode_num_draft_tokens",
+    SPEC_ACCEPTED_TOKENS: "vllm:spec_decode_num_accepted_tokens",
+    SPEC_ACCEPTED_TOKENS_PER_POS: "vllm:spec_decode_num_accepted_tokens_per_pos",
     ESTIMATED_WRITE_BYTES: "vllm:estimated_write_bytes_per_gpu",
 }
 """What vLLM calls the same series; `penstock serve --metrics-compat vllm` tells both. Waiting requests, prompt tokens and what is

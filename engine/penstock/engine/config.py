@@ -161,9 +161,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     method: SpeculativeMethod
     num_speculative_tokens: int
     """Drafts of a request in a step at most."""
-    prompt_lookup_min: int = 1
+    prompt_lookup_min: int = 3
     """ngram: tokens that must have stood earlier at least."""
-    prompt_lookup_max: int = 4
+    prompt_lookup_max: int = 5
     """ngram: tokens that are compared at most."""
     suffix_decoding_max_tree_depth: int = 24
     """suffix: tokens that are compared at most."""

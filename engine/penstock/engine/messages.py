@@ -356,6 +356,17 @@ class GraphSteps(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that were computed for nobody."""
 
 
+class DraftStats(msgspec.Struct, frozen=True, array_like=True):
+    """What came of drafts since the start."""
+
+    rows: int
+    """Rows with drafts that steps have verified, a row once in each step."""
+    drafted: list[int]
+    """By position in a row's drafts: how many were verified."""
+    accepted: list[int]
+    """By position: how many of these were accepted."""
+
+
 class StepStats(msgspec.Struct, frozen=True, array_like=True):
     """What the core's steps have been since its start."""
 
@@ -372,6 +383,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     """None: the device's ceilings are not known."""
     graphs: list[GraphSteps] = []
     """Of a device that has CUDA graphs."""
+    drafts: DraftStats | None = None
+    """None: the engine makes no drafts."""
 
 
 class CoreStats(msgspec.Struct, frozen=True, tag="stats"):

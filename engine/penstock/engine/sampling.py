@@ -69,6 +69,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     may supply the prompt."""
     repetition_detection: RepetitionDetection | None = None
     """None: the output may repeat itself."""
+    speculative_decoding: bool = True
+    """False: the engine makes no drafts for the request, where it makes any."""
     extra_args: dict[str, Any] = {}
     """For logits processors of one's own."""
 

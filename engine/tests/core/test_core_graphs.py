@@ -16,7 +16,7 @@ from penstock.engine.core.executor import InlineExecutor
 from penstock.engine.core.ipc.process import IDLE_S, CoreLoop
 from penstock.engine.core.measure.step_meter import StepMeter
 from penstock.engine.core.plan import GraphReport, GraphStep, StepPlan, StepResult, empty
-from penstock.engine.messages import Control, GraphSteps
+from penstock.engine.messages import Control, DraftStats, GraphSteps
 
 
 def make_core(mode="FULL_AND_PIECEWISE") -> tuple[EngineCore, FakeRunner]:
@@ -67,6 +67,17 @@ def test_the_loop_captures_only_after_a_while_without_work() -> None:
     while core.may_capture:
         loop.turn()
     assert len(runner.captures) == 3 and runner.captures[0] - busy >= IDLE_S
+
+
+@pytest.mark.req("SD-25", "SPV-11")
+def test_drafts_are_counted_by_position() -> None:
+    meter, rows = StepMeter(None, num_drafts=3), np.arange(4, dtype=np.int32)
+    drafted, samples = np.array([3, 2, 0, 3], np.int32), np.ones(4, np.bool_)
+    plan = StepPlan(0, empty(), [], [], [], rows, 1 + drafted, samples, num_drafts=drafted)
+    # All accepted; one of two; none planned; failed, which says nothing.
+    meter.retired(plan, StepResult(0, empty(4, 4), np.array([4, 2, 1, 0], np.int32)), 0.01)
+    assert meter.stats().drafts == DraftStats(2, [2, 2, 1], [2, 1, 1])
+    assert StepMeter(None).stats().drafts is None
 
 
 @pytest.mark.req("CG-32")

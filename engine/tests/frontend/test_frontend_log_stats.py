@@ -41,6 +41,11 @@ def test_where_the_ceilings_are_known_a_step_is_held_to_them():
     assert "step 8.00 ms (70% of the roofline)" in str(describe(before, now, 10.0))
 
 
+def test_drafts_are_told_with_their_acceptance():
+    line = describe(BEFORE, after(drafted=40, accepted=30, steps=20, step_seconds=1.01), 5.0)
+    assert line is not None and line.endswith("step 1.00 ms, drafts accepted 75.0% of 40")
+
+
 def test_what_did_not_happen_is_not_said():
     line = describe(BEFORE, after(generation_tokens=60, steps=20, step_seconds=1.01), 5.0)
     assert line == "prompt 0.0 tok/s, generation 2.0 tok/s, running 9, waiting 0, KV 90.0%, step 1.00 ms"

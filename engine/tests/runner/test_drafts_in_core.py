@@ -9,6 +9,7 @@ from test_core_with_runner import OUTPUTS, SCHEDULER, VOCAB, Engine, requests
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.plan import StepResult
 from penstock.engine.runner import model_runner
+from penstock.engine.spec.depth import Timing
 
 K = 4
 DIES = -2
@@ -91,7 +92,7 @@ def drafting(checkpoint, build_runner, depth, num_blocks, config, proposer=None)
     scheduler = msgspec.structs.replace(SCHEDULER, num_speculative_tokens=K)
     runner = build_runner(checkpoint("llama"), scheduler=scheduler, speculative=config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "measure_costs", lambda *_: [(1, 0.0)])  # drafts always pay
+        patch.setattr(model_runner, "measure_steps", lambda *_: [Timing(1, 0, 1e9), Timing(1, K, 1e9)])  # drafts always pay
         if proposer is not None:
             patch.setattr(model_runner, "make_proposer", lambda *_: proposer)
         return Watched(runner, depth, num_blocks)
@@ -123,3 +124,12 @@ def test_drafts_change_no_token(checkpoint, build_runner, asked, alone, depth, n
             assert engine.accepted > 100
     finally:
         engine.executor.close()
+
+
+def test_a_request_may_do_without(checkpoint, build_runner, asked, alone):
+    tokens, _ = alone
+    engine = drafting(checkpoint, build_runner, 1, 100, NGRAM, Guesses(tokens, 1.0))
+    without = [
+        msgspec.structs.replace(it, sampling=msgspec.structs.replace(it.sampling, speculative_decoding=False)) for it in asked
+    ]
+    assert engine.run(without) == tokens and engine.drafted == 0

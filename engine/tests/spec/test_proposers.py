@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.config import SpeculativeConfig
-from penstock.engine.spec.depth import DraftDepth
+from penstock.engine.spec.depth import DraftDepth, Timing
 from penstock.engine.spec.proposer import make_proposer
 
 
@@ -41,6 +41,8 @@ def test_other_requests_can_be_left_out():
 
 
 ROWS = np.arange(2, dtype=np.int32)
+CHEAP = [Timing(1, 0, 1.0), Timing(1, 8, 1.4), Timing(64, 0, 2.0), Timing(64, 8, 30.0)]
+"""Eight drafts cost little for a row, and far more than they can give for 64."""
 
 
 def observed(depth, drafted, accepted, steps):
@@ -48,40 +50,80 @@ def observed(depth, drafted, accepted, steps):
         depth.observe(ROWS, np.array(drafted, np.int32), np.array(accepted, np.int32))
 
 
+def counts(*each):
+    return np.array(each, np.int32)
+
+
 @pytest.mark.req("SD-29")
-def test_a_row_whose_drafts_are_accepted_gets_more_of_them_and_another_none():
-    depth = DraftDepth(4, 8, [(1, 0.2), (64, 0.2)])
-    first = depth.choose(ROWS)
-    assert first[0] == first[1] and 0 < first[0] < 8
-    observed(depth, [4, 4], [4, 0], 12)
-    high, low = depth.choose(ROWS).tolist()
-    assert (high, low) == (8, 0)
+def test_accepted_drafts_make_longer_ones_and_rejected_ones_none():
+    depth = DraftDepth(4, 8, CHEAP)
+    assert depth.most(ROWS) > 0
+    observed(depth, [4, 4], [4, 4], 12)
+    assert depth.most(ROWS) == 8
+    observed(depth, [8, 8], [0, 0], 30)
+    assert depth.most(ROWS) == 0
 
 
 @pytest.mark.req("SD-28")
-def test_no_drafts_where_verifying_one_costs_a_step():
-    depth = DraftDepth(64, 8, [(1, 0.05), (32, 1.0)])
-    assert depth.choose(ROWS).min() > 0
-    assert depth.choose(np.arange(32, dtype=np.int32)).max() == 0
+def test_no_drafts_where_verifying_them_costs_more_than_they_give():
+    depth = DraftDepth(64, 8, CHEAP)
+    assert depth.most(ROWS) > 0
+    assert depth.most(np.arange(64, dtype=np.int32)) == 0
 
 
-def test_a_row_without_drafts_tries_again_after_a_while():
-    depth = DraftDepth(4, 4, [(1, 0.2)])
-    observed(depth, [4, 4], [0, 0], 12)
-    assert depth.choose(ROWS).max() == 0
-    observed(depth, [0, 0], [0, 0], 200)
-    assert depth.choose(ROWS).min() > 0
+def test_a_row_without_proposals_does_not_pay_for_the_other():
+    depth = DraftDepth(4, 8, [Timing(1, 0, 1.0), Timing(1, 8, 4.0)])
+    assert depth.choose(ROWS, counts(8, 8)) > 0
+    assert depth.choose(ROWS, counts(1, 0)) == 0
 
 
-def test_a_new_request_does_not_inherit():
-    depth = DraftDepth(4, 4, [(1, 0.2)])
-    expected = depth.choose(ROWS).tolist()
-    observed(depth, [4, 4], [0, 0], 12)
-    depth.admit(0)
-    assert depth.choose(ROWS).tolist() == [expected[0], 0]
+def test_steps_that_take_longer_than_measured_at_the_start_are_learned():
+    depth = DraftDepth(4, 8, CHEAP)
+    first = depth.most(ROWS)
+    for _ in range(100):
+        for drafts in depth.depths[1:].tolist():
+            depth.observe_step(2, drafts, 3.0)
+            depth.observe_step(2, drafts, 5.0)
+    assert first > 0 and depth.most(ROWS) == 0
+
+
+def test_one_step_that_was_held_up_teaches_nothing():
+    depth = DraftDepth(4, 8, CHEAP)
+    before = depth.most(ROWS)
+    for drafts in depth.depths.tolist():
+        depth.observe_step(2, drafts, 1000.0)
+    assert depth.most(ROWS) == before
+
+
+def test_without_drafts_it_rests_longer_and_longer_and_then_tries_again():
+    depth = DraftDepth(4, 8, CHEAP)
+    observed(depth, [4, 4], [0, 0], 30)
+    rests = []
+    while depth.most(ROWS) == 0:
+        rests.append(sum(1 for _ in iter(lambda: depth.rests, False)))
+    assert rests[:7] == [1, 2, 4, 8, 16, 32, 32]
+
+
+def test_a_new_request_does_not_inherit_and_ends_the_rest():
+    depth = DraftDepth(4, 8, CHEAP)
+    observed(depth, [4, 4], [0, 0], 30)
+    assert depth.most(ROWS) == 0
+    depth.admit(2)
+    assert not depth.rests
+
+
+def test_a_new_request_is_believed_to_be_like_those_before_it():
+    depth = DraftDepth(4, 8, CHEAP)
+    other = np.arange(2, 4, dtype=np.int32)
+    assert depth.most(other) > 0
+    observed(depth, [4, 4], [0, 0], 100)
+    depth.admit(2)
+    depth.admit(3)
+    assert depth.most(other) == 0
 
 
 def test_what_follows_a_rejected_draft_says_nothing():
-    depth = DraftDepth(4, 8, [(1, 0.2)])
-    observed(depth, [8, 1], [0, 0], 3)
-    assert len(set(depth.choose(ROWS).tolist())) == 1
+    depth, other = DraftDepth(4, 8, CHEAP), DraftDepth(4, 8, CHEAP)
+    observed(depth, [8, 8], [0, 0], 2)
+    observed(other, [1, 1], [0, 0], 2)
+    assert depth.most(ROWS) == other.most(ROWS)

@@ -96,7 +96,7 @@ class EngineCore:
         self._epoch = epoch
         self._engine_index = engine_index
         self._meter = LoadMeter()
-        self._step_meter = StepMeter(config.model.cost, ceilings)
+        self._step_meter = StepMeter(config.model.cost, ceilings, config.scheduler.num_speculative_tokens)
         self._graphs: GraphReport | None = None
         self._has_graphs = config.graphs.mode != "NONE"
         self._may_capture = self._has_graphs

@@ -19,7 +19,7 @@ from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.input_batch import InputBatch, StepArrays, StepInputs
 from penstock.engine.runner.memory_profile import peak_activation_bytes
 from penstock.engine.runner.not_finite import located, name_first_part
-from penstock.engine.runner.own_drafts import OwnDrafts, measure_costs
+from penstock.engine.runner.own_drafts import OwnDrafts, measure_steps
 from penstock.engine.runner.pooling import PooledStep, Pooler
 from penstock.engine.runner.prompt_logprobs import prompt_rows
 from penstock.engine.runner.result import read_result
@@ -125,10 +125,13 @@ class ModelRunner(RunnerBase):
         self._warm = True
         if (config := self.config.speculative) is not None:
             rows, most = self.config.scheduler.max_num_seqs, config.num_speculative_tokens
-            costs = measure_costs(self._time_decodes, min(rows, self.config.scheduler.max_num_batched_tokens // (1 + most)), most)
-            log.info("a draft adds to a step: %s", ", ".join(f"{cost:.0%} at {size} requests" for size, cost in costs))
+            fits = min(rows, self.config.scheduler.max_num_batched_tokens // (1 + most))
+            timings = measure_steps(self._time_decodes, fits, most)
             proposer, vocab_size = make_proposer(config, self.config.cpu_isa), self.decoder_config.vocab_size
-            self._own_drafts = OwnDrafts(config, proposer, costs, rows, vocab_size)
+            self._own_drafts = OwnDrafts(config, proposer, timings, rows, vocab_size)
+            pairs = zip(timings[::2], timings[1::2], strict=True)
+            told = ", ".join(f"{after.seconds / before.seconds:.2f} at {before.rows} requests" for before, after in pairs)
+            log.info("steps with %d drafts take, as multiple of those without: %s", most, told)
 
     def _time_decodes(self, rows: int, drafts: int) -> float:
         """Seconds of a step of so many decodes, each with so many drafts, in the null block."""
@@ -175,7 +178,7 @@ class ModelRunner(RunnerBase):
         self._limit_threads()
         drafts = None
         if self._own_drafts is not None:
-            self._own_drafts.apply(plan, self._batch.rows)
+            self._own_drafts.apply(plan, self._batch.rows, time.perf_counter())
         if len(plan.num_drafts):
             drafts = planned_drafts(plan, None if self._own_drafts is None else self._own_drafts.drafts)
         inputs = self._batch.apply(plan, drafts)
@@ -229,8 +232,8 @@ class ModelRunner(RunnerBase):
             if self._own_drafts is None:
                 return result
             goes_on = result.counts > 0
-            own = self._own_drafts.propose(plan, drafts, verified, goes_on, self._batch.rows)
-            return msgspec.structs.replace(result, drafts=own)
+            own = self._own_drafts.propose(plan, verified, goes_on, self._batch.rows)
+            return result if own is None else msgspec.structs.replace(result, drafts=own)
 
     def _forward(
         self, plan: StepPlan, inputs: StepInputs, ctx: ForwardContext

@@ -8,8 +8,9 @@ import numpy as np
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.plan import Bool, Int32, StepPlan
 from penstock.engine.core.row_table import RowTable
+from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS
 from penstock.engine.runner.verification import Verified
-from penstock.engine.spec.depth import DraftDepth
+from penstock.engine.spec.depth import DraftDepth, Timing
 from penstock.engine.spec.proposer import Proposer
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class OwnDrafts:
     Args:
         config: The method and its limits.
         proposer: Whose drafts they are.
-        costs: As `DraftDepth` takes them.
+        timings: As `DraftDepth` takes them.
         max_num_seqs: Rows.
         vocab_size: A draft outside is none.
     """
@@ -35,78 +36,99 @@ class OwnDrafts:
         self,
         config: SpeculativeConfig,
         proposer: Proposer,
-        costs: Sequence[tuple[int, float]],
+        timings: Sequence[Timing],
         max_num_seqs: int,
         vocab_size: int,
     ) -> None:
         self._proposer, self._vocab_size = proposer, vocab_size
-        self._depth = DraftDepth(max_num_seqs, config.num_speculative_tokens, costs)
+        self._depth = DraftDepth(max_num_seqs, config.num_speculative_tokens, timings)
         self.drafts: Int32 = np.full((max_num_seqs, config.num_speculative_tokens), _PAD, np.int32)
         """[rows, K]: of each row's next step, -1 pads."""
+        self._num_proposed: Int32 = np.zeros(max_num_seqs, np.int32)
+        """[rows]: how many of them are the proposer's; those after them only keep a step's rows alike."""
+        self._wanted: Bool = np.ones(max_num_seqs, np.bool_)
+        """[rows]: whether the request lets itself be drafted for."""
+        self._last: tuple[float, int, int] | None = None
+        """When the last step was begun, its rows and its drafts of each; None: it was no step of decodes alone."""
 
-    def apply(self, plan: StepPlan, rows: RowTable) -> None:
-        """Takes in who leaves and who comes, before the plan is applied to the rows."""
+    def apply(self, plan: StepPlan, rows: RowTable, now: float) -> None:
+        """Takes in who leaves and who comes, before the plan is applied to the rows; `now` in seconds."""
         for row in plan.released.tolist():
             self._proposer.ended(rows.token_ids[row, rows.num_prompt_tokens[row] : rows.num_tokens[row]])
         for admission in plan.admissions:
             self._depth.admit(admission.row)
             self.drafts[admission.row] = _PAD
+            self._wanted[admission.row] = admission.sampling.speculative_decoding
+        if self._last is not None:
+            began, count, drafts = self._last
+            self._depth.observe_step(count, drafts, now - began)
+        drafts = int(plan.num_drafts[0]) if len(plan.num_drafts) else 0
+        decodes = len(plan.rows) and np.count_nonzero(plan.num_new_tokens == 1 + drafts) == len(plan.rows)
+        self._last = (now, len(plan.rows), drafts) if decodes else None
 
-    def propose(self, plan: StepPlan, given: Int32 | None, verified: Verified | None, goes_on: Bool, rows: RowTable) -> Int32:
+    def propose(self, plan: StepPlan, verified: Verified | None, goes_on: Bool, rows: RowTable) -> Int32 | None:
         """Makes the drafts of the next step, once the tokens of this one are in their rows.
 
         Args:
             plan: The step's.
-            given: [r, K]: the drafts that it has verified; None: it had none.
-            verified: What came of them.
+            verified: What came of its drafts; None: it had none.
             goes_on: [r]: which rows have a new token and no error.
             rows: With these tokens.
 
         Returns:
-            [r, K]: -1 pads.
+            [r, K]: -1 pads; None: there are none.
         """
-        of = plan.rows[goes_on]
-        if verified is not None and given is not None:
-            self._depth.observe(of, (given >= 0).sum(axis=1, dtype=np.int32)[goes_on], verified.accepted[goes_on])
-        else:
-            self._depth.observe(of, np.zeros(len(of), np.int32), np.zeros(len(of), np.int32))
-        self.drafts[plan.rows] = _PAD
-        depths = self._depth.choose(of)
-        wanted = of[depths > 0]
-        if len(wanted):
-            self.drafts[wanted] = self._checked(self._proposed(rows, wanted), depths[depths > 0])
+        if verified is not None:
+            of = plan.rows[goes_on]
+            drafted = np.minimum(plan.num_drafts[goes_on], self._num_proposed[of])
+            self._depth.observe(of, drafted, np.minimum(verified.accepted[goes_on], drafted))
+        if verified is not None or len(plan.num_drafts):
+            self.drafts[plan.rows] = _PAD
+        if self._depth.rests:
+            return None
+        of = plan.rows[goes_on & self._wanted[plan.rows]]
+        if not len(of) or not (most := self._depth.most(of)):
+            return None
+        found = self._proposed(rows, of, most)
+        self._num_proposed[of] = counts = (found >= 0).sum(axis=1, dtype=np.int32)
+        depth = self._depth.choose(of, counts)
+        if not depth:
+            return None
+        found[:, depth:] = _PAD
+        if len(of) * (1 + depth) <= MAX_TAPED_TOKENS:
+            # Rows that are alike run from a tape. What they are filled up with is a guess like any other.
+            found[:, :depth] = np.where(
+                found[:, :depth] < 0, rows.token_ids[of, rows.num_tokens[of] - 1][:, None], found[:, :depth]
+            )
+        self.drafts[of] = found
         return self.drafts[plan.rows]
 
-    def _proposed(self, rows: RowTable, wanted: Int32) -> Int32:
-        """What the proposer says; a step does without drafts where it fails."""
+    def _proposed(self, rows: RowTable, of: Int32, most: int) -> Int32:
+        """[m, K]: what the proposer says, up to the first that is no token, and no more than `most`. A step does without drafts
+        where the proposer fails."""
         try:
-            return self._proposer.propose(rows.token_ids, wanted, rows.num_tokens[wanted])
+            drafts = self._proposer.propose(rows.token_ids, of, rows.num_tokens[of])
         except Exception:
             log.exception("no drafts: the proposer failed")
-            return np.full((len(wanted), self.drafts.shape[1]), _PAD, np.int32)
-
-    def _checked(self, drafts: Int32, depths: Int32) -> Int32:
-        """Drafts up to the first that is no token, and no more than are wanted."""
-        fits = (drafts >= 0) & (drafts < self._vocab_size) & (np.arange(drafts.shape[1]) < depths[:, None])
+            return np.full((len(of), self.drafts.shape[1]), _PAD, np.int32)
+        fits = (drafts >= 0) & (drafts < self._vocab_size) & (np.arange(drafts.shape[1]) < most)
         return np.where(np.logical_and.accumulate(fits, axis=1), drafts, np.int32(_PAD))
 
 
-def measure_costs(run: Callable[[int, int], float], max_num_seqs: int, num_drafts: int) -> list[tuple[int, float]]:
-    """What one draft for every row adds to a step, by number of rows; see `DraftDepth`.
+def measure_steps(run: Callable[[int, int], float], max_num_seqs: int, num_drafts: int) -> list[Timing]:
+    """Times steps of several numbers of rows, with and without drafts; see `DraftDepth`.
 
     Args:
         run: Runs a step of so many rows with so many drafts each; returns its seconds.
         max_num_seqs: Rows at most.
         num_drafts: Drafts at most.
     """
-    sizes = sorted({min(size, max_num_seqs) for size in (1, 4, 16, 64)})
-    found: list[tuple[int, float]] = []
-    for size in sizes:
-        for drafts in (0, num_drafts):  # the first runs of a shape do more than the later ones
+    found: list[Timing] = []
+    for size in sorted({min(size, max_num_seqs) for size in (1, 4, 16, 64)}):
+        for drafts in (0, num_drafts):
+            run(size, drafts)  # the first runs of a shape do more than the later ones
             run(size, drafts)
-            run(size, drafts)
-        plain, verifying = (min(run(size, drafts) for _ in range(_REPEATS)) for drafts in (0, num_drafts))
-        found.append((size, max(verifying / plain - 1, 0.0) / num_drafts))
-        if verifying > _PATIENCE_S:
+            found.append(Timing(size, drafts, min(run(size, drafts) for _ in range(_REPEATS))))
+        if found[-1].seconds > _PATIENCE_S:
             break
     return found

@@ -1,7 +1,7 @@
-"""How many drafts pay: verifying one costs a part of a step, and gains a token only where it and all before it are accepted."""
+"""How many drafts pay: verifying makes a step longer, and gains a token only where a draft and all before it are accepted."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,44 +10,109 @@ from penstock.engine.core.plan import Int32
 
 Float64 = npt.NDArray[np.float64]
 
-_PRIOR: Final = 0.7
-"""Acceptance that a new request is believed to have: a first draft is nearly always worth a try."""
+_HOPE: Final = 0.7
+"""Acceptance that is believed in before anything is known."""
+_SHARED: Final = 0.02
+"""Weight of a draft in the acceptance that a new request is believed to have."""
+_FORGOTTEN: Final = 0.0005
+"""How far this goes back to what was hoped in a step without drafts: in some thousand steps all is tried again."""
 _WEIGHT: Final = 0.15
 """Of a draft in a row's acceptance."""
-_RETURN: Final = 0.02
-"""How far acceptance goes back to the prior in a step without drafts, so that a row tries again after a while."""
+_RETURN: Final = 0.01
+"""How far a row's acceptance goes back to what new requests have, in a step without drafts."""
+_NEWEST: Final = 0.1
+"""Weight of a step's seconds."""
+_OUTLIER: Final = 3.0
+"""Times the usual, above which a step's seconds are taken for somebody else's doing."""
+_MARGIN: Final = 1.02
+"""Times the tokens a second without drafts that are wanted of drafts."""
+_LONGEST_REST: Final = 32
+
+
+class Timing(NamedTuple):
+    """Measured: a step of so many rows with so many drafts each."""
+
+    rows: int
+    drafts: int
+    seconds: float
 
 
 class DraftDepth:
-    """Chooses the number of drafts by row.
+    """Chooses one number of drafts for all rows of a step, so that steps have few shapes.
 
     Args:
         max_num_seqs: Rows.
         num_drafts: K, drafts of a row at most.
-        costs: By number of rows, ascending: what one draft for every row adds to a step without drafts, as a share of it.
+        timings: For several numbers of rows, ascending, steps with 0 and with K drafts.
     """
 
-    def __init__(self, max_num_seqs: int, num_drafts: int, costs: Sequence[tuple[int, float]]) -> None:
-        self._acceptance: Float64 = np.full(max_num_seqs, _PRIOR)
-        self._sizes, self._costs = (np.array(values, np.float64) for values in zip(*costs, strict=True))
-        self._counts = np.arange(num_drafts + 1)
+    def __init__(self, max_num_seqs: int, num_drafts: int, timings: Sequence[Timing]) -> None:
+        self._acceptance: Float64 = np.full(max_num_seqs, _HOPE)
+        self._usual = _HOPE
+        self.depths = np.array(sorted({0, *(2**power for power in range(6) if 2**power < num_drafts), num_drafts}))
+        self._seconds = self._table(max_num_seqs, num_drafts, timings)
+        self._rest, self._rested, self._next_rest = 0, 0, 1
 
     def admit(self, row: int) -> None:
         """Another request has the row."""
-        self._acceptance[row] = _PRIOR
+        self._acceptance[row] = self._usual
+        self._rest, self._next_rest = 0, 1
+
+    @property
+    def rests(self) -> bool:
+        """Whether the next choice is none, which costs nothing; to be asked once a step."""
+        if self._rest == 0:
+            return False
+        self._rest -= 1
+        self._rested += 1
+        return True
 
     def observe(self, rows: Int32, drafted: Int32, accepted: Int32) -> None:
         """Takes in a step: [m] rows, the drafts that were verified, and how many of them were accepted."""
         # A draft after a rejected one says nothing.
         judged = np.minimum(accepted + 1, drafted)
-        old = self._acceptance[rows]
         kept = (1 - _WEIGHT) ** judged
         seen = np.divide(accepted, judged, out=np.zeros(len(rows)), where=judged > 0)
-        self._acceptance[rows] = np.where(drafted > 0, kept * old + (1 - kept) * seen, old + _RETURN * (_PRIOR - old))
+        self._acceptance[rows] = kept * self._acceptance[rows] + (1 - kept) * seen
+        if total := int(judged.sum()):
+            weight = 1 - (1 - _SHARED) ** total
+            self._usual += weight * (int(accepted.sum()) / total - self._usual)
 
-    def choose(self, rows: Int32) -> Int32:
-        """How many drafts, [m], of a step's rows make the most tokens in a given time."""
+    def observe_step(self, num_rows: int, drafts: int, seconds: float) -> None:
+        """Takes in how long a step of decodes with so many drafts each took, all told."""
+        at = _size(num_rows), int(np.searchsorted(self.depths, drafts))
+        usual = self._seconds[at]
+        if seconds < _OUTLIER * usual:
+            self._seconds[at] = usual + _NEWEST * (seconds - usual)
+
+    def most(self, rows: Int32) -> int:
+        """The most drafts that can pay for these rows, [m], however many a proposer has."""
+        self._usual += min(_FORGOTTEN * self._rested, 1) * (_HOPE - self._usual)
+        self._acceptance[rows] += min(_RETURN * self._rested, 1) * (self._usual - self._acceptance[rows])
+        self._rested = 0
+        return self.choose(rows, np.full(len(rows), self.depths[-1], np.int32))
+
+    def choose(self, rows: Int32, proposed: Int32) -> int:
+        """How many drafts of each row make the most tokens a second, given how many the proposer has, [m]."""
         acceptance = np.minimum(self._acceptance[rows], 0.99)[:, None]
-        cost = np.interp(len(rows), self._sizes, self._costs)
-        tokens = (1 - acceptance ** (self._counts + 1)) / (1 - acceptance)
-        return np.argmax(tokens / (1 + cost * self._counts), axis=1).astype(np.int32)
+        counts = np.minimum(self.depths, proposed[:, None])
+        tokens = ((1 - acceptance ** (counts + 1)) / (1 - acceptance)).sum(axis=0)
+        rates = tokens / self._seconds[_size(len(rows))]
+        best = int(np.argmax(rates))
+        if best and rates[best] > _MARGIN * rates[0]:
+            self._next_rest = 1
+            return int(self.depths[best])
+        self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
+        return 0
+
+    def _table(self, max_num_seqs: int, num_drafts: int, timings: Sequence[Timing]) -> Float64:
+        """[sizes, depths]: seconds of a step, interpolated."""
+        sizes = 2.0 ** np.arange(_size(max_num_seqs) + 1)
+        measured = [[it for it in timings if it.drafts == drafts] for drafts in (0, num_drafts)]
+        plain, verifying = (np.interp(sizes, [it.rows for it in points], [it.seconds for it in points]) for points in measured)
+        return plain[:, None] + (verifying - plain)[:, None] * self.depths / num_drafts
+
+
+def _size(num_rows: int) -> int:
+    """Of the row of the table: numbers of rows up to the same power of two share one."""
+    return max(num_rows - 1, 0).bit_length()

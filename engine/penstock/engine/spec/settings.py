@@ -11,7 +11,7 @@ from penstock.suggest import suggestion
 
 NUM_TOKENS: Final = 4
 """Drafts of a request in a step at most, where nobody says."""
-LOOKUP: Final = (1, 4)
+LOOKUP: Final = (3, 5)
 """Fewest and most tokens that are compared, where nobody says."""
 _METHODS: Final = get_args(SpeculativeMethod)
 _NEEDS_HEADS: Final = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "deepseek_mtp")

@@ -7,7 +7,7 @@ import numpy as np
 from penstock.engine.core.measure.step_cost import step_cost
 from penstock.engine.core.plan import Int32, StepPlan, StepResult
 from penstock.engine.cost import ModelCost, StepCost
-from penstock.engine.messages import Buckets, GraphSteps, Roofline, StepStats
+from penstock.engine.messages import Buckets, DraftStats, GraphSteps, Roofline, StepStats
 from penstock.engine.roofline import Ceilings, floor_s
 
 SECONDS = (
@@ -23,9 +23,10 @@ class StepMeter:
     Args:
         model: The model's shape; None: its cost is not known.
         ceilings: What the device can do; None: nobody has measured it.
+        num_drafts: Drafts of a row at most; 0: there are none.
     """
 
-    def __init__(self, model: ModelCost | None, ceilings: Ceilings | None = None) -> None:
+    def __init__(self, model: ModelCost | None, ceilings: Ceilings | None = None, num_drafts: int = 0) -> None:
         self._model = model
         self._ceilings = ceilings
         self._floor_s = 0.0
@@ -37,6 +38,8 @@ class StepMeter:
         self._not_finite = 0
         self._cost = StepCost()
         self._graphs: dict[tuple[str, str], list[int]] = {}
+        self._verified_rows = 0
+        self._drafted, self._accepted = np.zeros(num_drafts, np.int64), np.zeros(num_drafts, np.int64)
 
     def submitted(self, plan: StepPlan, ends: Int32) -> None:
         """A plan goes to the runner; `ends`, [r]: how many tokens of each row are computed after it."""
@@ -55,11 +58,20 @@ class StepMeter:
         self._tokens_sum += tokens
         self._sampled += int(np.count_nonzero(plan.samples)) if result.pooled is None else 0
         self._not_finite += result.num_not_finite
+        if len(plan.num_drafts) and len(self._drafted):
+            self._take_drafts(plan.num_drafts, result.counts)
         if (graph := result.graph) is not None:
             counts = self._graphs.setdefault((graph.mode, graph.reason), [0, 0, 0])
             counts[0] += 1
             counts[1] += graph.num_tokens
             counts[2] += graph.num_padded_tokens - graph.num_tokens
+
+    def _take_drafts(self, drafted: Int32, counts: Int32) -> None:
+        places = np.arange(len(self._drafted))[:, None]
+        judged = np.where(counts > 0, drafted, 0)
+        self._verified_rows += int(np.count_nonzero(judged))
+        self._drafted += (places < judged).sum(axis=1)
+        self._accepted += (places < np.minimum(counts - 1, judged)).sum(axis=1)
 
     def stats(self) -> StepStats:
         """Everything so far."""
@@ -70,5 +82,11 @@ class StepMeter:
             not_finite=self._not_finite,
             cost=None if self._model is None else self._cost,
             roofline=None if self._ceilings is None or self._model is None else Roofline(self._ceilings, self._floor_s),
+            drafts=self._draft_stats(),
             graphs=[GraphSteps(mode, reason, *counts) for (mode, reason), counts in self._graphs.items()],
         )
+
+    def _draft_stats(self) -> DraftStats | None:
+        if not len(self._drafted):
+            return None
+        return DraftStats(self._verified_rows, self._drafted.tolist(), self._accepted.tolist())

@@ -29,6 +29,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     waiting: dict[str, int] = {}
     """By reason."""
     kv_usage: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+    """Of the drafted tokens."""
 
 
 def snapshot(metrics: EngineMetrics) -> Snapshot:
@@ -51,6 +54,8 @@ def snapshot(metrics: EngineMetrics) -> Snapshot:
         running=stats.report.num_requests_running,
         waiting={reason: count for reason, count in stats.report.num_requests_waiting.items() if count},
         kv_usage=stats.report.kv_cache_usage_perc,
+        drafted=sum(stats.step.drafts.drafted) if stats.step and stats.step.drafts else 0,
+        accepted=sum(stats.step.drafts.accepted) if stats.step and stats.step.drafts else 0,
     )
 
 
@@ -72,6 +77,8 @@ def describe(before: Snapshot, now: Snapshot, seconds: float) -> str | None:
     if steps:
         spent, floor = now.step_seconds - before.step_seconds, now.floor_seconds - before.floor_seconds
         parts.append(f"step {1000 * spent / steps:.2f} ms" + (f" ({floor / spent:.0%} of the roofline)" if floor else ""))
+    if drafted := now.drafted - before.drafted:
+        parts.append(f"drafts accepted {(now.accepted - before.accepted) / drafted:.1%} of {drafted}")
     if preemptions := now.preemptions - before.preemptions:
         parts.append(f"preemptions {preemptions}")
     return ", ".join(parts)

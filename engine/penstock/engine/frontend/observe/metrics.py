@@ -20,7 +20,7 @@ from penstock.engine.frontend.generation import Choice, Generation
 from penstock.engine.frontend.observe.series import Family, SeriesTable, histogram_family
 from penstock.engine.frontend.observe.timeline import intervals
 from penstock.engine.frontend.observe.vllm_names import vllm_families
-from penstock.engine.messages import FINISH_REASONS, Buckets, CoreStats, GraphSteps
+from penstock.engine.messages import FINISH_REASONS, Buckets, CoreStats, DraftStats, GraphSteps
 from penstock.engine.sampling import SamplingParams
 
 # Seconds. Coarse enough for a large model on a busy device, fine enough for a small one on a CPU.
@@ -170,6 +170,8 @@ def _core(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
         yield _buckets(names.STEP_TOKENS, "Tokens that each step computed.", labels, step_meter.TOKENS, step.tokens)
         yield counter(names.SAMPLED_TOKENS, "Tokens that were sampled: rows that went through the LM head.", step.sampled_tokens)
         yield counter(names.CORRUPTED_REQUESTS, "Requests that failed because of infinite or NaN logits.", step.not_finite)
+        if step.drafts is not None:
+            yield from _drafts(step.drafts, counter)
         if step.cost is not None:
             yield from _cost(step.cost, counter)
         if (roofline := step.roofline) is not None:
@@ -222,6 +224,17 @@ def _lora(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
     facts = {"max_lora": str(report.lora_slots), "running_lora_adapters": running, "waiting_lora_adapters": waiting}
     told = "Adapters with running and with waiting requests. The value is the Unix time of the scrape in seconds."
     yield gauge(labels | facts, names.LORA_REQUESTS_INFO, told, time.time())
+
+
+def _drafts(drafts: DraftStats, counter: Callable[..., Family]) -> Iterator[Family]:
+    drafted, accepted = ({str(at): n for at, n in enumerate(each)} for each in (drafts.drafted, drafts.accepted))
+    yield counter(names.SPEC_DRAFTS, "Requests with drafts that steps verified.", drafts.rows)
+    yield counter(names.SPEC_DRAFT_TOKENS, "Draft tokens that steps verified.", sum(drafts.drafted))
+    yield counter(names.SPEC_ACCEPTED_TOKENS, "Draft tokens that steps accepted.", sum(drafts.accepted))
+    told = "Draft tokens that steps verified, by position in the draft."
+    yield counter(names.SPEC_DRAFT_TOKENS_PER_POS, told, drafted, "position")
+    told = "Draft tokens that steps accepted, by position in the draft."
+    yield counter(names.SPEC_ACCEPTED_TOKENS_PER_POS, told, accepted, "position")
 
 
 def _cost(cost: StepCost, counter: Callable[..., Family]) -> Iterator[Family]:

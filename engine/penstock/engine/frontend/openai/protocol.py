@@ -55,7 +55,7 @@ class RepetitionLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens are chosen, and how many. Ranges are OpenAI's; `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
     `bad_words`, `allowed_token_ids`, `prompt_logprobs`, `stop_token_ids`, `ignore_eos`, `repetition_detection` and `vllm_xargs`
-    are vLLM's."""
+    are vLLM's; `speculative_decoding` is ours."""
 
     max_tokens: TokenCount | None = None
     temperature: Temperature = 1.0
@@ -84,6 +84,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     repetition_detection: RepetitionLimits | None = None
+    speculative_decoding: bool = True
+    """False: no drafts for this request."""
     vllm_xargs: Annotated[dict[str, _ExtraArg], Meta(max_length=64)] = msgspec.field(default_factory=dict)
     """For the logits processors that the server was started with."""
 

@@ -98,6 +98,7 @@ def sampling_params(
         bad_words=bad_words,
         allowed_token_ids=allowed,
         repetition_detection=_repetition(request),
+        speculative_decoding=request.speculative_decoding,
         extra_args=request.vllm_xargs,
     )
     _check_something_left(params)
