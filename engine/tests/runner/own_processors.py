@@ -49,6 +49,24 @@ class Sharpen:
         return logits * torch.full((len(rows.request_rows), 1), 2.0)
 
 
+class Insist:
+    """Makes the token `vllm_xargs.insist` the likeliest by far, masked or not."""
+
+    argmax_invariant = False
+
+    def __init__(self, max_num_seqs, vocab_size):
+        self.tokens = [None] * max_num_seqs
+
+    def admit(self, row, token_ids, num_prompt_tokens, params):
+        self.tokens[row] = params.extra_args.get("insist")
+        return self.tokens[row] is not None
+
+    def apply(self, logits, rows):
+        for place, row in enumerate(rows.request_rows.tolist()):
+            logits[place, self.tokens[row]] = 999.0
+        return logits
+
+
 class Unfinished:
     """Has no apply."""
 

@@ -49,6 +49,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
     lora_slot: int = -1
     """Where its adapter is; -1: it has none."""
+    guided: bool = False
+    """Whether masks may come with its steps: none of them may choose a token before `SampleInputs` are there."""
 
 
 class SlotLoad(msgspec.Struct, frozen=True, array_like=True):

@@ -17,7 +17,7 @@ from penstock.engine.attention.backends.registry import choose_backend
 from penstock.engine.cache.layout import KVLayer, KVLayout, kv_layout
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.executor import AdapterRead, StepFailed
-from penstock.engine.core.plan import NONE, Admission, Bool, GraphReport, Int32, SampleInputs, StepPlan, StepResult, empty
+from penstock.engine.core.plan import NONE, Admission, Bool, GraphReport, Int32, StepPlan, StepResult, empty
 from penstock.engine.loading.checkpoint import resolve
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.loading.loader import Source, check, fill
@@ -336,12 +336,6 @@ class RunnerBase(ABC):
             samples=samples,
             num_drafts=num_drafts,
         )
-
-
-def check_supported(plan: StepPlan, inputs: SampleInputs) -> None:
-    """Refuses what no runner does yet."""
-    if len(inputs.masked_rows):
-        raise NotImplementedError(f"step {plan.step_id} has masks, which this runner cannot apply")
 
 
 @contextmanager

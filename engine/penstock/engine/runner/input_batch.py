@@ -125,7 +125,7 @@ class InputBatch:
             row, count = admission.row, len(admission.token_ids)
             known = self.rows.token_ids[row, :count]
             self.refusals.admit(row, known)
-            self.chooser.admit(row, known, admission.num_prompt_tokens, admission.sampling)
+            self.chooser.admit(row, known, admission.num_prompt_tokens, admission.sampling, admission.guided)
         if plan.admissions:
             rows, words = self.sampler.take_changes()
             self.sampler.params.numpy()[rows] = words

@@ -13,7 +13,7 @@ from penstock.engine.attention.context import ForwardContext
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.memory import Memory, measure_memory
 from penstock.engine.core.plan import Admission, Int32, SampleInputs, StepPlan, StepResult
-from penstock.engine.runner.base import RunnerBase, check_supported, failing
+from penstock.engine.runner.base import RunnerBase, failing
 from penstock.engine.runner.device.host import HostCopies
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.input_batch import InputBatch, StepArrays, StepInputs
@@ -199,14 +199,13 @@ class ModelRunner(RunnerBase):
             waiting = "none" if self._state is None else f"step {self._state.plan.step_id}"
             raise RuntimeError(f"sampling step {inputs.step_id}: {waiting} waits for it")
         (plan, step, ctx, logits, prompts, pooled, drafts), self._state = self._state, None
-        check_supported(plan, inputs)
         with failing(plan):
             sampled, scores, failed, verified = _NOTHING_SAMPLED, None, self._batch.refusals.of(plan), None
             if pooled is None and len(step.sampled_rows):
                 choosing = self._batch.choosing(plan, step)
                 rows = choosing.rows
                 given = logits, torch.from_numpy(rows.request_rows), torch.from_numpy(rows.positions)
-                choice = self._batch.chooser.choose(choosing, *given)
+                choice = self._batch.chooser.choose(choosing, *given, inputs)
                 scores, failed, sampled = choice.scores, failed | choice.failed, choice.result.numpy()
                 if drafts is None:
                     self._batch.write_sampled(rows, sampled[:, Column.TOKEN])

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_runtime import LateRuntime
-from own_processors import Favour, Sharpen
+from own_processors import Favour, Insist, Sharpen
 
+from penstock.engine.core.plan import SampleInputs
 from penstock.engine.runner.device.host import HostCopies
 from penstock.engine.runner.device.runtime import Copies
 from penstock.engine.runner.prompt_logprobs import PromptRows
@@ -25,6 +26,7 @@ from penstock.kernels.sampling.buffers import Column, Path
 from penstock.kernels.sampling.ops import CPU, REFERENCE, SamplingOps, triton_sampling_ops
 
 ROWS, VOCAB, LENGTH = 6, 140, 24
+NO_MASKS = SampleInputs(1)
 TOKEN = st.integers(0, VOCAB + 3)
 WANTS = {
     "allowed_token_ids": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9).map(tuple),
@@ -64,7 +66,7 @@ class Requests:
         self.token_ids, self.host = torch.zeros(ROWS + 1, LENGTH, dtype=torch.int32), np.zeros((ROWS, LENGTH), np.int32)
         if self.copies.shares_memory:
             self.host = self.token_ids.numpy()
-        processors = [GuardedProcessor(kind(ROWS, VOCAB), kind.__name__, self.copies, ROWS) for kind in (Favour, Sharpen)]
+        processors = [GuardedProcessor(kind(ROWS, VOCAB), kind.__name__, self.copies, ROWS) for kind in (Favour, Insist, Sharpen)]
         self.sampler = Sampler(ROWS, ROWS, VOCAB, torch.device("cpu"), ops)
         self.adjustments = Adjustments(self.copies, ops, ROWS, VOCAB, Tokens(self.token_ids, self.host), processors)
         self.chooser = Chooser(self.copies, self.sampler, self.adjustments, ROWS, mode)
@@ -91,8 +93,9 @@ class Requests:
         self.adjustments.apply(found, choosing.at, choosing.rows, torch.from_numpy(self.known))
         return found
 
-    def choose(self, logits, samples=None) -> Choice:
-        return self.chooser.choose(self.choosing(samples), logits, torch.from_numpy(self.rows), torch.from_numpy(self.known))
+    def choose(self, logits, samples=None, inputs=NO_MASKS) -> Choice:
+        given = logits, torch.from_numpy(self.rows), torch.from_numpy(self.known), inputs
+        return self.chooser.choose(self.choosing(samples), *given)
 
     def scores(self, choice: Choice):
         """What arrives of its logprobs."""

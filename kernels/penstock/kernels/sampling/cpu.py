@@ -108,6 +108,13 @@ def logprobs(
     )
 
 
+def mask(logits: torch.Tensor, at: torch.Tensor, bitmask: torch.Tensor) -> None:
+    """See the reference; numpy unpacks bits."""
+    allowed = np.unpackbits(bitmask.numpy().view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+    for index, row in zip(at.tolist(), allowed.view(np.bool_), strict=True):
+        np.copyto(logits[index].numpy(), _NOTHING, where=~row)
+
+
 def penalise(
     logits: torch.Tensor,
     at: torch.Tensor,

@@ -22,14 +22,21 @@ class SamplingOps:
     penalise: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None
     ]
+    mask: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     tiles: bool = True
     """Whether they work in the tiles of `SamplingBuffers`."""
 
 
 REFERENCE = SamplingOps(
-    "reference", reference.sample, reference.processed, reference.logprobs, reference.clean, reference.penalise
+    "reference",
+    reference.sample,
+    reference.processed,
+    reference.logprobs,
+    reference.clean,
+    reference.penalise,
+    reference.mask,
 )
-CPU = SamplingOps("cpu", cpu.sample, cpu.processed, cpu.logprobs, cpu.clean, cpu.penalise, tiles=False)
+CPU = SamplingOps("cpu", cpu.sample, cpu.processed, cpu.logprobs, cpu.clean, cpu.penalise, cpu.mask, tiles=False)
 
 
 def triton_sampling_ops() -> SamplingOps:
@@ -38,7 +45,7 @@ def triton_sampling_ops() -> SamplingOps:
     from penstock.kernels.sampling.penalties import penalise
     from penstock.kernels.sampling.triton import sample
 
-    return SamplingOps("triton", sample, reference.processed, logprobs, reference.clean, penalise)
+    return SamplingOps("triton", sample, reference.processed, logprobs, reference.clean, penalise, reference.mask)
 
 
 def sampling_ops(device: torch.device) -> SamplingOps:

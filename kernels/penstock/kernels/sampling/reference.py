@@ -163,6 +163,22 @@ def clean(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where((bad > 0).any(1)[:, None], 0.0, logits.float()), bad
 
 
+def mask(logits: torch.Tensor, at: torch.Tensor, bitmask: torch.Tensor) -> None:
+    """Makes tokens that may not be chosen -inf, in place.
+
+    Args:
+        logits: [m, vocab], float32.
+        at: [k], int64: which of the m, each once.
+        bitmask: [k, words], int32: token t is allowed where bit t % 32 of word t // 32 is set; no token without a bit is.
+    """
+    vocab = logits.shape[1]
+    bits = (bitmask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=bitmask.device)) & 1
+    allowed = torch.zeros(len(at), vocab, dtype=torch.bool, device=logits.device)
+    known = min(vocab, 32 * bitmask.shape[1])
+    allowed[:, :known] = bits.view(len(at), -1)[:, :known] != 0
+    logits.index_copy_(0, at, torch.where(allowed, logits.index_select(0, at), _NOTHING))
+
+
 def penalise(
     logits: torch.Tensor,
     at: torch.Tensor,

@@ -368,7 +368,8 @@ class Scheduler:
         self._journal.note(request, LifecycleEvent.SCHEDULED, step.now)
         tokens = np.array(request.token_ids, np.int32)
         slot = -1 if request.adapter is None else self._table.move_in(request.adapter, step.now)
-        step.admissions.append(Admission(row, tokens, request.num_prompt_tokens, hit.num_tokens, request.sampling, slot))
+        sampling, guided = request.sampling, request.guide is not None
+        step.admissions.append(Admission(row, tokens, request.num_prompt_tokens, hit.num_tokens, sampling, slot, guided))
         step.appends[row] = blocks
         step.grant_chunk(row, count, samples=hit.num_tokens + count == known)
         step.reserved_blocks += self.kv.blocks_for(known) - self.kv.blocks_for(hit.num_tokens + count)

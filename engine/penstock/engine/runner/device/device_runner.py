@@ -24,7 +24,7 @@ from penstock.engine.loading.loader import Source
 from penstock.engine.lora.runner import device_lora_runner
 from penstock.engine.models.model import Model
 from penstock.engine.roofline import Ceilings
-from penstock.engine.runner.base import RunnerBase, check_supported
+from penstock.engine.runner.base import RunnerBase
 from penstock.engine.runner.device.ceilings import measure_ceilings
 from penstock.engine.runner.device.graphs.capture import GraphManager
 from penstock.engine.runner.device.graphs.cuda import CudaGraphs
@@ -348,7 +348,8 @@ class DeviceRunner(RunnerBase):
             waiting = "none" if self._launched is None else f"step {self._launched.plan.step_id}"
             raise RuntimeError(f"sampling step {inputs.step_id}: {waiting} waits for it")
         (plan, slot, step, logits, prompts, graph, suspect), self._launched = self._launched, None
-        check_supported(plan, inputs)
+        if _is_whole(graph) and len(inputs.masked_rows):
+            raise RuntimeError(f"step {plan.step_id} has been sampled in a graph, and its masks come too late: no row was guided")
         count, scores, failed = len(plan.rows), None, self._refusals.of(plan)
         with self.runtime.main_stream():
             if step is not None and not _is_whole(graph):
@@ -356,7 +357,8 @@ class DeviceRunner(RunnerBase):
                     if logits is None:
                         self.program.advance(step)
                     else:
-                        choice = self._chooser.choose(self._choosing(plan), logits, step.request.rows, step.inputs.seq_lens)
+                        given = logits, step.request.rows, step.inputs.seq_lens
+                        choice = self._chooser.choose(self._choosing(plan), *given, inputs)
                         scores, failed = choice.scores, failed | choice.failed
                         self.program.commit(step, choice.result)
             found = self._results[slot, :count]
@@ -390,7 +392,8 @@ class DeviceRunner(RunnerBase):
             # Before they are staged: what is outside the vocabulary is made harmless.
             known = rows.token_ids[admission.row, : len(admission.token_ids)]
             self._refusals.admit(admission.row, known)
-            self._chooser.admit(admission.row, known, admission.num_prompt_tokens, admission.sampling)
+            asked = admission.num_prompt_tokens, admission.sampling, admission.guided
+            self._chooser.admit(admission.row, known, *asked)
         stage_rows(changes, plan, rows, self.state)
         for row, words in zip(*self.sampler.take_changes(), strict=True):
             changes.write(self.sampler.params, int(row) * WORDS, words)

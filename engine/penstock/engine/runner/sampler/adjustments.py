@@ -1,5 +1,5 @@
 """What requests ask to be changed in the logits before anything is chosen, in a fixed order: allowed tokens, bad words,
-min_tokens, logit_bias, processors of one's own, then the penalties.
+min_tokens, logit_bias, processors of one's own, then the penalties. A grammar's mask comes before all of them.
 
 The host knows who asks, and says so in one copy a stage. Tokens and positions are read on the device, which has those of the
 last step before the host does.
@@ -23,7 +23,9 @@ from penstock.engine.runner.sampler.stage import LogitsStage, Tokens
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.sampling.ops import SamplingOps
 
-NOTHING_LEFT = "no token is left to sample: allowed_token_ids, bad_words, min_tokens and logits processors together exclude all"
+NOTHING_LEFT = (
+    "no token is left to sample: the grammar, allowed_token_ids, bad_words, min_tokens and logits processors together exclude all"
+)
 
 
 class Adjustments:

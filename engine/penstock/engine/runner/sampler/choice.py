@@ -1,4 +1,4 @@
-"""A step's tokens, with all that requests may ask for beside a token: changes of the logits, and logprobs.
+"""A step's tokens, with all that requests may ask for beside a token: masks, changes of the logits, and logprobs.
 
 What a step's rows ask for is known to the host. Where it is a token alone, the sampler's launches are all, which a graph may
 hold; else more launches come before and after them, and the host still does not wait.
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from penstock.engine.config import LogprobsMode
-from penstock.engine.core.plan import Int32, Int64
+from penstock.engine.core.plan import Int32, Int64, SampleInputs
 from penstock.engine.runner.device.runtime import Copies
 from penstock.engine.runner.device.uploads import upload
 from penstock.engine.runner.prompt_logprobs import NO_LOGPROBS
@@ -25,6 +25,7 @@ from penstock.kernels.sampling.params import columns
 _PATHS = tuple(Path)
 _PARTICULAR = len(_PATHS)
 """Of a row that asks for more than a token."""
+_NO_CHOICE = np.zeros(0, np.int64)
 
 
 class Choosing(NamedTuple):
@@ -73,12 +74,12 @@ class Chooser:
         self.prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
         """[rows]: alternatives for each token of the prompt; NO_LOGPROBS where none are asked for."""
 
-    def admit(self, row: int, token_ids: Int32, num_prompt_tokens: int, params: SamplingParams) -> None:
-        """Takes in what a row's new request asks for; arguments as in `LogitsStage.admit`."""
+    def admit(self, row: int, token_ids: Int32, num_prompt_tokens: int, params: SamplingParams, guided: bool = False) -> None:
+        """Takes in what a row's new request asks for; arguments as in `LogitsStage.admit`, and whether masks may come."""
         self._sampler.admit(row, params)
         self._adjusted[row] = self._adjustments.admit(row, token_ids, num_prompt_tokens, params)
         self._logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        particular = self._adjusted[row] or params.logprobs is not None
+        particular = guided or self._adjusted[row] or params.logprobs is not None
         self._ways[row] = _PARTICULAR if particular else path_of(params)
         self.prompt_logprobs[row] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
 
@@ -87,7 +88,14 @@ class Chooser:
         way = int(self._ways[request_rows].max(initial=Path.GREEDY))
         return None if way == _PARTICULAR else _PATHS[way]
 
-    def choose(self, choosing: Choosing, logits: torch.Tensor, request_rows: torch.Tensor, positions: torch.Tensor) -> Choice:
+    def choose(
+        self,
+        choosing: Choosing,
+        logits: torch.Tensor,
+        request_rows: torch.Tensor,
+        positions: torch.Tensor,
+        inputs: SampleInputs,
+    ) -> Choice:
         """Chooses the step's tokens.
 
         Args:
@@ -95,14 +103,21 @@ class Chooser:
             logits: [m, vocab], as the model gave them. Not changed.
             request_rows: [m], int32, on the device.
             positions: [m], int32, on the device: of the tokens that are chosen.
+            inputs: With the masks of the step.
+
+        Raises:
+            ValueError: There are not as many masks as choices under a mask.
         """
         of = choosing.rows.request_rows
-        if (path := self.plain(of)) is not None:
+        masked = _masked(choosing, inputs)
+        if not len(masked) and (path := self.plain(of)) is not None:
             return Choice(self._sampler.sample(logits, request_rows, positions, path))
         path = self._sampler.path(of)
         adjusted, params = logits, self._sampler.params
-        if self._adjusted[of].any():
+        if len(masked) or self._adjusted[of].any():
             adjusted, bad = self._sampler.ops.clean(logits)
+            if len(masked):
+                self._sampler.ops.mask(adjusted, *upload(self._runtime, choosing.at[masked], inputs.bitmask))
             self._adjustments.apply(adjusted, choosing.at, choosing.rows, positions)
             params = self._change_invariant(adjusted, choosing, positions)
             result = self._sampler.sample(adjusted, request_rows, positions, path, masked=True, params=params)
@@ -146,3 +161,13 @@ class Chooser:
         width, normalised = min(int(counts.max()), logits.shape[1]), self._mode.endswith("logprobs")
         found = ops.logprobs(values, tokens, wanted, width, normalised, buffers, masked)
         return SampledScores(asking.plan_rows, asking.at, Download.of(self._runtime, found))
+
+
+def _masked(choosing: Choosing, inputs: SampleInputs) -> Int64:
+    """[l]: which of the choices are those of `inputs.bitmask`, in its order."""
+    if not len(inputs.masked_rows):
+        return _NO_CHOICE
+    masked = np.flatnonzero(np.isin(choosing.plan_rows, inputs.masked_rows))
+    if len(masked) != len(inputs.bitmask):
+        raise ValueError(f"{len(inputs.bitmask)} masks came for {len(masked)} choices")
+    return masked

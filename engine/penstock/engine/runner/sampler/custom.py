@@ -15,7 +15,7 @@ from penstock.engine.core.plan import Bool, Int32, Int64
 from penstock.engine.runner.device.runtime import Copies
 from penstock.engine.runner.device.uploads import upload
 from penstock.engine.runner.sampler.logits_rows import LogitsRows
-from penstock.engine.runner.sampler.stage import Tokens
+from penstock.engine.runner.sampler.stage import MASKED, Tokens
 from penstock.engine.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class LogitsProcessor(Protocol):
         """Changes the logits of the rows that asked.
 
         Args:
-            logits: [k, vocab], float32; -inf where masked. May be changed.
+            logits: [k, vocab], float32; -inf where masked. May be changed; what is masked stays masked.
             rows: What they stand for: request rows, positions, and all tokens before those.
 
         Returns:
@@ -107,7 +107,8 @@ class GuardedProcessor:
             return
         # On the host, wherever the logits are.
         unfit = (changed.isnan() | changed.isposinf()).any(-1).cpu()
-        logits[at[~unfit]] = changed[~unfit]
+        masked = logits[at].isneginf()
+        logits[at[~unfit]] = changed.masked_fill(masked, MASKED)[~unfit]
         for row in rows.request_rows[unfit.numpy()].tolist():
             self._fail(row, ValueError("apply returned NaN or infinity"))
 
