@@ -24,8 +24,6 @@ from penstock.kernels.sampling.ops import CPU
 
 MAX_TAPED_TOKENS = 64
 """Tokens of a step from a tape at most: the arithmetic of more takes far longer than what a tape saves."""
-_LOGITS_ROWS = 256
-"""Rows of logits of prompts that are in memory at a time, and of a step at least."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +100,12 @@ class InputBatch:
         processors: Sequence[GuardedProcessor] = (),
     ) -> None:
         self.rows = RowTable(max_num_seqs, max_model_len, [group.block_size for group in groups])
-        most = max(len(arrays.logits_indices), _LOGITS_ROWS)
-        self.sampler = Sampler(max_num_seqs, most, vocab_size, copies.device, CPU)
+        self.sampler = Sampler(max_num_seqs, len(arrays.logits_indices), vocab_size, copies.device, CPU)
         known = self.rows.token_ids
         adjustments = Adjustments(copies, CPU, max_num_seqs, vocab_size, Tokens(torch.from_numpy(known), known), processors)
         self.chooser = Chooser(copies, self.sampler, adjustments, max_num_seqs, mode)
         self.refusals = Refusals(vocab_size)
-        self._groups, self._max_model_len, self._arrays = groups, max_model_len, arrays
+        self._groups, self._max_model_len, self._arrays, self._vocab_size = groups, max_model_len, arrays, vocab_size
 
     def apply(self, plan: StepPlan, drafts: Int32 | None = None) -> StepInputs:
         """Takes in a plan and returns its step.
@@ -141,8 +138,10 @@ class InputBatch:
         """Puts drafts in the places that they guess, for the step to read."""
         owners, places = np.nonzero(np.arange(drafts.shape[1]) < plan.num_drafts[:, None])
         positions = (starts + plan.num_new_tokens - plan.num_drafts)[owners] + places
-        # Where there are fewer than planned, any token will do: it is not accepted.
-        self.rows.token_ids[plan.rows[owners], positions] = np.maximum(drafts[owners, places], 0)
+        there = drafts[owners, places]
+        # In place of a draft that is missing, or that the model does not know, any token will do: it is not accepted.
+        known = (there >= 0) & (there < self._vocab_size)
+        self.rows.token_ids[plan.rows[owners], positions] = np.where(known, there, 0)
 
     def write_sampled(self, rows: LogitsRows, token_ids: Int32) -> None:
         """Puts sampled tokens, [m], where the next step finds them."""

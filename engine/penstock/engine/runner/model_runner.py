@@ -13,6 +13,7 @@ from penstock.engine.attention.context import ForwardContext
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.memory import Memory, measure_memory
 from penstock.engine.core.plan import Admission, Int32, SampleInputs, StepPlan, StepResult
+from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS
 from penstock.engine.runner.base import RunnerBase, failing
 from penstock.engine.runner.device.host import HostCopies
 from penstock.engine.runner.host_memory import return_free_memory
@@ -63,8 +64,8 @@ class ModelRunner(RunnerBase):
         pooling = config.model.pooling
         scheduler, longest, groups = config.scheduler, config.model.max_model_len, self._layout.groups
         most = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-        logits_rows = scheduler.max_num_seqs * (1 + scheduler.num_speculative_tokens)
-        self._arrays = StepArrays(most, scheduler.max_num_seqs, longest, groups, logits_rows)
+        drafts = max(scheduler.num_speculative_tokens, MAX_FORCED_TOKENS)
+        self._arrays = StepArrays(most, scheduler.max_num_seqs, longest, groups, scheduler.max_num_seqs * (1 + drafts))
         self._own_drafts: OwnDrafts | None = None
         self._pooler = Pooler(pooling.tokens, pooling.size) if pooling is not None else None
         self._reset()

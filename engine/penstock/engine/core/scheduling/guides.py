@@ -11,6 +11,8 @@ import numpy as np
 
 from penstock.engine.core.plan import Bool, Int32, SampleInputs, StepPlan, ints
 
+MAX_FORCED_TOKENS = 16
+"""Of a row in a step: each takes a row of logits, for which a runner must have memory."""
 _ALL = -1
 """A word with all bits set."""
 
@@ -100,7 +102,7 @@ class Guides:
     def look(self, row: int, drafts: Sequence[int]) -> None:
         """The row goes on; `drafts` are what the runner will have verified in its next step."""
         self._told[row] = list(drafts)
-        if forced := list(self._guides[row].forced()):
+        if forced := list(self._guides[row].forced()[:MAX_FORCED_TOKENS]):
             self._forced[row] = forced
         else:
             self._forced.pop(row, None)

@@ -14,6 +14,9 @@ from penstock.engine.runner.prompt_logprobs import PromptRows
 from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.kernels.sampling.reference import RowLogprobs
 
+_AT_ONCE = 256
+"""Rows of logits of prompts that are in memory at a time at most."""
+
 
 class Download(NamedTuple):
     """Logprobs of k rows, and where they go."""
@@ -124,7 +127,7 @@ def score_prompts(
         mode: What logprobs are of; those of prompts are raw in any case.
     """
     ops, buffers = sampler.ops, sampler.buffers
-    width, most = int(rows.counts.max()), len(buffers.wide)
+    width, most = int(rows.counts.max()), min(len(buffers.wide), _AT_ONCE)
     counts, indices = rows.counts.astype(np.int32), rows.hidden_indices.astype(np.int64)
     at, token_ids, asked = upload(runtime, indices, rows.token_ids, counts)
     downloads, vocab_size = [], 0
