@@ -10,15 +10,12 @@ from penstock.engine.attention.context import GroupInputs
 from penstock.engine.cache.layout import KVGroup
 from penstock.engine.config import LogprobsMode
 from penstock.engine.core.plan import Int32, StepPlan
-from penstock.engine.core.row_table import RowTable
 from penstock.engine.runner.device.runtime import Copies
-from penstock.engine.runner.refusals import Refusals
-from penstock.engine.runner.sampler.adjustments import Adjustments
-from penstock.engine.runner.sampler.choice import Chooser, Choosing
+from penstock.engine.runner.requests import Requests
+from penstock.engine.runner.sampler.choice import Choosing
 from penstock.engine.runner.sampler.custom import GuardedProcessor
 from penstock.engine.runner.sampler.logits_rows import LogitsRows
 from penstock.engine.runner.sampler.sampler import Sampler
-from penstock.engine.runner.sampler.stage import Tokens
 from penstock.kernels.paged_attention.batch import PagedBatch
 from penstock.kernels.sampling.ops import CPU
 
@@ -74,8 +71,8 @@ class StepArrays:
         return self._starts[tokens]
 
 
-class InputBatch:
-    """Changes only by what a plan says: admissions, releases and appended blocks.
+class InputBatch(Requests):
+    """Requests whose steps' inputs are derived on the host.
 
     Args:
         max_num_seqs: Rows.
@@ -99,12 +96,8 @@ class InputBatch:
         mode: LogprobsMode = "raw_logprobs",
         processors: Sequence[GuardedProcessor] = (),
     ) -> None:
-        self.rows = RowTable(max_num_seqs, max_model_len, [group.block_size for group in groups])
-        self.sampler = Sampler(max_num_seqs, len(arrays.logits_indices), vocab_size, copies.device, CPU)
-        known = self.rows.token_ids
-        adjustments = Adjustments(copies, CPU, max_num_seqs, vocab_size, Tokens(torch.from_numpy(known), known), processors)
-        self.chooser = Chooser(copies, self.sampler, adjustments, max_num_seqs, mode)
-        self.refusals = Refusals(vocab_size)
+        sampler = Sampler(max_num_seqs, len(arrays.logits_indices), vocab_size, copies.device, CPU)
+        super().__init__(max_num_seqs, max_model_len, groups, vocab_size, copies, sampler, None, mode, processors)
         self._groups, self._max_model_len, self._arrays, self._vocab_size = groups, max_model_len, arrays, vocab_size
 
     def apply(self, plan: StepPlan, drafts: Int32 | None = None) -> StepInputs:
@@ -114,15 +107,9 @@ class InputBatch:
             plan: The plan.
             drafts: [r, K]: of its rows, -1 pads; None: it has none.
         """
-        starts = self.rows.apply(plan)
+        starts = self.take_in(plan)
         if drafts is not None:
             self._write_drafts(plan, starts, drafts)
-        self.refusals.release(plan.released)
-        for admission in plan.admissions:
-            row, count = admission.row, len(admission.token_ids)
-            known = self.rows.token_ids[row, :count]
-            self.refusals.admit(row, known)
-            self.chooser.admit(row, known, admission.num_prompt_tokens, admission.sampling, admission.guided)
         if plan.admissions:
             rows, words = self.sampler.take_changes()
             self.sampler.params.numpy()[rows] = words
@@ -131,8 +118,7 @@ class InputBatch:
     def choosing(self, plan: StepPlan, inputs: StepInputs) -> Choosing:
         """The step's m rows of logits, all of which count."""
         rows = plan.rows[inputs.sampled_rows]
-        known = LogitsRows(rows, inputs.sampled_positions, self.rows.num_prompt_tokens[rows], self.rows.token_ids)
-        return Choosing(np.arange(len(rows)), inputs.sampled_rows, known)
+        return Choosing(np.arange(len(rows)), inputs.sampled_rows, self.logits_rows(rows, inputs.sampled_positions))
 
     def _write_drafts(self, plan: StepPlan, starts: Int32, drafts: Int32) -> None:
         """Puts drafts in the places that they guess, for the step to read."""

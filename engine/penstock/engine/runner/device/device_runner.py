@@ -19,7 +19,6 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core.executor import StepFailed
 from penstock.engine.core.memory import Memory
 from penstock.engine.core.plan import Bool, GraphReport, GraphStep, Int32, SampleInputs, StepPlan, StepResult
-from penstock.engine.core.row_table import RowTable
 from penstock.engine.loading.loader import Source
 from penstock.engine.lora.runner import device_lora_runner
 from penstock.engine.models.model import Model
@@ -42,14 +41,11 @@ from penstock.engine.runner.device.rows import new_rows, stage_rows, targets
 from penstock.engine.runner.device.runtime import CudaRuntime, DeviceRuntime
 from penstock.engine.runner.device.staging import Staging
 from penstock.engine.runner.prompt_logprobs import PromptRows, prompt_rows
-from penstock.engine.runner.refusals import Refusals
-from penstock.engine.runner.sampler.adjustments import Adjustments
-from penstock.engine.runner.sampler.choice import Chooser, Choosing
+from penstock.engine.runner.requests import Requests
+from penstock.engine.runner.sampler.choice import Choosing
 from penstock.engine.runner.sampler.custom import load_processors
-from penstock.engine.runner.sampler.logits_rows import LogitsRows
 from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.runner.sampler.scores import PromptParts, pairs, score_prompts
-from penstock.engine.runner.sampler.stage import Tokens
 from penstock.kernels.lora.device import DeviceLoraBatch
 from penstock.kernels.ops import Ops, ops_for
 from penstock.kernels.sampling.ops import SamplingOps, sampling_ops
@@ -176,14 +172,18 @@ class DeviceRunner(RunnerBase):
         self._lora.reset()
         scheduler, model = self.config.scheduler, self.config.model
         most, vocab_size = scheduler.max_num_seqs, self.decoder_config.vocab_size
-        sizes = [group.block_size for group in self._layout.groups]
-        self._rows = RowTable(most, model.max_model_len, sizes)
-        self._refusals = Refusals(vocab_size)
         self._not_finite = NotFinite(self.runtime, self.program, self, self.attention, most)
-        tokens, ops = Tokens(self.state.token_ids, self._rows.token_ids), self.forms.sampling
-        processors = load_processors(model.logits_processors, self.runtime, most, vocab_size)
-        adjustments = Adjustments(self.runtime, ops, most, vocab_size, tokens, processors)
-        self._chooser = Chooser(self.runtime, self.sampler, adjustments, most, self.config.logprobs_mode)
+        self._requests = Requests(
+            most,
+            model.max_model_len,
+            self._layout.groups,
+            vocab_size,
+            self.runtime,
+            self.sampler,
+            self.state.token_ids,
+            self.config.logprobs_mode,
+            load_processors(model.logits_processors, self.runtime, most, vocab_size),
+        )
 
     def load(self) -> None:
         """See RunnerBase. The ceilings are measured first, while there is room for it."""
@@ -277,11 +277,12 @@ class DeviceRunner(RunnerBase):
         if len(plan.num_drafts):
             raise NotImplementedError(f"step {plan.step_id} has drafts, which this runner cannot verify")
         self._limit_threads()
-        computed = self._rows.apply(plan)
-        suspect = self._not_finite.watch(plan, computed)
+        requests = self._requests
         with self.runtime.main_stream():
+            computed = requests.take_in(plan)
+            suspect = self._not_finite.watch(plan, computed)
             self._stage(plan)
-            asked = prompt_rows(plan, self._rows, self._chooser.prompt_logprobs)
+            asked = prompt_rows(plan, requests.rows, requests.chooser.prompt_logprobs)
             found = self._dispatch(plan, asked)
             rows, starts, samples = self._padded(plan, found)
             slot, launched = self._staging.send(rows, starts, samples), (None, None, None)
@@ -317,7 +318,7 @@ class DeviceRunner(RunnerBase):
         """How the step is launched, given the prompt tokens that it scores."""
         tokens, reqs = int(plan.num_new_tokens.sum()), len(plan.rows)
         uniform = 1 if tokens == reqs else None
-        path = self._chooser.plain(plan.rows[plan.samples])
+        path = self._requests.chooser.plain(plan.rows[plan.samples])
         variant: Hashable = LOGITS if path is None else path
         if asked is not None:
             variant = "hidden states"  # which no whole step leaves
@@ -350,7 +351,7 @@ class DeviceRunner(RunnerBase):
         (plan, slot, step, logits, prompts, graph, suspect), self._launched = self._launched, None
         if _is_whole(graph) and len(inputs.masked_rows):
             raise RuntimeError(f"step {plan.step_id} has been sampled in a graph, and its masks come too late: no row was guided")
-        count, scores, failed = len(plan.rows), None, self._refusals.of(plan)
+        count, scores, failed = len(plan.rows), None, self._requests.refusals.of(plan)
         with self.runtime.main_stream():
             if step is not None and not _is_whole(graph):
                 with self._failing(plan, slot, step):
@@ -358,7 +359,7 @@ class DeviceRunner(RunnerBase):
                         self.program.advance(step)
                     else:
                         given = logits, step.request.rows, step.inputs.seq_lens
-                        choice = self._chooser.choose(self._choosing(plan), *given, inputs)
+                        choice = self._requests.chooser.choose(self._choosing(plan), *given, inputs)
                         scores, failed = choice.scores, failed | choice.failed
                         self.program.commit(step, choice.result)
             found = self._results[slot, :count]
@@ -379,22 +380,14 @@ class DeviceRunner(RunnerBase):
 
     def _choosing(self, plan: StepPlan) -> Choosing:
         """The rows of logits that count: there is one for each of the plan's rows, and for padding after them."""
-        at, rows = np.flatnonzero(plan.samples), self._rows
+        at, requests = np.flatnonzero(plan.samples), self._requests
         of = plan.rows[at]
-        known = LogitsRows(of, rows.num_computed[of], rows.num_prompt_tokens[of], rows.token_ids)
-        return Choosing(at, at.astype(np.int32), known)
+        return Choosing(at, at.astype(np.int32), requests.logits_rows(of, requests.rows.num_computed[of]))
 
     def _stage(self, plan: StepPlan) -> None:
         """What the device must learn of the plan beside its rows."""
-        changes, rows = self._staging.changes, self._rows
-        self._refusals.release(plan.released)
-        for admission in plan.admissions:
-            # Before they are staged: what is outside the vocabulary is made harmless.
-            known = rows.token_ids[admission.row, : len(admission.token_ids)]
-            self._refusals.admit(admission.row, known)
-            asked = admission.num_prompt_tokens, admission.sampling, admission.guided
-            self._chooser.admit(admission.row, known, *asked)
-        stage_rows(changes, plan, rows, self.state)
+        changes = self._staging.changes
+        stage_rows(changes, plan, self._requests.rows, self.state)
         for row, words in zip(*self.sampler.take_changes(), strict=True):
             changes.write(self.sampler.params, int(row) * WORDS, words)
         self._lora.apply(plan)

@@ -1,0 +1,72 @@
+"""The requests in a runner's rows: their tokens and blocks, why some are refused, and what they ask of the sampler."""
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.engine.cache.layout import KVGroup
+from penstock.engine.config import LogprobsMode
+from penstock.engine.core.plan import Int32, StepPlan
+from penstock.engine.core.row_table import RowTable
+from penstock.engine.runner.device.runtime import Copies
+from penstock.engine.runner.refusals import Refusals
+from penstock.engine.runner.sampler.adjustments import Adjustments
+from penstock.engine.runner.sampler.choice import Chooser
+from penstock.engine.runner.sampler.custom import GuardedProcessor
+from penstock.engine.runner.sampler.logits_rows import LogitsRows
+from penstock.engine.runner.sampler.sampler import Sampler
+from penstock.engine.runner.sampler.stage import Tokens
+
+
+class Requests:
+    """Changes only by what a plan says.
+
+    Args:
+        max_num_seqs: Rows.
+        max_model_len: Tokens of a row at most.
+        groups: The KV groups.
+        vocab_size: Tokens are checked against it at admission.
+        copies: To the device.
+        sampler: Of the same rows.
+        token_ids: [at least rows, max_model_len]: where the device has their tokens; None: where the host has them.
+        mode: What logprobs are of.
+        processors: Logits processors of one's own.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        groups: Sequence[KVGroup],
+        vocab_size: int,
+        copies: Copies,
+        sampler: Sampler,
+        token_ids: torch.Tensor | None = None,
+        mode: LogprobsMode = "raw_logprobs",
+        processors: Sequence[GuardedProcessor] = (),
+    ) -> None:
+        self.rows = RowTable(max_num_seqs, max_model_len, [group.block_size for group in groups])
+        self.sampler, self.refusals = sampler, Refusals(vocab_size)
+        known = self.rows.token_ids
+        tokens = Tokens(torch.from_numpy(known) if token_ids is None else token_ids, known)
+        adjustments = Adjustments(copies, sampler.ops, max_num_seqs, vocab_size, tokens, processors)
+        self.chooser = Chooser(copies, sampler, adjustments, max_num_seqs, mode)
+
+    def take_in(self, plan: StepPlan) -> Int32:
+        """Brings the rows to the state after a plan, and hears what its new requests ask for; returns what `RowTable.apply` does.
+
+        The sampler keeps the new parameters until `take_changes`.
+        """
+        starts = self.rows.apply(plan)
+        self.refusals.release(plan.released)
+        for admission in plan.admissions:
+            row, count = admission.row, len(admission.token_ids)
+            known = self.rows.token_ids[row, :count]
+            # First of all: what is outside the vocabulary is made harmless.
+            self.refusals.admit(row, known)
+            self.chooser.admit(row, known, admission.num_prompt_tokens, admission.sampling, admission.guided)
+        return starts
+
+    def logits_rows(self, request_rows: Int32, positions: Int32) -> LogitsRows:
+        """Choices of tokens at these positions, [m], of requests in these rows, [m]."""
+        return LogitsRows(request_rows, positions, self.rows.num_prompt_tokens[request_rows], self.rows.token_ids)
