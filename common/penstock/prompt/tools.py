@@ -44,8 +44,8 @@ def check_function(function: Mapping[str, Any], where: str) -> None:
         raise PromptError(f"{where}.description must be a string", f"{where}.description")
     if not isinstance(function.get("parameters"), dict | None):
         raise PromptError(f"{where}.parameters must be a JSON schema object", f"{where}.parameters")
-    if function.get("strict"):
-        raise PromptError(f"{where}.strict is not supported", f"{where}.strict", "unsupported_parameter")
+    if not isinstance(function.get("strict"), bool | None):
+        raise PromptError(f"{where}.strict must be true or false", f"{where}.strict")
     _refuse_others(function, _FUNCTION_FIELDS, where)
 
 

@@ -1,10 +1,10 @@
 """What a request's output must look like: the part of a request that travels from the frontend to the core's grammars."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-GrammarKind = Literal["json_schema", "regex", "choice", "ebnf", "lark"]
+GrammarKind = Literal["json_schema", "regex", "choice", "ebnf", "lark", "tags"]
 
 
 class ReasoningMarkers(msgspec.Struct, frozen=True, array_like=True):
@@ -16,12 +16,43 @@ class ReasoningMarkers(msgspec.Struct, frozen=True, array_like=True):
     """The token that begins reasoning where the model may choose to; None: the output begins inside it."""
 
 
+class Tag(msgspec.Struct, frozen=True):
+    """JSON within markup."""
+
+    begin: str
+    schema: Any
+    """Of the JSON."""
+    end: str
+    trigger: str = ""
+    """Among free text, the beginning of `begin` that says that this tag comes; several tags may have the same."""
+
+
+class Tags(msgspec.Struct, frozen=True, kw_only=True):
+    """An output of tags, of which special tokens of the model may be parts: those are never text."""
+
+    tags: list[Tag]
+    """Alternatives."""
+    free: bool
+    """Whether text comes between the tags, as much as the model likes. False: tags alone, at least one."""
+    begin: str = ""
+    """Before the first tag, where there is no free text; so are the next three."""
+    separator: str = ""
+    """Between two."""
+    end: str = ""
+    """After the last."""
+    several: bool = True
+    """Whether more than one may come."""
+    answer: list[Any] = []
+    """Where tags alone come: the schemas of JSON that may come in place of all of them."""
+
+
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """One grammar. Checked for its form by the frontend; whether it can be enforced shows when it is compiled."""
 
     kind: GrammarKind
     text: str
-    """Of `json_schema` the schema and of `choice` the list of strings, both as JSON; else the grammar as it was given."""
+    """As JSON: of `json_schema` the schema, of `choice` the list of strings, of `tags` a `Tags`. Else the grammar as it was
+    given."""
     param: str
     """The field of the request that it came in, for error messages."""
     lenient: bool = False

@@ -409,6 +409,7 @@ class AsyncLLM:
                         lora_id=spec.lora_id,
                         tenant=spec.tenant,
                         deadline=spec.deadline,
+                        grammar=spec.grammar,
                     )
                 )
         return Generation(choices, spec.n, spec.stream, spec.arrival), adds

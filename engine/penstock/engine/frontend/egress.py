@@ -165,14 +165,14 @@ class Egress:
     def _end(self, choice: Choice, generation: Generation, end: Finished) -> list[int]:
         """Ends a choice as the core says; one that failed takes its request with it."""
         if end.reason not in (FinishReason.ABORT, FinishReason.ERROR):
-            choice.finish(FINISH_REASONS[end.reason], end.stop_token_id)
+            choice.finish(FINISH_REASONS[end.reason], end.stop_token_id, end.stop_reason)
             self._finished(choice, generation)
             return []
         del self._live[choice.index]
         self._metrics.finished.add(1, FINISH_REASONS[end.reason])
         message = end.error or "the engine core aborted the request"
         if end.code is not None:
-            generation.fail(engine_error(message, end.code))
+            generation.fail(engine_error(message, end.code, end.param))
         else:
             log.error("request failed: %s", message)
             generation.fail(ApiError(500, message, "server_error"))

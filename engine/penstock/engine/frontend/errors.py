@@ -84,9 +84,11 @@ def internal_error() -> ApiError:
     return ApiError(500, "an error inside the engine; its log says more", "server_error")
 
 
-def engine_error(message: str, code: str) -> ApiError:
-    """What the core says of a request that was not at fault; see `messages.Finished.code`."""
+def engine_error(message: str, code: str, param: str | None = None) -> ApiError:
+    """What the core says of a request in words for machines; see `messages.Finished.code`."""
     match code:
+        case messages.GRAMMAR_REFUSED:
+            return ApiError(400, message, param=param, code=code)
         case messages.TENANT_QUEUE_FULL:
             return ApiError(429, message, "rate_limit_error", code=code, retriable=True)
         case messages.ADAPTER_GONE:

@@ -142,14 +142,14 @@ class Choice:
         """Takes the token that ended the sequence: it counts, and has no text unless that was asked for."""
         self.add_token(token_id, logprob, shown=self._include_stop or self._detokenizer.shows(token_id))
 
-    def finish(self, reason: str, stop_token_id: int | None) -> None:
+    def finish(self, reason: str, stop_token_id: int | None, stop_reason: str | None = None) -> None:
         """Ends a choice whose last token the core has sent; text held back is released."""
         if (rest := self._detokenizer.flush()) and self._show(rest):
             return
         if self._stops is not None:
             self._text.append(self._stops.flush())
         self.finish_reason = reason
-        self._stop_reason = stop_token_id if stop_token_id in self._stop_token_ids else None
+        self._stop_reason = stop_token_id if stop_token_id in self._stop_token_ids else stop_reason
 
     @property
     def due(self) -> bool:

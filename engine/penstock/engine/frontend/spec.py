@@ -6,6 +6,7 @@ from tokenizers import Tokenizer
 from penstock.engine.config import ModelConfig
 from penstock.engine.frontend.openai.protocol import ChatRequest, CompletionRequest
 from penstock.engine.frontend.openai.requests import bad_word_tokens, check_prompts, sampling_params
+from penstock.engine.grammar import Grammar, ReasoningMarkers
 from penstock.engine.sampling import SamplingParams
 from penstock.prompt.processor import PromptProcessor
 
@@ -37,6 +38,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether stop strings and stop tokens are part of the text."""
     shown_tokens: dict[int, str] = {}
     """Special tokens that are part of the text."""
+    grammar: Grammar | None = None
+    """What each answer must look like; None: anything."""
 
 
 def generation_spec(
@@ -53,6 +56,8 @@ def generation_spec(
     deadline: float | None = None,
     lora_id: int = 0,
     markers: tuple[str, ...] = (),
+    grammar: Grammar | None = None,
+    reasoning: ReasoningMarkers | None = None,
 ) -> GenerationSpec:
     """What the engine runs for a checked body and its tokens; `ApiError` 400 for what cannot be served.
 
@@ -69,6 +74,8 @@ def generation_spec(
         deadline: Unix time in seconds at which the answer is of no use any more; None: never.
         lora_id: The adapter; 0: none.
         markers: Special tokens that whoever reads the text must see.
+        grammar: What each answer must look like; None: anything.
+        reasoning: What comes before that which follows a grammar.
     """
     check_prompts(prompts, request, model.max_model_len)
     bad_words = bad_word_tokens(request.bad_words, processor.tokenizer)
@@ -93,6 +100,7 @@ def generation_spec(
         lora_id=lora_id,
         include_stop=request.include_stop_str_in_output,
         shown_tokens=_shown(processor.tokenizer, None if not request.skip_special_tokens else markers),
+        grammar=None if grammar is None else msgspec.structs.replace(grammar, reasoning=reasoning),
     )
 
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.core.grammar.schema_errors import located
-from penstock.engine.grammar import Grammar
+from penstock.engine.core.grammar.tags import lark_of, with_options
+from penstock.engine.grammar import Grammar, Tags
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -63,7 +64,7 @@ class Compiler:
         tokenizer = self._load()
         from llguidance import LLMatcher, LLParserLimits
 
-        matcher = LLMatcher(tokenizer, _definition(grammar), log_level=0, limits=LLParserLimits(verbose_errors=False))
+        matcher = LLMatcher(tokenizer, _definition(grammar, tokenizer), log_level=0, limits=LLParserLimits(verbose_errors=False))
         words = -(-tokenizer.vocab_size // 32)
         if not matcher.is_error():
             # Some errors show with the first mask; and it is the slowest.
@@ -98,39 +99,33 @@ class Compiler:
             return self._tokenizer
 
 
-def _definition(grammar: Grammar) -> str:
+def _definition(grammar: Grammar, tokenizer: "LLTokenizer") -> str:
     """As llguidance takes it."""
     from llguidance import LLMatcher, grammar_from
 
     try:
         match grammar.kind:
             case "json_schema":
-                return _json(grammar)
+                schema = json.dumps(with_options(msgspec.json.decode(grammar.text), _options(grammar)))
+                return LLMatcher.grammar_from_json_schema(schema)
             case "choice":
                 words = [json.dumps(word, ensure_ascii=False) for word in json.loads(grammar.text)]
                 return LLMatcher.grammar_from_lark("start: " + " | ".join(words))
             case "regex":
                 return LLMatcher.grammar_from_regex(grammar.text)
+            case "tags":
+                tags = msgspec.json.decode(grammar.text, type=Tags)
+                return LLMatcher.grammar_from_lark(lark_of(tags, tokenizer, _options(grammar)))
             case "ebnf" | "lark":
                 return grammar_from(grammar.kind, grammar.text)
     except ValueError as error:
         raise GrammarError(str(error)) from None
 
 
-def _json(grammar: Grammar) -> str:
-    from llguidance import LLMatcher
-
-    schema: Any = msgspec.json.decode(grammar.text)
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
+def _options(grammar: Grammar) -> dict[str, Any]:
+    """How JSON is written and how far a schema is enforced, where the schema itself says nothing."""
     # Alternatives that exclude each other are told apart by no grammar: it takes any of them.
-    defaults: dict[str, Any] = {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}
-    overrides: dict[str, Any] = {}
-    if not grammar.any_whitespace:
-        overrides["whitespace_flexible"] = False
-        defaults["whitespace_pattern"] = None
-    if grammar.whitespace_pattern is not None:
-        overrides["whitespace_pattern"] = grammar.whitespace_pattern
-    if grammar.lenient:
-        overrides["lenient"] = True
-    return LLMatcher.grammar_from_json_schema(schema, defaults=defaults, overrides=overrides)  # pyright: ignore[reportArgumentType]
+    options: dict[str, Any] = {"coerce_one_of": True, "lenient": grammar.lenient}
+    if grammar.any_whitespace:
+        return options | {"whitespace_pattern": grammar.whitespace_pattern or WHITESPACE}
+    return options | {"whitespace_flexible": False}

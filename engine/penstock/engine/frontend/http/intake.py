@@ -10,11 +10,14 @@ from aiohttp import web
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.http.exchange import REQUEST_ID_KEY, deadline, name_request, priority, read_json, tenant
+from penstock.engine.frontend.openai.chat_grammar import chat_grammar, wants_calls
 from penstock.engine.frontend.openai.parsing.assembly import Assembler
 from penstock.engine.frontend.openai.parsing.pieces import Parser
 from penstock.engine.frontend.openai.parsing.registry import TOOL_FORMATS, ParserConfig
 from penstock.engine.frontend.openai.protocol import ChatRequest, CompletionRequest, parse_json
+from penstock.engine.frontend.openai.structured import grammar_of
 from penstock.engine.frontend.spec import GenerationSpec, generation_spec
+from penstock.engine.grammar import ReasoningMarkers
 from penstock.prompt.errors import PromptError
 
 # Longer bodies are tokenized in a thread, where the streams of others do not wait for them.
@@ -36,6 +39,8 @@ class Intake:
     def __init__(self, llm: AsyncLLM, parsers: ParserConfig) -> None:
         self._llm = llm
         self._parsers = parsers
+        added = llm.processor.tokenizer.get_added_tokens_decoder().values()
+        self._special_tokens = frozenset(token.content for token in added if token.special)
         self._defaults = llm.model.generation_defaults.sampling
 
     async def served(self, name: str) -> str:
@@ -86,7 +91,12 @@ class Intake:
             params: The checked body.
             arrival: Unix time in seconds.
         """
-        chat = isinstance(params, ChatRequest)
+        chat = params if isinstance(params, ChatRequest) else None
+        parsers = self._parsers if chat is None else self._parsers_of(chat)
+        if chat is None:
+            grammar = grammar_of(params.response_format, params.structured_outputs, params.schema_field)
+        else:
+            grammar = chat_grammar(chat, parsers, self._special_tokens)
         adapter = self._llm.adapters.get(params.model)
         if adapter is None and params.model not in self._llm.model.served_names:
             raise _no_model(params.model)
@@ -102,7 +112,9 @@ class Intake:
             granted_priority=priority(request),
             deadline=deadline(request, arrival),
             lora_id=0 if adapter is None else adapter.lora_id,
-            markers=self._parsers.markers(self._calls(params)) if chat else (),
+            markers=parsers.markers(wants_calls(chat)) if chat is not None else (),
+            grammar=grammar,
+            reasoning=self._reasoning(chat, parsers, prompts[0]) if chat is not None and grammar is not None else None,
         )
 
     async def chat_or_completion(
@@ -121,13 +133,14 @@ class Intake:
 
     def parser(self, params: ChatRequest, spec: GenerationSpec) -> Callable[[], Parser] | None:
         """Makes what takes an answer's text apart; None where all of it is content."""
-        names = [tool["function"]["name"] for tool in params.tools] if self._calls(params) else None
-        if self._parsers.parser(names, "") is None:
+        parsers = self._parsers_of(params)
+        names = [tool["function"]["name"] for tool in params.tools] if wants_calls(params) else None
+        if parsers.parser(names, "") is None:
             return None
-        end = self._llm.processor.tokenizer.decode(spec.prompts[0][-_PROMPT_END:], skip_special_tokens=False)
+        end = self._prompt_end(spec.prompts[0])
 
         def make() -> Parser:
-            parser = self._parsers.parser(names, end)
+            parser = parsers.parser(names, end)
             assert parser is not None, "the end of the prompt does not decide whether there is one"
             return parser
 
@@ -138,17 +151,28 @@ class Intake:
         make = self.parser(params, spec)
         if make is None:
             return None
-        short = self._parsers.tools is not None and TOOL_FORMATS[self._parsers.tools].short_ids
+        parsers = self._parsers_of(params)
+        short = parsers.tools is not None and TOOL_FORMATS[parsers.tools].short_ids
         return lambda: Assembler(make(), params.parallel_tool_calls, short, params.include_reasoning)
 
-    def _calls(self, params: ChatRequest) -> bool:
-        """Whether calls are to be found; `ApiError` where they would be and nothing finds them."""
-        if not params.tools or params.tool_choice == "none":
-            return False
-        if not self._parsers.auto_tool_choice:
-            message = "tools need an engine started with --enable-auto-tool-choice and --tool-call-parser, or tool_choice: none"
+    def _parsers_of(self, params: ChatRequest) -> ParserConfig:
+        """What takes the answers of a request apart; `ApiError` where calls are to be found and nothing finds them."""
+        if params.forces_call:
+            return self._parsers.forcing()
+        if wants_calls(params) and not self._parsers.auto_tool_choice:
+            message = (
+                "tools need an engine started with --enable-auto-tool-choice and --tool-call-parser, or a tool_choice that is "
+                "none, required or a function"
+            )
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
-        return True
+        return self._parsers
+
+    def _reasoning(self, params: ChatRequest, parsers: ParserConfig, prompt: list[int]) -> ReasoningMarkers | None:
+        end = self._prompt_end(prompt)
+        return parsers.reasoning_markers(self._llm.processor.tokenizer, end, calls=params.forces_call)
+
+    def _prompt_end(self, prompt: list[int]) -> str:
+        return self._llm.processor.tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
 
 
 def _no_model(name: str) -> ApiError:

@@ -12,6 +12,7 @@ import orjson
 from msgspec import Meta
 
 from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.openai.structured import ResponseFormat, StructuredOutputs, read_guided
 from penstock.engine.sampling import MAX_REPETITION_PATTERN, MinP, RepetitionPenalty, Temperature, TokenCount, TopK, TopP
 from penstock.plain_errors import explained
 from penstock.prompt.processor import COMPLETIONS_PATH, MAX_PROMPTS
@@ -52,10 +53,26 @@ class RepetitionLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_pattern_size: Annotated[int, Meta(ge=1, le=MAX_REPETITION_PATTERN)] = 1
 
 
+class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which function is to be called."""
+
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Forces a call of one function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | None
+
+
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens are chosen, and how many. Ranges are OpenAI's; `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
-    `bad_words`, `allowed_token_ids`, `prompt_logprobs`, `stop_token_ids`, `ignore_eos`, `repetition_detection` and `vllm_xargs`
-    are vLLM's; `speculative_decoding` is ours."""
+    `bad_words`, `allowed_token_ids`, `prompt_logprobs`, `stop_token_ids`, `ignore_eos`, `repetition_detection`, `vllm_xargs`
+    and `structured_outputs` are vLLM's; `speculative_decoding` is ours."""
 
     max_tokens: TokenCount | None = None
     temperature: Temperature = 1.0
@@ -88,6 +105,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """False: no drafts for this request."""
     vllm_xargs: Annotated[dict[str, _ExtraArg], Meta(max_length=64)] = msgspec.field(default_factory=dict)
     """For the logits processors that the server was started with."""
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -98,7 +116,10 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class _Request(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What both APIs share; `priority` and `cache_salt` are vLLM's."""
 
+    schema_field: ClassVar[str] = "response_format.json_schema.schema"
+    """Where the client puts the schema of its answer."""
     model: str
+    response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
@@ -138,7 +159,7 @@ class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     tools: Any = None
     """Checked with the messages, as all is that changes the prompt."""
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool = True
     """False: of several calls the first alone is given out."""
     include_reasoning: bool = True
@@ -148,6 +169,11 @@ class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     add_generation_prompt: bool | None = None
     """None: unless the last message is continued."""
     continue_final_message: bool = False
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer is to be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedToolChoice)
 
     @property
     def output_limit(self) -> int | None:
@@ -208,7 +234,6 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 # Not supported, with the values that change nothing; `null` always is one. Anything else is refused.
 _NEUTRAL_SHARED: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     # vLLM's, which its users' scripts may spell out.
     "ec_transfer_params": (),
@@ -216,7 +241,6 @@ _NEUTRAL_SHARED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logprob_token_ids": (),
     "stream_interval": (1,),
-    "structured_outputs": (),
     "thinking_token_budget": (-1,),
     "use_beam_search": (False,),
     "watermarking": (False,),
@@ -255,24 +279,19 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
     """Checks everything but what makes the prompt; `ApiError` 400 names the field."""
-    choice = body.get("tool_choice")
-    if choice == "required" or isinstance(choice, dict):
-        message = "tool_choice: this engine cannot force a call yet; none and auto are supported"
-        raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
-    request = convert(body, ChatRequest, _NEUTRAL_CHAT)
+    request = convert(read_guided(body), ChatRequest, _NEUTRAL_CHAT)
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if None not in (request.max_tokens, request.max_completion_tokens) and request.max_tokens != request.max_completion_tokens:
         raise ApiError(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
-    if request.tool_choice == "auto" and not request.tools:
-        raise ApiError(400, "tool_choice auto needs tools", param="tool_choice")
+    check_tool_choice(request.tool_choice, request.tools)
     _check_stream(request, body)
     return request
 
 
 def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
     """Checks everything but the prompt; `ApiError` 400 names the field."""
-    request = convert(body, CompletionRequest, _NEUTRAL_COMPLETION)
+    request = convert(read_guided(body), CompletionRequest, _NEUTRAL_COMPLETION)
     _check_stream(request, body)
     if request.max_tokens == 0 and not request.echo:
         raise ApiError(400, "max_tokens of 0 needs echo: true", param="max_tokens")
@@ -283,6 +302,13 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
     if request.best_of is not None and request.best_of > request.n and request.stream:
         raise ApiError(400, "best_of above n is not given with stream: true", param="best_of")
     return request
+
+
+def check_tool_choice(choice: ToolChoice, tools: Any) -> None:
+    """Refuses a choice of tools where there are none; `ApiError` 400."""
+    if choice not in (None, "none") and not tools:
+        given = choice if isinstance(choice, str) else "of a function"
+        raise ApiError(400, f"tool_choice {given} needs tools", param="tool_choice")
 
 
 def _check_stream(request: _Request, body: Mapping[str, Any]) -> None:

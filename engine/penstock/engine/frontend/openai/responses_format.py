@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import orjson
 
 from penstock.engine.frontend.errors import ApiError
@@ -13,6 +14,7 @@ from penstock.engine.frontend.generation import Choice, Delta, TokenLogprob, Usa
 from penstock.engine.frontend.openai.encoding import taken
 from penstock.engine.frontend.openai.parsing.pieces import CallArguments, CallStart, Content, Parser, Piece, Reasoning
 from penstock.engine.frontend.openai.responses_protocol import LOGPROBS, ResponsesRequest
+from penstock.engine.frontend.openai.structured import format_echo
 from penstock.engine.frontend.spec import GenerationSpec
 from penstock.engine.frontend.vocabulary import Vocabulary
 from penstock.prompt.processor import PromptProcessor
@@ -124,8 +126,8 @@ class ResponsesFormat:
             "reasoning": {"effort": request.reasoning.effort, "summary": None},
             "store": False,
             "temperature": request.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": request.tool_choice or "auto",
+            "text": {"format": format_echo(request.text.format)},
+            "tool_choice": msgspec.to_builtins(request.tool_choice or "auto"),
             "tools": [{"strict": False, "parameters": None, **tool} for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs,
             "top_p": request.top_p,

@@ -7,7 +7,19 @@ import msgspec
 from msgspec import Meta
 
 from penstock.engine.frontend.errors import ApiError
-from penstock.engine.frontend.openai.protocol import MAX_TOP_LOGPROBS, ChatRequest, Metadata, RequestId, SamplingFields, convert
+from penstock.engine.frontend.openai.protocol import (
+    MAX_TOP_LOGPROBS,
+    ChatRequest,
+    Metadata,
+    NamedFunction,
+    NamedToolChoice,
+    RequestId,
+    SamplingFields,
+    ToolChoice,
+    check_tool_choice,
+    convert,
+)
+from penstock.engine.frontend.openai.structured import TextFormat, check_text_format, read_guided
 from penstock.prompt.errors import PromptError
 from penstock.prompt.responses import chat_tools
 
@@ -22,6 +34,21 @@ class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Reasoning comes as it is."""
 
 
+class NamedResponseTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Forces a call of one function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the answer's text looks like."""
+
+    format: TextFormat = TextFormat()
+    verbosity: Literal["medium"] | None = None
+    """There are no others here."""
+
+
 class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`input`, `instructions` and `tools` are checked where they become a prompt. Besides OpenAI's fields there are those of
     sampling, as for chats."""
@@ -29,10 +56,11 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     model: str
     input: Any
     instructions: Any = None
+    text: Text = Text()
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
     stream: bool = False
     tools: Any = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
     parallel_tool_calls: bool = True
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     include: list[Literal["message.output_text.logprobs"]] = msgspec.field(default_factory=list)
@@ -62,7 +90,6 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "prompt_cache_options": (),
     "store": (False,),
     "stream_options": ({}, {"include_obfuscation": False}),
-    "text": ({}, {"format": {"type": "text"}}, {"verbosity": "medium"}, {"format": {"type": "text"}, "verbosity": "medium"}),
     "truncation": ("disabled",),
     # Of chats, and nothing here.
     "max_tokens": (),
@@ -73,11 +100,8 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 
 def parse_responses(body: Mapping[str, Any]) -> ResponsesRequest:
     """Checks everything but the prompt; `ApiError` 400 names the field."""
-    choice = body.get("tool_choice")
-    if choice == "required" or isinstance(choice, dict):
-        message = "tool_choice: this engine cannot force a call yet; none and auto are supported"
-        raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
-    request = convert(body, ResponsesRequest, _NEUTRAL)
+    request = convert(read_guided(body), ResponsesRequest, _NEUTRAL)
+    check_tool_choice(_chat_choice(request.tool_choice), request.tools)
     if request.top_logprobs and LOGPROBS not in request.include:
         raise ApiError(400, f"top_logprobs needs {LOGPROBS} in include", param="top_logprobs")
     return request
@@ -87,6 +111,7 @@ class ResponseAsChat(ChatRequest, frozen=True, kw_only=True, forbid_unknown_fiel
     """A response's body as a chat's; its messages are tokens already."""
 
     prompt_field: ClassVar[str] = "input"
+    schema_field: ClassVar[str] = "text.format.schema"
 
     @property
     def limit_field(self) -> str:
@@ -110,8 +135,13 @@ def as_chat_request(request: ResponsesRequest, body: Mapping[str, Any]) -> ChatR
         logprobs=LOGPROBS in request.include,
         top_logprobs=request.top_logprobs,
         tools=tools,
-        tool_choice=request.tool_choice,
+        tool_choice=_chat_choice(request.tool_choice),
+        response_format=check_text_format(request.text.format),
         parallel_tool_calls=request.parallel_tool_calls,
         priority=request.priority,
         cache_salt=request.cache_salt,
     )
+
+
+def _chat_choice(choice: Literal["none", "auto", "required"] | NamedResponseTool | None) -> ToolChoice:
+    return NamedToolChoice("function", NamedFunction(choice.name)) if isinstance(choice, NamedResponseTool) else choice

@@ -10,6 +10,7 @@ import msgspec
 from penstock.engine.config import ConfigError, EngineConfig, GenerationDefaults, ModelConfig
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.openai.embeddings import check_embeddings, embedding_spec, parse_embeddings
+from penstock.engine.frontend.openai.structured import grammar_of
 from penstock.engine.frontend.python.params import SamplingParams
 from penstock.engine.frontend.python.request_output import python_errors
 from penstock.engine.frontend.spec import GenerationSpec, generation_spec
@@ -114,9 +115,9 @@ def python_spec(
     # Parameters of Python are whole: what is not given is the class's default, and no server's limit applies.
     model = msgspec.structs.replace(model, generation_defaults=GenerationDefaults())
     try:
-        spec = generation_spec(
-            [tokens.token_ids], request, model, processor, seed=seed, request_id=request_id, arrival=time.time()
-        )
+        given = {"seed": seed, "request_id": request_id, "arrival": time.time()}
+        grammar = grammar_of(None, request.structured_outputs, request.schema_field)
+        spec = generation_spec([tokens.token_ids], request, model, processor, grammar=grammar, **given)
     except ApiError as error:
         raise ValueError(error.message) from None
     return msgspec.structs.replace(spec, stream=params.output_kind != "final_only", lora_id=lora_id)

@@ -5,6 +5,10 @@ import re
 from penstock.engine.frontend.openai.parsing.pieces import CallArguments, CallStart, Content, Machine, Reasoning, begins
 
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+ANSWER = "<|channel|>final<|message|>"
+"""After which the answer comes."""
+CALL = "<|end|><|start|>assistant"
+"""Between the reasoning and a call."""
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _OPENINGS = ("<|start|>", "<|channel|>", "to=")

@@ -1,13 +1,17 @@
 """The parsers by the names that `--tool-call-parser` and `--reasoning-parser` take, which are vLLM's."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final, NamedTuple
 
-from penstock.engine.frontend.openai.parsing import formats, harmony
+from tokenizers import Tokenizer
+
+from penstock.engine.frontend.openai.parsing import formats, harmony, shapes
 from penstock.engine.frontend.openai.parsing.calls import Accept
 from penstock.engine.frontend.openai.parsing.pieces import Content, Parser, Piece
 from penstock.engine.frontend.openai.parsing.pythonic import PythonicCalls
-from penstock.engine.frontend.openai.parsing.think import Think
+from penstock.engine.frontend.openai.parsing.shapes import CallShape
+from penstock.engine.frontend.openai.parsing.think import END, START, Opening, Think, opening
+from penstock.engine.grammar import ReasoningMarkers
 
 HARMONY: Final = "openai"
 
@@ -20,18 +24,27 @@ class ToolFormat(NamedTuple):
     """Special tokens that the parser must see, which have no text otherwise."""
     short_ids: bool = False
     """Whether the chat template takes call ids of nine letters and digits alone."""
+    shapes: tuple[CallShape, ...] = ()
+    """How a grammar writes calls in it, the newest way first; none: a grammar writes them as `FORCED` has them."""
 
 
 TOOL_FORMATS: Final[dict[str, ToolFormat]] = {
-    "hermes": ToolFormat(lambda _: formats.hermes(), ("<tool_call>", "</tool_call>")),
-    "llama3_json": ToolFormat(formats.llama3_json, ("<|python_tag|>",)),
+    "hermes": ToolFormat(lambda _: formats.hermes(), ("<tool_call>", "</tool_call>"), shapes=(shapes.HERMES,)),
+    "llama3_json": ToolFormat(formats.llama3_json, ("<|python_tag|>",), shapes=(shapes.LLAMA3_JSON,)),
     "llama4_pythonic": ToolFormat(PythonicCalls, ("<|python_start|>", "<|python_end|>")),
     "pythonic": ToolFormat(PythonicCalls),
-    "mistral": ToolFormat(lambda _: formats.mistral(), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), short_ids=True),
-    "deepseek_v3": ToolFormat(lambda _: formats.deepseek_v3(), formats.DEEPSEEK_MARKERS),
-    "deepseek_v31": ToolFormat(lambda _: formats.deepseek_v31(), formats.DEEPSEEK_MARKERS),
-    HARMONY: ToolFormat(lambda _: harmony.Harmony(tools=True), harmony.MARKERS),
+    "mistral": ToolFormat(
+        lambda _: formats.mistral(),
+        ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        short_ids=True,
+        shapes=(shapes.MISTRAL, shapes.MISTRAL_LIST),
+    ),
+    "deepseek_v3": ToolFormat(lambda _: formats.deepseek_v3(), formats.DEEPSEEK_MARKERS, shapes=(shapes.DEEPSEEK_V3,)),
+    "deepseek_v31": ToolFormat(lambda _: formats.deepseek_v31(), formats.DEEPSEEK_MARKERS, shapes=(shapes.DEEPSEEK_V31,)),
+    HARMONY: ToolFormat(lambda _: harmony.Harmony(tools=True), harmony.MARKERS, shapes=(shapes.HARMONY,)),
 }
+FORCED: Final = "hermes"
+"""The format of calls that a grammar writes where the model has none, or one that no grammar describes."""
 _THINK: Final = {"deepseek_r1": True, "qwen3": False}
 """Whether an answer is reasoning though neither it nor the prompt says so."""
 _GPT_OSS: Final = "openai_gptoss"
@@ -78,8 +91,41 @@ class ParserConfig(NamedTuple):
         calls = TOOL_FORMATS[self.tools].parser(names.__contains__) if tools and self.tools is not None else None
         if self.reasoning is None:
             return calls
-        think = Think(prompt_end, always=_THINK[self.reasoning])
+        think = Think(opening(prompt_end, _THINK[self.reasoning]))
         return think if calls is None else _Chain(think, calls)
+
+    def forcing(self) -> "ParserConfig":
+        """The same for answers whose calls a grammar writes."""
+        if self.tools is not None and TOOL_FORMATS[self.tools].shapes:
+            return self
+        return self._replace(tools=HARMONY if self.reasoning == _GPT_OSS else FORCED)
+
+    def shape(self, special_tokens: Collection[str]) -> CallShape | None:
+        """How a grammar writes calls, for a model with these special tokens; None: not at all."""
+        return None if self.tools is None else shapes.fitting(TOOL_FORMATS[self.tools].shapes, special_tokens)
+
+    def reasoning_markers(self, tokenizer: Tokenizer, prompt_end: str, calls: bool) -> ReasoningMarkers | None:
+        """What comes before an answer that follows a grammar; None: nothing does.
+
+        Args:
+            tokenizer: The model's.
+            prompt_end: The last words of the prompt.
+            calls: Whether the answer is a call, not text.
+        """
+        if self.reasoning is None:
+            return None
+        if self.reasoning == _GPT_OSS:
+            return ReasoningMarkers(_ids(tokenizer, harmony.CALL if calls else harmony.ANSWER))
+        begins = opening(prompt_end, _THINK[self.reasoning])
+        start = _ids(tokenizer, START)
+        # A model that has no token for the beginning of reasoning was not taught to begin it by itself.
+        if begins is Opening.CONTENT or (begins is Opening.EITHER and len(start) != 1):
+            return None
+        return ReasoningMarkers(_ids(tokenizer, END), None if begins is Opening.REASONING else next(iter(start)))
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 class _Chain:

@@ -1,22 +1,44 @@
 """Reasoning between `<think>` and `</think>`: DeepSeek R1, Qwen 3 and their kin."""
 
+from enum import Enum
+
 from penstock.engine.frontend.openai.parsing.pieces import Content, Machine, Reasoning, begins
 
 START, END = "<think>", "</think>"
+
+
+class Opening(Enum):
+    """How an answer begins, as far as its prompt says."""
+
+    REASONING = 0
+    CONTENT = 1
+    EITHER = 2
+    """With reasoning where it says so itself."""
+
+
+def opening(prompt_end: str, always: bool) -> Opening:
+    """How an answer begins.
+
+    Args:
+        prompt_end: The last words of the prompt: templates open the reasoning there, or close it.
+        always: Without either, the answer begins with reasoning even where it does not say so.
+    """
+    end = prompt_end.rstrip()
+    if end.endswith(END):
+        return Opening.CONTENT
+    return Opening.REASONING if always or end.endswith(START) else Opening.EITHER
 
 
 class Think(Machine):
     """Reasoning, then content.
 
     Args:
-        prompt_end: The last words of the prompt: templates open the reasoning there, or close it.
-        always: Without either, the answer begins with reasoning even where it does not say so.
+        begins: How the answer begins.
     """
 
-    def __init__(self, prompt_end: str, always: bool) -> None:
-        end = prompt_end.rstrip()
-        self._open = end.endswith(START) or (always and not end.endswith(END))
-        super().__init__(self._content if end.endswith(END) else self._opening)
+    def __init__(self, begins: Opening) -> None:
+        self._open = begins is Opening.REASONING
+        super().__init__(self._content if begins is Opening.CONTENT else self._opening)
 
     def _opening(self, final: bool) -> bool:
         text = self.buffer.lstrip()
