@@ -115,6 +115,10 @@ bench-engine: setup ## one engine on a CPU, over HTTP and in process, beside wha
 bench-trees: setup ## the engines of two checkouts on a CPU, in turn (ARGS="OLD NEW")
 	@$(BIN)/python benchmarks/bench_trees.py $(ARGS)
 
+.PHONY: bench-schemas
+bench-schemas: setup ## JSON schemas as grammars: refused ones, instances taken for what they are, and the time of masks (ARGS=FILE)
+	@$(BIN)/python benchmarks/bench_schemas.py $(ARGS)
+
 .PHONY: bench-lora
 bench-lora: setup ## what LoRA adapters cost a batch on a CPU, with 0, 1, 4 and 8 of them mixed (ARGS=--quick)
 	@$(BIN)/python benchmarks/bench_lora.py $(ARGS)

@@ -105,6 +105,7 @@ def test_no_special_token_passes_for_text():
         (Grammar("ebnf", 'root ::= "a" | "b" root', "g"), ["a", "bba"], ["bb", "c"]),
         (Grammar("lark", 'start: "x" /[0-9]+/ ";"', "g"), ["x12;"], ["x;", "12;"]),
         (schema(OBJECT), ['{"a": 1}', '{"a":1}', '{\n  "a": 1\n}'], ['{"a": "1"}', "{}", '{"a": 1, "b": 2}', " 1"]),
+        (schema({"type": "string"}), ['"é"', '"\\u00e9"', '"\\n"'], ['"\n"', '"\\x"']),
         (schema(True), ["[1]", '{"x": null}'], ["x"]),
         (schema(OBJECT, any_whitespace=False), ['{"a":1}'], ['{"a": 1}']),
         (schema(OBJECT, whitespace_pattern="[ ]?"), ['{ "a": 1 }'], ['{\n"a":1}']),

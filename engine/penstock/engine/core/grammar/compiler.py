@@ -125,7 +125,7 @@ def _definition(grammar: Grammar, tokenizer: "LLTokenizer") -> str:
 def _options(grammar: Grammar) -> dict[str, Any]:
     """How JSON is written and how far a schema is enforced, where the schema itself says nothing."""
     # Alternatives that exclude each other are told apart by no grammar: it takes any of them.
-    options: dict[str, Any] = {"coerce_one_of": True, "lenient": grammar.lenient}
+    options: dict[str, Any] = {"coerce_one_of": True, "lenient": grammar.lenient, "json_allow_general_unicode_escapes": True}
     if grammar.any_whitespace:
         return options | {"whitespace_pattern": grammar.whitespace_pattern or WHITESPACE}
     return options | {"whitespace_flexible": False}
