@@ -152,7 +152,7 @@ bench-egress: setup ## what a token costs the frontend, and tokens sampled past 
 	@$(BIN)/python benchmarks/bench_egress.py
 
 .PHONY: bench-ipc
-bench-ipc: setup ## what core and frontend pay for a message: our framing beside pyzmq
+bench-ipc: setup ## what core and frontend pay for a message: ZMQ beside a bare stream
 	@$(BIN)/python benchmarks/bench_ipc.py
 
 .PHONY: bench-gateway

@@ -1,4 +1,4 @@
-"""What a message between core and frontend costs: our framing on a Unix socket beside pyzmq, in CPU time of both processes.
+"""What a message between core and frontend costs: the engine's ZMQ sockets beside a bare stream, in CPU time of both processes.
 
     make bench-ipc
 
@@ -11,11 +11,13 @@ difference can be set against what a token costs its frontend, and its frontend 
 import argparse
 import asyncio
 import multiprocessing
+import select
 import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +25,6 @@ from typing import Any, Protocol
 import numpy as np
 import uvloop
 import zmq
-import zmq.asyncio
 from bench_egress import LONG, answers, cpu_seconds, serving
 from procfs import children
 from report import write_results
@@ -31,9 +32,11 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.engine import messages
+from penstock.engine.core.ipc.framing import LENGTH_BYTES, framed
 from penstock.engine.core.ipc.inbox import Inbox
-from penstock.engine.core.ipc.links import Links
-from penstock.engine.messages import AddRequest, StepOutputs
+from penstock.engine.core.ipc.ports import SinglePort
+from penstock.engine.core.ipc.sockets import Context
+from penstock.engine.messages import AddRequest, CoreInput, CoreOutput, StepOutputs
 from penstock.engine.sampling import SamplingParams
 
 BATCHES = (1, 16, 64, 256)
@@ -45,63 +48,83 @@ Row = dict[str, Any]
 
 
 class CoreEnd(Protocol):
-    """The core's side of an arm."""
+    """The core's side of an arm: what both it and `SinglePort` do."""
 
     def poll(self, patience_ms: int) -> bool:
         """Whether something has come, after as long a wait at most."""
         ...
 
-    def receive(self) -> Sequence[bytes]:
+    def receive(self) -> Iterator[CoreInput]:
         """What has come."""
         ...
 
-    def send(self, payload: bytes) -> None:
+    def send(self, message: CoreOutput) -> None:
         """Does not wait."""
         ...
 
 
-class FramedCore:
-    """As the engine has it."""
+class StreamCore:
+    """A stream socket, and four bytes of length before each message. It does no more than this benchmark needs: it would drop
+    what the other side does not read, and believes that a request comes in one piece."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._links = Links()
-        self._link = self._links.add(connection)
-        self.poll = self._links.poll
-
-    def receive(self) -> Sequence[bytes]:
-        """See CoreEnd."""
-        return self._links.receive(self._link)
-
-    def send(self, payload: bytes) -> None:
-        """See CoreEnd."""
-        self._links.send(self._link, payload)
-
-
-class ZmqCore:
-    """A PAIR socket of pyzmq, the cheapest kind."""
-
-    def __init__(self, address: str) -> None:
-        self._socket = zmq.Context[zmq.Socket[bytes]]().socket(zmq.PAIR)
-        self._socket.connect(address)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
+        connection.setblocking(False)
+        self._connection = connection
+        self._poller = select.poll()
+        self._poller.register(connection, select.POLLIN)
 
     def poll(self, patience_ms: int) -> bool:
         """See CoreEnd."""
         return bool(self._poller.poll(patience_ms))
 
-    def receive(self) -> Sequence[bytes]:
+    def receive(self) -> Iterator[CoreInput]:
         """See CoreEnd."""
-        found: list[bytes] = []
-        while True:
-            try:
-                found.append(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return found
+        return map(messages.decode_input, taken(bytearray(self._connection.recv(2**18))))
+
+    def send(self, message: CoreOutput) -> None:
+        """See CoreEnd."""
+        data = framed(messages.encode(message))
+        assert self._connection.send(data) == len(data), "the frontend reads"
+
+
+class StreamInbox(asyncio.Protocol):
+    """The frontend's side of a `StreamCore`."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self._messages: deque[bytes] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """See `asyncio.Protocol`."""
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        self._rest += data
+        self._messages += taken(self._rest)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def send(self, payload: bytes) -> None:
-        """See CoreEnd."""
-        self._socket.send(payload, zmq.NOBLOCK)
+        """To the core."""
+        self.transport.write(framed(payload))
+
+    async def next(self) -> bytes:
+        """The next message."""
+        while not self._messages:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._messages.popleft()
+
+
+def taken(data: bytearray) -> list[bytes]:
+    """The whole messages at the beginning of a stream, which are taken away."""
+    found: list[bytes] = []
+    while len(data) >= LENGTH_BYTES and len(data) >= (end := LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")):
+        found.append(bytes(data[LENGTH_BYTES:end]))
+        del data[:end]
+    return found
 
 
 def frame(step: int, batch: int) -> StepOutputs:
@@ -112,7 +135,7 @@ def frame(step: int, batch: int) -> StepOutputs:
 
 
 def turn_core(end: CoreEnd, batch: int, told: Connection) -> None:
-    """Sends `WARM_UP` + `STEPS` frames, one a period, and tells the CPU seconds of the latter and the requests that came."""
+    """Sends `WARM_UP` + `STEPS` frames, one a period, and tells the CPU seconds of the latter and the requests received."""
     used, requests, due = 0.0, 0, time.monotonic()
     for step in range(WARM_UP + STEPS):
         if step == WARM_UP:
@@ -120,35 +143,35 @@ def turn_core(end: CoreEnd, batch: int, told: Connection) -> None:
         due += PERIOD_S
         while (left := due - time.monotonic()) > 0:
             if end.poll(round(1000 * left + 0.5)):
-                requests += len([messages.decode_input(payload) for payload in end.receive()])
-        end.send(messages.encode(frame(step, batch)))
+                requests += len(list(end.receive()))
+        end.send(frame(step, batch))
     told.send((time.process_time() - used, requests))
     told.recv()
 
 
-async def turn_frontend(receive: Any, send: Any) -> float:
+async def turn_frontend(inbox: Inbox | StreamInbox) -> float:
     """Takes the frames of `turn_core`; CPU seconds of all but the first."""
     used, request = 0.0, AddRequest(1, "r", list(range(PROMPT)), SamplingParams(max_tokens=9), 0.0)
     for step in range(WARM_UP + STEPS):
-        outputs = messages.decode_output(await receive())
+        payload = await inbox.next()
+        assert payload is not None, "the core is there"
+        outputs = messages.decode_output(payload)
         assert isinstance(outputs, StepOutputs) and outputs.step_id == step, "frames come whole and in order"
         if step == WARM_UP:
             used = time.process_time()
         if step % STEPS_A_REQUEST == 0:
-            sent = send(messages.encode(request))
-            if sent is not None:
-                await sent
+            inbox.send(messages.encode(request))
     return time.process_time() - used
 
 
-def framed_core(theirs: socket.socket, batch: int, told: Connection) -> None:
+def stream_core(theirs: socket.socket, batch: int, told: Connection) -> None:
     """The process of the core in one arm."""
-    turn_core(FramedCore(theirs), batch, told)
+    turn_core(StreamCore(theirs), batch, told)
 
 
 def zmq_core(address: str, batch: int, told: Connection) -> None:
     """The process of the core in the other."""
-    turn_core(ZmqCore(address), batch, told)
+    turn_core(SinglePort(Context(), address), batch, told)
 
 
 def started(target: Any, end: Any, batch: int) -> tuple[multiprocessing.Process, Connection]:
@@ -169,35 +192,32 @@ def finished(core: tuple[multiprocessing.Process, Connection]) -> float:
     return seconds
 
 
-async def framed_round(batch: int) -> tuple[float, float]:
-    """CPU seconds of frontend and core with the engine's own framing."""
+async def stream_round(batch: int) -> tuple[float, float]:
+    """CPU seconds of frontend and core with a bare stream."""
     ours, theirs = socket.socketpair()
-    inbox = Inbox()
-    core = started(framed_core, theirs, batch)
+    inbox = StreamInbox()
+    core = started(stream_core, theirs, batch)
     await asyncio.get_running_loop().create_unix_connection(lambda: inbox, sock=ours)
-    seconds = await turn_frontend(inbox.next, inbox.send)
-    inbox.close()
+    seconds = await turn_frontend(inbox)
+    inbox.transport.close()
     theirs.close()
     return seconds, finished(core)
 
 
 async def zmq_round(batch: int) -> tuple[float, float]:
-    """The same with pyzmq."""
+    """The same with the engine's own sockets."""
     with tempfile.TemporaryDirectory() as folder:
-        context = zmq.asyncio.Context()
-        pair = context.socket(zmq.PAIR)
-        address = f"ipc://{Path(folder) / 'pair'}"
-        pair.bind(address)
+        inbox, address = Inbox(), str(Path(folder) / "core")
+        inbox.bind(address)
         core = started(zmq_core, address, batch)
-        seconds = await turn_frontend(pair.recv, pair.send)
-        used = finished(core)
-        context.destroy(linger=0)
-    return seconds, used
+        seconds = await turn_frontend(inbox)
+        inbox.close()
+        return seconds, finished(core)
 
 
 def compare(batch: int, rounds: int) -> Row:
     """Microseconds of CPU a step in both arms, which take turns."""
-    arms = {"framing": framed_round, "pyzmq": zmq_round}
+    arms = {"stream": stream_round, "pyzmq": zmq_round}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
     for _ in range(rounds):
         for name, arm in arms.items():
@@ -207,7 +227,7 @@ def compare(batch: int, rounds: int) -> Row:
         frontend, core = (statistics.median(column) / STEPS * 1e6 for column in zip(*seconds, strict=True))
         row |= {f"{name}_frontend_us": round(frontend, 1), f"{name}_core_us": round(core, 1)}
         row[f"{name}_us_per_step"] = round(statistics.median(map(sum, seconds)) / STEPS * 1e6, 1)
-    row["gain_us_per_step"] = round(row["pyzmq_us_per_step"] - row["framing_us_per_step"], 1)
+    row["gain_us_per_step"] = round(row["pyzmq_us_per_step"] - row["stream_us_per_step"], 1)
     row["gain_us_per_token"] = round(row["gain_us_per_step"] / batch, 2)
     return row
 
@@ -237,13 +257,13 @@ def main() -> int:
         rows = [compare(batch, arguments.rounds) for batch in BATCHES]
     with console.status("serving the demo model"):
         costs = asyncio.run(token_costs(BATCHES))
-    table = Table("batch", "framing µs/step", "pyzmq µs/step", "gain µs/token", "of a frontend's token", "of a token in all")
+    table = Table("batch", "stream µs/step", "pyzmq µs/step", "gain µs/token", "of a frontend's token", "of a token in all")
     for row in rows:
         row["token_frontend_us"], row["token_us"] = costs[row["batch"]]
         row["gain_of_frontend"] = round(row["gain_us_per_token"] / row["token_frontend_us"], 3)
         row["gain_of_all"] = round(row["gain_us_per_token"] / row["token_us"], 3)
         shares = [f"{100 * row[key]:.1f} %" for key in ("gain_of_frontend", "gain_of_all")]
-        names = ("batch", "framing_us_per_step", "pyzmq_us_per_step", "gain_us_per_token")
+        names = ("batch", "stream_us_per_step", "pyzmq_us_per_step", "gain_us_per_token")
         table.add_row(*(f"{row[name]:g}" for name in names), *shares)
     console.print(table)
     figures = {"pyzmq": zmq.__version__, "libzmq": zmq.zmq_version(), "period_ms": 1000 * PERIOD_S, "steps": STEPS, "rows": rows}

@@ -51,18 +51,16 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
 
     config: EngineConfig
     engine_index: int
-    connection: int
-    """Descriptor of the socket to whoever starts it, inherited."""
+    address: str
+    """The path of the Unix socket of the frontend that starts it, in a folder of its own."""
     events_addresses: list[str]
     """Where the event stream is published: the first that is free; empty: nowhere."""
     replay_addresses: list[str]
     """Where batches are replayed: the first that is free."""
     runner: str | None
     """`module:Class` of the model runner; None: the device's."""
-    listener: int | None = None
-    """Descriptor of the socket where further frontends connect, inherited; None: the one that starts it is the only one."""
     frontends_address: str | None = None
-    """The path of that socket, in a folder of its own."""
+    """The path of the socket where further frontends connect, in the same folder; None: there are none."""
 
 
 FRONTEND_SHIFT = 40

@@ -1,7 +1,5 @@
 """A further frontend's side of a core that another process has started."""
 
-import asyncio
-
 from penstock.engine import messages
 from penstock.engine.core.ipc.client import CoreConnection, CoreError
 from penstock.engine.core.ipc.inbox import Inbox
@@ -32,10 +30,7 @@ class AttachedClient(CoreConnection):
 
     async def start(self) -> CoreReady:
         """Joins, and waits until the core is ready."""
-        try:
-            await asyncio.get_running_loop().create_unix_connection(lambda: self._inbox, self._address)
-        except OSError as error:
-            raise CoreError(self._gone or f"the engine core cannot be reached: {error}") from error
+        self._inbox.connect(self._address)
         await self._send(FrontendJoined(self._frontend))
         while not isinstance(message := await self._receive(), CoreReady):
             pass
@@ -48,7 +43,10 @@ class AttachedClient(CoreConnection):
     async def _send(self, message: CoreInput) -> None:
         if self._gone is not None:
             raise CoreError(self._gone)
-        self._inbox.send(messages.encode(message))
+        try:
+            self._inbox.send(messages.encode(message))
+        except ConnectionError as error:
+            raise CoreError(str(error)) from error
 
     async def _receive(self) -> CoreOutput:
         payload = await self._inbox.next()

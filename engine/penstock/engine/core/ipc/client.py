@@ -1,13 +1,12 @@
 """The frontend's side of the core: starts its process, sends requests, yields what it says, and notices its death.
 
-Imports no torch. They speak over a pair of Unix sockets, of which the core inherits one; further frontends connect to a socket
-in a folder of its own. Messages are those of `penstock.engine.messages`.
+Imports no torch. The frontend binds a ZMQ socket in a folder of its own, to which the core connects; further frontends connect
+to one that the core binds there. Messages are those of `penstock.engine.messages`.
 """
 
 import asyncio
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from abc import ABC, abstractmethod
@@ -133,18 +132,15 @@ class CoreClient(CoreConnection):
     ) -> None:
         super().__init__()
         self._config = config
-        self._ours, self._theirs = socket.socketpair()
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-core-")) if shared else None
-        self._listener = None if self._folder is None else _listener(self._folder / "frontends")
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-core-"))
         self._start = CoreStart(
             config=config,
             engine_index=engine_index,
-            connection=self._theirs.fileno(),
+            address=str(self._folder / "core"),
             events_addresses=list(events_addresses),
             replay_addresses=list(replay_addresses),
             runner=runner,
-            listener=None if self._listener is None else self._listener.fileno(),
-            frontends_address=None if self._folder is None else str(self._folder / "frontends"),
+            frontends_address=str(self._folder / "frontends") if shared else None,
         )
         self._inbox = Inbox()
         self._process: asyncio.subprocess.Process | None = None
@@ -164,7 +160,10 @@ class CoreClient(CoreConnection):
         """Starts the process and waits until it has made its first forward pass; raises `CoreError` when it cannot,
         `ConfigError` when it cannot as it was asked to."""
         loop, inbox = asyncio.get_running_loop(), self._inbox
-        await loop.create_unix_connection(lambda: inbox, sock=self._ours)
+        try:
+            inbox.bind(self._start.address)
+        except OSError as error:
+            raise CoreError(f"no socket for the engine core, see TMPDIR: {error}") from error
         # OpenMP, torch and oneDNN read these from the environment alone, when torch is loaded.
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._config.threads)}
         if self._config.cpu_isa is not None:
@@ -173,9 +172,7 @@ class CoreClient(CoreConnection):
             *(sys.executable, "-m", "penstock.engine.core.ipc.process"),
             stdin=asyncio.subprocess.PIPE,
             env=environment,
-            pass_fds=[number for number in (self._start.connection, self._start.listener) if number is not None],
         )
-        self._close_theirs()
         self._exited = asyncio.create_task(self._process.wait())
         # What it said last may still be under way.
         self._exited.add_done_callback(lambda _: loop.call_later(_LAST_WORDS_S, inbox.end))
@@ -186,6 +183,8 @@ class CoreClient(CoreConnection):
         message = await self._receive()
         if not isinstance(message, CoreReady):
             raise CoreError(f"the engine core began with {type(message).__name__} instead of CoreReady")
+        if self.frontends_address is None:
+            self._remove_folder()  # both ends have met: nothing is left behind, even by a frontend that is killed
         return message
 
     async def frontend_left(self, frontend: int) -> None:
@@ -203,23 +202,18 @@ class CoreClient(CoreConnection):
                 self._process.kill()
                 await self._exited
         self._inbox.close()
-        self._ours.close()
-        self._close_theirs()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
 
-    def _close_theirs(self) -> None:
-        """What the process has inherited, or would have."""
-        self._theirs.close()
-        if self._listener is not None:
-            self._listener.close()
+    def _remove_folder(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _send(self, message: CoreInput) -> None:
         if self._exited is None or self._exited.done():
             raise CoreError(self._obituary())
-        if not self._inbox.is_open:
-            raise CoreError("the engine core does not answer")
-        self._inbox.send(messages.encode(message))
+        try:
+            self._inbox.send(messages.encode(message))
+        except ConnectionError as error:
+            raise CoreError(f"the engine core does not answer: {error}") from error
 
     async def _receive(self) -> CoreOutput:
         """The next message; `CoreFailed` is raised as `CoreError`, or `ConfigError` where that is what it was."""
@@ -239,11 +233,3 @@ class CoreClient(CoreConnection):
         status = self._exited.result()
         how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
         return f"the engine core {how}; its log says more"
-
-
-def _listener(path: Path) -> socket.socket:
-    """A Unix socket that listens there; the core inherits it, so that frontends may connect before the core has begun."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
-    listener.listen()
-    return listener

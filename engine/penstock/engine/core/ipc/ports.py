@@ -1,14 +1,14 @@
 """The core's side of its frontends: one, or several that share the core."""
 
-import socket
 from collections.abc import Iterator
 from typing import Protocol
 
 import msgspec
+import zmq
 
 from penstock.engine import messages
 from penstock.engine.core.ipc.fanout import split
-from penstock.engine.core.ipc.links import Link, Links
+from penstock.engine.core.ipc.sockets import Context, Socket, has_message, opened
 from penstock.engine.messages import (
     FRONTEND_SHIFT,
     AdaptersChanged,
@@ -26,8 +26,8 @@ from penstock.engine.messages import (
 class Port(Protocol):
     """Where messages come from and go to."""
 
-    def watch(self, descriptor: int) -> None:
-        """Has `poll` wait for something else too."""
+    def watch(self, socket: Socket) -> None:
+        """Has `poll` wait for another socket too."""
         ...
 
     def poll(self, patience_ms: int) -> bool:
@@ -42,30 +42,41 @@ class Port(Protocol):
         """Says something to whoever it concerns, without waiting for them to listen."""
         ...
 
-    def finish(self, seconds: float) -> None:
-        """Waits at most so long until everything that was said is on its way."""
-        ...
-
 
 class SinglePort:
     """To the frontend that started the core.
 
     Args:
-        connection: To it.
+        context: Of the socket. What is unsent at the end is sent while it is destroyed.
+        address: The path of the frontend's Unix socket.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._links = Links()
-        self._first = self._links.add(connection)
-        self.watch, self.poll, self.finish = self._links.watch, self._links.poll, self._links.finish
+    def __init__(self, context: Context, address: str) -> None:
+        self._poller = zmq.Poller()
+        self._first = self._open(context, zmq.DEALER)
+        self._first.connect(f"ipc://{address}")
+
+    def watch(self, socket: Socket) -> None:
+        """Has `poll` wait for another socket too."""
+        self._poller.register(socket, zmq.POLLIN)
+
+    def poll(self, patience_ms: int) -> bool:
+        """Waits until something has come, at most so long, and says whether it has."""
+        return bool(self._poller.poll(patience_ms))
 
     def receive(self) -> Iterator[CoreInput]:
         """What has arrived."""
-        return map(messages.decode_input, self._links.receive(self._first))
+        while has_message(self._first):
+            yield messages.decode_input(self._first.recv())
 
     def send(self, message: CoreOutput) -> None:
         """Says something to the frontend."""
-        self._links.send(self._first, messages.encode(message))
+        self._first.send(messages.encode(message), zmq.NOBLOCK)
+
+    def _open(self, context: Context, kind: int) -> Socket:
+        socket = opened(context, kind)
+        self.watch(socket)
+        return socket
 
 
 class SharedPort(SinglePort):
@@ -74,17 +85,17 @@ class SharedPort(SinglePort):
     Each frontend gets a frame of its own requests; what concerns the core as a whole goes to all of them.
 
     Args:
-        connection: To the process that started the core.
-        listener: Where frontends connect.
+        context: As for `SinglePort`.
+        address: The path of the Unix socket of the process that started the core.
+        frontends_address: The path of the one where frontends connect.
     """
 
-    def __init__(self, connection: socket.socket, listener: socket.socket) -> None:
-        super().__init__(connection)
-        listener.setblocking(False)
-        self._listener = listener
-        self.watch(listener.fileno())
-        self._strangers: list[Link] = []
-        self._joined: dict[int, Link] = {}
+    def __init__(self, context: Context, address: str, frontends_address: str) -> None:
+        super().__init__(context, address)
+        self._router = self._open(context, zmq.ROUTER)
+        self._router.bind(f"ipc://{frontends_address}")
+        self._joined: dict[int, bytes] = {}
+        """Frontend → its name on the socket."""
         self._left: set[int] = set()
         self._ready: CoreReady | None = None
 
@@ -93,12 +104,15 @@ class SharedPort(SinglePort):
         for message in super().receive():
             if isinstance(message, FrontendLeft):
                 self._left.add(message.frontend)
-                if (link := self._joined.pop(message.frontend, None)) is not None:
-                    self._links.remove(link)
+                self._joined.pop(message.frontend, None)
             yield message
-        self._accept()
-        for link in list(self._joined.values()):
-            yield from map(messages.decode_input, self._links.receive(link))
+        while has_message(self._router):
+            name, payload = self._router.recv_multipart()
+            message = messages.decode_input(payload)
+            if isinstance(message, FrontendJoined):
+                self._join(message.frontend, name)
+            elif name in self._joined.values():
+                yield message
 
     def send(self, message: CoreOutput) -> None:
         """Says something to whoever it concerns."""
@@ -120,31 +134,16 @@ class SharedPort(SinglePort):
                 for frontend in self._joined:
                     self._send(frontend, payload)
 
-    def _accept(self) -> None:
-        """Takes in who has connected, and whoever of them has said who they are: frontends say nothing else until they hear that
-        the core is ready."""
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except BlockingIOError:
-                break
-            self._strangers.append(self._links.add(connection))
-        for link in list(self._strangers):
-            for message in map(messages.decode_input, self._links.receive(link)):
-                if isinstance(message, FrontendJoined):
-                    self._join(message.frontend, link)
-        self._strangers = [link for link in self._strangers if not link.is_gone and link not in self._joined.values()]
-
-    def _join(self, frontend: int, link: Link) -> None:
+    def _join(self, frontend: int, name: bytes) -> None:
         if frontend in self._left:
-            self._links.remove(link)
             return
-        self._joined[frontend] = link
+        self._joined[frontend] = name
         if self._ready is not None:
             self._send(frontend, messages.encode(self._ready))
 
     def _send(self, frontend: int, payload: bytes) -> None:
         """Nothing where the frontend is gone."""
-        link = self._first if frontend == 0 else self._joined.get(frontend)
-        if link is not None:
-            self._links.send(link, payload)
+        if frontend == 0:
+            self._first.send(payload, zmq.NOBLOCK)
+        elif (name := self._joined.get(frontend)) is not None:
+            self._router.send_multipart([name, payload], zmq.NOBLOCK)

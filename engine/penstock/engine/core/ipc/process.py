@@ -9,17 +9,14 @@ import faulthandler
 import gc
 import logging
 import os
+import shutil
 import signal
-import socket
 import sys
 import threading
 import time
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import BinaryIO
-
-import zmq
 
 from penstock.api.events import Event
 from penstock.engine import messages
@@ -30,6 +27,7 @@ from penstock.engine.core.ipc.boot_times import BootTimes
 from penstock.engine.core.ipc.framing import LENGTH_BYTES
 from penstock.engine.core.ipc.ports import Port, SharedPort, SinglePort
 from penstock.engine.core.ipc.publisher import EventPublisher
+from penstock.engine.core.ipc.sockets import Context
 from penstock.engine.core.memory import num_kv_blocks
 from penstock.engine.messages import CoreFailed, CoreReady, CoreStart
 
@@ -70,7 +68,7 @@ class CoreLoop:
         self._port = port
         self._publisher = publisher
         if publisher is not None:
-            port.watch(publisher.replay_socket.fileno())
+            port.watch(publisher.replay_socket)
         self._last_report = -HEARTBEAT_S
         self._watch_again = 0.0
         self._busy_until = time.monotonic()
@@ -181,7 +179,7 @@ def build_core(config: EngineConfig, runner: Runner, num_blocks: int, epoch: int
     return core
 
 
-def run(start: CoreStart, port: Port, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+def run(start: CoreStart, port: Port, context: Context) -> None:
     """Serves for ever; raises what makes that impossible."""
     boot, epoch = BootTimes(), int(time.time() * 1000)
     publisher = None
@@ -216,10 +214,10 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s core: %(message)s")
     start = read_start(sys.stdin.buffer)
-    threading.Thread(target=_end_with_frontend, args=[start.frontends_address], name="frontend-watch", daemon=True).start()
-    connection = _inherited(start.connection)
-    port = SinglePort(connection) if start.listener is None else SharedPort(connection, _inherited(start.listener))
-    context = zmq.Context[zmq.Socket[bytes]]()
+    threading.Thread(target=_end_with_frontend, args=[Path(start.address).parent], name="frontend-watch", daemon=True).start()
+    context = Context()
+    shared = start.frontends_address
+    port = SinglePort(context, start.address) if shared is None else SharedPort(context, start.address, shared)
     try:
         run(start, port, context)
     except ConfigError as error:
@@ -228,7 +226,6 @@ def main() -> int:
         port.send(CoreFailed(f"{type(error).__name__}: {error}"))
         raise
     finally:
-        port.finish(_LAST_WORDS_S)
         context.destroy(linger=round(1000 * _LAST_WORDS_S))
     return 1
 
@@ -242,20 +239,11 @@ def read_start(stream: BinaryIO) -> CoreStart:
     return messages.decode_start(body)
 
 
-def _inherited(descriptor: int) -> socket.socket:
-    """A socket that whoever started this process has passed on, and that goes no further."""
-    os.set_inheritable(descriptor, False)
-    return socket.socket(fileno=descriptor)
-
-
-def _end_with_frontend(frontends_address: str | None) -> None:
+def _end_with_frontend(folder: Path) -> None:
+    """Ends this process with the frontend, who may have been killed and left the sockets' folder behind."""
     while os.read(sys.stdin.fileno(), 1):
         pass
-    if frontends_address is not None:  # one that was killed has left the socket's folder behind
-        path = Path(frontends_address)
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-            path.parent.rmdir()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 

@@ -9,6 +9,7 @@ import zmq
 from penstock.api import events
 from penstock.api.events import AllBlocksCleared, BlockStored, Event, EventBatch
 from penstock.engine.config import ConfigError
+from penstock.engine.core.ipc.sockets import Context, Socket
 from penstock.engine.messages import EventPorts
 
 BUFFERED_BATCHES = 1024
@@ -52,7 +53,7 @@ class EventPublisher:
 
     def __init__(
         self,
-        context: "zmq.Context[zmq.Socket[bytes]]",
+        context: Context,
         epoch: int,
         events_addresses: Sequence[str],
         replay_addresses: Sequence[str],
@@ -106,7 +107,7 @@ class EventPublisher:
         return [(self._buffer.next_seq - 1, events.encode(EventBatch(self._epoch, self._time, snapshot)))]
 
 
-def _bind(socket: "zmq.Socket[bytes]", addresses: Sequence[str], flag: str) -> int | None:
+def _bind(socket: Socket, addresses: Sequence[str], flag: str) -> int | None:
     """Binds to the first address that is free and returns its TCP port, if it has one; `ConfigError` names the flag."""
     problem = ""
     for address in addresses:

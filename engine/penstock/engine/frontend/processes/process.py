@@ -13,10 +13,11 @@ import uvloop
 from penstock.engine.config import ConfigError
 from penstock.engine.core.ipc.attached import AttachedClient
 from penstock.engine.core.ipc.client import CoreError
+from penstock.engine.core.ipc.framing import LENGTH_BYTES
 from penstock.engine.frontend.observe.shared_counts import SharedCounts
 from penstock.engine.frontend.processes import words
 from penstock.engine.frontend.processes.serve import Ending, serve_http
-from penstock.engine.frontend.processes.words import LENGTH_BYTES, CoreGone, FrontendStart, Stop, StopNow, Word
+from penstock.engine.frontend.processes.words import CoreGone, FrontendStart, Stop, StopNow, Word
 
 
 def main() -> int:

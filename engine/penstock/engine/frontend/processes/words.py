@@ -1,10 +1,9 @@
 """What a supervisor says to its frontends: messages on their standard input, whose end is the supervisor's end, and theirs."""
 
-from typing import Final
-
 import msgspec
 
 from penstock.engine import messages
+from penstock.engine.core.ipc.framing import framed
 from penstock.engine.frontend.processes.serve import ServeConfig
 
 
@@ -37,16 +36,13 @@ class CoreGone(msgspec.Struct, frozen=True, tag="gone"):
 
 Word = FrontendStart | Stop | StopNow | CoreGone
 
-LENGTH_BYTES: Final = 4
-
 _encoder = msgspec.msgpack.Encoder(enc_hook=messages.enc_hook)
 _decoder = msgspec.msgpack.Decoder(Word, dec_hook=messages.dec_hook)
 
 
 def encode(word: Word) -> bytes:
-    """`LENGTH_BYTES` of length, little endian, then msgpack."""
-    body = _encoder.encode(word)
-    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+    """As it is written to a frontend's standard input."""
+    return framed(_encoder.encode(word))
 
 
 def decode(body: bytes) -> Word:
