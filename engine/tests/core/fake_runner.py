@@ -18,6 +18,7 @@ from penstock.engine.core.executor import AdapterRead, StepFailed
 from penstock.engine.core.memory import Memory, measure_memory
 from penstock.engine.core.plan import GraphReport, Pooled, SampledLogprobs, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.row_table import RowTable
+from penstock.engine.sampling import RepetitionDetection
 
 VOCAB = 50
 FAILING_TOKEN = 999
@@ -43,14 +44,26 @@ def reference(
     stop_token_ids: Sequence[int] = (),
     max_model_len: int = 10**9,
     adapter: str | None = None,
+    repetition: RepetitionDetection | None = None,
 ) -> list[int]:
     """What a request generates when nothing else exists."""
     tokens = list(prompt)
     while len(tokens) < min(len(prompt) + max_tokens, max_model_len):
         tokens.append(next_token(tokens, adapter))
-        if tokens[-1] in stop_token_ids:
+        if tokens[-1] in stop_token_ids or repeats(tokens[len(prompt) :], repetition):
             break
     return tokens[len(prompt) :]
+
+
+def repeats(output: list[int], guard: RepetitionDetection | None) -> bool:
+    """Whether a pattern stands at the end as often as the guard allows."""
+    if guard is None:
+        return False
+    for size in range(guard.min_pattern_size, guard.max_pattern_size + 1):
+        end = output[-size * guard.min_count :]
+        if len(end) == size * guard.min_count and end == end[:size] * guard.min_count:
+            return True
+    return False
 
 
 class FakeRunner:

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import ceil, inf
 
-from fake_runner import next_token
+from fake_runner import next_token, repeats
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.scheduling.pause import PauseState
@@ -273,3 +273,5 @@ class NaiveScheduler:
             self.end(r, FinishReason.STOP)
         elif r.known >= self.limit(r):
             self.end(r, FinishReason.LENGTH)
+        elif repeats(r.output, r.message.sampling.repetition_detection):
+            self.end(r, FinishReason.REPETITION)

@@ -13,6 +13,7 @@ from naive_scheduler import NaiveScheduler
 
 from penstock.engine.core.scheduling.pause import PauseState
 from penstock.engine.messages import ExtendPrompt
+from penstock.engine.sampling import RepetitionDetection
 
 BLOCK, MAX_LEN, EPISODE = 4, 48, 250
 TENANTS = ("", "a", "b")
@@ -103,6 +104,8 @@ class Episode:
             tenant=pick.choice(TENANTS),
             deadline=self.real.now + pick.randint(1, 60) if pick.random() < 0.1 else None,
             complete=pick.random() < 0.9,
+            # Of 50 tokens, two in a row are often equal, and longer patterns are as rare as in life.
+            repetition=pick.choice([None, None, RepetitionDetection(8, 2)]),
         )
         self.naive.add(message)
         self.real.add(message)

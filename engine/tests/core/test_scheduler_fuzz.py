@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.cache.layout import KVGroup, full_attention, max_blocks
 from penstock.engine.messages import ExtendPrompt, FinishReason
+from penstock.engine.sampling import RepetitionDetection
 
 BLOCK, MAX_LEN = 4, 48
 
@@ -51,6 +52,7 @@ requests = st.lists(
             "prompt": prompts,
             "max_tokens": st.integers(1, 24),
             "stop": st.lists(st.integers(0, VOCAB - 1), max_size=6).map(tuple),
+            "repetition": st.none() | st.builds(RepetitionDetection, st.integers(1, 8), st.just(2)),
             "priority": st.sampled_from([0, 0, 0, 1, 2]),
             "arrives": st.integers(0, 12),
             "aborted": st.none() | st.none() | st.integers(0, 30),
@@ -82,7 +84,7 @@ def live(machine: Machine, wanted: list[dict]) -> None:
         for index, one in enumerate(wanted):
             first = one["prompt"][: one["in_parts"]]
             if one["arrives"] == step:
-                terms = {name: one[name] for name in ("stop", "priority", "tenant")}
+                terms = {name: one[name] for name in ("stop", "priority", "tenant", "repetition")}
                 machine.add(make_request(index, first, one["max_tokens"], complete=one["in_parts"] is None, **terms))
                 if one["parked"] and one["in_parts"] is None:
                     machine.scheduler.park(index, "remote_kv", machine.now)
@@ -109,7 +111,7 @@ def test_every_stream_is_that_of_the_request_alone(config, layout, wanted):
     machine.check_no_leak()
     for index, one in enumerate(wanted):
         stream, finished = machine.streams.get(index, []), machine.finished[index]
-        expected = reference(one["prompt"], one["max_tokens"], one["stop"], MAX_LEN)
+        expected = reference(one["prompt"], one["max_tokens"], one["stop"], MAX_LEN, repetition=one["repetition"])
         assert machine.ended[f"r{index}"].output_tokens == len(stream)
         assert machine.logprobs.get(index, []) == [-float(token) for token in stream]
         if one["fails"] and finished.reason is not FinishReason.ABORT:
@@ -119,7 +121,9 @@ def test_every_stream_is_that_of_the_request_alone(config, layout, wanted):
         else:
             assert stream == expected
             stopped = expected[-1] in one["stop"]
-            assert finished.reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+            capped = len(expected) == min(one["max_tokens"], MAX_LEN - len(one["prompt"]))
+            other = FinishReason.LENGTH if capped else FinishReason.REPETITION
+            assert finished.reason is (FinishReason.STOP if stopped else other)
             assert finished.stop_token_id == (expected[-1] if stopped else None)
 
 
