@@ -1,6 +1,7 @@
 """Streams on their connections: what is written, when, and to whom."""
 
 import asyncio
+import inspect
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.base_protocol import BaseProtocol
 from frontend_fakes import FakeCore, step_frame
 
 from penstock.engine.config import ModelConfig
@@ -176,3 +178,13 @@ async def test_an_answer_that_cannot_be_told_fails_alone(site: Site, monkeypatch
     assert site.core.aborted == [[0]]
     for writer in (bad_writer, good_writer):
         writer.close()
+
+
+def test_aiohttp_has_what_is_used_beyond_its_documentation() -> None:
+    """A pass over a frame writes to many connections, and a coroutine of `StreamResponse.write` for each would be most of a
+    token's cost: so a stream asks the connection whether it is full, and writes to its transport. The other two are the only ways
+    to give an error that comes before any handler OpenAI's shape."""
+    assert isinstance(BaseProtocol.writing_paused, property)
+    assert "transport" in BaseProtocol.__slots__
+    assert inspect.iscoroutinefunction(web.AppRunner._make_server)
+    assert list(inspect.signature(web.RequestHandler.handle_error).parameters) == ["self", "request", "status", "exc", "message"]

@@ -1,6 +1,7 @@
 """What does not even come to a handler: requests that are no HTTP, or have too long a header. aiohttp answers those in plain
 text, and logs each with a traceback, as if the fault were ours."""
 
+import asyncio
 import logging
 from typing import Any
 
@@ -33,21 +34,32 @@ class Connection(web.RequestHandler):
 
 
 class _Server(web.Server):
+    """Makes a `Connection` for each client. aiohttp has no argument for the class of its connections.
+
+    Args:
+        made: What aiohttp makes for the application.
+    """
+
     def __init__(self, made: web.Server) -> None:
-        self._settings: dict[str, Any] = made._kwargs  # pyright: ignore[reportPrivateUsage]
         super().__init__(
-            made.request_handler,
-            request_factory=made.request_factory,
-            handler_cancellation=made.handler_cancellation,
-            **self._settings,
+            made.request_handler, request_factory=made.request_factory, handler_cancellation=made.handler_cancellation
         )
 
     def __call__(self) -> web.RequestHandler:
-        return Connection(self, loop=self._loop, **self._settings)
+        settings: dict[str, Any] = {"auto_decompress": False, "access_log": None}  # by its types there is always a log
+        return Connection(self, loop=asyncio.get_running_loop(), **settings)
 
 
 class Runner(web.AppRunner):
-    """Serves an application with a `Connection` for each client."""
+    """Serves an application with a `Connection` for each client.
+
+    Args:
+        app: The application.
+        shutdown_timeout: Seconds that handlers get when it is cleaned up.
+    """
+
+    def __init__(self, app: web.Application, shutdown_timeout: float) -> None:
+        super().__init__(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
 
     async def _make_server(self) -> web.Server:
         return _Server(await super()._make_server())

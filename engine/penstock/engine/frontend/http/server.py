@@ -99,7 +99,7 @@ class ApiServer:
             admin: `admin_app` instead of `app`.
         """
         app = self.admin_app() if admin else self.app()
-        return Runner(app, handler_cancellation=True, auto_decompress=False, access_log=None, shutdown_timeout=shutdown_timeout)
+        return Runner(app, shutdown_timeout)
 
     @web.middleware
     async def _boundary(
