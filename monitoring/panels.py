@@ -67,6 +67,18 @@ class Variable:
 
 
 @dataclass(frozen=True)
+class Annotation:
+    """Marks on the time axis of every panel of a dashboard."""
+
+    name: str
+    expr: str
+    """Has a sample at each time to mark. Consecutive samples become a region."""
+    text: str
+    """May use the labels of the samples."""
+    colour: str
+
+
+@dataclass(frozen=True)
 class Row:
     """Panels under a heading."""
 
@@ -83,6 +95,7 @@ class Board:
     help: str
     variables: Sequence[Variable]
     rows: Sequence[Row]
+    annotations: Sequence[Annotation] = ()
 
     @property
     def panels(self) -> Iterator[Panel]:
@@ -112,7 +125,23 @@ def to_json(board: Board) -> str:
         for panel in row.panels:
             number += 1
             made = made.with_panel(_panel(panel, number))
-    return json.dumps(made.build(), cls=JSONEncoder, indent=1, sort_keys=True) + "\n"
+    written = json.loads(json.dumps(made.build(), cls=JSONEncoder))
+    written["annotations"] = {"list": [_annotation(it) for it in board.annotations]}
+    return json.dumps(written, indent=1, sort_keys=True) + "\n"
+
+
+def _annotation(annotation: Annotation) -> dict[str, Any]:
+    """The annotation for Grafana's Prometheus data source. The SDK's class has no field for the texts."""
+    return {
+        "name": annotation.name,
+        "enable": True,
+        "iconColor": annotation.colour,
+        "datasource": {"type": SOURCE.type_val, "uid": SOURCE.uid},
+        "expr": annotation.expr,
+        "titleFormat": annotation.name,
+        "textFormat": annotation.text,
+        "step": "15s",
+    }
 
 
 def _others() -> dashboard.DashboardLink:

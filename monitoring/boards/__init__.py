@@ -7,5 +7,6 @@ from monitoring.boards.engine import ENGINE
 from monitoring.boards.fleet import FLEET
 from monitoring.boards.model import MODEL
 from monitoring.boards.picker import PICKER
+from monitoring.boards.tenants import TENANTS
 
-BOARDS: Final = (FLEET, MODEL, ENGINE, PICKER, AUTOSCALER)
+BOARDS: Final = (FLEET, MODEL, ENGINE, PICKER, AUTOSCALER, TENANTS)

@@ -3,6 +3,7 @@
 from typing import Final
 
 from monitoring import alerts
+from monitoring.boards.annotations import changes
 from monitoring.boards.variables import NAMESPACE
 from monitoring.panels import Board, Panel, Query, Row
 from monitoring.queries import GPU_BUSY, quantile, rate, series, total
@@ -143,4 +144,4 @@ _COST = Row(
     ],
 )
 
-FLEET: Final = Board("penstock-fleet", "Penstock / Fleet", __doc__ or "", [NAMESPACE], [_NOW, _MODELS, _COST])
+FLEET: Final = Board("penstock-fleet", "Penstock / Fleet", __doc__ or "", [NAMESPACE], [_NOW, _MODELS, _COST], changes(_IN))

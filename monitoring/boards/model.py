@@ -3,11 +3,12 @@
 from typing import Final
 
 from monitoring import alerts
+from monitoring.boards.annotations import changes
 from monitoring.boards.variables import MODELS, NAMESPACE, POOLS
 from monitoring.panels import Board, Panel, Query, Row
 from monitoring.queries import AT_GATEWAY, POOL, buckets, mean, quantile, rate, series, total
 from monitoring.queries import MODEL as OF_MODEL
-from monitoring.recordings import error_ratio, slow_ratio
+from monitoring.recordings import SLOW_S, error_ratio, slow_ratio
 from penstock.api import metrics
 
 _CLIENTS = Row(
@@ -36,12 +37,33 @@ _CLIENTS = Row(
             bad=14.4,
             alert=alerts.FIRST_TOKEN_FAST,
         ),
+    ],
+)
+
+
+def _percentiles(name: str, *selectors: str) -> list[Query]:
+    return [Query(quantile(share, name, *selectors), f"p{100 * share:.0f}") for share in (0.5, 0.9, 0.95, 0.99)]
+
+
+_LATENCY = Row(
+    "Latency",
+    [
         Panel(
             "Time to first token at the gateway",
             "With queueing at the gateway, picking and Envoy.",
             [Query(buckets(metrics.RESPONSE_SECONDS, AT_GATEWAY))],
             unit="s",
             kind="heatmap",
+            width=12,
+        ),
+        Panel(
+            "Time to first token at the gateway, percentiles",
+            "Interpolated within the histogram's buckets. The red line is the objective for 99 % of the requests.",
+            _percentiles(metrics.RESPONSE_SECONDS, AT_GATEWAY),
+            unit="s",
+            bad=float(SLOW_S),
+            alert=alerts.FIRST_TOKEN_FAST,
+            width=12,
         ),
         Panel(
             "Time to first token at the engine",
@@ -49,6 +71,14 @@ _CLIENTS = Row(
             [Query(buckets(metrics.TIME_TO_FIRST_TOKEN, POOL))],
             unit="s",
             kind="heatmap",
+            width=12,
+        ),
+        Panel(
+            "Time to first token at the engine, percentiles",
+            "Rises with the queue and with long prompts.",
+            _percentiles(metrics.TIME_TO_FIRST_TOKEN, POOL),
+            unit="s",
+            width=12,
         ),
         Panel(
             "Inter-token latency",
@@ -56,6 +86,46 @@ _CLIENTS = Row(
             [Query(buckets(metrics.INTER_TOKEN_LATENCY, POOL))],
             unit="s",
             kind="heatmap",
+            width=12,
+        ),
+        Panel(
+            "Inter-token latency, percentiles",
+            "p50 rises with the batch. p99 alone rises: prefill chunks or preemptions.",
+            _percentiles(metrics.INTER_TOKEN_LATENCY, POOL),
+            unit="s",
+            width=12,
+        ),
+        Panel(
+            "End-to-end time",
+            "From the request's arrival at the engine to its last token.",
+            [Query(buckets(metrics.E2E_LATENCY, POOL))],
+            unit="s",
+            kind="heatmap",
+            width=12,
+        ),
+        Panel(
+            "End-to-end time, percentiles",
+            "Rises with longer outputs: compare with the output lengths below.",
+            _percentiles(metrics.E2E_LATENCY, POOL),
+            unit="s",
+            width=12,
+        ),
+    ],
+)
+_LENGTHS = Row(
+    "Lengths",
+    [
+        Panel(
+            "Prompt length, percentiles",
+            "Prompt tokens per request.",
+            _percentiles(metrics.REQUEST_PROMPT_TOKENS, POOL),
+            width=12,
+        ),
+        Panel(
+            "Output length, percentiles",
+            "Output tokens per request.",
+            _percentiles(metrics.REQUEST_GENERATION_TOKENS, POOL),
+            width=12,
         ),
     ],
 )
@@ -144,4 +214,11 @@ _WORK = Row(
     ],
 )
 
-MODEL: Final = Board("penstock-model", "Penstock / Model", __doc__ or "", [NAMESPACE, MODELS, POOLS], [_CLIENTS, _PHASES, _WORK])
+MODEL: Final = Board(
+    "penstock-model",
+    "Penstock / Model",
+    __doc__ or "",
+    [NAMESPACE, MODELS, POOLS],
+    [_CLIENTS, _LATENCY, _LENGTHS, _PHASES, _WORK],
+    changes(OF_MODEL),
+)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import httpx
+import pytest
 import yaml
 
 from penstock.operator.desired import Rendering
@@ -105,10 +106,13 @@ def _penstock_up(folder: Path) -> Iterator[str]:
 @contextlib.contextmanager
 def _operator() -> Iterator[tuple[str, Callable[[], None]]]:
     """The operator's reconciler on an API server in memory: `penstock up` has none. Gives its target, and a reconcile."""
-    spec = importlib.util.spec_from_file_location("operator_fakes", ROOT / "operator" / "tests" / "conftest.py")
+    tests = ROOT / "operator" / "tests"
+    spec = importlib.util.spec_from_file_location("operator_fakes", tests / "conftest.py")
     assert spec is not None and spec.loader is not None
     fakes = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fakes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tests))  # for the modules beside it
+        spec.loader.exec_module(fakes)
     api, resources, children, exposition = fakes.FakeApi(), Resources(), Children(lambda key: None), Exposition()
     api.children = children
     reconciler = Reconciler(

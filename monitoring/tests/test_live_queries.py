@@ -22,6 +22,7 @@ WITHIN_S = 180.0
 LORA = "an engine with --enable-lora"
 GPU = "GPUs and NVIDIA's DCGM exporter"
 GPU_ENGINE = "an engine on a GPU"
+TENANTS = "a gateway with --tenants"
 NEEDS = {
     "GPU busy": GPU,
     "GPU memory": GPU,
@@ -32,6 +33,13 @@ NEEDS = {
     "LoRA slots taken": LORA,
     "PenstockGpuErrors": GPU,
     "PenstockAuditLinesLost": "an audit log",
+    "Requests by tenant": TENANTS,
+    "Requests over budget": TENANTS,
+    "Requests refused": TENANTS,
+    "Requests in flight by tenant": TENANTS,
+    "Tokens by tenant": TENANTS,
+    "Share of all tokens": TENANTS,
+    "Cached share of prompts": TENANTS,
 }
 """What may be without an answer, and why."""
 ABSENT_WHILE_NONE = {"Alerts that fire", "Models without a ready replica", "Waiting at the gateway"}

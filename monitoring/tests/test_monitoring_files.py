@@ -35,6 +35,7 @@ def test_queries_use_names_that_are_defined() -> None:
     panels = [panel for board in BOARDS for panel in board.panels]
     said = [query.expr for panel in panels for query in panel.queries] + [rule.expr for rule in RULES]
     said += [variable.series for board in BOARDS for variable in board.variables]
+    said += [annotation.expr for board in BOARDS for annotation in board.annotations]
     recorded = {rule.name for rule in RECORDINGS.rules}
     used = {name for expr in said for name in re.findall(r"(?:model:)?(?:penstock|DCGM)_[\w:]+", expr)}
     for name in used - recorded:
@@ -55,6 +56,9 @@ def test_grafana_finds_its_way(path: Path) -> None:
         assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
         for target in panel["targets"]:
             assert set(re.findall(r"\$(\w+)", target["expr"])) <= known
+    for annotation in board["annotations"]["list"]:
+        assert annotation["datasource"]["uid"] == "${datasource}"
+        assert set(re.findall(r"\$(\w+)", annotation["expr"])) <= known
 
 
 @pytest.mark.parametrize("path", sorted((FOLDER / "dashboards").glob("*.json")), ids=lambda path: path.stem)

@@ -9,10 +9,12 @@ import pytest
 import yaml
 
 from monitoring.alerts import ALERTS
+from monitoring.boards.model import MODEL
 from monitoring.files import FOLDER
 from monitoring.recordings import COST, HIT_RATIO, RECORDINGS, SLOW_S, WAITING, error_ratio, slow_ratio
 from monitoring.rules import Alert, Group, rule_file
 from monitoring.tests.rule_cases import CASES, POD, TINY, Case, answered, first_tokens, load, named
+from penstock.api import metrics
 from penstock.gateway.http.metrics import RESPONSE_BUCKETS
 
 RULES = FOLDER / "rules" / "penstock.yaml"
@@ -120,6 +122,47 @@ def test_a_recording_is_what_its_name_says(name: str, tmp_path: Path) -> None:
         ],
     }
     (tmp_path / "cases.yaml").write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": [test]}))
+    promtool("test", "rules", tmp_path / "cases.yaml")
+
+
+ANNOTATED: dict[str, tuple[dict[str, str], dict[int, bool]]] = {
+    # Series that are scraped every minute, and the minutes in which there is a mark or not.
+    "Rollout": (
+        {
+            named(metrics.MODEL_CONDITION, **TINY, condition="Progressing", status="True", reason="RollingOut"): "_x3 1x4 stale",
+            named(
+                metrics.MODEL_CONDITION, **TINY, condition="Progressing", status="False", reason="Complete"
+            ): "1x2 stale _x5 1x9",
+        },
+        {2: False, 4: True, 7: True, 9: False},
+    ),
+    "Canary": (
+        {
+            named(metrics.CANARY_WEIGHT, **TINY, verdict="Judging"): "_ 5x3 25x3 stale",
+            named(metrics.CANARY_WEIGHT, **TINY, verdict="Failed"): "_x9 0x9",
+        },
+        {1: True, 3: False, 5: True, 7: False, 9: True, 12: False},
+    ),
+}
+
+
+@needs_promtool
+@pytest.mark.parametrize("name", ANNOTATED)
+def test_a_change_is_marked_when_it_happens(name: str, tmp_path: Path) -> None:
+    (annotation,) = (it for it in MODEL.annotations if it.name == name)
+    expr = annotation.expr.replace("$namespace", "default").replace("$model", "tiny")
+    series, marks = ANNOTATED[name]
+    tests = [
+        {
+            "expr": f"count({expr}) or vector(0)",
+            "eval_time": f"{minute}m",
+            "exp_samples": [{"labels": "{}", "value": int(marked)}],
+        }
+        for minute, marked in marks.items()
+    ]
+    listed = [{"series": key, "values": values} for key, values in series.items()]
+    case = {"interval": "1m", "input_series": listed, "promql_expr_test": tests}
+    (tmp_path / "cases.yaml").write_text(yaml.safe_dump({"tests": [case]}))
     promtool("test", "rules", tmp_path / "cases.yaml")
 
 
