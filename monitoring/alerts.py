@@ -49,28 +49,28 @@ ERRORS_FAST = Alert(
     "critical",
     *_errors_fast,
     summary="{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} failed in the last hour",
-    description="At this rate the month's budget of 0.1 % is used up within two days.",
+    description="This rate uses up the month's error budget of 0.1 % within two days.",
 )
 ERRORS_SLOWLY = Alert(
     "PenstockErrorBudgetBurnsSlowly",
     "warning",
     *_errors_slowly,
     summary="{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} failed in the last six hours",
-    description="At this rate the month's budget of 0.1 % is used up within five days.",
+    description="This rate uses up the month's error budget of 0.1 % within five days.",
 )
 FIRST_TOKEN_FAST = Alert(
     "PenstockFirstTokenBudgetBurnsFast",
     "critical",
     *_slow_fast,
     summary=f"{{{{ $value | humanizePercentage }}}} of the requests to {{{{ $labels.model }}}} waited more than {SLOW_S} s",
-    description="In the last hour, for the first token. The objective is 1 %.",
+    description="Time to first token in the last hour. The objective allows 1 % of the requests to be slower.",
 )
 FIRST_TOKEN_SLOWLY = Alert(
     "PenstockFirstTokenBudgetBurnsSlowly",
     "warning",
     *_slow_slowly,
     summary=f"{{{{ $value | humanizePercentage }}}} of the requests to {{{{ $labels.model }}}} waited more than {SLOW_S} s",
-    description="In the last six hours, for the first token. The objective is 1 %.",
+    description="Time to first token in the last six hours. The objective allows 1 % of the requests to be slower.",
 )
 NO_READY_REPLICA = Alert(
     "PenstockNoReadyReplica",
@@ -78,7 +78,7 @@ NO_READY_REPLICA = Alert(
     _has('condition="Serving"', 'status="False"', 'reason!="ScaledToZero"'),
     "> 0",
     summary="No replica of {{ $labels.namespace }}/{{ $labels.model }} takes requests",
-    description="The gateway holds requests for a while, then answers 503.",
+    description="The gateway holds requests until routing.holdTimeout has passed, then answers 503.",
     lasting="2m",
 )
 NOT_ROUTED = Alert(
@@ -87,7 +87,7 @@ NOT_ROUTED = Alert(
     _has('condition="Routed"', 'status="False"'),
     "> 0",
     summary="The gateways do not send requests to {{ $labels.namespace }}/{{ $labels.model }}",
-    description="Another model has its name, no gateway knows it, or an Envoy refuses its configuration.",
+    description="Another model owns its served name, no gateway knows it, or an Envoy refuses its configuration.",
     lasting="5m",
 )
 ROLLOUT_STUCK = Alert(
@@ -95,8 +95,8 @@ ROLLOUT_STUCK = Alert(
     "warning",
     _has('reason=~"ProgressDeadlineExceeded|RolloutBlocked|NewRevisionFails"'),
     "> 0",
-    summary="The rollout of {{ $labels.namespace }}/{{ $labels.model }} does not go on",
-    description="Older replicas serve. The model's conditions say what is in the way.",
+    summary="The rollout of {{ $labels.namespace }}/{{ $labels.model }} is stuck",
+    description="Older replicas keep serving. The model's conditions name the cause.",
     lasting="5m",
 )
 _wanted, _ready = (total(metrics.POOL_REPLICAS, f'state="{state}"', by=POOL) for state in ("wanted", "ready"))
@@ -106,7 +106,7 @@ REPLICAS_MISSING = Alert(
     f"{_wanted} - {_ready}",
     "> 0",
     summary="{{ $labels.namespace }}/{{ $labels.model }} lacks {{ $value }} replicas in pool {{ $labels.pool }}",
-    description="For a quarter of an hour: they do not start, or not stay.",
+    description="For 15 minutes. The replicas do not start, or they crash.",
     lasting="15m",
 )
 QUEUE_GROWS = Alert(
@@ -114,8 +114,8 @@ QUEUE_GROWS = Alert(
     "warning",
     WAITING,
     f"> {total(metrics.NUM_REQUESTS_RUNNING, by=MODEL)} and deriv({WAITING}[10m]) > 0",
-    summary="{{ $value }} sequences wait for {{ $labels.namespace }}/{{ $labels.model }}, more than run, and their number grows",
-    description="More comes than is served: first tokens come later and later.",
+    summary="{{ $value }} sequences wait for {{ $labels.namespace }}/{{ $labels.model }}, more than run, and the queue grows",
+    description="Requests arrive faster than the replicas serve them. Time to first token keeps rising.",
     lasting="5m",
 )
 _for_room = total(metrics.NUM_REQUESTS_WAITING, 'reason="capacity"', by=POOL)
@@ -125,7 +125,7 @@ KV_PRESSURE = Alert(
     f"avg by ({POOL}) ({metrics.KV_CACHE_USAGE})",
     f"> 0.95 and {_for_room} > 0",
     summary="KV memory of {{ $labels.namespace }}/{{ $labels.model }} is {{ $value | humanizePercentage }} full",
-    description="Pool {{ $labels.pool }}; requests wait for room. Next come preemptions, which compute tokens twice.",
+    description="Requests to pool {{ $labels.pool }} wait for KV blocks. Preemptions follow, and they compute tokens twice.",
     lasting="10m",
 )
 PREEMPTIONS = Alert(
@@ -134,7 +134,7 @@ PREEMPTIONS = Alert(
     rate(metrics.PREEMPTIONS, by=POD, window="1m"),
     "> 0",
     summary="{{ $labels.pod }} preempts {{ $value | humanize }} sequences a second",
-    description="Their KV is thrown away and computed again; decoding stalls meanwhile.",
+    description="The engine evicts their KV blocks and computes them again. Decoding stalls meanwhile.",
     lasting="1m",
 )
 HIT_RATE = Alert(
@@ -143,7 +143,7 @@ HIT_RATE = Alert(
     HIT_RATIO,
     f"< 0.5 * {HIT_RATIO} offset 1d and {HIT_RATIO} offset 1d > 0.1",
     summary="{{ $labels.namespace }}/{{ $labels.model }} finds {{ $value | humanizePercentage }} of its prompts cached",
-    description="Less than half of yesterday's share: prompts have changed (a time at their beginning?), or routing has.",
+    description="Less than half of yesterday's share. The prompts changed (a timestamp at the start?), or routing did.",
     lasting="15m",
 )
 CORRUPTED = Alert(
@@ -151,8 +151,8 @@ CORRUPTED = Alert(
     "critical",
     _increase(metrics.CORRUPTED_REQUESTS, POD),
     "> 0",
-    summary="{{ $labels.pod }} computed logits that are not finite",
-    description="The requests failed. A device that is broken, or weights that do not fit their dtype.",
+    summary="{{ $labels.pod }} computed NaN or infinite logits",
+    description="The requests failed. The device is broken, or the weights overflow their dtype.",
 )
 _steps = rate(metrics.CUDAGRAPH_STEPS, by=POD, window="10m")
 _graph_missing = rate(metrics.CUDAGRAPH_STEPS, 'reason="not_captured"', by=POD, window="10m")
@@ -162,7 +162,7 @@ GRAPHS_MISSING = Alert(
     f"({_graph_missing} or 0 * {_steps}) / {_steps}",
     "> 0.1",
     summary="{{ $labels.pod }} runs {{ $value | humanizePercentage }} of its steps without the CUDA graph that it should have",
-    description="For a quarter of an hour: captures fail, or the engine is never idle for them. Such steps wait for the host.",
+    description="For 15 minutes. Captures fail, or the engine is never idle long enough. Such steps wait for the host.",
     lasting="15m",
     needs=GPU_ENGINE,
 )
@@ -171,8 +171,8 @@ REPORTS_STALE = Alert(
     "warning",
     f"max by (replica) ({metrics.REPORT_AGE})",
     "> 10",
-    summary="The picker has not heard of {{ $labels.replica }} for {{ $value | humanizeDuration }}",
-    description="It picks by old figures. Replicas report every second.",
+    summary="The last load report of {{ $labels.replica }} is {{ $value | humanizeDuration }} old",
+    description="Replicas report every second. The picker works with outdated load.",
     lasting="1m",
 )
 EVENT_GAPS = Alert(
@@ -181,7 +181,7 @@ EVENT_GAPS = Alert(
     f"sum (increase({metrics.EVENT_GAPS}_total[10m]))",
     "> 3",
     summary="{{ $value | humanize }} event streams lost messages in ten minutes",
-    description="Each is replayed; meanwhile the picker does not know what is cached.",
+    description="The gateway replays each stream. Until then the picker does not know what the replicas have cached.",
 )
 _gateway, _operator = _up("penstock-gateway"), _up("penstock-operator")
 PICKER_DOWN = Alert(
@@ -189,7 +189,7 @@ PICKER_DOWN = Alert(
     "critical",
     *_gateway,
     summary="No gateway answers its scrapes",
-    description="Without a picker Envoy answers 503, or takes replicas in turn with --fail-open.",
+    description="Without a picker, Envoy answers 503. With --fail-open, it uses a model's replicas in turn.",
     lasting="1m",
 )
 NO_ENVOY = Alert(
@@ -198,7 +198,7 @@ NO_ENVOY = Alert(
     f"max ({metrics.XDS_ENVOYS})",
     "== 0",
     summary="No Envoy is connected to any gateway",
-    description="Clients reach nothing, or an Envoy that goes by its last configuration.",
+    description="Clients get no answer, or they reach an Envoy that keeps its last configuration.",
     lasting="2m",
 )
 ENVOY_REFUSES = Alert(
@@ -206,8 +206,8 @@ ENVOY_REFUSES = Alert(
     "warning",
     f"sum (increase({metrics.XDS_NACKS}_total[10m]))",
     "> 0",
-    summary="An Envoy refuses what the gateway tells it",
-    description="It goes on with what it had: changes of models do not reach it.",
+    summary="An Envoy refuses configuration from the gateway",
+    description="The Envoy keeps its previous configuration, so it misses new models and replicas.",
 )
 _audit_lines = series(f"{metrics.AUDIT_LINES}_total", 'outcome!="written"')
 AUDIT_LINES_LOST = Alert(
@@ -215,7 +215,7 @@ AUDIT_LINES_LOST = Alert(
     "warning",
     f"sum by (pod, outcome) (increase({_audit_lines}[10m]))",
     "> 0",
-    summary="{{ $value | humanize }} lines of the audit log are lost",
+    summary="The gateway lost {{ $value | humanize }} lines of its audit log",
     description="Gateway {{ $labels.pod }}, {{ $labels.outcome }}. Requests are served, but the log does not show who made them.",
     needs="an audit log",
 )
@@ -244,7 +244,7 @@ RECONCILES_FAIL = Alert(
     f"({_failed} or vector(0)) / {_reconciles}",
     "> 0.1",
     summary="{{ $value | humanizePercentage }} of the operator's reconciles fail",
-    description="The API server refuses or does not answer.",
+    description="The API server refuses the operator's requests or does not answer.",
     lasting="15m",
 )
 _looks = f"rate({metrics.SCALING_DECISIONS}_total[5m])"
@@ -255,8 +255,8 @@ AUTOSCALER_INERT = Alert(
     "warning",
     f"sum ({_informed} or 0 * {_looks})",
     f"== 0 and on () count({metrics.DESIRED_REPLICAS}) > 0",
-    summary="The autoscaler decides nothing",
-    description="It has no data of the replicas, or does not look. Pools keep their size.",
+    summary="The autoscaler makes no decisions",
+    description="It has no load data, or its loop is stuck. Pools keep their size.",
     lasting="5m",
 )
 COLD_START_SLOW = Alert(
@@ -265,7 +265,7 @@ COLD_START_SLOW = Alert(
     f"max by ({POOL}) ({metrics.COLD_START})",
     "> 600",
     summary="A replica of {{ $labels.namespace }}/{{ $labels.model }} takes {{ $value | humanizeDuration }} to start",
-    description="Pool {{ $labels.pool }}. The autoscaler must look that far ahead, and a burst waits that long.",
+    description="Pool {{ $labels.pool }}. A burst waits that long, and the autoscaler keeps spare replicas to cover it.",
 )
 GPU_ERRORS = Alert(
     "PenstockGpuErrors",
