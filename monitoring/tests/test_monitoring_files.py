@@ -79,7 +79,7 @@ def test_every_alert_has_a_page_and_every_page_an_alert() -> None:
         text = page.read_text()
         assert text.startswith(f"# {name}\n")
         headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
-        assert headings == ["What it means", "How to look", "What to do"], name
+        assert headings == ["What it means", "What to check", "How to fix"], name
         assert name in (RUNBOOKS / "README.md").read_text()
 
 

@@ -51,7 +51,7 @@ def p99(gaps: list[float]) -> float:
 
 def advice(alert: str) -> str:
     """What the runbook of an alert has one do."""
-    return (RUNBOOKS / f"{alert}.md").read_text().partition("## What to do")[2]
+    return (RUNBOOKS / f"{alert}.md").read_text().partition("## How to fix")[2]
 
 
 @pytest.mark.req("OB-30")
