@@ -103,6 +103,10 @@ conformance-gaie: setup ## the same for the Gateway API extension's own picker (
 fuzz: setup ## the scheduler against a naive one, a million random steps
 	@$(BIN)/python engine/tests/core/scheduler_fuzzer.py
 
+.PHONY: mutants
+mutants: setup ## small faults in the pure cores: how many do the tests notice? Half an hour (ARGS="--only picker")
+	@$(BIN)/python benchmarks/mutants.py $(ARGS)
+
 .PHONY: bench-scheduler
 bench-scheduler: setup ## the scheduler's own time a step, at 1 to 1,024 running decodes
 	@$(BIN)/python benchmarks/bench_scheduler.py
