@@ -148,10 +148,16 @@ def mutations(sources: Iterable[str], seed: str) -> list[MutationSpec]:
     with tempfile.TemporaryDirectory() as folder, use_db(f"{folder}/session.sqlite") as session:
         init([Path(source) for source in sources], session, {})
         found = [item.mutations[0] for item in session.work_items]
-    found = [it for it in found if not it.operator_name.startswith(NO_FAULTS)]
+    found = [it for it in found if not it.operator_name.startswith(NO_FAULTS) and not in_signature(it)]
     found.sort(key=lambda it: (str(it.module_path), it.operator_name, it.occurrence))
     random.Random(seed).shuffle(found)
     return found
+
+
+def in_signature(mutation: MutationSpec) -> bool:
+    """Whether Cosmic Ray takes the `*` between parameters for a product; `/` in its place is no fault."""
+    line, column = mutation.start_pos
+    return Path(mutation.module_path).read_text().splitlines()[line - 1][column:].startswith("*,")
 
 
 def copy_tree(target: Path) -> None:
@@ -275,7 +281,8 @@ def main() -> int:
     for score in scores:
         table.add_row(*[str(value) for value in list(score.row().values())[:5]])
         for it in score.survivors:
-            console.print(f"{it['file']}:{it['line']}\n  - {it['was']}\n  + {it['now']}", markup=False, highlight=False)
+            text = f"{it['file']}:{it['line']}\n  - {it['was']}\n  + {it['now']}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(table)
     name = "-".join(("mutants", *(core.name.replace(" ", "-") for core in chosen if arguments.only)))
     path = write_results(name, {"seed": arguments.seed, "scores": [score.row() for score in scores]})

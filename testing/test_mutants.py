@@ -10,8 +10,8 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import mutants  # noqa: E402
 
-CODE = "def larger(a: int | None, b: int) -> bool:\n    return a is not None and a > b\n"
-TESTS = "from code_to_test import larger\n\ndef test_larger():\n    assert larger(3, 2) and not larger(2, 3)\n"
+CODE = "def larger(a: int | None, *, b: int) -> bool:\n    return a is not None and a > b\n"
+TESTS = "from code_to_test import larger\n\ndef test_larger():\n    assert larger(3, b=2) and not larger(2, b=3)\n"
 
 
 @pytest.fixture

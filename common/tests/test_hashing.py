@@ -1,9 +1,11 @@
 """Chained block hashes."""
 
+import hashlib
 import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,6 +58,20 @@ def test_extra_keys_fork_the_chain() -> None:
     chains.append(BlockHasher(4, "other").hash(ids))
     every = [block for chain in chains for block in chain]
     assert len(set(every)) == len(every)
+
+
+@pytest.mark.req("PC-04", "PC-07")
+def test_the_bytes_of_a_name_stay_the_same_between_versions() -> None:
+    """During an upgrade, pickers and replicas of two versions name blocks for each other."""
+    extra = ExtraKeys(lora="ad", cache_salt="salt", tenant="team", items=(PromptItem("cat", 3, 1),))
+    root = hashlib.sha256(b"penstock/seed").digest()
+    tokens = bytes.fromhex("0100000002000000")  # little-endian words
+    lora = b"\x02\0\0\0ad"
+    first = hashlib.sha256(root + tokens + lora + b"tenant\x04\0\0\0team" + b"salt" + b"salt").digest()
+    image = b"item\x03\0\0\0cat" + bytes([1, 0, 0, 0, 0, 0, 0, 0])
+    second = hashlib.sha256(first + bytes.fromhex("0300000004000000") + lora + image).digest()
+    assert BlockHasher(2, "seed").hash([1, 2, 3, 4], extra) == [first, second]
+    assert msgspec.to_builtins(extra) == ["ad", "salt", "team", (["cat", 3, 1],)], "and send the keys by position"
 
 
 def shared(one: ExtraKeys, other: ExtraKeys) -> list[bool]:
