@@ -55,10 +55,11 @@ def _installed(name: str) -> bool:
 def _usage(commands: dict[str, EntryPoint]) -> str:
     program = Path(sys.argv[0]).name.replace("kubectl-", "kubectl ")
     program = program if program in ("penstock", "kubectl penstock") else "penstock"
-    lines = [f"usage: {program} COMMAND [ARGUMENTS …]     {program} COMMAND --help says more\n"]
+    lines = [f"usage: {program} COMMAND [ARGUMENTS …]\n\n{program} COMMAND --help shows the flags of a command.\n"]
+    width = max(map(len, commands), default=0)
     for name in sorted(commands):
         summary = (commands[name].load().__doc__ or "").strip().partition("\n")[0]
-        lines.append(f"  {name:<12} {summary}")
+        lines.append(f"  {name:<{width}}  {summary}")
     return "\n".join(lines) + "\n"
 
 

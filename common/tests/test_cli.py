@@ -41,7 +41,7 @@ def test_a_command_gets_the_rest_of_the_line_and_gives_the_exit_status(name: str
 def test_help_lists_what_is_installed_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     shown = capsys.readouterr().out
-    assert "good         Greets somebody.\n" in shown and "plain" in shown
+    assert "\n  good   Greets somebody.\n" in shown and "\n  plain  " in shown, "in columns, however long the names"
     assert "bad" not in shown
 
 

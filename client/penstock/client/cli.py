@@ -77,9 +77,9 @@ def _chat_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--base-url", help=f"of any OpenAI-compatible server (default: what `penstock up` serves, else {BASE_URL})")
-    add("--model", help="default: the first that the server names")
+    add("--base-url", help=f"address of any OpenAI-compatible server (default: what `penstock up` serves, else {BASE_URL})")
+    add("--model", help="name of the model (default: the first in the server's list)")
     add("--system", metavar="TEXT", help="a system message")
-    add("--max-tokens", type=positive, metavar="N", help="tokens of an answer at most (default: the server's)")
-    add("--temperature", type=not_negative, metavar="T", help="default: the server's")
+    add("--max-tokens", type=positive, metavar="N", help="largest number of tokens in an answer (default: the server's)")
+    add("--temperature", type=not_negative, metavar="T", help="sampling temperature (default: the server's)")
     return parser

@@ -54,12 +54,12 @@ def _parser() -> argparse.ArgumentParser:
         "--to",
         type=Path,
         metavar="FOLDER",
-        help="folder of models; the model gets its own there, whose path is printed (default: only say the commit)",
+        help="folder of models; the model gets a folder in it, whose path is printed (default: print only the commit)",
     )
     add("--revision", help="branch, tag or commit, for hf:// (default: main)")
-    add("--result", type=Path, metavar="FILE", help="write what came of it there, as JSON")
-    add("--host", default="127.0.0.1", help="for --port (default: %(default)s)")
-    add("--port", type=int, help="answer GET /progress there while it runs")
+    add("--result", type=Path, metavar="FILE", help="write the result to this file, as JSON")
+    add("--host", default="127.0.0.1", help="address for --port (default: %(default)s)")
+    add("--port", type=int, help="answer GET /progress on this port during the download")
     return parser
 
 

@@ -139,46 +139,68 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on, for HTTP and events")
     add("--port", type=port, default=8000, help="HTTP port")
-    add("--admin-port", type=port, help="HTTP port of what changes the engine: adapters, /sleep … (None: they are on --port)")
+    add("--admin-port", type=port, help="HTTP port for endpoints that change the engine: adapters, /sleep … (None: --port)")
     add("--events-port", type=port, help="port of the event stream, ZMQ PUB (None: 5557, or a free port if that is taken)")
     add("--replay-port", type=port, help="port for the replay of events, ZMQ ROUTER (None: 5558, or a free port)")
-    add(
-        "--served-model-name", nargs="+", metavar="NAME", help="names that requests may give (None: MODEL); answers say the first"
-    )
-    add("--metrics-compat", choices=["vllm"], help="whose names metrics have beside our own")
-    add("--disable-log-stats", action="store_true", help="no line every ten seconds about what the engine did")
-    add("--stream-interval", type=positive, default=1, help="tokens in an event of a stream, but for the first and the last one")
+    add("--served-model-name", nargs="+", metavar="NAME", help="names that requests can use (None: MODEL); answers use the first")
+    add("--metrics-compat", choices=["vllm"], help="also publish the metrics under the names of this engine")
+    add("--disable-log-stats", action="store_true", help="do not log a summary every ten seconds")
+    add("--stream-interval", type=positive, default=1, help="tokens in each event of a stream, except the first and the last")
     add("--api-server-count", type=positive, default=1, help="frontend processes that share the port and the core")
-    add("--api-key", nargs="+", metavar="KEY", help=f"keys of which a request must have one (None: {API_KEY_VARIABLE}, or open)")
-    whose = "origins of web pages that may ask: '[\"https://ui.example\"]', or '[\"*\"]' for all"
+    add(
+        "--api-key",
+        nargs="+",
+        metavar="KEY",
+        help=f"a request must carry one of these keys (None: {API_KEY_VARIABLE}, or no key needed)",
+    )
+    whose = "origins of web pages that may call the API: '[\"https://ui.example\"]', or '[\"*\"]' for all"
     add("--allowed-origins", type=_origins, default=[], metavar="JSON", help=whose)
     add("--ssl-certfile", metavar="FILE", help="HTTPS: the server's certificates, PEM; reread on change (None: plain HTTP)")
-    add("--ssl-keyfile", metavar="FILE", help="its private key, PEM without a password")
-    add("--ssl-ca-certs", metavar="FILE", help="clients need a certificate that these have signed, but for probes (None: no)")
+    add("--ssl-keyfile", metavar="FILE", help="private key of --ssl-certfile, PEM without a password")
+    add("--ssl-ca-certs", metavar="FILE", help="clients, except probes, need a certificate signed by these (None: no)")
     add("--otlp-traces-endpoint", type=_url, metavar="URL", help="a collector's OTLP/HTTP endpoint for traces (None: no traces)")
     add("--enable-auto-tool-choice", action="store_true", help="find tool calls in answers; needs --tool-call-parser")
     add("--tool-call-parser", metavar="NAME", help="how the model writes tool calls: docs/engine/api.md lists the names")
     add("--reasoning-parser", metavar="NAME", help="how the model marks its reasoning: docs/engine/api.md lists the names")
     add("--shutdown-timeout", type=not_negative, default=120.0, help="seconds that running requests get after SIGTERM")
-    add("--allow-runtime-lora-updating", action="store_true", help="serve /v1/load_lora_adapter …: for a trusted network")
-    add("--enable-control-endpoints", action="store_true", help="serve /pause, /sleep, /reload_weights …: for a trusted network")
+    add("--allow-runtime-lora-updating", action="store_true", help="serve /v1/load_lora_adapter …; use in a trusted network only")
+    add(
+        "--enable-control-endpoints",
+        action="store_true",
+        help="serve /pause, /sleep, /reload_weights …; use in a trusted network only",
+    )
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("engine").add_argument
     add("--revision", help="branch, tag or commit of a model from hf:// (None: main)")
-    add("--tokenizer", metavar="FOLDER", help="reads tokenizer and chat template from there (None: the model's)")
-    add("--dtype", choices=["auto", "bfloat16", "float32", "float16"], default="auto", help="auto: the checkpoint's")
+    add("--tokenizer", metavar="FOLDER", help="folder with the tokenizer and the chat template (None: the model's)")
+    add(
+        "--dtype",
+        choices=["auto", "bfloat16", "float32", "float16"],
+        default="auto",
+        help="number type of the weights; auto: the checkpoint's",
+    )
     add("--load-format", choices=["auto", "safetensors", "dummy"], default="auto", help="dummy: random weights, for benchmarks")
     runners = ["auto", "generate", "pooling"]
-    add("--runner", choices=runners, default="auto", help="pooling: embeddings; auto: what the checkpoint is made for")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where the model runs; auto: on a GPU that serves")
+    add("--runner", choices=runners, default="auto", help="generate: text; pooling: embeddings; auto: by the checkpoint")
+    add(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="where the model runs; auto: on a supported GPU, otherwise on the CPU",
+    )
     isas = ["auto", *get_args(IsaName)]
-    add("--cpu-isa", choices=isas, default="auto", help="instruction set of a CPU; auto: the best that it has")
-    add("--max-model-len", type=positive, help="tokens of prompt and output together (None: the checkpoint's)")
-    add("--max-num-seqs", type=positive, default=256, help="sequences in a step at most")
-    add("--max-num-batched-tokens", type=positive, default=2048, help="tokens in a step at most")
-    add("--long-prefill-token-threshold", type=count, default=0, help="prompt tokens of one request in a step; 0: no cap")
+    add("--cpu-isa", choices=isas, default="auto", help="CPU instruction set; auto: the best that the CPU has")
+    add("--max-model-len", type=positive, help="largest number of tokens in prompt and output together (None: the checkpoint's)")
+    add("--max-num-seqs", type=positive, default=256, help="largest number of sequences in a step")
+    add("--max-num-batched-tokens", type=positive, default=2048, help="largest number of tokens in a step")
+    add(
+        "--long-prefill-token-threshold",
+        type=count,
+        default=0,
+        help="largest number of prompt tokens of one request in a step; 0: no limit",
+    )
     add("--enable-chunked-prefill", action=argparse.BooleanOptionalAction, default=True, help="compute prompts in chunks")
     add(
         "--scheduling-policy",
@@ -190,46 +212,82 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--max-num-waiting",
         type=count,
         default=1024,
-        help="sequences in the queue at most",
+        help="largest number of waiting sequences",
     )
     add(
         "--watermark",
         type=share,
         default=0.01,
-        help="share of the KV blocks that admission leaves free",
+        help="share of the KV blocks that stays free when requests are admitted",
     )
-    add("--tenant-weights", type=_weights, default={}, metavar="NAME=WEIGHT,…", help="shares of tenants' service; others have 1")
+    add(
+        "--tenant-weights",
+        type=_weights,
+        default={},
+        metavar="NAME=WEIGHT,…",
+        help="shares of service among tenants; other tenants have 1",
+    )
     add("--async-scheduling", action=argparse.BooleanOptionalAction, help="plan the next step while one runs (None: on a GPU)")
     add("--block-size", type=positive, default=16, help="tokens in a KV block")
-    add("--num-gpu-blocks-override", type=positive, help="KV blocks (None: from memory)")
-    add("--kv-cache-memory-bytes", type=positive, help="memory for the KV cache (None: see the next)")
+    add("--num-gpu-blocks-override", type=positive, help="number of KV blocks (None: computed from the memory)")
+    add("--kv-cache-memory-bytes", type=positive, help="memory for the KV cache (None: by --gpu-memory-utilization)")
     add(
         "--gpu-memory-utilization",
         type=_utilization,
         help="share of the device's memory for weights, steps and KV cache together (None: 10 %% for the KV cache alone)",
     )
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse the KV of equal prefixes")
-    add("--hash-seed", default="penstock", help="names the hash space of KV blocks; equal in all replicas of a model")
-    add("--profile-dir", metavar="FOLDER", help="where /start_profile and /stop_profile leave traces (None: they are refused)")
-    add("--watchdog-timeout", type=positive, default=120, help="seconds without a step after which work counts as hung")
-    add("--seed", type=count, default=0, help="of the seeds drawn for requests that bring none")
-    whose = "whose sampling is the default: auto (the checkpoint's), vllm (OpenAI's) or a folder with a generation_config.json"
+    add("--hash-seed", default="penstock", help="seed of the KV block hashes; must be equal in all replicas of a model")
+    add(
+        "--profile-dir",
+        metavar="FOLDER",
+        help="folder for the traces of /start_profile and /stop_profile (None: both are refused)",
+    )
+    add("--watchdog-timeout", type=positive, default=120, help="the engine counts as hung after this many seconds without a step")
+    add("--seed", type=count, default=0, help="draws the seeds of requests without one")
+    whose = "source of the default sampling: auto (the checkpoint), vllm (OpenAI's) or a folder with generation_config.json"
     add("--generation-config", default="auto", metavar="WHOSE", help=whose)
-    add("--override-generation-config", type=_object, default={}, metavar="JSON", help="wins over it: '{\"temperature\": 0.5}'")
+    add(
+        "--override-generation-config",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help="overrides fields of --generation-config: '{\"temperature\": 0.5}'",
+    )
     backends = ["triton", "flash_attn", "flashinfer", "torch"]
     what = 'speculative decoding, with vLLM\'s keys: \'{"method": "ngram", "num_speculative_tokens": 4}\''
     add("--speculative-config", type=_object, metavar="JSON", help=what)
-    add("--spec-method", metavar="METHOD", help="where drafts come from: ngram, suffix or auto (None: no speculative decoding)")
-    add("--spec-tokens", type=positive, help="drafts of a request in a step at most (None: 4)")
-    add("--attention-backend", choices=backends, help="whose attention kernels run (None: the first that can)")
-    add("--enforce-eager", action="store_true", help="no CUDA graphs: every kernel is launched by itself")
+    add("--spec-method", metavar="METHOD", help="source of draft tokens: ngram, suffix or auto (None: no speculative decoding)")
+    add("--spec-tokens", type=positive, help="largest number of draft tokens of a request in a step (None: 4)")
+    add("--attention-backend", choices=backends, help="attention kernels to use (None: the first that supports the model)")
+    add("--enforce-eager", action="store_true", help="use no CUDA graphs: launch each kernel separately")
     graphs = ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"]
-    add("--cudagraph-mode", choices=graphs, help="what is captured as CUDA graphs (None: FULL_AND_PIECEWISE on a GPU)")
-    add("--cudagraph-capture-sizes", type=positive, nargs="+", metavar="SIZE", help="to which steps are padded (None: few)")
-    add("--max-cudagraph-capture-size", type=positive, help="the largest of them (None: 512, or --max-num-seqs if more)")
+    add("--cudagraph-mode", choices=graphs, help="parts of a step that CUDA graphs capture (None: FULL_AND_PIECEWISE on a GPU)")
+    add(
+        "--cudagraph-capture-sizes",
+        type=positive,
+        nargs="+",
+        metavar="SIZE",
+        help="batch sizes to capture; steps are padded to them (None: a few)",
+    )
+    add(
+        "--max-cudagraph-capture-size",
+        type=positive,
+        help="largest size to capture (None: 512, or --max-num-seqs if that is larger)",
+    )
     modes = ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
-    add("--logits-processors", nargs="+", metavar="MODULE:CLASS", help="logits processors of one's own, importable by the engine")
-    add("--logprobs-mode", choices=modes, default=modes[0], help="what logprobs are: before or after masks, temperature, filters")
+    add(
+        "--logits-processors",
+        nargs="+",
+        metavar="MODULE:CLASS",
+        help="your own logits processors; the engine must be able to import them",
+    )
+    add(
+        "--logprobs-mode",
+        choices=modes,
+        default=modes[0],
+        help="logprobs or logits, before or after masks, temperature and filters",
+    )
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -266,8 +324,8 @@ def add_lora_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("LoRA").add_argument
     add("--enable-lora", action="store_true", help="serve LoRA adapters on top of the model")
     add("--lora-modules", nargs="+", metavar="NAME=PATH", help="adapters to load at the start")
-    add("--max-loras", type=positive, default=1, help="different adapters in a step at most: slots on the device")
-    add("--max-cpu-loras", type=positive, help="adapters in the host's memory at most (None: --max-loras)")
+    add("--max-loras", type=positive, default=1, help="largest number of different adapters in a step: slots on the device")
+    add("--max-cpu-loras", type=positive, help="largest number of adapters in the host's memory (None: --max-loras)")
     add("--max-lora-rank", type=positive, default=16, help="largest rank of an adapter")
 
 

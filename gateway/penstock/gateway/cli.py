@@ -57,13 +57,13 @@ def _add_addresses(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="IP:PORT[=ENGINE]",
-        help="a replica of a fixed fleet, instead of --discovery; may be given again. It says itself which models it serves",
+        help="a replica of a fixed fleet, instead of --discovery; repeat for more. The replica tells which models it serves",
     )
     parser.add_argument(
         "--namespace",
         action="append",
         default=[],
-        help="Kubernetes discovery: only this namespace; may be given again (default: all)",
+        help="Kubernetes discovery: only this namespace; repeat for more (default: all)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default: %(default)s)")
     parser.add_argument(
@@ -76,14 +76,14 @@ def _add_addresses(parser: argparse.ArgumentParser) -> None:
         "--ext-proc",
         choices=("grpc", "lean"),
         default="lean",
-        help="what serves the gRPC ports: an HTTP/2 server of our own, or grpc.aio (default: %(default)s)",
+        help="server of the gRPC ports: our own HTTP/2 server (lean) or grpc.aio (grpc) (default: %(default)s)",
     )
     parser.add_argument("--http-port", type=port_or_any, default=9090, help="/pools, /metrics, probes, … (default: %(default)s)")
     parser.add_argument(
         "--debug-token-file",
         type=Path,
         metavar="FILE",
-        help="a token that /debug/* ask for; reread on change (default: they answer clients on this machine alone)",
+        help="file with the token that /debug/* requires; reread on change (default: /debug/* answers only this machine)",
     )
     parser.add_argument(
         "--console",
@@ -91,9 +91,9 @@ def _add_addresses(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="serve a read-only page at /console on the HTTP port (default: on)",
     )
-    parser.add_argument("--listener-host", default="0.0.0.0", help="where Envoy is told to listen (default: %(default)s)")
+    parser.add_argument("--listener-host", default="0.0.0.0", help="address that Envoy listens on (default: %(default)s)")
     parser.add_argument(
-        "--listener-port", type=port_or_any, default=8080, help="where Envoy is told to listen (default: %(default)s)"
+        "--listener-port", type=port_or_any, default=8080, help="port that Envoy listens on (default: %(default)s)"
     )
     parser.add_argument(
         "--listener-tls",
@@ -104,7 +104,7 @@ def _add_addresses(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fail-open",
         action="store_true",
-        help="with every gateway away Envoy serves the one model's healthy replicas in turn; not with --tenants (default: 503)",
+        help="while no gateway answers, let Envoy use the model's healthy replicas in turn; not with --tenants (default: 503)",
     )
     parser.add_argument(
         "--otlp-traces-endpoint",
@@ -117,23 +117,23 @@ def _add_addresses(parser: argparse.ArgumentParser) -> None:
         type=_percent,
         default=100.0,
         metavar="N",
-        help="of the requests that bring no trace of their own, as many are traced (default: 100)",
+        help="percentage of traced requests, among those without a trace of their own (default: 100)",
     )
     parser.add_argument(
-        "--log-level", default="INFO", choices=LEVELS, help="the least severe messages that are logged (default: %(default)s)"
+        "--log-level", default="INFO", choices=LEVELS, help="log messages of this level and above (default: %(default)s)"
     )
     parser.add_argument("--name", default=platform.node(), help="this process's name in /pools (default: the host's)")
     parser.add_argument(
         "--single-destination",
         action="store_true",
-        help="name one replica a request: for gateways that take no list (ORIGINAL_DST)",
+        help="name one replica for each request, for gateways that accept no list (ORIGINAL_DST)",
     )
 
 
 def _add_certificates_and_pools(parser: argparse.ArgumentParser) -> None:
     """TLS, and the ports of InferencePools."""
     parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="TLS on the gRPC port: certificates, PEM; reread on change")
-    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of --tls-cert, PEM")
     parser.add_argument(
         "--tls-self-signed", action="store_true", help="TLS with a certificate made at the start (default: no TLS)"
     )
@@ -145,7 +145,7 @@ def _add_certificates_and_pools(parser: argparse.ArgumentParser) -> None:
         "Envoy's; reread when they are replaced (default: no TLS)",
     )
     parser.add_argument(
-        "--replica-name", metavar="NAME", help="and a name that their certificates must hold (default: any signed by ca.crt)"
+        "--replica-name", metavar="NAME", help="name that replicas' certificates must hold (default: any signed by ca.crt)"
     )
     parser.add_argument(
         "--pool-port",
@@ -153,19 +153,19 @@ def _add_certificates_and_pools(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAMESPACE/NAME=PORT",
-        help="the port for an InferencePool; may be given again (default: one of the range)",
+        help="port for this InferencePool; repeat for more (default: one of --pool-port-range)",
     )
     parser.add_argument(
         "--pool-port-range",
         type=_port_range,
         default=range(9100, 9200),
         metavar="FIRST-LAST",
-        help="the ports that the other InferencePools get one of (default: 9100-9199)",
+        help="ports for all other InferencePools (default: 9100-9199)",
     )
     parser.add_argument(
         "--pool-fallbacks",
         action="store_true",
-        help="name several replicas a request on InferencePools' ports: for gateways that take a list (default: one)",
+        help="name several replicas for each request on InferencePools' ports, for gateways that accept a list (default: one)",
     )
     parser.add_argument(
         "--pool-tls-self-signed",
@@ -176,25 +176,33 @@ def _add_certificates_and_pools(parser: argparse.ArgumentParser) -> None:
 
 def _add_limits_and_engines(parser: argparse.ArgumentParser) -> None:
     """Who may ask for how much, and what is known of other engines."""
-    parser.add_argument("--tenants", type=Path, metavar="FILE", help="API keys and what they allow (default: no keys asked)")
+    parser.add_argument("--tenants", type=Path, metavar="FILE", help="API keys and what they allow (default: no key needed)")
     parser.add_argument(
         "--audit-log",
         type=Path,
         metavar="PATH",
-        help="a line of JSON a request, without prompts, answers and keys; `-`: standard output (default: none)",
+        help="write one JSON line for each request, without prompts, answers and keys; `-`: standard output (default: none)",
     )
     parser.add_argument(
-        "--max-queued-requests", type=positive, default=5_000, metavar="N", help="that may wait (default: %(default)s)"
+        "--max-queued-requests",
+        type=positive,
+        default=5_000,
+        metavar="N",
+        help="largest number of waiting requests (default: %(default)s)",
     )
     parser.add_argument(
-        "--max-queued-mib", type=positive, default=512, metavar="N", help="MiB of requests that may wait (default: %(default)s)"
+        "--max-queued-mib",
+        type=positive,
+        default=512,
+        metavar="N",
+        help="largest total size of waiting requests, in MiB (default: %(default)s)",
     )
     parser.add_argument(
         "--poll-period",
         type=seconds,
         default=2.0,
         metavar="SECONDS",
-        help="between two looks at the metrics of an engine that is not Penstock's; 0: nobody is polled (default: %(default)s)",
+        help="poll the metrics of other engines this often; 0: never (default: %(default)s)",
     )
     parser.add_argument(
         "--tokenizer",
@@ -202,7 +210,7 @@ def _add_limits_and_engines(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="MODEL=FOLDER",
-        help="tokenizer and chat template of a model that other engines serve; may be given again (default: none)",
+        help="tokenizer and chat template of a model that other engines serve; repeat for more (default: none)",
     )
 
 

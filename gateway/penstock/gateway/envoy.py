@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         required=True,
         metavar="HOST:PORT",
-        help="a gateway's gRPC port; repeat for standbys: the first that is ready is asked",
+        help="gRPC port of a gateway; repeat for standbys. Envoy uses the first that is ready",
     )
     parser.add_argument(
         "--picker",
@@ -189,23 +189,27 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="HOST:PORT",
-        help="its ext_proc port where that is another; repeat in the same order",
+        help="ext_proc port of a gateway, if it differs from --gateway; repeat in the same order",
     )
     parser.add_argument(
-        "--gateway-ca", type=Path, metavar="FILE", help="TLS to the gateways: who signs them, PEM (default: none)"
+        "--gateway-ca", type=Path, metavar="FILE", help="TLS to the gateways: PEM file of the CA (default: no TLS)"
     )
     parser.add_argument(
-        "--gateway-name", action="append", default=[], metavar="NAME", help="and a name that their certificates must hold"
+        "--gateway-name", action="append", default=[], metavar="NAME", help="name that the gateways' certificates must hold"
     )
     parser.add_argument(
         "--drain-delay",
         type=seconds,
         default=5.0,
         metavar="S",
-        help="after SIGTERM, connections are accepted for so long, until load balancers have noticed (default: 5)",
+        help="seconds to accept connections after SIGTERM, while load balancers notice (default: 5)",
     )
     parser.add_argument(
-        "--drain-timeout", type=seconds, default=600.0, metavar="S", help="and what runs has so long to end (default: 600)"
+        "--drain-timeout",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="seconds that in-flight requests get after that (default: 600)",
     )
     parser.add_argument(
         "--xds-protocol", default="delta", choices=["delta", "sotw"], help="incremental, or state of the world (default: delta)"
@@ -213,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--admin-port", type=port, metavar="N", help="Envoy's admin interface on 127.0.0.1 (default: only a private socket)"
     )
-    parser.add_argument("--concurrency", type=positive, metavar="N", help="worker threads (default: one a core)")
+    parser.add_argument("--concurrency", type=positive, metavar="N", help="worker threads (default: one for each core)")
     parser.add_argument("--node-id", default=socket.gethostname(), metavar="ID", help="this Envoy's name (default: the host's)")
     parser.add_argument(
         "--log-level",

@@ -68,29 +68,33 @@ def _operator_parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(prog="penstock operator", description=operator.__doc__)
     add = parser.add_argument
-    add("--namespace", action="append", default=[], help="only this namespace; may be given again (default: all)")
-    add("--system-namespace", default="penstock-system", help="where the Lease and the gateways are (default: %(default)s)")
+    add("--namespace", action="append", default=[], help="only this namespace; repeat for more (default: all)")
+    add("--system-namespace", default="penstock-system", help="namespace of the Lease and the gateways (default: %(default)s)")
     add_server(parser, context=False)
     add("--leader-elect", action=argparse.BooleanOptionalAction, default=True, help="act only while holding the Lease")
     add(
-        "--resync", type=above_zero, default=300.0, metavar="SECONDS", help="look at everything this often (default: %(default)s)"
+        "--resync",
+        type=above_zero,
+        default=300.0,
+        metavar="SECONDS",
+        help="reconcile every object this often (default: %(default)s)",
     )
-    add("--http-host", default="127.0.0.1", help="for /metrics and /healthz (default: %(default)s)")
-    add("--http-port", type=port_or_any, default=9091, help="default: %(default)s")
+    add("--http-host", default="127.0.0.1", help="address of /metrics and /healthz (default: %(default)s)")
+    add("--http-port", type=port_or_any, default=9091, help="port of /metrics and /healthz (default: %(default)s)")
     add(
         "--engine-image",
         default=f"penstock/engine:{version('penstock')}",
-        help="for models that name none (default: %(default)s)",
+        help="image for models without engine.image (default: %(default)s)",
     )
     add("--gateway-url", default="", help="where clients reach the gateway; shown in status.url")
-    add("--gateway-http-port", type=port, default=9090, help="where gateways answer /pools (default: %(default)s)")
+    add("--gateway-http-port", type=port, default=9090, help="gateways' port for /pools (default: %(default)s)")
     add(
         "--replica-tls",
         type=Path,
         metavar="FOLDER",
         help="TLS to replicas: ca.crt, and tls.crt and tls.key to present; reread when they are replaced (default: no TLS)",
     )
-    add("--replica-name", metavar="NAME", help="and a name that their certificates must hold (default: any signed by ca.crt)")
+    add("--replica-name", metavar="NAME", help="name that replicas' certificates must hold (default: any signed by ca.crt)")
     add(
         "--allow-privileged-templates",
         action="store_true",
@@ -102,13 +106,13 @@ def _operator_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="let pool templates read the Secrets of this name; may be given again (default: none)",
+        help="let pool templates read the Secrets of this name; repeat for more (default: none)",
     )
     add("--allow-root-templates", action="store_true", help="let pool templates run containers as root")
     add(
         "--allow-node-name-templates",
         action="store_true",
-        help="let pool templates set nodeName, which passes over the scheduler",
+        help="let pool templates set nodeName, which bypasses the scheduler",
     )
     add("--allow-command-templates", action="store_true", help="let pool templates replace the engine's command")
     add("--allow-system-priority-templates", action="store_true", help="let pool templates use the system-… priority classes")
@@ -157,14 +161,14 @@ def explain(argv: list[str]) -> int:
 def crds(argv: list[str]) -> int:
     """Prints the CustomResourceDefinitions as YAML, or writes them to a folder."""
     parser = argparse.ArgumentParser(prog="penstock crds", description=crds.__doc__)
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="one file a kind there instead")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write one file for each kind into this folder")
     parser.add_argument(
         "--check",
         type=Path,
         nargs="?",
         const=Path(),
         metavar="FILE",
-        help="say instead what would break if these took the place of the cluster's, or of those in FILE",
+        help="report what would break if these replaced the cluster's CRDs, or those in FILE",
     )
     parser.add_argument("--kubeconfig", help="for --check; default: the pod's ServiceAccount, else kubectl's file")
     options = parser.parse_args(argv)

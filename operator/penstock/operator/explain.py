@@ -66,10 +66,10 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("model", help="name of the InferenceModel")
     add_namespace(made)
-    add("--load", type=_factor, default=1.0, metavar="TIMES", help="as if so many times as much were asked, such as 2x")
+    add("--load", type=_factor, default=1.0, metavar="TIMES", help="show the size for this multiple of the load, such as 2x")
     add_server(made)
-    add("--system-namespace", default="penstock-system", help="where the gateways are (default: %(default)s)")
-    add("--gateway", metavar="URL", help="a gateway's HTTP address; default: its Service, by way of the API server")
+    add("--system-namespace", default="penstock-system", help="namespace of the gateways (default: %(default)s)")
+    add("--gateway", metavar="URL", help="a gateway's HTTP address (default: its Service, through the API server)")
     add("-o", "--output", choices=["table", "json"], default="table")
     return made
 

@@ -48,14 +48,22 @@ def dashboards(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="penstock dashboards", description=(dashboards.__doc__ or "").partition("\n")[0])
-    parser.add_argument("--export", type=Path, metavar="DIR", help="write them there, as JSON and as ConfigMaps")
-    parser.add_argument("--url", metavar="GRAFANA", help="link to them there, such as https://grafana.example.com")
-    parser.add_argument("--model", type=_model, metavar="NAMESPACE/NAME", help="link to what they show of this model")
-    parser.add_argument("--import", dest="put", action="store_true", help="put them there, in place of older ones")
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="holds the token of a service account that may do so")
-    parser.add_argument("--folder", metavar="UID", help="of the Grafana folder that they go into (default: the general one)")
+    parser.add_argument("--export", type=Path, metavar="DIR", help="write them into this folder, as JSON and as ConfigMaps")
     parser.add_argument(
-        "--runbook-url", metavar="URL", help="where your people read docs/runbooks; panels then point there (default: that path)"
+        "--url", metavar="GRAFANA", help="Grafana's address for links and --import, such as https://grafana.example.com"
+    )
+    parser.add_argument("--model", type=_model, metavar="NAMESPACE/NAME", help="link to the dashboards filtered by this model")
+    parser.add_argument(
+        "--import", dest="put", action="store_true", help="import them into the Grafana at --url, replacing older ones"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="file with the token of a Grafana service account that may import"
+    )
+    parser.add_argument("--folder", metavar="UID", help="UID of the Grafana folder to import into (default: the general one)")
+    parser.add_argument(
+        "--runbook-url",
+        metavar="URL",
+        help="address where your team reads docs/runbooks, for links in panels (default: that path)",
     )
     return parser
 

@@ -30,8 +30,10 @@ def top(argv: list[str]) -> int:
     """Shows what each replica is doing, as the gateways see it, until Ctrl-C."""
     parser = _parser(top, everywhere=True)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="only this one")
-    parser.add_argument("--once", action="store_true", help="show it once, and end; so does an output that is no terminal")
-    parser.add_argument("--every", type=above_zero, default=2.0, metavar="SECONDS", help="default: %(default)s")
+    parser.add_argument("--once", action="store_true", help="show it once and exit; the default unless the output is a terminal")
+    parser.add_argument(
+        "--every", type=above_zero, default=2.0, metavar="SECONDS", help="time between updates (default: %(default)s)"
+    )
     _add_gateways(parser)
     from penstock.operator.kubectl import top as command
 
@@ -43,7 +45,7 @@ def events(argv: list[str]) -> int:
     """Lists the Events of a model and of everything that was made for it, oldest first."""
     parser = _parser(events)
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("-w", "--watch", action="store_true", help="go on with new ones until Ctrl-C")
+    parser.add_argument("-w", "--watch", action="store_true", help="keep printing new Events until Ctrl-C")
     from penstock.operator.kubectl import events as command
 
     return _run(parser.parse_args(argv), command.run)
@@ -56,12 +58,16 @@ def drain(argv: list[str]) -> int:
     what.add_argument("pod", nargs="?", metavar="POD", help="a replica")
     what.add_argument("--node", help="all replicas on this node, of all namespaces; the node is cordoned first")
     parser.add_argument(
-        "--timeout", type=not_negative, default=600.0, metavar="SECONDS", help="for each replica (default: %(default)g)"
+        "--timeout",
+        type=not_negative,
+        default=600.0,
+        metavar="SECONDS",
+        help="time limit for each replica (default: %(default)g)",
     )
-    parser.add_argument("--force", action="store_true", help="also a replica that is the last ready one of its pool")
+    parser.add_argument("--force", action="store_true", help="drain even the last ready replica of a pool")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--keep", action="store_true", help="only let it run empty: it gets no new requests, and stays")
-    how.add_argument("--undo", action="store_true", help="let it have requests again")
+    how.add_argument("--keep", action="store_true", help="only stop new requests to it; do not replace it")
+    how.add_argument("--undo", action="store_true", help="let it get new requests again")
     _add_gateways(parser)
     from penstock.operator.kubectl import drain as command
 
@@ -82,8 +88,8 @@ def _parser(command: Callable[[list[str]], int], *, everywhere: bool = False) ->
 
 
 def _add_gateways(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--system-namespace", default="penstock-system", help="where the gateways are (default: %(default)s)")
-    parser.add_argument("--gateway-http-port", type=port, default=9090, help="where they answer /pools (default: %(default)s)")
+    parser.add_argument("--system-namespace", default="penstock-system", help="namespace of the gateways (default: %(default)s)")
+    parser.add_argument("--gateway-http-port", type=port, default=9090, help="gateways' port for /pools (default: %(default)s)")
 
 
 def _run(options: argparse.Namespace, command: Callable[[Any, argparse.Namespace], Awaitable[None]]) -> int:

@@ -31,14 +31,14 @@ def parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, parents=[common], help=text, description=text)
 
     status = add("status", "Waits until the present spec serves, and says what it waits for.")
-    status.add_argument("--timeout", type=not_negative, metavar="SECONDS", help="default: as long as it takes")
-    status.add_argument("--no-wait", dest="wait", action="store_false", help="say how it stands, and end")
+    status.add_argument("--timeout", type=not_negative, metavar="SECONDS", help="time limit (default: none)")
+    status.add_argument("--no-wait", dest="wait", action="store_false", help="print the present state and exit")
     add("pause", "Leaves running replicas as they are until `resume`.")
     add("resume", "Goes on after `pause`.")
     add("restart", "Replaces every replica, at the pace of a rollout, by the templates of the running operator.")
     undo = add("undo", "Writes the spec of an old revision back.")
     undo.add_argument(
-        "--to-revision", type=positive, metavar="N", help="as `history` counts; default: the one before the present one"
+        "--to-revision", type=positive, metavar="N", help="revision number of `history` (default: the previous revision)"
     )
     add("history", "Lists the revisions.")
     return made
