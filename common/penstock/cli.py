@@ -12,6 +12,8 @@ import sys
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points, requires, version
 from pathlib import Path
 
+from penstock.suggest import suggestion
+
 GROUP = "penstock.commands"
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+).*;.*\bextra == ['\"]([a-z]+)['\"]")
 
@@ -33,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"penstock: {name} is part of penstock[{extras}], which is not installed here (missing: {packages})\n")
         return 2
     if name not in commands:
-        sys.stderr.write(f"penstock: there is no command {name!r} here\n\n{_usage(commands)}")
+        sys.stderr.write(f"penstock: no command {name!r}{suggestion(name, commands)}\npenstock --help lists the commands\n")
         return 2
     return commands[name].load()(rest)
 

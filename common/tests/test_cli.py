@@ -50,9 +50,11 @@ def test_a_command_whose_extra_is_missing_says_which(capsys: pytest.CaptureFixtu
     assert "bad is part of penstock[away], which is not installed here (missing: no-such-package)" in capsys.readouterr().err
 
 
-def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_named_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["frobnicate"]) == 2
-    assert "no command 'frobnicate'" in capsys.readouterr().err
+    assert capsys.readouterr().err == "penstock: no command 'frobnicate'\npenstock --help lists the commands\n"
+    assert cli.main(["goood"]) == 2
+    assert "no command 'goood'; did you mean good?" in capsys.readouterr().err
 
 
 def test_kubectls_plugin_calls_itself_as_people_call_it(

@@ -73,3 +73,8 @@ def test_an_operator_without_an_api_server_says_so(tmp_path: Path, capsys: pytes
     assert cli.operator([f"--kubeconfig={tmp_path / 'none'}"]) == 2
     error = capsys.readouterr().err
     assert error.splitlines()[-1].startswith("penstock operator: no API server to go to; see --kubeconfig: ")
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"^\S+/no\.yaml cannot be read: No such file or directory$"):
+        load_models(tmp_path / "no.yaml")

@@ -56,7 +56,9 @@ def load_models(path: Path) -> list[LocalModel]:
     """
     try:
         documents = [document for document in yaml.safe_load_all(path.read_text()) if document is not None]
-    except (OSError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error.strerror}") from None
+    except yaml.YAMLError as error:
         raise ModelFileError(f"{path}: {error}") from None
     try:
         resources = list(_parse(path, documents))
