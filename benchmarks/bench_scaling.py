@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -70,11 +71,11 @@ def trace(name: str, folder: Path) -> Trace:
 
 def scaler(name: str, target: float) -> Scaler:
     """One of them."""
-    settings = Settings(target_utilization=target)
+    limits = Limits(1, MOST, target_utilization=target)
     if name == "forecast":
-        return ForecastScaler(Limits(1, MOST), settings, 0.95)
+        return ForecastScaler(limits, Settings(), 0.95)
     if name == "Penstock" or name.startswith("warm "):
-        return PenstockScaler(Limits(1, MOST, warm=int(name.partition(" ")[2] or 0)), settings)
+        return PenstockScaler(replace(limits, warm=int(name.partition(" ")[2] or 0)), Settings())
     return (HpaScaler if name == "HPA" else KpaScaler)(target, 1, MOST)
 
 

@@ -85,6 +85,9 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"pools": [{"name": "a", "parallelism": {"expert": {"redundant": 2}}}]}, "redundant needs enabled: true"),
     ({"pools": [{"name": "a", "scaling": {"max": 3, "schedule": [{**DAY, "timeZone": "Mars/Olympus"}]}}]}, "tz database"),
     ({"pools": [{"name": "a", "scaling": {"max": 3, "downWindow": "25h"}}]}, "downWindow must be from 0s to 24h"),
+    ({"pools": [{"name": "a", "scaling": {"max": 3, "coldStart": "2h"}}]}, "coldStart must be from 1s to 1h"),
+    ({"pools": [{"name": "a", "scaling": {"max": 3, "growth": {"period": "0s"}}}]}, "period must be from 1s to 1h"),
+    ({"pools": [{"name": "a", "scaling": {"max": 3, "targets": {"kvUsagePercent": 101}}}]}, "less than or equal to 100"),
     ({"pools": [{"name": "a", "scaling": {"max": 3, "slo": {"itl": "0ms"}}}]}, "itl must be from 1ms to 1m"),
     (
         {"scaling": {"budget": 19}, "pools": [{"name": "a", "cost": 10, "scaling": {"min": 2, "max": 3}}]},

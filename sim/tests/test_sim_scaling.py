@@ -109,7 +109,7 @@ def test_at_constant_load_the_policy_settles() -> None:
 def test_on_a_real_trace_the_policy_gets_more_for_less_than_hpa() -> None:
     trace, slo = load_azure(AZURE).first(2500), Slo(ttft_s=5.0, itl_s=0.1)
     ours = run(
-        trace, PenstockScaler(Limits(1, 40), Settings(target_utilization=0.3)), ReplicaConfig(), slo, cold_start_s=60.0, first=4
+        trace, PenstockScaler(Limits(1, 40, target_utilization=0.3), Settings()), ReplicaConfig(), slo, cold_start_s=60.0, first=4
     )
     theirs = run(trace, HpaScaler(4.0, 1, 40), SLOW, slo, cold_start_s=60.0, first=4)
     assert ours.requests == theirs.requests == len(trace.requests)

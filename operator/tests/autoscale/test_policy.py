@@ -19,7 +19,7 @@ from penstock.operator.autoscale.signals import PoolSignals, ReplicaSignal
 LIMITS = Limits(min_replicas=1, max_replicas=10, down_window_s=60)
 SETTINGS = Settings()
 WIDTH = 8
-CARRIES = WIDTH * SETTINGS.target_utilization
+CARRIES = WIDTH * LIMITS.target_utilization
 
 
 def signals(
@@ -162,7 +162,7 @@ def test_at_constant_load_no_size_is_left_twice(demand: float, start: int, noise
     pool = Pool(start)
 
     def load(p: Pool) -> PoolSignals:
-        part = demand * SETTINGS.target_kv_usage * (1 + noise[round(p.now / 5) % len(noise)])
+        part = demand * LIMITS.target_kv_usage * (1 + noise[round(p.now / 5) % len(noise)])
         return signals(p.replicas, kv=part / p.replicas) if p.replicas else signals(0)
 
     sizes = pool.run(400, load)[24:]
@@ -225,7 +225,7 @@ def test_a_burst_is_answered_at_once_and_growth_is_bounded() -> None:
     pool = Pool(1, replace(LIMITS, max_replicas=50))
     decision = pool.look(signals(1, WIDTH, capacity=400))
     assert decision.constraint == "UpRate"
-    assert pool.replicas == 1 + SETTINGS.max_up_step
+    assert pool.replicas == 1 + LIMITS.max_up_step
     pool.look(signals(5, WIDTH, capacity=400), after=5)
     assert pool.replicas == 5, "the same period allows no more"
     pool.look(signals(5, WIDTH, capacity=400), after=20)
@@ -360,7 +360,7 @@ def test_capacity_is_learned_from_what_replicas_measure() -> None:
     pool = Pool(1)
     pool.run(120, lambda p: signals(p.replicas, 1, figures={**BUSY, "prompt_tokens_per_s": 900.0 / p.replicas}))
     assert pool.replicas == 2
-    assert pool.decision.inputs["work"] == pytest.approx(0.9 / SETTINGS.target_utilization, rel=0.01)
+    assert pool.decision.inputs["work"] == pytest.approx(0.9 / LIMITS.target_utilization, rel=0.01)
 
 
 def test_a_backlog_that_grows_is_demand_before_it_is_computed() -> None:
@@ -370,7 +370,7 @@ def test_a_backlog_that_grows_is_demand_before_it_is_computed() -> None:
         figures = {"prefill_tokens_per_s": 1000.0, "prompt_tokens_per_s": 1000.0, "prefill_backlog_tokens": tokens}
         pool.look(signals(1, 1, figures=figures))
     assert pool.decision.inputs["prompt_tokens_per_s"] == pytest.approx(3000)
-    assert pool.replicas >= 3000 / 1000 / SETTINGS.target_utilization
+    assert pool.replicas >= 3000 / 1000 / LIMITS.target_utilization
 
 
 @pytest.mark.req("SC-08")
@@ -601,3 +601,22 @@ def _times(replica: ReplicaSignal, times: int) -> ReplicaSignal:
         kv_cache_usage_perc=replica.report.kv_cache_usage_perc * times,
     )
     return replace(replica, report=report)
+
+
+def test_targets_and_growth_are_the_pools_own() -> None:
+    fuller = Pool(1, replace(LIMITS, max_replicas=50, target_utilization=1.0))
+    assert fuller.look(signals(1, WIDTH)).replicas == 1
+    slower = Pool(10, replace(LIMITS, max_replicas=50, max_up_factor=1.2, max_up_step=1, up_period_s=60))
+    for _ in range(3):
+        slower.look(signals(10, WIDTH, capacity=400), after=15)
+    assert slower.replicas == 12, "a fifth, once in a minute"
+    cached = Pool(1, replace(LIMITS, target_kv_usage=0.4))
+    assert cached.look(signals(1, 1, kv=0.8)).inputs["kv"] == 2.0
+
+
+def test_a_cold_start_is_assumed_as_the_pool_says_until_one_is_seen() -> None:
+    pool = Pool(2, replace(LIMITS, cold_start_s=300))
+    pool.look(signals(1))
+    assert pool.decision.inputs["cold_start_s"] == 300
+    pool.look(signals(2), started=(40.0,))
+    assert pool.decision.inputs["cold_start_s"] == 40

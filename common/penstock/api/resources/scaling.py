@@ -77,6 +77,28 @@ class Hint(Part):
     """Replicas that are ready when it begins, whatever the load; never more than `max`."""
 
 
+class Targets(Part):
+    """How full a replica may be before there are more of them."""
+
+    utilization_percent: int = Field(default=75, ge=1, le=100)
+    """Percent of a replica's time and of its batch that demand may fill."""
+    kv_usage_percent: int = Field(default=80, ge=1, le=100)
+    """Percent of a replica's KV cache that demand may fill."""
+
+
+class Growth(Part):
+    """How fast the pool may grow: in each period by `percent` or by `replicas`, whichever is more."""
+
+    RULES = (lasting("growth", "period", "1s", "1h"),)
+
+    percent: int = Field(default=100, ge=1, le=1000)
+    """Percent of its size."""
+    replicas: int = Field(default=4, ge=1, le=1000)
+    """Replicas."""
+    period: Duration = "15s"
+    """The time for which this holds."""
+
+
 class Scaling(Part):
     """How the autoscaler sizes the pool."""
 
@@ -94,6 +116,7 @@ class Scaling(Part):
         ),
         lasting("scaling", "downWindow", "0s", "24h"),
         lasting("scaling", "scaleToZeroAfter", "1s", "168h"),
+        lasting("scaling", "coldStart", "1s", "1h"),
     )
 
     mode: Literal["Auto", "DryRun"] = "Auto"
@@ -106,6 +129,12 @@ class Scaling(Part):
     """Spare replicas kept ready beyond the demand."""
     down_window: Duration = "5m"
     """A pool shrinks no further than to the most that was recommended in this time."""
+    targets: Targets = Targets()
+    """How full a replica may be before there are more of them."""
+    growth: Growth = Growth()
+    """How fast the pool may grow."""
+    cold_start: Duration = "30s"
+    """From a replica's creation until it is ready, assumed until the autoscaler has seen one start."""
     slo: Slo | None = None
     """Goals that the size is derived from."""
     scale_to_zero_after: Duration | None = None

@@ -116,9 +116,9 @@ def _grow(case: Case) -> Decision:
     urgent = case.held or case.panic_s or size < case.low or size == 0
     if not urgent and not case.short:
         return case.settle(size, "Tolerance", f", within {settings.tolerance:.0%} of what {size} carry")
-    ceiling = max(math.floor(case.base * settings.max_up_factor), case.base + settings.max_up_step, case.low)
+    ceiling = max(math.floor(case.base * limits.max_up_factor), case.base + limits.max_up_step, case.low)
     if case.bounded > ceiling:
-        pace = f"; growth is limited to {ceiling} in {settings.up_period_s:.0f} s"
+        pace = f"; growth is limited to {ceiling} in {limits.up_period_s:.0f} s"
         return case.settle(max(ceiling, size), "UpRate", pace)
     if case.wanted > limits.max_replicas:
         return case.settle(case.bounded, "Max", f"; max is {limits.max_replicas}")

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 PRIOR_S = 30.0
-"""Assumed while no start was seen."""
 MOST_S = 3600.0
 """A replica that took longer had waited for a node, or for a person."""
 PATIENCE_S = 600.0
@@ -28,19 +27,21 @@ class ColdStart:
 
     learned_s: float | None = None
     """Mean of what was known before and the latest start; None: no start was seen."""
+    prior_s: float = PRIOR_S
+    """Assumed while no start was seen."""
 
     @property
     def seconds(self) -> float:
         """The time that a start is expected to take."""
-        return PRIOR_S if self.learned_s is None else self.learned_s
+        return self.prior_s if self.learned_s is None else self.learned_s
 
-    def observe(self, started_s: Iterable[float]) -> "ColdStart":
+    def observe(self, started_s: Iterable[float], prior_s: float = PRIOR_S) -> "ColdStart":
         """After replicas became ready for the first time, each so many seconds after its creation."""
         learned = self.learned_s
         for seconds in started_s:
             latest = min(max(seconds, 0.0), MOST_S)
             learned = latest if learned is None else 0.5 * (learned + latest)
-        return ColdStart(learned)
+        return ColdStart(learned, prior_s)
 
     def stuck(self, starting: Sequence[Starting], factor: float) -> int:
         """How many have been starting for longer than `factor` cold starts: they count for nothing."""

@@ -119,12 +119,12 @@ def measure(
     itl_s = limits.goals.itl_s if limits.goals and limits.role != "Prefill" else None
     work = _work(limits.role, capacity, prompt + due, output, itl_s)
     rows = capacity.rows(itl_s)
-    width = requests / (rows * settings.target_utilization) if rows else float(bool(requests))
+    width = requests / (rows * limits.target_utilization) if rows else float(bool(requests))
     other = {reason: sum(reasons.get(reason, 0) for reasons in waiting) for reason in _OTHER_REASONS}
     return Demand(
-        work=work / settings.target_utilization,
+        work=work / limits.target_utilization,
         width=width,
-        kv=kv / settings.target_kv_usage,
+        kv=kv / limits.target_kv_usage,
         requests=requests,
         kv_usage=kv,
         prompt_tokens_per_s=prompt,

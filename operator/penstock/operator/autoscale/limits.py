@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.api.fleet import Role
+from penstock.operator.autoscale.coldstart import PRIOR_S
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,15 @@ class Limits:
     role: Role = "Both"
     cost: float = 1.0
     """Of a replica, in any unit that the model's pools share."""
+    target_utilization: float = 0.75
+    """Share of a replica's capacity, and of its batch width, that demand may fill."""
+    target_kv_usage: float = 0.80
+    max_up_factor: float = 2.0
+    max_up_step: int = 4
+    """In `up_period_s` a pool grows to `max_up_factor` times its size or by `max_up_step`, whichever is more."""
+    up_period_s: float = 15.0
+    cold_start_s: float = PRIOR_S
+    """Assumed while no start was seen."""
     goals: Goals | None = None
     schedule: tuple[Hint, ...] = ()
 
@@ -66,15 +76,8 @@ class Settings:
     panic_window_s: float = 6.0
     panic_threshold: float = 2.0
     """Demand over ready capacity at which panic begins."""
-    target_utilization: float = 0.75
-    """Share of a replica's capacity, and of its batch width, that demand may fill."""
-    target_kv_usage: float = 0.80
     tolerance: float = 0.10
     """A shortage below this share of the present capacity changes nothing."""
-    max_up_factor: float = 2.0
-    max_up_step: int = 4
-    """In `up_period_s` a pool grows to `max_up_factor` times its size or by `max_up_step`, whichever is more."""
-    up_period_s: float = 15.0
     stale_after_s: float = 15.0
     """A report older than this says nothing any more."""
     cold_start_factor: float = 1.5

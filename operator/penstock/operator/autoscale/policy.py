@@ -134,7 +134,7 @@ def decide(seen: Observation, limits: ModelLimits, settings: Settings, memory: M
         group, group_memories[role] = _look(role, names, seen, limits, settings, pools, memory)
         wanted = _wanted(group, seen, limits, settings, pools)
         for name in names:
-            pools[name] = _recommend(pools[name], wanted[name], seen, limits.pools[name], settings, name)
+            pools[name] = _recommend(pools[name], wanted[name], seen, limits.pools[name], name)
             case = _case(name, wanted[name], group, seen, limits, settings, pools[name], memory)
             decisions[name] = bound(replace(case, out_of_reach=ignored[name]))
         groups.append(group)
@@ -155,7 +155,7 @@ def _observe(view: PoolView, limits: Limits, settings: Settings, memory: PoolMem
         clear_at=now if clear else memory.clear_at,
         capacity=capacity,
         itl_out_of_reach=itl_out_of_reach(capacity.line, limits.goals, memory.itl_out_of_reach),
-        cold_start=memory.cold_start.observe(view.started_s),
+        cold_start=memory.cold_start.observe(view.started_s, limits.cold_start_s),
     )
 
 
@@ -279,11 +279,11 @@ def _offer(name: str, group: _Group, limits: Limits) -> Offer:
     return Offer(name, group.unit[name], limits.cost, limits.min_replicas, limits.max_replicas)
 
 
-def _recommend(memory: PoolMemory, wanted: int, seen: Observation, limits: Limits, settings: Settings, name: str) -> PoolMemory:
+def _recommend(memory: PoolMemory, wanted: int, seen: Observation, limits: Limits, name: str) -> PoolMemory:
     return replace(
         memory,
         recommended=kept((*memory.recommended, (seen.now, wanted)), seen.now - limits.down_window_s),
-        sizes=kept((*memory.sizes, (seen.now, seen.pools[name].replicas)), seen.now - settings.up_period_s),
+        sizes=kept((*memory.sizes, (seen.now, seen.pools[name].replicas)), seen.now - limits.up_period_s),
     )
 
 

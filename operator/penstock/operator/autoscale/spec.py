@@ -39,6 +39,12 @@ def limits(pool: Pool) -> Limits:
         down_window_s=seconds(scaling.down_window),
         role=pool.role,
         cost=float(pool.cost),
+        target_utilization=scaling.targets.utilization_percent / 100,
+        target_kv_usage=scaling.targets.kv_usage_percent / 100,
+        max_up_factor=1 + scaling.growth.percent / 100,
+        max_up_step=scaling.growth.replicas,
+        up_period_s=seconds(scaling.growth.period),
+        cold_start_s=seconds(scaling.cold_start),
         goals=_goals(scaling.slo) if scaling.slo else None,
         schedule=hints,
     )
