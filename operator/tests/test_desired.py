@@ -401,10 +401,10 @@ def test_the_template_is_laid_over_and_its_privileges_refused(make: Any) -> None
         children(hostile, RENDERING)
     assert children(hostile, Rendering(image="x", allow_privileged_templates=True))
     stolen = make.model(pools=[{"name": "main", "template": {"metadata": {"labels": {"penstock.dev/model": "other"}}}}])
-    with pytest.raises(TemplateError, match="Penstock sets this"):
+    with pytest.raises(TemplateError, match="Penstock or Kubernetes sets this"):
         children(stolen, Rendering(image="x", allow_privileged_templates=True))
     deaf = make.model(pools=[{"name": "main", "template": {"spec": {"containers": [{"name": "engine", "args": ["/other"]}]}}}])
-    with pytest.raises(TemplateError, match=r"containers\[engine\]\.args \(use engine\.extraArgs\): Penstock sets this"):
+    with pytest.raises(TemplateError, match=r"containers\[engine\]\.args \(use engine\.extraArgs\): Penstock or"):
         children(deaf, RENDERING)
 
 
@@ -431,6 +431,18 @@ def test_the_revision_changes_with_what_a_replica_runs_and_with_nothing_else(mak
     assert {revision(**changes) for changes in same} == {base}
     revisions = [base, *(revision(**changes) for changes in other)]
     assert len(set(revisions)) == len(revisions)
+
+
+def test_a_workload_has_the_metadata_that_other_controllers_ask_for(make: Any) -> None:
+    own = {"labels": {"kueue.x-k8s.io/queue-name": "team-a"}, "annotations": {"example.com/topology": "rack"}}
+    made = by_kind(make.model(pools=[{"name": "main", "metadata": own}]))
+    meta, plain = made["Deployment"]["metadata"], by_kind(make.model())["Deployment"]["metadata"]
+    assert meta == {**plain, "labels": plain["labels"] | own["labels"], "annotations": own["annotations"]}
+    assert own["labels"].items() <= meta["labels"].items()
+    assert "kueue.x-k8s.io/queue-name" not in made["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    for name in ("penstock.dev/applied", "deployment.kubernetes.io/revision"):
+        with pytest.raises(TemplateError, match=re.escape(f"pools[main]: metadata.annotations[{name}]: Penstock or Kubernetes")):
+            by_kind(make.model(pools=[{"name": "main", "metadata": {"annotations": {name: "x"}}}]))
 
 
 def ingress(model: InferenceModel) -> list[Any]:

@@ -53,6 +53,10 @@ OTHER: Object = {
     "spec.routing.inferencePool.picker.name": "another",
     "spec.routing.inferencePool.gateway.name": "another",
     "spec.routing.inferencePool.gateway.namespace": "another",
+    "spec.pools[].metadata.labels": {"kueue.x-k8s.io/queue-name": "team-b"},
+    "spec.pools[].metadata.annotations": {},
+    "spec.rollout.maxSurge": 3,
+    "spec.rollout.maxUnavailable": "10%",
     "spec.pools[].template": {"spec": {"nodeSelector": {"gpu": "b200"}}},
     "spec.pools[].scaling.schedule[].start": "0 9 * * *",
     "spec.pools[].scaling.schedule[].timeZone": "UTC",
@@ -86,9 +90,12 @@ HOT = (
     "spec.routing.",
     "spec.rollout.paused",
     "spec.rollout.allowDowntime",
+    "spec.rollout.maxSurge",
+    "spec.rollout.maxUnavailable",
     "spec.scaling.",
     "spec.pools[].cost",
     "spec.pools[].scaling.",
+    "spec.pools[].metadata.",
 )
 
 

@@ -18,6 +18,8 @@ _HOOKS = ("postStart", "preStop")
 _APPARMOR = "container.apparmor.security.beta.kubernetes.io/"
 # Labels and annotations that selectors and discovery rely on.
 OWN_LABELS = "penstock.dev/"
+# Of the Deployment controller: it and the operator would change such an annotation back and forth.
+_REVISIONS = "deployment.kubernetes.io/"
 
 
 @dataclass(frozen=True)
@@ -97,19 +99,23 @@ def forbidden(template: Object) -> list[str]:
 def reserved(template: Object) -> list[str]:
     """Paths of what no template may set, whatever the operator's flags: labels and annotations by which Penstock knows its
     replicas, the grace period, which follows from `drainTimeout`, and the engine's arguments, which follow from the fields."""
-    metadata = mapping(template.get("metadata"))
-    paths = [
-        f"template.metadata.{field}[{name}]"
-        for field in ("labels", "annotations")
-        for name in mapping(metadata.get(field))
-        if name.startswith(OWN_LABELS)
-    ]
+    paths = list(_named(mapping(template.get("metadata")), "template.metadata", (OWN_LABELS,)))
     if "terminationGracePeriodSeconds" in mapping(template.get("spec")):
         paths.append("template.spec.terminationGracePeriodSeconds (use drainTimeout)")
     for container in _maps(mapping(template.get("spec")).get("containers")):
         if container.get("name") == "engine" and "args" in container:
             paths.append("template.spec.containers[engine].args (use engine.extraArgs)")
     return paths
+
+
+def reserved_of_workload(metadata: Object) -> list[str]:
+    """Paths of the labels and annotations of a pool's workload that are not its user's to set."""
+    return list(_named(metadata, "metadata", (OWN_LABELS, _REVISIONS)))
+
+
+def _named(metadata: Object, path: str, prefixes: tuple[str, ...]) -> Iterator[str]:
+    for field in ("labels", "annotations"):
+        yield from (f"{path}.{field}[{name}]" for name in mapping(metadata.get(field)) if name.startswith(prefixes))
 
 
 def _unconfined(template: Object) -> Iterator[str]:

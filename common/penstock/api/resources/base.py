@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
 from pydantic.alias_generators import to_camel, to_snake
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
@@ -20,6 +20,19 @@ ServedName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/:-]*[A-Za-
 ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", min_length=1, max_length=253)]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", min_length=1, max_length=64)]
 """The name of a scheme or a method."""
+Share = Annotated[
+    Annotated[int, Field(ge=0, le=1000)] | Annotated[str, Field(pattern=r"^([1-9][0-9]?|100)%$", max_length=4)],
+    WithJsonSchema(
+        {
+            "x-kubernetes-int-or-string": True,
+            "minimum": 0,
+            "maximum": 1000,
+            "pattern": "^([1-9][0-9]?|100)%$",
+            "maxLength": 4,
+        }
+    ),
+]
+"""A number of replicas, or percent of them, as in Kubernetes' own kinds."""
 Uri = Annotated[str, Field(min_length=1, max_length=1024)]
 URI_SCHEMES = r"^((hf|file|pvc|s3)://.|/.)"
 

@@ -6,7 +6,7 @@ from typing import Any
 Schema = Mapping[str, Any]
 
 _LEAST = ("minimum", "minLength", "minItems")
-_MOST = ("maximum", "maxLength", "maxItems")
+_MOST = ("maximum", "maxLength", "maxItems", "maxProperties")
 _SAME = (
     "type",
     "pattern",
@@ -14,6 +14,7 @@ _SAME = (
     "x-kubernetes-list-type",
     "x-kubernetes-list-map-keys",
     "x-kubernetes-preserve-unknown-fields",
+    "x-kubernetes-int-or-string",
 )
 
 
@@ -58,8 +59,9 @@ def _narrower(old: Schema, new: Schema, path: str) -> Iterator[str]:
             yield f"{where} is gone"
         else:
             yield from _narrower(child, new["properties"][name], where)
-    if "items" in old and "items" in new:
-        yield from _narrower(old["items"], new["items"], f"{path}[]")
+    for inner in ("items", "additionalProperties"):
+        if inner in old and inner in new:
+            yield from _narrower(old[inner], new[inner], f"{path}[]")
 
 
 def _said(value: Any) -> str:

@@ -132,6 +132,8 @@ def _flat(node: Schema, definitions: dict[str, Schema]) -> Schema:
     flat = {
         key: value for key, value in node.items() if key not in ("title", "additionalProperties", "$defs", "const", "default")
     }
+    if isinstance(node.get("additionalProperties"), dict):  # the values of a map
+        flat["additionalProperties"] = _flat(node["additionalProperties"], definitions)
     if "const" in node:
         flat["enum"] = [node["const"]]
     # The default of an absent part would write every default below it into the user's object; leaves are enough.

@@ -1,10 +1,10 @@
 """One pool of an InferenceModel: interchangeable replicas of one shape."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from penstock.api.resources.base import RFC1123, Duration, ObjectName, Part, Rule, lasting, unchangeable
+from penstock.api.resources.base import RFC1123, Duration, ObjectName, Part, Rule, Share, lasting, unchangeable
 from penstock.api.resources.scaling import Scaling
 
 MAX_POOLS = 8
@@ -55,6 +55,18 @@ class Accelerator(Part):
     """Devices of one node: a replica of more spans several nodes, as a LeaderWorkerSet; absent: a replica fits a node."""
 
 
+Texts = Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=64)]
+
+
+class WorkloadMetadata(Part):
+    """Labels and annotations of a pool's workload; those of its pods are in the template."""
+
+    labels: Texts = Field(default={})
+    """Labels by name, such as `kueue.x-k8s.io/queue-name`."""
+    annotations: Texts = Field(default={})
+    """Annotations by name, such as `leaderworkerset.sigs.k8s.io/exclusive-topology`."""
+
+
 class Pool(Part):
     """Interchangeable replicas."""
 
@@ -79,6 +91,8 @@ class Pool(Part):
     scaling: Scaling | None = None
     """How the autoscaler sizes the pool. Absent: `spec.replicas` does, or whoever writes the Deployment's scale (HPA, KEDA,
     kubectl)."""
+    metadata: WorkloadMetadata = WorkloadMetadata()
+    """Labels and annotations of the Deployment or LeaderWorkerSet, for controllers of others."""
     template: dict[str, Any] = Field(default={}, json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})
     """A PodTemplateSpec laid over the generated one; lists merge by the keys of server-side apply (containers by name, …).
 
@@ -146,13 +160,24 @@ class Routing(Part):
 class Rollout(Part):
     """How a change reaches the replicas."""
 
-    RULES = (lasting("rollout", "progressDeadline", "10s", "24h"),)
+    RULES = (
+        lasting("rollout", "progressDeadline", "10s", "24h"),
+        Rule(
+            "self.maxSurge != 0 || self.maxUnavailable != 0",
+            "rollout: maxSurge and maxUnavailable must not both be 0, as nothing could be replaced",
+            lambda rollout: rollout.max_surge != 0 or rollout.max_unavailable != 0,
+        ),
+    )
 
     paused: bool = False
     """Leave running replicas as they are until this is false again."""
     restarted_at: str | None = Field(default=None, pattern=r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z$", max_length=32)
     """Replace every replica that was made before, as `penstock rollout restart` asks: a time in UTC such as
     `2026-01-31T12:00:00Z`. Taking it away restarts nothing."""
+    max_surge: Share = 1
+    """Replicas of a pool that may be there beyond its size meanwhile, such as `2` or `25%`."""
+    max_unavailable: Share = 0
+    """Replicas of a pool that may be away meanwhile, such as `1` or `10%`. With `1` a pool of one replica has a gap."""
     allow_downtime: bool = False
     """Where there is no room for one more replica, stop an old one first."""
     progress_deadline: Duration = "30m"

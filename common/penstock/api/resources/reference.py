@@ -57,7 +57,7 @@ def with_references(text: str, folder: Path) -> str:
 def _fields(node: Schema, path: str) -> Iterator[tuple[str, Schema, bool]]:
     """Path, schema, and whether it must be there, of all fields, in the order in which they are declared."""
     for name, child in node.get("properties", {}).items():
-        here = f"{path}.{name}" + "[]" * (child["type"] == "array")
+        here = f"{path}.{name}" + "[]" * (child.get("type") == "array")
         yield here, child, name in node.get("required", [])
         yield from _fields(child.get("items", child), here)
 
@@ -74,11 +74,15 @@ def _text(value: Any) -> str:
 
 def _value(node: Schema) -> str:
     """What may be written there."""
+    if node.get("x-kubernetes-int-or-string"):
+        return f"{node['minimum']:,} to {node['maximum']:,}, or percent"
     match node["type"]:
         case "array":
             items = node["items"]
             of = "" if items["type"] == "object" else f": {_value(items)}"
             return f"list, at most {node['maxItems']}{of}"
+        case "object" if "additionalProperties" in node:
+            return f"map, at most {node['maxProperties']}: {_value(node['additionalProperties'])}"
         case "object":
             return "object"
         case "boolean":

@@ -3,21 +3,23 @@
 import math
 from typing import Any, Final, Literal
 
-from penstock.api.resources import InferenceModel, Pool, seconds
-from penstock.operator.desired.names import metadata, selector
+from penstock.api.resources import InferenceModel, Pool, Rollout, seconds
+from penstock.operator.desired.names import selector, workload_metadata
 from penstock.operator.desired.size import size
 
 Object = dict[str, Any]
-Pace = Literal["Surge", "OneAtATime"]
-"""One replica more while a revision is rolled out, or one fewer."""
+Pace = Literal["Surge", "Replace"]
+"""While a revision is rolled out: more replicas where the spec allows it, or fewer, since there is no room for more."""
 
 MIN_READY_S: Final = 5
 """A new replica that dies on its first requests must not have replaced an old one by then."""
-LIMITS: Final = {
-    "Surge": {"maxUnavailable": 0, "maxSurge": 1},
-    "OneAtATime": {"maxUnavailable": 1, "maxSurge": 0},
-}
-"""Of a rolling update, by pace."""
+
+
+def limits(rollout: Rollout, pace: Pace) -> Object:
+    """Of a rolling update."""
+    if pace == "Surge":
+        return {"maxUnavailable": rollout.max_unavailable, "maxSurge": rollout.max_surge}
+    return {"maxUnavailable": rollout.max_unavailable or 1, "maxSurge": 0}
 
 
 def deployment(model: InferenceModel, pool: Pool, template: Object, pace: Pace = "Surge") -> Object:
@@ -30,11 +32,11 @@ def deployment(model: InferenceModel, pool: Pool, template: Object, pace: Pace =
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": metadata(model, pool),
+        "metadata": workload_metadata(model, pool),
         "spec": {
             "replicas": size(model, pool).initial,
             "selector": {"matchLabels": selector(model, pool)},
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": LIMITS[pace]},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": limits(rollout, pace)},
             "minReadySeconds": MIN_READY_S,
             "progressDeadlineSeconds": math.ceil(seconds(rollout.progress_deadline)),
             "revisionHistoryLimit": 2,

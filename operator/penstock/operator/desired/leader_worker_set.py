@@ -4,20 +4,17 @@ from typing import Any, Final
 
 from penstock.api import labels
 from penstock.api.resources import InferenceModel, Pool
-from penstock.operator.desired.deployment import LIMITS, Pace
+from penstock.operator.desired.deployment import Pace, limits
 from penstock.operator.desired.devices import nodes
-from penstock.operator.desired.names import child_name, metadata
+from penstock.operator.desired.names import child_name, workload_metadata
 from penstock.operator.desired.size import size
 
 Object = dict[str, Any]
 
 PAUSED: Final = 1000
 """Groups below this ordinal keep their revision: as many as there can be."""
-_LIMITS: Final = {
-    # LWS rounds this down to 0 below a hundred groups. A plain 0 it hands on to a StatefulSet, which may refuse it.
-    "Surge": {**LIMITS["Surge"], "maxUnavailable": "1%"},
-    "OneAtATime": LIMITS["OneAtATime"],
-}
+_NONE_UNAVAILABLE: Final = "1%"
+"""LWS rounds this down to 0 below a hundred groups. A plain 0 it hands on to a StatefulSet, which may refuse it."""
 _OWN: Final = (labels.MODEL, labels.POOL, labels.ROLE)
 _PROBES: Final = ("startupProbe", "readinessProbe", "livenessProbe", "ports")
 
@@ -36,15 +33,19 @@ def leader_worker_set(model: InferenceModel, pool: Pool, template: Object, pace:
         "workerTemplate": _worker(model, pool, template),
     }
     # While nothing moves, LWS would start the surge all the same, of the old revision.
-    limits = {**_LIMITS["OneAtATime"], "partition": PAUSED} if model.spec.rollout.paused else _LIMITS[pace]
+    paused = model.spec.rollout.paused
+    rolling = limits(model.spec.rollout, "Replace" if paused else pace)
+    rolling["maxUnavailable"] = rolling["maxUnavailable"] or _NONE_UNAVAILABLE
+    if paused:
+        rolling["partition"] = PAUSED
     return {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",
         "kind": "LeaderWorkerSet",
-        "metadata": metadata(model, pool),
+        "metadata": workload_metadata(model, pool),
         "spec": {
             "replicas": size(model, pool).initial,
             "startupPolicy": "LeaderCreated",
-            "rolloutStrategy": {"type": "RollingUpdate", "rollingUpdateConfiguration": limits},
+            "rolloutStrategy": {"type": "RollingUpdate", "rollingUpdateConfiguration": rolling},
             # A Service for each group, in which the leader has a name before it is ready: so that workers find it. A Service for
             # all groups would be called as ours is, in which only ready leaders have names.
             "networkConfig": {"subdomainPolicy": "UniquePerReplica"},

@@ -4,6 +4,7 @@ from typing import Any, Final
 
 from penstock.api import labels
 from penstock.api.resources import InferenceModel, Pool
+from penstock.operator.overlay import merge
 
 Object = dict[str, Any]
 
@@ -29,6 +30,11 @@ def metadata(model: InferenceModel, pool: Pool) -> Object:
         "labels": common_labels(model, pool),
         "ownerReferences": [owner_reference(model)],
     }
+
+
+def workload_metadata(model: InferenceModel, pool: Pool) -> Object:
+    """Of the pool's workload: with the labels and annotations that the spec asks for."""
+    return merge(metadata(model, pool), pool.metadata.model_dump(exclude_defaults=True))
 
 
 def model_metadata(model: InferenceModel) -> Object:

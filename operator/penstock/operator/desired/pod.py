@@ -123,10 +123,10 @@ def _tolerations(own: list[Any]) -> list[Object]:
 
 
 def check_template(pool: Pool, rendering: Rendering) -> None:
-    """Raises TemplateError where the pool's template asks for what it may not have."""
-    refused = restrictions.reserved(pool.template)
+    """Raises TemplateError where the pool's metadata or template asks for what it may not have."""
+    refused = [*restrictions.reserved_of_workload(pool.metadata.model_dump()), *restrictions.reserved(pool.template)]
     if refused:
-        raise TemplateError(f"pools[{pool.name}]: {', '.join(refused)}: Penstock sets this; remove it")
+        raise TemplateError(f"pools[{pool.name}]: {', '.join(refused)}: Penstock or Kubernetes sets this; remove it")
     asked = [] if rendering.allow_privileged_templates else restrictions.forbidden(pool.template)
     if asked:
         raise TemplateError(

@@ -1,4 +1,4 @@
-"""How fast a rollout may go: one replica more where there is room for it, else one fewer, and where neither can be, a word.
+"""How a rollout may go on: with more replicas where there is room for them, else with fewer, and where neither can be, a word.
 
 Whether there is room is asked of those who know: the scheduler (a new replica is there and finds no node) and the quota (it
 cannot be made). So it holds for devices, memory, taints and claims alike, and the operator need not read nodes.
@@ -62,13 +62,13 @@ def step(
     since, words = starved
     if any("deletionTimestamp" in pod["metadata"] for pod in pods):
         return Step(now_pace, settling=True)  # its devices are free when it is gone
-    if now_pace == "OneAtATime":
+    if now_pace == "Replace":
         return Step(now_pace)  # the room that was made for it is somebody else's now
     left = PATIENCE_S - (now - since).total_seconds()
     if left > 0:
         return Step(now_pace, settling=True, look_again_s=left)
     if wanted > 1 or allow_downtime:
-        return Step("OneAtATime", settling=True)
+        return Step("Replace", settling=True)
     return Step(
         blocked=f"a new replica finds no room ({words}), and the only one may not stop before it: "
         "make room for one more, or set spec.rollout.allowDowntime"
@@ -78,7 +78,7 @@ def step(
 def _only_group(pods: Sequence[Object], allow_downtime: bool) -> Step:
     """LWS starts no second group before it stops the only one, whatever the surge: with one it waits for ever."""
     if allow_downtime or not any(is_ready(pod) for pod in pods):
-        return Step("OneAtATime", settling=True)
+        return Step("Replace", settling=True)
     return Step(
         blocked="LeaderWorkerSets stop the only group of a pool before they start its successor: "
         "have one more, or set spec.rollout.allowDowntime"
@@ -92,7 +92,7 @@ def pace_of(workload: Object) -> Pace:
         "rollingUpdateConfiguration", {}
     )
     # One with a partition is paused, and says nothing of the pace that was.
-    return "OneAtATime" if limits.get("maxSurge") == 0 and not limits.get("partition") else "Surge"
+    return "Replace" if limits.get("maxSurge") == 0 and not limits.get("partition") else "Surge"
 
 
 def no_room(workload: Object, pods: Sequence[Object]) -> tuple[datetime, str] | None:

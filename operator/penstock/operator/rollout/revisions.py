@@ -29,10 +29,10 @@ _OUTSIDE: Final = {
     "canary": True,
     "replicas": True,
     "routing": True,
-    "rollout": {"paused", "allow_downtime", "restarted_at"},
+    "rollout": {"paused", "allow_downtime", "max_surge", "max_unavailable", "restarted_at"},
     "scaling": True,
 }
-_OUTSIDE_POOL: Final = {"scaling", "cost"}
+_OUTSIDE_POOL: Final = {"scaling", "cost", "metadata"}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from penstock.operator.rollout.revisions import NEVER, pod_revisions, pool_shape
 Object = dict[str, Any]
 
 _KEPT = ("canary", "replicas", "routing", "scaling")
-_KEPT_OF_POOL = ("scaling", "cost")
+_KEPT_OF_POOL = ("scaling", "cost", "metadata")
 
 
 class NoSuchRevision(CommandFailed):
