@@ -55,6 +55,14 @@ def test_all_well(make: Any) -> None:
     assert status["selector"] == "penstock.dev/model=tiny"
 
 
+def test_replicas_that_come_and_that_go_are_counted(make: Any) -> None:
+    going, ended = make.ready_pod("going"), make.pod("ended", phase="Failed")
+    going["metadata"]["deletionTimestamp"] = NOW
+    pods = [make.ready_pod("serves"), make.pod("starts"), make.pod("starts-too"), going, ended]
+    (pool,) = status_of(observed(pods, wanted=3), [], NOW)["pools"]
+    assert pool == {"name": "main", "ready": "1/3", "updated": 1, "warming": 2, "draining": 1}
+
+
 def test_a_dead_engines_last_words_are_quoted(make: Any) -> None:
     words = "CheckpointError: model path /nope does not exist"
     for waiting in (True, False):

@@ -86,6 +86,16 @@ class PoolObserved:
         return sum(revision(pod) == self.revision for pod in self.ready)
 
     @property
+    def warming(self) -> int:
+        """How many pods are to serve, and do not."""
+        return sum(is_live(pod) and not is_ready(pod) for pod in self.pods)
+
+    @property
+    def draining(self) -> int:
+        """How many pods were told to stop, and have not ended."""
+        return sum("deletionTimestamp" in pod["metadata"] for pod in self.pods)
+
+    @property
     def old(self) -> list[Object]:
         """Live pods of other revisions."""
         return [pod for pod in self.pods if is_live(pod) and revision(pod) != self.revision]

@@ -63,7 +63,13 @@ def status_of(observed: Observed, previous: Sequence[Object], now: str, sized: S
         "url": observed.url,
         **({} if revision is None else {"revision": revision.number, "templateVersion": revision.template_version}),
         "pools": [
-            {"name": pool.name, "ready": f"{len(pool.ready)}/{pool.wanted}", "updated": pool.ready_current}
+            {
+                "name": pool.name,
+                "ready": f"{len(pool.ready)}/{pool.wanted}",
+                "updated": pool.ready_current,
+                "warming": pool.warming,
+                "draining": pool.draining,
+            }
             for pool in observed.pools[:MAX_POOLS]  # those that leave come last
         ],
         "scaling": [*(pool for pool in told.values() if pool is not None), *kept],

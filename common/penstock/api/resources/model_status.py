@@ -58,6 +58,10 @@ class PoolStatus(Part):
     """Ready replicas and wanted ones, `x/y`."""
     updated: int = Field(ge=0)
     """Ready replicas of the present revision."""
+    warming: int = Field(default=0, ge=0)
+    """Replicas that are there and not ready yet, or not any more."""
+    draining: int = Field(default=0, ge=0)
+    """Replicas that finish their requests, and then go."""
 
 
 class InferenceModelStatus(Part):
