@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from penstock.api import labels
-from penstock.operator.pods import being_made, is_ready
+from penstock.operator.pods import being_made, is_ready, of_pool
 
 Object = dict[str, Any]
 
@@ -25,7 +25,7 @@ MAKING_S: Final = 30.0
 def incomplete(workload: Object, pods: Sequence[Object]) -> bool:
     """Whether fewer groups of a LeaderWorkerSet serve than it wants."""
     pool = workload["metadata"]["labels"].get(labels.POOL)
-    leaders = sum(is_ready(pod) and pod["metadata"]["labels"].get(labels.POOL) == pool for pod in pods)
+    leaders = sum(map(is_ready, of_pool(pods, pool)))
     return leaders < workload["spec"].get("replicas", 1)
 
 

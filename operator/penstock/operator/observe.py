@@ -12,6 +12,7 @@ from penstock.operator.canary.course import Course, Standing, course_of, written
 from penstock.operator.desired import revision_of, size
 from penstock.operator.observed import Fetching, Observed, PoolObserved, Refusal, RevisionObserved, ScalingStatus
 from penstock.operator.other_scalers import OtherScaler, OthersReport, Target, other_of_model, other_of_pool
+from penstock.operator.pods import of_pool
 from penstock.operator.rollout.pace import Step
 from penstock.operator.rollout.plan import Plan
 from penstock.operator.routes import Routing
@@ -58,7 +59,7 @@ def observe(
     pools: list[PoolObserved] = []
     for name, target in targets.items():
         pool = target["metadata"]["labels"][labels.POOL]
-        its_pods = [pod for pod in pods if pod["metadata"]["labels"].get(labels.POOL) == pool]
+        its_pods = of_pool(pods, pool)
         next_step = plan.steps[pool] if plan is not None else Step()
         observed = _pool(key, model, workloads.get(name), target, its_pods, next_step, scaling)
         pools.append(replace(observed, other=_other(key, model, target, others)))
@@ -146,5 +147,5 @@ def _other(key: Key, model: InferenceModel | None, target: Object, others: Other
 def _leaving(pool: str, live: Object, pods: Sequence[Object], blocked: str) -> PoolObserved:
     """A pool that goes when others can take its place: none of its pods are of a revision that is wanted, and how its own rollout
     went is of no interest any more."""
-    its_pods = [pod for pod in pods if pod["metadata"]["labels"].get(labels.POOL) == pool]
+    its_pods = of_pool(pods, pool)
     return PoolObserved(name=pool, revision="", wanted=0, workload={**live, "status": {}}, pods=its_pods, blocked=blocked)

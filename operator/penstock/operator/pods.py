@@ -1,6 +1,6 @@
 """What a pod says about itself, in words that a person can use."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
@@ -57,6 +57,11 @@ def lost_readiness(pod: Object) -> bool:
 def is_live(pod: Object) -> bool:
     """Neither terminating nor ended."""
     return "deletionTimestamp" not in pod["metadata"] and pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
+
+
+def of_pool(pods: Iterable[Object], pool: str) -> list[Object]:
+    """Those of a model's pods that are replicas of a pool."""
+    return [pod for pod in pods if pod["metadata"].get("labels", {}).get(labels.POOL) == pool]
 
 
 def revision(pod: Object) -> str:

@@ -16,7 +16,7 @@ from penstock.operator.desired import (
     children,
     pod_template,
 )
-from penstock.operator.pods import is_live, revision
+from penstock.operator.pods import is_live, of_pool, revision
 from penstock.operator.rollout.leaving import Leaving, leaving
 from penstock.operator.rollout.pace import Step, step
 from penstock.operator.rollout.revisions import Resolution, resolve, sound
@@ -78,7 +78,7 @@ def plan(
         workload = workloads.get(child_name(model.metadata.name, pool.name))
         steps[pool.name] = step(
             workload,
-            [pod for pod in pods if pod["metadata"]["labels"].get(labels.POOL) == pool.name],
+            of_pool(pods, pool.name),
             resolution.templates[pool.name]["metadata"]["labels"][labels.REVISION],
             wanted=workload["spec"].get("replicas", 1) if workload is not None else 0,
             allow_downtime=model.spec.rollout.allow_downtime,
