@@ -206,3 +206,18 @@ def test_python_takes_the_same() -> None:
         assert output.outputs[0].text in ("mill", "wheel")
     with pytest.raises(ValueError, match="exactly one of"):
         llm.generate("x", SamplingParams(structured_outputs={}))  # type: ignore[arg-type]
+
+
+@pytest.mark.req("SO-21")
+def test_drafts_change_no_answer_under_a_grammar() -> None:
+    """Drafts are accepted only as far as the grammar goes, and the streams are those without drafts."""
+    pattern = r"(the (mill|wheel) turns, ){6}"
+    tokens: list[list[list[int]]] = []
+    flags: list[dict[str, Any]] = [{}, {"spec_method": "ngram", "spec_tokens": 4}]
+    for drafts in flags:
+        llm = LLM(str(MODEL), kv_cache_memory_bytes=2**22, max_model_len=256, **drafts)
+        params = [SamplingParams(max_tokens=200, seed=seed, structured_outputs={"regex": pattern}) for seed in range(3)]  # type: ignore[arg-type]
+        outputs = [output.outputs[0] for output in llm.generate(["the mill turns, the mill turns, "] * 3, params)]
+        assert all(re.fullmatch(pattern, output.text) for output in outputs)
+        tokens.append([list(output.token_ids) for output in outputs])
+    assert tokens[0] == tokens[1]
