@@ -14,7 +14,7 @@ _NO_CODE: Final = "code in checkpoints never runs; leave it out"
 _QUANTIZED: Final = "weights are served as bfloat16, float16 or float32: --dtype"
 _TEMPLATE: Final = "put the template into the model's folder as chat_template.jinja"
 _ALWAYS: Final = "this is always on; leave it out"
-_NO_GRAMMARS: Final = "there are no grammars yet; leave it out"
+_GRAMMARS: Final = "llguidance enforces grammars, and each request says how: docs/engine/structured-output.md"
 _NO_MEDIA: Final = "models take text alone; leave it out"
 _DOWNLOADS: Final = "set the environment variable HF_HOME"
 _LOG: Final = "the log has a line for each request; --disable-log-stats ends the line every ten seconds"
@@ -38,7 +38,7 @@ FOREIGN: Final[Mapping[str, str]] = {
     **_all("--chat-template --chat-template-content-format", _TEMPLATE),
     **_all("--enable-metrics --enable-cache-report --enable-prompt-tokens-details --enable-request-id-headers", _ALWAYS),
     **_all("--enable-ssl-refresh --enable-server-load-tracking", _ALWAYS),
-    **_all("--guided-decoding-backend --structured-outputs-config --grammar-backend --disable-grammar-support", _NO_GRAMMARS),
+    **_all("--guided-decoding-backend --structured-outputs-config --grammar-backend --disable-grammar-support", _GRAMMARS),
     **_all("--speculative-algorithm --speculative-model --spec-model", "--spec-method ngram or --spec-method suffix"),
     **_all("--speculate --num-speculative-tokens --speculative-num-draft-tokens", "--spec-tokens, with --spec-method"),
     **_all("--limit-mm-per-prompt --mm-processor-kwargs --allowed-local-media-path --enable-multimodal", _NO_MEDIA),
