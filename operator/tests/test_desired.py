@@ -57,6 +57,10 @@ def test_the_engine_container_is_as_the_contract_says(make: Any) -> None:
     assert paths == {"startupProbe": "/ready", "readinessProbe": "/ready", "livenessProbe": "/health"}
     startup = engine["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 30 * 60, "a slow load must not end in a kill loop"
+    within = {
+        name: (engine[name]["periodSeconds"], engine[name]["failureThreshold"]) for name in ("readinessProbe", "livenessProbe")
+    }
+    assert within == {"readinessProbe": (2, 3), "livenessProbe": (10, 3)}, "6 s to lose traffic, 30 s to be restarted"
     assert template["spec"]["automountServiceAccountToken"] is False
     assert engine["terminationMessagePolicy"] == "FallbackToLogsOnError"
 

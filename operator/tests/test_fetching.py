@@ -265,12 +265,15 @@ def test_the_job_has_the_secret_s_keys_and_the_replicas_proxies(make):
     }
     source = {"uri": "s3://b/m", "secretRef": {"name": "aws"}, "cache": {"claimName": "c"}}
     spec = fetch_job(make.model(source=source, pools=[{"name": "main", "template": template}]), "i")["spec"]["template"]["spec"]
-    names = {
-        it["name"]: it.get("valueFrom", {}).get("secretKeyRef", {}).get("optional", False) for it in spec["containers"][0]["env"]
+    environment = {it["name"]: it for it in spec["containers"][0]["env"]}
+    optional = {
+        name: it["valueFrom"]["secretKeyRef"].get("optional", False)
+        for name, it in environment.items()
+        if name.startswith("AWS_")
     }
-    assert names["AWS_SECRET_ACCESS_KEY"] is False
-    assert names["AWS_ENDPOINT_URL"] is True
-    assert "HTTPS_PROXY" in names
+    must = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), False)
+    assert optional == must | dict.fromkeys(("AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL"), True)
+    assert "HTTPS_PROXY" in environment
     assert spec["imagePullSecrets"] == [{"name": "pull"}]
 
 
