@@ -37,7 +37,7 @@ def start(folder: Path, model: Path, stack: ExitStack) -> Process:
     folder = folder.resolve()
     source = START.format(paths=[str(folder / part) for part in PARTS], folder=str(folder), model=str(model))
     command: list[str | Path] = [sys.executable, "-c", source]
-    return stack.enter_context(closing(Process(command, stack.enter_context(tempfile.TemporaryFile("w+")))))
+    return stack.enter_context(closing(Process(command, None, stack.enter_context(tempfile.TemporaryFile("w+")))))
 
 
 def main(trees: Sequence[Path], streams: Sequence[int], rounds: int, seconds: float) -> None:
