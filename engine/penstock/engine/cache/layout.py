@@ -9,27 +9,53 @@ layers that see everything.
  page 8  layer 1 │ layer 3     a block of group 1: a window
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
 
-from penstock.engine.config import ConfigError
+TOKENS = -1
+"""In the shape of a plane: as many as a block holds."""
+_ALIGNMENT = 16
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1}
+
+
+class Plane(msgspec.Struct, frozen=True):
+    """One array of a layer's block: keys and values together, a latent, or the scales of either."""
+
+    name: str
+    dtype: str
+    """As torch spells it."""
+    shape: tuple[int, ...]
+    """Of a block: with `TOKENS` where it has an entry for each token, without where it has one for the block."""
+
+    def of(self, block_size: int) -> tuple[int, ...]:
+        """Its shape in blocks of so many tokens."""
+        return tuple(block_size if size == TOKENS else size for size in self.shape)
+
+    def nbytes(self, block_size: int) -> int:
+        """Its bytes in such a block."""
+        return math.prod(self.of(block_size)) * _BYTES[self.dtype]
 
 
 class KVLayer(msgspec.Struct, frozen=True, kw_only=True):
-    """What one attention layer keeps of a token; sizes are the rank's."""
+    """What one layer keeps in a block; sizes are the rank's."""
 
-    num_kv_heads: int
-    head_size: int
-    dtype_bytes: int
+    planes: tuple[Plane, ...]
     window: int | None = None
     """Tokens that a query sees, itself included; None: all before it."""
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Of a key and a value in each head."""
-        return 2 * self.num_kv_heads * self.head_size * self.dtype_bytes
+    def offsets(self, block_size: int) -> list[int]:
+        """Where each plane begins in a block, and at last where the block ends: in bytes, aligned for every dtype."""
+        sizes = [-(-plane.nbytes(block_size) // _ALIGNMENT) * _ALIGNMENT for plane in self.planes]
+        return list(accumulate(sizes, initial=0))
+
+
+def attention_plane(num_kv_heads: int, head_size: int, dtype: str) -> Plane:
+    """Keys and values, in the form that attention kernels read."""
+    return Plane("kv", dtype, (2, num_kv_heads, TOKENS, head_size))
 
 
 class KVGroup(msgspec.Struct, frozen=True):
@@ -59,7 +85,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     groups: tuple[KVGroup, ...]
     slot_bytes: int
-    """Of a block of one layer."""
+    """Of a block of the layer that keeps most; the blocks of others are padded to it."""
 
     @property
     def num_slots(self) -> int:
@@ -102,26 +128,27 @@ def kv_layout(layers: Sequence[KVLayer], block_size: int) -> KVLayout:
 
     Args:
         layers: In the model's order.
-        block_size: Tokens in a block of the layers that keep most of a token; the blocks of others hold as many times more as
-            makes their bytes equal.
-
-    Raises:
-        ConfigError: There is no such whole number.
+        block_size: Tokens in a block of the layers that keep most; the blocks of others hold as many times more as fit into the
+            same bytes. What is left of a slot stays unused.
     """
-    largest = max(layer.bytes_per_token for layer in layers)
+    slot_bytes = max(layer.offsets(block_size)[-1] for layer in layers)
     kinds: dict[tuple[int, int], list[int]] = {}
     for index, layer in enumerate(layers):
-        if largest % layer.bytes_per_token:
-            raise ConfigError(
-                f"layer {index} keeps {layer.bytes_per_token} bytes of a token and another one {largest}: pages of equal size "
-                "need the one to be a multiple of the other"
-            )
-        kinds.setdefault((layer.window or 0, largest // layer.bytes_per_token), []).append(index)
+        kinds.setdefault((layer.window or 0, _times(layer, block_size, slot_bytes)), []).append(index)
     fewest, most = min(map(len, kinds.values())), max(map(len, kinds.values()))
     slots = most if 4 * most <= 5 * fewest else fewest
     groups = [
-        KVGroup(tuple(members[first : first + slots]), block_size * factor, window or None)
-        for (window, factor), members in sorted(kinds.items())
+        KVGroup(tuple(members[first : first + slots]), block_size * times, window or None)
+        for (window, times), members in sorted(kinds.items())
         for first in range(0, len(members), slots)
     ]
-    return KVLayout(tuple(groups), largest * block_size)
+    return KVLayout(tuple(groups), slot_bytes)
+
+
+def _times(layer: KVLayer, block_size: int, slot_bytes: int) -> int:
+    """How many times `block_size` tokens of a layer fit into a slot; once where it keeps the same of any number of tokens."""
+    times = 1
+    if any(TOKENS in plane.shape for plane in layer.planes):
+        while layer.offsets(block_size * (times + 1))[-1] <= slot_bytes:
+            times += 1
+    return times

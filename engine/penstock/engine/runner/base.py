@@ -14,7 +14,8 @@ import torch
 
 from penstock.engine.attention.backends.interface import AttentionBackend, AttentionNeeds
 from penstock.engine.attention.backends.registry import choose_backend
-from penstock.engine.cache.layout import KVLayer, KVLayout, kv_layout
+from penstock.engine.attention.pages import plane_views
+from penstock.engine.cache.layout import KVLayout, kv_layout
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.executor import AdapterRead, StepFailed
 from penstock.engine.core.plan import NONE, Admission, Bool, GraphReport, Int32, StepPlan, StepResult, empty
@@ -26,6 +27,7 @@ from penstock.engine.loading.stream import Uploader
 from penstock.engine.lora.runner import lora_runner
 from penstock.engine.models.build import Build
 from penstock.engine.models.config import parse_decoder_config
+from penstock.engine.models.kv import kv_layers
 from penstock.engine.models.layers.linear_method import CPU, linear_method
 from penstock.engine.models.layers.shard import Shard
 from penstock.engine.models.model import Model
@@ -57,7 +59,9 @@ class RunnerBase(ABC):
         self._dtype = _DTYPES[config.model.dtype]
         self._profile: RunnerProfile | None = None
         self._thread: int | None = None
-        self._layout = self._kv_layout()
+        heads, model = Shard().kv_heads(self.decoder_config.num_kv_heads).size, config.model
+        self._kv_layers = kv_layers(self.decoder_config, heads, model.dtype, model.max_model_len)
+        self._layout = kv_layout(self._kv_layers, config.cache.block_size)
         self._layer_groups = self._layout.layer_groups
         self._lora = self._make_lora()
 
@@ -250,27 +254,12 @@ class RunnerBase(ABC):
         strided views.
         """
         self._num_blocks = num_blocks
-        layout, config = self._layout, self.decoder_config
-        pages = self._zeroed(num_blocks * layout.page_bytes).view(self._dtype).view(num_blocks, layout.num_slots, -1)
-        self.kv_caches = [pages[:, 0]] * config.num_layers
+        layout = self._layout
+        pages = self._zeroed(num_blocks * layout.page_bytes).view(num_blocks, layout.num_slots, layout.slot_bytes)
+        self.kv_caches = [pages[:, 0]] * len(self._kv_layers)
         for group in layout.groups:
             for slot, layer in enumerate(group.layers):
-                shape = (num_blocks, 2, config.num_kv_heads, group.block_size, config.head_size)
-                self.kv_caches[layer] = pages[:, slot].view(shape)
-
-    def _kv_layout(self) -> KVLayout:
-        config, longest = self.decoder_config, self.config.model.max_model_len
-        layers = [
-            KVLayer(
-                num_kv_heads=config.num_kv_heads,
-                head_size=config.head_size,
-                dtype_bytes=self._dtype.itemsize,
-                # A window over everything is none, and caches prefixes better.
-                window=window if window is not None and window < longest else None,
-            )
-            for window in config.windows
-        ]
-        return kv_layout(layers, self.config.cache.block_size)
+                self.kv_caches[layer] = plane_views(pages[:, slot], self._kv_layers[layer], group.block_size)["kv"]
 
     # --- steps in the null block ---
 

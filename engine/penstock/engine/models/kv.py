@@ -1,0 +1,18 @@
+"""What a decoder's layers keep in the KV cache. No torch."""
+
+from penstock.engine.cache.layout import KVLayer, attention_plane
+from penstock.engine.models.config import DecoderConfig
+
+
+def kv_layers(config: DecoderConfig, num_kv_heads: int, dtype: str, longest: int) -> list[KVLayer]:
+    """By layer.
+
+    Args:
+        config: The model's shape.
+        num_kv_heads: The rank's.
+        dtype: Of the cache, which need not be the model's.
+        longest: Tokens of a sequence at most. A window over all of them is none, and caches prefixes better.
+    """
+    plane = attention_plane(num_kv_heads, config.head_size, dtype)
+    windows = (window if window is not None and window < longest else None for window in config.windows)
+    return [KVLayer(planes=(plane,), window=window) for window in windows]
