@@ -365,6 +365,18 @@ class DraftStats(msgspec.Struct, frozen=True, array_like=True):
     """By position: how many of these were accepted."""
 
 
+class GrammarStats(msgspec.Struct, frozen=True, array_like=True):
+    """What came of grammars since the start."""
+
+    compiled: int
+    failed: int
+    """Could not be compiled."""
+    cached: int
+    """Requests whose grammar was compiled already."""
+    compile_s: float
+    """Seconds that the compiled ones took."""
+
+
 class StepStats(msgspec.Struct, frozen=True, array_like=True):
     """What the core's steps have been since its start."""
 
@@ -413,6 +425,8 @@ class CoreStats(msgspec.Struct, frozen=True, tag="stats"):
     """None: the device has no CUDA graphs."""
     command: str | None = None
     """What the core does next, saying nothing until it is done; None: steps."""
+    grammars: GrammarStats | None = None
+    """None: no request has had one."""
     waits: dict[WaitingReason, Buckets] = {}
     """Seconds that requests waited before they first ran, by reason; the bounds are those of `core.scheduling.waits`."""
 

@@ -279,6 +279,7 @@ class EngineCore:
             graphs=self._graphs,
             command=self.next_command,
             waits=scheduler.waits.buckets(),
+            grammars=self._grammars.stats(),
         )
 
     def _observe(self, submitted: _Submitted, result: StepResult) -> None:

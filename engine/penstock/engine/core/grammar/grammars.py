@@ -9,7 +9,7 @@ from penstock.engine.core.grammar.compiler import Compiler, GrammarError, Protot
 from penstock.engine.core.grammar.guide import GrammarGuide
 from penstock.engine.core.scheduling.scheduler import Scheduler
 from penstock.engine.grammar import Grammar
-from penstock.engine.messages import GRAMMAR_REFUSED, AddRequest
+from penstock.engine.messages import GRAMMAR_REFUSED, AddRequest, GrammarStats
 
 CACHED = 256
 """Compiled grammars that are kept, the last ones used."""
@@ -30,11 +30,14 @@ class Grammars:
         """Requests whose grammar was compiled already."""
         self.failures = 0
         """Grammars that could not be compiled."""
+        self.compiled = 0
+        self.compile_s = 0.0
+        """Seconds from the first request for a grammar to its end, of all that were compiled."""
         self._scheduler = scheduler
         self._compiler = compiler
         self._pool = ThreadPoolExecutor(max(1, ((os.cpu_count() or 1) + 1) // 2), thread_name_prefix="grammar")
         self._cache: OrderedDict[Grammar, Prototype] = OrderedDict()
-        self._compiling: dict[Grammar, tuple[Future[Prototype], list[AddRequest]]] = {}
+        self._compiling: dict[Grammar, tuple[Future[Prototype], float, list[AddRequest]]] = {}
 
     @property
     def is_compiling(self) -> bool:
@@ -57,18 +60,19 @@ class Grammars:
             return
         self._scheduler.park(message.index, "grammar", now)
         if source not in self._compiling:
-            self._compiling[source] = (self._pool.submit(self._compiler.compile, source), [])
-        self._compiling[source][1].append(message)
+            self._compiling[source] = (self._pool.submit(self._compiler.compile, source), now, [])
+        self._compiling[source][2].append(message)
 
     def pump(self, now: float) -> None:
         """Takes in what has been compiled."""
-        done = [source for source, (future, _) in self._compiling.items() if future.done()] if self._compiling else ()
+        done = [source for source, (future, *_) in self._compiling.items() if future.done()] if self._compiling else ()
         for source in done:
-            future, messages = self._compiling.pop(source)
+            future, began, messages = self._compiling.pop(source)
             if (error := future.exception()) is not None:
                 self._refuse(messages, error)
                 continue
             prototype = self._cache[source] = future.result()
+            self.compiled, self.compile_s = self.compiled + 1, self.compile_s + max(now - began, 0)
             if prototype.warnings:
                 _log.info("a lenient grammar leaves out: %s", "; ".join(prototype.warnings))
             if len(self._cache) > CACHED:
@@ -77,6 +81,11 @@ class Grammars:
                 if self._scheduler.is_waiting(message.index):
                     self._guide(message, prototype)
                     self._scheduler.unpark(message.index, now)
+
+    def stats(self) -> GrammarStats | None:
+        """What came of them so far; None: no request has had one."""
+        found = GrammarStats(self.compiled, self.failures, self.hits, self.compile_s)
+        return found if self.compiled or self.failures else None
 
     def close(self) -> None:
         """Ends the threads, once what they compile is done."""

@@ -48,7 +48,7 @@ class GrammarGuide:
         return not self._matcher.is_accepting()
 
     def forced(self) -> Sequence[int]:
-        """None: a token without a choice costs its step, since no runner verifies drafts yet."""
+        """None: a token without a choice costs its step, since not every runner verifies drafts yet."""
         return ()
 
     def accept(self, token_ids: Sequence[int]) -> None:

@@ -163,6 +163,10 @@ def _core(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
     yield _waits(stats, labels)
     if report.lora_slots:
         yield from _lora(stats, labels)
+    if (grammars := stats.grammars) is not None:
+        results = {"compiled": grammars.compiled, "failed": grammars.failed, "cached": grammars.cached}
+        yield counter(names.GRAMMARS, "Grammars of requests by result; cached ones were compiled before.", results, "result")
+        yield counter(names.GRAMMAR_COMPILE_SECONDS, "Seconds spent on compiling grammars.", grammars.compile_s)
     if stats.graphs is not None:
         yield from _graphs(stats.graphs, stats.step.graphs if stats.step is not None else [], labels)
     if (step := stats.step) is not None:
