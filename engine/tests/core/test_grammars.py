@@ -248,3 +248,23 @@ def test_compiling_takes_no_time_from_steps(folder):
     compiler.may_go.set()
     bench.run()
     assert len(bench.text(1)) == 17
+
+
+def test_tokens_without_a_choice_come_several_in_a_step(folder):
+    bench = GrammarBench(folder)
+    bench.ask(0, Grammar("regex", r"abcdefghij\d", "structured_outputs.regex"))
+    bench.run()
+    assert bench.text(0)[:-1] == "abcdefghij" and bench.text(0)[-1].isdigit()
+    assert bench.core.num_steps < len(bench.streams[0])
+
+
+def test_what_came_of_grammars_is_told(folder):
+    bench = GrammarBench(folder)
+    assert bench.core.stats().grammars is None
+    bench.ask(0, PAIRS)
+    bench.run()
+    bench.ask(1, PAIRS)
+    bench.ask(2, Grammar("regex", "(", "structured_outputs.regex"))
+    bench.run()
+    told = bench.core.stats().grammars
+    assert told is not None and (told.compiled, told.failed, told.cached) == (1, 1, 1) and told.compile_s > 0

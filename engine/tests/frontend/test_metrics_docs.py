@@ -26,7 +26,9 @@ def test_the_table_names_every_metric_with_its_type_and_labels():
     step = msgspec.structs.replace(step, graphs=[GraphSteps("FULL", "uniform", 1, 3, 1)], drafts=DraftStats(1, [1], [0]))
     report = LoadReport(epoch=1, seq=1, lora_slots=1)
     engine.stats = CoreStats(report, 0, 0, 0, 0, step=step, graphs=GraphReport(1, 0, 0, 0, 0.0))
-    engine.stats = msgspec.structs.replace(engine.stats, waits={"capacity": Buckets([0] * 17, 0.0)}, grammars=GrammarStats(1, 0, 0, 0.1))
+    engine.stats = msgspec.structs.replace(
+        engine.stats, waits={"capacity": Buckets([0] * 17, 0.0)}, grammars=GrammarStats(1, 0, 0, 0.1)
+    )
     base = {"model_name", "engine", "le"}
     told = {
         family.name: (family.type, {label for sample in family.samples for label in sample.labels} - base)

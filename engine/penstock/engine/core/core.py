@@ -90,7 +90,7 @@ class EngineCore:
         self.scheduler = Scheduler(config.scheduler, config.model.max_model_len, kv, hasher, table, config.model.pooling)
         self.num_steps = 0
         self._controls = Controls(self.scheduler, executor, config.profile_dir, config.model.served_names)
-        self._grammars = Grammars(self.scheduler, Compiler(config.model))
+        self._grammars = Grammars(self.scheduler, Compiler(config.model), forces=config.device == "cpu")
         self._depth = config.depth
         self._executor = executor
         self._epoch = epoch

@@ -64,7 +64,7 @@ class OwnDrafts:
             self._depth.observe_step(count, drafts, now - began)
         drafts = int(plan.num_drafts[0]) if len(plan.num_drafts) else 0
         decodes = len(plan.rows) and np.count_nonzero(plan.num_new_tokens == 1 + drafts) == len(plan.rows)
-        self._last = (now, len(plan.rows), drafts) if decodes else None
+        self._last = (now, len(plan.rows), drafts) if decodes and drafts in self._depth.depths else None
 
     def propose(self, plan: StepPlan, verified: Verified | None, goes_on: Bool, rows: RowTable) -> Int32 | None:
         """Makes the drafts of the next step, once the tokens of this one are in their rows.
@@ -79,9 +79,11 @@ class OwnDrafts:
             [r, K]: -1 pads; None: there are none.
         """
         if verified is not None:
-            of = plan.rows[goes_on]
-            drafted = np.minimum(plan.num_drafts[goes_on], self._num_proposed[of])
-            self._depth.observe(of, drafted, np.minimum(verified.accepted[goes_on], drafted))
+            own = goes_on.copy()
+            own[plan.draft_rows] = False  # what a guide forces says nothing of the proposer
+            of = plan.rows[own]
+            drafted = np.minimum(plan.num_drafts[own], self._num_proposed[of])
+            self._depth.observe(of, drafted, np.minimum(verified.accepted[own], drafted))
         if verified is not None or len(plan.num_drafts):
             self.drafts[plan.rows] = _PAD
         if self._depth.rests:

@@ -23,9 +23,10 @@ class Grammars:
     Args:
         scheduler: Parks requests as `grammar` until they have their guides.
         compiler: Of the model's.
+        forces: Whether the runner verifies drafts, and so tokens that a grammar forces.
     """
 
-    def __init__(self, scheduler: Scheduler, compiler: Compiler) -> None:
+    def __init__(self, scheduler: Scheduler, compiler: Compiler, *, forces: bool = False) -> None:
         self.hits = 0
         """Requests whose grammar was compiled already."""
         self.failures = 0
@@ -35,6 +36,7 @@ class Grammars:
         """Seconds from the first request for a grammar to its end, of all that were compiled."""
         self._scheduler = scheduler
         self._compiler = compiler
+        self._forces = forces
         self._pool = ThreadPoolExecutor(max(1, ((os.cpu_count() or 1) + 1) // 2), thread_name_prefix="grammar")
         self._cache: OrderedDict[Grammar, Prototype] = OrderedDict()
         self._compiling: dict[Grammar, tuple[Future[Prototype], float, list[AddRequest]]] = {}
@@ -94,7 +96,7 @@ class Grammars:
     def _guide(self, message: AddRequest, prototype: Prototype) -> None:
         assert message.grammar is not None
         stops, eos = message.sampling.stop_token_ids, self._compiler.eos_token_ids
-        self._scheduler.guide(message.index, GrammarGuide(prototype, stops, eos, message.grammar.reasoning))
+        self._scheduler.guide(message.index, GrammarGuide(prototype, stops, eos, message.grammar.reasoning, forces=self._forces))
 
     def _refuse(self, messages: list[AddRequest], error: BaseException) -> None:
         self.failures += 1

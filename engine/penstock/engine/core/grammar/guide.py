@@ -18,6 +18,7 @@ class GrammarGuide:
         stop_token_ids: What ends the request.
         eos_token_ids: The model's, which the matcher lets come wherever the grammar may end.
         reasoning: What comes before the answer; None: nothing does.
+        forces: Whether tokens without a choice are told, for the runner to verify several in a step.
     """
 
     def __init__(
@@ -26,9 +27,12 @@ class GrammarGuide:
         stop_token_ids: Sequence[int],
         eos_token_ids: Sequence[int],
         reasoning: ReasoningMarkers | None = None,
+        *,
+        forces: bool = False,
     ) -> None:
         self.num_words = num_words = prototype.num_words
         self.error: str | None = None
+        self._forces = forces
         self._matcher = prototype.matcher.deep_copy()
         self._gate = gate_of(reasoning)
         self._stops = frozenset(stop_token_ids) | frozenset(eos_token_ids)
@@ -48,8 +52,10 @@ class GrammarGuide:
         return not self._matcher.is_accepting()
 
     def forced(self) -> Sequence[int]:
-        """None: a token without a choice costs its step, since not every runner verifies drafts yet."""
-        return ()
+        """See `Guide`: as the tokenizer writes them. The model may choose others for the same text, which then count."""
+        if not self._forces or self._gate.phase is not Phase.ANSWER or self.error is not None or self._matcher.is_stopped():
+            return ()
+        return self._matcher.compute_ff_tokens()
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """See `Guide`; a token that the grammar does not allow is an `error`, and so is a mask that could not be made."""
