@@ -84,8 +84,8 @@ class OwnDrafts:
             of = plan.rows[own]
             drafted = np.minimum(plan.num_drafts[own], self._num_proposed[of])
             self._depth.observe(of, drafted, np.minimum(verified.accepted[own], drafted))
-        if verified is not None or len(plan.num_drafts):
-            self.drafts[plan.rows] = _PAD
+        # The host knows of no drafts but those that it is told of: masks are for these alone.
+        self.drafts[plan.rows] = _PAD
         if self._depth.rests:
             return None
         of = plan.rows[goes_on & self._wanted[plan.rows]]
