@@ -84,6 +84,9 @@ REFUSED_MODELS: dict[str, tuple[Object, str]] = {
     "range": (scaled(schedule=[{**HINT, "start": "0 8 * * 5-1"}]), "schedule: a range in start must not end before it begins"),
     "zone": (scaled(schedule=[{**HINT, "timeZone": "Mars/Olympus"}]), "schedule: timeZone must be a name of the tz database"),
     "hold": ({"routing": {"holdTimeout": "2h"}}, "routing: holdTimeout must be from 0s to 1h"),
+    "pace": ({"rollout": {"maxSurge": 0, "maxUnavailable": 0}}, "rollout: maxSurge and maxUnavailable must not both be 0"),
+    "growth": (scaled(growth={"period": "2h"}), "growth: period must be from 1s to 1h"),
+    "cold-start": (scaled(coldStart="2h"), "scaling: coldStart must be from 1s to 1h"),
     "deadline": ({"rollout": {"progressDeadline": "1s"}}, "rollout: progressDeadline must be from 10s to 24h"),
     "long-" + "n" * 40: ({}, "metadata.name must have at most 40 characters"),
 }
@@ -218,11 +221,13 @@ def test_defaults_are_filled_in_and_mean_the_same(cluster: Cluster) -> None:
     spec = json.loads(kept)["spec"]
     assert spec["drainTimeout"] == "120s"
     assert spec["routing"] == {"policy": "Cost", "priority": 0, "holdTimeout": "5m"}
-    assert spec["rollout"] == {"paused": False, "allowDowntime": False, "progressDeadline": "30m"}
+    pace = {"maxSurge": 1, "maxUnavailable": 0}
+    assert spec["rollout"] == {"paused": False, "allowDowntime": False, "progressDeadline": "30m", **pace}
     assert spec["lora"] == {"slots": 4, "maxRank": 16}
     (pool,) = spec["pools"]
     assert (pool["role"], pool["cost"]) == ("Both", 1)
-    assert pool["scaling"] == {"mode": "Auto", "min": 1, "max": 2, "downWindow": "5m", "schedule": [{**HINT, "timeZone": "UTC"}]}
+    times = {"downWindow": "5m", "coldStart": "30s", "schedule": [{**HINT, "timeZone": "UTC"}]}
+    assert pool["scaling"] == {"mode": "Auto", "min": 1, "max": 2, **times}
     assert InferenceModel.parse(json.loads(kept)).spec == InferenceModel.parse(given).spec
 
 
