@@ -18,7 +18,6 @@ TO_REWRITE: frozenset[str] = frozenset(
         "docs/engine/sampler.md",
         "docs/engine/step-loop.md",
         "docs/operator/inferencemodel.md",
-        "docs/operator/install.md",
         "docs/operator/operator.md",
         "docs/operator/security.md",
         "docs/operator/troubleshooting.md",
