@@ -19,7 +19,6 @@ TO_REWRITE: frozenset[str] = frozenset(
         "docs/engine/step-loop.md",
         "docs/operator/inferencemodel.md",
         "docs/operator/operator.md",
-        "docs/operator/troubleshooting.md",
     }
 )
 """Pages that still hold such phrases: a page leaves this set when it is rewritten."""
