@@ -13,7 +13,6 @@ TO_REWRITE: frozenset[str] = frozenset(
     {
         "docs/bench.md",
         "docs/engine/cache.md",
-        "docs/engine/sampler.md",
         "docs/engine/step-loop.md",
         "docs/operator/inferencemodel.md",
         "docs/operator/operator.md",
