@@ -11,7 +11,6 @@ EXEMPT = ("docs/style.md", "docs/requirements/")
 """The first quotes the phrases, the second holds the words of others."""
 TO_REWRITE: frozenset[str] = frozenset(
     {
-        "docs/engine/step-loop.md",
         "docs/operator/inferencemodel.md",
         "docs/operator/operator.md",
     }
