@@ -96,8 +96,9 @@ def expect_available(cluster: Cluster, namespace: str, name: str, status: str, r
 
 
 def expect_fetched(cluster: Cluster, namespace: str, name: str) -> None:
-    (job,) = cluster.list("jobs", namespace, f"{labels.MODEL}={name}")
-    assert RESULT in job["metadata"]["annotations"]
+    jobs = cluster.list("jobs", namespace, f"{labels.MODEL}={name}")
+    assert len(jobs) == 1, f"{len(jobs)} Jobs"
+    assert RESULT in jobs[0]["metadata"]["annotations"]
     expect_available(cluster, namespace, name, "Unknown", "NotLoadedYet")
 
 
