@@ -39,4 +39,4 @@ async def test_every_change_of_a_child_has_its_line(world: World, key: Key, capl
     assert "setting the replicas of Deployment default/tiny-extra to 2" in lines
     for why in ("there is none", "what is wanted has changed", "it is no longer wanted"):
         assert any(line.endswith(f": {why}") for line in lines), why
-    assert "applying Service default/tiny-main: somebody else has changed it" in lines
+    assert "applying Service default/tiny-main: another client has changed it" in lines

@@ -189,7 +189,7 @@ def _why(digest: str, live: Object | None) -> str:
         return "there is none"
     if live["metadata"].get("annotations", {}).get(APPLIED) != digest:
         return "what is wanted has changed"
-    return "somebody else has changed it"
+    return "another client has changed it"
 
 
 def stamped(item: Object) -> Object:

@@ -71,4 +71,4 @@ class CanaryStatus(Part):
     reason: str = Field(max_length=1024)
     """Why, with the figures of both."""
     judged: str = Field(max_length=64)
-    """Fingerprint of what is judged: another one begins anew."""
+    """Fingerprint of what is judged. With another fingerprint the judgement starts over."""

@@ -89,8 +89,8 @@ class Pool(Part):
     accelerator: Accelerator | None = None
     """The device that a replica runs on; how many follows from `parallelism`. Absent: the CPU."""
     scaling: Scaling | None = None
-    """How the autoscaler sizes the pool. Absent: `spec.replicas` does, or whoever writes the Deployment's scale (HPA, KEDA,
-    kubectl)."""
+    """How the autoscaler sizes the pool. Absent: `spec.replicas` does, or another program that writes the Deployment's scale
+    (HPA, KEDA, kubectl)."""
     metadata: WorkloadMetadata = WorkloadMetadata()
     """Labels and annotations of the Deployment or LeaderWorkerSet, for controllers of others."""
     template: dict[str, Any] = Field(default={}, json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})
@@ -130,7 +130,7 @@ class GatewayReference(Part):
 
 
 class Exposure(Part):
-    """How a gateway of somebody else reaches the model."""
+    """How another gateway reaches the model."""
 
     picker: PickerReference
     """Who chooses replicas: becomes `endpointPickerRef` of an InferencePool called as the model."""
