@@ -31,6 +31,20 @@ def test_a_steady_rate_is_read_as_it_is_and_fades_when_it_ends():
     assert rate.at(99.9 + RATE_WINDOW_S) == pytest.approx(50 / 2.718, rel=0.03)
 
 
+def test_a_moment_in_which_the_machine_stood_still_is_a_small_part_of_a_second_of_steps():
+    meter = LoadMeter()
+    for step in range(6001):
+        meter.observe(step, seconds=0.05 if step == 6000 else 0.0005, prefill_tokens=0, sampled_tokens=1)
+    assert 0.0005 < meter.decode_step_s < 0.00054
+
+
+def test_long_steps_are_averaged_over_a_number_of_them():
+    meter = LoadMeter()
+    for step in range(300):
+        meter.observe(step, seconds=0.03 if step < 200 else 0.06, prefill_tokens=0, sampled_tokens=1)
+    assert 0.058 < meter.decode_step_s < 0.06
+
+
 def test_prefill_speed_weighs_steps_by_their_tokens_and_decode_steps_do_not_count():
     meter = LoadMeter()
     assert meter.prefill_tokens_per_s == 0 and meter.decode_step_s == 0

@@ -6,6 +6,8 @@ RATE_WINDOW_S = 5.0
 """Time constant of "over the last seconds"."""
 _STEPS = 32
 """Steps over which speeds are averaged, exponentially."""
+_LEAST_S = 1.0
+"""And no shorter than that: of a small model's steps, a moment when the machine stands still would be all that is seen."""
 
 
 class Rate:
@@ -33,7 +35,8 @@ class LoadMeter:
         self._generation = Rate()
         self._prefill_tokens = 0.0
         self._prefill_seconds = 0.0
-        self._decode_step = 0.0
+        self._decode_steps = 0.0
+        self._decode_seconds = 0.0
 
     def observe(self, now: float, *, seconds: float, prefill_tokens: int, sampled_tokens: int) -> None:
         """Takes in a step that has ended at `now` after `seconds`.
@@ -52,7 +55,9 @@ class LoadMeter:
             self._prefill_tokens = keep * self._prefill_tokens + prefill_tokens
             self._prefill_seconds = keep * self._prefill_seconds + seconds
         elif sampled_tokens:
-            self._decode_step = keep * self._decode_step + (1 - keep) * seconds if self._decode_step else seconds
+            keep = 1 - min(1 / _STEPS, seconds / _LEAST_S)
+            self._decode_steps = keep * self._decode_steps + 1
+            self._decode_seconds = keep * self._decode_seconds + seconds
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -62,7 +67,7 @@ class LoadMeter:
     @property
     def decode_step_s(self) -> float:
         """Seconds of a step that only decodes; 0 before the first one."""
-        return self._decode_step
+        return self._decode_seconds / self._decode_steps if self._decode_steps else 0.0
 
     def prompt_tokens_per_s(self, now: float) -> float:
         """Prompt tokens computed a second, of late."""
