@@ -24,7 +24,6 @@ from penstock.engine.config import (
 )
 from penstock.engine.devices import choose_device
 from penstock.engine.runner.device.graphs.settings import graph_config
-from penstock.engine.spec.settings import speculative_config
 from penstock.kernels.cpu.isa import IsaName, choose
 from penstock.plain_errors import explained
 
@@ -85,8 +84,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     cudagraph_capture_sizes: list[Positive] | None = None
     max_cudagraph_capture_size: Positive | None = None
     speculative_config: dict[str, Any] | None = None
-    """vLLM's keys; None: no drafts, unless one of the next two asks for them."""
+    """vLLM's keys; None: no drafts, unless one of the next three asks for them."""
     spec_method: str | None = None
+    spec_model: str | None = None
     spec_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
     enable_lora: bool = False
     lora_modules: list[str] | None = None
@@ -105,7 +105,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         Raises `ConfigError` for a value that makes no sense, and for a model that cannot be served.
         """
         self._check()
-        from penstock.engine.loading.checkpoint import read_model_config, resolve  # heavy for `penstock --help`
+        # Heavy for `penstock --help`.
+        from penstock.engine.loading.checkpoint import read_model_config, resolve
+        from penstock.engine.spec.checkpoint import DraftCheckpoint, check_draft_model
+        from penstock.engine.spec.settings import speculative_config
 
         names = self.served_model_name or [self.model]
         device = device or choose_device(self.device)
@@ -121,11 +124,15 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             override_generation_config=self.override_generation_config,
         )
         source = self.model.removeprefix("hf://").removeprefix("file://")
-        speculative = speculative_config(self.speculative_config, self.spec_method, self.spec_tokens)
+        speculative = speculative_config(self.speculative_config, self.spec_method, self.spec_tokens, self.spec_model)
         if speculative is not None and device == "cuda":
             raise ConfigError("--speculative-config: drafts are verified on a CPU alone so far (--device cpu)")
         if model.pooling is not None:
             self._check_pooling(device)
+        drafter = DraftCheckpoint.read(speculative)
+        if drafter is not None:
+            tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
+            check_draft_model(drafter, msgspec.structs.replace(model, tokenizer=tokenizer))
         return EngineConfig(
             model=msgspec.structs.replace(
                 model,
@@ -150,6 +157,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 max_num_waiting=self.max_num_waiting,
                 watermark=self.watermark,
                 num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
+                num_lookahead_tokens=0 if drafter is None or speculative is None else speculative.num_speculative_tokens,
                 tenant_weights=self.tenant_weights,
             ),
             lora=self._lora(names),
@@ -171,7 +179,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--runner pooling: this model is served for embeddings, so far on a CPU alone (--device cpu)")
         for flag, given in (
             ("--enable-lora", self.enable_lora),
-            ("--speculative-config", self.speculative_config or self.spec_method or self.spec_tokens),
+            ("--speculative-config", self.speculative_config or self.spec_method or self.spec_tokens or self.spec_model),
             ("--logits-processors", self.logits_processors),
             ("--override-generation-config", self.override_generation_config),
         ):

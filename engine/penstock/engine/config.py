@@ -25,7 +25,7 @@ CudagraphMode = Literal["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"]
 requests have equally many new tokens, and parts for the others."""
 
 
-SpeculativeMethod = Literal["ngram", "suffix"]
+SpeculativeMethod = Literal["ngram", "suffix", "draft_model"]
 """Where drafts come from: the request's own text; that and the outputs of earlier requests."""
 
 
@@ -131,6 +131,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the blocks kept free when a request is admitted, so that running ones can grow before any is preempted."""
     num_speculative_tokens: int = 0
     """Drafts that the runner proposes for a row's next step at most."""
+    num_lookahead_tokens: int = 0
+    """Tokens beyond a step's own for which it gets blocks: a draft model writes keys and values of what it proposes."""
     tenant_weights: dict[str, float] = {}
     """Shares of tenants in comparison with the others; 1 for those that are not named."""
 
@@ -161,6 +163,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     method: SpeculativeMethod
     num_speculative_tokens: int
     """Drafts of a request in a step at most."""
+    model: Path | None = None
+    """draft_model: local folder of the draft model."""
     prompt_lookup_min: int = 3
     """ngram: tokens that must have stood earlier at least."""
     prompt_lookup_max: int = 5

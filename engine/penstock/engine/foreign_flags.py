@@ -39,7 +39,7 @@ FOREIGN: Final[Mapping[str, str]] = {
     **_all("--enable-metrics --enable-cache-report --enable-prompt-tokens-details --enable-request-id-headers", _ALWAYS),
     **_all("--enable-ssl-refresh --enable-server-load-tracking", _ALWAYS),
     **_all("--guided-decoding-backend --structured-outputs-config --grammar-backend --disable-grammar-support", _GRAMMARS),
-    **_all("--speculative-algorithm --speculative-model --spec-model", "--spec-method ngram or --spec-method suffix"),
+    **_all("--speculative-algorithm --speculative-model", "--spec-method, and --spec-model for a draft model"),
     **_all("--speculate --num-speculative-tokens --speculative-num-draft-tokens", "--spec-tokens, with --spec-method"),
     **_all("--limit-mm-per-prompt --mm-processor-kwargs --allowed-local-media-path --enable-multimodal", _NO_MEDIA),
     **_all("--download-dir --huggingface-hub-cache", _DOWNLOADS),

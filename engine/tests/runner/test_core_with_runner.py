@@ -59,7 +59,8 @@ class Engine:
         """By request and position; a score that changes when it comes again is an error."""
         self.logprobs: dict[int, list[float]] = {}
         """By request: of each of its tokens, where it asks."""
-        self.core = EngineCore(msgspec.structs.replace(runner.config, depth=depth), self.executor, num_blocks, epoch=1)
+        config, groups = msgspec.structs.replace(runner.config, depth=depth), runner.kv_layout().groups
+        self.core = EngineCore(config, self.executor, num_blocks, epoch=1, groups=groups)
 
     def run(self, batch: list[AddRequest]) -> dict[int, list[int]]:
         tokens: dict[int, list[int]] = {request.index: [] for request in batch}

@@ -10,6 +10,7 @@ from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.plan import StepResult
 from penstock.engine.runner import model_runner
 from penstock.engine.spec.depth import Timing
+from penstock.engine.spec.proposer import Proposer
 
 K = 4
 DIES = -2
@@ -17,7 +18,7 @@ NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=K, prompt_looku
 SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=K)
 
 
-class Guesses:
+class Guesses(Proposer):
     """Drafts from the tokens that requests are known to get: each right with a probability, else another token."""
 
     def __init__(self, outputs: dict[int, list[int]], right: float, wrong: int | None = None) -> None:
@@ -25,12 +26,12 @@ class Guesses:
         self.known = [prompts[index] + tokens for index, tokens in outputs.items()]
         self.right, self.wrong, self.rng = right, wrong, np.random.default_rng(0)
 
-    def propose(self, token_ids, rows, lengths):
+    def propose(self, table, rows, most):
         if self.wrong == DIES:
             raise RuntimeError("the drafter is gone")
         drafts = np.full((len(rows), K), -1, np.int32)
-        for at, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
-            there = token_ids[row, :length].tolist()
+        for at, (row, length) in enumerate(zip(rows.tolist(), table.num_tokens[rows].tolist(), strict=True)):
+            there = table.token_ids[row, :length].tolist()
             (known,) = {tuple(it) for it in self.known if it[:length] == there} or {()}
             for place, token in enumerate(known[length : length + K]):
                 drafts[at, place] = token if self.rng.random() < self.right else self.other(token)
@@ -94,7 +95,7 @@ def drafting(checkpoint, build_runner, depth, num_blocks, config, proposer=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "measure_steps", lambda *_: [Timing(1, 0, 1e9), Timing(1, K, 1e9)])  # drafts always pay
         if proposer is not None:
-            patch.setattr(model_runner, "make_proposer", lambda *_: proposer)
+            patch.setattr(model_runner, "lookup_proposer", lambda *_: proposer)
         return Watched(runner, depth, num_blocks)
 
 

@@ -8,20 +8,18 @@ from penstock.engine.core.row_table import RowTable
 from penstock.engine.runner.own_drafts import OwnDrafts
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.depth import Timing
+from penstock.engine.spec.proposer import Proposer
 
 K, VOCAB = 4, 100
 FREE = [Timing(1, 0, 1e9), Timing(1, K, 1e9)]
 DEAR = [Timing(1, 0, 1e-9), Timing(1, K, 1e9)]
 
 
-class Sevens:
+class Sevens(Proposer):
     """Always has as many drafts as there may be."""
 
-    def propose(self, token_ids, rows, lengths):
+    def propose(self, table, rows, most):
         return np.full((len(rows), K), 7, np.int32)
-
-    def ended(self, output):
-        del output
 
 
 def a_step(own: OwnDrafts, rows: RowTable, before: int):

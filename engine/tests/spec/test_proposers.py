@@ -4,27 +4,29 @@ import numpy as np
 import pytest
 
 from penstock.engine.config import SpeculativeConfig
+from penstock.engine.core.row_table import RowTable
 from penstock.engine.spec.depth import DraftDepth, Timing
-from penstock.engine.spec.proposer import make_proposer
+from penstock.engine.spec.lookup import lookup_proposer
 
 
 def proposed(proposer, tokens):
-    token_ids = np.array([tokens], np.int32)
-    (drafts,) = proposer.propose(token_ids, np.zeros(1, np.int32), np.array([len(tokens)], np.int32))
+    table = RowTable(1, len(tokens), [16])
+    table.token_ids[0], table.num_tokens[0] = tokens, len(tokens)
+    (drafts,) = proposer.propose(table, np.zeros(1, np.int32), 8)
     return drafts.tolist()
 
 
 @pytest.mark.req("SD-12")
 def test_ngrams_of_the_lengths_that_were_asked_for():
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_min=2, prompt_lookup_max=3)
-    proposer = make_proposer(config, None)
+    proposer = lookup_proposer(config, None)
     assert proposed(proposer, [1, 2, 3, 4, 2, 3]) == [4, 2]
     assert proposed(proposer, [1, 3, 4, 2, 3]) == [-1, -1]
 
 
 @pytest.mark.req("SD-14")
 def test_repeated_outputs_make_longer_drafts():
-    proposer = make_proposer(SpeculativeConfig(method="suffix", num_speculative_tokens=8), None)
+    proposer = lookup_proposer(SpeculativeConfig(method="suffix", num_speculative_tokens=8), None)
     output = np.arange(10, 30, dtype=np.int32)
     assert proposed(proposer, [1, 10, 11, 12]) == [-1] * 8
     proposer.ended(output)
@@ -34,7 +36,7 @@ def test_repeated_outputs_make_longer_drafts():
 
 def test_other_requests_can_be_left_out():
     config = SpeculativeConfig(method="suffix", num_speculative_tokens=2, suffix_decoding_max_cached_requests=0)
-    proposer = make_proposer(config, None)
+    proposer = lookup_proposer(config, None)
     proposer.ended(np.arange(10, 30, dtype=np.int32))
     assert proposed(proposer, [10, 11, 12, 13]) == [-1, -1]
     assert proposed(proposer, [5, 6, 7, 5, 6]) == [7, 5]

@@ -1,5 +1,6 @@
 """What runners on every device do alike: the model, its weights and adapters, the layout of the cache, steps for measurement."""
 
+import dataclasses
 import gc
 import logging
 import threading
@@ -26,7 +27,7 @@ from penstock.engine.loading.pooling import read_pooling
 from penstock.engine.loading.stream import Uploader
 from penstock.engine.lora.runner import lora_runner
 from penstock.engine.models.build import Build
-from penstock.engine.models.config import parse_decoder_config
+from penstock.engine.models.config import DecoderConfig, parse_decoder_config
 from penstock.engine.models.kv import kv_layers
 from penstock.engine.models.layers.linear_method import CPU, linear_method
 from penstock.engine.models.layers.shard import Shard
@@ -35,6 +36,7 @@ from penstock.engine.models.registry import model_class
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.profile import RunnerProfile
 from penstock.engine.sampling import SamplingParams
+from penstock.engine.spec.checkpoint import DraftCheckpoint
 from penstock.kernels.ops import Ops
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,10 @@ class RunnerBase(ABC):
         self._thread: int | None = None
         heads, model = Shard().kv_heads(self.decoder_config.num_kv_heads).size, config.model
         self._kv_layers = kv_layers(self.decoder_config, heads, model.dtype, model.max_model_len)
+        self._drafter = DraftCheckpoint.read(config.speculative)
+        if self._drafter is not None:
+            own = Shard().kv_heads(self._drafter.config.num_kv_heads).size
+            self._kv_layers += kv_layers(self._drafter.config, own, model.dtype, model.max_model_len)
         self._layout = kv_layout(self._kv_layers, config.cache.block_size)
         self._layer_groups = self._layout.layer_groups
         self._lora = self._make_lora()
@@ -107,21 +113,33 @@ class RunnerBase(ABC):
     def load(self) -> None:
         """Builds the model and reads its weights; ConfigError where the checkpoint does not fit."""
         self._limit_threads()
-        self.attention = self._choose_attention()
+        self.attention = self._choose_attention(self.decoder_config)
         self.ops = self.attention.bind(self._make_ops())
         method = linear_method(self._dtype, self.ops, self.config.threads, self._device)
         self._linear_method = self._lora.wrap(method, self.ops)
         self._adopt(self._new_model())
         self._fill(Source(self.config.model.path, self.config.model.load_format))
+        if self._drafter is not None:
+            self.draft_ops = self._choose_attention(self._drafter.config).bind(self._make_ops())
+            self._load_draft_model(self._drafter)
         log.info("kernels: %s; threads: %d", self.ops.form, self.config.threads)
 
-    def _choose_attention(self) -> AttentionBackend:
-        """For the model's layers, for good."""
-        needs = self._attention_needs()
+    def _load_draft_model(self, drafter: DraftCheckpoint) -> None:
+        """Builds the draft model and reads its weights. Adapters do not apply to it."""
+        method = linear_method(self._dtype, self.draft_ops, self.config.threads, self._device)
+        build = dataclasses.replace(self._build(), ops=self.draft_ops, linear_method=method, lm_head=True)
+        self.draft_model = model_class(drafter.architecture)(drafter.config, build)
+        with torch.inference_mode():
+            fill(self.draft_model, Source(drafter.path, self.config.model.load_format), self._dtype, self._uploader())
+            self.draft_model.finish()
+
+    def _choose_attention(self, config: DecoderConfig) -> AttentionBackend:
+        """For the layers of a model, for good."""
+        needs = self._attention_needs(config)
         return choose_backend(needs, self.config.attention_backend)(needs)
 
-    def _attention_needs(self) -> AttentionNeeds:
-        config, scheduler, device = self.decoder_config, self.config.scheduler, self._device
+    def _attention_needs(self, config: DecoderConfig) -> AttentionNeeds:
+        scheduler, device = self.config.scheduler, self._device
         return AttentionNeeds(
             device=device.type,
             capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
@@ -175,7 +193,10 @@ class RunnerBase(ABC):
 
     def _new_model(self) -> Model:
         """Without weights: their memory is the system's until they are written."""
-        build = Build(
+        return model_class(self.config.model.architecture)(self.decoder_config, self._build())
+
+    def _build(self) -> Build:
+        return Build(
             ops=self.ops,
             linear_method=self._linear_method,
             dtype=self._dtype,
@@ -184,7 +205,6 @@ class RunnerBase(ABC):
             device=self._device,
             lm_head=self.config.model.pooling is None,
         )
-        return model_class(self.config.model.architecture)(self.decoder_config, build)
 
     def _adopt(self, model: Model) -> None:
         """Serves with another model, whose weights are yet to come."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,7 +10,8 @@ import torch
 from penstock.engine.attention.context import GroupInputs
 from penstock.engine.cache.layout import KVGroup
 from penstock.engine.config import LogprobsMode
-from penstock.engine.core.plan import Int32, StepPlan
+from penstock.engine.core.plan import NONE, Int32, StepPlan
+from penstock.engine.core.row_table import RowTable
 from penstock.engine.runner.device.runtime import Copies
 from penstock.engine.runner.requests import Requests
 from penstock.engine.runner.sampler.choice import Choosing
@@ -43,6 +45,23 @@ class StepInputs:
     """[m]: where in its request each sampled token belongs."""
 
 
+class Placed(NamedTuple):
+    """Where the n tokens of r rows stand in a step, and in the cache."""
+
+    query_start_loc: Int32
+    """[r + 1]: where each row's tokens begin."""
+    seq_lens: Int32
+    """[r]: tokens of each row, with these."""
+    token_rows: Int32
+    """[n]: the row of each token."""
+    positions: Int32
+    """[n]: of each token in its row."""
+    groups: list[GroupInputs]
+    """Per KV group."""
+    tokens_a_row: int | None
+    """See `StepInputs`."""
+
+
 class StepArrays:
     """Where each step's inputs are written, over those of the last one: a tape that has read them once reads them there again.
 
@@ -57,14 +76,68 @@ class StepArrays:
     def __init__(
         self, max_num_tokens: int, max_num_seqs: int, max_model_len: int, groups: Sequence[KVGroup], max_logits_rows: int
     ) -> None:
-        self.input_ids, self.positions = np.zeros(max_num_tokens, np.int64), np.zeros(max_num_tokens, np.int64)
-        self.slots = [np.zeros(max_num_tokens, np.int64) for _ in groups]
-        self.tables = [np.zeros((max_num_seqs, -(-max_model_len // group.block_size)), np.int32) for group in groups]
-        self.seq_lens, self.logits_indices = np.zeros(max_num_seqs, np.int32), np.zeros(max_logits_rows, np.int64)
+        self.max_logits_rows, self._groups = max_logits_rows, groups
+        self._input_ids, self._positions = np.zeros(max_num_tokens, np.int64), np.zeros(max_num_tokens, np.int64)
+        self._slots = [np.zeros(max_num_tokens, np.int64) for _ in groups]
+        self._tables = [np.zeros((max_num_seqs, -(-max_model_len // group.block_size)), np.int32) for group in groups]
+        self._seq_lens, self._logits_indices = np.zeros(max_num_seqs, np.int32), np.zeros(max_logits_rows, np.int64)
         self._places = np.arange(max_num_seqs + 1, dtype=np.int32)
         self._starts: dict[int, Int32] = {}
 
-    def starts(self, tokens: int) -> Int32:
+    def place(self, table: RowTable, rows: Int32, starts: Int32, counts: Int32) -> Placed:
+        """Finds the slots of tokens in the cache.
+
+        Args:
+            table: Has the rows' blocks.
+            rows: [r].
+            starts: [r]: the position of each row's first token.
+            counts: [r]: tokens of each row.
+        """
+        count, total = len(rows), int(counts.sum())
+        seq_lens = np.add(starts, counts, out=self._seq_lens[:count])
+        each = total // count if count else 0
+        uniform = total <= MAX_TAPED_TOKENS and np.count_nonzero(counts == each) == count
+        # A token each, as in most steps: a small model's takes hardly longer than what is in the other branch.
+        if np.count_nonzero(counts == 1) == count:
+            query_start_loc, request = self._starts_of(1)[: count + 1], self._starts_of(1)[:count]
+            token_rows, positions = rows, starts
+        else:
+            summed = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+            query_start_loc = self._starts_of(each)[: count + 1] if uniform else summed
+            request = np.repeat(np.arange(count), counts)
+            token_rows = rows[request]
+            positions = starts[request] + np.arange(total) - query_start_loc[request]
+        longest = int(seq_lens.max(initial=0))
+        groups: list[GroupInputs] = []
+        for group, blocks, slots, place in zip(self._groups, table.block_tables, self._slots, self._tables, strict=True):
+            size = group.block_size
+            place = place[:count, : -(-longest // size)]
+            place[:] = blocks[rows, : place.shape[1]]
+            columns, offsets = np.divmod(positions, size)
+            slots = slots[:total]
+            np.multiply(place[request, columns], np.int64(size), out=slots)
+            slots += offsets
+            groups.append(GroupInputs(torch.from_numpy(slots), PagedBatch(size, query_start_loc, seq_lens, place, group.window)))
+        return Placed(query_start_loc, seq_lens, token_rows, positions, groups, each if uniform else None)
+
+    def inputs(
+        self, placed: Placed, token_ids: Int32, logits_indices: Int32, sampled_rows: Int32 = NONE, sampled_positions: Int32 = NONE
+    ) -> StepInputs:
+        """The step of tokens that have been placed; see `StepInputs`."""
+        total, logits = len(placed.positions), len(logits_indices)
+        self._input_ids[:total], self._positions[:total] = token_ids, placed.positions
+        self._logits_indices[:logits] = logits_indices
+        return StepInputs(
+            input_ids=torch.from_numpy(self._input_ids[:total]),
+            positions=torch.from_numpy(self._positions[:total]),
+            groups=placed.groups,
+            logits_indices=torch.from_numpy(self._logits_indices[:logits]),
+            tokens_a_row=placed.tokens_a_row,
+            sampled_rows=sampled_rows,
+            sampled_positions=sampled_positions,
+        )
+
+    def _starts_of(self, tokens: int) -> Int32:
         """[max_num_seqs + 1]: where the tokens of rows begin that have so many each."""
         if tokens not in self._starts:
             self._starts[tokens] = self._places * np.int32(tokens)
@@ -96,9 +169,9 @@ class InputBatch(Requests):
         mode: LogprobsMode = "raw_logprobs",
         processors: Sequence[GuardedProcessor] = (),
     ) -> None:
-        sampler = Sampler(max_num_seqs, len(arrays.logits_indices), vocab_size, copies.device, CPU)
+        sampler = Sampler(max_num_seqs, arrays.max_logits_rows, vocab_size, copies.device, CPU)
         super().__init__(max_num_seqs, max_model_len, groups, vocab_size, copies, sampler, None, mode, processors)
-        self._groups, self._max_model_len, self._arrays, self._vocab_size = groups, max_model_len, arrays, vocab_size
+        self._max_model_len, self._arrays, self._vocab_size = max_model_len, arrays, vocab_size
 
     def apply(self, plan: StepPlan, drafts: Int32 | None = None) -> StepInputs:
         """Takes in a plan and returns its step.
@@ -139,45 +212,20 @@ class InputBatch(Requests):
             self.rows.write_sampled(rows.request_rows[fits], rows.positions[fits], token_ids[fits])
 
     def _inputs(self, plan: StepPlan, starts: Int32) -> StepInputs:
-        arrays, count, total = self._arrays, len(plan.rows), int(plan.num_new_tokens.sum())
-        seq_lens = np.add(starts, plan.num_new_tokens, out=arrays.seq_lens[:count])
-        each = total // count if count else 0
-        uniform = total <= MAX_TAPED_TOKENS and np.count_nonzero(plan.num_new_tokens == each) == count
-        # A token each, as in most steps: a small model's takes hardly longer than what is in the other branch.
-        if np.count_nonzero(plan.num_new_tokens == 1) == count:
-            query_start_loc, request, rows, positions = arrays.starts(1)[: count + 1], arrays.starts(1)[:count], plan.rows, starts
-        else:
-            summed = np.concatenate(([0], np.cumsum(plan.num_new_tokens))).astype(np.int32)
-            query_start_loc = arrays.starts(each)[: count + 1] if uniform else summed
-            request = np.repeat(np.arange(count), plan.num_new_tokens)
-            rows = plan.rows[request]
-            positions = starts[request] + np.arange(total) - query_start_loc[request]
-        longest = int(seq_lens.max(initial=0))
-        groups: list[GroupInputs] = []
-        for group, tables, slots, table in zip(self._groups, self.rows.block_tables, arrays.slots, arrays.tables, strict=True):
-            size = group.block_size
-            table = table[:count, : -(-longest // size)]
-            table[:] = tables[plan.rows, : table.shape[1]]
-            blocks, offsets = np.divmod(positions, size)
-            slots = slots[:total]
-            np.multiply(table[request, blocks], np.int64(size), out=slots)
-            slots += offsets
-            groups.append(GroupInputs(torch.from_numpy(slots), PagedBatch(size, query_start_loc, seq_lens, table, group.window)))
+        arrays, table = self._arrays, self.rows
+        placed = arrays.place(table, plan.rows, starts, plan.num_new_tokens)
         sampled = plan.samples.nonzero()[0].astype(np.int32)
-        arrays.input_ids[:total], arrays.positions[:total] = self.rows.token_ids[rows, positions], positions
-        ends, back = query_start_loc[1:][sampled], None
+        ends, back = placed.query_start_loc[1:][sampled], None
         if len(plan.num_drafts):
             each_logits = 1 + plan.num_drafts[sampled]
             back = np.repeat(np.cumsum(each_logits), each_logits) - np.arange(each_logits.sum()) - 1
             sampled = np.repeat(sampled, each_logits)
-            ends = (query_start_loc[1:][sampled] - back).astype(np.int32)
-        logits_indices = np.subtract(ends, 1, out=arrays.logits_indices[: len(sampled)])
-        return StepInputs(
-            input_ids=torch.from_numpy(arrays.input_ids[:total]),
-            positions=torch.from_numpy(arrays.positions[:total]),
-            groups=groups,
-            logits_indices=torch.from_numpy(logits_indices),
-            tokens_a_row=each if uniform else None,
+            ends = (placed.query_start_loc[1:][sampled] - back).astype(np.int32)
+        at = placed.seq_lens[sampled]
+        return arrays.inputs(
+            placed,
+            table.token_ids[placed.token_rows, placed.positions],
+            ends - 1,
             sampled_rows=sampled,
-            sampled_positions=seq_lens[sampled] if back is None else (seq_lens[sampled] - back).astype(np.int32),
+            sampled_positions=at if back is None else (at - back).astype(np.int32),
         )

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from penstock.engine.attention.context import ForwardContext
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, SpeculativeConfig
 from penstock.engine.core.memory import Memory, measure_memory
 from penstock.engine.core.plan import Admission, Int32, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS
 from penstock.engine.runner.base import RunnerBase, failing
 from penstock.engine.runner.device.host import HostCopies
+from penstock.engine.runner.draft_model import DraftModel
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.input_batch import InputBatch, StepArrays, StepInputs
 from penstock.engine.runner.memory_profile import peak_activation_bytes
@@ -29,7 +30,8 @@ from penstock.engine.runner.sampler.scores import PromptScores, score_prompts
 from penstock.engine.runner.step_tapes import StepTapes
 from penstock.engine.runner.verification import planned_drafts, verify
 from penstock.engine.sampling import SamplingParams
-from penstock.engine.spec.proposer import make_proposer
+from penstock.engine.spec.lookup import lookup_proposer
+from penstock.engine.spec.proposer import Proposer
 from penstock.kernels.ops import Ops, ops_for
 from penstock.kernels.sampling.buffers import RESULT, Column
 
@@ -66,6 +68,7 @@ class ModelRunner(RunnerBase):
         most = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
         drafts = max(scheduler.num_speculative_tokens, MAX_FORCED_TOKENS)
         self._arrays = StepArrays(most, scheduler.max_num_seqs, longest, groups, scheduler.max_num_seqs * (1 + drafts))
+        self._proposer: Proposer | None = None
         self._own_drafts: OwnDrafts | None = None
         self._pooler = Pooler(pooling.tokens, pooling.size) if pooling is not None else None
         self._reset()
@@ -97,9 +100,13 @@ class ModelRunner(RunnerBase):
         """Gives the KV cache's memory back to the system; at level 2 the model's too. Where the weights are in the host's memory
         anyway, level 1 has nowhere to move them and leaves them there."""
         self.kv_caches, self._tapes = [], None
+        if isinstance(self._proposer, DraftModel):
+            self._proposer.release()
         if level == 2 and hasattr(self, "model"):
             self._lora.detach()
             del self.model
+            if self._drafter is not None:
+                del self.draft_model
         return_free_memory()
 
     def wake_up(self, tags: Sequence[str]) -> None:
@@ -109,6 +116,10 @@ class ModelRunner(RunnerBase):
             self.initialize_kv_cache(self._num_blocks)
         if "weights" in tags and not hasattr(self, "model"):
             self.model = self._new_model()
+            if self._drafter is not None:
+                self._load_draft_model(self._drafter)
+        if isinstance(self._proposer, DraftModel) and self.kv_caches and hasattr(self, "draft_model"):
+            self._proposer.bind(self.draft_model, self._draft_caches)
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """See the base class."""
@@ -127,12 +138,33 @@ class ModelRunner(RunnerBase):
         if (config := self.config.speculative) is not None:
             rows, most = self.config.scheduler.max_num_seqs, config.num_speculative_tokens
             fits = min(rows, self.config.scheduler.max_num_batched_tokens // (1 + most))
+            self._proposer = self._make_proposer(config)
             timings = measure_steps(self._time_decodes, fits, most)
-            proposer, vocab_size = make_proposer(config, self.config.cpu_isa), self.decoder_config.vocab_size
-            self._own_drafts = OwnDrafts(config, proposer, timings, rows, vocab_size)
+            self._own_drafts = OwnDrafts(config, self._proposer, timings, rows, self.decoder_config.vocab_size)
             pairs = zip(timings[::2], timings[1::2], strict=True)
             told = ", ".join(f"{after.seconds / before.seconds:.2f} at {before.rows} requests" for before, after in pairs)
             log.info("steps with %d drafts take, as multiple of those without: %s", most, told)
+
+    def _make_proposer(self, config: SpeculativeConfig) -> Proposer:
+        if self._drafter is None:
+            return lookup_proposer(config, self.config.cpu_isa)
+        scheduler, layers = self.config.scheduler, self.decoder_config.num_layers
+        proposer = DraftModel(
+            self.draft_ops,
+            self._layer_groups[layers:],
+            self._layout.groups,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_model_len=self.config.model.max_model_len,
+            max_num_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
+            num_drafts=config.num_speculative_tokens,
+        )
+        proposer.bind(self.draft_model, self._draft_caches)
+        return proposer
+
+    @property
+    def _draft_caches(self) -> list[torch.Tensor]:
+        """Of the draft model's layers."""
+        return self.kv_caches[self.decoder_config.num_layers :]
 
     def _time_decodes(self, rows: int, drafts: int) -> float:
         """Seconds of a step of so many decodes, each with so many drafts, in the null block."""
@@ -148,6 +180,11 @@ class ModelRunner(RunnerBase):
         )
         began = time.perf_counter()
         self._run(plan)
+        if drafts and self._proposer is not None:
+            for row in range(rows):
+                self._proposer.begins(row, 0)
+            self._batch.rows.room[plan.rows] = self.config.model.max_model_len  # the null block takes any position
+            self._proposer.propose(self._batch.rows, plan.rows, drafts)
         seconds = time.perf_counter() - began
         self._reset()
         return seconds

@@ -57,6 +57,7 @@ class OwnDrafts:
             self._proposer.ended(rows.token_ids[row, rows.num_prompt_tokens[row] : rows.num_tokens[row]])
         for admission in plan.admissions:
             self._depth.admit(admission.row)
+            self._proposer.begins(admission.row, admission.num_computed_tokens)
             self.drafts[admission.row] = _PAD
             self._wanted[admission.row] = admission.sampling.speculative_decoding
         if self._last is not None:
@@ -86,6 +87,14 @@ class OwnDrafts:
             self._depth.observe(of, drafted, np.minimum(verified.accepted[own], drafted))
         # The host knows of no drafts but those that it is told of: masks are for these alone.
         self.drafts[plan.rows] = _PAD
+        drafts = self._chosen(plan, goes_on, rows)
+        try:
+            self._proposer.follow(rows, plan.rows)
+        except Exception:
+            log.exception("later drafts will be worse: the proposer failed")
+        return drafts
+
+    def _chosen(self, plan: StepPlan, goes_on: Bool, rows: RowTable) -> Int32 | None:
         if self._depth.rests:
             return None
         of = plan.rows[goes_on & self._wanted[plan.rows]]
@@ -109,7 +118,7 @@ class OwnDrafts:
         """[m, K]: what the proposer says, up to the first that is no token, and no more than `most`. A step does without drafts
         where the proposer fails."""
         try:
-            drafts = self._proposer.propose(rows.token_ids, of, rows.num_tokens[of])
+            drafts = self._proposer.propose(rows, of, most)
         except Exception:
             log.exception("no drafts: the proposer failed")
             return np.full((len(of), self.drafts.shape[1]), _PAD, np.int32)

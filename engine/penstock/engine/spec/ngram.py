@@ -2,19 +2,18 @@
 
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.plan import Int32
+from penstock.engine.core.row_table import RowTable
+from penstock.engine.spec.proposer import Proposer
 from penstock.kernels.drafting.ops import DraftingOps
 
 
-class NgramProposer:
-    """See `Proposer`. Of several earlier occurrences the longest counts, and of equally long ones the earliest."""
+class NgramProposer(Proposer):
+    """Of several earlier occurrences the longest counts, and of equally long ones the earliest."""
 
     def __init__(self, config: SpeculativeConfig, ops: DraftingOps) -> None:
         self._ops = ops
         self._limits = (config.prompt_lookup_min, config.prompt_lookup_max, config.num_speculative_tokens)
 
-    def propose(self, token_ids: Int32, rows: Int32, lengths: Int32) -> Int32:
+    def propose(self, table: RowTable, rows: Int32, most: int) -> Int32:
         """See Proposer."""
-        return self._ops.ngram_drafts(token_ids, rows, lengths, *self._limits)
-
-    def ended(self, output: Int32) -> None:
-        """See Proposer: each request has its own text alone."""
+        return self._ops.ngram_drafts(table.token_ids, rows, table.num_tokens[rows], *self._limits)

@@ -1,11 +1,12 @@
 """Speculative decoding as people ask for it: `--speculative-config` with vLLM's keys, or `--spec-method` and `--spec-tokens`."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 
 from penstock.engine.config import ConfigError, SpeculativeConfig, SpeculativeMethod
+from penstock.engine.loading.checkpoint import resolve
 from penstock.plain_errors import explained
 from penstock.suggest import suggestion
 
@@ -14,7 +15,7 @@ NUM_TOKENS: Final = 4
 LOOKUP: Final = (3, 5)
 """Fewest and most tokens that are compared, where nobody says."""
 _METHODS: Final = get_args(SpeculativeMethod)
-_NEEDS_HEADS: Final = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "deepseek_mtp")
+_NEEDS_HEADS: Final = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "deepseek_mtp")
 _PREFIXES: Final = {"ngram": "prompt_lookup_", "suffix": "suffix_decoding_"}
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -25,6 +26,8 @@ class SpeculativeArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     method: str | None = None
     model: str | None = None
+    revision: str | None = None
+    draft_sample_method: Literal["greedy"] | None = None
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
     prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1)] | None = None
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -34,37 +37,53 @@ class SpeculativeArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     suffix_decoding_min_token_prob: Share | None = None
 
 
-def speculative_config(config: Mapping[str, Any] | None, method: str | None, tokens: int | None) -> SpeculativeConfig | None:
-    """The typed form of the three flags; None where none of them is given.
+def speculative_config(
+    config: Mapping[str, Any] | None, method: str | None, tokens: int | None, model: str | None = None
+) -> SpeculativeConfig | None:
+    """The typed form of the four flags; None where none of them is given. A draft model is looked for, and downloaded.
 
     Args:
         config: `--speculative-config`.
         method: `--spec-method`.
         tokens: `--spec-tokens`.
+        model: `--spec-model`.
 
     Raises:
         ConfigError: An unknown key, a wrong value, a contradiction, or a method that there is not; it names the flag and the key.
     """
-    if not config and method is None and tokens is None:
+    if not config and method is None and tokens is None and model is None:
         return None
     args = _parsed(dict(config or {}))
-    for flag, key, given in (("--spec-method", "method", method), ("--spec-tokens", "num_speculative_tokens", tokens)):
+    for flag, key, given in _flags(method, tokens, model):
         if given is not None and getattr(args, key) is not None:
             raise ConfigError(f"{flag} and {key} in --speculative-config exclude each other; remove one")
-    chosen = _method(args.method or method, args.model)
+    source = args.model or model
+    chosen = _method(args.method or method, source)
     lookup = _lookup(args.prompt_lookup_min, args.prompt_lookup_max)
     fields = {name: value for name, value in msgspec.structs.asdict(args).items() if value is not None}
     for name in fields:
         for other, prefix in _PREFIXES.items():
             if name.startswith(prefix) and other != chosen:
                 raise ConfigError(f"--speculative-config: {name} is for the method {other}, not for {chosen}; remove it")
-    fields.pop("method", None)
+    for name in ("method", "model", "revision", "draft_sample_method"):
+        fields.pop(name, None)
     fields |= {
         "num_speculative_tokens": args.num_speculative_tokens or tokens or NUM_TOKENS,
         "prompt_lookup_min": lookup[0],
         "prompt_lookup_max": lookup[1],
     }
+    if source is not None:
+        fields["model"] = resolve(source, args.revision, what="draft model")
     return SpeculativeConfig(method=chosen, **fields)
+
+
+def _flags(method: str | None, tokens: int | None, model: str | None) -> list[tuple[str, str, Any]]:
+    """Each flag, the key of `--speculative-config` that says the same, and its value."""
+    return [
+        ("--spec-method", "method", method),
+        ("--spec-tokens", "num_speculative_tokens", tokens),
+        ("--spec-model", "model", model),
+    ]
 
 
 def _parsed(config: dict[str, Any]) -> SpeculativeArgs:
@@ -76,15 +95,20 @@ def _parsed(config: dict[str, Any]) -> SpeculativeArgs:
 
 
 def _method(method: str | None, model: str | None) -> SpeculativeMethod:
-    if model is not None or method in _NEEDS_HEADS:
-        named = f"the method {method}" if method in _NEEDS_HEADS else f"model {model!r}"
-        raise ConfigError(f"--speculative-config: {named}: draft models and heads are not served yet; use ngram or suffix")
+    if method in _NEEDS_HEADS:
+        raise ConfigError(f"--speculative-config: the method {method}: heads are not served yet; use {', '.join(_METHODS)}")
+    if method is None and model is not None:
+        return "draft_model"
     if method is None:
         raise ConfigError(f"--speculative-config: method is missing: {', '.join(_METHODS)} or auto")
     if method == "auto":
         return "suffix"
     for known in _METHODS:
         if method == known:
+            if known != "draft_model" and model is not None:
+                raise ConfigError(f"--speculative-config: model is for the method draft_model, not for {known}; remove it")
+            if known == "draft_model" and model is None:
+                raise ConfigError("--speculative-config: the method draft_model needs model, a folder or a name on the Hub")
             return known
     raise ConfigError(
         f"--speculative-config: there is no method {method!r} ({', '.join(_METHODS)}, auto){suggestion(method, _METHODS)}"

@@ -2,14 +2,16 @@
 
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.plan import Int32
+from penstock.engine.core.row_table import RowTable
+from penstock.engine.spec.proposer import Proposer
 from penstock.kernels.drafting.ops import DraftingOps
 
 _TOKENS_PER_REQUEST = 256
 """Room for each cached output on average: 10,000 of them take about 30 MB."""
 
 
-class SuffixProposer:
-    """See `Proposer`. A draft is as long as what it rests on is, and ends where its tokens become unlikely."""
+class SuffixProposer(Proposer):
+    """A draft is as long as what it rests on is, and ends where its tokens become unlikely."""
 
     def __init__(self, config: SpeculativeConfig, ops: DraftingOps) -> None:
         outputs = config.suffix_decoding_max_cached_requests
@@ -21,9 +23,9 @@ class SuffixProposer:
         )
         self._keeps = outputs > 0
 
-    def propose(self, token_ids: Int32, rows: Int32, lengths: Int32) -> Int32:
+    def propose(self, table: RowTable, rows: Int32, most: int) -> Int32:
         """See Proposer."""
-        return self._history.drafts(token_ids, rows, lengths, *self._limits)
+        return self._history.drafts(table.token_ids, rows, table.num_tokens[rows], *self._limits)
 
     def ended(self, output: Int32) -> None:
         """See Proposer."""

@@ -265,18 +265,19 @@ class Scheduler:
 
     def _schedule_decodes(self, step: StepBuilder, rows: Int32) -> None:
         self._grant_decodes(step, rows)
-        ends = self.table.num_computed[step.decodes] + 1
+        rows = step.decodes
+        own = ends = self.table.num_computed[rows] + 1
         if step.num_drafts is not None:
-            ends += step.num_drafts
-        rows, drafts = step.decodes, step.num_drafts
+            ends = own + step.num_drafts
+        if lookahead := self.config.num_lookahead_tokens:
+            ends = np.maximum(np.minimum(ends + lookahead, self._max_model_len), own)
         # Only a row whose blocks are all full needs another one.
         crossing = (ends > self.table.room[rows]).nonzero()[0]
         if not len(crossing):
             return
-        wanted = [0] * len(crossing) if drafts is None else ints(drafts[crossing])
-        for row, end, count in zip(ints(rows[crossing]), ints(ends[crossing]), wanted, strict=True):
+        for row, one, end in zip(ints(rows[crossing]), ints(own[crossing]), ints(ends[crossing]), strict=True):
             if request := self._tenancy.requests[row]:
-                self._grow(step, request, end - count, count)
+                self._grow(step, request, one, end - one)
 
     def _grant_decodes(self, step: StepBuilder, rows: Int32) -> None:
         """A token for each, and its drafts as far as it may still grow."""
@@ -374,11 +375,11 @@ class Scheduler:
         step.grant_chunk(row, count, samples=hit.num_tokens + count == known)
         step.reserved_blocks += self.kv.blocks_for(known) - self.kv.blocks_for(hit.num_tokens + count)
 
-    def _grow(self, step: StepBuilder, request: Request, num_tokens: int, drafts: int = 0) -> bool:
-        """Makes room for a running request's tokens, at the cost of those served after it; False: at its own. Its drafts are
-        worth no other request's place."""
-        blocks = self.kv.allocate(request, num_tokens + drafts)
-        if blocks is None and drafts:
+    def _grow(self, step: StepBuilder, request: Request, num_tokens: int, beyond: int = 0) -> bool:
+        """Makes room for a running request's tokens, at the cost of those served after it; False: at its own. What is beyond,
+        drafts and those that a draft model will propose, is worth no other request's place."""
+        blocks = self.kv.allocate(request, num_tokens + beyond)
+        if blocks is None and beyond:
             step.take_back_drafts(request.row)
             blocks = self.kv.allocate(request, num_tokens)
         while blocks is None:

@@ -18,6 +18,7 @@ from penstock.engine.attention.backends.interface import AttentionBackend
 from penstock.engine.attention.backends.triton import TritonBackend
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.loading.loader import Source
+from penstock.engine.models.config import DecoderConfig
 from penstock.engine.runner.device.device_runner import DeviceForms, DeviceRunner
 from penstock.engine.runner.device.graphs.runtime import CapturedGraph
 from penstock.engine.runner.device.runtime import MIN_CAPABILITY, DeviceFailed, DeviceMemory
@@ -120,9 +121,9 @@ class MetaRunner(DeviceRunner):
         # Those of a GPU, which only sees shapes: nothing asks whether one is there.
         self._given = DeviceForms(triton_ops(self._dtype), triton_step_ops(), sampling_ops(torch.device("cuda")))
 
-    def _choose_attention(self) -> AttentionBackend:
+    def _choose_attention(self, config: DecoderConfig) -> AttentionBackend:
         """The one whose kernels are compiled here."""
-        asked, needs = self.config.attention_backend, self._attention_needs()
+        asked, needs = self.config.attention_backend, self._attention_needs(config)
         if asked not in (None, TritonBackend.name):
             raise ConfigError(f"--attention-backend {asked} brings kernels of its own: those of triton alone are compiled ahead")
         if reasons := TritonBackend.refusals(replace(needs, device="cuda", capability=MIN_CAPABILITY)):

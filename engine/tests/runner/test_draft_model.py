@@ -1,0 +1,134 @@
+"""A draft model beside its target: it changes no answer, and where it is the target itself every draft is accepted."""
+
+import json
+
+import msgspec
+import pytest
+import torch
+from test_core_with_runner import SCHEDULER, Engine, requests
+from test_drafts_in_core import K, Watched
+
+from penstock.engine.args import EngineArgs
+from penstock.engine.config import ConfigError, SpeculativeConfig
+from penstock.engine.runner import model_runner
+from penstock.engine.spec.depth import Timing
+from penstock.kernels.cpu.tape import Tape
+
+PAYS = [Timing(1, 0, 1e9), Timing(1, K, 1e9)]
+DEAR = [Timing(1, 0, 1e-9), Timing(1, K, 1e9)]
+
+
+def drafting(checkpoint, build_runner, monkeypatch, target, draft, depth=1, num_blocks=100, timings=PAYS):
+    scheduler = msgspec.structs.replace(SCHEDULER, num_speculative_tokens=K, num_lookahead_tokens=K)
+    speculative = SpeculativeConfig(method="draft_model", num_speculative_tokens=K, model=checkpoint(draft))
+    runner = build_runner(checkpoint(target), scheduler=scheduler, speculative=speculative)
+    monkeypatch.setattr(model_runner, "measure_steps", lambda *_: timings)
+    return Watched(runner, depth, num_blocks)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint, build_runner):
+    """What a target says of each request alone, without drafts."""
+    known: dict[tuple[str, bool], dict[int, list[int]]] = {}
+
+    def answers(target: str, adjusted: bool):
+        if (target, adjusted) not in known:
+            runner, tokens = build_runner(checkpoint(target), scheduler=SCHEDULER), {}
+            for request in requests(adjusted):
+                tokens |= Engine(runner, depth=1, num_blocks=300).run([request])
+            known[target, adjusted] = tokens
+        return known[target, adjusted]
+
+    return answers
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("crowded", [False, True], ids=["room", "crowded"])
+@pytest.mark.parametrize("adjusted", [False, True], ids=["plain", "adjusted"])
+@pytest.mark.parametrize("draft", ["llama", "qwen3"])
+def test_a_draft_model_changes_no_token(checkpoint, build_runner, monkeypatch, alone, draft, adjusted, crowded, depth):
+    num_blocks = {"llama": 22, "qwen3": 34}[draft] if crowded else 100  # qwen3 has layers of another size, and two groups
+    engine = drafting(checkpoint, build_runner, monkeypatch, "llama", draft, depth, num_blocks)
+    try:
+        assert engine.run(requests(adjusted)) == alone("llama", adjusted)
+        assert engine.drafted > 100
+        assert (engine.core.stats().preemptions > 0) == crowded
+    finally:
+        engine.executor.close()
+
+
+def greedy():
+    return [it for it in requests(False) if it.sampling.temperature == 0.0]
+
+
+@pytest.mark.req("SD-15")
+@pytest.mark.parametrize(("target", "num_blocks"), [("llama", 100), ("llama", 22), ("qwen3-windows", 200), ("gemma3", 200)])
+def test_the_target_as_its_own_draft_model_is_always_right(checkpoint, build_runner, monkeypatch, alone, target, num_blocks):
+    """Through chunks, prefix hits and preemptions: a single key or value in a wrong place would cost a draft."""
+    engine = drafting(checkpoint, build_runner, monkeypatch, target, target, num_blocks=num_blocks)
+    batch = greedy()
+    assert engine.run(batch) == {it.index: alone(target, False)[it.index] for it in batch}
+    assert engine.core.scheduler.prefix_hits > 0
+    assert engine.drafted > 50 and engine.accepted == engine.drafted
+
+
+def test_what_rests_keeps_the_cache_right(checkpoint, build_runner, monkeypatch, alone):
+    """Requests that were computed while no draft paid leave a prefix that the draft model can go on from."""
+    engine = drafting(checkpoint, build_runner, monkeypatch, "llama", "llama", timings=DEAR)
+    batch = greedy()
+    engine.run(batch)
+    assert engine.drafted == 0
+    own = engine.runner._own_drafts
+    assert own is not None
+    own._depth._seconds[:] = 1.0  # from now on drafts are free
+    again = [msgspec.structs.replace(it, index=it.index + 100, request_id=f"again-{it.index}") for it in batch]
+    hits = engine.core.scheduler.prefix_hits
+    answers = engine.run(again)
+    assert answers == {it.index + 100: alone("llama", False)[it.index] for it in batch}
+    assert engine.core.scheduler.prefix_hits - hits > 200
+    assert engine.drafted > 20 and engine.accepted == engine.drafted
+
+
+def test_a_draft_model_runs_from_tapes(checkpoint, build_runner, monkeypatch):
+    engine = drafting(checkpoint, build_runner, monkeypatch, "llama", "llama")
+    if engine.runner.ops.tape is None:
+        pytest.skip("no tapes without compiled kernels")
+    ran = []
+    run = Tape.run
+    monkeypatch.setattr(Tape, "run", lambda tape: ran.append(tape) or run(tape))
+    engine.run(greedy()[:2])
+    tapes = engine.runner._proposer._bound.tapes._tapes
+    assert sum(tape in ran for tape in tapes.values() if tape is not None) >= 2, tapes.keys()
+
+
+def test_it_sleeps_and_wakes_with_the_model(checkpoint, build_runner, monkeypatch, alone):
+    engine = drafting(checkpoint, build_runner, monkeypatch, "llama", "llama")
+    runner, batch = engine.runner, greedy()
+    engine.run(batch)
+    runner.sleep(2)
+    assert not hasattr(runner, "draft_model") and runner._proposer._bound is None
+    runner.wake_up(("weights", "kv_cache"))
+    runner.reload_weights(None)
+    engine.core.scheduler.kv.reset()
+    engine.accepted = engine.drafted = 0
+    again = [msgspec.structs.replace(it, index=it.index + 100, request_id=f"again-{it.index}") for it in batch]
+    assert engine.run(again) == {it.index + 100: alone("llama", False)[it.index] for it in batch}
+    assert engine.drafted > 50 and engine.accepted == engine.drafted
+
+
+@pytest.mark.req("SD-15")
+def test_another_vocabulary_is_refused(checkpoint, tmp_path):
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    config = json.loads((checkpoint("llama") / "config.json").read_text()) | {"vocab_size": 300}
+    (draft / "config.json").write_text(json.dumps(config))
+    (draft / "model.safetensors").write_bytes(b"")
+    args = EngineArgs(model=str(checkpoint("llama")), device="cpu", spec_model=str(draft))
+    with pytest.raises(ConfigError, match="vocab_size is 300, and the model's is 257"):
+        args.config()
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    with torch.inference_mode():
+        yield
