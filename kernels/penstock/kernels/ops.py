@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from penstock.kernels.collective.native import NativeCollectives
 from penstock.kernels.cpu.build import BuildError, library
 from penstock.kernels.cpu.isa import Isa, IsaName, choose
 from penstock.kernels.cpu.native import DTYPES, NativeOps
@@ -56,6 +57,8 @@ class Ops:
     tape: Callable[[Callable[[], torch.Tensor], Pool], Tape] | None = None
     """Takes down what a function of these operations does, so that it can be done again by itself; None: there is no such
     thing in this form."""
+    collectives: NativeCollectives | None = None
+    """What processes on one machine exchange, as tapes can take it down; None: this form has nothing of the kind."""
 
 
 REFERENCE = Ops(
@@ -90,6 +93,7 @@ def native_ops(dtype: torch.dtype, isa: Isa, cache: Path) -> Ops:
         add_lora=native.add_lora,
         linear=native.linear,
         tape=native.tape,
+        collectives=native.collectives,
     )
 
 

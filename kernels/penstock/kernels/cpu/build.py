@@ -8,7 +8,8 @@ from pathlib import Path
 
 from penstock.kernels.cpu.isa import Isa
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("ops.cpp", "linear.cpp", "lora.cpp", "replay.cpp", "drafts.cpp"))
+_NAMES = ("ops.cpp", "linear.cpp", "lora.cpp", "replay.cpp", "drafts.cpp", "collective.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 HEADERS = (Path(__file__).with_name("vector.h"),)
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.kernels.collective.native import SIGNATURES, NativeCollectives
 from penstock.kernels.cpu.tape import Listener, Pool, Recording, Tape, Watch
 from penstock.kernels.lora.batch import LoraBatch
 from penstock.kernels.lora.packed import PackedLoraShelves
@@ -33,6 +34,7 @@ _SIGNATURES = {
         *[c_int, *[c_void_p] * 4, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p],
         *[c_int64] * 2,
     ],
+    **SIGNATURES,
     "penstock_replay": [c_void_p, c_int64],
 }
 _NUMBERS = tuple(_SIGNATURES)
@@ -53,6 +55,7 @@ class NativeOps:
             function = getattr(loaded, name)
             function.argtypes, function.restype = arguments, None
         self._library: Any = loaded
+        self.collectives = NativeCollectives(loaded)
         self._dtype, self._code = dtype, DTYPES[dtype]
 
     def tape(self, run: Callable[[], torch.Tensor], pool: Pool) -> Tape:
@@ -66,12 +69,12 @@ class NativeOps:
             NotTapeable: It does something that could not be done again.
         """
         library, recording = self._library, Recording(self._library.penstock_replay)
-        self._library = Listener(library, _NUMBERS, recording)
+        self._library = self.collectives.library = Listener(library, _NUMBERS, recording)
         try:
             with Watch(recording, pool, _NUMBERS.index("penstock_gather_rows")):
                 return recording.tape(pool.alias(run()))
         finally:
-            self._library = library
+            self._library = self.collectives.library = library
 
     def linear(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> torch.Tensor:
         """See the reference."""

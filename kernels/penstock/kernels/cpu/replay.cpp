@@ -19,6 +19,8 @@ void penstock_paged_attention(int, const void*, void*, const void*, int64_t, con
 void penstock_gather_rows(const void*, const int64_t*, void*, int64_t, int64_t);
 void penstock_add_lora(int, void*, const void*, const int64_t*, const int64_t*, int64_t, const void*, int64_t, const int64_t*, int64_t,
                        const int64_t*, int64_t, int64_t);
+void penstock_all_reduce(int, void*, const void*, void*, int64_t);
+void penstock_all_gather(int, void*, const void*, void*, int64_t, int64_t);
 
 }  // extern "C"
 
@@ -78,6 +80,8 @@ void penstock_replay(const void* calls, int64_t count) {
       case 6: call(penstock_paged_attention, one->arguments); break;
       case 7: call(penstock_gather_rows, one->arguments); break;
       case 8: call(penstock_add_lora, one->arguments); break;
+      case 9: call(penstock_all_reduce, one->arguments); break;
+      case 10: call(penstock_all_gather, one->arguments); break;
     }
 }
 

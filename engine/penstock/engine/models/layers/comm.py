@@ -16,6 +16,10 @@ class Comm(Protocol):
         """[n, k] of each rank → [n, ranks · k], in the order of ranks, on all ranks."""
         ...
 
+    def check(self) -> None:
+        """Raises `GroupFailed` where what a tape has replayed went wrong; other calls raise it by themselves."""
+        ...
+
 
 class OneRank:
     """A group of one: nothing is exchanged."""
@@ -27,3 +31,6 @@ class OneRank:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See Comm."""
         return x
+
+    def check(self) -> None:
+        """Nothing can go wrong."""

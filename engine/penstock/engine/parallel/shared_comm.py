@@ -1,0 +1,112 @@
+"""How ranks on one machine add up and join what each has computed: through shared memory."""
+
+import ctypes
+
+import torch
+
+from penstock.engine.parallel.errors import GroupFailed
+from penstock.engine.parallel.shared_memory import SharedMemory
+from penstock.kernels.collective.native import DTYPES, FAILED, KINDS, MISMATCH, TIMEOUT, GroupView, NativeCollectives
+
+SPIN_S = 10e-6
+"""Longer than another rank's sum takes, when all have a core of their own; after it the core is free for whoever needs it."""
+_DTYPE_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in DTYPES.items()}
+
+
+class SharedComm:
+    """See Comm. What a tape has taken down goes wrong in silence: `check` says so.
+
+    Args:
+        memory: The group's.
+        rank: This process's.
+        collectives: The compiled functions; those of the model's operations, so that tapes take them down too.
+        timeout: Seconds that a rank may keep others waiting.
+    """
+
+    def __init__(self, memory: SharedMemory, rank: int, collectives: NativeCollectives, timeout: float) -> None:
+        self._memory, self._collectives = memory, collectives
+        self._base = ctypes.c_char.from_buffer(memory.map)
+        self._view = GroupView(
+            memory=ctypes.addressof(self._base),
+            data=memory.data_offset,
+            slot_bytes=memory.slot_bytes,
+            timeout_ns=round(1e9 * timeout),
+            spin_ns=round(1e9 * SPIN_S),
+            rank=rank,
+            world=memory.world,
+        )
+        self._group = ctypes.addressof(self._view)
+        self._timeout = timeout
+
+    @property
+    def rank(self) -> int:
+        """This process's."""
+        return self._view.rank
+
+    @property
+    def world(self) -> int:
+        """Ranks of the group."""
+        return self._view.world
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """See Comm."""
+        out = self._collectives.all_reduce(self._group, x)
+        self.check()
+        return out
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """See Comm."""
+        out = self._collectives.all_gather(self._group, x, self.world)
+        self.check()
+        return out
+
+    def broadcast(self, data: bytes | None, root: int) -> bytes:
+        """The root's bytes, on all ranks.
+
+        Args:
+            data: The root's; None on the others.
+            root: Who sends.
+        """
+        length = ctypes.create_string_buffer(len(data or b"").to_bytes(8, "little"), 8)
+        self._collectives.library.penstock_broadcast(self._group, length, 8, root)
+        self.check()
+        size = int.from_bytes(length.raw, "little")
+        buffer = ctypes.create_string_buffer(data if data is not None and self.rank == root else b"", max(size, 1))
+        self._collectives.library.penstock_broadcast(self._group, buffer, size, root)
+        self.check()
+        return buffer.raw[:size]
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self._collectives.library.penstock_barrier(self._group)
+        self.check()
+
+    def fail(self) -> None:
+        """Tells the others that this rank cannot go on."""
+        self._collectives.library.penstock_fail(self._group, self.rank)
+
+    def check(self) -> None:
+        """Raises `GroupFailed` where any call since the last look has gone wrong."""
+        if self._view.error:
+            raise GroupFailed(self._told())
+
+    def close(self) -> None:
+        """Lets go of the memory; no call may follow."""
+        del self._base
+        self._memory.close()
+
+    def _told(self) -> str:
+        view, rank = self._view, self._view.error_rank
+        if view.error == TIMEOUT:
+            return f"rank {rank} has kept rank {self.rank} waiting for {self._timeout:g} seconds"
+        if view.error == FAILED:
+            return f"rank {rank} has failed"
+        assert view.error == MISMATCH
+        own = _message(view.own_kind, view.own_dtype, view.own_bytes)
+        other = _message(view.other_kind, view.other_dtype, view.other_bytes)
+        return f"rank {rank} and rank {self.rank} disagree: {other} there, {own} here"
+
+
+def _message(kind: int, dtype: int, size: int) -> str:
+    what = f" from rank {dtype}" if KINDS[kind] == "broadcast" else f" of {_DTYPE_NAMES.get(dtype, dtype)}"
+    return f"{KINDS[kind]}{what}, {size:,} bytes"

@@ -1,0 +1,290 @@
+// What the ranks of a tensor-parallel group tell each other, through memory that their processes share.
+//
+// The memory holds, in lines of 64 bytes: a control line; a mark for each rank; a header for each rank and each of two buffers; then, from
+// `data` on, the slots in the same order. A rank copies a piece of its message to its slot, counts its mark up, and waits until every other
+// mark has come as far. Buffers take turns: when a rank writes one again, every rank has read what was there, or its mark would be behind.
+//
+// Partial sums are added in float32 and in the order of ranks, whatever the size of the message, and rounded once: every rank has the same
+// bits, and a row's bits do not depend on the rows beside it.
+//
+// Nothing here throws: the first thing that goes wrong is kept in `Group::error`, and every call after it returns at once.
+
+#include <algorithm>
+#include <atomic>
+#include <climits>
+#include <cstdint>
+#include <cstring>
+#include <ctime>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <sched.h>
+#endif
+
+#include "vector.h"
+
+namespace penstock {
+
+struct Half {
+  uint16_t bits;
+};
+
+inline float widen(Half x) {
+  const uint32_t sign = (x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
+  if (rest >= 0x7c00u) return bit_cast<float>(sign | 0x7f800000u | ((rest & 0x3ffu) << 13));
+  if (rest >= 0x0400u) return bit_cast<float>(sign | ((rest << 13) + 0x38000000u));
+  const float small = static_cast<float>(rest) * 0x1p-24f;
+  return bit_cast<float>(sign | bit_cast<uint32_t>(small));
+}
+
+// To nearest, ties to even.
+inline void narrow(float x, Half* out) {
+  const uint32_t all = bit_cast<uint32_t>(x), sign = (all >> 16) & 0x8000u, bits = all & 0x7fffffffu;
+  if (bits > 0x7f800000u) {
+    out->bits = static_cast<uint16_t>(sign | 0x7e00u);
+  } else if (bits >= 0x477ff000u) {
+    out->bits = static_cast<uint16_t>(sign | 0x7c00u);
+  } else if (bits >= 0x38800000u) {
+    out->bits = static_cast<uint16_t>(sign | ((bits - 0x38000000u + 0xfffu + ((bits >> 13) & 1u)) >> 13));
+  } else {
+    // The addition rounds to a multiple of 2^-24, the least that there is.
+    const float placed = bit_cast<float>(bits) + 0.5f;
+    out->bits = static_cast<uint16_t>(sign | (bit_cast<uint32_t>(placed) - 0x3f000000u));
+  }
+}
+
+}  // namespace penstock
+
+namespace {
+
+using namespace penstock;
+
+constexpr int64_t kSliceNs = 20'000'000;  // between two looks at whether the group has failed
+constexpr int64_t kTile = 512;            // elements that are added at a time
+
+enum Kind : int32_t { kAllReduce, kAllGather, kBroadcast, kBarrier };
+enum Error : int32_t { kNone, kTimeout, kMismatch, kFailed };
+
+struct alignas(64) Control {
+  std::atomic<uint32_t> failed;  // 1 + the rank that has failed; 0: none has
+};
+
+struct alignas(64) Mark {
+  std::atomic<uint32_t> number;   // of pieces that the rank has published
+  std::atomic<uint32_t> waiters;  // ranks that sleep until it changes
+  std::atomic<uint64_t> calls;    // that the rank has begun
+};
+
+struct alignas(64) Header {
+  int64_t bytes;  // of the whole message
+  int32_t kind, dtype;
+};
+
+static_assert(sizeof(Control) == 64 && sizeof(Mark) == 64 && sizeof(Header) == 64);
+static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
+
+// One process's view; `native.py` has the same fields.
+struct Group {
+  char* memory;
+  int64_t data, slot_bytes, timeout_ns, spin_ns;
+  int32_t rank, world;
+  uint32_t number;
+  int32_t error, error_rank;
+  int32_t own_kind, other_kind, own_dtype, other_dtype;
+  int64_t own_bytes, other_bytes;
+
+  Control& control() const { return *reinterpret_cast<Control*>(memory); }
+  Mark& mark(int32_t of) const { return reinterpret_cast<Mark*>(memory + 64)[of]; }
+  Header& header(int32_t of, uint32_t buffer) const { return reinterpret_cast<Header*>(memory + 64 * (1 + world))[2 * of + buffer]; }
+  char* slot(int32_t of, uint32_t buffer) const { return memory + data + (2 * of + buffer) * slot_bytes; }
+};
+
+int64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
+}
+
+inline void pause_cpu() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// The futexes are shared among processes: no private ones.
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value, int64_t ns) {
+#if defined(__linux__)
+  const timespec limit{static_cast<time_t>(ns / 1'000'000'000), static_cast<long>(ns % 1'000'000'000)};
+  syscall(SYS_futex, &word, FUTEX_WAIT, value, &limit, nullptr, 0);
+#else
+  sched_yield();
+#endif
+}
+
+void wake_all(std::atomic<uint32_t>& word) {
+#if defined(__linux__)
+  syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+#endif
+}
+
+// Keeps an error, and tells the other ranks which one has failed, unless they have been told of another.
+void fail(Group& group, Error error, int32_t rank) {
+  uint32_t nobody = 0;
+  group.error = error;
+  group.error_rank = rank;
+  group.control().failed.compare_exchange_strong(nobody, static_cast<uint32_t>(rank) + 1);
+  for (int32_t of = 0; of < group.world; ++of) wake_all(group.mark(of).number);
+}
+
+// Waits until a rank has published so many pieces.
+bool await(Group& group, int32_t rank, uint32_t number) {
+  Mark& mark = group.mark(rank);
+  const auto there = [&](uint32_t value) { return static_cast<int32_t>(value - number) >= 0; };
+  if (there(mark.number.load(std::memory_order_acquire))) return true;
+  const int64_t began = now_ns();
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (there(mark.number.load(std::memory_order_acquire))) return true;
+      pause_cpu();
+    }
+  } while (now_ns() - began < group.spin_ns);
+  for (;;) {
+    mark.waiters.fetch_add(1);
+    const uint32_t value = mark.number.load();
+    if (!there(value)) sleep_while(mark.number, value, kSliceNs);
+    mark.waiters.fetch_sub(1);
+    if (there(mark.number.load(std::memory_order_acquire))) return true;
+    if (const uint32_t failed = group.control().failed.load()) {
+      fail(group, kFailed, static_cast<int32_t>(failed) - 1);
+      return false;
+    }
+    if (now_ns() - began > group.timeout_ns) {
+      fail(group, kTimeout, rank);
+      return false;
+    }
+  }
+}
+
+// Whether all ranks say the same thing in this piece.
+bool agree(Group& group, uint32_t buffer) {
+  const Header& own = group.header(group.rank, buffer);
+  for (int32_t rank = 0; rank < group.world; ++rank) {
+    const Header& other = group.header(rank, buffer);
+    if (other.bytes == own.bytes && other.kind == own.kind && other.dtype == own.dtype) continue;
+    group.own_kind = own.kind, group.own_dtype = own.dtype, group.own_bytes = own.bytes;
+    group.other_kind = other.kind, group.other_dtype = other.dtype, group.other_bytes = other.bytes;
+    fail(group, kMismatch, rank);
+    return false;
+  }
+  return true;
+}
+
+// A message in pieces. `write(slot, at, size)` fills the rank's slot; `read(buffer, at, size)` takes what all ranks have written.
+template <typename Write, typename Read>
+void exchange(Group& group, Kind kind, int32_t dtype, int64_t bytes, const Write& write, const Read& read) {
+  if (group.error) return;
+  group.mark(group.rank).calls.fetch_add(1, std::memory_order_relaxed);
+  int64_t at = 0;
+  do {
+    const int64_t size = std::min(bytes - at, group.slot_bytes);
+    const uint32_t number = ++group.number, buffer = number & 1;
+    write(group.slot(group.rank, buffer), at, size);
+    Header& header = group.header(group.rank, buffer);
+    header.bytes = bytes, header.kind = kind, header.dtype = dtype;
+    Mark& mark = group.mark(group.rank);
+    mark.number.store(number);
+    if (mark.waiters.load()) wake_all(mark.number);
+    for (int32_t rank = 0; rank < group.world; ++rank)
+      if (rank != group.rank && !await(group, rank, number)) return;
+    if (!agree(group, buffer)) return;
+    read(buffer, at, size);
+    at += size;
+  } while (at < bytes);
+}
+
+template <typename T>
+void add(float* sum, const T* values, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) sum[i] += widen(values[i]);
+}
+
+template <typename T>
+void add_ranks(const Group& group, uint32_t buffer, T* out, int64_t count) {
+  float sum[kTile];
+  for (int64_t at = 0; at < count; at += kTile) {
+    const int64_t size = std::min(kTile, count - at);
+    const T* first = reinterpret_cast<const T*>(group.slot(0, buffer)) + at;
+    for (int64_t i = 0; i < size; ++i) sum[i] = widen(first[i]);
+    for (int32_t rank = 1; rank < group.world; ++rank) add(sum, reinterpret_cast<const T*>(group.slot(rank, buffer)) + at, size);
+    for (int64_t i = 0; i < size; ++i) narrow(sum[i], out + at + i);
+  }
+}
+
+template <typename T>
+void all_reduce(Group& group, int32_t dtype, const void* in, void* out, int64_t count) {
+  exchange(
+      group, kAllReduce, dtype, count * static_cast<int64_t>(sizeof(T)),
+      [&](char* slot, int64_t at, int64_t size) { std::memcpy(slot, static_cast<const char*>(in) + at, size); },
+      [&](uint32_t buffer, int64_t at, int64_t size) {
+        add_ranks(group, buffer, reinterpret_cast<T*>(static_cast<char*>(out) + at), size / static_cast<int64_t>(sizeof(T)));
+      });
+}
+
+}  // namespace
+
+extern "C" {
+
+// [count] of each rank → their sum. `out` may be `in`. dtype: 0 is float32, 1 is bfloat16, 2 is float16.
+void penstock_all_reduce(int dtype, void* group, const void* in, void* out, int64_t count) {
+  Group& view = *static_cast<Group*>(group);
+  switch (dtype) {
+    case 0: return all_reduce<float>(view, dtype, in, out, count);
+    case 1: return all_reduce<BFloat16>(view, dtype, in, out, count);
+    case 2: return all_reduce<Half>(view, dtype, in, out, count);
+  }
+}
+
+// [rows, row_bytes] of each rank → [rows, ranks · row_bytes].
+void penstock_all_gather(int dtype, void* group, const void* in, void* out, int64_t rows, int64_t row_bytes) {
+  Group& view = *static_cast<Group*>(group);
+  exchange(
+      view, kAllGather, dtype, rows * row_bytes,
+      [&](char* slot, int64_t at, int64_t size) { std::memcpy(slot, static_cast<const char*>(in) + at, size); },
+      [&](uint32_t buffer, int64_t at, int64_t size) {
+        for (int32_t rank = 0; rank < view.world; ++rank) {
+          const char* slot = view.slot(rank, buffer);
+          for (int64_t done = 0; done < size;) {
+            const int64_t row = (at + done) / row_bytes, column = (at + done) % row_bytes, part = std::min(row_bytes - column, size - done);
+            std::memcpy(static_cast<char*>(out) + (row * view.world + rank) * row_bytes + column, slot + done, part);
+            done += part;
+          }
+        }
+      });
+}
+
+// The root's bytes, on all ranks.
+void penstock_broadcast(void* group, void* data, int64_t bytes, int32_t root) {
+  Group& view = *static_cast<Group*>(group);
+  exchange(
+      view, kBroadcast, root, bytes,
+      [&](char* slot, int64_t at, int64_t size) {
+        if (view.rank == root) std::memcpy(slot, static_cast<const char*>(data) + at, size);
+      },
+      [&](uint32_t buffer, int64_t at, int64_t size) {
+        if (view.rank != root) std::memcpy(static_cast<char*>(data) + at, view.slot(root, buffer), size);
+      });
+}
+
+// Returns when every rank has called it.
+void penstock_barrier(void* group) {
+  exchange(*static_cast<Group*>(group), kBarrier, 0, 0, [](char*, int64_t, int64_t) {}, [](uint32_t, int64_t, int64_t) {});
+}
+
+// Tells all ranks that one of them has failed.
+void penstock_fail(void* group, int32_t rank) { fail(*static_cast<Group*>(group), kFailed, rank); }
+
+}  // extern "C"
