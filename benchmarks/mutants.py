@@ -70,7 +70,7 @@ CORES = (
     Core(
         "sampler",
         [f"kernels/penstock/kernels/sampling/{name}.py" for name in ("reference", "cpu", "philox")],
-        ["kernels/tests/test_sampling*.py", "engine/tests/runner/test_sampler.py"],
+        ["kernels/tests/test_sampling_plain.py", "engine/tests/runner/test_sampler.py"],
     ),
     Core(
         "picker",
