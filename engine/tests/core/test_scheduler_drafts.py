@@ -8,6 +8,7 @@ from test_row_table import admit, ints, plan
 
 from penstock.engine.core.plan import StepPlan, StepResult
 from penstock.engine.core.row_table import RowTable
+from penstock.engine.core.scheduling.guides import told_drafts
 from penstock.engine.messages import FinishReason
 from penstock.engine.sampling import RepetitionDetection
 
@@ -108,3 +109,8 @@ def test_a_plan_without_rows_passes_through_and_still_tells_of_released_rows(dep
     machine.add(make_request(1, [2], 5))
     machine.run().check_no_leak()
     assert machine.streams[1] == reference([2], 5)
+
+
+def test_told_drafts_include_the_token_of_id_0_and_no_padding():
+    drafts = np.array([[3, 0, -1], [-1, -1, -1]], np.int32)
+    assert (told_drafts(drafts, 0), told_drafts(drafts, 1), told_drafts(None, 0)) == ([3, 0], [], [])

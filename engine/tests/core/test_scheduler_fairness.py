@@ -167,3 +167,8 @@ def test_many_tenants_have_numbers_and_counters_of_their_own():
     for number in range(50):
         counters.charge_prompt(f"t{number}", number)
     assert [counters[f"t{number}"] for number in range(50)] == [1.5 if number == 3 else number for number in range(50)]
+
+
+def test_tenants_are_numbered_without_gaps():
+    counters = TokenCounters({})
+    assert [counters.slot(f"t{number}") for number in range(20)] == list(range(20))

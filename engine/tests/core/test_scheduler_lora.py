@@ -8,8 +8,9 @@ from harness import Machine, make_config, make_request
 
 from penstock.engine.commands import LoadAdapter, UnloadAdapter
 from penstock.engine.core.control.control_error import ControlError
-from penstock.engine.core.scheduling.lora.adapter_table import PATIENCE_S
-from penstock.engine.messages import ADAPTER_FAILED, ADAPTER_GONE
+from penstock.engine.core.scheduling.lora.adapter_table import PATIENCE_S, AdapterTable
+from penstock.engine.core.scheduling.request import Request
+from penstock.engine.messages import ADAPTER_FAILED, ADAPTER_GONE, AdapterInfo
 from penstock.prompt.hashing import BlockHasher, ExtraKeys
 
 
@@ -105,6 +106,27 @@ def test_a_steady_stream_for_one_adapter_starves_no_other():
     made.run().check_no_leak()
     # And a slot changes hands for many requests, not for each.
     assert made.scheduler.adapters.table.num_loads <= 4
+
+
+@pytest.mark.req("LO-18")
+def test_a_turn_ends_for_an_adapter_that_has_waited_half_a_second_and_not_before():
+    """By a clock as engines have it: seconds since 1970."""
+    began = 1.7e9
+    table = AdapterTable(max_loras=1, max_cpu_loras=2)
+    table.add(AdapterInfo(1, "a", "/a", None))
+    table.add(AdapterInfo(2, "b", "/b", None))
+    for copy, _ in table.take_reads():
+        table.read(copy, ok=True)
+    here, there = table.get(1), table.get(2)
+    assert here is not None and there is not None
+    table.joined(here)
+    table.move_in(here, began)
+    newcomer = Request(make_request(5, [1] * 4), 0)
+    assert table.refuses(there, newcomer, began) and not table.refuses(here, newcomer, began)
+    table.begin(began + PATIENCE_S - 0.01)
+    assert not table.refuses(here, newcomer, began)
+    table.begin(began + PATIENCE_S)
+    assert table.refuses(here, newcomer, began)
 
 
 @pytest.mark.req("LO-18")
