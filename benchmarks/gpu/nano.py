@@ -51,7 +51,7 @@ def measure(
         "prompt_tokens": sum(prompt for prompt, _ in work),
         "output_tokens": tokens,
         "steps": steps,
-        "preemptions": engine.core.scheduler.num_preemptions,
+        "preemptions": engine.core.scheduler.totals.num_preemptions,
         "floor_tok_per_s": tokens / floor,
         "share_of_floor": floor / seconds,
         "share_of_steps_roofline": own / seconds,

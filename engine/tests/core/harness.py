@@ -178,10 +178,10 @@ class Machine:
     def step(self, *, idle: bool = False) -> StepPlan | None:
         self.now += 1
         self.control.pump()
-        preemptions = self.scheduler.num_preemptions
+        preemptions = self.scheduler.totals.num_preemptions
         plan = self.scheduler.schedule(self.now, idle=idle)
         if plan is not None:
-            self._check_plan(plan, idle=idle, preempted=self.scheduler.num_preemptions > preemptions)
+            self._check_plan(plan, idle=idle, preempted=self.scheduler.totals.num_preemptions > preemptions)
             self.plans.append(plan)
             self.planned = self.scheduler._tenancy.indexes[plan.rows].tolist()
             self.runner.execute(plan)
@@ -269,7 +269,7 @@ class Machine:
         holders: Counter[int] = Counter()
         for pinned in scheduler.kv.pins._blocks.values():
             holders.update(pinned)
-        for request in scheduler._book.live.values():
+        for request in scheduler._book._live.values():
             for number, (group, table) in enumerate(zip(self.groups, scheduler.kv.tables(request), strict=True)):
                 live = [block for block in table if block != NULL_BLOCK]
                 holders.update(live)
@@ -297,7 +297,7 @@ class Machine:
         assert self.live_hashes == set(pool.cached_hashes()), "the event stream tells another story than the cache"
 
     def _check_adapters(self) -> None:
-        table, live = self.scheduler.adapters.table, self.scheduler._book.live.values()
+        table, live = self.scheduler.adapters.table, self.scheduler._book._live.values()
         held = [(slot, adapter) for slot, adapter in enumerate(table.slots) if adapter is not None]
         assert all(adapter.slot == slot and adapter.residency is Residency.IN_HOST for slot, adapter in held)
         assert len({id(adapter) for _, adapter in held}) == len(held)

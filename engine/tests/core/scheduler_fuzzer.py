@@ -144,7 +144,7 @@ class Episode:
         assert scheduler.waiting() == naive.reasons()
         assert [r.index for r in scheduler._tenancy.running] == [r.message.index for r in naive.of("running")]
         assert scheduler.kv.num_free_blocks == naive.free()
-        counters = scheduler._book.counters
+        counters = scheduler._book._counters
         assert all(counters[tenant] == value for tenant, value in naive.counters.items()), "the accounts differ"
         assert set(self.real.finished) == set(naive.ends)
         for index in [index for index in naive.ends if index not in self.real.compared]:

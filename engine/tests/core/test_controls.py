@@ -185,7 +185,7 @@ def test_a_forced_reset_takes_blocks_from_running_requests_which_lose_nothing(en
     assert "2 requests hold blocks" in str(engine.call(ResetPrefixCache()))
     engine.core.take_events()
     assert engine.call(ResetPrefixCache(reset_running_requests=True)) is None
-    assert AllBlocksCleared() in engine.core.take_events() and engine.core.scheduler.num_preemptions == 2
+    assert AllBlocksCleared() in engine.core.take_events() and engine.core.scheduler.totals.num_preemptions == 2
     engine.run()
     engine.check_streams(0, 1)
 
@@ -209,13 +209,13 @@ def test_an_engine_that_sleeps_refuses_and_wakes_without_a_cache(engine, mode):
     assert engine.core.stats().asleep == "the engine is asleep: kv_cache must wake up" and not engine.core.has_work
     assert engine.call(WakeUp()) is None
     assert engine.core.stats().asleep is None and not engine.core.stats().paused
-    hits = engine.core.scheduler.prefix_hits
+    hits = engine.core.scheduler.totals.prefix_hits
     engine.add(4)
     engine.core.handle(make_request(5, [0, 1, 2, 3, 4], 12))
     engine.run()
     engine.check_streams(4, *([] if mode == "abort" else [1, 2]))
     assert engine.streams[5] == reference([0, 1, 2, 3, 4], 12)
-    assert engine.core.scheduler.prefix_hits == hits, "nothing cached before is found after"
+    assert engine.core.scheduler.totals.prefix_hits == hits, "nothing cached before is found after"
 
 
 @pytest.mark.req("MEM-07")
@@ -246,7 +246,7 @@ def test_weights_are_reloaded_under_running_requests_or_refused_or_lost(engine):
     assert engine.call(ReloadWeights()) is None
     engine.run()
     engine.check_streams(0, 1)
-    assert engine.core.scheduler.num_preemptions >= 4, "what was computed with other weights is computed again"
+    assert engine.core.scheduler.totals.num_preemptions >= 4, "what was computed with other weights is computed again"
 
 
 def test_a_method_of_the_runner_answers_and_raises_what_it_raises(engine):

@@ -107,7 +107,7 @@ def test_grammars_and_preemption_meet(folder):
     for index in range(6):
         bench.ask(index, PAIRS)
     bench.run()
-    assert bench.core.scheduler.num_preemptions
+    assert bench.core.scheduler.totals.num_preemptions
     assert all(len(bench.text(index)) == 17 and bench.finished[index].reason is FinishReason.STOP for index in range(6))
 
 

@@ -40,7 +40,7 @@ def watched(machine: Machine) -> Seen:
             seen.waiting[reason] = max(seen.waiting.get(reason, 0), count)
         seen.usage = max(seen.usage, pool.num_used / pool.num_blocks)
     machine.check_no_leak()
-    seen.preemptions = machine.scheduler.num_preemptions
+    seen.preemptions = machine.scheduler.totals.num_preemptions
     seen.gaps.sort()
     return seen
 

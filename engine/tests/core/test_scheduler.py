@@ -8,7 +8,7 @@ import pytest
 from fake_runner import FAILING_TOKEN, REFUSED_TOKEN, reference
 from harness import Machine, make_config, make_request, make_scheduler
 
-from penstock.engine.config import ConfigError
+from penstock.engine.config import ConfigError, SchedulerConfig
 from penstock.engine.core import plan as plan_module
 from penstock.engine.core.scheduling.request import RequestStatus
 from penstock.engine.core.scheduling.step_builder import StepBuilder
@@ -93,10 +93,10 @@ def test_the_last_admitted_is_preempted_first_and_resumes_before_newer_ones():
         gone = before - {request.index for request in machine.scheduler._tenancy.running} - set(machine.finished)
         seen += sorted(gone)
         for index in gone:
-            request = machine.scheduler._book.live[index]
+            request = machine.scheduler._book._live[index]
             assert request.status is RequestStatus.PREEMPTED and request.num_preemptions == seen.count(index)
             assert machine.scheduler.kv.tables(request) == [()]
-    assert seen[0] == 2 and 0 not in seen and machine.scheduler.num_preemptions == len(seen)
+    assert seen[0] == 2 and 0 not in seen and machine.scheduler.totals.num_preemptions == len(seen)
     admitted = [int(admission.token_ids[0]) for plan in machine.plans for admission in plan.admissions]
     assert admitted[:3] == [0, 1, 2] and admitted[-1] == 9, "a preempted request resumes before one that never ran"
     for index in range(3):
@@ -108,8 +108,8 @@ def test_the_last_admitted_is_preempted_first_and_resumes_before_newer_ones():
 def test_a_preemption_gives_back_all_and_keeps_what_was_generated():
     machine = Machine(make_config(num_blocks=9, max_model_len=32, budget=32, caching=False))
     machine.add(*[make_request(index, [index + 1] * 12, 12) for index in range(2)])
-    book = machine.scheduler._book.live
-    while not machine.scheduler.num_preemptions:
+    book = machine.scheduler._book._live
+    while not machine.scheduler.totals.num_preemptions:
         before = list(machine.streams.get(1, []))
         machine.step()
     request = book[1]
@@ -133,14 +133,14 @@ def test_a_preempted_request_resumes_from_what_is_left_of_its_own_blocks():
     machine.run().check_no_leak()
     # The second one preempted itself; the first one took some of its blocks from the tail.
     (resumed,) = [admission for plan in machine.plans for admission in plan.admissions if len(admission.token_ids) > 31]
-    assert machine.scheduler.num_preemptions == 1 and resumed.num_prompt_tokens == 31
+    assert machine.scheduler.totals.num_preemptions == 1 and resumed.num_prompt_tokens == 31
     assert 24 <= resumed.num_computed_tokens < 32 and machine.ended["r1"].cached_tokens == 0
     assert machine.streams[1] == reference([2] * 31, 10)
 
 
 @pytest.mark.req("PRE-06")
 def test_what_a_draft_takes_back_leaves_nothing_behind():
-    draft = StepBuilder(10, 0.0)
+    draft = StepBuilder(SchedulerConfig(max_num_batched_tokens=10), 0.0)
     draft.grant_decodes(np.array([4, 2, 7], np.int32))
     draft.grant_chunk(5, 6, samples=False)
     draft.appends |= {2: [[11]], 5: [[12, 13]], 7: [[14]]}
@@ -161,7 +161,7 @@ def test_a_decode_of_lower_priority_gives_up_its_grant_to_a_chunk_of_higher():
     # Five blocks are free and promised to the prompt, of which the decode takes one while the prompt is computed in slices.
     machine.add(make_request(1, [2] * 20, 20, priority=0))
     plans = [machine.step() for _ in range(4)]
-    assert [len(plan.rows) for plan in plans] == [2, 2, 2, 1] and machine.scheduler.num_preemptions == 1
+    assert [len(plan.rows) for plan in plans] == [2, 2, 2, 1] and machine.scheduler.totals.num_preemptions == 1
     plan = plans[-1]
     rows = {request.row for request in machine.scheduler._tenancy.running}
     assert set(plan.rows.tolist()) == rows and {request.index for request in machine.scheduler._tenancy.running} == {1}
@@ -178,8 +178,8 @@ def test_a_prompt_starts_only_when_all_of_it_fits_also_beside_prompts_that_are_h
         machine.step()
         assert machine.scheduler.kv.pool.num_used == held and machine.scheduler.waiting() == {"capacity": 1}
     machine.run().check_no_leak()
-    assert machine.scheduler.num_preemptions == 0
-    assert machine.scheduler.prefix_queries == 32 + 20, "each counts once, however often it was tried"
+    assert machine.scheduler.totals.num_preemptions == 0
+    assert machine.scheduler.totals.prefix_queries == 32 + 20, "each counts once, however often it was tried"
 
 
 @pytest.mark.req("SCH-09", "PC-20", "PC-12", "OB-05")
@@ -188,7 +188,7 @@ def test_hits_are_counted_once_a_request_in_tokens():
     prompt = list(range(20))
     machine.add(make_request(0, prompt, 2), make_request(1, prompt, 2))
     machine.run()
-    assert (machine.scheduler.prefix_queries, machine.scheduler.prefix_hits) == (40, 16)
+    assert (machine.scheduler.totals.prefix_queries, machine.scheduler.totals.prefix_hits) == (40, 16)
     assert machine.cached_tokens == {0: 0, 1: 16}
     assert [plan.num_new_tokens.tolist() for plan in machine.plans] == [[16], [4], [1], [4], [1]]
 
@@ -358,6 +358,6 @@ def test_a_cache_too_small_for_what_comes_round_shows_in_its_counters():
         for index in range(40):
             machine.add(make_request(index, [index % 8] * 20, max_tokens=1))
         machine.run()
-        assert machine.scheduler.prefix_queries == 40 * 20
-        hits[num_blocks] = machine.scheduler.prefix_hits
+        assert machine.scheduler.totals.prefix_queries == 40 * 20
+        hits[num_blocks] = machine.scheduler.totals.prefix_hits
     assert hits == {100: 32 * 16, 30: 0}

@@ -91,7 +91,7 @@ def test_drafts_push_nobody_out():
     plain = Machine(make_config(num_blocks=19, block_size=4, max_model_len=40, caching=False))
     plain.add(make_request(0, [1] * 8, 30), make_request(1, [2] * 8, 30))
     plain.run()
-    assert machine.scheduler.num_preemptions <= plain.scheduler.num_preemptions and machine.streams == plain.streams
+    assert machine.scheduler.totals.num_preemptions <= plain.scheduler.totals.num_preemptions and machine.streams == plain.streams
     assert len(machine.plans) < len(plain.plans) / 2
 
 

@@ -47,7 +47,7 @@ def test_a_noisy_tenant_and_a_quiet_one_have_the_same_while_both_wait(depth):
     for _ in range(10):
         market.ask("quiet", [2] * 12, 10)
         market.ask("other", [3] * 4, 14)
-    while market.scheduler._book.waiting.tenants >= {"noisy", "quiet", "other"}:
+    while market.scheduler._book._waiting.tenants >= {"noisy", "quiet", "other"}:
         market.step()
     shares = served(market)
     assert jain(list(shares.values())) > 0.97, shares
@@ -125,13 +125,13 @@ def test_the_difference_between_tenants_that_wait_is_bounded(wanted, max_num_seq
         make_config(num_blocks=200, max_num_seqs=max_num_seqs, budget=16, depth=depth, caching=False, weights=weights)
     )
     bound = 2 * (20 + OUTPUT_COST * 16) * max_num_seqs / min([1.0, *weights.values()])
-    counters = market.scheduler._book.counters
+    counters = market.scheduler._book._counters
     for step in range(400):
         for tenant, length, max_tokens, arrives in wanted:
             if arrives == step:
                 market.ask(tenant, [ord(tenant)] * length, max_tokens)
         market.step()
-        waiting = [counters[tenant] for tenant in market.scheduler._book.waiting.tenants]
+        waiting = [counters[tenant] for tenant in market.scheduler._book._waiting.tenants]
         if waiting:
             assert max(waiting) - min(waiting) <= bound
         if step > 40 and not market.scheduler.indexes():
@@ -146,8 +146,8 @@ def test_a_preemption_is_not_charged():
     machine = Machine(make_config(num_blocks=13, max_model_len=48, budget=64, caching=False))
     machine.add(*[make_request(index, [index] * 12, 12, tenant="t") for index in range(3)])
     machine.run()
-    assert machine.scheduler.num_preemptions > 0
-    assert machine.scheduler._book.counters["t"] == 3 * (12 + OUTPUT_COST * 12)
+    assert machine.scheduler.totals.num_preemptions > 0
+    assert machine.scheduler._book._counters["t"] == 3 * (12 + OUTPUT_COST * 12)
 
 
 def test_tenants_are_forgotten_when_it_makes_no_difference(monkeypatch):

@@ -121,7 +121,7 @@ def test_a_preemption_in_flight_samples_the_lost_token_again():
         for index in range(3):
             bench.core.handle(make_request(index, [index] * 12, 12))
         streams.append(bench.run().streams)
-        assert bench.core.scheduler.num_preemptions
+        assert bench.core.scheduler.totals.num_preemptions
     assert streams[0] == streams[1] == streams[2] == {index: reference([index] * 12, 12) for index in range(3)}
 
 
@@ -205,7 +205,7 @@ def test_plans_name_rows_once_and_drop_preempted_ones_before_they_are_taken_agai
             owners[admission.row] = int(admission.token_ids[0])
         assert set(plan.rows.tolist()) <= set(owners) and len(set(plan.rows.tolist())) == len(plan.rows)
         assert plan.num_new_tokens.sum() <= 64
-    assert machine.scheduler.num_preemptions and released == machine.scheduler.num_preemptions + 3 - len(owners)
+    assert machine.scheduler.totals.num_preemptions and released == machine.scheduler.totals.num_preemptions + 3 - len(owners)
 
 
 def test_a_core_whose_requests_all_wait_for_reasons_of_their_own_goes_on():

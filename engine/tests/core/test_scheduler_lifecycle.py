@@ -24,7 +24,7 @@ def test_every_turn_of_a_request_is_told_once_in_order_with_its_time():
     assert (QUEUED, SCHEDULED, PREEMPTED) == (1, 2, 3)
     assert machine.lifecycle[0] == [(QUEUED, 0.0), (SCHEDULED, 1.0)]
     turns = [event for event, _ in machine.lifecycle[2]]
-    assert turns == [QUEUED, SCHEDULED, *[PREEMPTED, SCHEDULED] * machine.scheduler.num_preemptions]
+    assert turns == [QUEUED, SCHEDULED, *[PREEMPTED, SCHEDULED] * machine.scheduler.totals.num_preemptions]
     times = [time for _, time in machine.lifecycle[2]]
     assert all(before < after for before, after in pairwise(times))
 
@@ -88,5 +88,5 @@ def test_a_preempted_request_has_one_first_token():
     machine = Machine(make_config(num_blocks=13, max_model_len=48, budget=64))
     machine.add(*[msgspec.structs.replace(make_request(index, [index] * 12, 12), arrival_time=0.0) for index in range(3)])
     machine.run()
-    assert machine.scheduler.num_preemptions
+    assert machine.scheduler.totals.num_preemptions
     assert [machine.ended[f"r{index}"].ttft_s for index in range(3)] == [1.0, 1.0, 1.0]

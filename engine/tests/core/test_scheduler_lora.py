@@ -73,7 +73,7 @@ def test_whoever_has_an_adapter_and_no_room_waits_for_room():
     made.step()
     assert made.scheduler.waiting() == {"capacity": 2}
     made.run().check_no_leak()
-    waits = {reason: buckets.total for reason, buckets in made.scheduler.waits.buckets().items()}
+    waits = {reason: buckets.total for reason, buckets in made.scheduler.totals.waits.buckets().items()}
     assert 0 < waits["lora"] <= 2 * read_at < waits["capacity"]
 
 
@@ -164,7 +164,7 @@ def test_a_preempted_request_goes_on_though_its_adapter_yields():
         made.ask(index, [index] * 12, tokens, "a")
     made.step()
     made.ask(8, [8] * 4, 2, "b")
-    while not made.scheduler.num_preemptions:
+    while not made.scheduler.totals.num_preemptions:
         made.step()
     (preempted,) = {0, 1, 2} - {request.index for request in made.scheduler._tenancy.running}
     made.ask(9, [9] * 4, 2, "a")
@@ -385,8 +385,8 @@ def test_a_random_life_leaves_no_trace_and_every_answer_is_right(seed):
         elif action < 0.09 and name in uris:
             made.control.unload(UnloadAdapter(name))
             del uris[name]
-        elif action < 0.13 and made.scheduler._book.live:
-            index = pick.choice(list(made.scheduler._book.live))
+        elif action < 0.13 and made.scheduler._book._live:
+            index = pick.choice(list(made.scheduler._book._live))
             made.abort(index)
             expected.pop(index, None)
         elif action < 0.5:

@@ -81,7 +81,7 @@ def test_time_in_the_queue_is_told_by_what_was_waited_for():
     machine.scheduler.extend(ExtendPrompt(3, [4], last=True), machine.now)
     blocks.indexes.clear()
     machine.run().check_no_leak()
-    found = machine.scheduler.waits.buckets()
+    found = machine.scheduler.totals.waits.buckets()
     assert {reason: sum(buckets.counts) for reason, buckets in found.items()} == {
         "capacity": 4,
         "grammar": 1,
@@ -110,7 +110,7 @@ def test_whoever_is_parked_has_a_status_runs_later_and_can_be_aborted(reason, st
     machine.add(make_request(0, [5, 6], 3), make_request(1, [7], 3))
     for index in (0, 1):
         machine.scheduler.park(index, reason, machine.now)
-        assert machine.scheduler._book.live[index].status is status
+        assert machine.scheduler._book._live[index].status is status
     assert machine.step() is None and not machine.scheduler.has_work
     machine.abort(1)
     machine.scheduler.unpark(0, machine.now)
@@ -134,13 +134,13 @@ def test_only_what_waits_can_be_parked():
 def test_a_preempted_request_can_be_parked_and_loses_nothing():
     machine = Machine(make_config(num_blocks=13, max_model_len=48, budget=64))
     machine.add(*[make_request(index, [index] * 12, 12) for index in range(3)])
-    while not machine.scheduler.num_preemptions:
+    while not machine.scheduler.totals.num_preemptions:
         machine.step()
     machine.scheduler.park(2, "remote_kv", machine.now)
     while machine.scheduler.num_running:
         machine.step()
     machine.scheduler.unpark(2, machine.now)
-    assert machine.scheduler._book.live[2].status is RequestStatus.PREEMPTED
+    assert machine.scheduler._book._live[2].status is RequestStatus.PREEMPTED
     machine.run().check_no_leak()
     assert machine.streams[2] == reference([2] * 12, 12)
 
@@ -173,7 +173,7 @@ def test_a_prompt_may_come_in_parts(caching):
     machine.add(make_request(0, [1, 2, 3], 5, complete=False), make_request(1, [9], 2))
     machine.step()
     assert admitted(machine) == [1] and machine.scheduler.waiting() == {"streaming": 1}
-    assert machine.scheduler._book.live[0].status is RequestStatus.WAITING_FOR_STREAMING_REQ
+    assert machine.scheduler._book._live[0].status is RequestStatus.WAITING_FOR_STREAMING_REQ
     machine.scheduler.extend(ExtendPrompt(0, [4, 5, 6, 7], last=False), machine.now)
     machine.step()
     machine.scheduler.extend(ExtendPrompt(0, [8], last=True), machine.now)
@@ -249,7 +249,7 @@ def test_a_full_queue_sends_away_the_tenant_with_the_most_in_it():
     }
     machine.add(make_request(8, [1], 2, tenant="quiet"))
     assert machine.finished[8].code == TENANT_QUEUE_FULL, "they have as many each"
-    machine.scheduler._book.counters._weights = {"quiet": 3.0}
+    machine.scheduler._book._counters._weights = {"quiet": 3.0}
     machine.add(make_request(9, [1], 2, tenant="quiet"))
     assert machine.finished[2].code == TENANT_QUEUE_FULL and 9 not in machine.finished
 
@@ -304,5 +304,5 @@ def test_a_preemption_does_not_forget_what_was_repeated(monkeypatch):
     guard = RepetitionDetection(max_pattern_size=3, min_count=4)
     machine.add(*[make_request(index, [20 + index] * 12, 24, repetition=guard if index == 2 else None) for index in range(3)])
     machine.run().check_no_leak()
-    assert machine.scheduler.num_preemptions and machine.finished[2].reason is FinishReason.REPETITION
+    assert machine.scheduler.totals.num_preemptions and machine.finished[2].reason is FinishReason.REPETITION
     assert len(machine.streams[2]) == 12

@@ -54,7 +54,7 @@ def test_every_state_can_be_rebuilt_from_the_recorded_stream():
         assert waiting == sum(core.scheduler.waiting().values())
         if not core.has_work:
             break
-    assert core.scheduler.num_preemptions > 0 and len(replica.ended) == 12
+    assert core.scheduler.totals.num_preemptions > 0 and len(replica.ended) == 12
     assert replica.ended.pop(1) == replica.ended.pop(9) == FinishReason.ABORT
     for index, reason in replica.ended.items():
         assert reason is FinishReason.LENGTH and replica.tokens[index] == reference(prompts[index], 14)

@@ -86,7 +86,7 @@ def test_a_crowd_changes_no_bit(path: Path, alone: dict[int, bytes], build_runne
     scheduler = engine.core.scheduler
     assert scheduler.num_running == 0 and not scheduler.has_work
     # Only the last token's hidden state can do without those before it.
-    assert (scheduler.prefix_hits > 0) == path.name.startswith("last")
+    assert (scheduler.totals.prefix_hits > 0) == path.name.startswith("last")
 
     again = engine.run([msgspec.structs.replace(one, index=one.index + 10) for one in requests()])
     assert {index - 10: vector for index, vector in again.items() if index >= 10} == alone
@@ -101,7 +101,7 @@ def test_whoever_is_preempted_amid_its_prompt_ends_with_the_same_bits(
     for _ in range(4):
         engine.step()
         engine.core.scheduler.preempt_all(0.0)
-    assert engine.core.scheduler.num_preemptions > 0 and engine.core.scheduler.preempted_tokens > 48
+    assert engine.core.scheduler.totals.num_preemptions > 0 and engine.core.scheduler.totals.preempted_tokens > 48
     while engine.core.has_work:
         engine.step()
     assert engine.vectors == alone

@@ -266,11 +266,11 @@ class EngineCore:
         return CoreStats(
             report=report,
             steps=self.num_steps,
-            preemptions=scheduler.num_preemptions,
-            prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
-            preempted_tokens=scheduler.preempted_tokens,
-            resumed_cached_tokens=scheduler.resumed_cached_tokens,
+            preemptions=scheduler.totals.num_preemptions,
+            prefix_queries=scheduler.totals.prefix_queries,
+            prefix_hits=scheduler.totals.prefix_hits,
+            preempted_tokens=scheduler.totals.preempted_tokens,
+            resumed_cached_tokens=scheduler.totals.resumed_cached_tokens,
             step=self._step_meter.stats(),
             paused=self._controls.paused,
             asleep=self._controls.asleep,
@@ -278,7 +278,7 @@ class EngineCore:
             lora_reads=lora.num_reads,
             graphs=self._graphs,
             command=self.next_command,
-            waits=scheduler.waits.buckets(),
+            waits=scheduler.totals.waits.buckets(),
             grammars=self._grammars.stats(),
         )
 

@@ -200,7 +200,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
         return len(self.not_finite)
 
 
-def ints(array: Int32) -> list[int]:
+def ints(array: Int32 | Int64) -> list[int]:
     """The elements as Python's integers."""
     return cast("list[int]", array.tolist())
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.engine.core.plan import Bool, Int32, StepPlan
+from penstock.engine.core.plan import Bool, Int32, Int64, StepPlan
 
 
 class RowTable:
@@ -56,14 +56,16 @@ class RowTable:
             self.num_prompt_tokens[row] = admission.num_prompt_tokens
             self.num_tokens[row] = count
             self.num_computed[row] = self.num_settled[row] = admission.num_computed_tokens
-        for group, (rows, blocks) in enumerate(zip(plan.append_rows, plan.append_blocks, strict=True)):
+        grown = [_indexes(rows) for rows in plan.append_rows]
+        for group, (rows, blocks) in enumerate(zip(grown, plan.append_blocks, strict=True)):
             self._append(group, rows, blocks)
-        for rows in plan.append_rows:
+        for rows in grown:
             if len(rows):
                 self.room[rows] = self._held(rows)
-        starts = self.num_computed[plan.rows]
-        self.num_computed[plan.rows] = starts + plan.num_new_tokens
-        self.num_tokens[plan.rows] += plan.samples + plan.num_drafts if len(plan.num_drafts) else plan.samples
+        rows = _indexes(plan.rows)
+        starts = self.num_computed[rows]
+        self.num_computed[rows] = starts + plan.num_new_tokens
+        self.num_tokens[rows] += plan.samples + plan.num_drafts if len(plan.num_drafts) else plan.samples
         return starts
 
     def settle(self, plan: StepPlan, counts: Int32, live: Bool | None = None) -> tuple[Int32, Int32]:
@@ -78,7 +80,7 @@ class RowTable:
             [r] each: the position of the first token that ran, and the one after the last that was accepted, which is where the
             newest sampled token belongs. Of no meaning where the row is not `live`.
         """
-        rows = plan.rows
+        rows = _indexes(plan.rows)
         starts = self.num_settled[rows]
         ends = starts + plan.num_new_tokens
         rejected = None
@@ -97,23 +99,23 @@ class RowTable:
 
     def reject(self, plan: StepPlan, counts: Int32) -> None:
         """`settle` for a table to which no plan is applied before the last one is settled."""
-        self._take_back(plan.rows, _rejected(plan, counts))
+        self._take_back(_indexes(plan.rows), _rejected(plan, counts))
 
-    def _take_back(self, rows: Int32, rejected: Int32) -> None:
+    def _take_back(self, rows: Int64, rejected: Int32) -> None:
         self.num_tokens[rows] -= rejected
         self.num_computed[rows] -= rejected
 
-    def write_sampled(self, rows: Int32, positions: Int32, token_ids: Int32) -> None:
+    def write_sampled(self, rows: Int32 | Int64, positions: Int32, token_ids: Int32) -> None:
         """Fills in sampled tokens, [m] each; the rows must still belong to the requests that sampled them."""
         self.token_ids[rows, positions] = token_ids
 
-    def write_tokens(self, rows: Int32, firsts: Int32, token_ids: Int32, counts: Int32) -> None:
+    def write_tokens(self, rows: Int32 | Int64, firsts: Int32, token_ids: Int32, counts: Int32) -> None:
         """The same of several tokens a row: the first `counts`, [m], of `token_ids`, [m, w], from the positions `firsts` on."""
         if token_ids.shape[1] == 1:
             self.write_sampled(rows, firsts, token_ids[:, 0])
             return
         positions = firsts[:, None] + np.arange(token_ids.shape[1], dtype=np.int32)
-        self.write_sampled(np.repeat(rows, counts), first_of(positions, counts), first_of(token_ids, counts))
+        self.write_sampled(np.repeat(_indexes(rows), counts), first_of(positions, counts), first_of(token_ids, counts))
 
     def _release(self, rows: Int32) -> None:
         if not len(rows):
@@ -128,7 +130,7 @@ class RowTable:
             table[rows] = 0
             num_blocks[rows] = 0
 
-    def _held(self, rows: Int32) -> Int32:
+    def _held(self, rows: Int64) -> Int32:
         held = self.num_blocks[0][rows] * self.block_sizes[0]
         for num_blocks, size in zip(self.num_blocks[1:], self.block_sizes[1:], strict=True):
             np.minimum(held, num_blocks[rows] * size, out=held)
@@ -138,7 +140,7 @@ class RowTable:
         """Where in their rows' tables the blocks are that the plan applied last has appended: [a], `rows` being its own."""
         return self.num_blocks[group][rows] - 1 - ranks(rows[::-1])[::-1]
 
-    def _append(self, group: int, rows: Int32, blocks: Int32) -> None:
+    def _append(self, group: int, rows: Int64, blocks: Int32) -> None:
         if not len(rows):
             return
         num_blocks = self.num_blocks[group]
@@ -150,6 +152,11 @@ class RowTable:
             places += ranks(rows)
             np.add.at(num_blocks, rows, 1)
         self.block_tables[group][rows, places] = blocks
+
+
+def _indexes(rows: Int32 | Int64) -> Int64:
+    """The same in the type that numpy indexes with: it converts any other one each time, at several times the cost."""
+    return rows.astype(np.int64)
 
 
 def _rejected(plan: StepPlan, counts: Int32) -> Int32:
@@ -165,7 +172,7 @@ def first_of(values: Int32, counts: Int32) -> Int32:
     return values[np.less(columns, counts[:, None])]
 
 
-def ranks(rows: Int32) -> Int32:
+def ranks(rows: Int32 | Int64) -> Int32:
     """How often each row comes before, [a]."""
     order = np.argsort(rows, kind="stable")
     by_row, which = rows[order], np.arange(len(rows), dtype=np.int32)

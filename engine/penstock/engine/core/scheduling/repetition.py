@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.engine.core.plan import Bool, Int32
+from penstock.engine.core.plan import Bool, Int32, Int64
 from penstock.engine.sampling import MAX_REPETITION_PATTERN, SamplingParams
 
 _NEVER = np.iinfo(np.int32).max
@@ -44,7 +44,7 @@ class RepetitionGuard:
             differs = np.flatnonzero(output[length:] != output[:-length])
             self._runs[row, length - 1] = len(output) - length - (differs[-1] + 1 if len(differs) else 0)
 
-    def trips(self, rows: Int32, positions: Int32, token_ids: Int32) -> Bool:
+    def trips(self, rows: Int64, positions: Int32, token_ids: Int32) -> Bool:
         """[m]: which rows have said a pattern as often as their requests allow.
 
         Args:
@@ -54,7 +54,7 @@ class RepetitionGuard:
         """
         tripped = np.zeros(len(rows), np.bool_)
         asked = self._asked[rows]
-        if asked.any():
+        if np.count_nonzero(asked):
             guarded, newest = rows[asked], positions[asked]
             back = newest[:, None] - _LENGTHS
             same = token_ids[guarded[:, None], np.maximum(back, 0)] == token_ids[guarded, newest][:, None]

@@ -2,19 +2,25 @@
 
 from collections.abc import Iterable
 
+import numpy as np
+
+from penstock.api.events import RequestFinished
 from penstock.api.load_report import WaitingReason
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.config import SchedulerConfig
+from penstock.engine.core.plan import Int32, Int64
+from penstock.engine.core.row_table import RowTable
 from penstock.engine.core.scheduling.deadlines import Deadlines
 from penstock.engine.core.scheduling.guides import Guide
 from penstock.engine.core.scheduling.journal import Journal
 from penstock.engine.core.scheduling.lora.adapter import Adapter
-from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
 from penstock.engine.core.scheduling.lora.adapters import Adapters
+from penstock.engine.core.scheduling.outputs import RequestOutputs, Tokens
 from penstock.engine.core.scheduling.pause import Closed
 from penstock.engine.core.scheduling.request import Request, RequestStatus
 from penstock.engine.core.scheduling.tenancy import Tenancy
 from penstock.engine.core.scheduling.token_counters import TokenCounters
+from penstock.engine.core.scheduling.totals import Totals
 from penstock.engine.core.scheduling.waiting_room import WaitingRoom
 from penstock.engine.messages import (
     ADAPTER_FAILED,
@@ -28,6 +34,9 @@ from penstock.engine.messages import (
     Finished,
     FinishReason,
     LifecycleEvent,
+    Logprobs,
+    Pooled,
+    PromptLogprobs,
 )
 from penstock.prompt.hashing import BlockHasher
 
@@ -40,57 +49,77 @@ _ERRORS = {
 
 
 class RequestBook:
-    """Who waits, who runs, and how requests come and go.
+    """Each thing that can happen to a request is a verb, which keeps all that is known of requests consistent.
 
     Args:
         config: Limits of the queue.
-        max_model_len: Tokens of prompt and output together.
+        table: The running requests' tokens and progress.
         longest_prompt: Tokens of a prompt at most.
+        max_model_len: Tokens of prompt and output together.
         kv: Holds the running requests' blocks.
         hasher: Names them.
-        table: Where adapters are.
+        tenancy: Who has which row.
+        waiting: Who has none.
+        counters: What each tenant has had.
+        adapters: What requests can ask for.
+        totals: What is counted.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
-        max_model_len: int,
+        table: RowTable,
         longest_prompt: int,
+        max_model_len: int,
         kv: KVCacheManager,
         hasher: BlockHasher,
-        table: AdapterTable,
+        tenancy: Tenancy,
+        waiting: WaitingRoom,
+        counters: TokenCounters,
+        adapters: Adapters,
+        totals: Totals,
     ) -> None:
-        self.live: dict[int, Request] = {}
-        self.adapters = Adapters(table, self.live, kv)
-        self.counters = TokenCounters(config.tenant_weights)
-        self.waiting = WaitingRoom(self.counters)
-        self.tenancy = Tenancy(config.max_num_seqs, max_model_len)
-        self.journal = Journal()
         self._policy = config.policy
         self._max_num_waiting = config.max_num_waiting
-        self._max_model_len = max_model_len
+        self._table = table
         self._longest_prompt = longest_prompt
+        self._max_model_len = max_model_len
         self._kv = kv
         self._hasher = hasher
+        self._tenancy = tenancy
+        self._waiting = waiting
+        self._counters = counters
+        self._adapters = adapters
+        self._totals = totals
+        self._live: dict[int, Request] = {}
+        self._journal = Journal()
         self._deadlines = Deadlines()
         self._released: list[int] = []
         self._ordinal = 0
+
+    def indexes(self) -> list[int]:
+        """Of all live requests, in the order in which they came."""
+        return list(self._live)
+
+    def is_waiting(self, index: int) -> bool:
+        """Whether the request is live and has not begun."""
+        return (request := self._live.get(index)) is not None and not request.has_started
 
     # --- arrival ---
 
     def add(self, message: AddRequest, now: float, closed: Closed | None) -> None:
         """See `Scheduler.add`."""
-        if message.index in self.live:
+        if message.index in self._live:
             raise ValueError(f"request {message.index} is there already")
         self._ordinal += 1
-        adapter = self.adapters.serving(message.lora_id)
+        adapter = self._adapters.serving(message.lora_id)
         request = Request(message, self._ordinal, adapter, now)
         if adapter is not None:
-            self.adapters.table.joined(adapter)
-        if self.counters.is_crowded:
-            self.counters.prune(self.waiting.tenants, {other.tenant for other in self.live.values()})
-        self.live[request.index] = request
-        self.waiting.push(request, now)
+            self._adapters.joined(request)
+        if self._counters.is_crowded:
+            self._counters.prune(self._waiting.tenants, {other.tenant for other in self._live.values()})
+        self._live[request.index] = request
+        self._waiting.push(request, now)
         if closed is not None:
             self.finish(request, FinishReason.ERROR, error=closed.error, code=closed.code)
         elif message.lora_id and adapter is None:
@@ -100,13 +129,13 @@ class RequestBook:
         if request.status.is_finished:
             return
         self._deadlines.add(request)
-        self.journal.note(request, LifecycleEvent.QUEUED, now)
+        self._journal.note(request, LifecycleEvent.QUEUED, now)
         if not message.input_complete:
-            self.waiting.park(request, "streaming", now)
+            self._waiting.park(request, "streaming", now)
 
     def extend(self, message: ExtendPrompt, now: float) -> None:
         """See `Scheduler.extend`."""
-        request = self.live.get(message.index)
+        request = self._live.get(message.index)
         if request is None:
             return
         if request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
@@ -118,22 +147,22 @@ class RequestBook:
 
     def park(self, index: int, reason: WaitingReason, now: float) -> None:
         """See `Scheduler.park`."""
-        request = self.live[index]
+        request = self._live[index]
         if request.status is RequestStatus.RUNNING:
             raise KeyError(f"request {index} runs")
-        self.waiting.park(request, reason, now)
+        self._waiting.park(request, reason, now)
 
     def unpark(self, index: int, now: float) -> None:
         """See `Scheduler.unpark`."""
-        request = self.live.get(index)
-        if request is None or not self.waiting.is_parked(request):
+        request = self._live.get(index)
+        if request is None or not self._waiting.is_parked(request):
             return
         if request.has_started or self._accept_prompt(request):
-            self.waiting.unpark(request, now)
+            self._waiting.unpark(request, now)
 
     def guide(self, index: int, guide: Guide) -> None:
         """See `Scheduler.guide`."""
-        request = self.live[index]
+        request = self._live[index]
         if request.has_started:
             raise KeyError(f"request {index} has begun")
         request.guide = guide
@@ -156,16 +185,72 @@ class RequestBook:
 
     def _make_room(self, newcomer: Request) -> None:
         """Where more wait than may, one ends: of the tenant that has the most in the queue."""
-        if len(self.waiting) - len(self.tenancy.free_rows) > self._max_num_waiting:
-            code = TENANT_QUEUE_FULL if self.waiting.is_shared else QUEUE_FULL
-            self.finish(self.waiting.one_too_many(newcomer), FinishReason.ERROR, error=_ERRORS[code], code=code)
+        if len(self._waiting) - len(self._tenancy.free_rows) > self._max_num_waiting:
+            code = TENANT_QUEUE_FULL if self._waiting.is_shared else QUEUE_FULL
+            self.finish(self._waiting.one_too_many(newcomer), FinishReason.ERROR, error=_ERRORS[code], code=code)
+
+    # --- between waiting and running ---
+
+    def start(self, request: Request, num_cached_tokens: int, now: float) -> int:
+        """A waiting request gets a row, which is returned, for the first time or again after a preemption.
+
+        Args:
+            request: It.
+            num_cached_tokens: Of its tokens, those that the prefix cache supplies.
+            now: Unix time in seconds.
+        """
+        self._waiting.remove(request)
+        row = self._tenancy.move_in(request, self._counters.slot(request.tenant))
+        if request.has_started:
+            self._totals.resumed_cached_tokens += num_cached_tokens
+        else:
+            known = len(request.token_ids)
+            self._counters.charge_prompt(request.tenant, known - num_cached_tokens)
+            request.num_cached_tokens = num_cached_tokens
+            self._totals.prefix_queries += known
+            self._totals.prefix_hits += num_cached_tokens
+            self._journal.started(request)
+            request.wait_for("capacity", now)
+            self._totals.waits.started(request.waited)
+        self._journal.note(request, LifecycleEvent.SCHEDULED, now)
+        return row
+
+    def preempt(self, request: Request, now: float) -> None:
+        """Takes a running request's row and blocks; it keeps its tokens and computes them anew when there is room."""
+        row = request.row
+        self._totals.preempted_tokens += int(self._table.num_computed[row])
+        # A token in flight is not known here: it is sampled again, from the same counter of random numbers.
+        request.token_ids = self._table.token_ids[row, : self._tenancy.num_known[row]].tolist()
+        if self._kv.enable_prefix_caching:
+            request.extend_hashes(self._hasher, request.token_ids)
+        self._release(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        self._totals.num_preemptions += 1
+        self._journal.note(request, LifecycleEvent.PREEMPTED, now)
+        self._waiting.push(request, now)
+
+    def charge_outputs(self, rows: Int64, counts: Int32 | None) -> None:
+        """Counts generated tokens against the tenants whose requests have the rows.
+
+        Args:
+            rows: [m].
+            counts: [m]: tokens of each; None: one each.
+        """
+        slots = self._tenancy.slots[rows]
+        self._counters.charge_outputs(slots if counts is None else np.repeat(slots, counts))
+
+    def take_released(self) -> list[int]:
+        """Rows released since the last call, of which the next plan tells the runner."""
+        released, self._released = self._released, []
+        return released
 
     # --- the end ---
 
     def abort(self, indexes: Iterable[int]) -> None:
         """Ends requests in whatever state; unknown ones are ignored."""
         for index in indexes:
-            if request := self.live.get(index):
+            if request := self._live.get(index):
                 self.finish(request, FinishReason.ABORT)
 
     def expire(self, now: float) -> None:
@@ -174,14 +259,19 @@ class RequestBook:
             code = REQUEST_TIMEOUT if request.has_started else QUEUE_TIMEOUT
             self.finish(request, FinishReason.ERROR, error=_ERRORS[code], code=code)
 
+    def fail(self, index: int, error: str, code: str | None, param: str | None) -> None:
+        """See `Scheduler.fail`."""
+        if (request := self._live.get(index)) is not None:
+            self.finish(request, FinishReason.ERROR, error=error, code=code, param=param)
+
     def fail_adapter(self, adapter: Adapter, error: str) -> None:
         """Ends the requests that wait for an adapter that could not be read again."""
-        for request in [request for request in self.waiting if request.adapter is adapter]:
+        for request in [request for request in self._waiting if request.adapter is adapter]:
             self.finish(request, FinishReason.ERROR, error=error, code=ADAPTER_FAILED)
 
     def fail_all(self, error: str, code: str) -> None:
         """See `Scheduler.fail_all`."""
-        for request in list(self.live.values()):
+        for request in list(self._live.values()):
             self.finish(request, FinishReason.ERROR, error=error, code=code)
 
     def finish(
@@ -198,27 +288,38 @@ class RequestBook:
         """Ends a live request in whatever state, and gives back all that it holds."""
         num_tokens = len(request.token_ids)
         if request.status is RequestStatus.RUNNING:
-            num_tokens = int(self.tenancy.num_known[request.row])
-            self.release(request)
+            num_tokens = int(self._tenancy.num_known[request.row])
+            self._release(request)
         else:
-            self.waiting.remove(request)
-        del self.live[request.index]
+            self._waiting.remove(request)
+        del self._live[request.index]
         self._deadlines.remove(request)
         if request.adapter is not None:
-            self.adapters.table.left(request.adapter)
+            self._adapters.left(request)
         end = Finished(request.index, reason, stop_token_id, error, code, param, stop_reason)
-        self.journal.ended(request, end, num_tokens)
+        self._journal.ended(request, end, num_tokens)
 
-    def release(self, request: Request) -> None:
+    def _release(self, request: Request) -> None:
         """Takes a running request's row and blocks; the next plan tells the runner."""
         if request.adapter is not None:
-            self.adapters.note_blocks(request)
-            self.adapters.table.move_out(request.adapter)
+            self._adapters.note_blocks(request)
+            self._adapters.table.move_out(request.adapter)
         self._kv.free(request)
         self._released.append(request.row)
-        self.tenancy.move_out(request)
+        self._tenancy.move_out(request)
 
-    def take_released(self) -> list[int]:
-        """Rows released since the last call."""
-        released, self._released = self._released, []
-        return released
+    # --- what there is to tell ---
+
+    def take_outputs(
+        self,
+        tokens: Tokens | None = None,
+        logprobs: Logprobs | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
+        pooled: Pooled | None = None,
+    ) -> RequestOutputs:
+        """What has happened since the last call, with a step's tokens if there are any."""
+        return self._journal.take(tokens, logprobs, prompt_logprobs, pooled)
+
+    def take_ended(self) -> list[RequestFinished]:
+        """Ends for the event stream, since the last call."""
+        return self._journal.take_events()

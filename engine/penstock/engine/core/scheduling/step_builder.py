@@ -2,22 +2,24 @@
 
 import numpy as np
 
-from penstock.engine.core.plan import NONE, Admission, Int32, SlotLoad, StepPlan, empty, ints
+from penstock.engine.config import SchedulerConfig
+from penstock.engine.core.plan import NONE, Admission, Int32, Int64, SlotLoad, StepPlan, ints
 
 
 class StepBuilder:
     """Grants under one token budget.
 
     Args:
-        token_budget: Tokens of the step at most.
+        config: Limits of a step.
         now: When it is planned, Unix time in seconds.
     """
 
-    def __init__(self, token_budget: int, now: float) -> None:
+    def __init__(self, config: SchedulerConfig, now: float) -> None:
         self.now = now
-        self.token_budget = token_budget
+        self.token_budget = config.max_num_batched_tokens
         """Tokens left."""
-        self.decodes: Int32 = empty()
+        self._longest_chunk = config.long_prefill_token_threshold or self.token_budget
+        self.decodes: Int64 = np.empty(0, np.int64)
         """[d]: rows that run their last known token and sample."""
         self.num_drafts: Int32 | None = None
         """[d]: drafts that these rows have verified; None: no row has any."""
@@ -40,7 +42,7 @@ class StepBuilder:
         """Whether no row runs."""
         return not len(self.decodes) and not self.chunks
 
-    def grant_decodes(self, rows: Int32, num_drafts: Int32 | None = None) -> None:
+    def grant_decodes(self, rows: Int64, num_drafts: Int32 | None = None) -> None:
         """One token for each of the rows as far as the budget goes, then their drafts as far as the rest goes.
 
         Args:
@@ -54,6 +56,10 @@ class StepBuilder:
             granted = np.clip(self.token_budget - (np.cumsum(wanted) - wanted), 0, wanted).astype(np.int32)
             self.num_drafts = granted
             self.token_budget -= int(granted.sum())
+
+    def chunk(self, gap: int) -> int:
+        """Tokens that the next chunk may have, of a row that lacks `gap`."""
+        return min(gap, self.token_budget, self._longest_chunk)
 
     def grant_chunk(self, row: int, count: int, *, samples: bool) -> None:
         """`count` tokens for the row."""
@@ -86,7 +92,7 @@ class StepBuilder:
     def build(self, step_id: int, released: list[int], num_groups: int) -> StepPlan:
         """The plan: decodes first, then chunks, running ones before new ones."""
         decodes, count = len(self.decodes), len(self.decodes) + len(self.chunks)
-        rows, num_new_tokens, samples = self.decodes, np.ones(count, np.int32), np.ones(count, np.bool_)
+        rows, num_new_tokens, samples = self.decodes.astype(np.int32), np.ones(count, np.int32), np.ones(count, np.bool_)
         if self.chunks:
             rows = np.concatenate((rows, np.fromiter(self.chunks, np.int32, len(self.chunks))))
         for at, (tokens, reaches_end) in enumerate(self.chunks.values(), decodes):

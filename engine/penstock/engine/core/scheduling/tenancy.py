@@ -61,13 +61,13 @@ class Tenancy:
         # Rows are the second axis, and gathered by `take`: a reduction over the first one is several times faster.
         self._stop_ids: Int32 = np.full((4, max_num_seqs), _NO_TOKEN, np.int32)
         self._repetition = RepetitionGuard(max_num_seqs)
-        self._rows: Int32 | None = None
+        self._rows: Int64 | None = None
         self._last_tenancy = NOBODY
 
-    def rows(self) -> Int32:
+    def rows(self) -> Int64:
         """[n]: rows of running requests in the order in which they are served."""
         if self._rows is None:
-            self._rows = np.fromiter((request.row for request in self.running), np.int32, len(self.running))
+            self._rows = np.fromiter((request.row for request in self.running), np.int64, len(self.running))
         return self._rows
 
     def move_in(self, request: Request, slot: int) -> int:
@@ -103,13 +103,13 @@ class Tenancy:
         del self.running[bisect_left(self.running, request.key, key=order)]
         self._rows = None
 
-    def begun(self, rows: Int32, positions: Int32) -> list[Request]:
+    def begun(self, rows: Int64, positions: Int32) -> list[Request]:
         """Requests among `rows` [m] whose newest tokens, at `positions` [m], are their first."""
         first = [self.requests[row] for row in ints(rows[positions == self.num_prompt[rows]])]
         return [request for request in first if request is not None]
 
     def take(
-        self, rows: Int32, firsts: Int32, token_ids: Int32, counts: Int32, all_token_ids: Int32
+        self, rows: Int64, firsts: Int32, token_ids: Int32, counts: Int32, all_token_ids: Int32
     ) -> tuple[Int32, list[Ending]]:
         """Takes in new tokens, up to the first of each row that ends its request.
 
@@ -140,9 +140,9 @@ class Tenancy:
                 kept[index if of is None else of[index]] = column + 1
         return kept, found
 
-    def _endings(self, rows: Int32, positions: Int32, tokens: Int32, all_token_ids: Int32) -> list[tuple[int, Ending]]:
+    def _endings(self, rows: Int64, positions: Int32, tokens: Int32, all_token_ids: Int32) -> list[tuple[int, Ending]]:
         """Which of the rows these tokens end."""
-        stopped: Bool = (self._stop_ids.take(rows, axis=1) == tokens).any(axis=0)
+        stopped: Bool = np.logical_or.reduce(self._stop_ids.take(rows, axis=1) == tokens, axis=0)
         capped: Bool = positions + 1 >= self.limits[rows]
         repeats = self._repetition.trips(rows, positions, all_token_ids)
         ended = stopped | capped | repeats
@@ -164,7 +164,7 @@ class Tenancy:
             found.append((at, ending))
         return found
 
-    def _guided(self, rows: Int32, tokens: Int32, stopped: Bool) -> dict[int, str | None]:
+    def _guided(self, rows: Int64, tokens: Int32, stopped: Bool) -> dict[int, str | None]:
         """Which of the rows' guides end their requests with these tokens, and which of them by an error."""
         found: dict[int, str | None] = {}
         for at in (~stopped).nonzero()[0].tolist():

@@ -1,7 +1,5 @@
 """Adapters by name: what requests can ask for, and what becomes of the cache and of requests when that changes."""
 
-from collections.abc import Mapping
-
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.core.scheduling.lora.adapter import Adapter
 from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
@@ -14,14 +12,14 @@ class Adapters:
 
     Args:
         table: Where they are.
-        live: The requests, by index.
-        kv: Their cache.
+        kv: The cache of their requests.
     """
 
-    def __init__(self, table: AdapterTable, live: Mapping[int, Request], kv: KVCacheManager) -> None:
+    def __init__(self, table: AdapterTable, kv: KVCacheManager) -> None:
         self.table = table
-        self._live = live
         self._kv = kv
+        self._requests: dict[int, Request] = {}
+        """Live ones with an adapter, by index."""
         self._named: dict[str, Adapter] = {}
         self._replaced: dict[int, str] = {}
         """Names of those in whose place others have come."""
@@ -71,12 +69,24 @@ class Adapters:
         """Unloads an adapter: its requests go on to their end, and what the cache holds of it is forgotten, since another one may
         come under its name. Raises `KeyError` where there is none."""
         adapter = self._named.pop(name)
-        mine = [request for request in self._live.values() if request.adapter is adapter]
+        mine = [request for request in self._requests.values() if request.adapter is adapter]
         for request in mine:
             adapter.published.update(request.block_hashes)
             request.rename_chain(f"{name}\0{adapter.info.lora_id}")
         self._forget_blocks(adapter)
         self.table.retire(adapter)
+
+    def joined(self, request: Request) -> None:
+        """A request with an adapter has come."""
+        assert request.adapter is not None
+        self._requests[request.index] = request
+        self.table.joined(request.adapter)
+
+    def left(self, request: Request) -> None:
+        """It has ended."""
+        assert request.adapter is not None
+        del self._requests[request.index]
+        self.table.left(request.adapter)
 
     def note_weights(self, adapter: Adapter, digests: tuple[bytes, ...]) -> bool:
         """Takes in what has been read of an adapter that nothing runs with; False: it is not what was read before. What the cache

@@ -1,0 +1,112 @@
+"""What running requests get of a step: decodes as one array operation, then chunks of prompts, and the blocks that both need."""
+
+import numpy as np
+
+from penstock.engine.cache.kv_manager import KVCacheManager
+from penstock.engine.config import SchedulerConfig
+from penstock.engine.core.plan import Int64, ints
+from penstock.engine.core.row_table import RowTable
+from penstock.engine.core.scheduling.in_flight import InFlight
+from penstock.engine.core.scheduling.request import Request
+from penstock.engine.core.scheduling.request_book import RequestBook
+from penstock.engine.core.scheduling.step_builder import StepBuilder
+from penstock.engine.core.scheduling.tenancy import Tenancy
+
+
+class Grants:
+    """Grants tokens to rows, and takes rows from the requests served last where blocks are short.
+
+    Args:
+        config: Limits of a step.
+        kv: The cache.
+        table: The rows' progress.
+        tenancy: Who has them.
+        in_flight: Plans that are under way.
+        book: Preempts.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        table: RowTable,
+        tenancy: Tenancy,
+        in_flight: InFlight,
+        book: RequestBook,
+    ) -> None:
+        self._num_speculative_tokens = config.num_speculative_tokens
+        self._kv = kv
+        self._table = table
+        self._tenancy = tenancy
+        self._in_flight = in_flight
+        self._book = book
+
+    def grant(self, step: StepBuilder) -> None:
+        """Closes the gaps of running requests as far as the step's budget goes."""
+        rows = self._tenancy.rows()
+        known = self._table.num_tokens[rows]
+        gaps = known - self._table.num_computed[rows]
+        # A row at its limit ends when the tokens in flight are known: they need no step of their own.
+        self._grant_decodes(step, rows[(gaps == 1) & (known < self._tenancy.limits[rows])])
+        self._grant_chunks(step, rows[gaps > 1])
+
+    def _grant_decodes(self, step: StepBuilder, rows: Int64) -> None:
+        """A token for each, its drafts, and a block where its blocks are all full."""
+        if self._num_speculative_tokens or self._tenancy.guides:
+            self._grant_drafts(step, rows)
+        else:
+            step.grant_decodes(rows)
+        rows, drafts = step.decodes, step.num_drafts
+        ends = self._table.num_tokens[rows]
+        if drafts is not None:
+            ends += drafts
+        crossing = (ends > self._table.room[rows]).nonzero()[0]
+        if not len(crossing):
+            return
+        wanted = [0] * len(crossing) if drafts is None else ints(drafts[crossing])
+        for row, end, count in zip(ints(rows[crossing]), ints(ends[crossing]), wanted, strict=True):
+            if request := self._tenancy.requests[row]:
+                self._grow(step, request, end - count, count)
+
+    def _grant_drafts(self, step: StepBuilder, rows: Int64) -> None:
+        """A token for each, and its drafts as far as it may still grow."""
+        guides = self._tenancy.guides
+        if guides:
+            # What is forced follows the last token of all, which a row in flight does not have yet.
+            ready = np.array([guides.forced(row) is None for row in ints(rows)], np.bool_)
+            rows = rows[ready | ~self._in_flight.holds(rows)]
+        wanted = self._tenancy.num_proposed[rows]
+        for at, row in enumerate(ints(rows) if guides else ()):
+            if (forced := guides.forced(row)) is not None:
+                wanted[at], step.draft_ids[row] = len(forced), forced
+        step.grant_decodes(rows, np.minimum(wanted, self._tenancy.limits[rows] - self._table.num_tokens[rows] - 1))
+
+    def _grant_chunks(self, step: StepBuilder, rows: Int64) -> None:
+        for row in ints(rows):
+            request = self._tenancy.requests[row]
+            if step.token_budget == 0:
+                return
+            if request is None:  # preempted in this step
+                continue
+            computed, known = int(self._table.num_computed[row]), int(self._table.num_tokens[row])
+            end = computed + step.chunk(known - computed)
+            if self._grow(step, request, end):
+                step.grant_chunk(row, end - computed, samples=end == known)
+                step.reserved_blocks += self._kv.blocks_for(known) - self._kv.blocks_for(end)
+
+    def _grow(self, step: StepBuilder, request: Request, num_tokens: int, drafts: int = 0) -> bool:
+        """Makes room for a running request's tokens, at the cost of those served after it; False: at its own. Its drafts are
+        worth no other request's place."""
+        blocks = self._kv.allocate(request, num_tokens + drafts)
+        if blocks is None and drafts:
+            step.take_back_drafts(request.row)
+            blocks = self._kv.allocate(request, num_tokens)
+        while blocks is None:
+            victim = self._tenancy.running[-1]
+            step.take_back(victim.row)
+            self._book.preempt(victim, step.now)
+            if victim is request:
+                return False
+            blocks = self._kv.allocate(request, num_tokens)
+        step.appends[request.row] = blocks
+        return True
