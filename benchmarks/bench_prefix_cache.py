@@ -61,7 +61,7 @@ def replay(prompts: Sequence[Prompt], num_blocks: int) -> int:
     tokens = 0
     for prompt in prompts:
         hit = kv.lookup(prompt, prompt.input_length)
-        if kv.allocate(prompt, prompt.input_length, hit) is None:
+        if kv.allocate(prompt, prompt.input_length, local=hit) is None:
             continue  # longer than the cache: no engine could serve it
         tokens += hit.num_tokens
         kv.commit(prompt, prompt.input_length)

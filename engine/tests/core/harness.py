@@ -267,8 +267,8 @@ class Machine:
     def _check_state(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         holders: Counter[int] = Counter()
-        for pinned in scheduler.kv.pins._blocks.values():
-            holders.update(pinned)
+        for pinned in scheduler.kv._pins._blocks.values():
+            holders.update(list(pinned))
         for request in scheduler._book._live.values():
             for number, (group, table) in enumerate(zip(self.groups, scheduler.kv.tables(request), strict=True)):
                 live = [block for block in table if block != NULL_BLOCK]

@@ -37,7 +37,7 @@ def state(kv: KVCacheManager):
 def begin(kv: KVCacheManager, sequence: Sequence, count: int | None = None) -> int:
     """Admits a sequence; returns the tokens that it found cached."""
     hit = kv.lookup(sequence, len(sequence.tokens))
-    assert kv.allocate(sequence, len(sequence.tokens) if count is None else count, hit) is not None
+    assert kv.allocate(sequence, len(sequence.tokens) if count is None else count, local=hit) is not None
     return hit.num_tokens
 
 
@@ -50,7 +50,7 @@ def used_up(kv: KVCacheManager, sequence: Sequence) -> None:
 @pytest.mark.req("KV-15", "KV-14", "KV-16")
 def test_a_block_is_added_when_a_token_crosses_its_border():
     kv, sequence = make(10), Sequence(1, [])
-    kv.allocate(sequence, 0, kv.lookup(sequence, 0))
+    kv.allocate(sequence, 0, local=kv.lookup(sequence, 0))
     grown = [count for count in range(1, 14) if kv.allocate(sequence, count) != [[]]]
     assert grown == [1, 5, 9, 13]
     (table,) = kv.tables(sequence)
@@ -67,7 +67,7 @@ def test_an_allocation_that_fails_changes_nothing(cached):
     long = Sequence(3, shared + [7] * 12)
     before, hit = state(kv), kv.lookup(long, 21)
     assert hit.num_tokens == (8 if cached else 0)
-    assert kv.allocate(long, 21, hit) is None
+    assert kv.allocate(long, 21, local=hit) is None
     assert state(kv) == before
 
 
@@ -81,7 +81,7 @@ def test_hits_that_nobody_holds_use_up_free_blocks_and_are_never_evicted_by_thei
     # Three hits and one new block: just enough, and the new one is the fourth, not one of the three.
     assert not kv.can_admit(17, hit, reserved=0, alone=True)
     assert kv.can_admit(16, hit, reserved=0, alone=True)
-    (blocks,) = kv.allocate(again, 16, hit) or [[]]
+    (blocks,) = kv.allocate(again, 16, local=hit) or [[]]
     assert blocks[:3] == hit.blocks[0] and len(set(blocks)) == 4 and kv.pool.num_free == 0
 
 
@@ -281,7 +281,7 @@ def test_what_made_a_request_fail_is_found_by_nobody():
     begin(kv, failing)
     kv.commit(failing, 24)
     assert begin(kv, beside) == 20
-    kv.invalidate(failing)
+    kv.forget(failing.block_hashes)
     kv.free(failing)
     assert not kv.cached_hashes() and kv.lookup(Sequence(4, [*prompt, 8]), 21).num_tokens == 0
     # Who holds blocks of it goes on with them, and they are free afterwards.

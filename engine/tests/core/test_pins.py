@@ -32,7 +32,7 @@ def test_a_pinned_prefix_is_found_after_a_flood_until_it_is_unpinned(groups):
     machine.run()
     assert machine.cached_tokens[50] == 12 and machine.streams[50] == machine.streams[0]
     assert not scheduler.kv.reset(), "a pin holds its blocks"
-    scheduler.kv.pins.unpin("system")
+    scheduler.kv.unpin_prefix("system")
     flood(machine, 60)
     machine.add(make_request(99, PROMPT, 3))
     machine.run()
@@ -56,12 +56,12 @@ def test_what_cannot_be_pinned_is_refused_and_changes_nothing():
     with pytest.raises(ValueError, match="of 19 blocks 6 would be pinned, and a sequence of full length needs 16 others"):
         pin("b", [30] * 13, ExtraKeys())
     with pytest.raises(ValueError, match="there is no pin 'b'"):
-        machine.scheduler.kv.pins.unpin("b")
-    assert machine.scheduler.kv.pins.num_blocks() == 3
+        machine.scheduler.kv.unpin_prefix("b")
+    assert machine.scheduler.kv.num_pinned_blocks == 3
     machine.add(make_request(2, [40] * 50, 14))
     machine.run()
     assert len(machine.streams[2]) == 14, "a sequence of full length still fits"
-    machine.scheduler.kv.pins.clear()
+    machine.scheduler.kv.unpin_prefixes()
     machine.check_no_leak()
 
 
@@ -69,20 +69,22 @@ def test_what_cannot_be_pinned_is_refused_and_changes_nothing():
 @given(st.lists(st.tuples(st.sampled_from(["ask", "pin", "unpin"]), st.integers(0, 4)), max_size=30), st.booleans())
 def test_pins_and_requests_in_any_order_leave_nothing_behind(steps, windows):
     machine = Machine(make_config(num_blocks=48, max_num_seqs=3), WINDOWS if windows else ())
-    pins = machine.scheduler.kv.pins
+    kv, pinned = machine.scheduler.kv, set[int]()
     for number, (what, which) in enumerate(steps):
         prompt = [which + 1] * (5 + 3 * which)
         if what == "ask":
             machine.add(make_request(number, prompt, 4))
             machine.step()
-        elif what == "pin" and str(which) not in pins:
+        elif what == "pin" and which not in pinned:
             try:
                 machine.scheduler.pin_prefix(str(which), prompt, ExtraKeys())
+                pinned.add(which)
             except ValueError as error:
                 assert "cached" in str(error) or "pinned" in str(error)
-        elif what == "unpin" and str(which) in pins:
-            pins.unpin(str(which))
+        elif what == "unpin" and which in pinned:
+            kv.unpin_prefix(str(which))
+            pinned.remove(which)
     machine.run()
-    assert machine.scheduler.kv.pool.num_used == pins.num_blocks()
-    pins.clear()
+    assert kv.pool.num_used == kv.num_pinned_blocks
+    kv.unpin_prefixes()
     machine.check_no_leak()

@@ -110,10 +110,14 @@ class BlockPool:
     def forget(self, block_hash: bytes) -> None:
         """No look-up finds this content any more, in no group; whoever holds its blocks keeps them."""
         for cached in self._cached:
-            for block in cached.get(block_hash, ())[:]:
-                self._evict(block)
-                if self.ref_counts[block] == 0:
-                    self._reuse_first_if_empty(block)
+            self.clear(cached.get(block_hash, ())[:])
+
+    def clear(self, blocks: Iterable[int]) -> None:
+        """No look-up finds these blocks any more; whoever holds them keeps them."""
+        for block in blocks:
+            self._evict(block)
+            if self.ref_counts[block] == 0:
+                self._reuse_first_if_empty(block)
 
     def cached_hashes(self) -> Sequence[bytes]:
         """Hashes whose tokens group 0 holds now, as the events say."""

@@ -1,6 +1,6 @@
 """The block tables of one KV group, whatever its layers see."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from penstock.engine.cache.block_pool import NULL_BLOCK, BlockPool
 from penstock.engine.cache.layout import KVGroup
@@ -40,6 +40,14 @@ class GroupManager:
     def num_missing(self, request: int, num_tokens: int) -> int:
         """Blocks to append until the request's table holds `num_tokens`."""
         return max(-(-num_tokens // self.block_size) - len(self.table(request)), 0)
+
+    def num_unseen(self, num_tokens: int) -> int:
+        """Blocks at the beginning of a sequence that no token from `num_tokens` on sees."""
+        return 0
+
+    def holders(self, blocks: Set[int]) -> list[int]:
+        """Requests whose tables hold any of these blocks."""
+        return [request for request, table in self._tables.items() if not blocks.isdisjoint(table)]
 
     def adopt(self, request: int, blocks: Sequence[int]) -> None:
         """Begins a request's table with cached blocks, held from now on, so that nobody evicts them."""

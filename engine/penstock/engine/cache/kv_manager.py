@@ -1,10 +1,10 @@
-"""The KV cache as the scheduler sees it: look up, allocate, commit, free.
+"""The KV cache as the scheduler and connectors see it: look up, allocate, commit, invalidate, pin, free.
 
 The scheduler asks in tokens and passes block ids on to the plan; it never reads or keeps them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -14,8 +14,11 @@ from penstock.engine.cache.events import BlockEvents
 from penstock.engine.cache.full_attention import FullAttentionManager
 from penstock.engine.cache.group_manager import GroupManager
 from penstock.engine.cache.layout import KVGroup, longest_sequence, max_blocks
-from penstock.engine.cache.pins import Pins
+from penstock.engine.cache.pins import Owner, Pins
 from penstock.engine.cache.sliding_window import SlidingWindowManager
+
+_PREFIX = "prefix"
+"""The kind of pins that clients ask for."""
 
 
 class CachedSequence(Protocol):
@@ -69,7 +72,7 @@ class KVCacheManager:
         """Whether `commit` does anything."""
         self.events = BlockEvents()
         self.pool = BlockPool(num_blocks, len(groups), self.events)
-        self.pins = Pins(self.pool)
+        self._pins = Pins(self.pool)
         self._specs = tuple(groups)
         self._groups: list[GroupManager] = [
             (FullAttentionManager if group.window is None else SlidingWindowManager)(self.pool, number, group, self.block_size)
@@ -155,37 +158,56 @@ class KVCacheManager:
     def _num_free_among(self, blocks: Sequence[int]) -> int:
         return self.pool.num_free_among(block for block in blocks if block != NULL_BLOCK)
 
-    def allocate(self, request: CachedSequence, num_tokens: int, hit: CacheHit | None = None) -> list[list[int]] | None:
+    def allocate(
+        self,
+        request: CachedSequence,
+        num_tokens: int,
+        *,
+        lookahead: int = 0,
+        local: CacheHit | None = None,
+        external: int = 0,
+    ) -> list[list[int]] | None:
         """Grows the request's tables to hold `num_tokens`.
 
         Args:
             request: Whose tables.
             num_tokens: Tokens that they must hold afterwards, cached ones included.
-            hit: For a request that holds nothing yet, the cached prefix that it starts from.
+            lookahead: Drafts after them, which may be rejected.
+            local: For a request that holds nothing yet, the cached prefix that it starts from.
+            external: Tokens after that prefix whose KV comes from elsewhere into the blocks given here; whole blocks of all
+                groups. `commit` them once they are there.
 
         Returns:
-            Per group the blocks appended, cached ones first and the null block for cached ones that no token will see; None,
-            and nothing changed, where the pool has too few.
+            Per group the blocks appended, cached ones first and the null block for those that no token will see; None, and
+            nothing changed, where the pool has too few.
         """
-        if hit is not None:
-            return self._begin(request, num_tokens, hit)
-        missing = [group.num_missing(request.index, num_tokens) for group in self._groups]
+        if local is not None:
+            return self._begin(request, num_tokens + lookahead, local, external)
+        if external:
+            raise ValueError("external tokens follow a cached prefix: a request that has begun computes its own")
+        missing = [group.num_missing(request.index, num_tokens + lookahead) for group in self._groups]
         if sum(missing) > self.pool.num_free:
             return None
         return [group.append(request.index, count) for group, count in zip(self._groups, missing, strict=True)]
 
-    def _begin(self, request: CachedSequence, num_tokens: int, hit: CacheHit) -> list[list[int]] | None:
-        new = sum(
-            -(-num_tokens // group.block_size) - len(blocks) for group, blocks in zip(self._groups, hit.blocks, strict=True)
-        )
+    def _begin(self, request: CachedSequence, num_tokens: int, local: CacheHit, external: int) -> list[list[int]] | None:
+        begun = local.num_tokens + external
+        if external < 0 or external % self._hit_size or begun > num_tokens:
+            raise ValueError(f"{external} external tokens are not whole blocks of {self._hit_size}, or more than {num_tokens}")
+        # What windows have left behind when the request begins need not come from elsewhere.
+        firsts = [
+            blocks + [NULL_BLOCK] * (group.num_unseen(begun) - len(blocks))
+            for group, blocks in zip(self._groups, local.blocks, strict=True)
+        ]
+        new = sum(-(-num_tokens // group.block_size) - len(first) for group, first in zip(self._groups, firsts, strict=True))
         # Cached blocks that nobody holds are free ones too, and taken first, so that a request never evicts its own hits.
-        if new + sum(self._num_free_among(blocks) for blocks in hit.blocks) > self.pool.num_free:
+        if new + sum(self._num_free_among(first) for first in firsts) > self.pool.num_free:
             return None
-        for group, blocks in zip(self._groups, hit.blocks, strict=True):
-            group.adopt(request.index, blocks)
+        for group, first in zip(self._groups, firsts, strict=True):
+            group.adopt(request.index, first)
         grown = self.allocate(request, num_tokens)
         assert grown is not None
-        return [cached + appended for cached, appended in zip(hit.blocks, grown, strict=True)]
+        return [first + appended for first, appended in zip(firsts, grown, strict=True)]
 
     def commit(self, request: CachedSequence, upto: int) -> None:
         """The request's tokens below `upto` are computed, retired and accepted: full blocks of them are published, and those
@@ -204,12 +226,32 @@ class KVCacheManager:
         for group in self._groups:
             group.free(request.index)
 
-    def invalidate(self, request: CachedSequence) -> None:
-        """Lets nobody else find what the request computed or found cached: its KV may be what made it fail."""
-        for block_hash in request.block_hashes:
+    def forget(self, block_hashes: Iterable[bytes]) -> None:
+        """Lets nobody find this content any more, in whatever blocks it is; requests that hold them go on."""
+        for block_hash in block_hashes:
             self.pool.forget(block_hash)
 
-    def pin(self, name: str, prefix: Prefix, reserved: int) -> int:
+    def invalidate(self, blocks: Iterable[int]) -> list[int]:
+        """The content of these blocks is wrong: lets nobody find it any more, and returns the requests that hold any of them, by
+        their names in ascending order."""
+        wrong = set(blocks) - {NULL_BLOCK}
+        self.pool.clear(wrong)
+        return sorted({request for group in self._groups for request in group.holders(wrong)})
+
+    def pin(self, blocks: Sequence[int], owner: Owner) -> None:
+        """Holds blocks for the owner; `ValueError`, and nothing changed, where it holds one of them already."""
+        self._pins.pin(blocks, owner)
+
+    def unpin(self, blocks: Iterable[int], owner: Owner) -> None:
+        """Lets them go; `ValueError`, and nothing changed, where the owner does not hold them all."""
+        self._pins.unpin(blocks, owner)
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks of pinned prefixes."""
+        return self._pins.num_blocks(_PREFIX)
+
+    def pin_prefix(self, name: str, prefix: Prefix, reserved: int) -> int:
         """Spares what is cached of a prefix from eviction until it is unpinned; returns its tokens.
 
         Args:
@@ -220,18 +262,31 @@ class KVCacheManager:
         Raises:
             ValueError: Nothing of it is cached, the name is taken, or too few blocks would be left; nothing has changed.
         """
+        if self._pins.blocks(owner := Owner(_PREFIX, name)):
+            raise ValueError(f"there is a pin {name!r} already")
         hit = self.lookup(prefix, len(prefix.block_hashes) * self.block_size + 1)
         if not hit.num_tokens:
             raise ValueError("no block of this prefix is cached: send it first")
         blocks = [block for group in hit.blocks for block in group if block != NULL_BLOCK]
-        pinned = self.pins.num_blocks(blocks)
+        pinned = self._pins.num_blocks(_PREFIX, blocks)
         if self.num_blocks - pinned < reserved:
             raise ValueError(
                 f"of {self.num_blocks} blocks {pinned} would be pinned, and a sequence of full length needs {reserved} others"
             )
-        self.pins.pin(name, blocks)
+        self.pin(blocks, owner)
         return hit.num_tokens
 
+    def unpin_prefix(self, name: str) -> None:
+        """Lets the prefix go: its blocks join the eviction queue; `ValueError` where there is no such pin."""
+        if not (blocks := self._pins.blocks(owner := Owner(_PREFIX, name))):
+            raise ValueError(f"there is no pin {name!r}")
+        self.unpin(blocks, owner)
+
+    def unpin_prefixes(self) -> None:
+        """Lets all prefixes go."""
+        for owner in self._pins.owners(_PREFIX):
+            self.unpin(self._pins.blocks(owner), owner)
+
     def reset(self) -> bool:
-        """Forgets all cached blocks; False, and nothing done, while any request holds one."""
+        """Forgets all cached blocks; False, and nothing done, while anybody holds one."""
         return self.pool.reset()

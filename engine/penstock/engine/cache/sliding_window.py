@@ -32,6 +32,10 @@ class SlidingWindowManager(GroupManager):
                 run.append(block)
         return run[::-1]
 
+    def num_unseen(self, num_tokens: int) -> int:
+        """See GroupManager."""
+        return max(num_tokens - self._reach, 0) // self.block_size
+
     def adopt(self, request: int, blocks: Sequence[int]) -> None:
         """See GroupManager."""
         super().adopt(request, blocks)
@@ -40,7 +44,7 @@ class SlidingWindowManager(GroupManager):
     def retire(self, request: int, upto: int) -> None:
         """The blocks wholly before the window of token `upto`; published ones can be found until they are handed out again."""
         table, first = self._tables[request], self._num_retired[request]
-        last = max(upto - self._reach, 0) // self.block_size
+        last = self.num_unseen(upto)
         if last <= first:
             return
         self._pool.free(block for block in reversed(table[first:last]) if block != NULL_BLOCK)

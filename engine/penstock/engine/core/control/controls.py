@@ -153,7 +153,7 @@ class Controls:
                     return {"tokens": str(self._scheduler.pin_prefix(name, tokens, extra))}
             case UnpinPrefix(name):
                 with _refusing():
-                    self._scheduler.kv.pins.unpin(name)
+                    self._scheduler.kv.unpin_prefix(name)
             case Pause(_, clear_cache):
                 self._scheduler.pause_state = PauseState.PAUSED_ALL
                 if clear_cache:
@@ -200,9 +200,9 @@ class Controls:
     def _reset_prefix_cache(self, now: float, *, force: bool) -> None:
         if force:
             self._scheduler.preempt_all(now)
-            self._scheduler.kv.pins.clear()
+            self._scheduler.kv.unpin_prefixes()
         if not self._scheduler.kv.reset():
-            pinned = self._scheduler.kv.pins.num_blocks()
+            pinned = self._scheduler.kv.num_pinned_blocks
             held = f"{self._scheduler.num_running} requests hold blocks" + (f", and {pinned} blocks are pinned" if pinned else "")
             raise ControlError(f"the prefix cache was not reset: {held}")
 

@@ -97,7 +97,7 @@ class Grants:
     def _grow(self, step: StepBuilder, request: Request, num_tokens: int, drafts: int = 0) -> bool:
         """Makes room for a running request's tokens, at the cost of those served after it; False: at its own. Its drafts are
         worth no other request's place."""
-        blocks = self._kv.allocate(request, num_tokens + drafts)
+        blocks = self._kv.allocate(request, num_tokens, lookahead=drafts)
         if blocks is None and drafts:
             step.take_back_drafts(request.row)
             blocks = self._kv.allocate(request, num_tokens)

@@ -86,7 +86,7 @@ class Retirement:
                 live[at] = False
                 # A request may also fail by what its client asked for, and then the prefix that it shares is as good as ever.
                 if at in result.not_finite:
-                    self._kv.invalidate(request)
+                    self._kv.forget(request.block_hashes)
                 self._book.finish(request, FinishReason.ERROR, error=error)
 
     def _take_tokens(self, result: StepResult, rows: Int64, live: Bool, ends: Int32, now: float) -> tuple[Tokens, list[Ending]]:

@@ -215,8 +215,8 @@ class Scheduler:
         self._book.fail_all(error, code)
 
     def pin_prefix(self, name: str, token_ids: list[int], extra: ExtraKeys) -> int:
-        """See `KVCacheManager.pin`; a request of full length must still find room."""
-        return self.kv.pin(name, Prefix(self._hasher.hash(token_ids, extra)), self.kv.blocks_for(self._max_model_len))
+        """See `KVCacheManager.pin_prefix`; a request of full length must still find room."""
+        return self.kv.pin_prefix(name, Prefix(self._hasher.hash(token_ids, extra)), self.kv.blocks_for(self._max_model_len))
 
     def preempt_all(self, now: float) -> None:
         """Takes every row, block and slot; the requests wait, and lose nothing but time. No plan may be in flight: its tokens

@@ -83,7 +83,7 @@ class Admissions:
         """Gives the request a row, its cached prefix and its first chunk."""
         request, hit, known = candidate.request, candidate.hit, candidate.num_tokens
         end = hit.num_tokens + step.chunk(known - hit.num_tokens)
-        blocks = self._kv.allocate(request, end, hit)
+        blocks = self._kv.allocate(request, end, local=hit)
         assert blocks is not None, "the admission rule counted blocks that are not there"
         row = self._book.start(request, hit.num_tokens, step.now)
         slot = -1 if request.adapter is None else self._adapters.move_in(request.adapter, step.now)

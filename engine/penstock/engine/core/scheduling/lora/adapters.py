@@ -103,8 +103,7 @@ class Adapters:
         return same
 
     def _forget_blocks(self, adapter: Adapter) -> None:
-        for block_hash in adapter.published:
-            self._kv.pool.forget(block_hash)
+        self._kv.forget(adapter.published)
         adapter.published.clear()
 
     def note_blocks(self, request: Request) -> None:
