@@ -34,7 +34,7 @@ class Grants:
         in_flight: InFlight,
         book: RequestBook,
     ) -> None:
-        self._num_speculative_tokens = config.num_speculative_tokens
+        self._num_speculative_tokens, self._num_lookahead_tokens = config.num_speculative_tokens, config.num_lookahead_tokens
         self._kv = kv
         self._table = table
         self._tenancy = tenancy
@@ -56,17 +56,18 @@ class Grants:
             self._grant_drafts(step, rows)
         else:
             step.grant_decodes(rows)
-        rows, drafts = step.decodes, step.num_drafts
-        ends = self._table.num_tokens[rows]
-        if drafts is not None:
-            ends += drafts
+        rows = step.decodes
+        own = ends = self._table.num_tokens[rows]
+        if step.num_drafts is not None:
+            ends = own + step.num_drafts
+        if self._num_lookahead_tokens:
+            ends = np.maximum(np.minimum(ends + self._num_lookahead_tokens, self._table.token_ids.shape[1]), own)
         crossing = (ends > self._table.room[rows]).nonzero()[0]
         if not len(crossing):
             return
-        wanted = [0] * len(crossing) if drafts is None else ints(drafts[crossing])
-        for row, end, count in zip(ints(rows[crossing]), ints(ends[crossing]), wanted, strict=True):
+        for row, known, end in zip(ints(rows[crossing]), ints(own[crossing]), ints(ends[crossing]), strict=True):
             if request := self._tenancy.requests[row]:
-                self._grow(step, request, end - count, count)
+                self._grow(step, request, known, end - known)
 
     def _grant_drafts(self, step: StepBuilder, rows: Int64) -> None:
         """A token for each, and its drafts as far as it may still grow."""
@@ -94,11 +95,11 @@ class Grants:
                 step.grant_chunk(row, end - computed, samples=end == known)
                 step.reserved_blocks += self._kv.blocks_for(known) - self._kv.blocks_for(end)
 
-    def _grow(self, step: StepBuilder, request: Request, num_tokens: int, drafts: int = 0) -> bool:
-        """Makes room for a running request's tokens, at the cost of those served after it; False: at its own. Its drafts are
-        worth no other request's place."""
-        blocks = self._kv.allocate(request, num_tokens, lookahead=drafts)
-        if blocks is None and drafts:
+    def _grow(self, step: StepBuilder, request: Request, num_tokens: int, beyond: int = 0) -> bool:
+        """Makes room for a running request's tokens, at the cost of those served after it; False: at its own. What is beyond,
+        its drafts and those that a draft model will propose, is worth no other request's place."""
+        blocks = self._kv.allocate(request, num_tokens, lookahead=beyond)
+        if blocks is None and beyond:
             step.take_back_drafts(request.row)
             blocks = self._kv.allocate(request, num_tokens)
         while blocks is None:
