@@ -68,7 +68,7 @@ def test_the_target_as_its_own_draft_model_is_always_right(checkpoint, build_run
     engine = drafting(checkpoint, build_runner, monkeypatch, target, target, num_blocks=num_blocks)
     batch = greedy()
     assert engine.run(batch) == {it.index: alone(target, False)[it.index] for it in batch}
-    assert engine.core.scheduler.prefix_hits > 0
+    assert engine.core.scheduler.totals.prefix_hits > 0
     assert engine.drafted > 50 and engine.accepted == engine.drafted
 
 
@@ -82,10 +82,10 @@ def test_what_rests_keeps_the_cache_right(checkpoint, build_runner, monkeypatch,
     assert own is not None
     own._depth._seconds[:] = 1.0  # from now on drafts are free
     again = [msgspec.structs.replace(it, index=it.index + 100, request_id=f"again-{it.index}") for it in batch]
-    hits = engine.core.scheduler.prefix_hits
+    hits = engine.core.scheduler.totals.prefix_hits
     answers = engine.run(again)
     assert answers == {it.index + 100: alone("llama", False)[it.index] for it in batch}
-    assert engine.core.scheduler.prefix_hits - hits > 200
+    assert engine.core.scheduler.totals.prefix_hits - hits > 200
     assert engine.drafted > 20 and engine.accepted == engine.drafted
 
 
