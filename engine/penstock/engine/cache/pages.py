@@ -1,0 +1,94 @@
+"""What a page is called elsewhere: two descriptions go with every page that leaves a rank's cache.
+
+The identity says what the bytes mean, and must be equal at both ends: with other weights or another dtype the same tokens have
+other keys and values. The geometry says where the bytes are. Two ends may differ in it; `copies` is the map between them.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import msgspec
+
+from penstock.engine.cache.layout import KVLayer, KVLayout
+
+
+class PageIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be equal where a page is written and where it is read."""
+
+    commit: str
+    """Of the model's weights."""
+    quantization: str
+    """Method by which the weights are packed, and "" for none: their products are other numbers."""
+    kv_dtypes: str
+    """Of all planes; see `kv_dtypes`."""
+    scales: str
+    """Digest of the scales with which keys and values are quantized; "" where there are none or they lie in the page."""
+
+    def differences(self, other: "PageIdentity") -> list[str]:
+        """Why a page of one end must not be read at the other, each a clause; none where it may."""
+        fields = ((name, getattr(self, name), getattr(other, name)) for name in self.__struct_fields__)
+        return [f"{name} {here!r} is not {there!r}" for name, here, there in fields if here != there]
+
+
+class PageGeometry(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a page's bytes are on one rank."""
+
+    layers: tuple[KVLayer, ...]
+    """Sizes are the rank's."""
+    layout: KVLayout
+    rank: int = 0
+    world: int = 1
+    """Ranks that have a part of each page."""
+
+    def span(self, block: int, group: int) -> range:
+        """Bytes of the rank's part of a block where pages lie one after the other and the ranks' parts of each side by side."""
+        return self.layout.span(block, group, self.rank, self.world)
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """A plane of one layer in a page, in bytes from the beginning of the rank's part of it."""
+
+    layer: int
+    plane: str
+    begin: int
+    size: int
+
+
+def pieces(geometry: PageGeometry, group: int) -> list[Piece]:
+    """What a block of a group holds, in the order of its bytes; padding is left out."""
+    found: list[Piece] = []
+    of = geometry.layout.groups[group]
+    for slot, layer in enumerate(of.layers):
+        kept, begin = geometry.layers[layer], slot * geometry.layout.slot_bytes
+        for plane, offset in zip(kept.planes, kept.offsets(of.block_size), strict=False):
+            found.append(Piece(layer, plane.name, begin + offset, plane.nbytes(of.block_size)))
+    return found
+
+
+def copies(source: PageGeometry, group: int, target: PageGeometry) -> Iterator[tuple[int, Piece, Piece]]:
+    """How a block of a group is copied into pages of another geometry: (the target's group, from, to) for each plane.
+
+    Raises:
+        ValueError: The two ends cut the model differently, or keep another number of tokens in a block of some layer.
+    """
+    if (source.rank, source.world) != (target.rank, target.world):
+        raise ValueError(
+            f"rank {source.rank} of {source.world} has other heads than rank {target.rank} of {target.world}: "
+            "pages of another cut are not copied"
+        )
+    placed = {
+        (piece.layer, piece.plane): (number, piece)
+        for number in range(len(target.layout.groups))
+        for piece in pieces(target, number)
+    }
+    for piece in pieces(source, group):
+        number, place = placed.get((piece.layer, piece.plane), (-1, piece))
+        if number < 0 or place.size != piece.size:
+            raise ValueError(f"layer {piece.layer} keeps {piece.plane!r} of another size or none at the other end")
+        yield number, piece, place
+
+
+def kv_dtypes(layers: Sequence[KVLayer]) -> str:
+    """Names and dtypes of all planes, layer by layer; equal neighbours stand there once, with their number."""
+    kinds = [" ".join(f"{plane.name}:{plane.dtype}" for plane in layer.planes) for layer in layers]
+    return ", ".join(f"{len(list(same))} x {kind}" for kind, same in groupby(kinds))
