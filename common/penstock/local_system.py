@@ -16,6 +16,8 @@ class LocalSystem(msgspec.Struct, frozen=True, kw_only=True):
     """What clients use."""
     gateway: str
     """The gateway's HTTP address."""
+    own: str
+    """Where `penstock up` itself answers: `/metrics` and `/models`."""
     sources: dict[str, str]
     """Where each model comes from, by served name, in the order of the file."""
 
@@ -28,11 +30,11 @@ def state_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "local"
 
 
-def announce(url: str, gateway: str, sources: dict[str, str]) -> Path:
+def announce(url: str, gateway: str, own: str, sources: dict[str, str]) -> Path:
     """Writes this process's state file; remove it at the end."""
     folder, pid = state_folder(), os.getpid()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    system = LocalSystem(pid=pid, born=_born(pid) or "", url=url, gateway=gateway, sources=sources)
+    system = LocalSystem(pid=pid, born=_born(pid) or "", url=url, gateway=gateway, own=own, sources=sources)
     path = folder / f"{pid}.json"
     scratch = path.with_suffix(".part")
     scratch.write_bytes(msgspec.json.encode(system))

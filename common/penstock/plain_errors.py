@@ -69,12 +69,17 @@ def _problem(text: str, choices: Sequence[Any]) -> str:
         return f"must be {_either([_KINDS.get(name, name) for name in wanted])}, not {given}"
     if match := _LENGTH.fullmatch(text):
         limit = f"{_LIMITS[match[2]]} " if match[2] else ""
-        return f"must have {limit}{match[3]} {_UNITS.get(match[1], 'item')}{'' if match[3] == '1' else 's'}"
+        return f"must have {limit}{plural(int(match[3]), _UNITS.get(match[1], 'item'))}"
     if match := _LIMIT.fullmatch(text):
         return f"must be {_LIMITS[match[1]]} {match[2].removesuffix('.0')}"
     if "out of range" in text:
         return "is a number out of range"
     return text.replace("`", "")
+
+
+def plural(count: int, unit: str) -> str:
+    """`1 item`, `2 items`."""
+    return f"{count} {unit}{'' if count == 1 else 's'}"
 
 
 def _either(words: Sequence[str]) -> str:

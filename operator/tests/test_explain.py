@@ -9,10 +9,16 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from penstock import local_system
 from penstock.api.fleet import PoolLoad, PoolsView, ReplicaLoad
 from penstock.api.load_report import LoadReport
 from penstock.operator import explain
+from penstock.operator.autoscale.bounds import Decision
+from penstock.operator.autoscale.learned import Learned
+from penstock.operator.autoscale.loop import Record
 from penstock.operator.command_line import CommandFailed
+from penstock.operator.local.models import load_models
+from penstock.operator.local.runtime import LocalRuntime
 from penstock.operator.rollout import cli as rollout
 from penstock.operator.rollout import commands
 
@@ -118,3 +124,81 @@ async def test_the_namespace_is_the_contexts_for_rollout_and_explain(kubeconfig:
 def test_without_an_api_server_to_go_to_it_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main(["tiny", "--kubeconfig", str(tmp_path / "none")]) == 2
     assert "no API server to go to" in capsys.readouterr().err
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny.yaml"
+
+
+@pytest.fixture
+async def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalRuntime]:
+    """The parts of `penstock up` that the command asks, with a gateway that answers from a script."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    file = tmp_path / "models.yaml"
+    fixed = EXAMPLE.read_text().replace("name: tiny", "name: fixed").partition("      scaling:")[0]
+    file.write_text(f"{EXAMPLE.read_text()}\n---\n{fixed}")
+    runtime = LocalRuntime(load_models(file), tmp_path / "run", 1)
+    view = gateway_view()
+    view = msgspec.structs.replace(view, pools=[msgspec.structs.replace(view.pools[0], id="default/tiny/cpu")])
+
+    async def pools(_: web.Request) -> web.Response:
+        return web.json_response(msgspec.to_builtins(view))
+
+    app = web.Application()
+    app.add_routes([web.get("/models", runtime.tell), web.get("/pools", pools)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    here = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    local_system.announce("http://127.0.0.1:1", here, here, {})
+    yield runtime
+    await runner.cleanup()
+
+
+async def here(*argv: str) -> dict[str, Any]:
+    return await explain.story_of(explain.parser().parse_args(["--local", *argv]))
+
+
+async def test_a_local_system_is_explained_as_a_cluster_is(local: LocalRuntime) -> None:
+    learned = Learned(prefill_tokens_per_s=4000, cold_start_s=77)
+    decision = Decision(3, "Demand", "3 are needed", {})
+    await local.record(Record("default/tiny/cpu", 2, decision, learned, acted=True, dry_run=False))
+    told = await here("tiny")
+    assert (told["model"], told["gateway"]) == ("default/tiny", True)
+    (pool,) = told["pools"]
+    assert (pool["pool"], pool["min"], pool["max"], pool["replicas"]) == ("cpu", 2, 4, 2)
+    assert "12 requests" in pool["next"]["reason"]
+    assert (pool["learned"]["cold_start_s"], pool["learned"]["prefill_tokens_per_s"]) == (77, 4000)
+    assert (pool["autoscaler"]["desired"], pool["autoscaler"]["constraint"]) == (3, "Demand")
+    assert pool["autoscaler"]["decisions"][0].endswith("2 to 3 (Demand): 3 are needed")
+    (twice,) = (await here("tiny", "--load", "2x"))["pools"]
+    assert twice["settles"]["replicas"] == 4
+
+
+async def test_a_local_model_that_is_not_scaled_or_not_there_says_so(local: LocalRuntime) -> None:
+    with pytest.raises(CommandFailed, match="no pool has scaling"):
+        await here("fixed")
+    with pytest.raises(CommandFailed, match="there is no model other here; there is default/fixed, default/tiny"):
+        await here("other")
+
+
+async def test_a_local_gateway_that_is_silent_leaves_demand_unknown(
+    local: LocalRuntime, capsys: pytest.CaptureFixture[str]
+) -> None:
+    system = local_system.running()
+    assert system is not None
+    local_system.announce(system.url, "http://127.0.0.1:1", system.own, {})
+    told = await here("tiny")
+    assert not told["gateway"] and told["pools"][0]["next"]["constraint"] == "NoData"
+    assert "no gateway answers" in capsys.readouterr().err
+
+
+def test_flags_for_a_cluster_are_refused_beside_local(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for flags in (["-n", "a"], ["--gateway", "http://g"]):
+        with pytest.raises(SystemExit):
+            explain.main(["tiny", "--local", *flags])
+    assert "--gateway is for clusters" in capsys.readouterr().err
+    assert explain.main(["tiny", "--local"]) == 1
+    assert capsys.readouterr().err == "penstock explain: no system of penstock up runs on this machine\n"

@@ -340,7 +340,7 @@ def test_a_schedule_that_cannot_be_read_is_refused_by_name(make: Any) -> None:
     hint = {"start": "0 31 * * *", "duration": "1h", "min": 2}
     pools = [{"name": "main", "scaling": {"max": 4, "schedule": [hint]}}]
     _, refusal = accept(make.resource(pools=pools))
-    assert refusal is not None and "pools.0.scaling.schedule.0.start" in refusal.message
+    assert refusal is not None and "pools[0].scaling.schedule[0].start" in refusal.message
 
 
 async def test_a_pool_that_another_sizes_too_is_only_told_about(

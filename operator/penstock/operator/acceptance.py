@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from penstock.api.resources import InferenceModel, unsupported
+from penstock.api.resources.faults import faults
 from penstock.operator.autoscale.schedule import ScheduleError
 from penstock.operator.autoscale.spec import model_limits
 from penstock.operator.observed import Refusal
@@ -16,7 +17,7 @@ def accept(resource: Object) -> tuple[InferenceModel | None, Refusal | None]:
     """The model, and why it is not acted on."""
     try:
         model = InferenceModel.parse(resource)
-    except (ValidationError, ValueError) as error:
+    except ValueError as error:  # pydantic's are, too
         return None, Refusal("InvalidSpec", sentence(error))
     try:
         model_limits(model)
@@ -28,11 +29,6 @@ def accept(resource: Object) -> tuple[InferenceModel | None, Refusal | None]:
     return model, None
 
 
-def sentence(error: ValueError) -> str:
-    """What is wrong with a resource, field by field, without pydantic's decoration."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    return "; ".join(
-        f"{'.'.join(str(part) for part in it['loc'])}: {it['msg'].removeprefix('Value error, ')}".removeprefix(": ")
-        for it in error.errors(include_url=False)
-    )
+def sentence(error: ValueError, kind: type[BaseModel] = InferenceModel) -> str:
+    """What is wrong with a resource of this kind, field by field."""
+    return faults(error, kind) if isinstance(error, ValidationError) else str(error)

@@ -1,7 +1,7 @@
 """`penstock explain MODEL`: why a model has the size that it has, and what another load would make of it.
 
 Reads the InferenceModel, its Deployments and pods, and the gateways' `/pools`; then runs the autoscaler's own policy on them,
-with what the status says was learned. It changes nothing.
+with what the status says was learned. `--local` reads the same of the system that `penstock up` runs. It changes nothing.
 """
 
 import argparse
@@ -9,7 +9,8 @@ import json
 import re
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Awaitable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import aiohttp
@@ -33,15 +34,33 @@ from penstock.operator.autoscale.spec import model_limits
 from penstock.operator.autoscale.whatif import Outlook, outlook, scaled
 from penstock.operator.command_line import CommandFailed, add_namespace, add_server, run
 from penstock.operator.desired import child_name
+from penstock.operator.kubectl.local import LocalGateway, local_gateway
+from penstock.operator.local.told import ToldModel, named
 from penstock.operator.pods import is_live, is_ready, trouble
 from penstock.operator.scaling import restored
 
 GATEWAY = "penstock-gateway:http"
 
+Size = tuple[int, tuple[Starting, ...]]
+"""The replicas that a pool is asked to have, and those that are not ready."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A model where it runs."""
+
+    resource: dict[str, Any]
+    view: PoolsView | None
+    """What a gateway says; None where none answers."""
+    sizes: Mapping[str, Size]
+    """By name, of the pools that have `scaling`."""
+
 
 def main(argv: list[str]) -> int:
     """The command; its exit code is that of `command_line.run`."""
     args = parser().parse_args(argv)
+    if args.local and args.gateway:
+        parser().error("--gateway is for clusters: --local finds the gateway itself")
 
     async def explain() -> None:
         story = await story_of(args)
@@ -64,8 +83,10 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(prog="penstock explain", description="Says why a model has the size that it has.")
     add = made.add_argument
-    add("model", help="name of the InferenceModel")
-    add_namespace(made)
+    add("model", help="name of the InferenceModel; with --local also a served name")
+    where = made.add_mutually_exclusive_group()
+    add_namespace(where)
+    where.add_argument("--local", action="store_true", help="explain what `penstock up` runs on this machine, not a cluster")
     add("--load", type=_factor, default=1.0, metavar="TIMES", help="show the size for this multiple of the load, such as 2x")
     add_server(made)
     add("--system-namespace", default="penstock-system", help="namespace of the gateways (default: %(default)s)")
@@ -81,59 +102,96 @@ async def story_of(args: argparse.Namespace) -> dict[str, Any]:
         CommandFailed: there is nothing to explain.
         ApiException: the API server refused.
     """
-    args.namespace = args.namespace or usual_namespace(args.kubeconfig, args.context)
-    client = await connect(args.kubeconfig, args.context)
-    try:
-        api = ServerApi(client)
-        resource = await api.get("InferenceModel", args.namespace, args.model)
-        if resource is None:
-            raise CommandFailed(f"there is no InferenceModel {args.namespace}/{args.model}")
-        model, refusal = accept(resource)
-        if model is None or refusal is not None:
-            raise CommandFailed(f"the operator refuses it: {refusal.message if refusal else ''}")
-        limits = model_limits(model)
-        if not limits.pools:
-            raise CommandFailed("no pool has scaling: its size is spec.replicas, or whatever scales its Deployment")
-        view = await _view(api, args)
-        views = {name: await _pool(api, args, name, view) for name in limits.pools}
-    finally:
-        await client.close()
+    return story(await (_here(args.model) if args.local else _on_cluster(args)), args.load, time.time())
+
+
+def story(seen: Seen, load: float, wall: float) -> dict[str, Any]:
+    """The same of a model that was read.
+
+    Args:
+        seen: What was read.
+        load: Under so many times the load.
+        wall: Unix time in seconds.
+    """
+    resource, limits = seen.resource, _limits(seen.resource)
+    model_id = f"{resource['metadata'].get('namespace', 'default')}/{resource['metadata']['name']}"
+    views: dict[str, PoolView] = {}
+    for name, (replicas, starting) in seen.sizes.items():
+        signals = None if seen.view is None else pool_signals([seen.view], f"{model_id}/{name}")
+        views[name] = PoolView(replicas, starting, None if signals is None else scaled(signals, load))
     learned = restored(resource)
     memories = {name: restore(it) for name, it in learned.items() if name in limits.pools}
-    prospects = outlook(views, limits, Settings(), memories, time.time())
+    prospects = outlook(views, limits, Settings(), memories, wall)
     status = {it["pool"]: it for it in resource.get("status", {}).get("scaling", [])}
     return {
-        "model": f"{args.namespace}/{args.model}",
-        "load": args.load,
-        "gateway": view is not None,
+        "model": model_id,
+        "load": load,
+        "gateway": seen.view is not None,
         "pools": [_tell(name, views[name], limits, prospects[name], status.get(name, {}), learned) for name in sorted(views)],
     }
 
 
-async def _view(api: ServerApi, args: argparse.Namespace) -> PoolsView | None:
+def _limits(resource: dict[str, Any]) -> ModelLimits:
+    """What the autoscaler may do; raises `CommandFailed` where it has nothing to do."""
+    model, refusal = accept(resource)
+    if model is None or refusal is not None:
+        raise CommandFailed(f"the operator refuses it: {refusal.message if refusal else ''}")
+    limits = model_limits(model)
+    if not limits.pools:
+        raise CommandFailed("no pool has scaling: its size is spec.replicas, or whatever scales its Deployment")
+    return limits
+
+
+async def _on_cluster(args: argparse.Namespace) -> Seen:
+    namespace = args.namespace or usual_namespace(args.kubeconfig, args.context)
+    client = await connect(args.kubeconfig, args.context)
+    try:
+        api = ServerApi(client)
+        resource = await api.get("InferenceModel", namespace, args.model)
+        if resource is None:
+            raise CommandFailed(f"there is no InferenceModel {namespace}/{args.model}")
+        sizes = {name: await _size(api, namespace, args.model, name) for name in _limits(resource).pools}
+        return Seen(resource, await _answer(_view(api, args), hint="; see --gateway"), sizes)
+    finally:
+        await client.close()
+
+
+async def _here(name: str) -> Seen:
+    gateway = local_gateway()
+    told = named(msgspec.convert(await gateway.asked("/models", gateway.system.own), list[ToldModel]), name)
+    sizes = {pool: it.size for pool, it in told.pools.items() if pool in _limits(told.resource).pools}
+    return Seen(told.resource, await _answer(_local_view(gateway)), sizes)
+
+
+async def _answer(asked: Awaitable[PoolsView], hint: str = "") -> PoolsView | None:
     """One gateway's view; None where none answers."""
     try:
-        if not args.gateway:
-            return msgspec.convert(await api.proxied(args.system_namespace, GATEWAY, "/pools"), PoolsView)
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(5.0)) as session,
-            session.get(f"{args.gateway}/pools") as answer,
-        ):
-            return msgspec.json.decode(await answer.read(), type=PoolsView)
+        return await asked
     except (ApiException, aiohttp.ClientError, TimeoutError, ValueError, msgspec.MsgspecError) as error:
         words = said(error) if isinstance(error, ApiException) else error
-        sys.stderr.write(f"penstock explain: no gateway answers ({words}); see --gateway. Demand is unknown.\n")
+        sys.stderr.write(f"penstock explain: no gateway answers ({words}){hint}. Demand is unknown.\n")
         return None
 
 
-async def _pool(api: ServerApi, args: argparse.Namespace, name: str, view: PoolsView | None) -> PoolView:
-    workload = await api.get("Deployment", args.namespace, child_name(args.model, name))
-    pods = await api.listed("Pod", args.namespace, f"{labels.MODEL}={args.model},{labels.POOL}={name}")
+async def _view(api: ServerApi, args: argparse.Namespace) -> PoolsView:
+    if not args.gateway:
+        return msgspec.convert(await api.proxied(args.system_namespace, GATEWAY, "/pools"), PoolsView)
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(5.0)) as session,
+        session.get(f"{args.gateway}/pools") as answer,
+    ):
+        return msgspec.json.decode(await answer.read(), type=PoolsView)
+
+
+async def _local_view(gateway: LocalGateway) -> PoolsView:
+    return msgspec.convert(await gateway.asked("/pools"), PoolsView)
+
+
+async def _size(api: ServerApi, namespace: str, model: str, name: str) -> Size:
+    workload = await api.get("Deployment", namespace, child_name(model, name))
+    pods = await api.listed("Pod", namespace, f"{labels.MODEL}={model},{labels.POOL}={name}")
     starting = tuple(Starting(age_s(pod), trouble(pod) is not None) for pod in pods if is_live(pod) and not is_ready(pod))
-    signals = pool_signals([view], f"{args.namespace}/{args.model}/{name}") if view is not None else None
-    return PoolView(
-        (workload or {}).get("spec", {}).get("replicas", 0), starting, scaled(signals, args.load) if signals is not None else None
-    )
+    return (workload or {}).get("spec", {}).get("replicas", 0), starting
 
 
 def _tell(

@@ -10,7 +10,6 @@ from typing import Any
 
 from kubernetes.aio.client import ApiException
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from pydantic import ValidationError
 
 from penstock.api import labels, metrics
 from penstock.api.resources import InferenceModel, LoraAdapter
@@ -217,8 +216,8 @@ class Reconciler:
         try:
             LoraAdapter.parse(resource)
             return
-        except (ValidationError, ValueError) as error:
-            refusal = Verdict(False, "InvalidSpec", sentence(error))
+        except ValueError as error:  # pydantic's are, too
+            refusal = Verdict(False, "InvalidSpec", sentence(error, LoraAdapter))
         generation = resource["metadata"].get("generation", 0)
         made = conditions(dict.fromkeys(TYPES, refusal), generation, previous(resource), timestamp())
         await self._write(resource, {"observedGeneration": generation, "ready": "0/0", "conditions": made})

@@ -201,23 +201,7 @@ class KubernetesActuator:
         key, decision, current = Key("InferenceModel", namespace, name), record.decision, record.current
         self._metrics.record(record)
         old = self._reports.get(record.pool_id)
-        history = old.decisions if old is not None else self._history(key, pool)
-        if record.acted:
-            history = (f"{timestamp()} {current} to {decision.replicas} ({decision.constraint}): {decision.reason}", *history)[
-                :HISTORY
-            ]
-        learned = record.learned if old is None or old.learned is None or record.learned.differs(old.learned) else old.learned
-        new = ScalingStatus(
-            current=current,
-            desired=decision.replicas,
-            constraint=decision.constraint,
-            reason=decision.reason,
-            idle="NoData" if decision.blind else "DryRun" if record.dry_run else "",
-            decisions=history,
-            learned=learned,
-            out_of_reach=decision.out_of_reach,
-            waits=tuple(name for name in decision.inputs if name.startswith(WAITING_FOR)),
-        )
+        new = reported(record, old, old.decisions if old is not None else self._history(key, pool))
         if old is not None and not record.acted and _gist(old) == _gist(new):
             return  # only the figures in the sentence moved
         self._reports[record.pool_id] = new
@@ -234,6 +218,26 @@ class KubernetesActuator:
         """The changes that an earlier operator wrote down."""
         status = (self._resources.get(key) or {}).get("status", {})
         return next((tuple(it.get("decisions", ())) for it in status.get("scaling", []) if it["pool"] == pool), ())
+
+
+def reported(record: Record, old: ScalingStatus | None, history: Sequence[str]) -> ScalingStatus:
+    """What a decision makes of the report before it, and of the changes that were made so far."""
+    decision, current = record.decision, record.current
+    if record.acted:
+        change = f"{timestamp()} {current} to {decision.replicas} ({decision.constraint}): {decision.reason}"
+        history = (change, *history)[:HISTORY]
+    learned = record.learned if old is None or old.learned is None or record.learned.differs(old.learned) else old.learned
+    return ScalingStatus(
+        current=current,
+        desired=decision.replicas,
+        constraint=decision.constraint,
+        reason=decision.reason,
+        idle="NoData" if decision.blind else "DryRun" if record.dry_run else "",
+        decisions=tuple(history),
+        learned=learned,
+        out_of_reach=decision.out_of_reach,
+        waits=tuple(name for name in decision.inputs if name.startswith(WAITING_FOR)),
+    )
 
 
 def _is_victim(pod: Object) -> bool:
@@ -263,7 +267,9 @@ def restored(resource: Object) -> dict[str, Learned]:
         try:
             said = PoolScalingStatus.model_validate(pool)
         except ValidationError as error:  # another version's, or a person's: this one learns anew
-            log.warning("%s: what the status says of scaling is not understood: %s", key_of(resource), sentence(error))
+            log.warning(
+                "%s: what the status says of scaling is not understood: %s", key_of(resource), sentence(error, PoolScalingStatus)
+            )
             continue
         if said.learned is not None:
             found[said.pool] = _from_status(said.learned)

@@ -48,7 +48,7 @@ def status_of(observed: Observed, previous: Sequence[Object], now: str, sized: S
     judged = verdicts(observed)
     before = {pool["pool"]: pool for pool in sized}
     told = {
-        pool.name: before.get(pool.name) if pool.scaling is None else _sized(pool.name, pool.scaling)
+        pool.name: before.get(pool.name) if pool.scaling is None else pool_scaling(pool.name, pool.scaling)
         for pool in observed.pools
         if pool.scaled
     }
@@ -78,7 +78,8 @@ def status_of(observed: Observed, previous: Sequence[Object], now: str, sized: S
     }
 
 
-def _sized(pool: str, scaling: ScalingStatus) -> Object:
+def pool_scaling(pool: str, scaling: ScalingStatus) -> Object:
+    """A pool's entry in `status.scaling`."""
     return {
         "pool": pool,
         "current": scaling.current,

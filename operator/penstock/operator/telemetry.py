@@ -164,8 +164,8 @@ def add_replicas(family: GaugeMetricFamily, pool_id: str, replicas: dict[str, in
         family.add_metric([*pool_id.split("/"), state], count)
 
 
-async def serve_metrics(host: str, port: int, render: Callable[[], bytes]) -> web.AppRunner:
-    """Answers `/metrics` with what `render` gives, and `/healthz`, until the result is cleaned up."""
+async def serve_metrics(host: str, port: int, render: Callable[[], bytes], more: Sequence[web.RouteDef] = ()) -> web.AppRunner:
+    """Answers `/metrics` with what `render` gives, `/healthz`, and the routes in `more`, until the result is cleaned up."""
 
     async def tell(_: web.Request) -> web.Response:
         return web.Response(body=render(), content_type="text/plain", charset="utf-8")
@@ -174,7 +174,7 @@ async def serve_metrics(host: str, port: int, render: Callable[[], bytes]) -> we
         return web.Response(text="ok\n")
 
     app = web.Application()
-    app.add_routes([web.get("/metrics", tell), web.get("/healthz", healthy)])
+    app.add_routes([web.get("/metrics", tell), web.get("/healthz", healthy), *more])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, host, port).start()

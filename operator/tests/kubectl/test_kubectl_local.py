@@ -43,7 +43,7 @@ def test_a_gateway_that_does_not_answer_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    path = local_system.announce("http://127.0.0.1:1", "http://127.0.0.1:1", {})
+    path = local_system.announce("http://127.0.0.1:1", "http://127.0.0.1:1", "http://127.0.0.1:1", {})
     assert json.loads(path.read_text())["gateway"] == "http://127.0.0.1:1"
     assert cli.top(["--local", "--once"]) == 1
     assert "127.0.0.1:1" in capsys.readouterr().err

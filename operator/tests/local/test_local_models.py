@@ -51,7 +51,11 @@ def test_a_dry_run_is_one(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"speculative": 1}, "document 1: .*speculative"),
+        ({"speculative": 1}, "document 1: spec.speculative: there is no such field"),
+        (
+            {"pools": [{"name": "p", "scaleing": {}}]},
+            r"spec\.pools\[0\]\.scaleing: there is no such field; did you mean scaling\?",
+        ),
         ({"lora": {"sources": [{"prefix": "s3://a"}]}}, r"do nothing yet, remove them: spec.lora.sources\[0\].prefix"),
         ({"replicas": 2}, "replicas is for a model with one pool and no scaling"),
         ({"source": {"uri": "hf://a/b", "secretRef": {"name": "s"}}}, "secretRef: there are no Secrets here; set HF_TOKEN"),
@@ -103,7 +107,7 @@ def test_an_adapter_is_loaded_by_its_models_engines_and_known_to_the_gateway(tmp
         ({"source": {"uri": "file:///etc/sql"}}, ROOM, "document 2: SourceNotAllowed"),
         ({"source": {"uri": "file:///adapters/sql", "revision": "1"}}, ROOM, "document 2: spec.source.revision"),
         ({"served": {"name": "tiny"}}, ROOM, "more than one served name tiny"),
-        ({"served": {}}, ROOM, "document 2: spec.served.name: Field required"),
+        ({"served": {}}, ROOM, "document 2: spec.served.name: is missing"),
     ],
 )
 def test_an_adapter_that_no_cluster_would_serve_is_refused_by_place(tmp_path, spec, room, says):

@@ -24,7 +24,10 @@ def test_the_newest_running_system_is_found_until_it_ends() -> None:
     assert local_system.running() is None
     assert client._found(None) == ("http://127.0.0.1:8000", None)
     path = local_system.announce(
-        "http://127.0.0.1:8080", "http://127.3.0.1:9090", {"tiny": "file:///models/tiny", "b": "hf://o/b"}
+        "http://127.0.0.1:8080",
+        "http://127.3.0.1:9090",
+        "http://127.3.0.1:9091",
+        {"tiny": "file:///models/tiny", "b": "hf://o/b"},
     )
     found = local_system.running()
     assert found is not None
@@ -39,7 +42,7 @@ def test_the_newest_running_system_is_found_until_it_ends() -> None:
 def test_the_file_of_a_process_that_was_killed_is_removed(folder: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
     ended.wait()
-    mine = local_system.announce("http://127.0.0.1:1", "http://127.0.0.1:2", {})
+    mine = local_system.announce("http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3", {})
     content = mine.read_text()
     (folder / "gone.json").write_text(content.replace(f'"pid":{os.getpid()}', f'"pid":{ended.pid}'))
     born = local_system._born(os.getpid())

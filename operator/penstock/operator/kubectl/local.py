@@ -29,9 +29,9 @@ class LocalGateway:
         view = msgspec.convert(await self.asked("/pools"), PoolsView)
         return Gateways(1, [view])
 
-    async def asked(self, path: str) -> Any:
-        """The JSON at a path; raises aiohttp's errors."""
-        async with aiohttp.ClientSession(timeout=TIMEOUT) as session, session.get(self.system.gateway + path) as answer:
+    async def asked(self, path: str, base: str = "") -> Any:
+        """The JSON at a path of the gateway, or of another base URL; raises aiohttp's errors."""
+        async with aiohttp.ClientSession(timeout=TIMEOUT) as session, session.get((base or self.system.gateway) + path) as answer:
             answer.raise_for_status()
             return msgspec.json.decode(await answer.read())
 

@@ -110,7 +110,8 @@ async def _serve(models: list[LocalModel], port: int, folder: Path, job: Job, ou
         async with runtime.running():
             with out.status("starting engines, gateway and Envoy"):
                 await runtime.wait_ready()
-            state = announce(runtime.endpoints.url, runtime.endpoints.gateway, {it.model.name: it.source for it in models})
+            at = runtime.endpoints
+            state = announce(at.url, at.gateway, at.own, {it.model.name: it.source for it in models})
             out.print(f"[green]ready[/green] in {time.monotonic() - began:.1f} s: {summary(runtime)}", highlight=False)
             try:
                 await job(runtime, out)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
-from penstock.api import fleet
+from penstock.api import fleet, labels
 from penstock.api.resources import InferenceModel, LoraAdapter, seconds, unsupported
+from penstock.operator.acceptance import sentence
 from penstock.operator.autoscale.limits import ModelLimits
 from penstock.operator.autoscale.schedule import ScheduleError
 from penstock.operator.autoscale.spec import model_limits
@@ -22,6 +22,7 @@ from penstock.operator.desired.source import Fetched
 from penstock.operator.local.adapters import AdapterError, PlacedAdapter, adapters_of, described, with_adapters
 from penstock.operator.overlay import OverlayError
 
+_KIND = {"apiVersion": f"{labels.GROUP}/{labels.VERSION}", "kind": InferenceModel.__name__}
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -44,6 +45,8 @@ class LocalModel:
     """Of the pools that the autoscaler sizes."""
     dry_runs: frozenset[str]
     """The names of those of them that it only explains."""
+    resource: dict[str, Any]
+    """The InferenceModel as it was written."""
     course: Course | None = None
     """If it is a canary that is judged."""
 
@@ -93,15 +96,14 @@ def one_model(name: str) -> LocalModel:
         raise ModelFileError(f"{name} is neither a folder nor a name on the Hugging Face Hub such as Qwen/Qwen3-0.6B")
     plain = re.sub(r"[^a-z0-9]+", "-", served.rpartition("/")[2].lower()).strip("-")[:40].strip("-") or "model"
     document = {
-        "apiVersion": "penstock.dev/v1alpha1",
-        "kind": InferenceModel.__name__,
+        **_KIND,
         "metadata": {"name": plain, "namespace": "default"},
         "spec": {"served": {"name": served}, "source": {"uri": uri}, "pools": [{"name": "default"}]},
     }
     try:
         return local_model(InferenceModel.parse(document))
     except ValueError as error:
-        raise ModelFileError(f"{name}: {error}") from None
+        raise ModelFileError(f"{name}: {sentence(error)}") from None
 
 
 def _check_distinct(path: Path, what: str, names: list[str]) -> None:
@@ -118,11 +120,8 @@ def _parse(path: Path, documents: list[Any]) -> Iterator[InferenceModel | Placed
         kind = LoraAdapter if document.get("kind") == LoraAdapter.__name__ else InferenceModel
         try:
             model = kind.parse(document)
-        except ValidationError as error:
-            faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-            raise ModelFileError(f"{place}: {faults}") from None
-        except ValueError as error:
-            raise ModelFileError(f"{place}: {error}") from None
+        except ValueError as error:  # pydantic's are, too
+            raise ModelFileError(f"{place}: {sentence(error, kind)}") from None
         if isinstance(model, LoraAdapter):
             yield PlacedAdapter(place, model)
             continue
@@ -166,5 +165,10 @@ def local_model(model: InferenceModel, adapters: Sequence[LoraAdapter] = ()) -> 
         },
         limits=model_limits(model),
         dry_runs=frozenset(pool.name for pool in spec.pools if pool.scaling is not None and pool.scaling.mode == "DryRun"),
+        resource={
+            **_KIND,
+            "metadata": {"name": model.metadata.name, "namespace": model.metadata.namespace},
+            "spec": spec.model_dump(mode="json", by_alias=True, exclude_unset=True),
+        },
         course=course_of(spec.canary, model_id),
     )

@@ -15,13 +15,13 @@ from time import monotonic
 
 import httpx
 import msgspec
+from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.api import labels
 from penstock.api.fleet import Fleet, Model, PoolsView, Replica
-from penstock.operator.autoscale.bounds import Decision
 from penstock.operator.autoscale.coldstart import Starting
 from penstock.operator.autoscale.limits import Settings
 from penstock.operator.autoscale.loop import Autoscaler, ModelScale, PoolScale, Record
@@ -31,7 +31,11 @@ from penstock.operator.local.deployment import LocalDeployment
 from penstock.operator.local.models import LocalModel
 from penstock.operator.local.pod import Phase, Pod
 from penstock.operator.local.process import Service
+from penstock.operator.local.told import ToldModel, ToldPool
+from penstock.operator.observed import ScalingStatus
 from penstock.operator.replicas import Replicas
+from penstock.operator.scaling import reported
+from penstock.operator.status import pool_scaling
 from penstock.operator.telemetry import ScalingMetrics, add_replicas, leader_gauge, replicas_family, serve_metrics
 
 logger = logging.getLogger(__name__)
@@ -53,8 +57,8 @@ class Endpoints:
     """What clients use: Envoy's listener."""
     gateway: str
     """The gateway's HTTP port: `/pools`, `/debug/decisions`, `/metrics`."""
-    metrics: str
-    """Where this process tells of pools and the autoscaler: `/metrics`."""
+    own: str
+    """Where this process tells of pools and the autoscaler: `/metrics`, `/models`."""
 
 
 class LocalRuntime:
@@ -72,7 +76,8 @@ class LocalRuntime:
         self.folder = folder
         self.logs = folder / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.decisions: dict[str, Decision] = {}
+        self.reports: dict[str, ScalingStatus] = {}
+        """What the autoscaler last decided, by pool ID."""
         self._starts_told: set[str] = set()
         """UIDs of the pods whose start the autoscaler knows."""
         addresses = network.addresses()
@@ -106,7 +111,9 @@ class LocalRuntime:
         """
         if not network.port_is_free("127.0.0.1", self._port):
             raise LocalError(f"port {self._port} of 127.0.0.1 is in use; choose another with --port")
-        server = await serve_metrics(self._own_address, 9091, partial(generate_latest, self.registry))
+        server = await serve_metrics(
+            self._own_address, 9091, partial(generate_latest, self.registry), [web.get("/models", self.tell)]
+        )
         replicas = Replicas()
         try:
             self._step()
@@ -180,7 +187,7 @@ class LocalRuntime:
             adapters=adapters,
             pools=[pool for m in self.models for pool in m.pools],
             replicas=replicas,
-            scaling={pool_id: f"{decision.constraint}: {decision.reason}" for pool_id, decision in self.decisions.items()},
+            scaling={pool_id: f"{report.constraint}: {report.reason}" for pool_id, report in self.reports.items()},
         )
 
     def _weighed(self, local: LocalModel) -> Model:
@@ -249,6 +256,23 @@ class LocalRuntime:
             if name in self.services:
                 await self.services[name].stop(GATEWAY_GRACE_S)
 
+    async def tell(self, _: web.Request) -> web.Response:
+        """Answers `/models`, for `penstock explain --local`."""
+        return web.Response(body=msgspec.json.encode([self._told(it) for it in self.models]), content_type="application/json")
+
+    def _told(self, local: LocalModel) -> ToldModel:
+        pools = {pool_id.rpartition("/")[2]: self.deployments[pool_id] for pool_id in local.deployments}
+        scaling = [
+            pool_scaling(name, self.reports[pool_id]) for name in pools if (pool_id := f"{local.model.id}/{name}") in self.reports
+        ]
+        return ToldModel(
+            resource={**local.resource, "status": {"scaling": scaling}},
+            pools={
+                name: ToldPool(replicas=it.replicas, starting=[(one.age_s, one.troubled) for one in _starting(it)])
+                for name, it in pools.items()
+            },
+        )
+
     # --- the autoscaler's view of this machine ---
 
     async def _gateways(self) -> Sequence[str]:
@@ -263,12 +287,10 @@ class LocalRuntime:
         ]
 
     def _pool(self, local: LocalModel, name: str) -> PoolScale:
-        deployment, now = self.deployments[f"{local.model.id}/{name}"], monotonic()
+        deployment = self.deployments[f"{local.model.id}/{name}"]
         return PoolScale(
             replicas=deployment.replicas,
-            starting=tuple(
-                Starting(now - pod.created, pod.phase is Phase.CRASHED) for pod in deployment.pods if pod.phase is not Phase.READY
-            ),
+            starting=_starting(deployment),
             started_s=self._new_starts(deployment.pods),
             endpoints={
                 pod.uid: f"http://{pod.address}:{pod.port(labels.HTTP_PORT)}"
@@ -300,8 +322,16 @@ class LocalRuntime:
 
     async def record(self, record: Record) -> None:
         """See `Actuator`."""
-        self.decisions[record.pool_id] = record.decision
+        old = self.reports.get(record.pool_id)
+        self.reports[record.pool_id] = reported(record, old, () if old is None else old.decisions)
         self._scaling.record(record)
+
+
+def _starting(deployment: LocalDeployment) -> tuple[Starting, ...]:
+    """Its replicas that are not ready."""
+    now = monotonic()
+    waited_for = (pod for pod in deployment.pods if pod.phase is not Phase.READY)
+    return tuple(Starting(now - pod.created, pod.phase is Phase.CRASHED) for pod in waited_for)
 
 
 class _PoolCollector(Collector):

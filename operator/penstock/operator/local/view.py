@@ -53,8 +53,8 @@ def render(runtime: LocalRuntime, view: PoolsView | None) -> RenderableType:
         table,
         "",
         *(
-            Text(f"autoscaler: {pool_id}: {decision.constraint}: {decision.reason}", style="dim")
-            for pool_id, decision in runtime.decisions.items()
+            Text(f"autoscaler: {pool_id}: {report.constraint}: {report.reason}", style="dim")
+            for pool_id, report in runtime.reports.items()
         ),
         Text("try it:", style="dim"),
         Text(example_request(runtime), no_wrap=False),
