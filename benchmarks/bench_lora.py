@@ -28,7 +28,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from penstock.engine.args import EngineArgs
-from penstock.engine.core.ipc.process import build_core, build_runner
+from penstock.engine.core.ipc.process import build_core, build_executor
 from penstock.engine.lora.peft import MODULES
 from penstock.engine.messages import AddRequest
 from penstock.engine.sampling import SamplingParams
@@ -75,8 +75,8 @@ class Engine:
             {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": RANK, "lora_modules": modules} if adapters else {}
         )
         config = EngineArgs(model=str(model), kv_cache_memory_bytes=2**26, **flags).config()
-        runner, blocks = build_runner(config)
-        self._core = build_core(config, runner, blocks, epoch=1)
+        executor, blocks = build_executor(config)
+        self._core = build_core(config, executor, blocks, epoch=1)
         if config.lora is not None:
             self._core.load_adapters(config.lora.modules)
         self._ids = [info.lora_id for info in self._core.adapters()]

@@ -26,7 +26,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from penstock.engine.args import EngineArgs
-from penstock.engine.core.ipc.process import build_core, build_runner
+from penstock.engine.core.ipc.process import build_core, build_executor
 from penstock.engine.messages import AddRequest
 from penstock.engine.sampling import SamplingParams
 
@@ -65,8 +65,8 @@ class Engine:
 
     def __init__(self, method: str | None) -> None:
         config = EngineArgs(model=str(MODEL), kv_cache_memory_bytes=2**26, max_num_seqs=64, spec_method=method).config()
-        runner, blocks = build_runner(config)
-        self._core = build_core(config, runner, blocks, epoch=1)
+        executor, blocks = build_executor(config)
+        self._core = build_core(config, executor, blocks, epoch=1)
         self._eos = config.model.eos_token_ids
         self._added = 0
         self._seen = (0, 0)

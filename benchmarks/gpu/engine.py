@@ -9,8 +9,7 @@ import numpy as np
 
 from penstock.engine.args import EngineArgs
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.executor import executor_of
-from penstock.engine.core.ipc.process import build_runner
+from penstock.engine.core.ipc.process import build_executor
 from penstock.engine.messages import AddRequest, StepStats
 from penstock.engine.roofline import Ceilings
 from penstock.engine.sampling import SamplingParams
@@ -44,15 +43,15 @@ class Engine:
 
     def __init__(self, model: Path, ceilings: Ceilings | None = None, capture: bool = True, **flags: Any) -> None:
         self.config = EngineArgs(model=str(model), load_format="dummy", enable_prefix_caching=False, **flags).config()
-        self.runner, self.num_blocks = build_runner(self.config)
-        while capture and (report := self.runner.capture_graph()) is not None and report.pending:
+        executor, self.num_blocks = build_executor(self.config)
+        while capture and (report := executor.call("capture_graph")[0]) is not None and report.pending:
             pass
-        found = ceilings or self.runner.ceilings()
+        found = ceilings or executor.call("ceilings")[0]
         if found is None:
             raise RuntimeError(f"the ceilings of the device {self.config.device} are not known")
         self.ceilings = found
-        groups = self.runner.kv_layout().groups
-        self.core = EngineCore(self.config, executor_of(self.config, self.runner), self.num_blocks, 1, 0, groups, found)
+        [self.kv_layout] = executor.call("kv_layout")
+        self.core = EngineCore(self.config, executor, self.num_blocks, 1, 0, self.kv_layout.groups, found)
         self._draw, self._count, self._last = random.Random(0), 0, time.perf_counter()
 
     def add(self, prompt: int, output: int, temperature: float = 0.6) -> None:

@@ -44,7 +44,7 @@ def measure(
     rows = [compare(engine, batch, context, steps, profiler) for batch in batches]
     model = engine.config.model.cost
     assert model is not None
-    says = ceilings_told(model, engine.ceilings, engine.num_blocks * engine.runner.kv_layout().page_bytes)
+    says = ceilings_told(model, engine.ceilings, engine.num_blocks * engine.kv_layout.page_bytes)
     engine.close()
     worst = max(rows, key=lambda row: row["off_percent"])
     told = f"batch {worst['batch']}: {worst['own_share']:.1%} by its own clock, {worst['profilers_share']:.1%} by the profiler's"

@@ -8,7 +8,7 @@ import torch
 
 from peers.loop import run
 from penstock.engine.args import EngineArgs
-from penstock.engine.core.ipc.process import build_core, build_runner
+from penstock.engine.core.ipc.process import build_core, build_executor
 from penstock.engine.messages import AddRequest
 from penstock.engine.sampling import SamplingParams
 
@@ -19,8 +19,8 @@ class Penstock:
     def __init__(self, model: str, isa: Any = "auto") -> None:
         torch.set_num_threads(1)
         config = EngineArgs(model=model, device="cpu", cpu_isa=isa, kv_cache_memory_bytes=2**26).config()
-        runner, blocks = build_runner(config)
-        self._core = build_core(config, runner, blocks, epoch=1)
+        executor, blocks = build_executor(config)
+        self._core = build_core(config, executor, blocks, epoch=1)
         self._tokens: dict[int, int] = {}
 
     def add(self, number: int, prompt: list[int], tokens: int) -> None:

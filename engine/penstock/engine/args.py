@@ -18,6 +18,7 @@ from penstock.engine.config import (
     LogprobsMode,
     LoraConfig,
     LoraModule,
+    ParallelConfig,
     RunnerType,
     SchedulerConfig,
     SchedulingPolicy,
@@ -88,6 +89,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     spec_method: str | None = None
     spec_model: str | None = None
     spec_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
+    worker_process: bool = False
+    distributed_timeout_seconds: Annotated[int, msgspec.Meta(ge=1)] = 30
     enable_lora: bool = False
     lora_modules: list[str] | None = None
     """`name=path` each."""
@@ -162,6 +165,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             ),
             lora=self._lora(names),
             speculative=speculative,
+            parallel=self._parallel(),
             device=device,
             attention_backend=self.attention_backend,
             cpu_isa=self._cpu_isa(device),
@@ -216,6 +220,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
         )
+
+    def _parallel(self) -> ParallelConfig:
+        return ParallelConfig(worker_process=self.worker_process, timeout=self.distributed_timeout_seconds)
 
     def _lora(self, served_names: list[str]) -> LoraConfig | None:
         if not self.enable_lora:

@@ -244,6 +244,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="folder for the traces of /start_profile and /stop_profile (None: both are refused)",
     )
     add("--watchdog-timeout", type=positive, default=120, help="the engine counts as hung after this many seconds without a step")
+    what = "run the model in a process of its own, apart from the scheduler, even where there is one rank"
+    add("--worker-process", action="store_true", help=what)
+    what = "largest number of seconds that one process of the model may keep the others waiting"
+    add("--distributed-timeout-seconds", type=positive, default=30, metavar="SECONDS", help=what)
     add("--seed", type=count, default=0, help="draws the seeds of requests without one")
     whose = "source of the default sampling: auto (the checkpoint), vllm (OpenAI's) or a folder with generation_config.json"
     add("--generation-config", default="auto", metavar="WHOSE", help=whose)

@@ -187,6 +187,22 @@ class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):
     """To which steps are padded, ascending: tokens, or requests where all have equally many new tokens."""
 
 
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The processes that run the model; see `docs/engine/parallel.md`."""
+
+    tensor_parallel_size: int = 1
+    """Ranks among which every layer is divided."""
+    worker_process: bool = False
+    """Whether the model runs in a process of its own even where there is one rank."""
+    timeout: float = 30.0
+    """Seconds that one rank may keep the others waiting, before the engine ends."""
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.tensor_parallel_size
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the core process needs; travels to it as msgpack."""
 
@@ -198,6 +214,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculative: SpeculativeConfig | None = None
     """None: no drafts."""
     graphs: GraphConfig = GraphConfig()
+    parallel: ParallelConfig = ParallelConfig()
     device: Literal["cpu", "cuda"] = "cpu"
     attention_backend: AttentionBackendName | None = None
     """None: the first that can serve the model."""

@@ -96,7 +96,8 @@ class FakeRunner:
         self._random = random.Random(1)
         self._drafts: dict[int, list[int]] = {}
 
-    kernels = "fake"
+    def kernels(self) -> str:
+        return "fake"
 
     def profile_memory(self) -> int:
         return 0

@@ -8,16 +8,15 @@ import torch
 
 from penstock.engine.args import EngineArgs
 from penstock.engine.config import ConfigError
-from penstock.engine.core.ipc.process import build_runner
 from penstock.engine.loading import dummy
 from penstock.engine.loading.checkpoint import read_model_config
 from penstock.engine.loading.dummy import dummy_tensor
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.config import parse_decoder_config
+from penstock.engine.runner.model_runner import ModelRunner
 
 SHAPES = Path(__file__).parents[3] / "benchmarks/shapes"
 CPU = torch.device("cpu")
-RUNNER = "penstock.engine.runner.model_runner:ModelRunner"
 BLOCKS = 320
 """That `driver` counts on."""
 
@@ -86,7 +85,8 @@ def test_an_engine_runs_on_made_up_weights_and_makes_the_same_again(checkpoint, 
     """No file of weights is there; `driver` fills the cache with NaN first, so that any of them would show."""
     (tmp_path / "config.json").write_bytes((checkpoint("qwen3") / "config.json").read_bytes())
     arguments = EngineArgs(model=str(tmp_path), load_format="dummy", dtype="float32", num_gpu_blocks_override=BLOCKS)
-    runner, _ = build_runner(arguments.config(), RUNNER)
+    runner = ModelRunner(arguments.config())
+    runner.load()
 
     def answer():
         runner.initialize_kv_cache(BLOCKS)

@@ -57,8 +57,8 @@ def test_a_start_does_not_import_torchs_compiler(checkpoint):
     script = """
 import sys
 from penstock.engine.args import EngineArgs
-from penstock.engine.core.ipc.process import build_runner
-build_runner(EngineArgs(model=sys.argv[1], kv_cache_memory_bytes=2**22).config(), sys.argv[2])
+from penstock.engine.core.ipc.process import build_executor
+build_executor(EngineArgs(model=sys.argv[1], kv_cache_memory_bytes=2**22).config(), sys.argv[2])
 print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
 """
     runner = "penstock.engine.runner.model_runner:ModelRunner"

@@ -203,8 +203,12 @@ class EngineCore:
 
     def capture_graph(self) -> None:
         """Captures one of the graphs that are missing; while it does, requests wait. Only where `may_capture`."""
-        [self._graphs] = self._executor.call("capture_graph")
+        self._graphs, *_ = self._executor.call("capture_graph")
         self._may_capture = self._graphs is not None and self._graphs.pending > 0
+
+    def check(self) -> None:
+        """Raises `GroupFailed` where a process that runs the model has gone, while there was nothing to do."""
+        self._executor.check()
 
     def close(self) -> None:
         """Ends whatever runs plans, once the steps in flight are over."""

@@ -44,7 +44,6 @@ class Runner(Protocol):
         """Reads the weights; raises `ConfigError` where the checkpoint cannot be served."""
         ...
 
-    @property
     def kernels(self) -> str:
         """Which form of the model's operations runs."""
         ...
@@ -149,6 +148,10 @@ class Executor(Protocol):
         """The same at once, beside steps that run, of a method for which that is safe."""
         ...
 
+    def check(self) -> None:
+        """Raises `GroupFailed` where a process that runs plans has gone, while nothing is expected of it."""
+        ...
+
     def close(self) -> None:
         """Ends whatever runs plans; nothing may be in flight."""
         ...
@@ -191,6 +194,9 @@ class InlineExecutor:
 
     call_beside = call
 
+    def check(self) -> None:
+        """It runs in this process."""
+
     def close(self) -> None:
         """Nothing to end."""
 
@@ -226,6 +232,9 @@ class ThreadExecutor:
         """Calls it in the caller's thread."""
         return [getattr(self._runner, method)(*args)]
 
+    def check(self) -> None:
+        """It runs in this process."""
+
     def close(self) -> None:
         """Ends the thread."""
         self._thread.shutdown()
@@ -237,6 +246,6 @@ def _retired(step: StepResult | Pending) -> StepResult:
 
 
 def executor_of(config: EngineConfig, runner: Runner) -> Executor:
-    """What runs the plans of an engine with one rank."""
+    """What runs the plans of an engine whose model is in this process."""
     # A device's steps overlap by themselves.
     return InlineExecutor(runner) if config.depth == 1 or config.device != "cpu" else ThreadExecutor(runner)

@@ -33,6 +33,7 @@ from penstock.engine.models.layers.linear_method import CPU, linear_method
 from penstock.engine.models.layers.shard import Shard
 from penstock.engine.models.model import Model
 from penstock.engine.models.registry import model_class
+from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.profile import RunnerProfile
 from penstock.engine.sampling import SamplingParams
@@ -156,7 +157,6 @@ class RunnerBase(ABC):
             max_model_len=self.config.model.max_model_len,
         )
 
-    @property
     def kernels(self) -> str:
         """Which form of the model's operations runs."""
         return self.ops.form
@@ -349,8 +349,11 @@ class RunnerBase(ABC):
 
 @contextmanager
 def failing(plan: StepPlan) -> Iterator[None]:
-    """What goes wrong in here is the step's failure alone: the plan has been applied, and releasing its rows undoes the rest."""
+    """What goes wrong in here is the step's failure alone: the plan has been applied, and releasing its rows undoes the rest. But
+    where another rank is gone there is no next step."""
     try:
         yield
+    except GroupFailed:
+        raise
     except Exception as error:
         raise StepFailed(f"step {plan.step_id} failed: {type(error).__name__}: {error}") from error

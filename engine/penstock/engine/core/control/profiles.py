@@ -49,7 +49,7 @@ class Profiles:
         self._ranges.end()
         self._ranges = None
         try:
-            (path,) = self._executor.call("stop_profile", self._folder)
+            path, *_ = self._executor.call("stop_profile", self._folder)
         except OSError as error:
             raise ControlError(f"the profile could not be written: {error}") from error
         _log.info("profile written to %s", path)

@@ -5,7 +5,6 @@ to one that the core binds there. Messages are those of `penstock.engine.message
 """
 
 import asyncio
-import os
 import shutil
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.ipc.calls import Calls
 from penstock.engine.core.ipc.framing import framed
 from penstock.engine.core.ipc.inbox import Inbox
+from penstock.engine.environment import computing
 from penstock.engine.messages import (
     AbortRequests,
     AdaptersChanged,
@@ -36,7 +36,6 @@ from penstock.engine.messages import (
     FrontendLeft,
     StepOutputs,
 )
-from penstock.kernels.cpu.isa import choose
 
 _LAST_WORDS_S = 0.5
 _CLOSE_S = 5.0
@@ -164,14 +163,10 @@ class CoreClient(CoreConnection):
             inbox.bind(self._start.address)
         except OSError as error:
             raise CoreError(f"no socket for the engine core, see TMPDIR: {error}") from error
-        # OpenMP, torch and oneDNN read these from the environment alone, when torch is loaded.
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self._config.threads)}
-        if self._config.cpu_isa is not None:
-            environment |= choose(self._config.cpu_isa).environment
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "penstock.engine.core.ipc.process"),
             stdin=asyncio.subprocess.PIPE,
-            env=environment,
+            env=computing(self._config),
         )
         self._exited = asyncio.create_task(self._process.wait())
         # What it said last may still be under way.

@@ -12,7 +12,7 @@ from penstock.engine.core.core import EngineCore
 from penstock.engine.core.ipc.boot_times import BootTimes
 from penstock.engine.core.ipc.calls import Calls
 from penstock.engine.core.ipc.client import CoreError
-from penstock.engine.core.ipc.process import HEARTBEAT_S, READ_POLL_MS, REPORT_INTERVAL_S, build_core, build_runner
+from penstock.engine.core.ipc.process import HEARTBEAT_S, READ_POLL_MS, REPORT_INTERVAL_S, build_core, build_executor
 from penstock.engine.messages import AbortRequests, AdaptersChanged, AddRequest, Control, CoreReady, CoreStats, StepOutputs
 
 
@@ -36,8 +36,8 @@ class InprocClient:
     async def start(self) -> CoreReady:
         """Loads the model and makes the first forward pass; raises `ConfigError` where it cannot be served."""
         boot, epoch = BootTimes(), int(time.time() * 1000)
-        runner, num_blocks = build_runner(self._config, self._runner, boot)
-        self._core = build_core(self._config, runner, num_blocks, epoch)
+        executor, num_blocks = build_executor(self._config, self._runner, boot)
+        self._core = build_core(self._config, executor, num_blocks, epoch)
         while self._core.may_capture:  # whoever calls from Python has no idle time to give
             self._core.capture_graph()
         boot.end("adapters")

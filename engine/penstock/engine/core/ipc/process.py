@@ -22,7 +22,7 @@ from penstock.api.events import Event
 from penstock.engine import messages
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.executor import Runner, executor_of
+from penstock.engine.core.executor import Executor, executor_of
 from penstock.engine.core.ipc.boot_times import BootTimes
 from penstock.engine.core.ipc.framing import LENGTH_BYTES
 from penstock.engine.core.ipc.ports import Port, SharedPort, SinglePort
@@ -30,6 +30,7 @@ from penstock.engine.core.ipc.publisher import EventPublisher
 from penstock.engine.core.ipc.sockets import Context
 from penstock.engine.core.memory import num_kv_blocks
 from penstock.engine.messages import CoreFailed, CoreReady, CoreStart
+from penstock.engine.parallel.process_executor import ProcessExecutor
 
 REPORT_INTERVAL_S = 0.05
 """Between two reports while something changes."""
@@ -136,6 +137,7 @@ class CoreLoop:
             self._watch()
             news.append(stats.report)
             self._last_report, self._changed = now, False
+            self._core.check()
         self._publish(news)
 
     def _publish(self, news: list[Event]) -> None:
@@ -144,34 +146,47 @@ class CoreLoop:
             self._publisher.publish(batch, time.time())
 
 
-def build_runner(config: EngineConfig, path: str | None = None, boot: BootTimes | None = None) -> tuple[Runner, int]:
-    """A runner with its weights and cache that has made its first forward pass, and the number of its KV blocks.
+def build_executor(config: EngineConfig, path: str | None = None, boot: BootTimes | None = None) -> tuple[Executor, int]:
+    """Whatever runs the plans, with weights and a cache and after its first forward pass, and the number of KV blocks.
 
     Args:
         config: The engine's.
-        path: `module:Class`; None: the device's.
+        path: `module:Class` of the runner; None: the device's.
         boot: Told what it took.
     """
     boot = boot or BootTimes()
-    module, _, name = (path or RUNNERS[config.device]).partition(":")
-    runner: Runner = getattr(import_module(module), name)(config)
+    executor = _start(config, path or RUNNERS[config.device])
     boot.end("imports")
-    runner.load()
-    boot.end("weights")
-    step_bytes = runner.profile_memory()
-    num_blocks = num_kv_blocks(config, runner.kv_layout(), runner.measure_memory(), step_bytes)
-    boot.end("memory")
-    runner.initialize_kv_cache(num_blocks)
-    boot.end("cache")
-    runner.warm_up()
-    boot.end("warm_up")
-    return runner, num_blocks
+    try:
+        executor.call("load")
+        boot.end("weights")
+        step_bytes = executor.call("profile_memory")
+        layouts, memories = executor.call("kv_layout"), executor.call("measure_memory")
+        # What the rank with the least memory has room for.
+        num_blocks = min(num_kv_blocks(config, *rank) for rank in zip(layouts, memories, step_bytes, strict=True))
+        boot.end("memory")
+        executor.call("initialize_kv_cache", num_blocks)
+        boot.end("cache")
+        executor.call("warm_up")
+        boot.end("warm_up")
+    except BaseException:
+        executor.close()
+        raise
+    return executor, num_blocks
 
 
-def build_core(config: EngineConfig, runner: Runner, num_blocks: int, epoch: int, engine_index: int = 0) -> EngineCore:
-    """The core of an engine with one rank, with the adapters that it starts with."""
-    groups, ceilings = runner.kv_layout().groups, runner.ceilings()
-    core = EngineCore(config, executor_of(config, runner), num_blocks, epoch, engine_index, groups, ceilings)
+def _start(config: EngineConfig, path: str) -> Executor:
+    """What runs the plans, before it has loaded anything."""
+    if config.parallel.worker_process or config.parallel.world > 1:
+        return ProcessExecutor(config, path)
+    module, _, name = path.partition(":")
+    return executor_of(config, getattr(import_module(module), name)(config))
+
+
+def build_core(config: EngineConfig, executor: Executor, num_blocks: int, epoch: int, engine_index: int = 0) -> EngineCore:
+    """The core of an engine, with the adapters that it starts with."""
+    (layout, *_), (ceilings, *_) = executor.call("kv_layout"), executor.call("ceilings")
+    core = EngineCore(config, executor, num_blocks, epoch, engine_index, layout.groups, ceilings)
     if config.lora is not None:
         core.load_adapters(config.lora.modules)
     if core.may_capture:
@@ -186,8 +201,8 @@ def run(start: CoreStart, port: Port, context: Context) -> None:
     if start.events_addresses and start.replay_addresses:
         # Bound before the weights are loaded: a port that is taken should not cost the wait.
         publisher = EventPublisher(context, epoch, start.events_addresses, start.replay_addresses)
-    runner, num_blocks = build_runner(start.config, start.runner, boot)
-    core = build_core(start.config, runner, num_blocks, epoch, start.engine_index)
+    executor, num_blocks = build_executor(start.config, start.runner, boot)
+    core = build_core(start.config, executor, num_blocks, epoch, start.engine_index)
     loop = CoreLoop(core, port, publisher, start.config.watchdog_timeout)
     boot.end("adapters")
     ready = CoreReady(
@@ -195,7 +210,7 @@ def run(start: CoreStart, port: Port, context: Context) -> None:
         start.config.model.max_model_len,
         num_blocks,
         boot.seconds,
-        runner.kernels,
+        executor.call("kernels")[0],
         core.adapters(),
         event_ports=None if publisher is None else publisher.ports,
     )

@@ -1,0 +1,118 @@
+"""What the core and the processes of the ranks say to each other, in msgpack.
+
+Plans and calls go to all ranks alike, through shared memory. Each rank answers in the same order.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.core import plan as columns
+from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
+
+
+class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
+    """The first thing that a rank reads."""
+
+    config: EngineConfig
+    runner: str
+    """`module:Class` of the model runner."""
+    rank: int
+    world: int
+    meeting: str
+    """Where ranks find each other that cannot use shared memory."""
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Apply a plan and run its forward pass."""
+
+    plan: StepPlan
+
+
+class Sample(msgspec.Struct, frozen=True, tag="sample"):
+    """Sample the step submitted last."""
+
+    inputs: SampleInputs
+
+
+class Call(msgspec.Struct, frozen=True, tag="call"):
+    """Call a method of the runner."""
+
+    method: str
+    arguments: list[Any]
+    """As msgpack has them: the method's annotations say what they are."""
+
+
+Order = Submit | Sample | Call
+
+
+class Retired(msgspec.Struct, frozen=True, tag="retired"):
+    """A step is over."""
+
+    digest: bytes
+    """Of what it gave, which must be the same on every rank."""
+    result: StepResult | None
+    """Rank 0's; None: the others'."""
+
+
+class StepLost(msgspec.Struct, frozen=True, tag="step_lost"):
+    """A step came to nothing: `StepFailed`."""
+
+    message: str
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """A call has returned."""
+
+    value: msgspec.Raw
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """A call has raised an error that its caller expects."""
+
+    kind: Literal["ConfigError", "OSError"]
+    message: str
+
+
+class Broken(msgspec.Struct, frozen=True, tag="broken"):
+    """The rank cannot go on, and says why."""
+
+    message: str
+
+
+Reply = Retired | StepLost | Answer | Refused | Broken
+
+
+def digest_of(result: StepResult) -> bytes:
+    """Of everything that decides how requests go on."""
+    state = hashlib.blake2b(digest_size=8)
+    for array in (result.token_ids, result.counts, result.not_finite, result.drafts):
+        state.update(b"-" if array is None else array.tobytes())
+    if result.pooled is not None:
+        state.update(result.pooled.vectors.tobytes())
+    state.update(f"{result.step_id} {sorted(result.failed)}".encode())
+    return state.digest()
+
+
+def _enc_hook(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else columns.enc_hook(value)
+
+
+def dec_hook(kind: type, value: Any) -> Any:
+    """What msgpack has no form for."""
+    return Path(value) if kind is Path else columns.dec_hook(kind, value)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+encode = _encoder.encode
+decode_start = msgspec.msgpack.Decoder(WorkerStart, dec_hook=dec_hook).decode
+decode_order = msgspec.msgpack.Decoder(Order, dec_hook=dec_hook).decode
+decode_reply = msgspec.msgpack.Decoder(Reply, dec_hook=dec_hook).decode
+
+
+def decode_value(value: msgspec.Raw, kind: Any) -> Any:
+    """What a method of this return type has returned."""
+    return msgspec.msgpack.decode(value, type=kind, dec_hook=dec_hook)

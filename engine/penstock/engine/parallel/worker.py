@@ -1,0 +1,158 @@
+"""The process of one rank: does what the core says, in the order in which it says it.
+
+Two sockets lead to the core. Through one it rings for each message in shared memory and gets the replies; through the other come
+calls that are safe beside a step, which a thread of their own answers. Either's end is the end of the core, and of this process,
+whatever it is doing.
+"""
+
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from importlib import import_module
+from typing import Any, get_type_hints
+
+import msgspec
+
+from penstock.engine.config import ConfigError
+from penstock.engine.core.executor import Pending, Runner, StepFailed
+from penstock.engine.core.plan import StepResult
+from penstock.engine.parallel import words
+from penstock.engine.parallel.broadcast import Ring, messages
+from penstock.engine.parallel.frames import receive_frame, send_frame
+from penstock.engine.parallel.group import Group
+from penstock.engine.parallel.shared_memory import SharedMemory
+from penstock.engine.parallel.words import Answer, Broken, Call, Refused, Reply, Retired, Sample, StepLost, Submit, WorkerStart
+
+log = logging.getLogger(__name__)
+
+
+class Worker:
+    """Carries out orders, one after the other.
+
+    Args:
+        start: Which rank it is.
+        memory: That the ranks share; None: the rank is alone.
+        replies: To the core.
+    """
+
+    def __init__(self, start: WorkerStart, memory: SharedMemory | None, replies: socket.socket) -> None:
+        self._rank, self._replies = start.rank, replies
+        module, _, name = start.runner.partition(":")
+        make: Any = getattr(import_module(module), name)
+        if memory is None:
+            self.runner: Runner = make(start.config)
+        else:
+            group = Group(start.rank, start.world, memory, start.meeting, start.config.parallel.timeout)
+            self.runner = make(start.config, group=group)
+        self._sampled: deque[StepResult | Pending | StepFailed] = deque()
+        self._failed: StepFailed | None = None
+
+    def obey(self, order: words.Order) -> None:
+        """Carries out one order."""
+        match order:
+            case Submit(plan):
+                try:
+                    self.runner.execute(plan)
+                except StepFailed as error:
+                    self._failed = error
+            case Sample(inputs):
+                failed, self._failed = self._failed, None
+                try:
+                    self._sampled.append(failed or self.runner.sample(inputs))
+                except StepFailed as error:
+                    self._sampled.append(error)
+                self.retire(waits=False)
+            case Call():
+                self.retire(waits=True)
+                self._reply(answer(self.runner, order))
+
+    def retire(self, waits: bool) -> None:
+        """Tells the results of steps that have been sampled; `waits` for those that are on their way too."""
+        while self._sampled and (waits or isinstance(self._sampled[0], StepResult | StepFailed)):
+            step = self._sampled.popleft()
+            try:
+                if not isinstance(step, StepResult | StepFailed):
+                    step = step.result()
+            except StepFailed as error:
+                step = error
+            self._reply(self._told(step))
+
+    def _told(self, step: StepResult | StepFailed) -> Reply:
+        if isinstance(step, StepFailed):
+            return StepLost(str(step))
+        return Retired(words.digest_of(step), step if self._rank == 0 else None)
+
+    def _reply(self, reply: Reply) -> None:
+        send_frame(self._replies, words.encode(reply))
+
+
+def answer(runner: Runner, call: Call) -> Reply:
+    """Calls a method; raises what nobody expects."""
+    method, hints = getattr(runner, call.method), get_type_hints(getattr(Runner, call.method))
+    hints.pop("return")
+    arguments = [
+        msgspec.convert(value, kind, dec_hook=words.dec_hook) for value, kind in zip(call.arguments, hints.values(), strict=True)
+    ]
+    try:
+        return Answer(msgspec.Raw(words.encode(method(*arguments))))
+    except ConfigError as error:
+        return Refused("ConfigError", str(error))
+    except OSError as error:
+        return Refused("OSError", str(error))
+
+
+def main() -> int:
+    """Runs the rank that its first message describes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()  # the core aborts a rank that hangs: its stack is in the log
+    main_fd, beside_fd, ring_fd, memory_fd, world = map(int, sys.argv[1:])
+    bell, beside = socket.socket(fileno=main_fd), socket.socket(fileno=beside_fd)
+    first = receive_frame(beside)
+    if first is None:
+        return 0
+    start = words.decode_start(first)
+    name = f"rank {start.rank}" if world > 1 else "worker"
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s {name}: %(message)s")
+    try:
+        worker = Worker(start, SharedMemory(memory_fd, world) if world > 1 else None, bell)
+        threading.Thread(target=_beside, args=[worker.runner, beside], name="beside", daemon=True).start()
+        orders = messages(Ring(ring_fd, world), start.rank, bell)
+        for order in orders:
+            worker.obey(words.decode_order(order))
+            if not _is_readable(bell):
+                worker.retire(waits=True)
+    except ConnectionError:
+        return 0
+    except Exception as error:
+        log.exception("the rank cannot go on")
+        send_frame(bell, words.encode(Broken(f"{type(error).__name__}: {error}")))
+        return 1
+    return 0
+
+
+def _is_readable(stream: socket.socket) -> bool:
+    """Whether another order is there."""
+    try:
+        return bool(stream.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except BlockingIOError:
+        return False
+
+
+def _beside(runner: Runner, stream: socket.socket) -> None:
+    """Answers calls that are safe beside a step; ends the process with the core."""
+    while (message := receive_frame(stream)) is not None:
+        order = words.decode_order(message)
+        assert isinstance(order, Call)
+        send_frame(stream, words.encode(answer(runner, order)))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    os._exit(main())

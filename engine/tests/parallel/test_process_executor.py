@@ -1,0 +1,215 @@
+"""The core with its model in processes of their own, and every way in which one of them can fail the others."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+
+from fake_runner import reference
+from harness import make_config, make_request
+from rank_runners import DYING_TOKEN, LONE_LOSS_TOKEN, LOST_TOKEN, OTHER_TOKEN, STUCK_TOKEN
+
+from penstock.engine.config import ConfigError, ParallelConfig
+from penstock.engine.core.ipc.client import CoreClient, CoreError
+from penstock.engine.core.ipc.process import build_core, build_executor
+from penstock.engine.messages import StepOutputs
+from penstock.engine.parallel.errors import GroupFailed
+from penstock.engine.parallel.process_executor import ProcessExecutor
+
+RUNNER = "rank_runners:RankRunner"
+TIMEOUT_S = 1.5
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    folder = Path(__file__).parent
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{folder.parent / 'core'}")
+
+
+def config_of(world: int, depth: int = 1):
+    parallel = ParallelConfig(tensor_parallel_size=world, timeout=TIMEOUT_S, worker_process=True)
+    return msgspec.structs.replace(make_config(depth=depth), parallel=parallel)
+
+
+class Engine:
+    """A core turned by hand whose model is elsewhere."""
+
+    def __init__(self, world: int, depth: int = 1) -> None:
+        config = config_of(world, depth)
+        executor, blocks = build_executor(config, RUNNER)
+        assert isinstance(executor, ProcessExecutor)
+        self.executor, self.core = executor, build_core(config, executor, blocks, epoch=1)
+        self.streams: dict[int, list[int]] = {}
+        self.errors: dict[int, str | None] = {}
+
+    def run(self, *requests: tuple[int, list[int], int]) -> None:
+        """Adds requests of these numbers, prompts and outputs, and turns the core until all have ended."""
+        for index, prompt, count in requests:
+            self.core.handle(make_request(index, prompt, count))
+        ends = len(self.errors) + len(requests)
+        while len(self.errors) < ends:
+            self.take(self.core.step())
+
+    def take(self, frame: StepOutputs | None) -> None:
+        if frame is None:
+            return
+        indexes = memoryview(frame.indexes).cast("q").tolist()
+        tokens, offsets = memoryview(frame.token_ids).cast("i"), memoryview(frame.offsets).cast("i")
+        for at, index in enumerate(indexes):
+            self.streams.setdefault(index, []).extend(tokens[offsets[at] : offsets[at + 1]].tolist())
+        self.errors |= {finished.index: finished.error for finished in frame.finished}
+
+
+@pytest.fixture
+def start(request):
+    """`start(world, depth)`: an engine that is closed after the test."""
+
+    def make(world: int, depth: int = 1) -> Engine:
+        engine = Engine(world, depth)
+        request.addfinalizer(engine.executor.close)
+        return engine
+
+    return make
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether none of them is a process any more, not even one that nobody has waited for."""
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("world", [1, 3])
+def test_streams_are_those_of_one_process(start, world, depth):
+    engine = start(world, depth)
+    pids = engine.executor.pids
+    assert len({os.getpid(), *pids}) == world + 1
+    assert engine.executor.call("kernels") == [f"fake in process {pid}" for pid in pids]
+    engine.run(*((index, [index, 1, 2, 3], 9) for index in range(6)))
+    engine.run((6, list(range(20)), 5))
+    assert engine.streams == {index: reference([index, 1, 2, 3], 9) for index in range(6)} | {6: reference(list(range(20)), 5)}
+    engine.executor.check()
+    engine.core.close()
+    assert gone(pids)
+
+
+def test_a_step_that_fails_on_every_rank_costs_its_requests_alone(start):
+    engine = start(2)
+    engine.run((0, [LOST_TOKEN], 4), (1, [1, 2], 4))
+    assert "there is no room" in str(engine.errors[0])
+    engine.run((2, [5, 6], 4))
+    assert engine.streams[2] == reference([5, 6], 4)
+
+
+@pytest.mark.req("DX-24")
+@pytest.mark.parametrize(
+    ("token", "told"),
+    [
+        (OTHER_TOKEN, r"rank 2 and rank 0 disagree about the tokens of step \d+"),
+        (DYING_TOKEN, r"rank 2 \(process \d+\) ended with exit status 7"),
+        (LONE_LOSS_TOKEN, r"rank 2 alone has lost a step: step \d+ failed: there is no room"),
+        (STUCK_TOKEN, r"rank 2 \(process \d+\) hangs: nothing has moved for 1.5 seconds"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_group_by_name(start, token, told):
+    engine = start(3)
+    pids, began = engine.executor.pids, time.monotonic()
+    with pytest.raises(GroupFailed, match=told):
+        engine.run((0, [1, token], 4))
+    assert gone(pids) and time.monotonic() - began < 20 * TIMEOUT_S
+
+
+@pytest.mark.req("DX-24")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_rank_that_is_killed_or_stopped_ends_the_group_by_name(start, number, idle):
+    engine = start(2)
+    pids = engine.executor.pids
+    engine.run((0, [1, 2], 3))
+    if not idle:
+        engine.core.handle(make_request(1, [3, 4], 30))
+        engine.core.step()
+    os.kill(pids[1], number)
+    how = "was killed by signal 9" if number == signal.SIGKILL else "hangs: nothing has moved for 1.5 seconds"
+    if idle and number == signal.SIGKILL:
+        os.waitid(os.P_PID, pids[1], os.WEXITED | os.WNOWAIT)
+        with pytest.raises(GroupFailed, match=rf"rank 1 \(process {pids[1]}\) {how}"):
+            engine.core.check()
+    else:
+        engine.core.check()
+        with pytest.raises(GroupFailed, match=rf"rank 1 \(process {pids[1]}\) {how}"):
+            engine.run((2, [5], 20))
+    assert gone(pids)
+
+
+def test_calls_are_refused_together_or_not_at_all(start):
+    engine = start(2)
+    pids = engine.executor.pids
+    with pytest.raises(ConfigError, match="/elsewhere has other shapes"):
+        engine.executor.call("reload_weights", "/elsewhere")
+    with pytest.raises(OSError, match="the disk is gone"):
+        engine.executor.call("reload_weights", "/broken")
+    engine.run((0, [1], 3))
+    with pytest.raises(GroupFailed, match="rank 1 alone has refused reload_weights: /lone has other shapes"):
+        engine.executor.call("reload_weights", "/lone")
+    assert gone(pids)
+
+
+def test_calls_beside_steps_do_not_wait_for_them(start):
+    engine = start(2)
+    engine.core.handle(make_request(0, [STUCK_TOKEN], 3))
+    plan = engine.core.scheduler.schedule(time.time())
+    assert plan is not None
+    engine.executor.submit(plan)
+    assert engine.executor.call_beside("take_reads") == [{}, {}]
+
+
+def test_thirty_starts_leave_nothing_behind():
+    def left() -> tuple[int, int, int]:
+        files = len(list(Path("/proc/self/fd").iterdir()))
+        return files, len(list(Path("/dev/shm").iterdir())), len(list(Path("/tmp").glob("penstock-ranks-*")))
+
+    before = left()
+    for number in range(30):
+        executor = ProcessExecutor(config_of(2), RUNNER)
+        pids = executor.pids
+        if number % 3 == 0:
+            executor.call("load")
+        if number % 3 == 1:
+            os.kill(pids[number % 2], signal.SIGKILL)
+        executor.close()
+        executor.close()
+        assert gone(pids)
+    assert left() == before
+
+
+async def test_the_death_of_a_rank_is_told_to_the_frontend_and_is_the_cores_end():
+    client = CoreClient(config_of(2), runner=RUNNER)
+    try:
+        await client.start()
+        children = Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()
+        ranks = [int(pid) for pid in children if "parallel.worker" in Path(f"/proc/{pid}/cmdline").read_text()]
+        assert len(ranks) == 2
+        os.kill(ranks[0], signal.SIGKILL)
+        with pytest.raises(CoreError, match=rf"rank 0 \(process {ranks[0]}\) was killed by signal 9"):
+            async for _ in client.outputs():
+                pass
+    finally:
+        await client.close()
+    assert gone(ranks)
+
+
+async def test_ranks_end_with_a_core_that_is_killed(eventually):
+    client = CoreClient(config_of(2), runner=RUNNER)
+    try:
+        await client.start()
+        children = [int(pid) for pid in Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()]
+        os.kill(client.pid, signal.SIGKILL)
+        eventually(lambda: gone(children))
+    finally:
+        await client.close()
