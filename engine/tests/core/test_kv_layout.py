@@ -124,13 +124,3 @@ def test_a_window_bounds_what_a_sequence_holds():
     assert max_blocks(full_attention(16), 10_000, 16) == 625
     assert max_blocks([KVGroup((0,), 16, 64)], 10_000, 16) == 64 // 16 + 2
     assert max_blocks([KVGroup((0,), 16, 64)], 33, 16) == 3
-
-
-def test_layers_with_a_lag_have_groups_of_their_own_behind_the_others():
-    drafter = KVLayer(planes=(attention_plane(8, 128, "bfloat16"),), lag=1)
-    layout = kv_layout([drafter, layer(), layer(64)], 16)
-    assert [(group.layers, group.window, group.lag) for group in layout.groups] == [
-        ((1,), None, 0),
-        ((2,), 64, 0),
-        ((0,), None, 1),
-    ]

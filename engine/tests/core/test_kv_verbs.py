@@ -17,8 +17,6 @@ BLOCK = 4
 LAYOUTS = {
     "full": full_attention(BLOCK),
     "windows": (KVGroup((0,), BLOCK, None), KVGroup((1,), BLOCK, 6)),
-    "lag": (KVGroup((0,), BLOCK, None), KVGroup((1,), BLOCK, None, lag=1), KVGroup((2,), BLOCK, 6, lag=1)),
-    "long lag": (KVGroup((0,), BLOCK, None), KVGroup((1,), 2 * BLOCK, 3, lag=6)),
     "sizes": (KVGroup((0,), BLOCK, None), KVGroup((1,), 2 * BLOCK, 9)),
 }
 VERBS = ["begin", "begin", "load", "loaded", "grow", "commit", "commit", "free", "pin", "unpin", "invalidate", "forget"]
@@ -71,7 +69,7 @@ class Model:
         local = self.kv.lookup(sequence, len(tokens))
         for number, (group, blocks) in enumerate(zip(self.groups, local.blocks, strict=True)):
             for at, block in enumerate(blocks):
-                assert block == NULL_BLOCK or self.pages[block] == written(number, group, tokens, at)
+                assert block == NULL_BLOCK or self.pages[block] == (number, *tokens[: (at + 1) * group.block_size])
         more = (len(tokens) - 1 - local.num_tokens) // self.step * self.step if external else 0
         room = min(local.num_tokens + more + (0 if more else 1 + b % 16), len(tokens))
         before = self.state()
@@ -106,8 +104,7 @@ class Model:
         self.compute(sequence, upto)
         if owner in self.pinned:
             self.kv.unpin(self.pinned.pop(owner), owner)
-        if not any(group.lag for group in self.groups):
-            assert self.kv.lookup(sequence, len(sequence.tokens)).num_tokens >= upto, "what was loaded is not found"
+        assert self.kv.lookup(sequence, len(sequence.tokens)).num_tokens >= upto, "what was loaded is not found"
 
     def grow(self, sequence: Sequence, b: int) -> None:
         if sequence.awaited:
@@ -128,11 +125,11 @@ class Model:
 
     def compute(self, sequence: Sequence, upto: int) -> None:
         for number, (group, table) in enumerate(zip(self.groups, self.kv.tables(sequence), strict=True)):
-            for at in range(max(upto - group.lag, 0) // group.block_size):
+            for at in range(upto // group.block_size):
+                written = (number, *sequence.tokens[: (at + 1) * group.block_size])
                 if table[at] != NULL_BLOCK:
-                    content = written(number, group, sequence.tokens, at)
-                    assert self.pages[table[at]] in (None, content), "a page is written by two"
-                    self.pages[table[at]] = content
+                    assert self.pages[table[at]] in (None, written), "a page is written by two"
+                    self.pages[table[at]] = written
         self.kv.commit(sequence, upto)
         sequence.computed = max(sequence.computed, upto)
 
@@ -183,11 +180,6 @@ class Model:
         pool = self.kv.pool
         assert {block: count for block, count in enumerate(pool.ref_counts) if count} == dict(held)
         assert len(pool.free_list) + len(held) == pool.num_blocks - 1 and not held.keys() & pool.free_list.keys()
-
-
-def written(number: int, group: KVGroup, tokens: list[int], at: int) -> tuple[int, ...]:
-    """All that the content of a block depends on."""
-    return (number, *tokens[: (at + 1) * group.block_size + group.lag])
 
 
 def tokens_of(root: int) -> list[int]:
@@ -245,21 +237,3 @@ def test_external_tokens_are_whole_blocks_of_the_request(external):
     model.act("begin", 0, 0)
     with pytest.raises(ValueError, match="external tokens follow"):
         model.kv.allocate(next(iter(model.live.values())), 41, external=4)
-
-
-def test_where_entries_depend_on_the_next_token_a_prefix_ends_a_block_earlier():
-    """Two prompts part right behind their second block: in a drafter its last entry is another one."""
-    model = Model(LAYOUTS["lag"], 60)
-    first, second = [1] * 8 + [2] * 8, [1] * 8 + [3] * 8
-    for index, tokens in enumerate((first, second, first)):
-        sequence = Sequence(index, tokens, block_hashes=model.hasher.hash(tokens))
-        local = model.kv.lookup(sequence, len(tokens))
-        assert local.num_tokens == [0, 4, 12][index], "an equal prompt loses nothing"
-        assert model.kv.allocate(sequence, len(tokens), local=local) is not None
-        model.kv.commit(sequence, len(tokens))
-        model.kv.free(sequence)
-
-
-def test_the_group_of_which_events_tell_has_no_lag():
-    with pytest.raises(ValueError, match="group 0, of which the events tell, has a lag of 1"):
-        Model((KVGroup((0,), BLOCK, None, lag=1),), 10)

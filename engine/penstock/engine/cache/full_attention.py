@@ -12,7 +12,7 @@ class FullAttentionManager(GroupManager):
         """From the left up to the first miss."""
         blocks: list[int] = []
         for at in range(num_tokens // self.block_size):
-            block = self._cached(block_hashes, at)
+            block = self._pool.lookup(self._number, self._name(block_hashes, at))
             if block is None:
                 break
             blocks.append(block)

@@ -21,8 +21,7 @@ class GroupManager:
         self.block_size = group.block_size
         self._pool = pool
         self._number = number
-        self._hash_block_size = hash_block_size
-        self._lag = group.lag
+        self._hashes_per_block = group.block_size // hash_block_size
         self._tables: dict[int, list[int]] = {}
         self._num_cached: dict[int, int] = {}
 
@@ -67,13 +66,9 @@ class GroupManager:
     def publish(self, request: int, block_hashes: Sequence[bytes], upto: int) -> None:
         """Publishes the request's blocks that token `upto` - 1 has filled, or one before it; each once."""
         table = self._tables[request]
-        for at in range(self._num_cached[request], len(table)):
-            first, last = at * self.block_size // self._hash_block_size, self._last_hash(at)
-            if (last + 1) * self._hash_block_size > upto:
-                break
-            # What a window has left behind before it was complete is nobody's.
-            if table[at] != NULL_BLOCK:
-                self._pool.cache(self._number, table[at], block_hashes[first : last + 1])
+        for at in range(self._num_cached[request], upto // self.block_size):
+            first = at * self._hashes_per_block
+            self._pool.cache(self._number, table[at], block_hashes[first : first + self._hashes_per_block])
             self._num_cached[request] = at + 1
 
     def free(self, request: int) -> None:
@@ -81,11 +76,6 @@ class GroupManager:
         self._pool.free(block for block in reversed(self._tables.pop(request)) if block != NULL_BLOCK)
         del self._num_cached[request]
 
-    def _cached(self, block_hashes: Sequence[bytes], at: int) -> int | None:
-        """A block with the content of the sequence's block `at`. Its name is the hash of its last tokens, which stands for all
-        before them; where entries depend on tokens after their own, the hash that includes those."""
-        last = self._last_hash(at)
-        return self._pool.lookup(self._number, block_hashes[last]) if last < len(block_hashes) else None
-
-    def _last_hash(self, at: int) -> int:
-        return -(-((at + 1) * self.block_size + self._lag) // self._hash_block_size) - 1
+    def _name(self, block_hashes: Sequence[bytes], at: int) -> bytes:
+        """A block's name: the hash of its last tokens, which stands for all before them."""
+        return block_hashes[(at + 1) * self._hashes_per_block - 1]

@@ -64,8 +64,6 @@ class KVCacheManager:
     def __init__(
         self, num_blocks: int, groups: Sequence[KVGroup], *, enable_prefix_caching: bool, watermark: float, max_in_flight: int
     ) -> None:
-        if groups[0].lag:
-            raise ValueError(f"group 0, of which the events tell, has a lag of {groups[0].lag}")
         self.block_sizes = [group.block_size for group in groups]
         self.block_size = min(self.block_sizes)
         """Tokens that a hash stands for: a block, or a part of one."""

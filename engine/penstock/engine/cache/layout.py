@@ -46,8 +46,6 @@ class KVLayer(msgspec.Struct, frozen=True, kw_only=True):
     planes: tuple[Plane, ...]
     window: int | None = None
     """Tokens that a query sees, itself included; None: all before it."""
-    lag: int = 0
-    """Tokens after its own on which an entry depends: 1 in a drafter that reads a position's hidden state with the next token."""
 
     def offsets(self, block_size: int) -> list[int]:
         """Where each plane begins in a block, and at last where the block ends: in bytes, aligned for every dtype."""
@@ -61,15 +59,13 @@ def attention_plane(num_kv_heads: int, head_size: int, dtype: str) -> Plane:
 
 
 class KVGroup(msgspec.Struct, frozen=True):
-    """Layers with one block table. Group 0 has no lag, and sees everything where any layer does."""
+    """Layers with one block table. Group 0 sees everything where any layer does."""
 
     layers: tuple[int, ...]
     """In the order of their slots in a page."""
     block_size: int
     """Tokens in a page."""
     window: int | None
-    lag: int = 0
-    """Of its layers, see `KVLayer`. A block is complete, and of use to another request, only with so many tokens after it."""
 
     def max_blocks(self, num_tokens: int, in_flight: int) -> int:
         """Blocks that a sequence holds at most on its way to `num_tokens`.
@@ -81,7 +77,7 @@ class KVGroup(msgspec.Struct, frozen=True):
         blocks = -(-num_tokens // self.block_size)
         if self.window is None:
             return blocks
-        return min(blocks, -(-(self.window - 1 + self.lag) // self.block_size) + -(-in_flight // self.block_size) + 1)
+        return min(blocks, -(-(self.window - 1) // self.block_size) + -(-in_flight // self.block_size) + 1)
 
 
 class KVLayout(msgspec.Struct, frozen=True):
@@ -102,8 +98,8 @@ class KVLayout(msgspec.Struct, frozen=True):
         return self.num_slots * self.slot_bytes
 
     def span(self, block: int, group: int, rank: int = 0, world: int = 1) -> range:
-        """Bytes of one rank's part of a block, without unused slots. Pages lie one after the other, and in each the parts of all
-        `world` ranks; a rank's own memory is a world of one."""
+        """Bytes that one rank has of a block, without unused slots, where pages lie one after the other, and in each the parts of all
+        `world` ranks. A rank's own memory is a world of one."""
         begin = (block * world + rank) * self.page_bytes
         return range(begin, begin + len(self.groups[group].layers) * self.slot_bytes)
 
@@ -142,14 +138,14 @@ def kv_layout(layers: Sequence[KVLayer], block_size: int) -> KVLayout:
             same bytes. What is left of a slot stays unused.
     """
     slot_bytes = max(layer.offsets(block_size)[-1] for layer in layers)
-    kinds: dict[tuple[int, int, int], list[int]] = {}
+    kinds: dict[tuple[int, int], list[int]] = {}
     for index, layer in enumerate(layers):
-        kinds.setdefault((layer.lag, layer.window or 0, _times(layer, block_size, slot_bytes)), []).append(index)
+        kinds.setdefault((layer.window or 0, _times(layer, block_size, slot_bytes)), []).append(index)
     fewest, most = min(map(len, kinds.values())), max(map(len, kinds.values()))
     slots = most if 4 * most <= 5 * fewest else fewest
     groups = [
-        KVGroup(tuple(members[first : first + slots]), block_size * times, window or None, lag)
-        for (lag, window, times), members in sorted(kinds.items())
+        KVGroup(tuple(members[first : first + slots]), block_size * times, window or None)
+        for (window, times), members in sorted(kinds.items())
         for first in range(0, len(members), slots)
     ]
     return KVLayout(tuple(groups), slot_bytes)

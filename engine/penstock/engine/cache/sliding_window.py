@@ -25,7 +25,7 @@ class SlidingWindowManager(GroupManager):
         for at in reversed(range(end)):
             if len(run) == needed:
                 return [NULL_BLOCK] * (at + 1) + run[::-1]
-            block = self._cached(block_hashes, at)
+            block = self._pool.lookup(self._number, self._name(block_hashes, at))
             if block is None:
                 run.clear()
             else:
@@ -34,7 +34,7 @@ class SlidingWindowManager(GroupManager):
 
     def num_unseen(self, num_tokens: int) -> int:
         """See GroupManager."""
-        return max(num_tokens - self._lag - self._reach, 0) // self.block_size
+        return max(num_tokens - self._reach, 0) // self.block_size
 
     def adopt(self, request: int, blocks: Sequence[int]) -> None:
         """See GroupManager."""
