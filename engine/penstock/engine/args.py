@@ -110,12 +110,14 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         self._check()
         # Heavy for `penstock --help`.
         from penstock.engine.loading.checkpoint import read_model_config, resolve
-        from penstock.engine.spec.checkpoint import DraftCheckpoint, check_draft_model
+        from penstock.engine.spec.checkpoint import DraftCheckpoint, check_drafter, verifier
         from penstock.engine.spec.settings import speculative_config
 
         names = self.served_model_name or [self.model]
         device = device or choose_device(self.device)
         folder = resolve(self.model, self.revision)
+        if (target := verifier(folder)) is not None:
+            return self._with_head(target, names).config(device)
         model = read_model_config(
             folder,
             served_names=names,
@@ -132,10 +134,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--speculative-config: drafts are verified on a CPU alone so far (--device cpu)")
         if model.pooling is not None:
             self._check_pooling(device)
-        drafter = DraftCheckpoint.read(speculative)
+        drafter = DraftCheckpoint.read(speculative, model)
         if drafter is not None:
             tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
-            check_draft_model(drafter, msgspec.structs.replace(model, tokenizer=tokenizer))
+            check_drafter(drafter, msgspec.structs.replace(model, tokenizer=tokenizer))
         return EngineConfig(
             model=msgspec.structs.replace(
                 model,
@@ -176,6 +178,15 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             watchdog_timeout=self.watchdog_timeout,
             logprobs_mode=self.logprobs_mode,
         )
+
+    def _with_head(self, target: str, names: list[str]) -> "EngineArgs":
+        """These arguments where `model` is a draft head in speculators' format: its target is served under the head's name."""
+        if self.spec_model is not None or "model" in (self.speculative_config or {}):
+            raise ConfigError(
+                f"{self.model} is a draft head itself: serve its target {target}, or leave out the other draft model"
+            )
+        _log.info("%s is a draft head: serving its target %s", self.model, target)
+        return msgspec.structs.replace(self, model=target, revision=None, served_model_name=names, spec_model=self.model)
 
     def _check_pooling(self, device: Literal["cpu", "cuda"]) -> None:
         """Refuses what an engine that embeds cannot do."""

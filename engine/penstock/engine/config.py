@@ -25,7 +25,7 @@ CudagraphMode = Literal["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"]
 requests have equally many new tokens, and parts for the others."""
 
 
-SpeculativeMethod = Literal["ngram", "suffix", "draft_model"]
+SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "eagle", "eagle3"]
 """Where drafts come from: the request's own text; that and the outputs of earlier requests."""
 
 
@@ -164,7 +164,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_speculative_tokens: int
     """Drafts of a request in a step at most."""
     model: Path | None = None
-    """draft_model: local folder of the draft model."""
+    """draft_model, eagle, eagle3: local folder of the draft model or the head."""
     prompt_lookup_min: int = 3
     """ngram: tokens that must have stood earlier at least."""
     prompt_lookup_max: int = 5

@@ -32,13 +32,19 @@ def test_flags_of_their_own():
 @pytest.mark.parametrize(
     ("config", "method", "tokens", "words"),
     [
-        ({"num_speculative_tokens": 4}, None, None, "method is missing: ngram, suffix, draft_model or auto"),
-        ({"method": "ngam"}, None, None, "there is no method 'ngam' (ngram, suffix, draft_model, auto); did you mean ngram?"),
+        ({"num_speculative_tokens": 4}, None, None, "method is missing: ngram, suffix, draft_model, eagle, eagle3 or auto"),
+        (
+            {"method": "ngam"},
+            None,
+            None,
+            "there is no method 'ngam' (ngram, suffix, draft_model, eagle, eagle3, auto); did you mean ngram?",
+        ),
         ({"method": "ngram", "num_speculative_token": 4}, None, None, "did you mean num_speculative_tokens?"),
         ({"method": "ngram", "num_speculative_tokens": 33}, None, None, "num_speculative_tokens: must be at most 32"),
-        ({"method": "eagle3"}, None, None, "the method eagle3: heads are not served yet"),
+        ({"method": "medusa"}, None, None, "the method medusa is not served yet"),
         ({"method": "draft_model"}, None, None, "the method draft_model needs model"),
-        ({"method": "ngram", "model": "org/draft"}, None, None, "model is for the method draft_model, not for ngram"),
+        ({"method": "ngram", "model": "org/draft"}, None, None, "draft model 'org/draft'"),
+        ({"method": "eagle3"}, None, None, "the method eagle3 needs model"),
         ({"model": "/no/such/folder"}, None, None, "draft model '/no/such/folder'"),
         ({"method": "draft_model", "draft_sample_method": "best"}, None, None, "draft_sample_method"),
         ({"method": "ngram"}, "ngram", None, "--spec-method and method in --speculative-config exclude each other"),

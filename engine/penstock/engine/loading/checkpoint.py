@@ -48,6 +48,24 @@ def weight_files(path: Path) -> list[Path]:
     raise ConfigError(f"{path} has no *.safetensors file{hint}")
 
 
+def tensor_names(path: Path) -> set[str]:
+    """Names of all tensors in a folder's safetensors files.
+
+    Raises:
+        ConfigError: There are none, or a file's header is damaged.
+    """
+    names: set[str] = set()
+    for file in weight_files(path):
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            try:
+                header: dict[str, Any] = msgspec.json.decode(stream.read(min(length, file.stat().st_size)))
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"{file} is damaged: {error}") from error
+        names |= header.keys() - {"__metadata__"}
+    return names
+
+
 def read_model_config(
     path: Path,
     *,

@@ -28,6 +28,7 @@ from penstock.engine.loading.stream import Uploader
 from penstock.engine.lora.runner import lora_runner
 from penstock.engine.models.build import Build
 from penstock.engine.models.config import DecoderConfig, parse_decoder_config
+from penstock.engine.models.eagle import DraftHead, draft_head
 from penstock.engine.models.kv import kv_layers
 from penstock.engine.models.layers.linear_method import CPU, linear_method
 from penstock.engine.models.layers.shard import Shard
@@ -64,7 +65,7 @@ class RunnerBase(ABC):
         self._thread: int | None = None
         heads, model = Shard().kv_heads(self.decoder_config.num_kv_heads).size, config.model
         self._kv_layers = kv_layers(self.decoder_config, heads, model.dtype, model.max_model_len)
-        self._drafter = DraftCheckpoint.read(config.speculative)
+        self._drafter = DraftCheckpoint.read(config.speculative, model)
         if self._drafter is not None:
             own = Shard().kv_heads(self._drafter.config.num_kv_heads).size
             self._kv_layers += kv_layers(self._drafter.config, own, model.dtype, model.max_model_len)
@@ -115,21 +116,27 @@ class RunnerBase(ABC):
         """Builds the model and reads its weights; ConfigError where the checkpoint does not fit."""
         self._limit_threads()
         self.attention = self._choose_attention(self.decoder_config)
-        self.ops = self.attention.bind(self._make_ops())
+        ops = self._make_ops()
+        self.ops = self.attention.bind(ops)
         method = linear_method(self._dtype, self.ops, self.config.threads, self._device)
         self._linear_method = self._lora.wrap(method, self.ops)
         self._adopt(self._new_model())
         self._fill(Source(self.config.model.path, self.config.model.load_format))
         if self._drafter is not None:
-            self.draft_ops = self._choose_attention(self._drafter.config).bind(self._make_ops())
+            self.draft_ops = self._choose_attention(self._drafter.config).bind(ops)
             self._load_draft_model(self._drafter)
         log.info("kernels: %s; threads: %d", self.ops.form, self.config.threads)
 
+    draft_model: Model | DraftHead
+
     def _load_draft_model(self, drafter: DraftCheckpoint) -> None:
-        """Builds the draft model and reads its weights. Adapters do not apply to it."""
+        """Builds the draft model or the head, and reads its weights. Adapters do not apply to it."""
         method = linear_method(self._dtype, self.draft_ops, self.config.threads, self._device)
         build = dataclasses.replace(self._build(), ops=self.draft_ops, linear_method=method, lm_head=True)
-        self.draft_model = model_class(drafter.architecture)(drafter.config, build)
+        if drafter.head is None:
+            self.draft_model = model_class(drafter.architecture)(drafter.config, build)
+        else:
+            self.draft_model = draft_head(drafter.head, build)
         with torch.inference_mode():
             fill(self.draft_model, Source(drafter.path, self.config.model.load_format), self._dtype, self._uploader())
             self.draft_model.finish()

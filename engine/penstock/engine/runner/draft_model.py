@@ -12,7 +12,7 @@ import torch
 
 from penstock.engine.attention.context import ForwardContext
 from penstock.engine.cache.layout import KVGroup
-from penstock.engine.core.plan import NONE, Int32
+from penstock.engine.core.plan import NONE, Bool, Int32
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.models.model import Model
 from penstock.engine.runner.input_batch import StepArrays, StepInputs
@@ -80,10 +80,10 @@ class DraftModel(Proposer):
         self._computed[row] = num_computed
         self._written[row] = 0
 
-    def follow(self, table: RowTable, rows: Int32) -> None:
+    def follow(self, table: RowTable, rows: Int32, step: StepInputs, asked: Bool) -> None:
         """Catches up with rows that have filled a block, which others may find in the cache from now on."""
         ends, size = table.num_computed[rows], self._block_size
-        behind = ends // size > self._computed[rows] // size
+        behind = ~asked & (ends // size > self._computed[rows] // size)
         if behind.any():
             self._catch_up(table, rows[behind], ends[behind], wanted=False)
 

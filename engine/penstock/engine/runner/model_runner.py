@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -14,8 +14,11 @@ from penstock.engine.config import EngineConfig, SpeculativeConfig
 from penstock.engine.core.memory import Memory, measure_memory
 from penstock.engine.core.plan import Admission, Int32, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS
+from penstock.engine.models.eagle import DraftHead
+from penstock.engine.models.model import Model
 from penstock.engine.runner.base import RunnerBase, failing
 from penstock.engine.runner.device.host import HostCopies
+from penstock.engine.runner.draft_head import HeadProposer, TappedModel
 from penstock.engine.runner.draft_model import DraftModel
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.input_batch import InputBatch, StepArrays, StepInputs
@@ -68,6 +71,9 @@ class ModelRunner(RunnerBase):
         most = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
         drafts = max(scheduler.num_speculative_tokens, MAX_FORCED_TOKENS)
         self._arrays = StepArrays(most, scheduler.max_num_seqs, longest, groups, scheduler.max_num_seqs * (1 + drafts))
+        self._max_num_tokens, self._states = most, None
+        if self._drafter is not None and self._drafter.head is not None:
+            self._states = torch.zeros(most, self._drafter.head.states_size, dtype=self._dtype)
         self._proposer: Proposer | None = None
         self._own_drafts: OwnDrafts | None = None
         self._pooler = Pooler(pooling.tokens, pooling.size) if pooling is not None else None
@@ -100,7 +106,7 @@ class ModelRunner(RunnerBase):
         """Gives the KV cache's memory back to the system; at level 2 the model's too. Where the weights are in the host's memory
         anyway, level 1 has nowhere to move them and leaves them there."""
         self.kv_caches, self._tapes = [], None
-        if isinstance(self._proposer, DraftModel):
+        if isinstance(self._proposer, DraftModel | HeadProposer):
             self._proposer.release()
         if level == 2 and hasattr(self, "model"):
             self._lora.detach()
@@ -118,8 +124,7 @@ class ModelRunner(RunnerBase):
             self.model = self._new_model()
             if self._drafter is not None:
                 self._load_draft_model(self._drafter)
-        if isinstance(self._proposer, DraftModel) and self.kv_caches and hasattr(self, "draft_model"):
-            self._proposer.bind(self.draft_model, self._draft_caches)
+        self._bind_drafter()
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """See the base class."""
@@ -130,6 +135,7 @@ class ModelRunner(RunnerBase):
         """See the base class."""
         self._tapes = None
         super().reload_weights(path)
+        self._bind_drafter()
 
     def warm_up(self) -> None:
         """See the base class. From then on steps are what they will be."""
@@ -139,6 +145,7 @@ class ModelRunner(RunnerBase):
             rows, most = self.config.scheduler.max_num_seqs, config.num_speculative_tokens
             fits = min(rows, self.config.scheduler.max_num_batched_tokens // (1 + most))
             self._proposer = self._make_proposer(config)
+            self._bind_drafter()
             timings = measure_steps(self._time_decodes, fits, most)
             self._own_drafts = OwnDrafts(config, self._proposer, timings, rows, self.decoder_config.vocab_size)
             pairs = zip(timings[::2], timings[1::2], strict=True)
@@ -148,23 +155,24 @@ class ModelRunner(RunnerBase):
     def _make_proposer(self, config: SpeculativeConfig) -> Proposer:
         if self._drafter is None:
             return lookup_proposer(config, self.config.cpu_isa)
-        scheduler, layers = self.config.scheduler, self.decoder_config.num_layers
-        proposer = DraftModel(
-            self.draft_ops,
-            self._layer_groups[layers:],
-            self._layout.groups,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_model_len=self.config.model.max_model_len,
-            max_num_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
-            num_drafts=config.num_speculative_tokens,
-        )
-        proposer.bind(self.draft_model, self._draft_caches)
-        return proposer
+        groups = self._layer_groups[self.decoder_config.num_layers :], self._layout.groups
+        rows, longest, drafts = self.config.scheduler.max_num_seqs, self.config.model.max_model_len, config.num_speculative_tokens
+        limits = {"max_num_seqs": rows, "max_model_len": longest, "num_drafts": drafts}
+        if self._states is None:
+            return DraftModel(self.draft_ops, *groups, max_num_tokens=self._max_num_tokens, **limits)
+        return HeadProposer(self.draft_ops, *groups, self._states, hidden_size=self._drafter.config.hidden_size, **limits)
 
-    @property
-    def _draft_caches(self) -> list[torch.Tensor]:
-        """Of the draft model's layers."""
-        return self.kv_caches[self.decoder_config.num_layers :]
+    def _bind_drafter(self) -> None:
+        """Gives the proposer its model and cache, once all of them are there."""
+        if not self.kv_caches or not hasattr(self, "model") or not hasattr(self, "draft_model"):
+            return
+        caches, model = self.kv_caches[self.decoder_config.num_layers :], self.draft_model
+        if isinstance(self._proposer, HeadProposer):
+            head = cast("DraftHead", model)
+            head.share(self.model)
+            self._proposer.bind(head, caches)
+        elif isinstance(self._proposer, DraftModel):
+            self._proposer.bind(cast("Model", model), caches)
 
     def _time_decodes(self, rows: int, drafts: int) -> float:
         """Seconds of a step of so many decodes, each with so many drafts, in the null block."""
@@ -178,13 +186,18 @@ class ModelRunner(RunnerBase):
             np.ones(rows, np.bool_),
             np.full(rows, drafts, np.int32),
         )
+        assert self._proposer is not None
+        for row in range(rows):
+            self._proposer.begins(row, 0)
         began = time.perf_counter()
-        self._run(plan)
-        if drafts and self._proposer is not None:
-            for row in range(rows):
-                self._proposer.begins(row, 0)
-            self._batch.rows.room[plan.rows] = self.config.model.max_model_len  # the null block takes any position
-            self._proposer.propose(self._batch.rows, plan.rows, drafts)
+        self.execute(plan)
+        assert self._state is not None
+        step, table = self._state.inputs, self._batch.rows
+        self.sample(SampleInputs(plan.step_id))
+        table.room[plan.rows] = self.config.model.max_model_len  # the null block takes any position
+        self._proposer.follow(table, plan.rows, step, np.full(rows, drafts > 0))
+        if drafts:
+            self._proposer.propose(table, plan.rows, drafts)
         seconds = time.perf_counter() - began
         self._reset()
         return seconds
@@ -269,7 +282,7 @@ class ModelRunner(RunnerBase):
             if self._own_drafts is None:
                 return result
             goes_on = result.counts > 0
-            own = self._own_drafts.propose(plan, verified, goes_on, self._batch.rows)
+            own = self._own_drafts.propose(plan, step, verified, goes_on, self._batch.rows)
             return result if own is None else msgspec.structs.replace(result, drafts=own)
 
     def _forward(
@@ -288,7 +301,7 @@ class ModelRunner(RunnerBase):
             return taped, PromptScores(), None
         logits, prompts = torch.empty(0, self.decoder_config.vocab_size), PromptScores()
         if rows:
-            hidden = self.model.forward(inputs.input_ids, inputs.positions, ctx)
+            hidden = self._target().forward(inputs.input_ids, inputs.positions, ctx)
             if len(inputs.sampled_rows):
                 logits = self.model.compute_logits(hidden[inputs.logits_indices])
             if scored is not None:
@@ -296,10 +309,15 @@ class ModelRunner(RunnerBase):
                 prompts = score_prompts(HostCopies(), sampler, compute, hidden, scored, mode).read()
         return logits, prompts, None
 
+    def _target(self) -> "Model | TappedModel":
+        """The model, which leaves its states where a head finds them."""
+        head = None if self._drafter is None else self._drafter.head
+        return self.model if head is None or self._states is None else TappedModel(self.model, head.aux_layers, self._states)
+
     def _step_tapes(self) -> StepTapes | None:
         """Where the step can run from a tape: a profile wants to see the parts."""
         if self.ops.tape is None or self._profile is not None or not self._warm:
             return None
         if self._tapes is None:
-            self._tapes = StepTapes(self.model, self.ops)
+            self._tapes = StepTapes(self._target(), self.ops)
         return self._tapes

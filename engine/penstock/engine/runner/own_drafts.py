@@ -8,7 +8,7 @@ import numpy as np
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.plan import Bool, Int32, StepPlan
 from penstock.engine.core.row_table import RowTable
-from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS
+from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS, StepInputs
 from penstock.engine.runner.verification import Verified
 from penstock.engine.spec.depth import DraftDepth, Timing
 from penstock.engine.spec.proposer import Proposer
@@ -67,11 +67,12 @@ class OwnDrafts:
         decodes = len(plan.rows) and np.count_nonzero(plan.num_new_tokens == 1 + drafts) == len(plan.rows)
         self._last = (now, len(plan.rows), drafts) if decodes and drafts in self._depth.depths else None
 
-    def propose(self, plan: StepPlan, verified: Verified | None, goes_on: Bool, rows: RowTable) -> Int32 | None:
+    def propose(self, plan: StepPlan, step: StepInputs, verified: Verified | None, goes_on: Bool, rows: RowTable) -> Int32 | None:
         """Makes the drafts of the next step, once the tokens of this one are in their rows.
 
         Args:
             plan: The step's.
+            step: What the model has read.
             verified: What came of its drafts; None: it had none.
             goes_on: [r]: which rows have a new token and no error.
             rows: With these tokens.
@@ -87,20 +88,28 @@ class OwnDrafts:
             self._depth.observe(of, drafted, np.minimum(verified.accepted[own], drafted))
         # The host knows of no drafts but those that it is told of: masks are for these alone.
         self.drafts[plan.rows] = _PAD
-        drafts = self._chosen(plan, goes_on, rows)
-        try:
-            self._proposer.follow(rows, plan.rows)
-        except Exception:
-            log.exception("later drafts will be worse: the proposer failed")
-        return drafts
+        asked = np.zeros(len(plan.rows), np.bool_) if self._depth.rests else goes_on & self._wanted[plan.rows]
+        of = plan.rows[asked]
+        most = self._depth.most(of) if len(of) else 0
+        found = self._proposed(rows, plan.rows, step, asked if most else np.zeros_like(asked), most)
+        return None if found is None else self._kept(plan, of, found, rows)
 
-    def _chosen(self, plan: StepPlan, goes_on: Bool, rows: RowTable) -> Int32 | None:
-        if self._depth.rests:
+    def _proposed(self, rows: RowTable, stepped: Int32, step: StepInputs, asked: Bool, most: int) -> Int32 | None:
+        """[m, K]: what the proposer says of the rows that are asked for, up to the first that is no token, and no more than
+        `most`; None: nothing. A step does without drafts where the proposer fails."""
+        try:
+            self._proposer.follow(rows, stepped, step, asked)
+            if not most:
+                return None
+            drafts = self._proposer.propose(rows, stepped[asked], most)
+        except Exception:
+            log.exception("no drafts: the proposer failed")
             return None
-        of = plan.rows[goes_on & self._wanted[plan.rows]]
-        if not len(of) or not (most := self._depth.most(of)):
-            return None
-        found = self._proposed(rows, of, most)
+        fits = (drafts >= 0) & (drafts < self._vocab_size) & (np.arange(drafts.shape[1]) < most)
+        return np.where(np.logical_and.accumulate(fits, axis=1), drafts, np.int32(_PAD))
+
+    def _kept(self, plan: StepPlan, of: Int32, found: Int32, rows: RowTable) -> Int32 | None:
+        """Keeps as many drafts of the rows `of`, [m], as pay."""
         self._num_proposed[of] = counts = (found >= 0).sum(axis=1, dtype=np.int32)
         depth = self._depth.choose(of, counts)
         if not depth:
@@ -108,22 +117,10 @@ class OwnDrafts:
         found[:, depth:] = _PAD
         if len(of) * (1 + depth) <= MAX_TAPED_TOKENS:
             # Rows that are alike run from a tape. What they are filled up with is a guess like any other.
-            found[:, :depth] = np.where(
-                found[:, :depth] < 0, rows.token_ids[of, rows.num_tokens[of] - 1][:, None], found[:, :depth]
-            )
+            last = rows.token_ids[of, rows.num_tokens[of] - 1]
+            found[:, :depth] = np.where(found[:, :depth] < 0, last[:, None], found[:, :depth])
         self.drafts[of] = found
         return self.drafts[plan.rows]
-
-    def _proposed(self, rows: RowTable, of: Int32, most: int) -> Int32:
-        """[m, K]: what the proposer says, up to the first that is no token, and no more than `most`. A step does without drafts
-        where the proposer fails."""
-        try:
-            drafts = self._proposer.propose(rows, of, most)
-        except Exception:
-            log.exception("no drafts: the proposer failed")
-            return np.full((len(of), self.drafts.shape[1]), _PAD, np.int32)
-        fits = (drafts >= 0) & (drafts < self._vocab_size) & (np.arange(drafts.shape[1]) < most)
-        return np.where(np.logical_and.accumulate(fits, axis=1), drafts, np.int32(_PAD))
 
 
 def measure_steps(run: Callable[[int, int], float], max_num_seqs: int, num_drafts: int) -> list[Timing]:

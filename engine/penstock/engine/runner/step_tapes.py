@@ -5,12 +5,12 @@ by such a step, which it is as well. Inputs stay where they are (`StepArrays`): 
 """
 
 import logging
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 
-from penstock.engine.attention.context import ForwardContext
-from penstock.engine.models.model import Model
+from penstock.engine.attention.context import AttentionContext, ForwardContext
 from penstock.engine.runner.input_batch import StepInputs
 from penstock.kernels.cpu.tape import NotTapeable, Pool, Tape
 from penstock.kernels.ops import Ops
@@ -28,6 +28,19 @@ class TapeShape(NamedTuple):
     """Rows of logits, of all rows' tokens together."""
 
 
+class Taped(Protocol):
+    """What a step asks of a model."""
+
+    def forward(self, inputs: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext, /) -> torch.Tensor:
+        """See Model."""
+        ...
+
+    @property
+    def compute_logits(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See Model."""
+        ...
+
+
 class StepTapes:
     """Of one model and one KV cache; to be thrown away with either.
 
@@ -36,7 +49,7 @@ class StepTapes:
         ops: Whose `tape` records.
     """
 
-    def __init__(self, model: Model, ops: Ops) -> None:
+    def __init__(self, model: Taped, ops: Ops) -> None:
         assert ops.tape is not None
         self._model, self._record = model, ops.tape
         self._pool = Pool()

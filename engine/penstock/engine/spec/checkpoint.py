@@ -1,4 +1,4 @@
-"""The checkpoint of a draft model. No torch: the frontend checks it too."""
+"""The checkpoint of a draft model or a head. No torch: the frontend checks it too."""
 
 import logging
 from pathlib import Path
@@ -7,9 +7,10 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from penstock.engine.config import ConfigError, ModelConfig, SpeculativeConfig
-from penstock.engine.loading.checkpoint import weight_files
+from penstock.engine.loading.checkpoint import tensor_names
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.config import DecoderConfig, parse_decoder_config
+from penstock.engine.models.head_config import SPECULATORS, HeadConfig, head_kind, parse_head_config
 
 log = logging.getLogger(__name__)
 
@@ -17,41 +18,72 @@ _FLAG = "--speculative-config: model"
 
 
 class DraftCheckpoint(NamedTuple):
-    """A draft model and its shape."""
+    """A draft model or a head, and its shape."""
 
     path: Path
     """Local folder in Hugging Face format."""
     architecture: str
     config: DecoderConfig
+    """Of its layers."""
+    head: HeadConfig | None
+    """None: a draft model."""
 
     @classmethod
-    def read(cls, speculative: SpeculativeConfig | None) -> "DraftCheckpoint | None":
-        """The draft model's; None: drafts come from elsewhere. Raises ConfigError where it cannot be served."""
+    def read(cls, speculative: SpeculativeConfig | None, target: ModelConfig) -> "DraftCheckpoint | None":
+        """What `speculative` names; None: drafts come from elsewhere.
+
+        Raises:
+            ConfigError: It cannot be served, or is not what the method says.
+        """
         if speculative is None or speculative.model is None:
             return None
-        path = speculative.model
+        path, method = speculative.model, speculative.method
         if not (path / "config.json").is_file():
             raise ConfigError(f"{_FLAG} {path} has no config.json: it is not a model in Hugging Face's format")
-        raw = read_object(path / "config.json")
+        raw, tensors = read_object(path / "config.json"), set[str]()
         try:
-            return cls(path, str((raw.get("architectures") or [""])[0]), parse_decoder_config(raw))
+            if target.load_format != "dummy" or method != "draft_model":
+                tensors = tensor_names(path)
+            kind = head_kind(tensors) or "draft_model"
+            if method != kind:
+                raise ConfigError(f"the checkpoint is one for the method {kind}, not for {method}")
+            if kind == "draft_model":
+                return cls(path, str((raw.get("architectures") or [""])[0]), parse_decoder_config(raw), None)
+            head = parse_head_config(raw, tensors, parse_decoder_config(read_object(target.path / "config.json")))
+            return cls(path, kind, head.decoder, head)
         except ConfigError as error:
             raise ConfigError(f"{_FLAG} {path}: {error}") from None
 
 
-def check_draft_model(draft: DraftCheckpoint, target: ModelConfig) -> None:
-    """Checks that a draft model fits a model.
+def verifier(folder: Path) -> str | None:
+    """The model that a head in speculators' format drafts for; None: the folder has another format.
 
     Raises:
-        ConfigError: It has no weights, or another vocabulary.
+        ConfigError: The head does not name it.
     """
-    if target.load_format != "dummy":
-        weight_files(draft.path)
+    config = folder / "config.json"
+    raw = read_object(config) if config.is_file() else {}
+    if SPECULATORS not in raw:
+        return None
+    found = ((raw.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    if not found:
+        raise ConfigError(f"{config}: speculators_config.verifier.name_or_path is missing, the model that the head drafts for")
+    return str(found)
+
+
+def check_drafter(draft: DraftCheckpoint, target: ModelConfig) -> None:
+    """Checks that a draft model or a head fits a model.
+
+    Raises:
+        ConfigError: It has another vocabulary.
+    """
     if draft.config.vocab_size != target.vocab_size:
         raise ConfigError(
             f"{_FLAG} {draft.path}: vocab_size is {draft.config.vocab_size:,}, and the model's is {target.vocab_size:,}; "
-            "a draft model needs the model's tokenizer"
+            "drafts need the model's tokenizer"
         )
+    if draft.head is not None:
+        return
     _compare_tokens(draft.path, target.tokenizer or target.path)
     if draft.config.max_position_embeddings < target.max_model_len:
         log.warning(
@@ -72,7 +104,7 @@ def _compare_tokens(draft: Path, target: Path) -> None:
         token = min(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
         raise ConfigError(
             f"{_FLAG} {draft}: token {token!r} has the id {ours.get(token)} in its tokenizer and {theirs.get(token)} in the "
-            "model's; a draft model needs the model's tokenizer"
+            "model's; drafts need the model's tokenizer"
         )
 
 

@@ -2,8 +2,9 @@
 
 from typing import Protocol
 
-from penstock.engine.core.plan import Int32
+from penstock.engine.core.plan import Bool, Int32
 from penstock.engine.core.row_table import RowTable
+from penstock.engine.runner.input_batch import StepInputs
 
 
 class Proposer(Protocol):
@@ -25,8 +26,15 @@ class Proposer(Protocol):
     def begins(self, row: int, num_computed: int) -> None:
         """Takes in that a request has come to a row, and how many of its tokens the KV cache holds already."""
 
-    def follow(self, table: RowTable, rows: Int32) -> None:
-        """Takes in that rows, [r], have been in a step, whether drafts were asked for or not."""
+    def follow(self, table: RowTable, rows: Int32, step: StepInputs, asked: Bool) -> None:
+        """Takes in a step, before drafts are asked for.
+
+        Args:
+            table: All rows; rejected drafts are no longer counted.
+            rows: [r]: the step's.
+            step: What the target model has read.
+            asked: [r]: for which of them drafts will be asked for.
+        """
 
     def ended(self, output: Int32) -> None:
         """Takes in what a request has generated, [n], now that it has left its row."""

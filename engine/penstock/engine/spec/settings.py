@@ -1,12 +1,15 @@
 """Speculative decoding as people ask for it: `--speculative-config` with vLLM's keys, or `--spec-method` and `--spec-tokens`."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 
 from penstock.engine.config import ConfigError, SpeculativeConfig, SpeculativeMethod
-from penstock.engine.loading.checkpoint import resolve
+from penstock.engine.loading.checkpoint import resolve, tensor_names
+from penstock.engine.loading.json_files import read_object
+from penstock.engine.models.head_config import head_kind, proposed_tokens
 from penstock.plain_errors import explained
 from penstock.suggest import suggestion
 
@@ -15,7 +18,9 @@ NUM_TOKENS: Final = 4
 LOOKUP: Final = (3, 5)
 """Fewest and most tokens that are compared, where nobody says."""
 _METHODS: Final = get_args(SpeculativeMethod)
-_NEEDS_HEADS: Final = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "deepseek_mtp")
+_NOT_SERVED: Final = ("mtp", "medusa", "mlp_speculator", "deepseek_mtp", "dflash", "dspark")
+_MODELS: Final = ("draft_model", "eagle", "eagle3")
+"""Methods that need a checkpoint."""
 _PREFIXES: Final = {"ngram": "prompt_lookup_", "suffix": "suffix_decoding_"}
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -57,8 +62,9 @@ def speculative_config(
     for flag, key, given in _flags(method, tokens, model):
         if given is not None and getattr(args, key) is not None:
             raise ConfigError(f"{flag} and {key} in --speculative-config exclude each other; remove one")
-    source = args.model or model
-    chosen = _method(args.method or method, source)
+    source, tokens = args.model or model, args.num_speculative_tokens or tokens
+    folder = None if source is None else resolve(source, args.revision, what="draft model")
+    chosen = _method(args.method or method, folder)
     lookup = _lookup(args.prompt_lookup_min, args.prompt_lookup_max)
     fields = {name: value for name, value in msgspec.structs.asdict(args).items() if value is not None}
     for name in fields:
@@ -68,12 +74,11 @@ def speculative_config(
     for name in ("method", "model", "revision", "draft_sample_method"):
         fields.pop(name, None)
     fields |= {
-        "num_speculative_tokens": args.num_speculative_tokens or tokens or NUM_TOKENS,
+        "num_speculative_tokens": tokens or _proposed(folder) or NUM_TOKENS,
+        "model": folder,
         "prompt_lookup_min": lookup[0],
         "prompt_lookup_max": lookup[1],
     }
-    if source is not None:
-        fields["model"] = resolve(source, args.revision, what="draft model")
     return SpeculativeConfig(method=chosen, **fields)
 
 
@@ -94,21 +99,27 @@ def _parsed(config: dict[str, Any]) -> SpeculativeArgs:
         raise ConfigError(f"--speculative-config: {wrong.field}: {wrong.problem}") from None
 
 
-def _method(method: str | None, model: str | None) -> SpeculativeMethod:
-    if method in _NEEDS_HEADS:
-        raise ConfigError(f"--speculative-config: the method {method}: heads are not served yet; use {', '.join(_METHODS)}")
+def _proposed(folder: Path | None) -> int | None:
+    """Drafts in a step that a checkpoint proposes."""
+    config = None if folder is None else folder / "config.json"
+    return proposed_tokens(read_object(config)) if config is not None and config.is_file() else None
+
+
+def _method(method: str | None, model: Path | None) -> SpeculativeMethod:
+    if method in _NOT_SERVED:
+        raise ConfigError(f"--speculative-config: the method {method} is not served yet; use {', '.join(_METHODS)}")
     if method is None and model is not None:
-        return "draft_model"
+        return head_kind(tensor_names(model)) or "draft_model"
     if method is None:
         raise ConfigError(f"--speculative-config: method is missing: {', '.join(_METHODS)} or auto")
     if method == "auto":
         return "suffix"
     for known in _METHODS:
         if method == known:
-            if known != "draft_model" and model is not None:
-                raise ConfigError(f"--speculative-config: model is for the method draft_model, not for {known}; remove it")
-            if known == "draft_model" and model is None:
-                raise ConfigError("--speculative-config: the method draft_model needs model, a folder or a name on the Hub")
+            if known not in _MODELS and model is not None:
+                raise ConfigError(f"--speculative-config: model is for {', '.join(_MODELS)}, not for {known}; remove it")
+            if known in _MODELS and model is None:
+                raise ConfigError(f"--speculative-config: the method {known} needs model, a folder or a name on the Hub")
             return known
     raise ConfigError(
         f"--speculative-config: there is no method {method!r} ({', '.join(_METHODS)}, auto){suggestion(method, _METHODS)}"

@@ -1,0 +1,178 @@
+"""Drafts from a head: a layer or a few that guess on from the target model's hidden states (EAGLE).
+
+After each step of the target the head reads the step's tokens with the target's states, so that its keys and values rest on true
+states alone. The states that it makes up while it drafts are forgotten.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from penstock.engine.attention.context import AttentionContext, ForwardContext
+from penstock.engine.cache.layout import KVGroup
+from penstock.engine.core.plan import NONE, Bool, Int32
+from penstock.engine.core.row_table import RowTable
+from penstock.engine.models.eagle import DraftHead
+from penstock.engine.models.model import Model
+from penstock.engine.runner.input_batch import StepArrays, StepInputs
+from penstock.engine.runner.step_tapes import StepTapes
+from penstock.engine.spec.proposer import Proposer
+from penstock.kernels.ops import Ops
+
+
+class TappedModel:
+    """A target model that leaves the states which a head takes in memory that stays where it is.
+
+    Args:
+        model: The target.
+        aux_layers: See `HeadConfig`.
+        states: [tokens of a step at most, states].
+    """
+
+    def __init__(self, model: Model, aux_layers: Sequence[int], states: torch.Tensor) -> None:
+        self._model, self._aux_layers, self._states = model, aux_layers, states
+        self.compute_logits = model.compute_logits
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
+        """See Model."""
+        aux = dict.fromkeys(self._aux_layers, input_ids)  # whose values the model replaces
+        hidden = self._model.forward(input_ids, positions, ctx, aux=aux)
+        states = torch.cat([aux[layer] for layer in self._aux_layers], dim=-1) if aux else hidden
+        self._states[: len(states)].copy_(states)
+        return hidden
+
+
+class _Pass:
+    """A pass of a head in the form of a model: its states come from, and go to, memory that stays where it is."""
+
+    def __init__(self, head: DraftHead, source: torch.Tensor, out: torch.Tensor, *, combines: bool) -> None:
+        self._head, self._source, self._out, self._combines = head, source, out, combines
+        self.compute_logits = head.compute_logits
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
+        """See DraftHead."""
+        count = len(input_ids)
+        states = self._source[:count]
+        hidden, recycled = self._head.forward(input_ids, self._head.combine(states) if self._combines else states, positions, ctx)
+        self._out[:count].copy_(recycled)
+        return hidden
+
+
+class _Runs(NamedTuple):
+    """A pass and its tapes."""
+
+    model: _Pass
+    tapes: StepTapes | None
+
+
+class _Bound(NamedTuple):
+    """What sleeps with the model."""
+
+    kv_caches: list[torch.Tensor]
+    first: _Runs
+    """Reads a step's tokens."""
+    later: _Runs
+    """Reads a draft of each row."""
+
+
+class HeadProposer(Proposer):
+    """Proposes the tokens that are likeliest by the head.
+
+    Args:
+        ops: The head's operations.
+        layer_groups: Of its layers: numbers of KV groups.
+        groups: The KV groups of target and head.
+        states: [tokens of a step at most, states]: the target's, as `TappedModel` leaves them.
+        hidden_size: The head's.
+        max_num_seqs: Rows.
+        max_model_len: Tokens of a row at most.
+        num_drafts: K.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        layer_groups: Sequence[int],
+        groups: Sequence[KVGroup],
+        states: torch.Tensor,
+        *,
+        hidden_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_drafts: int,
+    ) -> None:
+        self._ops, self._layer_groups, self._states = ops, layer_groups, states
+        self._max_model_len, self._num_drafts = max_model_len, num_drafts
+        most = len(states)
+        self._arrays = StepArrays(most, max_num_seqs, max_model_len, groups, max_num_seqs)
+        self._ids = torch.zeros(most, dtype=torch.int64)
+        self._last = torch.zeros(max_num_seqs, dtype=torch.int64)
+        self._read = states.new_zeros(most, hidden_size)
+        """[tokens of a step, hidden]: what the first pass has made of them."""
+        self._guessed = states.new_zeros(max_num_seqs, hidden_size)
+        """[rows of a pass, hidden]: what the last pass has made of drafts."""
+        self._place: Int32 = np.zeros(max_num_seqs, np.int32)
+        """[rows]: where the row's last token stands in the step."""
+        self._first: Int32 = np.zeros(max_num_seqs, np.int32)
+        """[rows]: the first draft."""
+        self._bound: _Bound | None = None
+
+    def bind(self, head: DraftHead, kv_caches: list[torch.Tensor]) -> None:
+        """Takes the head, loaded, and the caches of its layers (see `ForwardContext`); no row has a request."""
+        runs: list[_Runs] = []
+        for source, out, combines in ((self._states, self._read, True), (self._guessed, self._guessed, False)):
+            model = _Pass(head, source, out, combines=combines)
+            runs.append(_Runs(model, StepTapes(model, self._ops) if self._ops.tape is not None else None))
+        self._head, self._bound = head, _Bound(kv_caches, *runs)
+
+    def release(self) -> None:
+        """Lets go of both, whose memory is wanted back."""
+        self._bound = None
+        if hasattr(self, "_head"):
+            del self._head
+
+    def follow(self, table: RowTable, rows: Int32, step: StepInputs, asked: Bool) -> None:
+        """Reads the tokens of a step. Those of rejected drafts too, so that steps that are alike run from a tape: the next step
+        writes over what comes of them."""
+        assert self._bound is not None, "the head sleeps"
+        batch = step.groups[0].batch
+        starts, ends = batch.query_start_loc[:-1], batch.query_start_loc[1:]
+        positions, count = step.positions.numpy(), len(step.positions)
+        owners = np.repeat(rows, ends - starts)
+        self._ids.numpy()[:count] = table.token_ids[owners, np.minimum(positions + 1, self._max_model_len - 1)]
+        self._place[rows] = starts + table.num_computed[rows] - 1 - (batch.seq_lens - (ends - starts))
+        wanted = self._last.numpy()[: np.count_nonzero(asked)]
+        wanted[:] = self._place[rows[asked]]
+        inputs = replace(step, input_ids=self._ids[:count], logits_indices=self._last[: len(wanted)])
+        self._first[rows[asked]] = self._likeliest(self._bound.first, inputs)
+
+    def propose(self, table: RowTable, rows: Int32, most: int) -> Int32:
+        """See Proposer. Drafts end where a row's blocks end."""
+        assert self._bound is not None, "the head sleeps"
+        drafts = np.full((len(rows), self._num_drafts), -1, np.int32)
+        ends, found = table.num_tokens[rows] - 1, self._first[rows]
+        drafts[:, 0] = found
+        has_room = np.minimum(table.room[rows], self._max_model_len) - ends
+        self._guessed[: len(rows)] = self._read[torch.from_numpy(self._place[rows])]
+        for place in range(1, most):
+            at = np.minimum(ends + np.int32(place - 1), self._max_model_len - 1)
+            placed = self._arrays.place(table, rows, at, np.ones(len(rows), np.int32))
+            step = self._arrays.inputs(placed, found, np.arange(len(rows), dtype=np.int32), NONE, NONE)
+            found = self._likeliest(self._bound.later, step)
+            drafts[:, place] = np.where(place <= has_room, found, -1)
+        return drafts
+
+    def _likeliest(self, run: _Runs, step: StepInputs) -> Int32:
+        """[m]: the likeliest token of each row of logits."""
+        assert self._bound is not None
+        ctx = ForwardContext(self._ops, self._bound.kv_caches, [step.groups[number] for number in self._layer_groups])
+        logits = run.tapes.logits(step, ctx) if run.tapes is not None else None
+        if logits is None:
+            hidden = run.model.forward(step.input_ids, step.positions, ctx)
+            if not len(step.logits_indices):
+                return NONE
+            logits = run.model.compute_logits(hidden[step.logits_indices])
+        return self._head.token_ids(logits.argmax(dim=-1)).to(torch.int32).numpy()
