@@ -30,6 +30,18 @@ def test_the_factor_is_bounded_and_an_error_that_all_share_is_none(sums: list[tu
     assert corrections(large, shared * large) == pytest.approx(1.0)
 
 
+def test_what_is_tolerated_is_no_fault_and_beyond_it_the_factor_grows_without_a_jump() -> None:
+    promised = np.full(3, 1e9)  # so that the prior says nothing
+
+    def of(factor: float) -> list[float]:
+        return [float(it) for it in corrections(promised, promised * np.array([1.0, 1.0, factor]))]
+
+    for factor, corrected in ((1.0, 1.0), (1.9, 1.0), (2.0, 1.0), (3.0, 2.25), (4.0, 4.0), (10.0, 10.0), (40.0, MOST)):
+        assert of(factor) == pytest.approx([1.0, 1.0, corrected]), factor
+    for factor, corrected in ((0.6, 1.0), (0.4, 0.64), (0.36, 0.5184), (0.1, LEAST)):
+        assert of(factor) == pytest.approx([1.0, 1.0, corrected]), factor
+
+
 def fleet() -> FleetState:
     state = FleetState()
     members = [

@@ -109,6 +109,23 @@ def test_never_a_prefill_whose_decode_has_no_room(full: dict[str, Any]) -> None:
 
 
 @pytest.mark.req("RT-35")
+@pytest.mark.parametrize(
+    ("figures", "room"),
+    [
+        ({"kv_blocks_reclaimable": 266}, True),  # 4,000 tokens of prompt and 256 of answer, in blocks of 16
+        ({"kv_blocks_reclaimable": 265}, False),
+        ({"num_requests_running": 63}, True),
+        ({"num_requests_running": 62, "num_requests_waiting": {"capacity": 2}}, False),
+        ({"num_requests_running": 62, "num_requests_waiting": {"capacity": 1}}, True),
+    ],
+)
+def test_the_last_row_and_the_last_block_are_room(figures: dict[str, Any], room: bool) -> None:
+    state = fleet(replica("p1"), replica("d1"))
+    report(state, "d1", **figures)
+    assert (pick(state).hop is not None) == room
+
+
+@pytest.mark.req("RT-35")
 def test_transfers_on_their_way_take_room() -> None:
     state = fleet(replica("p1"), replica("d1"))
     report(state, "d1", kv_blocks_reclaimable=600)
