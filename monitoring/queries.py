@@ -13,6 +13,11 @@ AT_GATEWAY: Final = 'model=~"($namespace)/($model)"'
 POOL_AT_GATEWAY: Final = 'pool=~"($namespace)/($model)/.+"'
 REPLICA_AT_GATEWAY: Final = 'replica=~"$replica"'
 
+# Of Envoy, whose cluster of a pool is called `namespace/name/pool`, and those of the gateways `penstock_…`.
+ENVOY_CLIENTS: Final = 'envoy_http_conn_manager_prefix="penstock"'
+ENVOY_POOLS: Final = 'envoy_cluster_name=~"($namespace)/($model)/.+"'
+ENVOY_PICKER: Final = 'envoy_cluster_name=~"penstock_(gateway|picker)"'
+
 # Of NVIDIA's DCGM exporter, which labels them with the pod that has the GPU.
 GPU_BUSY: Final = "DCGM_FI_DEV_GPU_UTIL"
 GPU_MEMORY_USED: Final = "DCGM_FI_DEV_FB_USED"

@@ -243,7 +243,12 @@ def test_envoy_asks_every_gateway_and_trusts_only_them(render: Render) -> None:
     policies = {it["metadata"]["name"]: it["spec"]["ingress"] for it in objects if it["kind"] == "NetworkPolicy"}
     (grpc,) = (rule for rule in policies["penstock-gateway"] if rule["ports"][0]["port"] == "grpc")
     assert grpc["from"] == [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "penstock-envoy"}}}]
-    assert [rule["from"] for rule in policies["penstock-envoy"]] == [[{"podSelector": {"matchLabels": {"client": "yes"}}}]]
+    clients, scrapes = policies["penstock-envoy"]
+    assert clients == {
+        "from": [{"podSelector": {"matchLabels": {"client": "yes"}}}],
+        "ports": [{"port": "http", "protocol": "TCP"}],
+    }
+    assert scrapes == {"from": [{"namespaceSelector": {}}], "ports": [{"port": "metrics", "protocol": "TCP"}]}
 
 
 @pytest.mark.parametrize(

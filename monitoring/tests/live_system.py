@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 START_S = 180.0
-SCRAPED = {"penstock-engine", "penstock-gateway", "penstock-autoscaler", "penstock-operator"}
+SCRAPED = {"penstock-engine", "penstock-gateway", "penstock-envoy", "penstock-autoscaler", "penstock-operator"}
 
 
 class System:
@@ -79,6 +79,7 @@ def live_system(folder: Path) -> Iterator[System]:
         targets = {
             "penstock-engine": f"{replica['host']}:{replica['port']}",
             "penstock-gateway": f"{own}:9090",
+            "penstock-envoy": f"{own}:9902",
             "penstock-autoscaler": f"{own}:9091",
             "penstock-operator": operator,
         }

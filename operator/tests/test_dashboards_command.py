@@ -12,7 +12,7 @@ import yaml
 
 from penstock.operator.dashboards.cli import dashboards
 
-UIDS = {"penstock-fleet", "penstock-model", "penstock-engine", "penstock-picker", "penstock-autoscaler", "penstock-tenants"}
+UIDS = {f"penstock-{name}" for name in ("fleet", "model", "engine", "picker", "envoy", "autoscaler", "tenants")}
 COMMITTED = Path(__file__).parents[2] / "manifests" / "monitoring"
 
 
@@ -79,7 +79,7 @@ def test_links_carry_the_model_where_a_dashboard_can_choose_one(capsys: pytest.C
     assert links == {
         "https://grafana.example.com/d/penstock-fleet?var-namespace=team-a",
         "https://grafana.example.com/d/penstock-tenants",
-        *(own.format(name) for name in ("model", "engine", "picker", "autoscaler")),
+        *(own.format(name) for name in ("model", "engine", "picker", "envoy", "autoscaler")),
     }
 
 

@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
             gateways=options.gateway,
             pickers=options.picker,
             admin=admin.where,
+            metrics=options.metrics,
             delta=options.xds_protocol == "delta",
             tls=_tls(options),
         )
@@ -216,6 +217,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--admin-port", type=port, metavar="N", help="Envoy's admin interface on 127.0.0.1 (default: only a private socket)"
+    )
+    parser.add_argument(
+        "--metrics",
+        type=_address,
+        metavar="HOST:PORT",
+        help="answer GET /metrics for Prometheus here, such as 0.0.0.0:9902 (default: nowhere)",
     )
     parser.add_argument("--concurrency", type=positive, metavar="N", help="worker threads (default: one for each core)")
     parser.add_argument("--node-id", default=socket.gethostname(), metavar="ID", help="this Envoy's name (default: the host's)")

@@ -37,6 +37,22 @@ def test_the_admin_interface_is_private_or_local() -> None:
     assert admin["address"]["socket_address"] == {"address": "127.0.0.1", "port_value": 9901}
 
 
+@pytest.mark.parametrize("admin", [Path("/run/admin.sock"), Address("127.0.0.1", 9901)])
+def test_metrics_are_one_path_of_the_admin_interface_on_a_listener_of_its_own(admin: Path | Address) -> None:
+    assert "listeners" not in bootstrap(settings(admin=admin))["static_resources"]
+    config = bootstrap(settings(admin=admin, metrics=Address("0.0.0.0", 9902)))
+    (listener,) = config["static_resources"]["listeners"]
+    assert listener["address"]["socket_address"] == {"address": "0.0.0.0", "port_value": 9902}
+    (chain,) = listener["filter_chains"]
+    (host,) = chain["filters"][0]["typed_config"]["route_config"]["virtual_hosts"]
+    (route,) = host["routes"]
+    assert route["match"]["path"] == "/metrics"
+    assert route["route"]["regex_rewrite"]["substitution"].startswith("/stats/prometheus?filter=")
+    (endpoint,) = clusters(config)[route["route"]["cluster"]]["load_assignment"]["endpoints"][0]["lb_endpoints"]
+    address = endpoint["endpoint"]["address"]
+    assert address == ({"pipe": {"path": str(admin)}} if isinstance(admin, Path) else config["admin"]["address"])
+
+
 def test_a_gateway_that_comes_late_or_moves_is_found_within_seconds() -> None:
     config = bootstrap(settings())
     (service,) = config["dynamic_resources"]["ads_config"]["grpc_services"]

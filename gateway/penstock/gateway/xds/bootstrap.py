@@ -4,14 +4,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 GATEWAY_CLUSTER = "penstock_gateway"
 """The static cluster of the gateway processes' control plane: ADS, and the access log."""
 PICKER_CLUSTER = "penstock_picker"
 """The static cluster of the gateway processes' pickers."""
+METRICS = "penstock_metrics"
+"""The listener that answers `/metrics`, and its cluster: Envoy's own admin interface."""
 READINESS = "readiness"
 """The name under which the gateway's gRPC health says whether it may be asked."""
 
+_CLUSTER = "^cluster.(penstock_[a-z]+|[^/]+/[^/]+/[^./]+)"
+_TOLD = (
+    "^http.penstock.(downstream_rq_(total|active|time|[1-5]xx)|downstream_cx_(total|active))$",
+    "^http.penstock.ext_proc.(streams_|message_timeouts|spurious_msgs|failure_mode|immediate_responses|rejected_header)",
+    f"{_CLUSTER}.upstream_rq_(total|active|time|[1-5][0-9][0-9]|retry|retry_success|retry_limit_exceeded)$",
+    f"{_CLUSTER}.upstream_cx_(total|active|connect_fail)$",
+    f"{_CLUSTER}.(membership_(total|healthy)|circuit_breakers.default.(cx|rq|rq_pending|rq_retry)_open)$",
+    "^listener.[^w]*downstream_(global_cx_overflow|cx_overload_reject)$",
+    "^server.(live|uptime|memory_allocated|concurrency)$",
+)
+"""Statistics at `/metrics`, by Envoy's own names: with a thousand models, all of them would be tens of megabytes a scrape. A dot
+is any character."""
 _EXTENSIONS = "type.googleapis.com/envoy.extensions"
 _MAX_CLIENT_CONNECTIONS = 50_000
 _NO_LIMIT = 1_000_000
@@ -49,6 +64,8 @@ class BootstrapSettings:
     """Their pickers, in the same order; none: at the same addresses."""
     admin: Address | Path
     """Envoy's admin interface: TCP, or a Unix socket."""
+    metrics: Address | None = None
+    """Where Envoy answers `GET /metrics` in Prometheus' format, and nothing else; None: nowhere."""
     delta: bool = True
     """Incremental xDS: what changed is sent, and not all that there is."""
     tls: GatewayTls | None = None
@@ -61,6 +78,8 @@ def bootstrap(settings: BootstrapSettings) -> dict[str, Any]:
     # A control plane that is not well is left at once; what a picker has begun, it may still end.
     gateways["close_connections_on_host_health_failure"] = True
     pickers = _cluster(PICKER_CLUSTER, settings.pickers or settings.gateways, settings.tls)
+    own = {} if settings.metrics is None else {"listeners": [_metrics_listener(settings.metrics)]}
+    clusters = [gateways, pickers, *([] if settings.metrics is None else [_admin_cluster(settings.admin)])]
     return {
         "node": {"id": settings.node_id, "cluster": "penstock"},
         "dynamic_resources": {
@@ -72,7 +91,7 @@ def bootstrap(settings: BootstrapSettings) -> dict[str, Any]:
             "cds_config": subscription,
             "lds_config": subscription,
         },
-        "static_resources": {"clusters": [gateways, pickers]},
+        "static_resources": {"clusters": clusters, **own},
         "overload_manager": {"resource_monitors": [_connection_limit()]},
         "admin": {"address": _admin(settings.admin)},
     }
@@ -150,6 +169,40 @@ def _connection_limit() -> dict[str, Any]:
         "max_active_downstream_connections": _MAX_CLIENT_CONNECTIONS,
     }
     return {"name": "envoy.resource_monitors.global_downstream_max_connections", "typed_config": config}
+
+
+def _metrics_listener(where: Address) -> dict[str, Any]:
+    """One path of the admin interface: the others can end Envoy."""
+    path = f"/stats/prometheus?filter={quote('|'.join(_TOLD), safe='')}"
+    route = {
+        "match": {"path": "/metrics", "headers": [{"name": ":method", "string_match": {"exact": "GET"}}]},
+        "route": {"cluster": METRICS, "regex_rewrite": {"pattern": {"regex": ".*"}, "substitution": path}},
+    }
+    manager = {
+        "@type": f"{_EXTENSIONS}.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": METRICS,
+        "http_filters": [
+            {
+                "name": "envoy.filters.http.router",
+                "typed_config": {"@type": f"{_EXTENSIONS}.filters.http.router.v3.Router"},
+            }
+        ],
+        "route_config": {"virtual_hosts": [{"name": METRICS, "domains": ["*"], "routes": [route]}]},
+    }
+    filters = [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
+    return {
+        "name": METRICS,
+        "address": _address(where.host, where.port),
+        "ignore_global_conn_limit": True,  # what limits clients must not hide what they do
+        "filter_chains": [{"filters": filters}],
+    }
+
+
+def _admin_cluster(where: Address | Path) -> dict[str, Any]:
+    address = {"pipe": {"path": str(where)}} if isinstance(where, Path) else _address(where.host, where.port)
+    endpoint = {"endpoint": {"address": address}}
+    assignment = {"cluster_name": METRICS, "endpoints": [{"lb_endpoints": [endpoint]}]}
+    return {"name": METRICS, "type": "STATIC", "connect_timeout": "1s", "load_assignment": assignment}
 
 
 def _admin(where: Address | Path) -> dict[str, Any]:

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 STEP_S = 0.2
 GATEWAY_GRACE_S = 5.0
 START_TIMEOUT_S = 60.0
+ENVOY_METRICS = 9902
+"""Where Envoy answers `/metrics`, as on a cluster."""
 
 
 class LocalError(RuntimeError):
@@ -212,6 +214,8 @@ class LocalRuntime:
             "0",
             "--admin-port",
             str(network.free_port()),
+            "--metrics",
+            f"{self._own_address}:{ENVOY_METRICS}",
             "--concurrency",
             "1",
         ]
