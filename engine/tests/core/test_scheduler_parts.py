@@ -74,14 +74,11 @@ def test_an_adapter_that_left_the_hosts_memory_takes_no_other_with_it() -> None:
 
 def test_counters_of_tokens_begin_at_nothing_and_count_what_preemptions_cost() -> None:
     machine = Machine(make_config(num_blocks=9, max_model_len=32, budget=64, caching=False))
-    assert (machine.scheduler.num_preemptions, machine.scheduler.preempted_tokens, machine.scheduler.resumed_cached_tokens) == (
-        0,
-        0,
-        0,
-    )
+    totals = machine.scheduler.totals
+    assert (totals.num_preemptions, totals.preempted_tokens, totals.resumed_cached_tokens) == (0, 0, 0)
     machine.add(*[make_request(index, [index + 1] * 8, 12) for index in range(2)])
-    while not machine.scheduler.num_preemptions:
+    while not totals.num_preemptions:
         machine.step()
-    assert machine.scheduler.preempted_tokens >= 8
+    assert totals.preempted_tokens >= 8
     machine.run().check_no_leak()
-    assert machine.scheduler.resumed_cached_tokens == 0, "nothing is cached"
+    assert totals.resumed_cached_tokens == 0, "nothing is cached"
