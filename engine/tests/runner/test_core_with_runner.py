@@ -1,6 +1,7 @@
 """The real scheduler, cache and runner together: requests get the same tokens alone and in a crowd that is chunked, cached,
 preempted and planned ahead."""
 
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -171,3 +172,25 @@ def test_the_adjustments_change_every_output(checkpoint, build_runner):
         plain = msgspec.structs.replace(request, sampling=greedy)
         tokens = [Engine(runner, depth=1, num_blocks=100).run([each])[request.index] for each in (request, plain)]
         assert (tokens[0] == tokens[1]) == (request.sampling == greedy)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_plans_without_rows_pass_through_and_change_nothing(checkpoint, build_runner, alone, adjusted, depth):
+    """Before, between and after the steps of requests: as a connector asks for them, or a rank that keeps step with others."""
+    engine = Engine(build_runner(checkpoint("llama"), scheduler=SCHEDULER), depth, 100)
+    scheduler, retired, turns = engine.core.scheduler, [], count()
+    schedule, update = scheduler.schedule, scheduler.update
+    scheduler.schedule = lambda now: schedule(now, idle=next(turns) % 3 < 2)
+    scheduler.update = lambda result, now: retired.append(len(result.counts)) or update(result, now)
+    try:
+        for _ in range(3):
+            assert engine.core.step() is None
+        assert engine.run(requests(adjusted)[:4]) == {index: alone[index] for index in range(4)}
+        for _ in range(3):
+            engine.core.step()
+        assert retired[:2] == retired[-2:] == [0, 0] and len(retired) - retired.count(0) >= OUTPUTS
+        stats = engine.core.stats()
+        assert sum(stats.step.seconds.counts) == len(retired) - retired.count(0), "a plan without rows is no step of the model"
+        assert stats.steps == len(retired)
+    finally:
+        engine.core.close()

@@ -158,7 +158,8 @@ class EngineCore:
             self._controls.carry_out(time.time())
             self._may_capture = self._has_graphs  # with other weights or another cache there are other graphs
         while self._may_submit and (plan := self.scheduler.schedule(time.time())):
-            self._step_meter.submitted(plan, self.scheduler.table.num_computed[plan.rows])
+            if len(plan.rows):
+                self._step_meter.submitted(plan, self.scheduler.table.num_computed[plan.rows])
             self._submitted.append(_Submitted(plan, time.perf_counter()))
             self._executor.submit(plan)
             self._unsampled = True
@@ -292,6 +293,8 @@ class EngineCore:
         seconds = now - max(submitted.time, self._last_end)
         self._last_end = now
         self.num_steps += 1
+        if not len(plan.rows):  # the model has done nothing that could be measured
+            return
         self._step_meter.retired(plan, result, seconds)
         known = plan.num_new_tokens - plan.num_drafts if len(plan.num_drafts) else plan.num_new_tokens
         chunks = (known > 1) | ~plan.samples
