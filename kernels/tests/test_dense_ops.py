@@ -95,6 +95,27 @@ def test_prepare_kv_writes_the_tokens_slots_and_no_other(ops_in, normalised, ang
     assert torch.equal(cache[untouched], expected[untouched]) and torch.equal(cache[:, 1], expected[:, 1])
 
 
+@pytest.mark.parametrize(("dtype", "cached"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_cache_of_another_dtype_is_written_as_in_the_reference(native, dtype, cached):
+    """Keys are rounded once, from float32; values as they are."""
+    q, k, v = (part.view(3, -1, 40).to(dtype) for part in torch.randn(3, 320).split([160, 80, 80], -1))
+    angles, norm = torch.randn(3, 16), QKNorm(torch.randn(40), torch.randn(40), 1e-6)
+    rotary, slots = Rotary(angles.cos(), angles.sin()), torch.tensor([14, 4, 15])
+    found, expected = (torch.full((5, 2, 2, 4, 40), math.pi, dtype=cached) for _ in range(2))
+    out = native(dtype).prepare_kv(q, k, v, found, slots, rotary, norm)
+    wanted = REFERENCE.prepare_kv(q.float(), k.float(), v, expected, slots, rotary, norm)
+    torch.testing.assert_close(out.float(), wanted, rtol=2 * TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert torch.equal(found[:, 1], expected[:, 1])
+    torch.testing.assert_close(found, expected, rtol=2 * TOLERANCE[cached], atol=TOLERANCE[cached])
+
+
+def test_a_cache_that_nothing_reads_is_refused(native):
+    x = torch.zeros(1, 2, 8)
+    rotary, cache = Rotary(torch.ones(1, 4), torch.zeros(1, 4)), torch.zeros(2, 2, 2, 4, 8, dtype=torch.float16)
+    with pytest.raises(TypeError, match=r"a cache of torch\.float16 has no compiled form for torch\.float32"):
+        native(torch.float32).prepare_kv(x, x, x, cache, torch.tensor([4]), rotary, None)
+
+
 def test_there_are_no_kernels_for_other_devices():
     with pytest.raises(ValueError, match="'tpu'"):
         ops_for("tpu", torch.float32)

@@ -99,6 +99,17 @@ def test_bits_depend_on_the_request_alone(ops_in, case, which, skip):
     assert torch.equal(alone[-len(later) :], later)
 
 
+@pytest.mark.parametrize(("dtype", "cached"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_cache_of_another_dtype_is_read_as_it_is(ops_in, dtype, cached):
+    case = Case((2, 2, 72), [(40, 3), (300, 1), (0, 37)], 16, 0)
+    case.queries = [x.to(dtype) for x in case.queries]
+    case.keys, case.values = ([x.to(cached) for x in part] for part in (case.keys, case.values))
+    for i, out in enumerate(case.run(ops_in(dtype), [0, 1, 2])):
+        assert out.dtype == dtype
+        loose = dtype is torch.bfloat16
+        torch.testing.assert_close(out.double(), case.dense(i), rtol=2**-8 if loose else 1e-4, atol=1e-3 if loose else 1e-5)
+
+
 def test_bfloat16_is_rounded_once(ops_in):
     case = Case((2, 2, 64), [(40, 3)], 16, 0)
     for name in ("queries", "keys", "values"):

@@ -18,6 +18,7 @@ from penstock.engine.config import (
     LogprobsMode,
     LoraConfig,
     LoraModule,
+    ModelConfig,
     ParallelConfig,
     RunnerType,
     SchedulerConfig,
@@ -64,6 +65,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     async_scheduling: bool | None = None
     """Whether the next step is planned while one runs. None: on a GPU, and not on a CPU, whose cores the model needs."""
     block_size: Positive = 16
+    kv_cache_dtype: DType | Literal["auto"] = "auto"
+    """Of keys and values; `auto` is the model's."""
     num_gpu_blocks_override: Positive | None = None
     kv_cache_memory_bytes: Positive | None = None
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
@@ -122,6 +125,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             folder,
             served_names=names,
             dtype=self.dtype,
+            kv_dtype=self.kv_cache_dtype,
             max_model_len=self.max_model_len,
             load_format=self.load_format,
             runner=self.runner,
@@ -134,6 +138,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--speculative-config: drafts are verified on a CPU alone so far (--device cpu)")
         if model.pooling is not None:
             self._check_pooling(device)
+        self._check_cache_dtype(model, device)
         drafter = DraftCheckpoint.read(speculative, model)
         if drafter is not None:
             tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
@@ -187,6 +192,18 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             )
         _log.info("%s is a draft head: serving its target %s", self.model, target)
         return msgspec.structs.replace(self, model=target, revision=None, served_model_name=names, spec_model=self.model)
+
+    def _check_cache_dtype(self, model: ModelConfig, device: Literal["cpu", "cuda"]) -> None:
+        """Refuses a KV cache that no kernel reads."""
+        asked = self.kv_cache_dtype
+        if asked in ("auto", model.dtype):
+            return
+        if device == "cuda":
+            raise ConfigError(f"--kv-cache-dtype {asked}: on a GPU the cache has the model's dtype so far, {model.dtype}")
+        if asked == "float16":
+            raise ConfigError(
+                f"--kv-cache-dtype float16: no kernel reads it beside --dtype {model.dtype}; use bfloat16 or float32"
+            )
 
     def _check_pooling(self, device: Literal["cpu", "cuda"]) -> None:
         """Refuses what an engine that embeds cannot do."""

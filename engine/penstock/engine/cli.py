@@ -229,6 +229,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--async-scheduling", action=argparse.BooleanOptionalAction, help="plan the next step while one runs (None: on a GPU)")
     add("--block-size", type=positive, default=16, help="tokens in a KV block")
+    add(
+        "--kv-cache-dtype",
+        choices=["auto", "bfloat16", "float32", "float16"],
+        default="auto",
+        help="number type of the KV cache; auto: that of the weights",
+    )
     add("--num-gpu-blocks-override", type=positive, help="number of KV blocks (None: computed from the memory)")
     add("--kv-cache-memory-bytes", type=positive, help="memory for the KV cache (None: by --gpu-memory-utilization)")
     add(

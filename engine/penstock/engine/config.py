@@ -80,6 +80,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     """`architectures[0]` of config.json."""
     dtype: DType
+    """Of weights and activations."""
     max_model_len: int
     """Tokens of prompt and output together."""
     eos_token_ids: tuple[int, ...]
@@ -95,6 +96,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the tokenizer and the chat template; None: `path`."""
     source: str | None = None
     """A folder, or a name on the Hub, as whoever started it gave it; None: `path`."""
+    kv_dtype: DType | None = None
+    """Of keys and values; None: `dtype`."""
     vocab_size: int | None = None
     """Logits of a row; None: as many as the tokenizer has tokens."""
 

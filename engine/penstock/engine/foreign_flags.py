@@ -34,7 +34,7 @@ FOREIGN: Final[Mapping[str, str]] = {
     **_all("--tokenizer-path", "--tokenizer"),
     **_all("--tokenizer-mode --tokenizer-revision --skip-tokenizer-init", _TOKENIZER),
     **_all("--trust-remote-code --code-revision", _NO_CODE),
-    **_all("--quantization -q --quantize --kv-cache-dtype", _QUANTIZED),
+    **_all("--quantization -q --quantize", _QUANTIZED),
     **_all("--chat-template --chat-template-content-format", _TEMPLATE),
     **_all("--enable-metrics --enable-cache-report --enable-prompt-tokens-details --enable-request-id-headers", _ALWAYS),
     **_all("--enable-ssl-refresh --enable-server-load-tracking", _ALWAYS),

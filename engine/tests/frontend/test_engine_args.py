@@ -145,3 +145,33 @@ def test_the_tokenizer_may_come_from_another_folder(tmp_path: Path) -> None:
     assert found.bundle.tokenizer == (SHAPES / "tokenizer.json").read_text()
     with pytest.raises(ConfigError, match=re.escape(f"cannot read {tmp_path}/tokenizer.json")):
         load_processor(EngineArgs(**asked, tokenizer=str(tmp_path)).config())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"kv_cache_dtype": "float16", "dtype": "bfloat16"},
+            "--kv-cache-dtype float16: no kernel reads it beside --dtype bfloat16",
+        ),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: must be auto, bfloat16, float16 or float32, not 'fp8'"),
+    ],
+)
+def test_a_kv_cache_that_no_kernel_reads_is_refused_by_name(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        EngineArgs(**{"model": TINY, "device": "cpu", **given}).config()
+    with pytest.raises(ConfigError, match="--kv-cache-dtype float32: on a GPU the cache has the model's dtype so far, bfloat16"):
+        EngineArgs(model=TINY, dtype="bfloat16", kv_cache_dtype="float32").config(device="cuda")
+
+
+def test_keys_and_values_have_the_models_dtype_or_one_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    def sizes(**flags: Any) -> tuple[str | None, int]:
+        model = EngineArgs(model=TINY, device="cpu", dtype="float32", **flags).config().model
+        assert model.cost is not None
+        return model.kv_dtype, model.cost.windows[0].kv_bytes_per_token
+
+    (same, plain), (other, half) = sizes(), sizes(kv_cache_dtype="bfloat16")
+    assert (same, other) == ("float32", "bfloat16") and half * 2 == plain
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["m", "--kv-cache-dtype", "fp8"])
+    assert "--kv-cache-dtype: invalid choice: 'fp8'" in capsys.readouterr().err

@@ -56,11 +56,12 @@ def make_runner(
     lora: LoraConfig | None = None,
     max_model_len: int = MAX_MODEL_LEN,
     speculative: SpeculativeConfig | None = None,
+    kv_dtype: str = "auto",
 ) -> ModelRunner:
     """A loaded runner with its cache; `form` is "best", an instruction set's name, or "reference": as without a compiler."""
     runner = ModelRunner(
         EngineConfig(
-            model=read_model_config(path, served_names=(), dtype=dtype, max_model_len=max_model_len),
+            model=read_model_config(path, served_names=(), dtype=dtype, kv_dtype=kv_dtype, max_model_len=max_model_len),
             cache=CacheConfig(block_size=BLOCK_SIZE),
             scheduler=scheduler or SchedulerConfig(max_num_seqs=16),
             lora=lora,

@@ -164,7 +164,8 @@ class AsyncLLM:
             names.ENGINE_INFO, "What runs.", version=version("penstock"), dtype=self.model.dtype, kernels=ready.kernels
         )
         blocks = {"block_size": str(self.processor.bundle.block_size), "num_gpu_blocks": str(ready.num_blocks)}
-        self.metrics.describe(names.CACHE_CONFIG_INFO, "The KV cache.", cache_dtype=self.model.dtype, **blocks)
+        cache_dtype = self.model.kv_dtype or self.model.dtype
+        self.metrics.describe(names.CACHE_CONFIG_INFO, "The KV cache.", cache_dtype=cache_dtype, **blocks)
         self._progress = Progress(time.monotonic(), self._watchdog_timeout)
         self._tasks = [asyncio.create_task(self._drain_outputs()), asyncio.create_task(self._send_aborts())]
         self.state = State.READY

@@ -71,6 +71,7 @@ def read_model_config(
     *,
     served_names: Sequence[str],
     dtype: DType | Literal["auto"] = "auto",
+    kv_dtype: DType | Literal["auto"] = "auto",
     max_model_len: int | None = None,
     load_format: LoadFormat = "auto",
     runner: RunnerType = "auto",
@@ -82,7 +83,8 @@ def read_model_config(
     Args:
         path: Folder in Hugging Face's format.
         served_names: What clients may put in `model`; the path where it is empty.
-        dtype: Of weights, activations and KV cache; `auto` is the checkpoint's.
+        dtype: Of weights and activations; `auto` is the checkpoint's.
+        kv_dtype: Of keys and values; `auto` is the same.
         max_model_len: Tokens of prompt and output together; None is the checkpoint's, which for a model that embeds may be less
             than its positions.
         load_format: `dummy` needs no file of weights.
@@ -103,7 +105,8 @@ def read_model_config(
     if max_model_len is not None and not 2 <= max_model_len <= longest:
         raise ConfigError(f"--max-model-len {max_model_len}: the checkpoint is made for 2 to {longest} tokens")
     chosen = _dtype(raw) if dtype == "auto" else dtype
-    pooling, cost = read_pooling(path, raw, decoder.hidden_size, runner), model_cost(decoder, chosen)
+    cached = chosen if kv_dtype == "auto" else kv_dtype
+    pooling, cost = read_pooling(path, raw, decoder.hidden_size, runner), model_cost(decoder, chosen, cached)
     if pooling is not None:
         cost = msgspec.structs.replace(cost, lm_head_flops_per_row=0, lm_head_bytes=0)
         defaults = GenerationDefaults()
@@ -115,6 +118,7 @@ def read_model_config(
         served_names=tuple(served_names) or (str(path),),
         architecture=raw["architectures"][0],
         dtype=chosen,
+        kv_dtype=cached,
         max_model_len=max_model_len or longest,
         eos_token_ids=read_eos_token_ids(path, generation_config, raw),
         generation_defaults=defaults,

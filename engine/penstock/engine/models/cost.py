@@ -9,8 +9,8 @@ from penstock.engine.models.config import DecoderConfig
 _BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
-def model_cost(config: DecoderConfig, dtype: DType) -> ModelCost:
-    """For weights, activations and KV cache of one type."""
+def model_cost(config: DecoderConfig, dtype: DType, kv_dtype: DType) -> ModelCost:
+    """For weights and activations of one type, and keys and values of the same or another one."""
     hidden, heads, kv_heads = config.hidden_size, config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     attention = hidden * (heads + 2 * kv_heads) + heads * hidden
     mlp = 3 * hidden * config.intermediate_size
@@ -21,7 +21,7 @@ def model_cost(config: DecoderConfig, dtype: DType) -> ModelCost:
         layer_weight_bytes=weights * _BYTES[dtype],
         lm_head_bytes=lm_head * _BYTES[dtype],
         windows=tuple(
-            WindowCost(window, flops_per_pair=4 * heads * layers, kv_bytes_per_token=2 * kv_heads * layers * _BYTES[dtype])
+            WindowCost(window, flops_per_pair=4 * heads * layers, kv_bytes_per_token=2 * kv_heads * layers * _BYTES[kv_dtype])
             for window, layers in Counter(config.windows).items()
         ),
     )

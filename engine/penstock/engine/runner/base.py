@@ -64,11 +64,12 @@ class RunnerBase(ABC):
         self._profile: RunnerProfile | None = None
         self._thread: int | None = None
         heads, model = Shard().kv_heads(self.decoder_config.num_kv_heads).size, config.model
-        self._kv_layers = kv_layers(self.decoder_config, heads, model.dtype, model.max_model_len)
+        kv_dtype = model.kv_dtype or model.dtype
+        self._kv_layers = kv_layers(self.decoder_config, heads, kv_dtype, model.max_model_len)
         self._drafter = DraftCheckpoint.read(config.speculative, model)
         if self._drafter is not None:
             own = Shard().kv_heads(self._drafter.config.num_kv_heads).size
-            self._kv_layers += kv_layers(self._drafter.config, own, model.dtype, model.max_model_len)
+            self._kv_layers += kv_layers(self._drafter.config, own, kv_dtype, model.max_model_len)
         self._layout = kv_layout(self._kv_layers, config.cache.block_size)
         self._layer_groups = self._layout.layer_groups
         self._lora = self._make_lora()

@@ -17,6 +17,13 @@ from penstock.kernels.paged_attention.batch import PagedBatch
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_WITH_CACHE = {
+    (torch.float32, torch.float32): 0,
+    (torch.bfloat16, torch.bfloat16): 1,
+    (torch.float32, torch.bfloat16): 2,
+    (torch.bfloat16, torch.float32): 3,
+}
+"""Of a model and its KV cache."""
 
 _SIGNATURES = {
     "penstock_rms_norm": [c_int, *[c_void_p] * 3, *[c_int64] * 2, c_float],
@@ -134,12 +141,12 @@ class NativeOps:
         # Slices of one projection's result: rows may lie apart, a row's heads side by side.
         q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
         out = torch.empty(q.shape, dtype=self._dtype)
-        block_stride, kv_heads, block_size = self._cache_layout(kv_cache)
+        code, block_stride, kv_heads, block_size = self._cache_layout(kv_cache)
         weights = (
             (None, None) if qk_norm is None else tuple(_norm_weight(x).data_ptr() for x in (qk_norm.q_weight, qk_norm.k_weight))
         )
         self._library.penstock_prepare_kv(
-            *(self._code, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0)),
+            *(code, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0)),
             *(out.data_ptr(), kv_cache.data_ptr(), block_stride, slot_mapping.data_ptr()),
             *(
                 rotary.cos.data_ptr(),
@@ -158,12 +165,12 @@ class NativeOps:
         """See the reference."""
         q = self._checked(q)
         out = torch.empty_like(q)
-        block_stride, kv_heads, block_size = self._cache_layout(kv_cache)
+        code, block_stride, kv_heads, block_size = self._cache_layout(kv_cache)
         starts, lens, table = np.ascontiguousarray(batch.query_start_loc), np.ascontiguousarray(batch.seq_lens), batch.block_table
         if table.strides[1] != table.itemsize:
             raise ValueError("a row's blocks must lie side by side")
         self._library.penstock_paged_attention(
-            *(self._code, q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), block_stride),
+            *(code, q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), block_stride),
             *(starts.ctypes.data, lens.ctypes.data, table.ctypes.data, table.strides[0] // table.itemsize),
             *(len(lens), q.shape[1], kv_heads, block_size, q.shape[2], batch.window or 0, scale, softcap),
         )
@@ -182,11 +189,15 @@ class NativeOps:
             raise TypeError(f"these operations are for {self._dtype}, not {x.dtype}")
         return x.contiguous()
 
-    def _cache_layout(self, kv_cache: torch.Tensor) -> tuple[int, int, int]:
-        """Elements between blocks, key heads, tokens a block; a block's own elements must lie side by side."""
-        if kv_cache.dtype != self._dtype or not kv_cache[0].is_contiguous():
-            raise TypeError(f"the cache must be {self._dtype} with each block in one piece")
-        return kv_cache.stride(0), kv_cache.shape[2], kv_cache.shape[3]
+    def _cache_layout(self, kv_cache: torch.Tensor) -> tuple[int, int, int, int]:
+        """Number of the two dtypes, elements between blocks, key heads, tokens a block; a block's own elements must lie side by
+        side."""
+        code = _WITH_CACHE.get((self._dtype, kv_cache.dtype))
+        if code is None or not kv_cache[0].is_contiguous():
+            raise TypeError(
+                f"a cache of {kv_cache.dtype} has no compiled form for {self._dtype}, or its blocks are not in one piece"
+            )
+        return code, kv_cache.stride(0), kv_cache.shape[2], kv_cache.shape[3]
 
 
 def _norm_weight(weight: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "vector.h"
@@ -142,8 +143,8 @@ void gated_mul(const T* x, T* out, int64_t n, int64_t d) {
 }
 
 // One head: normalise where there is a weight, rotate the first 2 * half elements, write.
-template <typename T>
-void rotate(const T* x, const float* weight, float eps, const float* cos, const float* sin, int64_t d, int64_t half, float* row, T* out) {
+template <typename T, typename Out>
+void rotate(const T* x, const float* weight, float eps, const float* cos, const float* sin, int64_t d, int64_t half, float* row, Out* out) {
   widen_row(x, d, row);
   if (weight != nullptr) {
     const float factor = inverse_rms(row, d, eps);
@@ -169,8 +170,19 @@ struct CacheShape {
   }
 };
 
-template <typename T>
-void prepare_kv(const T* q, const T* k, const T* v, int64_t q_stride, int64_t k_stride, int64_t v_stride, T* q_out, T* cache,
+// One head as it is, in the cache's dtype.
+template <typename T, typename C>
+void write(const T* x, int64_t d, float* row, C* out) {
+  if constexpr (std::is_same_v<T, C>) {
+    std::memcpy(out, x, d * sizeof(T));
+  } else {
+    widen_row(x, d, row);
+    narrow_row(row, d, out);
+  }
+}
+
+template <typename T, typename C>
+void prepare_kv(const T* q, const T* k, const T* v, int64_t q_stride, int64_t k_stride, int64_t v_stride, T* q_out, C* cache,
                 CacheShape shape, const int64_t* slots, const float* cos, const float* sin, int64_t angle_stride,
                 const float* q_weight, const float* k_weight, float eps, int64_t n, int64_t heads, int64_t rotary_size) {
   const int64_t d = shape.d, half = rotary_size / 2;
@@ -181,7 +193,7 @@ void prepare_kv(const T* q, const T* k, const T* v, int64_t q_stride, int64_t k_
     const int64_t block = slots[t] / shape.block_size, token = slots[t] % shape.block_size;
     for (int64_t h = 0; h < shape.kv_heads; ++h) {
       rotate(k + t * k_stride + h * d, k_weight, eps, cos, sin, d, half, row.data(), cache + shape.offset(block, 0, h, token));
-      std::memcpy(cache + shape.offset(block, 1, h, token), v + t * v_stride + h * d, d * sizeof(T));
+      write(v + t * v_stride + h * d, d, row.data(), cache + shape.offset(block, 1, h, token));
     }
   }
 }
@@ -263,11 +275,11 @@ inline void attend_tile(const float* query, const float* keys, const float* valu
   for (; i < width; i += kLanes) accumulate<1>(scores, values + i, width, begin, count, shrink, acc + i);
 }
 
-template <typename T>
+template <typename T, typename C>
 struct Attention {
   const T* q;
   T* out;
-  const T* cache;
+  const C* cache;
   CacheShape shape;
   int64_t heads;
   float scale, softcap;
@@ -277,7 +289,7 @@ struct Attention {
   std::vector<State> states;
 
   // `tile`: tokens of a run at most.
-  Attention(const T* q, T* out, const T* cache, CacheShape shape, int64_t tile, int64_t heads, int64_t window, float scale, float softcap)
+  Attention(const T* q, T* out, const C* cache, CacheShape shape, int64_t tile, int64_t heads, int64_t window, float scale, float softcap)
       : q(q), out(out), cache(cache), shape(shape), heads(heads), scale(scale), softcap(softcap), window(window), width(round_up(shape.d)),
         group(heads / shape.kv_heads), queries(tile * group * width), keys(kKeyTile * width), values(kKeyTile * width),
         acc(queries.size()), states(tile * group) {}
@@ -325,13 +337,13 @@ struct Attention {
   }
 };
 
-template <typename T>
-void paged_attention(const T* q, T* out, const T* cache, CacheShape shape, const int32_t* query_start_loc, const int32_t* seq_lens,
+template <typename T, typename C>
+void paged_attention(const T* q, T* out, const C* cache, CacheShape shape, const int32_t* query_start_loc, const int32_t* seq_lens,
                      const int32_t* block_table, int64_t table_width, int64_t requests, int64_t heads, int64_t window, float scale,
                      float softcap) {
   int64_t longest = 0;
   for (int64_t r = 0; r < requests; ++r) longest = std::max<int64_t>(longest, query_start_loc[r + 1] - query_start_loc[r]);
-  Attention<T> attention(q, out, cache, shape, std::min<int64_t>(kQueryTile, longest), heads, window, scale, softcap);
+  Attention<T, C> attention(q, out, cache, shape, std::min<int64_t>(kQueryTile, longest), heads, window, scale, softcap);
   for (int64_t r = 0; r < requests; ++r) {
     const int64_t begin = query_start_loc[r], end = query_start_loc[r + 1], computed = seq_lens[r] - (end - begin);
     for (int64_t head = 0; head < shape.kv_heads; ++head)
@@ -349,6 +361,30 @@ void paged_attention(const T* q, T* out, const T* cache, CacheShape shape, const
   } else {                   \
     using T = BFloat16;      \
     call;                    \
+  }
+// The same of a model and its cache, T and C: their dtypes are equal, or the cache has the other one.
+#define PENSTOCK_WITH_CACHE(call) \
+  switch (dtype) {                \
+    case 0: {                     \
+      using T = float;            \
+      using C = float;            \
+      call;                       \
+    } break;                      \
+    case 1: {                     \
+      using T = BFloat16;         \
+      using C = BFloat16;         \
+      call;                       \
+    } break;                      \
+    case 2: {                     \
+      using T = float;            \
+      using C = BFloat16;         \
+      call;                       \
+    } break;                      \
+    default: {                    \
+      using T = BFloat16;         \
+      using C = float;            \
+      call;                       \
+    }                             \
   }
 #define IN(x) static_cast<const T*>(x)
 #define OUT(x) static_cast<T*>(x)
@@ -377,8 +413,8 @@ void penstock_prepare_kv(int dtype, const void* q, const void* k, const void* v,
                          int64_t angle_stride, const float* q_weight, const float* k_weight, float eps, int64_t n, int64_t heads, int64_t kv_heads,
                          int64_t block_size, int64_t d, int64_t rotary_size) {
   const CacheShape shape{block_stride, kv_heads, block_size, d};
-  PENSTOCK_BOTH(prepare_kv<T>(IN(q), IN(k), IN(v), q_stride, k_stride, v_stride, OUT(q_out), OUT(cache), shape, slots, cos, sin,
-                              angle_stride, q_weight, k_weight, eps, n, heads, rotary_size))
+  PENSTOCK_WITH_CACHE((prepare_kv<T, C>(IN(q), IN(k), IN(v), q_stride, k_stride, v_stride, OUT(q_out), static_cast<C*>(cache), shape,
+                                        slots, cos, sin, angle_stride, q_weight, k_weight, eps, n, heads, rotary_size)))
 }
 
 void penstock_paged_attention(int dtype, const void* q, void* out, const void* cache, int64_t block_stride,
@@ -386,8 +422,8 @@ void penstock_paged_attention(int dtype, const void* q, void* out, const void* c
                               int64_t requests, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d, int64_t window, float scale,
                               float softcap) {
   const CacheShape shape{block_stride, kv_heads, block_size, d};
-  PENSTOCK_BOTH(paged_attention<T>(IN(q), OUT(out), IN(cache), shape, query_start_loc, seq_lens, block_table, table_width, requests,
-                                   heads, window, scale, softcap))
+  PENSTOCK_WITH_CACHE((paged_attention<T, C>(IN(q), OUT(out), static_cast<const C*>(cache), shape, query_start_loc, seq_lens, block_table,
+                                             table_width, requests, heads, window, scale, softcap)))
 }
 
 }  // extern "C"

@@ -1,0 +1,39 @@
+"""Keys and values of another dtype than the model's."""
+
+import msgspec
+import pytest
+import torch
+from test_core_with_runner import SCHEDULER, Engine, requests
+
+from penstock.engine.cache.pages import kv_dtypes
+
+
+@pytest.mark.parametrize("form", ["best", "reference"])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_crowd_gets_what_each_gets_alone(checkpoint, build_runner, dtype, kv_dtype, form):
+    """Chunked, cached and preempted, with half or twice the bytes a token."""
+    runner = build_runner(checkpoint("llama"), dtype=dtype, kv_dtype=kv_dtype, scheduler=SCHEDULER, form=form)
+    plain = build_runner(checkpoint("llama"), dtype=dtype, scheduler=SCHEDULER, form=form)
+    assert {cache.dtype for cache in runner.kv_caches} == {getattr(torch, kv_dtype)}
+    sizes = {"bfloat16": 2, "float32": 4}
+    assert runner.kv_layout().page_bytes * sizes[dtype] == plain.kv_layout().page_bytes * sizes[kv_dtype]
+    assert kv_dtypes(runner._kv_layers) != kv_dtypes(plain._kv_layers), "pages of one are not read by the other"
+    wanted = requests(adjusted=False)[:5]
+    alone = {}
+    for request in wanted:
+        alone |= Engine(runner, depth=1, num_blocks=100).run([request])
+    crowd = Engine(runner, depth=1, num_blocks=22)
+    assert crowd.run(wanted) == alone and crowd.core.stats().preemptions > 0
+
+
+def test_a_finer_cache_changes_little_and_a_coarser_one_rounds(checkpoint, build_runner):
+    """Log-probabilities of one prompt: float32 throughout, and with keys and values in bfloat16."""
+    found = {}
+    (request,) = [one for one in requests(adjusted=False) if one.index == 1]
+    request = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=1))
+    for kv_dtype in ("auto", "bfloat16"):
+        engine = Engine(build_runner(checkpoint("llama"), kv_dtype=kv_dtype, scheduler=SCHEDULER), 1, 100)
+        engine.run([request])
+        found[kv_dtype] = torch.tensor(list(engine.scores[1].values()))
+    assert not torch.equal(found["auto"], found["bfloat16"])
+    torch.testing.assert_close(found["auto"], found["bfloat16"], rtol=0, atol=0.05)
