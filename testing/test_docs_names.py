@@ -36,7 +36,7 @@ OTHERS_FLAGS = {  # that our own code passes to nobody
     "llama.cpp": {"--cache-ram"},
     "pip": {"--no-deps", "--no-index"},
     "pytest": {"--dist", "--hypothesis-profile"},
-    "vLLM": {"--enable-ssl-refresh", "--ssl-cert-reqs", "--tensor-parallel-size"},
+    "vLLM": {"--enable-ssl-refresh", "--ssl-cert-reqs", "--pipeline-parallel-size"},
 }
 OFF = ("off", "none")
 

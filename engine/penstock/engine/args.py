@@ -92,6 +92,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     spec_method: str | None = None
     spec_model: str | None = None
     spec_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
+    tensor_parallel_size: Positive = 1
     worker_process: bool = False
     distributed_timeout_seconds: Annotated[int, msgspec.Meta(ge=1)] = 30
     enable_lora: bool = False
@@ -132,6 +133,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             generation_config=self.generation_config,
             override_generation_config=self.override_generation_config,
         )
+        self._check_ranks(folder, device)
         source = self.model.removeprefix("hf://").removeprefix("file://")
         speculative = speculative_config(self.speculative_config, self.spec_method, self.spec_tokens, self.spec_model)
         if speculative is not None and device == "cuda":
@@ -205,6 +207,18 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 f"--kv-cache-dtype float16: no kernel reads it beside --dtype {model.dtype}; use bfloat16 or float32"
             )
 
+    def _check_ranks(self, folder: Path, device: Literal["cpu", "cuda"]) -> None:
+        """Refuses a number of ranks among which the model cannot be divided."""
+        if (world := self.tensor_parallel_size) == 1:
+            return
+        from penstock.engine.loading.json_files import read_object
+        from penstock.engine.models.config import parse_decoder_config
+        from penstock.engine.parallel.sizes import check_sizes
+
+        if device == "cuda":
+            raise ConfigError(f"--tensor-parallel-size {world}: several ranks run on a CPU alone so far (--device cpu)")
+        check_sizes(parse_decoder_config(read_object(folder / "config.json")), world)
+
     def _check_pooling(self, device: Literal["cpu", "cuda"]) -> None:
         """Refuses what an engine that embeds cannot do."""
         if device == "cuda":
@@ -250,7 +264,11 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _parallel(self) -> ParallelConfig:
-        return ParallelConfig(worker_process=self.worker_process, timeout=self.distributed_timeout_seconds)
+        return ParallelConfig(
+            tensor_parallel_size=self.tensor_parallel_size,
+            worker_process=self.worker_process,
+            timeout=self.distributed_timeout_seconds,
+        )
 
     def _lora(self, served_names: list[str]) -> LoraConfig | None:
         if not self.enable_lora:

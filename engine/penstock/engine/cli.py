@@ -250,6 +250,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="folder for the traces of /start_profile and /stop_profile (None: both are refused)",
     )
     add("--watchdog-timeout", type=positive, default=120, help="the engine counts as hung after this many seconds without a step")
+    what = "number of processes among which every layer of the model is divided"
+    add("--tensor-parallel-size", "-tp", type=positive, default=1, metavar="RANKS", help=what)
     what = "run the model in a process of its own, apart from the scheduler, even where there is one rank"
     add("--worker-process", action="store_true", help=what)
     what = "largest number of seconds that one process of the model may keep the others waiting"

@@ -6,7 +6,7 @@ from typing import Final, NoReturn
 
 from penstock.suggest import suggestion
 
-_ONE_DEVICE: Final = "one engine uses one device so far; leave it out"
+_RANKS: Final = "ranks divide a model by --tensor-parallel-size alone so far; leave it out"
 _REPLICAS: Final = "start one engine for each replica, behind penstock gateway"
 _MODEL: Final = "give the model first: penstock serve MODEL"
 _TOKENIZER: Final = "the tokenizer is read as its files say; leave it out"
@@ -26,9 +26,9 @@ def _all(names: str, advice: str) -> dict[str, str]:
 
 
 FOREIGN: Final[Mapping[str, str]] = {
-    **_all("--tensor-parallel-size -tp --tp --tp-size --num-shard --sharded", _ONE_DEVICE),
-    **_all("--pipeline-parallel-size -pp --pp --pp-size --expert-parallel-size --ep --ep-size", _ONE_DEVICE),
-    **_all("--enable-expert-parallel -ep --distributed-executor-backend --nnodes --node-rank", _ONE_DEVICE),
+    **_all("--tp --tp-size --num-shard --sharded", "--tensor-parallel-size"),
+    **_all("--pipeline-parallel-size -pp --pp --pp-size --expert-parallel-size --ep --ep-size", _RANKS),
+    **_all("--enable-expert-parallel -ep --distributed-executor-backend --nnodes --node-rank", _RANKS),
     **_all("--data-parallel-size -dp --dp --dp-size", _REPLICAS),
     **_all("--model --model-path --model-id", _MODEL),
     **_all("--tokenizer-path", "--tokenizer"),

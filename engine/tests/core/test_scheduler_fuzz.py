@@ -37,7 +37,6 @@ layouts = st.sampled_from(
         (KVGroup((0,), BLOCK, None), KVGroup((1,), BLOCK, 6), KVGroup((2,), BLOCK, 6)),
         (KVGroup((0,), BLOCK, None), KVGroup((1,), 2 * BLOCK, 1), KVGroup((2,), 3 * BLOCK, 14)),
         (KVGroup((0,), 2 * BLOCK, None), KVGroup((1,), BLOCK, 6)),
-        (KVGroup((0,), BLOCK, None), KVGroup((1,), BLOCK, None, lag=1), KVGroup((2,), BLOCK, 3, lag=2)),
     ]
 )
 # Few distinct prefixes, so that prompts share blocks.

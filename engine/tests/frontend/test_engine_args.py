@@ -175,3 +175,27 @@ def test_keys_and_values_have_the_models_dtype_or_one_of_their_own(capsys: pytes
     with pytest.raises(SystemExit):
         _parser().parse_args(["m", "--kv-cache-dtype", "fp8"])
     assert "--kv-cache-dtype: invalid choice: 'fp8'" in capsys.readouterr().err
+
+
+@pytest.mark.req("DX-08")
+@pytest.mark.parametrize(
+    ("ranks", "problem"),
+    [
+        (3, "num_attention_heads 4 cannot be divided among 3 ranks; possible sizes: 1, 2, 4"),
+        (8, "num_attention_heads 4 cannot be divided among 8 ranks; possible sizes: 1, 2, 4"),
+        (4, None),
+    ],
+)
+def test_ranks_among_which_the_model_cannot_be_divided_are_refused(ranks, problem) -> None:
+    args = EngineArgs(model=str(TINY), device="cpu", tensor_parallel_size=ranks)
+    if problem is None:
+        assert args.config().parallel.world == ranks
+    else:
+        with pytest.raises(ConfigError, match=f"^--tensor-parallel-size {ranks}: {problem}$"):
+            args.config()
+
+
+def test_several_ranks_on_a_gpu_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr("penstock.engine.args.choose_device", lambda asked: "cuda")
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 2: several ranks run on a CPU alone so far \(--device cpu\)"):
+        EngineArgs(model=str(TINY), tensor_parallel_size=2).config()

@@ -9,11 +9,8 @@ from penstock.engine.foreign_flags import FOREIGN
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("m --tensor-parallel-size 2", "--tensor-parallel-size (one engine uses one device so far; leave it out)"),
-        (
-            "m -tp 2 --context-length=4096",
-            "-tp (one engine uses one device so far; leave it out), --context-length (use --max-model-len)",
-        ),
+        ("m --tp-size 2 --context-length=4096", "--tp-size (use --tensor-parallel-size), --context-length (use --max-model-len)"),
+        ("m -pp 2", "-pp (ranks divide a model by --tensor-parallel-size alone so far; leave it out)"),
         ("--model-path m", "--model-path (give the model first: penstock serve MODEL)"),
         ("--model m --port 8001", "--model (give the model first: penstock serve MODEL)"),
         ("m --mem_fraction_static 0.8", "--mem_fraction_static (use --gpu-memory-utilization)"),

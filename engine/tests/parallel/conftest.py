@@ -10,9 +10,7 @@ from forked_ranks import Ranks
 from penstock.engine.parallel.shared_comm import SharedComm
 from penstock.engine.parallel.shared_memory import SharedMemory
 from penstock.kernels.collective.native import NativeCollectives
-from penstock.kernels.cpu.build import library
-from penstock.kernels.cpu.isa import choose
-from penstock.kernels.ops import CACHE
+from penstock.kernels.ops import native_collectives
 
 PATIENCE_S = 60.0
 
@@ -20,7 +18,7 @@ PATIENCE_S = 60.0
 @pytest.fixture(scope="session")
 def collectives() -> NativeCollectives:
     """The compiled functions."""
-    return NativeCollectives.load(library(choose(None), CACHE.expanduser()))
+    return native_collectives()
 
 
 @pytest.fixture

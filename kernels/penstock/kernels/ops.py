@@ -97,6 +97,11 @@ def native_ops(dtype: torch.dtype, isa: Isa, cache: Path) -> Ops:
     )
 
 
+def native_collectives(isa: IsaName | None = None) -> NativeCollectives:
+    """The compiled exchanges of processes, for operations that are not compiled; BuildError where they cannot be had."""
+    return NativeCollectives.load(library(choose(isa), CACHE.expanduser()))
+
+
 def device_reference_ops() -> Ops:
     """Plain torch on whatever device the tensors are, without a look at their values by the host: what a step on a GPU does, for
     tests without one."""

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -34,6 +35,21 @@ class Memory(msgspec.Struct, frozen=True):
     """Of a device: what nobody used before anything was loaded."""
     graphs: int = 0
     """What CUDA graphs will take that are captured later."""
+
+    def among(self, ranks: int) -> "Memory":
+        """The part of one of so many ranks that share it."""
+        return msgspec.structs.replace(self, total=self.total // ranks, free=self.free // ranks)
+
+
+def least(memories: Sequence[Memory]) -> Memory:
+    """What every rank has, where each has measured its own."""
+    return msgspec.structs.replace(
+        memories[0],
+        total=min(memory.total for memory in memories),
+        free=min(memory.free for memory in memories),
+        own=max(memory.own for memory in memories),
+        graphs=max(memory.graphs for memory in memories),
+    )
 
 
 def measure_memory(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> Memory:

@@ -36,6 +36,10 @@ class GlooComm:
         """See Comm."""
         return torch.cat(self._gathered(x), -1)
 
+    def agree(self, value: float) -> float:
+        """See Comm."""
+        return self._gathered(torch.tensor([value], dtype=torch.float64))[0].item()
+
     def check(self) -> None:
         """Every call has raised by itself."""
 

@@ -4,6 +4,8 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.engine.parallel.shared_memory import SharedMemory
+from penstock.kernels.cpu.build import BuildError
+from penstock.kernels.cpu.isa import IsaName
 
 if TYPE_CHECKING:
     from penstock.engine.models.layers.comm import Comm
@@ -22,14 +24,20 @@ class Group(NamedTuple):
     """A URL for gloo, where shared memory cannot be used."""
     timeout: float
     """Seconds that a rank may keep others waiting."""
+    isa: IsaName | None = None
+    """The CPU's instruction set; None: the best that it has."""
 
     def connect(self, ops: "Ops") -> "Comm":
         """The rank's connection to the others, by the compiled operations if there are any."""
         from penstock.engine.parallel.shared_comm import SharedComm
+        from penstock.kernels.ops import native_collectives
 
-        if ops.collectives is not None:
-            return SharedComm(self.memory, self.rank, ops.collectives, self.timeout)
-        from penstock.engine.parallel.gloo_comm import GlooComm
+        try:
+            # Those of the operations are taken down by their tapes.
+            collectives = ops.collectives or native_collectives(self.isa)
+        except BuildError as error:
+            from penstock.engine.parallel.gloo_comm import GlooComm
 
-        log.warning("ranks exchange over gloo, many times slower than through shared memory: the kernels are %s", ops.form)
-        return GlooComm(self.meeting, self.rank, self.world, self.timeout)
+            log.warning("ranks exchange over gloo, many times slower than through shared memory (%s)", error)
+            return GlooComm(self.meeting, self.rank, self.world, self.timeout)
+        return SharedComm(self.memory, self.rank, collectives, self.timeout)

@@ -2,6 +2,7 @@
 where one of them is gone, hangs or disagrees."""
 
 import logging
+import os
 import select
 import shutil
 import signal
@@ -29,6 +30,8 @@ _LISTEN_MS = 100
 """Between two looks at how far the ranks have come."""
 _STACK_S = 0.5
 """For a rank that hangs to write its stack."""
+_LONE_LOSS_S = 5.0
+"""Without progress, after which a step that one rank has lost is not lost on the others."""
 _CLOSE_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -73,6 +76,8 @@ class ProcessExecutor:
 
     def __init__(self, config: EngineConfig, runner: str) -> None:
         world = config.parallel.world
+        if world > (cores := len(os.sched_getaffinity(0))):
+            log.warning("%d ranks share %d cores: each waits for the others' turns", world, cores)
         self._timeout, self._ranks = config.parallel.timeout, list[_Rank]()
         self._ring, self._memory = Ring.create(world), SharedMemory.create(world)
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
@@ -118,6 +123,10 @@ class ProcessExecutor:
         self._moved = time.monotonic()
         while waited := [rank for rank in self._ranks if not rank.steps]:
             self._listen(_LISTEN_MS, hurried=len(self._ranks) > 1, waited=waited)
+            for rank in self._ranks:
+                # The others wait for what it will never send.
+                if rank.steps and isinstance(step := rank.steps[0], StepLost) and time.monotonic() - self._moved > _LONE_LOSS_S:
+                    self._end(rank, f"{rank.name} alone has lost a step: {step.message}")
         steps = [rank.steps.popleft() for rank in self._ranks]
         lost = [step for step in steps if isinstance(step, StepLost)]
         if len(lost) == len(steps):

@@ -1,6 +1,7 @@
 """How ranks on one machine add up and join what each has computed: through shared memory."""
 
 import ctypes
+import struct
 
 import torch
 
@@ -10,6 +11,7 @@ from penstock.kernels.collective.native import DTYPES, FAILED, KINDS, MISMATCH, 
 
 SPIN_S = 10e-6
 """Longer than another rank's sum takes, when all have a core of their own; after it the core is free for whoever needs it."""
+_DOUBLE = struct.Struct("=d")
 _DTYPE_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in DTYPES.items()}
 
 
@@ -75,6 +77,10 @@ class SharedComm:
         self._collectives.library.penstock_broadcast(self._group, buffer, size, root)
         self.check()
         return buffer.raw[:size]
+
+    def agree(self, value: float) -> float:
+        """See Comm."""
+        return _DOUBLE.unpack(self.broadcast(_DOUBLE.pack(value), 0))[0]
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""

@@ -47,8 +47,9 @@ class Worker:
         if memory is None:
             self.runner: Runner = make(start.config)
         else:
-            group = Group(start.rank, start.world, memory, start.meeting, start.config.parallel.timeout)
-            self.runner = make(start.config, group=group)
+            config = start.config
+            group = Group(start.rank, start.world, memory, start.meeting, config.parallel.timeout, config.cpu_isa)
+            self.runner = make(config, group=group)
         self._sampled: deque[StepResult | Pending | StepFailed] = deque()
         self._failed: StepFailed | None = None
 
@@ -118,7 +119,9 @@ def main() -> int:
         return 0
     start = words.decode_start(first)
     name = f"rank {start.rank}" if world > 1 else "worker"
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s {name}: %(message)s")
+    # What all ranks would say alike is said once.
+    level = logging.WARNING if start.rank else logging.INFO
+    logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s {name}: %(message)s")
     try:
         worker = Worker(start, SharedMemory(memory_fd, world) if world > 1 else None, bell)
         threading.Thread(target=_beside, args=[worker.runner, beside], name="beside", daemon=True).start()

@@ -30,11 +30,13 @@ from penstock.engine.models.build import Build
 from penstock.engine.models.config import DecoderConfig, parse_decoder_config
 from penstock.engine.models.eagle import DraftHead, draft_head
 from penstock.engine.models.kv import kv_layers
+from penstock.engine.models.layers.comm import Comm, OneRank
 from penstock.engine.models.layers.linear_method import CPU, linear_method
 from penstock.engine.models.layers.shard import Shard
 from penstock.engine.models.model import Model
 from penstock.engine.models.registry import model_class
 from penstock.engine.parallel.errors import GroupFailed
+from penstock.engine.parallel.group import Group
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.profile import RunnerProfile
 from penstock.engine.sampling import SamplingParams
@@ -57,19 +59,22 @@ class RunnerBase(ABC):
     time.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, group: Group | None = None) -> None:
         self.config = config
+        self._group = group
+        self._comm: Comm = OneRank()
+        self._shard = Shard() if group is None else Shard(group.rank, group.world)
         self.decoder_config = parse_decoder_config(read_object(config.model.path / "config.json"))
         self._dtype = _DTYPES[config.model.dtype]
         self._profile: RunnerProfile | None = None
         self._thread: int | None = None
-        heads, model = Shard().kv_heads(self.decoder_config.num_kv_heads).size, config.model
+        heads, model = self._shard.kv_heads(self.decoder_config.num_kv_heads).size, config.model
         kv_dtype = model.kv_dtype or model.dtype
         self._kv_layers = kv_layers(self.decoder_config, heads, kv_dtype, model.max_model_len)
         self._drafter = DraftCheckpoint.read(config.speculative, model)
         if self._drafter is not None:
-            own = Shard().kv_heads(self._drafter.config.num_kv_heads).size
-            self._kv_layers += kv_layers(self._drafter.config, own, kv_dtype, model.max_model_len)
+            whole = self._drafter.config.num_kv_heads
+            self._kv_layers += kv_layers(self._drafter.config, whole, kv_dtype, model.max_model_len)
         self._layout = kv_layout(self._kv_layers, config.cache.block_size)
         self._layer_groups = self._layout.layer_groups
         self._lora = self._make_lora()
@@ -119,6 +124,8 @@ class RunnerBase(ABC):
         self.attention = self._choose_attention(self.decoder_config)
         ops = self._make_ops()
         self.ops = self.attention.bind(ops)
+        if self._group is not None:
+            self._comm = self._group.connect(self.ops)
         method = linear_method(self._dtype, self.ops, self.config.threads, self._device)
         self._linear_method = self._lora.wrap(method, self.ops)
         self._adopt(self._new_model())
@@ -131,9 +138,10 @@ class RunnerBase(ABC):
     draft_model: Model | DraftHead
 
     def _load_draft_model(self, drafter: DraftCheckpoint) -> None:
-        """Builds the draft model or the head, and reads its weights. Adapters do not apply to it."""
+        """Builds the draft model or the head, and reads its weights. Adapters do not apply to it, and every rank has all of it."""
         method = linear_method(self._dtype, self.draft_ops, self.config.threads, self._device)
-        build = dataclasses.replace(self._build(), ops=self.draft_ops, linear_method=method, lm_head=True)
+        alone = {"shard": Shard(), "comm": OneRank()}
+        build = dataclasses.replace(self._build(), ops=self.draft_ops, linear_method=method, lm_head=True, **alone)
         if drafter.head is None:
             self.draft_model = model_class(drafter.architecture)(drafter.config, build)
         else:
@@ -209,7 +217,8 @@ class RunnerBase(ABC):
             linear_method=self._linear_method,
             dtype=self._dtype,
             max_model_len=self.config.model.max_model_len,
-            shard=Shard(rank=0, world=1),
+            shard=self._shard,
+            comm=self._comm,
             device=self._device,
             lm_head=self.config.model.pooling is None,
         )
@@ -262,7 +271,7 @@ class RunnerBase(ABC):
         if profile is None:
             raise RuntimeError("no profile was started")
         try:
-            return str(profile.end(folder))
+            return str(profile.end(folder, f"-rank{self._shard.rank}" if self._shard.rank else ""))
         finally:
             # A second of steps is tens of megabytes, in cycles that no collection would find for long.
             del profile

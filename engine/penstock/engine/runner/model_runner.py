@@ -16,6 +16,7 @@ from penstock.engine.core.plan import Admission, Int32, SampleInputs, StepPlan, 
 from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS
 from penstock.engine.models.eagle import DraftHead
 from penstock.engine.models.model import Model
+from penstock.engine.parallel.group import Group
 from penstock.engine.runner.base import RunnerBase, failing
 from penstock.engine.runner.device.host import HostCopies
 from penstock.engine.runner.draft_head import HeadProposer, TappedModel
@@ -61,8 +62,8 @@ class ExecuteState(NamedTuple):
 class ModelRunner(RunnerBase):
     """Of a CPU: each step is over when `sample` returns."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: EngineConfig, group: Group | None = None) -> None:
+        super().__init__(config, group)
         self._state: ExecuteState | None = None
         self._tapes: StepTapes | None = None
         self._warm = False
@@ -200,14 +201,14 @@ class ModelRunner(RunnerBase):
             self._proposer.propose(table, plan.rows, drafts)
         seconds = time.perf_counter() - began
         self._reset()
-        return seconds
+        return self._comm.agree(seconds)
 
     def ceilings(self) -> None:
         """Not measured: a CPU's depend on who else uses it."""
 
     def measure_memory(self) -> Memory:
-        """The host's memory."""
-        return measure_memory()
+        """The rank's part of the host's memory, which all ranks share."""
+        return measure_memory().among(self._shard.world)
 
     def profile_memory(self) -> int:
         """Bytes that the largest step takes beside weights and KV cache, which need not be there yet."""
@@ -229,7 +230,7 @@ class ModelRunner(RunnerBase):
         self._limit_threads()
         drafts = None
         if self._own_drafts is not None:
-            self._own_drafts.apply(plan, self._batch.rows, time.perf_counter())
+            self._own_drafts.apply(plan, self._batch.rows, self._comm.agree(time.perf_counter()))
         if len(plan.num_drafts):
             drafts = planned_drafts(plan, None if self._own_drafts is None else self._own_drafts.drafts)
         inputs = self._batch.apply(plan, drafts)
@@ -237,6 +238,7 @@ class ModelRunner(RunnerBase):
         ctx = ForwardContext(self.ops, self.kv_caches, [inputs.groups[number] for number in self._layer_groups])
         with failing(plan):
             self._state = ExecuteState(plan, inputs, ctx, *self._forward(plan, inputs, ctx), drafts)
+        self._comm.check()
 
     @torch.inference_mode()
     def sample(self, inputs: SampleInputs) -> StepResult:

@@ -42,13 +42,13 @@ class RunnerProfile:
         self._profile = profile(activities=[ProfilerActivity.CPU, *cuda], experimental_config=everywhere)
         self._profile.start()
 
-    def end(self, folder: Path) -> Path:
+    def end(self, folder: Path, suffix: str = "") -> Path:
         """Writes a trace for Chrome (chrome://tracing) or Perfetto into a folder, which is made where it is not; returns the
         file. Where that is an `OSError`, such as a full disk, no part of it is left."""
         self._profile.stop()
         self._ranges.end()
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"penstock-{time.time_ns() // 10**6}.json.gz"
+        path = folder / f"penstock-{time.time_ns() // 10**6}{suffix}.json.gz"
         try:
             self._profile.export_chrome_trace(str(path))
         except OSError:

@@ -28,7 +28,7 @@ from penstock.engine.core.ipc.framing import LENGTH_BYTES
 from penstock.engine.core.ipc.ports import Port, SharedPort, SinglePort
 from penstock.engine.core.ipc.publisher import EventPublisher
 from penstock.engine.core.ipc.sockets import Context
-from penstock.engine.core.memory import num_kv_blocks
+from penstock.engine.core.memory import least, num_kv_blocks
 from penstock.engine.messages import CoreFailed, CoreReady, CoreStart
 from penstock.engine.parallel.process_executor import ProcessExecutor
 
@@ -160,10 +160,9 @@ def build_executor(config: EngineConfig, path: str | None = None, boot: BootTime
     try:
         executor.call("load")
         boot.end("weights")
-        step_bytes = executor.call("profile_memory")
-        layouts, memories = executor.call("kv_layout"), executor.call("measure_memory")
-        # What the rank with the least memory has room for.
-        num_blocks = min(num_kv_blocks(config, *rank) for rank in zip(layouts, memories, step_bytes, strict=True))
+        step_bytes = max(executor.call("profile_memory"))
+        [layout, *_] = executor.call("kv_layout")
+        num_blocks = num_kv_blocks(config, layout, least(executor.call("measure_memory")), step_bytes)
         boot.end("memory")
         executor.call("initialize_kv_cache", num_blocks)
         boot.end("cache")

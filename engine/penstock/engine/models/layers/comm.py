@@ -16,6 +16,10 @@ class Comm(Protocol):
         """[n, k] of each rank → [n, ranks · k], in the order of ranks, on all ranks."""
         ...
 
+    def agree(self, value: float) -> float:
+        """Rank 0's value, on all ranks: what they measure themselves is not the same."""
+        ...
+
     def check(self) -> None:
         """Raises `GroupFailed` where what a tape has replayed went wrong; other calls raise it by themselves."""
         ...
@@ -31,6 +35,10 @@ class OneRank:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See Comm."""
         return x
+
+    def agree(self, value: float) -> float:
+        """See Comm."""
+        return value
 
     def check(self) -> None:
         """Nothing can go wrong."""

@@ -1,10 +1,10 @@
-"""Which part of a weight a rank of a tensor-parallel group holds."""
+"""Which part of a weight a rank of a tensor-parallel group holds. Light to import: refusals need the arithmetic alone."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-import torch.nn.functional as F
+if TYPE_CHECKING:
+    import torch
 
 
 class Span(NamedTuple):
@@ -24,12 +24,15 @@ class Span(NamedTuple):
         """The same part where every feature becomes `count`: heads become their elements."""
         return Span(self.total * count, self.start * count, self.size * count)
 
-    def narrow(self, value: torch.Tensor, dim: int) -> torch.Tensor:
+    def narrow(self, value: "torch.Tensor", dim: int) -> "torch.Tensor":
         """The rank's slice along a dimension of `total` entries; padding is zero."""
         first = min(self.start, self.total)
-        part = value.narrow(dim, first, self.stop - first)
-        missing = self.size - part.shape[dim]
-        return F.pad(part, (0, 0) * (value.ndim - 1 - dim) + (0, missing)) if missing else part
+        part = value.narrow(dim, first, max(self.stop - first, 0))
+        if part.shape[dim] == self.size:
+            return part
+        padded = value.new_zeros(*value.shape[:dim], self.size, *value.shape[dim + 1 :])
+        padded.narrow(dim, 0, part.shape[dim]).copy_(part)
+        return padded
 
 
 @dataclass(frozen=True)

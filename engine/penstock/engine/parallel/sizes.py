@@ -1,0 +1,24 @@
+"""Which numbers of ranks a model can be divided among. Light to import."""
+
+from penstock.engine.config import ConfigError
+from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.layers.shard import Shard
+
+
+def check_sizes(config: DecoderConfig, world: int) -> None:
+    """ConfigError, with the arithmetic, where a layer cannot be divided among so many ranks. The vocabulary always can be: it is
+    padded."""
+    shard = Shard(0, world)
+    try:
+        shard.span(config.num_heads, "num_attention_heads")
+        shard.kv_heads(config.num_kv_heads)
+        shard.span(config.intermediate_size, "intermediate_size")
+    except ValueError as error:
+        fits = [str(size) for size in range(1, config.num_heads + 1) if _divides(config, size)]
+        raise ConfigError(f"--tensor-parallel-size {world}: {error}; possible sizes: {', '.join(fits)}") from None
+
+
+def _divides(config: DecoderConfig, world: int) -> bool:
+    """Whether every layer divides evenly."""
+    kv = config.num_kv_heads
+    return not (config.num_heads % world or config.intermediate_size % world or (kv % world and world % kv))
