@@ -14,6 +14,7 @@ from fake_runner import FakeRunner
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.executor import StepFailed
 from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
+from penstock.engine.parallel import fingerprint
 from penstock.engine.parallel.group import Group
 
 LOST_TOKEN, STUCK_TOKEN, OTHER_TOKEN, DYING_TOKEN, LONE_LOSS_TOKEN = 101, 102, 103, 104, 105
@@ -52,3 +53,22 @@ class RankRunner(FakeRunner):
         if OTHER_TOKEN in self._found and self._last and not self._alone:
             return msgspec.structs.replace(result, token_ids=result.token_ids + 1)
         return result
+
+
+class OtherTorch(RankRunner):
+    """The last rank has another version of torch."""
+
+    def __init__(self, config: EngineConfig, group: Group | None = None) -> None:
+        super().__init__(config, group)
+        if self._last:
+            told = fingerprint.version
+            fingerprint.version = lambda name: "0.1" if name == "torch" else told(name)
+
+
+class Unbuilt(RankRunner):
+    """The last rank cannot even be built."""
+
+    def __init__(self, config: EngineConfig, group: Group | None = None) -> None:
+        super().__init__(config, group)
+        if self._last:
+            raise RuntimeError("there is no such device")

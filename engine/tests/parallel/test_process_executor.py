@@ -20,6 +20,7 @@ from penstock.engine.core.ipc.client import CoreClient, CoreError
 from penstock.engine.core.ipc.process import build_core, build_executor
 from penstock.engine.messages import StepOutputs
 from penstock.engine.parallel.errors import GroupFailed
+from penstock.engine.parallel.fingerprint import check_same, fingerprint
 from penstock.engine.parallel.process_executor import ProcessExecutor
 
 RUNNER = "rank_runners:RankRunner"
@@ -186,6 +187,28 @@ def test_thirty_starts_leave_nothing_behind():
         executor.close()
         assert gone(pids)
     assert left() == before
+
+
+def test_ranks_that_are_not_alike_are_refused_by_what_differs():
+    with pytest.raises(ConfigError, match=r"^rank 1 differs from rank 0 in its torch: 0\.1 there, \S+ on rank 0$"):
+        ProcessExecutor(config_of(2), "rank_runners:OtherTorch")
+    with pytest.raises(GroupFailed, match="rank 1 cannot go on: RuntimeError: there is no such device"):
+        ProcessExecutor(config_of(2), "rank_runners:Unbuilt")
+    assert not Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
+
+
+def test_whatever_differs_has_a_name(tmp_path):
+    config = msgspec.structs.replace(make_config(), model=msgspec.structs.replace(make_config().model, path=tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    here = fingerprint(config)
+    check_same([here, here])
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    with pytest.raises(ConfigError, match="rank 2 differs from rank 0 in its checkpoint: "):
+        check_same([here, here, fingerprint(config)])
+    with pytest.raises(ConfigError, match="rank 1 differs from rank 0 in its instruction set: portable there"):
+        check_same([here, fingerprint(msgspec.structs.replace(config, cpu_isa="portable"))])
+    with pytest.raises(ConfigError, match="rank 1 differs from rank 0 in its flags: "):
+        check_same([fingerprint(config), fingerprint(msgspec.structs.replace(config, seed=5))])
 
 
 async def test_the_death_of_a_rank_is_told_to_the_frontend_and_is_the_cores_end():

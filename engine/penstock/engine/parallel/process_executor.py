@@ -22,9 +22,10 @@ from penstock.engine.environment import computing
 from penstock.engine.parallel import words
 from penstock.engine.parallel.broadcast import Ring, Writer
 from penstock.engine.parallel.errors import GroupFailed
+from penstock.engine.parallel.fingerprint import Fingerprint, check_same
 from penstock.engine.parallel.frames import FrameReader, receive_frame, send_frame
 from penstock.engine.parallel.shared_memory import RankProgress, SharedMemory
-from penstock.engine.parallel.words import Answer, Broken, Call, Refused, Retired, Sample, StepLost, Submit, WorkerStart
+from penstock.engine.parallel.words import Answer, Broken, Call, Hello, Refused, Retired, Sample, StepLost, Submit, WorkerStart
 
 _LISTEN_MS = 100
 """Between two looks at how far the ranks have come."""
@@ -49,6 +50,8 @@ class _Rank:
         with theirs, theirs_beside:
             self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=computing(config))
         self.frames = FrameReader(self.stream)
+        self.fingerprint: Fingerprint = {}
+        """What it has said about itself; empty until it has."""
         self.steps: deque[Retired | StepLost] = deque()
         self.answers: deque[Answer | Refused] = deque()
 
@@ -72,6 +75,10 @@ class ProcessExecutor:
     Args:
         config: Its `parallel` says how many ranks.
         runner: `module:Class` of the model runner, which with several ranks takes a `Group` as `group`.
+
+    Raises:
+        ConfigError: The ranks are not alike, or there is no memory for them to share.
+        GroupFailed: A rank could not start.
     """
 
     def __init__(self, config: EngineConfig, runner: str) -> None:
@@ -95,6 +102,13 @@ class ProcessExecutor:
             raise
         self._writer = Writer(self._ring, [rank.stream for rank in self._ranks], lambda: self._listen(0, hurried=True))
         self._moved, self._seen = time.monotonic(), self._progress()
+        while not all(rank.fingerprint for rank in self._ranks):
+            self._listen(_LISTEN_MS, hurried=False)
+        try:
+            check_same([rank.fingerprint for rank in self._ranks])
+        except ConfigError:
+            self.close()
+            raise
 
     @property
     def pids(self) -> list[int]:
@@ -190,6 +204,8 @@ class ProcessExecutor:
             rank = next(rank for rank in self._ranks if rank.stream.fileno() == fd)
             for frame in rank.frames.read():
                 match words.decode_reply(frame):
+                    case Hello(fingerprint):
+                        rank.fingerprint = fingerprint
                     case Retired() | StepLost() as step:
                         rank.steps.append(step)
                     case Answer() | Refused() as told:

@@ -49,6 +49,12 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
 Order = Submit | Sample | Call
 
 
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The runner is there, and has loaded nothing yet."""
+
+    fingerprint: dict[str, str]
+
+
 class Retired(msgspec.Struct, frozen=True, tag="retired"):
     """A step is over."""
 
@@ -83,7 +89,7 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
     message: str
 
 
-Reply = Retired | StepLost | Answer | Refused | Broken
+Reply = Hello | Retired | StepLost | Answer | Refused | Broken
 
 
 def digest_of(result: StepResult) -> bytes:

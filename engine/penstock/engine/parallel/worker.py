@@ -23,10 +23,23 @@ from penstock.engine.core.executor import Pending, Runner, StepFailed
 from penstock.engine.core.plan import StepResult
 from penstock.engine.parallel import words
 from penstock.engine.parallel.broadcast import Ring, messages
+from penstock.engine.parallel.fingerprint import fingerprint
 from penstock.engine.parallel.frames import receive_frame, send_frame
 from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.shared_memory import SharedMemory
-from penstock.engine.parallel.words import Answer, Broken, Call, Refused, Reply, Retired, Sample, StepLost, Submit, WorkerStart
+from penstock.engine.parallel.words import (
+    Answer,
+    Broken,
+    Call,
+    Hello,
+    Refused,
+    Reply,
+    Retired,
+    Sample,
+    StepLost,
+    Submit,
+    WorkerStart,
+)
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +137,7 @@ def main() -> int:
     logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s {name}: %(message)s")
     try:
         worker = Worker(start, SharedMemory(memory_fd, world) if world > 1 else None, bell)
+        send_frame(bell, words.encode(Hello(fingerprint(start.config))))
         threading.Thread(target=_beside, args=[worker.runner, beside], name="beside", daemon=True).start()
         orders = messages(Ring(ring_fd, world), start.rank, bell)
         for order in orders:
