@@ -98,8 +98,8 @@ class KVLayout(msgspec.Struct, frozen=True):
         return self.num_slots * self.slot_bytes
 
     def span(self, block: int, group: int, rank: int = 0, world: int = 1) -> range:
-        """Bytes that one rank has of a block, without unused slots, where pages lie one after the other, and in each the parts of all
-        `world` ranks. A rank's own memory is a world of one."""
+        """Bytes of one rank's part of a block, without unused slots. Pages lie one after the other, and in each the parts of all
+        `world` ranks; a rank's own memory is a world of one."""
         begin = (block * world + rank) * self.page_bytes
         return range(begin, begin + len(self.groups[group].layers) * self.slot_bytes)
 
