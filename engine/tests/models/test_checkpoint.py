@@ -117,9 +117,13 @@ def test_yarns_attention_factor():
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            r"'GPT2LMHeadModel' is not supported \(supported: Gemma2ForCausalLM, .*LlamaForCausalLM",
+            r"'GPT2LMHeadModel' is not supported \(supported: Cohere2ForCausalLM, .*LlamaForCausalLM",
         ),
         ({"architectures": None}, "architectures is missing"),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, "the engine lacks gated delta net layers"),
+        ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_scaling must not be 0"),
+        ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "use_qk_norm is set"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers has 1 entries for 2 layers"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_scaling has the type 'proportional'"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling of type 'longrope' lacks long_factor"),

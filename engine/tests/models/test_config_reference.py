@@ -32,14 +32,26 @@ VARIANTS = {
         {"partial_rotary_factor": 0.75} | {"rope_scaling": LONGROPE},
     ],
     "Olmo2ForCausalLM": [{}, {"rope_theta": 5e5}, {"attention_bias": True}],
+    "Olmo3ForCausalLM": [{}, {"sliding_window": 64}],
+    "Exaone4ForCausalLM": [{}, {"sliding_window": None, "layer_types": ["full_attention"] * 7}, {"sliding_window_pattern": 3}],
+    "GemmaForCausalLM": [{}, {"head_dim": 32}],
+    "MinistralForCausalLM": [{"head_dim": 32}],
+    "SmolLM3ForCausalLM": [{}, {"no_rope_layer_interval": 3}, {"no_rope_layers": [1, 0, 0, 1, 1, 1, 0]}],
+    "SeedOssForCausalLM": [{}, {"attention_out_bias": True}],
+    "Ernie4_5ForCausalLM": [{}, {"use_bias": True}],
+    "GraniteForCausalLM": [{}, {"attention_multiplier": 0.1, "residual_multiplier": 0.2, "logits_scaling": 8.0}],
+    "GlmForCausalLM": [{}, {"attention_bias": False}],
+    "Glm4ForCausalLM": [{}, {"partial_rotary_factor": 1.0}],
+    "CohereForCausalLM": [{}, {"logit_scale": 0.25}],
+    "Cohere2ForCausalLM": [{}, {"sliding_window_pattern": 3, "sliding_window": 64}],
+    "Starcoder2ForCausalLM": [{}, {"use_bias": False, "sliding_window": 64}],
 }
 
 
 def theirs(transformers, architecture: str, fields: dict):
     family = architecture.removesuffix("ForCausalLM")
     name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
-    extra = {"pad_token_id": 0} if family == "Phi3" else {}
-    return getattr(transformers, name)(**SIZES, **fields, **extra)
+    return getattr(transformers, name)(**SIZES, **fields, pad_token_id=0)
 
 
 def rope_of(config, kind: str) -> dict:
@@ -51,6 +63,15 @@ def kinds_of(config) -> list[str]:
         return kinds
     windowed = getattr(config, "sliding_window", None) is not None
     return ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
+
+
+def rotates(config, kinds: list[str]) -> list[bool]:
+    """By layer, as its attention module decides."""
+    if hasattr(config, "no_rope_layers"):
+        return [bool(flag) for flag in config.no_rope_layers]
+    if config.model_type in ("cohere2", "exaone4") and config.sliding_window is not None:
+        return [kind == "sliding_attention" for kind in kinds]
+    return [True] * len(kinds)
 
 
 def test_every_family_is_compared():
@@ -65,21 +86,31 @@ def test_is_read_as_transformers_reads_it(architecture, fields):
     config = theirs(transformers, architecture, dict(fields))
     ours: DecoderConfig = parse_decoder_config(SIZES | {"architectures": [architecture]} | fields)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    assert (ours.head_size, ours.rms_norm_eps) == (head_size, config.rms_norm_eps)
+    eps = next(getattr(config, name) for name in ("rms_norm_eps", "layer_norm_eps", "norm_epsilon") if hasattr(config, name))
+    assert (ours.head_size, ours.rms_norm_eps) == (head_size, eps)
     assert ours.tie_word_embeddings == config.tie_word_embeddings
     assert (
         ours.activation
         == {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}[getattr(config, "hidden_activation", None) or config.hidden_act]
     )
-    assert ours.attention_scale == pytest.approx((getattr(config, "query_pre_attn_scalar", None) or head_size) ** -0.5)
+    scale = (getattr(config, "query_pre_attn_scalar", None) or head_size) ** -0.5
+    assert ours.attention_scale == pytest.approx(getattr(config, "attention_multiplier", scale))
+    assert ours.residual_scale == getattr(config, "residual_multiplier", 1.0)
+    assert ours.embedding_scale == getattr(config, "embedding_multiplier", 1.0)
+    assert ours.logits_scale == getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
     assert ours.attention_softcap == (getattr(config, "attn_logit_softcapping", None) or 0.0)
     assert ours.logits_softcap == (getattr(config, "final_logit_softcapping", None) or 0.0)
-    biased = getattr(config, "attention_bias", False)
-    assert (ours.qkv_bias, ours.o_bias) == (biased or architecture == "Qwen2ForCausalLM", biased)
+    biased = getattr(config, "use_bias", getattr(config, "attention_bias", False))
+    out_biased = False if architecture.startswith("Glm") else getattr(config, "attention_out_bias", biased)
+    assert (ours.qkv_bias, ours.o_bias) == (biased or architecture == "Qwen2ForCausalLM", out_biased)
+    assert ours.mlp_bias == getattr(config, "use_bias", getattr(config, "mlp_bias", False))
     kinds = kinds_of(config)
     assert ours.windows == tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+    assert [rope.type != "none" for rope in ours.ropes] == rotates(config, kinds)
     for rope, kind in zip(ours.ropes, kinds, strict=True):
         parameters = rope_of(config, kind)
+        if rope.type == "none":
+            continue
         assert (rope.type, rope.theta) == (parameters["rope_type"], parameters["rope_theta"])
         assert rope.size == int(head_size * parameters.get("partial_rotary_factor", 1.0))
         if rope.type == "longrope":

@@ -20,7 +20,7 @@ from penstock.engine.sampling import SamplingParams
 
 VOCAB, OUTPUTS = 257, 6
 ALL_LOGPROBS = SamplingParams(max_tokens=100, temperature=0.0, logprobs=VOCAB)
-FAMILIES = ["llama", "qwen3", "qwen2-yarn", "gemma3", "olmo2", "phi3-longrope"]
+FAMILIES = ["llama", "qwen3", "qwen2-yarn", "gemma3", "olmo2", "phi3-longrope", "glm4", "cohere2"]
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,8 @@ def prompt(seed: int, length: int = 80) -> list[int]:
 
 
 def modules_of(name: str) -> tuple[str, ...]:
+    if name == "glm4":
+        return ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")
     return ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if name.startswith("phi3") else ALL
 
 

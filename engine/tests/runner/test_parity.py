@@ -3,23 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from tiny_models import CONFIGS
 
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.cpu.isa import available
 
-NAMES = [
-    "llama",
-    "llama-7to1-llama3-tied",
-    "llama-mha-linear-bias",
-    "qwen3",
-    "qwen3-windows",
-    "qwen2-yarn",
-    "mistral-7to1-window",
-    "gemma2",
-    "gemma3",
-    "phi3-longrope",
-    "olmo2",
-]
+NAMES = [*CONFIGS]
 PROMPT, OUTPUTS, VOCAB = 150, 12, 257
 ALL_LOGPROBS = SamplingParams(max_tokens=100, temperature=0.0, logprobs=VOCAB)
 

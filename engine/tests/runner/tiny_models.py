@@ -19,6 +19,12 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 1.5],
     "long_factor": [1.0, 2.0, 4.0, 6.0],
 }
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+WINDOWS = {
+    "num_hidden_layers": 3,
+    "sliding_window": 40,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 CONFIGS = {
     "llama": ("Llama", {"num_attention_heads": 4, "num_key_value_heads": 2}),
     "llama-7to1-llama3-tied": (
@@ -102,4 +108,22 @@ CONFIGS = {
         },
     ),
     "olmo2": ("Olmo2", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "olmo3": ("Olmo3", HEADS | WINDOWS),
+    "exaone4": ("Exaone4", HEADS | WINDOWS | {"head_dim": 32}),
+    "gemma1": ("Gemma", HEADS | {"head_dim": 32}),
+    "ministral": ("Ministral", HEADS | WINDOWS | {"head_dim": 16}),
+    "smollm3": ("SmolLM3", HEADS | {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "seed-oss": ("SeedOss", HEADS | {"head_dim": 32, "pad_token_id": 0}),
+    "ernie4_5": ("Ernie4_5", HEADS | {"head_dim": 32, "use_bias": True, "pad_token_id": 0}),
+    "granite": (
+        "Granite",
+        HEADS | {"attention_multiplier": 0.3, "embedding_multiplier": 5.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+    ),
+    "glm": ("Glm", HEADS | {"head_dim": 32, "pad_token_id": 0}),
+    "glm4": ("Glm4", HEADS | {"head_dim": 32, "pad_token_id": 0}),
+    "cohere": ("Cohere", HEADS | {"logit_scale": 0.5, "attention_bias": True, "pad_token_id": 0}),
+    "cohere2": ("Cohere2", HEADS | WINDOWS | {"logit_scale": 0.5, "pad_token_id": 0}),
+    "starcoder2": ("Starcoder2", HEADS | {"sliding_window": 40}),
 }
+DENSE = ["exaone4", "smollm3", "granite", "glm4", "cohere2", "starcoder2"]
+"""One for each way to differ from Llama."""

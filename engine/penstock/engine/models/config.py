@@ -10,10 +10,12 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.engine.config import ConfigError
-from penstock.engine.models.registry import family
-from penstock.engine.models.rope import RopeConfig, parse_ropes
+from penstock.engine.models.registry import Family, family
+from penstock.engine.models.rope import RopeConfig, Ropes, parse_ropes
 
 Activation = Literal["silu", "gelu_tanh"]
+Norm = Literal["rms", "layer", "layer_bias"]
+"""RMSNorm, or LayerNorm without and with a bias."""
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -31,13 +33,20 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     rms_norm_eps: float
     norm_offset: float
     """What is added to the weight of every norm."""
+    norm: Norm = "rms"
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     activation: Activation
+    gated_mlp: bool = True
+    """Whether the MLP multiplies the activation by a second projection."""
     qk_norm: bool
     """Whether each head's queries and keys are normalised."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Multiplies what each sublayer adds to the residual stream."""
+    logits_scale: float = 1.0
     attention_scale: float
     attention_softcap: float
     """Of the scores; 0 where there is none."""
@@ -47,6 +56,8 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     """By layer: the tokens that one attends to, itself included; None: all before it."""
     ropes: tuple[RopeConfig, ...]
     """By layer."""
+    interleaved_rope: bool = False
+    """Whether the checkpoint rotates neighbouring elements, not those half a head apart."""
     max_position_embeddings: int
     """Longest sequence in tokens, after rope scaling."""
 
@@ -69,7 +80,7 @@ def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         raise ConfigError(f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
     head_size = _size(raw, "head_dim", default=hidden_size // num_heads)
     ropes = parse_ropes(raw, head_size, _size(raw, "max_position_embeddings"))
-    attention_bias = bool(raw.get("attention_bias", False))
+    attention_bias = bool(raw.get("use_bias", raw.get("attention_bias", False)))
     windows = _windows(raw, _size(raw, "num_hidden_layers"))
     return DecoderConfig(
         vocab_size=_size(raw, "vocab_size"),
@@ -79,19 +90,25 @@ def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(raw.get(served.norm_eps, 1e-6)),
         norm_offset=served.norm_offset,
+        norm=served.norm,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=bool(raw.get("qkv_bias", attention_bias)),
-        o_bias=attention_bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        o_bias=bool(raw.get("attention_out_bias", attention_bias)),
+        mlp_bias=bool(raw.get("use_bias", raw.get("mlp_bias", False))),
         activation=_activation(raw),
+        gated_mlp=served.gated_mlp,
         qk_norm=served.qk_norm,
-        attention_scale=float(raw.get("query_pre_attn_scalar") or head_size) ** -0.5,
+        embedding_scale=float(raw.get("embedding_multiplier", 1.0)),
+        residual_scale=float(raw.get("residual_multiplier", 1.0)),
+        logits_scale=_logits_scale(raw),
+        attention_scale=_attention_scale(raw, head_size),
         attention_softcap=float(raw.get("attn_logit_softcapping") or 0.0),
         logits_softcap=float(raw.get("final_logit_softcapping") or 0.0),
         windows=windows,
-        ropes=tuple(ropes.whole if window is None else ropes.windowed for window in windows),
+        ropes=_layer_ropes(raw, served, ropes, windows),
+        interleaved_rope=served.interleaved_rope,
         max_position_embeddings=ropes.max_positions,
     )
 
@@ -108,9 +125,39 @@ def _size(raw: Mapping[str, Any], field: str, default: int | None = None) -> int
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("quantization_config") is not None:
         raise ConfigError("config.json: quantization_config is set, and quantised checkpoints are not supported")
+    if raw.get("use_qk_norm"):
+        raise ConfigError("config.json: use_qk_norm is set, and norms of this family's queries and keys are not supported")
     for field, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
         if raw.get(field) is not None and bool(raw[field]) is not causal:
             raise ConfigError(f"config.json: {field} is {raw[field]!r}, and only causal attention is supported")
+
+
+def _attention_scale(raw: Mapping[str, Any], head_size: int) -> float:
+    if raw.get("attention_multiplier") is not None:
+        return float(raw["attention_multiplier"])
+    return float(raw.get("query_pre_attn_scalar") or head_size) ** -0.5
+
+
+def _logits_scale(raw: Mapping[str, Any]) -> float:
+    """Cohere states the factor, Granite the divisor."""
+    divisor = float(raw.get("logits_scaling", 1.0))
+    if not divisor:
+        raise ConfigError("config.json: logits_scaling must not be 0")
+    return float(raw.get("logit_scale", 1.0)) / divisor
+
+
+def _layer_ropes(raw: Mapping[str, Any], served: Family, ropes: Ropes, windows: tuple[int | None, ...]) -> tuple[RopeConfig, ...]:
+    """Each layer's rotary embedding, or none where the family leaves positions out."""
+    rotates = [True] * len(windows)
+    if served.rotates == "windowed" and raw.get("sliding_window") is not None:
+        rotates = [window is not None for window in windows]
+    elif served.rotates == "listed":
+        period = raw.get("no_rope_layer_interval", 4)
+        rotates = raw.get("no_rope_layers") or [(layer + 1) % period != 0 for layer in range(len(windows))]
+        if len(rotates) != len(windows):
+            raise ConfigError(f"config.json: no_rope_layers has {len(rotates)} entries for {len(windows)} layers")
+    found = [ropes.whole if window is None else ropes.windowed for window in windows]
+    return tuple(rope if rotated else rope.without_rotation() for rope, rotated in zip(found, rotates, strict=True))
 
 
 def _activation(raw: Mapping[str, Any]) -> Activation:

@@ -13,7 +13,7 @@ def model_cost(config: DecoderConfig, dtype: DType, kv_dtype: DType) -> ModelCos
     """For weights and activations of one type, and keys and values of the same or another one."""
     hidden, heads, kv_heads = config.hidden_size, config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     attention = hidden * (heads + 2 * kv_heads) + heads * hidden
-    mlp = 3 * hidden * config.intermediate_size
+    mlp = (3 if config.gated_mlp else 2) * hidden * config.intermediate_size
     weights, lm_head = config.num_layers * (attention + mlp), hidden * config.vocab_size
     return ModelCost(
         linear_flops_per_token=2 * weights,

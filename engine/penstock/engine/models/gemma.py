@@ -1,4 +1,4 @@
-"""Gemma 2 (Gemma team, 2024) and Gemma 3's text models (2025).
+"""Gemma 1 and 2 (Gemma team, 2024) and Gemma 3's text models (2025).
 
 Norms stand before and after each sublayer; embeddings are scaled. Windows, soft caps, normalised queries and keys, and a rotary
 embedding of its own for layers with a window are in the configuration.
@@ -57,3 +57,9 @@ class GemmaForCausalLM(LlamaForCausalLM):
         """See LlamaForCausalLM."""
         logits, cap = super().compute_logits(hidden), self.config.logits_softcap
         return (logits.float() / cap).tanh_().mul_(cap) if cap else logits
+
+
+class Gemma1ForCausalLM(GemmaForCausalLM):
+    """The first Gemma (2024): Llama's layers between Gemma's ends."""
+
+    decoder_layer: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer

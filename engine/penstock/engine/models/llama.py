@@ -15,10 +15,10 @@ from penstock.engine.models.build import Build
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
-from penstock.engine.models.layers.norm import RMSNorm
+from penstock.engine.models.layers.norm import LayerNorm, Norm, RMSNorm
 from penstock.engine.models.layers.rotary import RotaryEmbedding
 from penstock.engine.models.layers.vocab import LMHead, VocabEmbedding
-from penstock.engine.models.layers.weight import Weights, prefixed
+from penstock.engine.models.layers.weight import Weights, halves_from_pairs, prefixed
 from penstock.engine.models.model import AuxStates, Carry
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
 
@@ -31,6 +31,7 @@ class LlamaAttention:
         own = build.shard.span(config.num_heads, "num_attention_heads")
         self.qkv_proj = QKVParallelLinear(config.hidden_size, *heads, config.head_size, config.qkv_bias, build)
         self.o_proj = RowParallelLinear("o_proj", own.times(config.head_size), config.hidden_size, config.o_bias, build)
+        self._pairs = (config.head_size, config.ropes[index].size) if config.interleaved_rope else None
         norms = ("q_norm", "k_norm")
         self.norms = [make_norm(name, config.head_size, config, build) for name in norms if config.qk_norm]
         self.attention = Attention(
@@ -46,6 +47,12 @@ class LlamaAttention:
     def weights(self) -> Weights:
         """The layer's, without a prefix."""
         found = self.qkv_proj.weights() | self.o_proj.weights()
+        if self._pairs is not None:
+            found |= {
+                name: halves_from_pairs(name, weight, *self._pairs)
+                for name, weight in found.items()
+                if name.startswith(("q_proj.", "k_proj."))
+            }
         for norm in self.norms:
             found |= norm.weights()
         return found
@@ -259,9 +266,12 @@ class LlamaForCausalLM:
         """[n, hidden] → [n, vocab]: in float32 on the CPU, elsewhere in the model's dtype, which samplers widen as they read."""
         assert self.lm_head is not None, "a model without an LM head has no logits"
         logits = self.lm_head(hidden)
-        return logits.float() if self._widens_logits else logits
+        logits = logits.float() if self._widens_logits else logits
+        return logits if self.config.logits_scale == 1.0 else logits * self.config.logits_scale
 
 
-def make_norm(name: str, size: int, config: DecoderConfig, build: Build) -> RMSNorm:
+def make_norm(name: str, size: int, config: DecoderConfig, build: Build) -> Norm:
     """A norm as all of a model's are."""
+    if config.norm != "rms":
+        return LayerNorm(name, size, config.rms_norm_eps, config.norm == "layer_bias", build.device)
     return RMSNorm(name, size, config.rms_norm_eps, build.ops, config.norm_offset, build.device)

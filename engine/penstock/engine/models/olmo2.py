@@ -1,4 +1,7 @@
-"""OLMo 2 (OLMo team, 2024): a sublayer's output is normalised instead of its input, and so are all queries and keys together."""
+"""OLMo 2 (OLMo team, 2024): a sublayer's output is normalised instead of its input, and so are all queries and keys together.
+
+OLMo 3 adds windows. EXAONE 4 (LG AI Research, 2025) has the same layers with norms of each head.
+"""
 
 from typing import ClassVar
 
@@ -55,3 +58,15 @@ class Olmo2ForCausalLM(LlamaForCausalLM):
     """See LlamaForCausalLM."""
 
     decoder_layer: ClassVar[type[LlamaDecoderLayer]] = Olmo2DecoderLayer
+
+
+class Exaone4DecoderLayer(Olmo2DecoderLayer):
+    """With norms of each head's queries and keys."""
+
+    attention: ClassVar[type[LlamaAttention]] = LlamaAttention
+
+
+class Exaone4ForCausalLM(LlamaForCausalLM):
+    """See LlamaForCausalLM."""
+
+    decoder_layer: ClassVar[type[LlamaDecoderLayer]] = Exaone4DecoderLayer

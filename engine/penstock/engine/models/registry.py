@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from penstock.engine.config import ConfigError
 
@@ -23,6 +23,14 @@ class Family(NamedTuple):
     """Whether each head's queries and keys are normalised."""
     norm_offset: float = 0.0
     """What is added to the weight of every norm."""
+    norm: Literal["rms", "layer", "layer_bias"] = "rms"
+    norm_eps: str = "rms_norm_eps"
+    """The field that holds it."""
+    gated_mlp: bool = True
+    rotates: Literal["all", "windowed", "listed"] = "all"
+    """The layers with a rotary embedding: all, those with a window if there are any, or those that `no_rope_layers` lists."""
+    interleaved_rope: bool = False
+    """Whether checkpoints rotate neighbouring elements, not those half a head apart."""
 
 
 _LLAMA = "penstock.engine.models.llama:LlamaForCausalLM"
@@ -38,16 +46,82 @@ _GEMMA = {
 _GEMMA2 = {"sliding_window_pattern": 2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _GEMMA3 = {"sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
 
+_COHERE = {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "logit_scale": 0.0625}
+_GLM = {
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "attention_out_bias": False,
+    "partial_rotary_factor": 0.5,
+}
+_MODELS = "penstock.engine.models"
+
 FAMILIES = {
-    "Gemma2ForCausalLM": Family("penstock.engine.models.gemma:GemmaForCausalLM", _GEMMA | _GEMMA2, norm_offset=1.0),
-    "Gemma3ForCausalLM": Family("penstock.engine.models.gemma:GemmaForCausalLM", _GEMMA | _GEMMA3, qk_norm=True, norm_offset=1.0),
+    "CohereForCausalLM": Family(
+        f"{_MODELS}.cohere:CohereForCausalLM",
+        _COHERE | {"rope_theta": 5e5},
+        norm="layer",
+        norm_eps="layer_norm_eps",
+        interleaved_rope=True,
+    ),
+    "Cohere2ForCausalLM": Family(
+        f"{_MODELS}.cohere:CohereForCausalLM",
+        _COHERE | {"sliding_window": 4096, "sliding_window_pattern": 4},
+        norm="layer",
+        norm_eps="layer_norm_eps",
+        rotates="windowed",
+        interleaved_rope=True,
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        _LLAMA,
+        _NO_WINDOW | {"rms_norm_eps": 1e-5, "head_dim": 128, "rope_theta": 5e5, "tie_word_embeddings": True},
+        interleaved_rope=True,
+    ),
+    "Exaone4ForCausalLM": Family(
+        f"{_MODELS}.olmo2:Exaone4ForCausalLM",
+        {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        qk_norm=True,
+        rotates="windowed",
+    ),
+    "GemmaForCausalLM": Family(
+        f"{_MODELS}.gemma:Gemma1ForCausalLM",
+        {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True} | _NO_WINDOW,
+        norm_offset=1.0,
+    ),
+    "Gemma2ForCausalLM": Family(f"{_MODELS}.gemma:GemmaForCausalLM", _GEMMA | _GEMMA2, norm_offset=1.0),
+    "Gemma3ForCausalLM": Family(f"{_MODELS}.gemma:GemmaForCausalLM", _GEMMA | _GEMMA3, qk_norm=True, norm_offset=1.0),
+    "GlmForCausalLM": Family(f"{_MODELS}.glm:GlmForCausalLM", _NO_WINDOW | _GLM, interleaved_rope=True),
+    "Glm4ForCausalLM": Family(f"{_MODELS}.glm:Glm4ForCausalLM", _NO_WINDOW | _GLM, interleaved_rope=True),
+    "GraniteForCausalLM": Family(f"{_MODELS}.granite:GraniteForCausalLM", _NO_WINDOW | {"attention_multiplier": 1.0}),
     "LlamaForCausalLM": Family(_LLAMA, _NO_WINDOW),
+    "MinistralForCausalLM": Family(_LLAMA, {"sliding_window": 4096}),
     "MistralForCausalLM": Family(_LLAMA, {"sliding_window": 4096}),
-    "Olmo2ForCausalLM": Family("penstock.engine.models.olmo2:Olmo2ForCausalLM", {"rms_norm_eps": 1e-5}),
-    "Phi3ForCausalLM": Family("penstock.engine.models.phi3:Phi3ForCausalLM", {"rms_norm_eps": 1e-5}),
+    "Olmo2ForCausalLM": Family(f"{_MODELS}.olmo2:Olmo2ForCausalLM", {"rms_norm_eps": 1e-5}),
+    "Olmo3ForCausalLM": Family(
+        f"{_MODELS}.olmo2:Olmo2ForCausalLM",
+        {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
+    ),
+    "Phi3ForCausalLM": Family(f"{_MODELS}.phi3:Phi3ForCausalLM", {"rms_norm_eps": 1e-5}),
     "Qwen2ForCausalLM": Family(_LLAMA, _NO_WINDOW | {"qkv_bias": True, "max_window_layers": 28}),
     "Qwen3ForCausalLM": Family(_LLAMA, _NO_WINDOW | {"head_dim": 128, "max_window_layers": 28}, qk_norm=True),
+    "SeedOssForCausalLM": Family(_LLAMA, _NO_WINDOW | {"head_dim": 128, "attention_bias": True, "attention_out_bias": False}),
+    "SmolLM3ForCausalLM": Family(_LLAMA, _NO_WINDOW | {"rope_theta": 2e6, "tie_word_embeddings": True}, rotates="listed"),
+    "Starcoder2ForCausalLM": Family(
+        f"{_MODELS}.starcoder2:Starcoder2ForCausalLM",
+        {"norm_epsilon": 1e-5, "use_bias": True, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+        norm="layer_bias",
+        norm_eps="norm_epsilon",
+        gated_mlp=False,
+    ),
 }
+MISSING = {
+    "Llama4ForCausalLM": "chunked attention and temperature scaling of queries",
+    "Llama4ForConditionalGeneration": "chunked attention, temperature scaling of queries, and images",
+    "Ministral3ForCausalLM": "scaling of queries by their position (llama_4_scaling_beta)",
+    "Mistral3ForConditionalGeneration": "images",
+    "Qwen3NextForCausalLM": "gated delta net layers and their recurrent state",
+}
+"""What the engine lacks for architectures that it knows and does not serve."""
 
 
 def has_lm_head(architecture: str) -> bool:
@@ -62,6 +136,8 @@ def family(architecture: str) -> Family:
     if not has_lm_head(architecture):
         name = architecture.removesuffix("Model").removesuffix("Text") + "ForCausalLM"
     found = FAMILIES.get(name)
+    if name in MISSING:
+        raise ConfigError(f"architecture {architecture!r} is not supported: the engine lacks {MISSING[name]}")
     if found is None:
         raise ConfigError(f"architecture {architecture!r} is not supported (supported: {', '.join(sorted(FAMILIES))})")
     return found

@@ -44,6 +44,10 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     long_factor: tuple[float, ...] = ()
     """[size / 2]: of the wavelengths where it is longer."""
 
+    def without_rotation(self) -> "RopeConfig":
+        """For a layer that leaves positions out: of the same size, so that kernels need no second form, with angles of 0."""
+        return RopeConfig(size=self.size, type="none")
+
 
 class Ropes(msgspec.Struct, frozen=True):
     """Of the layers that see everything, and of those with a window."""

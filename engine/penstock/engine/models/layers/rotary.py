@@ -36,6 +36,8 @@ def inverse_frequencies(rope: RopeConfig, max_positions: int) -> torch.Tensor:
             sequences: they would otherwise change under the keys that are in the cache.
     """
     plain = _powers(rope.theta, rope.size)
+    if rope.type == "none":
+        return torch.zeros_like(plain)
     if rope.type == "linear":
         return plain / rope.factor
     if rope.type == "dynamic":
