@@ -1,6 +1,7 @@
 """A draft model beside its target: it changes no answer, and where it is the target itself every draft is accepted."""
 
 import json
+import shutil
 
 import msgspec
 import pytest
@@ -121,7 +122,7 @@ def test_another_vocabulary_is_refused(checkpoint, tmp_path):
     draft.mkdir()
     config = json.loads((checkpoint("llama") / "config.json").read_text()) | {"vocab_size": 300}
     (draft / "config.json").write_text(json.dumps(config))
-    (draft / "model.safetensors").write_bytes(b"")
+    shutil.copy(checkpoint("llama") / "model.safetensors", draft)
     args = EngineArgs(model=str(checkpoint("llama")), device="cpu", spec_model=str(draft))
     with pytest.raises(ConfigError, match="vocab_size is 300, and the model's is 257"):
         args.config()
