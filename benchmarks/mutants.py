@@ -91,7 +91,11 @@ CORES = (
             )
         ],
     ),
-    Core("flow", ["gateway/penstock/gateway/flow/*.py"], ["gateway/tests/flow/*.py", "gateway/tests/picker/test_flow_gate.py"]),
+    Core(
+        "flow",
+        ["gateway/penstock/gateway/flow/*.py"],
+        ["gateway/tests/flow/*.py", "gateway/tests/picker/test_flow_gate.py", "gateway/tests/picker/test_loaded_adapters.py"],
+    ),
     Core(
         "desired state",
         ["operator/penstock/operator/desired/*.py"],

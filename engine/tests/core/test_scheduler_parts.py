@@ -1,12 +1,15 @@
 """Parts of the scheduler alone, where a whole life seldom comes: heaps that shrink, guards of resumed rows, late retirements."""
 
 import numpy as np
+import pytest
 from harness import Machine, make_config, make_request
 
 from penstock.engine.core.scheduling.deadlines import Deadlines
 from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
 from penstock.engine.core.scheduling.repetition import RepetitionGuard
 from penstock.engine.core.scheduling.request import Request
+from penstock.engine.core.scheduling.token_counters import TokenCounters
+from penstock.engine.core.scheduling.waits import SECONDS, Waits
 from penstock.engine.messages import AdapterInfo
 from penstock.engine.sampling import RepetitionDetection, SamplingParams
 
@@ -59,6 +62,7 @@ def test_an_adapter_that_left_the_hosts_memory_takes_no_other_with_it() -> None:
     table = AdapterTable(max_loras=1, max_cpu_loras=1)
     table.add(AdapterInfo(1, "a", "/a", None))
     first = table.get(1)
+    assert (table.num_loads, table.num_reads) == (0, 1), "nothing is in a slot, one file is read"
     ((copy, _),) = table.take_reads()
     assert first is not None and table.read(copy, ok=True) is first
     table.joined(first)
@@ -82,3 +86,26 @@ def test_counters_of_tokens_begin_at_nothing_and_count_what_preemptions_cost() -
     assert totals.preempted_tokens >= 8
     machine.run().check_no_leak()
     assert totals.resumed_cached_tokens == 0, "nothing is cached"
+
+
+def test_a_tenant_without_requests_is_forgotten_when_its_counter_is_no_more_than_the_least_that_waits() -> None:
+    counters = TokenCounters({})
+    for name, service in [("idle", 20.0), ("more", 20.5), ("waits", 20.0), ("last", 50.0)]:
+        counters.charge_prompt(name, service)
+    counters.prune(waiting=["waits"], live=["waits"])
+    assert {name: counters[name] for name in ("idle", "more", "waits", "last")} == {
+        "idle": 0,
+        "more": 20.5,
+        "waits": 20,
+        "last": 50,
+    }
+
+
+def test_waits_fall_into_the_bucket_whose_bound_they_do_not_exceed() -> None:
+    waits = Waits()
+    waits.started({"capacity": 0.001, "lora": 1000.0})
+    waits.started({"capacity": 0.0011})
+    found = waits.buckets()
+    assert (found["capacity"].counts[:3], len(found["capacity"].counts)) == ([1, 1, 0], len(SECONDS) + 1)
+    assert found["lora"].counts == [0] * len(SECONDS) + [1]
+    assert (found["capacity"].total, found["lora"].total) == (pytest.approx(0.0021), 1000.0)

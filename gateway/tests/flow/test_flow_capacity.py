@@ -37,6 +37,8 @@ def standing(
         (standing(max_num_seqs=32, num_requests_running=3, kv_cache_usage_perc=0.97, booked=4), 0),
         (standing(max_num_seqs=32, num_requests_running=1, prefill_backlog_tokens=2100, prefill_tokens_per_s=2000.0), 0),
         (standing(max_num_seqs=32, booked=1, prefill=2100, prefill_tokens_per_s=2000.0), 0),
+        (standing(max_num_seqs=32, num_requests_running=1, prefill_backlog_tokens=3, prefill_tokens_per_s=2.0), 0),
+        (standing(max_num_seqs=32, num_requests_running=1, prefill_backlog_tokens=2000, prefill_tokens_per_s=2000.0), 35),
         (standing(max_num_seqs=32, num_requests_running=1, prefill_backlog_tokens=2100), 35),  # at no known speed
         (standing(max_num_seqs=1, num_requests_running=1), 1),
         (standing(num_requests_running=1), 287),  # an engine that does not say

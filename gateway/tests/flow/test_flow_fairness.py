@@ -191,6 +191,28 @@ def test_within_a_band_who_has_more_waiting_makes_room_for_who_has_less() -> Non
         control.offer(ticket(10, "small"))
 
 
+def test_nobody_makes_room_for_one_who_would_then_have_as_much() -> None:
+    control = FlowControl(FlowLimits(requests=3))
+    for number, tenant in enumerate("abc"):
+        control.offer(ticket(number, tenant))
+    with pytest.raises(Shed, match="queue_full"):
+        control.offer(ticket(3, "d"))
+    heavy = FlowControl(FlowLimits(requests=4))
+    flood = [ticket(number, "heavy", weight=3.0) for number in range(4)]
+    for one in flood:
+        heavy.offer(one)
+    assert heavy.offer(ticket(4, "light", weight=1.0)) == [flood[3]], "(4 - 1) / 3 is as much as 1"
+    with pytest.raises(Shed, match="queue_full"):
+        heavy.offer(ticket(5, "light", weight=1.0))
+
+
+def test_what_goes_before_a_newcomer_is_its_own_band_and_the_more_important() -> None:
+    queue = ModelQueue()
+    for number, (priority, tokens) in enumerate([(0, 10), (5, 200), (5, 30), (9, 4000)]):
+        queue.push(ticket(number, priority=priority, tokens=tokens))
+    assert [queue.tokens_before(priority) for priority in (-1, 0, 3, 5, 8, 9)] == [0, 10, 10, 240, 240, 4240]
+
+
 def test_a_tenant_has_a_bound_of_its_own() -> None:
     control = FlowControl(FlowLimits(tenant_requests=2, tenant_bytes=10))
     control.offer(ticket(0, size=4))
