@@ -111,6 +111,10 @@ mutants: setup ## small faults in the pure cores: how many do the tests notice? 
 bench-scheduler: setup ## the scheduler's own time a step, at 1 to 1,024 running decodes
 	@$(BIN)/python benchmarks/bench_scheduler.py
 
+.PHONY: bench-parallel
+bench-parallel: setup ## two ranks on two cores beside one process, and what a process of its own costs
+	@$(BIN)/python benchmarks/bench_parallel.py $(ARGS)
+
 .PHONY: bench-engine
 bench-engine: setup ## one engine on a CPU, over HTTP and in process, beside what bench-peers installs (ARGS=--quick)
 	@$(BIN)/python benchmarks/bench_engine.py $(ARGS)

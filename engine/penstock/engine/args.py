@@ -133,7 +133,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             generation_config=self.generation_config,
             override_generation_config=self.override_generation_config,
         )
-        self._check_ranks(folder, device)
+        self._check_ranks(folder, model.architecture, device)
         source = self.model.removeprefix("hf://").removeprefix("file://")
         speculative = speculative_config(self.speculative_config, self.spec_method, self.spec_tokens, self.spec_model)
         if speculative is not None and device == "cuda":
@@ -207,7 +207,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 f"--kv-cache-dtype float16: no kernel reads it beside --dtype {model.dtype}; use bfloat16 or float32"
             )
 
-    def _check_ranks(self, folder: Path, device: Literal["cpu", "cuda"]) -> None:
+    def _check_ranks(self, folder: Path, architecture: str, device: Literal["cpu", "cuda"]) -> None:
         """Refuses a number of ranks among which the model cannot be divided."""
         if (world := self.tensor_parallel_size) == 1:
             return
@@ -217,7 +217,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
 
         if device == "cuda":
             raise ConfigError(f"--tensor-parallel-size {world}: several ranks run on a CPU alone so far (--device cpu)")
-        check_sizes(parse_decoder_config(read_object(folder / "config.json")), world)
+        check_sizes(architecture, parse_decoder_config(read_object(folder / "config.json")), world)
 
     def _check_pooling(self, device: Literal["cpu", "cuda"]) -> None:
         """Refuses what an engine that embeds cannot do."""

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from embedding_models import MODES, write_modules
 from forked_ranks import Ranks
 from lora_adapters import ALL, make_adapter
+from tiny_models import CONFIGS
 
-from penstock.engine.config import CacheConfig, EngineConfig, LoraConfig, SchedulerConfig, SpeculativeConfig
+from penstock.engine.config import CacheConfig, ConfigError, EngineConfig, LoraConfig, SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.memory import measure_memory
 from penstock.engine.core.plan import SlotLoad
 from penstock.engine.loading.checkpoint import read_model_config
@@ -21,6 +24,7 @@ from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.config import DecoderConfig, parse_decoder_config
 from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.shared_memory import SharedMemory
+from penstock.engine.parallel.sizes import DIVIDED, check_sizes
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.sampling import SamplingParams
@@ -153,6 +157,35 @@ def test_ranks_answer_as_one_does_and_with_the_same_bits_in_any_batch(name, chec
             assert page == whole_page * max(1, kv_heads // world) // kv_heads
 
 
+def test_every_architecture_that_is_divided_is_shown_here():
+    assert {f"{CONFIGS[name][0]}ForCausalLM" for name in WORLDS} == DIVIDED
+
+
+def test_others_are_refused_by_name(checkpoint):
+    with pytest.raises(
+        ConfigError, match=r"--tensor-parallel-size 2: NewForCausalLM is not divided among ranks so far \(divided: G"
+    ):
+        check_sizes("NewForCausalLM", config_of(checkpoint("llama")), 2)
+
+
+@pytest.mark.parametrize("mode", ["last", "mean"])
+def test_embeddings_of_ranks_are_those_of_one(checkpoint, driver, on_ranks, tmp_path, mode):
+    path = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    write_modules(path, MODES[mode], 64)
+
+    def life(group: Group | None) -> np.ndarray:
+        play, tokens = driver(rank_runner(path, group)), prompt(1, 40)
+        sequence = play.admit(tokens, SamplingParams(max_tokens=1))
+        play.step([(sequence, 30)])
+        return play.step([(sequence, 10)]).pooled.vectors
+
+    [expected] = on_ranks(1, life)
+    assert np.abs(expected).max() > 0.1
+    for world in (2, 4):
+        for found in on_ranks(world, life):
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def calls(group: Group | None) -> int:
     """Collectives that the rank has begun, as the memory that it shares says."""
     return 0 if group is None else group.memory.progress()[group.rank].calls
@@ -202,10 +235,12 @@ def test_adapters_are_divided_with_the_layers(checkpoint, driver, on_ranks, tmp_
             np.testing.assert_allclose(other.scores, plain.scores, atol=1e-5)
 
 
-def test_drafts_are_the_same_on_every_rank_whatever_their_clocks_say(checkpoint, driver, on_ranks):
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_are_the_same_on_every_rank_whatever_their_clocks_say(checkpoint, driver, on_ranks, method):
     """How many drafts pay depends on measured times: ranks go by those of rank 0."""
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3)
-    scheduler = SchedulerConfig(max_num_seqs=4, num_speculative_tokens=3)
+    own = {"model": checkpoint("qwen3")} if method == "draft_model" else {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    speculative = SpeculativeConfig(method=method, num_speculative_tokens=3, **own)
+    scheduler = SchedulerConfig(max_num_seqs=4, num_speculative_tokens=3, num_lookahead_tokens=3)
 
     def life(group: Group | None) -> list[Any]:
         runner = rank_runner(checkpoint("llama"), group, scheduler=scheduler, speculative=speculative)

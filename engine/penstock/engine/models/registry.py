@@ -130,11 +130,16 @@ def has_lm_head(architecture: str) -> bool:
     return not architecture.endswith("Model")
 
 
+def full_name(architecture: str) -> str:
+    """The architecture's name with an LM head."""
+    if has_lm_head(architecture):
+        return architecture
+    return architecture.removesuffix("Model").removesuffix("Text") + "ForCausalLM"
+
+
 def family(architecture: str) -> Family:
     """What serves the architecture, with or without an LM head; ConfigError, with the known ones, where nothing does."""
-    name = architecture
-    if not has_lm_head(architecture):
-        name = architecture.removesuffix("Model").removesuffix("Text") + "ForCausalLM"
+    name = full_name(architecture)
     found = FAMILIES.get(name)
     if name in MISSING:
         raise ConfigError(f"architecture {architecture!r} is not supported: the engine lacks {MISSING[name]}")

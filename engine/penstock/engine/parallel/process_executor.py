@@ -101,7 +101,7 @@ class ProcessExecutor:
             self.close()
             raise
         self._writer = Writer(self._ring, [rank.stream for rank in self._ranks], lambda: self._listen(0, hurried=True))
-        self._moved, self._seen = time.monotonic(), self._progress()
+        self._moved, self._seen = time.monotonic(), self.progress()
         while not all(rank.fingerprint for rank in self._ranks):
             self._listen(_LISTEN_MS, hurried=False)
         try:
@@ -116,7 +116,7 @@ class ProcessExecutor:
         return [rank.process.pid for rank in self._ranks]
 
     def progress(self) -> list[RankProgress]:
-        """By rank: how many collectives each has made."""
+        """By rank: the collectives that each has made, and what they took."""
         return self._memory.progress()
 
     def submit(self, plan: StepPlan) -> None:
@@ -216,15 +216,12 @@ class ProcessExecutor:
                 self._end(rank, rank.obituary())
         if heard or not hurried:
             return
-        if (seen := self._progress()) != self._seen:
+        if (seen := self.progress()) != self._seen:
             self._seen, self._moved = seen, time.monotonic()
         elif time.monotonic() - self._moved > self._timeout:
             last = min(waited or self._ranks, key=lambda rank: seen[rank.number])
             self._show_stack(last)
             self._end(last, f"{last.name} (process {last.process.pid}) hangs: nothing has moved for {self._timeout:g} seconds")
-
-    def _progress(self) -> list[RankProgress]:
-        return self._memory.progress()
 
     def _answers(self, method: str, replies: list[Answer | Refused]) -> list[Any]:
         refusals = [reply for reply in replies if isinstance(reply, Refused)]
@@ -253,9 +250,9 @@ class ProcessExecutor:
 
     def _end(self, cause: _Rank, message: str) -> NoReturn:
         """Ends all processes, and raises with what has happened."""
-        for rank, (pieces, calls) in zip(self._ranks, self._progress(), strict=True):
+        for rank, come in zip(self._ranks, self.progress(), strict=True):
             state = "ended" if rank.process.poll() is not None else "alive"
-            log.error("%s: process %d, %s, %d collectives, %d pieces", rank.name, rank.process.pid, state, calls, pieces)
+            log.error("%s: process %d, %s, after %d collectives", rank.name, rank.process.pid, state, come.calls)
         self._memory.fail(cause.number)
         for rank in self._ranks:
             rank.close()

@@ -15,7 +15,7 @@ SLOT_BYTES: Final = 1 << 18
 """Of a message that travel at once: two such buffers of each rank fit into a core's cache."""
 _LINE: Final = 64
 _PAGE: Final = 4096
-_MARK: Final = struct.Struct("=IIQ")
+_MARK: Final = struct.Struct("=IIQQ")
 
 
 class RankProgress(NamedTuple):
@@ -25,6 +25,8 @@ class RankProgress(NamedTuple):
     """Of messages that it has published; 32 bits, which wrap."""
     calls: int
     """Collectives that it has begun."""
+    seconds: float
+    """That they have taken, the wait for other ranks included."""
 
 
 class SharedMemory:
@@ -60,7 +62,7 @@ class SharedMemory:
     def progress(self) -> list[RankProgress]:
         """By rank; may be read while they work."""
         marks = (_MARK.unpack_from(self.map, _LINE * (1 + rank)) for rank in range(self.world))
-        return [RankProgress(pieces, calls) for pieces, _, calls in marks]
+        return [RankProgress(pieces, calls, 1e-9 * ns) for pieces, _, calls, ns in marks]
 
     def fail(self, rank: int) -> None:
         """Tells the ranks that one of them has failed; those that wait for it look within milliseconds."""

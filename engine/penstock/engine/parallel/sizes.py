@@ -1,13 +1,24 @@
 """Which numbers of ranks a model can be divided among. Light to import."""
 
+from typing import Final
+
 from penstock.engine.config import ConfigError
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.layers.shard import Shard
+from penstock.engine.models.registry import full_name
+
+DIVIDED: Final = frozenset(
+    f"{family}ForCausalLM" for family in ("Gemma2", "Gemma3", "Llama", "Mistral", "Olmo2", "Phi3", "Qwen2", "Qwen3")
+)
+"""Architectures whose every layer is known to give the same on several ranks as on one."""
 
 
-def check_sizes(config: DecoderConfig, world: int) -> None:
+def check_sizes(architecture: str, config: DecoderConfig, world: int) -> None:
     """ConfigError, with the arithmetic, where a layer cannot be divided among so many ranks. The vocabulary always can be: it is
     padded."""
+    if full_name(architecture) not in DIVIDED:
+        known = ", ".join(sorted(DIVIDED))
+        raise ConfigError(f"--tensor-parallel-size {world}: {architecture} is not divided among ranks so far (divided: {known})")
     shard = Shard(0, world)
     try:
         shard.span(config.num_heads, "num_attention_heads")

@@ -61,7 +61,9 @@ class Worker:
             self.runner: Runner = make(start.config)
         else:
             config = start.config
-            group = Group(start.rank, start.world, memory, start.meeting, config.parallel.timeout, config.cpu_isa)
+            # The core knows more: it is to notice first.
+            patience = 2 * config.parallel.timeout
+            group = Group(start.rank, start.world, memory, start.meeting, patience, config.cpu_isa)
             self.runner = make(config, group=group)
         self._sampled: deque[StepResult | Pending | StepFailed] = deque()
         self._failed: StepFailed | None = None

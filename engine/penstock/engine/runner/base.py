@@ -138,7 +138,7 @@ class RunnerBase(ABC):
     draft_model: Model | DraftHead
 
     def _load_draft_model(self, drafter: DraftCheckpoint) -> None:
-        """Builds the draft model or the head, and reads its weights. No adapter applies to it, and each rank has all of it."""
+        """Builds the draft model or the head, and reads its weights. Adapters do not apply to it. Every rank has all of it."""
         method = linear_method(self._dtype, self.draft_ops, self.config.threads, self._device)
         alone = {"shard": Shard(), "comm": OneRank()}
         build = dataclasses.replace(self._build(), ops=self.draft_ops, linear_method=method, lm_head=True, **alone)

@@ -76,6 +76,7 @@ struct alignas(64) Mark {
   std::atomic<uint32_t> number;   // of pieces that the rank has published
   std::atomic<uint32_t> waiters;  // ranks that sleep until it changes
   std::atomic<uint64_t> calls;    // that the rank has begun
+  std::atomic<uint64_t> ns;       // that they have taken, the wait for other ranks included
 };
 
 struct alignas(64) Header {
@@ -188,7 +189,9 @@ bool agree(Group& group, uint32_t buffer) {
 template <typename Write, typename Read>
 void exchange(Group& group, Kind kind, int32_t dtype, int64_t bytes, const Write& write, const Read& read) {
   if (group.error) return;
-  group.mark(group.rank).calls.fetch_add(1, std::memory_order_relaxed);
+  Mark& mark = group.mark(group.rank);
+  mark.calls.fetch_add(1, std::memory_order_relaxed);
+  const int64_t began = now_ns();
   int64_t at = 0;
   do {
     const int64_t size = std::min(bytes - at, group.slot_bytes);
@@ -196,7 +199,6 @@ void exchange(Group& group, Kind kind, int32_t dtype, int64_t bytes, const Write
     write(group.slot(group.rank, buffer), at, size);
     Header& header = group.header(group.rank, buffer);
     header.bytes = bytes, header.kind = kind, header.dtype = dtype;
-    Mark& mark = group.mark(group.rank);
     mark.number.store(number);
     if (mark.waiters.load()) wake_all(mark.number);
     for (int32_t rank = 0; rank < group.world; ++rank)
@@ -205,6 +207,7 @@ void exchange(Group& group, Kind kind, int32_t dtype, int64_t bytes, const Write
     read(buffer, at, size);
     at += size;
   } while (at < bytes);
+  mark.ns.fetch_add(now_ns() - began, std::memory_order_relaxed);
 }
 
 template <typename T>

@@ -1,0 +1,225 @@
+"""Several processes for one model on a CPU, beside one process.
+
+    make bench-parallel
+
+Parts, each in turn with what it is compared to, several times over:
+- decode at batch 1 of a model whose weights exceed the caches: one process, two ranks, and two independent processes with half
+  of every layer each, at the same time: what two ranks would reach if exchanging cost nothing;
+- the share of a step that two ranks spend in exchanges, waits included;
+- a small model in the core's process, and in a worker process;
+- a plan's way to eight ranks that compute nothing and back, all on one core.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from report import write_results
+from rich.console import Console
+from rich.table import Table
+
+from penstock.engine.args import EngineArgs
+from penstock.engine.cache.layout import full_attention
+from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from penstock.engine.core.ipc.process import build_core, build_executor
+from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult, empty
+from penstock.engine.messages import AddRequest
+from penstock.engine.parallel.group import Group
+from penstock.engine.parallel.process_executor import ProcessExecutor
+from penstock.engine.sampling import SamplingParams
+
+PROMPT, OUTPUT = 16, 40
+LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 8192}
+HALF = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096}
+SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096}
+
+
+class EmptyRunner:
+    """A rank that applies no plan and computes nothing."""
+
+    def __init__(self, config: EngineConfig, group: Group | None = None) -> None:
+        self._rows = 0
+
+    def execute(self, plan: StepPlan) -> None:
+        """Nothing."""
+        self._rows = len(plan.rows)
+
+    def sample(self, inputs: SampleInputs) -> StepResult:
+        """Zeros."""
+        return StepResult(inputs.step_id, np.zeros((self._rows, 1), np.int32), np.ones(self._rows, np.int32))
+
+
+class Engine:
+    """A core turned by hand, over made-up weights."""
+
+    def __init__(self, folder: Path, name: str, shape: dict[str, int], layers: int, **flags: Any) -> None:
+        path = folder / f"{name}"
+        path.mkdir(exist_ok=True)
+        fixed = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 64, "num_hidden_layers": layers}
+        fixed |= {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 1, "torch_dtype": "bfloat16"}
+        (path / "config.json").write_text(json.dumps({**fixed, **shape}))
+        given = {
+            "load_format": "dummy",
+            "kv_cache_memory_bytes": 2**25,
+            "enable_prefix_caching": False,
+            "device": "cpu",
+            "max_model_len": 256,
+            **flags,
+        }
+        config = EngineArgs(model=str(path), **given).config()
+        self.executor, blocks = build_executor(config)
+        self._core = build_core(config, self.executor, blocks, epoch=1)
+        self._vocabulary, self._count = shape["vocab_size"], 0
+
+    def decode(self, streams: int = 1) -> float:
+        """Seconds of a decode step of so many requests: the median of a run."""
+        draw = np.random.default_rng(0)
+        for _ in range(streams):
+            tokens = draw.integers(2, self._vocabulary, PROMPT).tolist()
+            sampling = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
+            self._core.handle(AddRequest(self._count, f"r{self._count}", tokens, sampling, arrival_time=time.time()))
+            self._count += 1
+        found = list[float]()
+        while self._core.has_work:
+            began = time.perf_counter()
+            self._core.step()
+            found.append(time.perf_counter() - began)
+            self._core.take_events()
+        return statistics.median(found[2:-1])
+
+
+def speed_up(folder: Path, stack: ExitStack, rounds: int) -> dict[str, object]:
+    """Two ranks against one process, and against two processes with half of the weights each."""
+    one = Engine(folder, "large", LARGE, 12)
+    two = Engine(folder, "large", LARGE, 12, tensor_parallel_size=2)
+    halves = [Engine(folder, "half", HALF, 12, worker_process=True) for _ in range(2)]
+    for engine in (one, two, *halves):
+        stack.callback(engine.executor.close)
+    assert isinstance(two.executor, ProcessExecutor)
+    found: dict[str, list[float]] = {"one process": [], "two ranks": [], "two halves": []}
+    shares = list[float]()
+    with ThreadPoolExecutor(2) as threads:
+        for number in range(rounds + 1):
+            single = one.decode()
+            before, began = two.executor.progress()[0].seconds, time.perf_counter()
+            double = two.decode()
+            share = (two.executor.progress()[0].seconds - before) / (time.perf_counter() - began)
+            half = statistics.mean(threads.map(Engine.decode, halves))
+            if number:  # the first round warms up
+                for name, seconds in zip(found, (single, double, half), strict=True):
+                    found[name].append(seconds)
+                shares.append(share)
+    reached = [half / double for half, double in zip(found["two halves"], found["two ranks"], strict=True)]
+    return {
+        "seconds_a_token": {name: statistics.median(seconds) for name, seconds in found.items()},
+        "speed_up": statistics.median(a / b for a, b in zip(found["one process"], found["two ranks"], strict=True)),
+        "speed_up_of_halves": statistics.median(a / b for a, b in zip(found["one process"], found["two halves"], strict=True)),
+        "share_of_the_speed_up_of_halves": statistics.median(reached),
+        "share_of_a_step_in_exchanges": statistics.median(shares),
+    }
+
+
+def worker_process(folder: Path, stack: ExitStack, rounds: int, streams: Sequence[int]) -> dict[str, object]:
+    """A small model in the core's process and in another one, with and without a plan ahead."""
+    forms = {
+        "inline": Engine(folder, "small", SMALL, 4),
+        "worker": Engine(folder, "small", SMALL, 4, worker_process=True),
+        "worker, plans ahead": Engine(folder, "small", SMALL, 4, worker_process=True, async_scheduling=True),
+    }
+    for engine in forms.values():
+        stack.callback(engine.executor.close)
+    found: dict[str, object] = {}
+    for count in streams:
+        seconds: dict[str, list[float]] = {name: [] for name in forms}
+        for _ in range(rounds):
+            for name, engine in forms.items():
+                seconds[name].append(engine.decode(count))
+        found[str(count)] = {name: statistics.median(each) for name, each in seconds.items()}
+    return found
+
+
+def host_time(world: int, steps: int) -> dict[str, object]:
+    """A plan's way to ranks that compute nothing, and back, with all processes on one core."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    model = ModelConfig(
+        path=Path("/nowhere"), served_names=(), architecture="", dtype="float32", max_model_len=64, eos_token_ids=()
+    )
+    parallel = ParallelConfig(tensor_parallel_size=world)
+    config = EngineConfig(model=model, cache=CacheConfig(), scheduler=SchedulerConfig(), parallel=parallel)
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    executor = ProcessExecutor(config, "bench_parallel:EmptyRunner")
+    found = list[float]()
+    try:
+        for step in range(steps):
+            rows = np.arange(32, dtype=np.int32)
+            groups = full_attention(16)
+            plan = StepPlan(
+                step_id=step,
+                released=empty(),
+                admissions=[],
+                append_rows=[empty() for _ in groups],
+                append_blocks=[empty() for _ in groups],
+                rows=rows,
+                num_new_tokens=np.ones(32, np.int32),
+                samples=np.ones(32, np.bool_),
+            )
+            began = time.perf_counter()
+            executor.submit(plan)
+            executor.sample(SampleInputs(step))
+            executor.collect()
+            found.append(time.perf_counter() - began)
+    finally:
+        executor.close()
+        os.sched_setaffinity(0, cores)
+    return {"ranks": world, "seconds_a_step": statistics.median(found)}
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Prints a table of each part."""
+    console = Console()
+    table = Table("", "ms a token", title="Decode at batch 1, 378 MB of weights in bfloat16")
+    for name, seconds in figures["tensor_parallel"]["seconds_a_token"].items():
+        table.add_row(name, f"{1000 * seconds:.2f}")
+    console.print(table)
+    for name, value in figures["tensor_parallel"].items():
+        if isinstance(value, float):
+            console.print(f"{name.replace('_', ' ')}: {value:.2f}")
+    forms = list(next(iter(figures["worker_process"].values())))
+    table = Table("streams", *(f"{form}, ms a step" for form in forms), title="A small model")
+    for streams, seconds in figures["worker_process"].items():
+        table.add_row(streams, *(f"{1000 * each:.3f}" for each in seconds.values()))
+    console.print(table)
+    for one in figures["host_time"]:
+        console.print(f"a plan to {one['ranks']} ranks on one core and back: {1e6 * one['seconds_a_step']:.0f} µs")
+
+
+def main(rounds: int, streams: Sequence[int], save: bool) -> None:
+    """Runs all parts."""
+    figures: dict[str, Any] = {"host_time": [host_time(world, 300) for world in (1, 2, 8)]}
+    with tempfile.TemporaryDirectory() as folder:
+        with ExitStack() as stack:
+            figures["tensor_parallel"] = speed_up(Path(folder), stack, rounds)
+        with ExitStack() as stack:
+            figures["worker_process"] = worker_process(Path(folder), stack, rounds, streams)
+    show(figures)
+    if save:
+        Console().print(f"written to {write_results('parallel', figures)}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--no-save", action="store_true", help="writes no file")
+    arguments = parser.parse_args()
+    main(arguments.rounds, arguments.streams, not arguments.no_save)
