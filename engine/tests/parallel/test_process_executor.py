@@ -167,6 +167,7 @@ def test_calls_beside_steps_do_not_wait_for_them(start):
     plan = engine.core.scheduler.schedule(time.time())
     assert plan is not None
     engine.executor.submit(plan)
+    engine.executor.sample(engine.core.scheduler.sample_inputs())
     assert engine.executor.call_beside("take_reads") == [{}, {}]
 
 
