@@ -24,6 +24,7 @@ from penstock.kernels.lora.reference import add_lora
 from penstock.kernels.paged_attention.device_reference import paged_attention_device
 from penstock.kernels.paged_attention.reference import paged_attention
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary, prepare_kv
+from penstock.kernels.quantized_linear.reference import QuantizedWeight, quantized_linear
 from penstock.kernels.rms_norm.reference import add_rms_norm, rms_norm
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class Ops:
     lora_shelves: Callable[[int, int, int, Sequence[tuple[int, int]], torch.dtype, torch.device], Iterable[Any]]
     add_lora: Callable[[torch.Tensor, torch.Tensor, Any, Any], None]
     """With what `lora_shelves` made, and a `LoraBatch` on the CPU, a `DeviceLoraBatch` on a device."""
+    quantized_linear: Callable[[torch.Tensor, QuantizedWeight, torch.Tensor | None], torch.Tensor] = quantized_linear
+    """Over a weight of few bits. The compiled form has one thread; the reference dequantizes the weight at each call."""
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor] | None = None
     """Over a weight from `linear.reference.pack_weight`, in one thread; None: this form leaves it to torch."""
     tape: Callable[[Callable[[], torch.Tensor], Pool], Tape] | None = None
@@ -92,6 +95,7 @@ def native_ops(dtype: torch.dtype, isa: Isa, cache: Path) -> Ops:
         lora_shelves=PackedLoraShelves,
         add_lora=native.add_lora,
         linear=native.linear,
+        quantized_linear=native.quantized_linear,
         tape=native.tape,
         collectives=native.collectives,
     )

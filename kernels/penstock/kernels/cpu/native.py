@@ -15,6 +15,7 @@ from penstock.kernels.lora.batch import LoraBatch
 from penstock.kernels.lora.packed import PackedLoraShelves
 from penstock.kernels.paged_attention.batch import PagedBatch
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
+from penstock.kernels.quantized_linear.reference import QuantizedWeight
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _WITH_CACHE = {
@@ -42,6 +43,7 @@ _SIGNATURES = {
         *[c_int64] * 2,
     ],
     **SIGNATURES,
+    "penstock_quantized_linear": [*[c_int] * 3, *[c_void_p] * 5, *[c_int64] * 4],
     "penstock_replay": [c_void_p, c_int64],
 }
 _NUMBERS = tuple(_SIGNATURES)
@@ -91,6 +93,18 @@ class NativeOps:
         bias_pointer = None if bias is None else bias.data_ptr()
         pointers = (x.data_ptr(), packed.data_ptr(), bias_pointer, out.data_ptr())
         self._library.penstock_linear(self._code, *pointers, rows, out_features, in_features)
+        return out
+
+    def quantized_linear(self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """See the reference."""
+        x = self._checked(x)
+        if x.shape[1] != weight.in_features:
+            raise ValueError(f"{x.shape[1]} inputs meet a weight of {weight.in_features}")
+        out = torch.empty((x.shape[0], weight.out_features), dtype=self._dtype)
+        bias_pointer = None if bias is None else bias.data_ptr()
+        pointers = (x.data_ptr(), weight.values.data_ptr(), weight.scales.data_ptr(), bias_pointer, out.data_ptr())
+        sizes = (x.shape[0], weight.out_features, weight.in_features, weight.group)
+        self._library.penstock_quantized_linear(self._code, DTYPES[weight.scales.dtype], weight.bits, *pointers, *sizes)
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

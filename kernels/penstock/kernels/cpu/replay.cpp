@@ -14,6 +14,7 @@ void penstock_prepare_kv(int, const void*, const void*, const void*, int64_t, in
                          const float*, const float*, int64_t, const float*, const float*, float, int64_t, int64_t, int64_t, int64_t,
                          int64_t, int64_t);
 void penstock_linear(int, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t);
+void penstock_quantized_linear(int, int, int, const void*, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t);
 void penstock_paged_attention(int, const void*, void*, const void*, int64_t, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t,
                               int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
 void penstock_gather_rows(const void*, const int64_t*, void*, int64_t, int64_t);
@@ -82,6 +83,7 @@ void penstock_replay(const void* calls, int64_t count) {
       case 8: call(penstock_add_lora, one->arguments); break;
       case 9: call(penstock_all_reduce, one->arguments); break;
       case 10: call(penstock_all_gather, one->arguments); break;
+      case 11: call(penstock_quantized_linear, one->arguments); break;
     }
 }
 
