@@ -44,6 +44,19 @@ WORLDS = {
     "gemma3": (2,),
     "phi3-longrope": (2, 4),
     "olmo2": (2, 4),
+    "olmo3": (2, 4),
+    "exaone4": (2, 4),
+    "gemma1": (2,),
+    "ministral": (4,),
+    "smollm3": (2,),
+    "seed-oss": (2, 4),
+    "ernie4_5": (2,),
+    "granite": (2, 4),
+    "glm": (2,),
+    "glm4": (2, 4),
+    "cohere": (2, 4),
+    "cohere2": (2, 4),
+    "starcoder2": (2, 4),
 }
 NUM_BLOCKS = 320
 
@@ -144,7 +157,7 @@ def test_ranks_answer_as_one_does_and_with_the_same_bits_in_any_batch(name, chec
 
     [(expected, _, _, whole_page)] = on_ranks(1, life)
     assert not np.allclose(expected.scores[0], expected.scores[1]), "the text makes no difference"
-    layers, kv_heads = len(config_of(path).windows), config_of(path).num_kv_heads
+    layers, kv_heads = config_of(path).num_layers, config_of(path).num_kv_heads
     for world in WORLDS[name]:
         found = on_ranks(world, life)
         for told, same, collectives, page in found:
@@ -152,7 +165,7 @@ def test_ranks_answer_as_one_does_and_with_the_same_bits_in_any_batch(name, chec
             np.testing.assert_allclose(np.exp(told.scores), np.exp(expected.scores), rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(told.scores, expected.scores, rtol=1e-5, atol=1e-5)
             assert told.same_bits(found[0][0]) and same
-            norms = 2 * layers if name == "olmo2" else 0  # it normalises all heads together
+            norms = 2 * layers if name.startswith("olmo") else 0  # it normalises all heads together
             assert collectives == 2 * layers + 1 + norms
             assert page == whole_page * max(1, kv_heads // world) // kv_heads
 
@@ -163,7 +176,7 @@ def test_every_architecture_that_is_divided_is_shown_here():
 
 def test_others_are_refused_by_name(checkpoint):
     with pytest.raises(
-        ConfigError, match=r"--tensor-parallel-size 2: NewForCausalLM is not divided among ranks so far \(divided: G"
+        ConfigError, match=r"--tensor-parallel-size 2: NewForCausalLM is not divided among ranks so far \(divided: C"
     ):
         check_sizes("NewForCausalLM", config_of(checkpoint("llama")), 2)
 

@@ -7,9 +7,11 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.layers.shard import Shard
 from penstock.engine.models.registry import full_name
 
-DIVIDED: Final = frozenset(
-    f"{family}ForCausalLM" for family in ("Gemma2", "Gemma3", "Llama", "Mistral", "Olmo2", "Phi3", "Qwen2", "Qwen3")
+_FAMILIES: Final = (
+    *("Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Gemma", "Gemma2", "Gemma3", "Glm", "Glm4", "Granite", "Llama", "Ministral"),
+    *("Mistral", "Olmo2", "Olmo3", "Phi3", "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Starcoder2"),
 )
+DIVIDED: Final = frozenset(f"{family}ForCausalLM" for family in _FAMILIES)
 """Architectures whose every layer is known to give the same on several ranks as on one."""
 
 
