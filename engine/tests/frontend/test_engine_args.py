@@ -177,7 +177,6 @@ def test_keys_and_values_have_the_models_dtype_or_one_of_their_own(capsys: pytes
     assert "--kv-cache-dtype: invalid choice: 'fp8'" in capsys.readouterr().err
 
 
-@pytest.mark.req("DX-08")
 @pytest.mark.parametrize(
     ("ranks", "problem"),
     [

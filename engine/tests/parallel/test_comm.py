@@ -47,7 +47,6 @@ def test_the_sum_is_that_in_the_order_of_ranks_and_rounded_once(together, world,
         assert not torch.equal(add_in_order(xs), add_in_order(xs[::-1])), "these numbers tell no order from another"
 
 
-@pytest.mark.req("DX-04")
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_rows_bits_do_not_depend_on_the_others(together, world):
     many = partials(world, 33, 640, torch.bfloat16)

@@ -272,7 +272,6 @@ def test_drafts_are_the_same_on_every_rank_whatever_their_clocks_say(checkpoint,
     assert any(drafts is not None for _, drafts in found[0]), "no drafts were made"
 
 
-@pytest.mark.req("DX-04")
 def test_a_rank_holds_its_share_of_the_weights_and_of_the_cache(checkpoint, tmp_path, on_ranks):
     """Measured by the system, not declared."""
     raw = read_object(checkpoint("llama") / "config.json")
