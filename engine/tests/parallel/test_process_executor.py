@@ -17,6 +17,7 @@ from rank_runners import DYING_TOKEN, LONE_LOSS_TOKEN, LOST_TOKEN, OTHER_TOKEN, 
 
 from penstock.engine.config import ConfigError, ParallelConfig
 from penstock.engine.core.ipc.client import CoreClient, CoreError
+from penstock.engine.core.ipc.inproc import InprocClient
 from penstock.engine.core.ipc.process import build_core, build_executor
 from penstock.engine.messages import StepOutputs
 from penstock.engine.parallel.errors import GroupFailed
@@ -221,6 +222,20 @@ async def test_the_death_of_a_rank_is_told_to_the_frontend_and_is_the_cores_end(
         assert len(ranks) == 2
         os.kill(ranks[0], signal.SIGKILL)
         with pytest.raises(CoreError, match=rf"rank 0 \(process {ranks[0]}\) was killed by signal 9"):
+            async for _ in client.outputs():
+                pass
+    finally:
+        await client.close()
+    assert gone(ranks)
+
+
+async def test_the_death_of_a_rank_is_the_end_of_a_core_in_ones_own_process_too():
+    client = InprocClient(config_of(2), runner=RUNNER)
+    try:
+        await client.start()
+        ranks = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+        os.kill(ranks[1], signal.SIGKILL)
+        with pytest.raises(CoreError, match=rf"rank 1 \(process {ranks[1]}\) was killed by signal 9"):
             async for _ in client.outputs():
                 pass
     finally:

@@ -68,6 +68,8 @@ class InprocClient:
         while True:
             try:
                 step = core.step()
+                if not core.has_work:
+                    core.check()
             except Exception as error:
                 self._core, self._failure = None, f"{type(error).__name__}: {error}"
                 self._calls.fail(CoreError(self._failure))
