@@ -15,6 +15,9 @@ void penstock_prepare_kv(int, const void*, const void*, const void*, int64_t, in
                          const float*, const float*, int64_t, const float*, const float*, float, int64_t, int64_t, int64_t, int64_t,
                          int64_t, int64_t);
 void penstock_linear(int, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t);
+void penstock_route(int, const void*, const float*, int32_t*, float*, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, int64_t, float);
+void penstock_experts(int, const void*, const int32_t*, const float*, const int64_t*, const int64_t*, void*, int64_t, int64_t, int64_t, int64_t,
+                      int64_t, int);
 void penstock_paged_attention(int, const void*, void*, const void*, int64_t, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t,
                               int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
 void penstock_add_lora(int, void*, const void*, const int64_t*, const int64_t*, int64_t, const void*, int64_t, const int64_t*, int64_t,
@@ -83,6 +86,24 @@ void run(int dtype) {
       penstock_linear(dtype, x.data(), weight.data(), bias.data(), out.data(), rows, 100, inputs);
       out.print("linear");
     }
+  {
+    constexpr int64_t kTokens = 6, kExperts = 4, kChosen = 2, kHidden = 34, kInner = 24;
+    Array logits(dtype, kTokens * kExperts), x(dtype, kTokens * kHidden), out(dtype, kTokens * kHidden);
+    const std::vector<float> bias = floats(kExperts);
+    std::vector<int32_t> ids(kTokens * kChosen);
+    std::vector<float> weights(kTokens * kChosen);
+    penstock_route(dtype, logits.data(), bias.data(), ids.data(), weights.data(), kTokens, kExperts, kChosen, 1, 1, 2, 1, 2, 1.5f);
+    std::vector<Array> gate_up, down;
+    std::vector<int64_t> gate_up_at, down_at;
+    for (int64_t e = 0; e < kExperts; ++e) gate_up.emplace_back(dtype, 48 * kHidden), down.emplace_back(dtype, 48 * kInner);
+    for (int64_t e = 0; e < kExperts; ++e) {
+      gate_up_at.push_back(reinterpret_cast<int64_t>(gate_up[e].data()));
+      down_at.push_back(reinterpret_cast<int64_t>(down[e].data()));
+    }
+    penstock_experts(dtype, x.data(), ids.data(), weights.data(), gate_up_at.data(), down_at.data(), out.data(), kTokens, kChosen, kExperts,
+                     kHidden, kInner, 0);
+    out.print("experts");
+  }
   {
     constexpr int64_t kHeads = 4, kKeyHeads = 2, kSize = 40, kBlock = 16, kTokens = 5, kBlocks = 8;
     Array q(dtype, kTokens * kHeads * kSize), k(dtype, kTokens * kKeyHeads * kSize), v(dtype, kTokens * kKeyHeads * kSize);

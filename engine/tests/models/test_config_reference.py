@@ -42,6 +42,10 @@ VARIANTS = {
     "GraniteForCausalLM": [{}, {"attention_multiplier": 0.1, "residual_multiplier": 0.2, "logits_scaling": 8.0}],
     "GlmForCausalLM": [{}, {"attention_bias": False}],
     "Glm4ForCausalLM": [{}, {"partial_rotary_factor": 1.0}],
+    "MixtralForCausalLM": [{}, {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 64}],
+    "Qwen2MoeForCausalLM": [{}, {"mlp_only_layers": [1], "decoder_sparse_step": 2, "norm_topk_prob": True}],
+    "Qwen3MoeForCausalLM": [{"head_dim": 32}, {"num_experts": 9, "num_experts_per_tok": 2, "moe_intermediate_size": 40}],
+    "Glm4MoeForCausalLM": [{}, {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}],
     "CohereForCausalLM": [{}, {"logit_scale": 0.25}],
     "Cohere2ForCausalLM": [{}, {"sliding_window_pattern": 3, "sliding_window": 64}],
     "Starcoder2ForCausalLM": [{}, {"use_bias": False, "sliding_window": 64}],
@@ -102,7 +106,7 @@ def test_is_read_as_transformers_reads_it(architecture, fields):
     assert ours.logits_softcap == (getattr(config, "final_logit_softcapping", None) or 0.0)
     biased = getattr(config, "use_bias", getattr(config, "attention_bias", False))
     out_biased = False if architecture.startswith("Glm") else getattr(config, "attention_out_bias", biased)
-    assert (ours.qkv_bias, ours.o_bias) == (biased or architecture == "Qwen2ForCausalLM", out_biased)
+    assert (ours.qkv_bias, ours.o_bias) == (biased or architecture.startswith("Qwen2"), out_biased)
     assert ours.mlp_bias == getattr(config, "use_bias", getattr(config, "mlp_bias", False))
     kinds = kinds_of(config)
     assert ours.windows == tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
@@ -115,3 +119,21 @@ def test_is_read_as_transformers_reads_it(architecture, fields):
         assert rope.size == int(head_size * parameters.get("partial_rotary_factor", 1.0))
         if rope.type == "longrope":
             assert rope.original_max_position_embeddings == parameters["original_max_position_embeddings"]
+
+
+@pytest.mark.parametrize("architecture", [name for name in VARIANTS if FAMILIES[name].has_experts])
+def test_experts_are_read_as_transformers_reads_them(architecture):
+    transformers = pytest.importorskip("transformers")
+    for fields in VARIANTS[architecture]:
+        config = theirs(transformers, architecture, dict(fields))
+        ours = parse_decoder_config(SIZES | {"architectures": [architecture]} | fields).experts
+        assert ours is not None
+        count = next(getattr(config, name) for name in ("num_local_experts", "num_experts") if hasattr(config, name))
+        assert (ours.count, ours.top_k) == (count, config.num_experts_per_tok)
+        assert ours.intermediate_size == getattr(config, "moe_intermediate_size", config.intermediate_size)
+        assert ours.renormalise == getattr(config, "norm_topk_prob", True)
+        assert ours.scale == getattr(config, "routed_scaling_factor", 1.0)
+        assert (ours.groups, ours.top_groups) == (getattr(config, "n_group", 1), getattr(config, "topk_group", 1))
+        plain, step = getattr(config, "mlp_only_layers", []), getattr(config, "decoder_sparse_step", 1)
+        first = getattr(config, "first_k_dense_replace", 0)
+        assert ours.layers == tuple(at >= first and at not in plain and (at + 1) % step == 0 for at in range(7))

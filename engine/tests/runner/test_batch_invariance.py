@@ -4,7 +4,7 @@ poisoned with NaN before each run, so that nothing outside the request's own tok
 import numpy as np
 import pytest
 import torch
-from tiny_models import DENSE
+from tiny_models import DENSE, MOE
 
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.cpu.isa import available
@@ -135,7 +135,9 @@ def test_resumes_after_preemption(runner, driver, params, expected):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["qwen2-yarn", "mistral-7to1-window", "gemma2", "gemma3", "phi3-longrope", "olmo2", *DENSE])
+@pytest.mark.parametrize(
+    "name", ["qwen2-yarn", "mistral-7to1-window", "gemma2", "gemma3", "phi3-longrope", "olmo2", *DENSE, *MOE]
+)
 def test_every_family(name, dtype, loaded, driver):
     """In chunks beside others, after a cached prefix."""
     runner, tokens = loaded(name, dtype), prompt(1, 150)

@@ -124,6 +124,27 @@ CONFIGS = {
     "cohere": ("Cohere", HEADS | {"logit_scale": 0.5, "attention_bias": True, "pad_token_id": 0}),
     "cohere2": ("Cohere2", HEADS | WINDOWS | {"logit_scale": 0.5, "pad_token_id": 0}),
     "starcoder2": ("Starcoder2", HEADS | {"sliding_window": 40}),
+    "mixtral": ("Mixtral", HEADS | {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        HEADS
+        | {"num_hidden_layers": 3, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+        | {"shared_expert_intermediate_size": 56, "mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        HEADS
+        | {"num_hidden_layers": 3, "head_dim": 32, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+        | {"norm_topk_prob": True, "decoder_sparse_step": 2},
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        HEADS
+        | {"num_hidden_layers": 3, "head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+        | {"n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True}
+        | {"attention_bias": True, "pad_token_id": 0},
+    ),
 }
+MOE = ["mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe"]
 DENSE = ["exaone4", "smollm3", "granite", "glm4", "cohere2", "starcoder2"]
 """One for each way to differ from Llama."""

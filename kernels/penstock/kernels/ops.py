@@ -15,6 +15,9 @@ from penstock.kernels.cpu.isa import Isa, IsaName, choose
 from penstock.kernels.cpu.native import DTYPES, NativeOps
 from penstock.kernels.cpu.tape import Pool, Tape
 from penstock.kernels.embedding.reference import embedding
+from penstock.kernels.experts.reference import MLP, experts, experts_on_device
+from penstock.kernels.experts.routing import Routing, route
+from penstock.kernels.experts.table import ExpertTable
 from penstock.kernels.gated_mul.reference import gelu_tanh_mul, silu_mul
 from penstock.kernels.lora import device_reference as device_lora
 from penstock.kernels.lora.batch import lora_shelves
@@ -55,6 +58,11 @@ class Ops:
     """With what `lora_shelves` made, and a `LoraBatch` on the CPU, a `DeviceLoraBatch` on a device."""
     quantized_linear: Callable[[torch.Tensor, QuantizedWeight, torch.Tensor | None], torch.Tensor] = quantized_linear
     """Over a weight of few bits. The compiled form has one thread; the reference dequantizes the weight at each call."""
+    route: Callable[[torch.Tensor, torch.Tensor | None, Routing], tuple[torch.Tensor, torch.Tensor]] = route
+    any_experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[MLP]], torch.Tensor] = experts
+    """Over MLPs of any kind, each run by itself."""
+    experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertTable], torch.Tensor] | None = None
+    """Over weights as `linear` or, on a device, torch has them; None: this form has `any_experts` alone."""
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor] | None = None
     """Over a weight from `linear.reference.pack_weight`, in one thread; None: this form leaves it to torch."""
     tape: Callable[[Callable[[], torch.Tensor], Pool], Tape] | None = None
@@ -94,6 +102,8 @@ def native_ops(dtype: torch.dtype, isa: Isa, cache: Path) -> Ops:
         paged_attention=native.paged_attention,
         lora_shelves=PackedLoraShelves,
         add_lora=native.add_lora,
+        route=native.route,
+        experts=native.experts,
         linear=native.linear,
         quantized_linear=native.quantized_linear,
         tape=native.tape,
@@ -115,6 +125,7 @@ def device_reference_ops() -> Ops:
         paged_attention=paged_attention_device,
         lora_shelves=DeviceLoraShelves,
         add_lora=device_lora.add_lora,
+        any_experts=experts_on_device,
     )
 
 
@@ -143,6 +154,7 @@ def triton_ops(dtype: torch.dtype) -> Ops:
         paged_attention=attention.paged_attention,
         lora_shelves=DeviceLoraShelves,
         add_lora=lora.add_lora,
+        any_experts=experts_on_device,
     )
 
 

@@ -91,6 +91,8 @@ class LoraRunner:
         """Makes linear layers that adapters can be added to."""
 
         def make(layer: LinearLayer) -> LinearMethod:
+            if layer.routed:
+                return method(layer)
             return LoraLinearMethod(method(layer), layer, ops, self._step_batch())
 
         return make

@@ -1,4 +1,4 @@
-"""The shape of a dense decoder, read from a checkpoint's `config.json`. No torch: the frontend reads it too.
+"""The shape of a decoder, read from a checkpoint's `config.json`. No torch: the frontend reads it too.
 
 Both spellings of Hugging Face's configuration are understood, as written before transformers 5 and since. What is not implemented
 is refused by the name of its field.
@@ -10,6 +10,8 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.engine.config import ConfigError
+from penstock.engine.models.expert_config import ExpertsConfig, parse_experts
+from penstock.engine.models.fields import whole_number
 from penstock.engine.models.registry import Family, family
 from penstock.engine.models.rope import RopeConfig, Ropes, parse_ropes
 
@@ -21,7 +23,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder of attention and gated MLP; sizes in elements."""
+    """A decoder of attention and MLPs; sizes in elements."""
 
     vocab_size: int
     hidden_size: int
@@ -60,6 +62,8 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the checkpoint rotates neighbouring elements, not those half a head apart."""
     max_position_embeddings: int
     """Longest sequence in tokens, after rope scaling."""
+    experts: ExpertsConfig | None = None
+    """None: every layer has a plain MLP."""
 
 
 def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -73,19 +77,19 @@ def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         raise ConfigError("config.json: architectures is missing")
     served = family(architectures[0])
     raw = {**served.assumes, **raw}
-    _refuse_unsupported(raw)
-    hidden_size, num_heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
-    num_kv_heads = _size(raw, "num_key_value_heads", default=num_heads)
+    _refuse_unsupported(raw, served)
+    hidden_size, num_heads = whole_number(raw, "hidden_size"), whole_number(raw, "num_attention_heads")
+    num_kv_heads = whole_number(raw, "num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError(f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
-    head_size = _size(raw, "head_dim", default=hidden_size // num_heads)
-    ropes = parse_ropes(raw, head_size, _size(raw, "max_position_embeddings"))
+    head_size = whole_number(raw, "head_dim", default=hidden_size // num_heads)
+    ropes = parse_ropes(raw, head_size, whole_number(raw, "max_position_embeddings"))
     attention_bias = bool(raw.get("use_bias", raw.get("attention_bias", False)))
-    windows = _windows(raw, _size(raw, "num_hidden_layers"))
+    windows = _windows(raw, whole_number(raw, "num_hidden_layers"))
     return DecoderConfig(
-        vocab_size=_size(raw, "vocab_size"),
+        vocab_size=whole_number(raw, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_size(raw, "intermediate_size"),
+        intermediate_size=whole_number(raw, "intermediate_size"),
         num_layers=len(windows),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -99,7 +103,7 @@ def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         mlp_bias=bool(raw.get("use_bias", raw.get("mlp_bias", False))),
         activation=_activation(raw),
         gated_mlp=served.gated_mlp,
-        qk_norm=served.qk_norm,
+        qk_norm=served.qk_norm or bool(raw.get("use_qk_norm")),
         embedding_scale=float(raw.get("embedding_multiplier", 1.0)),
         residual_scale=float(raw.get("residual_multiplier", 1.0)),
         logits_scale=_logits_scale(raw),
@@ -110,22 +114,14 @@ def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         ropes=_layer_ropes(raw, served, ropes, windows),
         interleaved_rope=served.interleaved_rope,
         max_position_embeddings=ropes.max_positions,
+        experts=parse_experts(raw, len(windows)) if served.has_experts else None,
     )
 
 
-def _size(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    value = raw.get(field)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"config.json: {field} must be a positive whole number, not {value!r}")
-    return value
-
-
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+def _refuse_unsupported(raw: Mapping[str, Any], served: Family) -> None:
     if raw.get("quantization_config") is not None:
         raise ConfigError("config.json: quantization_config is set, and quantised checkpoints are not supported")
-    if raw.get("use_qk_norm"):
+    if raw.get("use_qk_norm") and served.norm != "rms":
         raise ConfigError("config.json: use_qk_norm is set, and norms of this family's queries and keys are not supported")
     for field, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
         if raw.get(field) is not None and bool(raw[field]) is not causal:
@@ -185,5 +181,5 @@ def _windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
         windowed = [kind == "sliding_attention" for kind in kinds]
     if not any(windowed):
         return (None,) * num_layers
-    size = _size(raw, "sliding_window")
+    size = whole_number(raw, "sliding_window")
     return tuple(size if is_windowed else None for is_windowed in windowed)

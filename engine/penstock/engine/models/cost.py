@@ -1,4 +1,4 @@
-"""A dense decoder's cost by its configuration. No torch."""
+"""A decoder's cost by its configuration. No torch."""
 
 from collections import Counter
 
@@ -14,11 +14,17 @@ def model_cost(config: DecoderConfig, dtype: DType, kv_dtype: DType) -> ModelCos
     hidden, heads, kv_heads = config.hidden_size, config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     attention = hidden * (heads + 2 * kv_heads) + heads * hidden
     mlp = (3 if config.gated_mlp else 2) * hidden * config.intermediate_size
-    weights, lm_head = config.num_layers * (attention + mlp), hidden * config.vocab_size
+    multiplied = stored = config.num_layers * (attention + mlp)
+    if (experts := config.experts) is not None:
+        layers, expert = sum(experts.layers), 3 * hidden * experts.intermediate_size
+        beside = hidden * experts.count + 3 * hidden * experts.shared_size - mlp
+        multiplied += layers * (beside + experts.top_k * expert)
+        stored += layers * (beside + experts.count * expert)
+    lm_head = hidden * config.vocab_size
     return ModelCost(
-        linear_flops_per_token=2 * weights,
+        linear_flops_per_token=2 * multiplied,
         lm_head_flops_per_row=2 * lm_head,
-        layer_weight_bytes=weights * _BYTES[dtype],
+        layer_weight_bytes=stored * _BYTES[dtype],
         lm_head_bytes=lm_head * _BYTES[dtype],
         windows=tuple(
             WindowCost(window, flops_per_pair=4 * heads * layers, kv_bytes_per_token=2 * kv_heads * layers * _BYTES[kv_dtype])

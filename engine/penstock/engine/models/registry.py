@@ -27,6 +27,7 @@ class Family(NamedTuple):
     norm_eps: str = "rms_norm_eps"
     """The field that holds it."""
     gated_mlp: bool = True
+    has_experts: bool = False
     rotates: Literal["all", "windowed", "listed"] = "all"
     """The layers with a rotary embedding: all, those with a window if there are any, or those that `no_rope_layers` lists."""
     interleaved_rope: bool = False
@@ -92,9 +93,22 @@ FAMILIES = {
     "Gemma3ForCausalLM": Family(f"{_MODELS}.gemma:GemmaForCausalLM", _GEMMA | _GEMMA3, qk_norm=True, norm_offset=1.0),
     "GlmForCausalLM": Family(f"{_MODELS}.glm:GlmForCausalLM", _NO_WINDOW | _GLM, interleaved_rope=True),
     "Glm4ForCausalLM": Family(f"{_MODELS}.glm:Glm4ForCausalLM", _NO_WINDOW | _GLM, interleaved_rope=True),
+    "Glm4MoeForCausalLM": Family(
+        f"{_MODELS}.moe:MoeForCausalLM",
+        _NO_WINDOW
+        | {"rms_norm_eps": 1e-5, "attention_out_bias": False, "partial_rotary_factor": 0.5}
+        | {"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1}
+        | {"scoring_func": "sigmoid", "norm_topk_prob": True, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
+        has_experts=True,
+    ),
     "GraniteForCausalLM": Family(f"{_MODELS}.granite:GraniteForCausalLM", _NO_WINDOW | {"attention_multiplier": 1.0}),
     "LlamaForCausalLM": Family(_LLAMA, _NO_WINDOW),
     "MinistralForCausalLM": Family(_LLAMA, {"sliding_window": 4096}),
+    "MixtralForCausalLM": Family(
+        f"{_MODELS}.moe:MixtralForCausalLM",
+        {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        has_experts=True,
+    ),
     "MistralForCausalLM": Family(_LLAMA, {"sliding_window": 4096}),
     "Olmo2ForCausalLM": Family(f"{_MODELS}.olmo2:Olmo2ForCausalLM", {"rms_norm_eps": 1e-5}),
     "Olmo3ForCausalLM": Family(
@@ -103,6 +117,19 @@ FAMILIES = {
     ),
     "Phi3ForCausalLM": Family(f"{_MODELS}.phi3:Phi3ForCausalLM", {"rms_norm_eps": 1e-5}),
     "Qwen2ForCausalLM": Family(_LLAMA, _NO_WINDOW | {"qkv_bias": True, "max_window_layers": 28}),
+    "Qwen2MoeForCausalLM": Family(
+        f"{_MODELS}.moe:MoeForCausalLM",
+        _NO_WINDOW
+        | {"qkv_bias": True, "max_window_layers": 28, "num_experts": 60, "num_experts_per_tok": 4}
+        | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+        has_experts=True,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        f"{_MODELS}.moe:MoeForCausalLM",
+        _NO_WINDOW | {"max_window_layers": 28, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        qk_norm=True,
+        has_experts=True,
+    ),
     "Qwen3ForCausalLM": Family(_LLAMA, _NO_WINDOW | {"head_dim": 128, "max_window_layers": 28}, qk_norm=True),
     "SeedOssForCausalLM": Family(_LLAMA, _NO_WINDOW | {"head_dim": 128, "attention_bias": True, "attention_out_bias": False}),
     "SmolLM3ForCausalLM": Family(_LLAMA, _NO_WINDOW | {"rope_theta": 2e6, "tie_word_embeddings": True}, rotates="listed"),
@@ -115,6 +142,10 @@ FAMILIES = {
     ),
 }
 MISSING = {
+    "DeepseekV2ForCausalLM": "latent attention",
+    "DeepseekV3ForCausalLM": "latent attention",
+    "GptOssForCausalLM": "attention sinks on CPUs, and the clamped activation of its experts",
+    "KimiK2ForCausalLM": "latent attention",
     "Llama4ForCausalLM": "chunked attention and temperature scaling of queries",
     "Llama4ForConditionalGeneration": "chunked attention, temperature scaling of queries, and images",
     "Ministral3ForCausalLM": "scaling of queries by their position (llama_4_scaling_beta)",

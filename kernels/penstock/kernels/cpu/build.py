@@ -8,7 +8,16 @@ from pathlib import Path
 
 from penstock.kernels.cpu.isa import Isa
 
-_NAMES = ("ops.cpp", "linear.cpp", "quantized_linear.cpp", "lora.cpp", "replay.cpp", "drafts.cpp", "collective.cpp")
+_NAMES = (
+    "ops.cpp",
+    "linear.cpp",
+    "quantized_linear.cpp",
+    "experts.cpp",
+    "lora.cpp",
+    "replay.cpp",
+    "drafts.cpp",
+    "collective.cpp",
+)
 SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 HEADERS = (Path(__file__).with_name("vector.h"),)
 COMPILERS = ("c++", "g++", "clang++")

@@ -11,6 +11,8 @@ import torch
 
 from penstock.kernels.collective.native import SIGNATURES, NativeCollectives
 from penstock.kernels.cpu.tape import Listener, Pool, Recording, Tape, Watch
+from penstock.kernels.experts.routing import Routing
+from penstock.kernels.experts.table import ExpertTable
 from penstock.kernels.lora.batch import LoraBatch
 from penstock.kernels.lora.packed import PackedLoraShelves
 from penstock.kernels.paged_attention.batch import PagedBatch
@@ -42,6 +44,8 @@ _SIGNATURES = {
         *[c_int, *[c_void_p] * 4, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p],
         *[c_int64] * 2,
     ],
+    "penstock_route": [c_int, *[c_void_p] * 4, *[c_int64] * 3, *[c_int] * 2, *[c_int64] * 3, c_float],
+    "penstock_experts": [c_int, *[c_void_p] * 6, *[c_int64] * 5, c_int],
     **SIGNATURES,
     "penstock_quantized_linear": [*[c_int] * 3, *[c_void_p] * 5, *[c_int64] * 4],
     "penstock_replay": [c_void_p, c_int64],
@@ -188,6 +192,29 @@ class NativeOps:
             *(starts.ctypes.data, lens.ctypes.data, table.ctypes.data, table.strides[0] // table.itemsize),
             *(len(lens), q.shape[1], kv_heads, block_size, q.shape[2], batch.window or 0, scale, softcap),
         )
+        return out
+
+    def route(self, logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+        """See the reference; logits are float32 or of the operations' dtype."""
+        logits = logits.contiguous()
+        tokens, experts = logits.shape
+        ids = torch.empty((tokens, routing.top_k), dtype=torch.int32)
+        weights = torch.empty((tokens, routing.top_k), dtype=torch.float32)
+        pointers = (logits.data_ptr(), None if bias is None else bias.data_ptr(), ids.data_ptr(), weights.data_ptr())
+        self._library.penstock_route(
+            *(DTYPES[logits.dtype], *pointers, tokens, experts, routing.top_k, int(routing.sigmoid), int(routing.renormalise)),
+            *(routing.groups, routing.top_groups, routing.group_best, routing.scale),
+        )
+        return ids, weights
+
+    def experts(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, table: ExpertTable) -> torch.Tensor:
+        """See the reference, of whose MLPs the table holds the packed weights; `ids` are those of experts in it."""
+        x = self._checked(x)
+        out = torch.empty_like(x)
+        pointers = (x, ids.contiguous(), weights.contiguous(), table.gate_up_at, table.down_at, out)
+        sizes = (*ids.shape, len(table.gate_up), table.hidden, table.inner)
+        gate = ("silu", "gelu_tanh").index(table.gate)
+        self._library.penstock_experts(self._code, *(tensor.data_ptr() for tensor in pointers), *sizes, gate)
         return out
 
     def add_lora(self, y: torch.Tensor, x: torch.Tensor, shelves: PackedLoraShelves, batch: LoraBatch) -> None:

@@ -20,6 +20,9 @@ void penstock_paged_attention(int, const void*, void*, const void*, int64_t, con
 void penstock_gather_rows(const void*, const int64_t*, void*, int64_t, int64_t);
 void penstock_add_lora(int, void*, const void*, const int64_t*, const int64_t*, int64_t, const void*, int64_t, const int64_t*, int64_t,
                        const int64_t*, int64_t, int64_t);
+void penstock_route(int, const void*, const float*, int32_t*, float*, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, int64_t, float);
+void penstock_experts(int, const void*, const int32_t*, const float*, const int64_t*, const int64_t*, void*, int64_t, int64_t, int64_t, int64_t,
+                      int64_t, int);
 void penstock_all_reduce(int, void*, const void*, void*, int64_t);
 void penstock_all_gather(int, void*, const void*, void*, int64_t, int64_t);
 
@@ -81,9 +84,11 @@ void penstock_replay(const void* calls, int64_t count) {
       case 6: call(penstock_paged_attention, one->arguments); break;
       case 7: call(penstock_gather_rows, one->arguments); break;
       case 8: call(penstock_add_lora, one->arguments); break;
-      case 9: call(penstock_all_reduce, one->arguments); break;
-      case 10: call(penstock_all_gather, one->arguments); break;
-      case 11: call(penstock_quantized_linear, one->arguments); break;
+      case 9: call(penstock_route, one->arguments); break;
+      case 10: call(penstock_experts, one->arguments); break;
+      case 11: call(penstock_all_reduce, one->arguments); break;
+      case 12: call(penstock_all_gather, one->arguments); break;
+      case 13: call(penstock_quantized_linear, one->arguments); break;
     }
 }
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,16 @@ LinearMethodFactory = Callable[[LinearLayer], LinearMethod]
 LinearKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor]
 
 
+@runtime_checkable
+class FusableMethod(Protocol):
+    """A linear method whose weight the kernels of a layer of experts read by themselves."""
+
+    @property
+    def kernel_weight(self) -> torch.Tensor:
+        """After `finish`, as the form's linear kernel reads it."""
+        ...
+
+
 class UnquantizedLinearMethod:
     """The weight in the model's dtype, multiplied by torch on the CPU."""
 
@@ -92,6 +102,11 @@ class UnquantizedLinearMethod:
 class DeviceLinearMethod(UnquantizedLinearMethod):
     """The weight on an accelerator, multiplied by its vendor's library for as many rows as there are. Which kernel that takes,
     and with it a row's last bits, depends on their number."""
+
+    @property
+    def kernel_weight(self) -> torch.Tensor:
+        """See FusableMethod."""
+        return self.weight
 
     def tie(self, weight: torch.Tensor) -> None:
         """Shares its memory."""
@@ -140,6 +155,11 @@ class NativeLinearMethod(UnquantizedLinearMethod):
         """Reorders the weight; the plain copy is dropped."""
         self.packed, self._out_features = pack_weight(self.weight), self.weight.shape[0]
         del self.weight
+
+    @property
+    def kernel_weight(self) -> torch.Tensor:
+        """See FusableMethod."""
+        return self.packed
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""

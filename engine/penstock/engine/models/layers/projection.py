@@ -39,6 +39,8 @@ class LinearLayer(NamedTuple):
     bias: bool
     dtype: torch.dtype
     """Of the activations."""
+    routed: bool = False
+    """Whether it belongs to a router or its experts, whose rows are not the step's tokens: no adapter goes on top."""
 
     @property
     def in_features(self) -> int:

@@ -1,0 +1,144 @@
+"""A router and the experts that it sends tokens to."""
+
+import logging
+from functools import partial
+
+import torch
+
+from penstock.engine.models.build import Build
+from penstock.engine.models.config import Activation
+from penstock.engine.models.layers.linear_method import DeviceLinearMethod, FusableMethod, LinearMethod, UnquantizedLinearMethod
+from penstock.engine.models.layers.projection import LinearLayer, Projection
+from penstock.engine.models.layers.shard import Span
+from penstock.engine.models.layers.weight import Weight, Weights
+from penstock.kernels.experts.routing import Routing
+from penstock.kernels.experts.table import ExpertTable
+
+log = logging.getLogger(__name__)
+
+
+class Router:
+    """Chooses each token's experts. Every rank has all of it.
+
+    Args:
+        hidden_size: Of a token.
+        num_experts: To choose from.
+        routing: The rule.
+        corrected: Whether the checkpoint holds a bias for the choice.
+        in_float32: Whether logits are computed in float32 whatever the model's dtype.
+        build: See Build.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, routing: Routing, corrected: bool, in_float32: bool, build: Build
+    ) -> None:
+        projection = Projection("gate", _whole(hidden_size), _whole(num_experts), 0)
+        self._dtype = torch.float32 if in_float32 else build.dtype
+        layer = LinearLayer(build.name("gate"), (projection,), bias=False, dtype=self._dtype, routed=True)
+        if self._dtype is build.dtype:
+            self._method = build.linear_method(layer)
+        else:
+            # The kernels for the model's dtype do not take float32.
+            own = UnquantizedLinearMethod if build.device.type == "cpu" else DeviceLinearMethod
+            self._method = own(layer, build.device)
+        self._projection, self._routing, self._ops = projection, routing, build.ops
+        self._bias = torch.empty(num_experts, dtype=torch.float32, device=build.device) if corrected else None
+
+    def weights(self) -> Weights:
+        """The router's, without a prefix."""
+        found = _stored(self._method, self._projection)
+        if self._bias is not None:
+            found["gate.e_score_correction_bias"] = Weight(tuple(self._bias.shape), self._load_bias)
+        return found
+
+    def _load_bias(self, value: torch.Tensor) -> None:
+        assert self._bias is not None
+        self._bias.copy_(value)
+
+    def finish(self) -> None:
+        """After loading."""
+        self._method.finish()
+
+    def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n, hidden] → experts and weights, [n, top_k] each."""
+        return self._ops.route(self._method.apply(hidden.to(self._dtype)), self._bias, self._routing)
+
+
+class Experts:
+    """Gated MLPs, each in the hands of linear methods of its own and cut among the ranks by its inner features.
+
+    The fused kernel takes them all where every method lets it read the weight; otherwise each expert runs by itself.
+
+    Args:
+        hidden_size: Of a token.
+        inner_size: Of an expert, whole.
+        num_experts: How many.
+        activation: Of the gate.
+        build: See Build.
+    """
+
+    def __init__(self, hidden_size: int, inner_size: int, num_experts: int, activation: Activation, build: Build) -> None:
+        inner, hidden = build.shard.span(inner_size, "moe_intermediate_size"), _whole(hidden_size)
+        gate, up = Projection("gate_proj", hidden, inner, 0), Projection("up_proj", hidden, inner, inner.size)
+        down = Projection("down_proj", inner, hidden, 0)
+        self._gate_up, self._down = list[LinearMethod](), list[LinearMethod]()
+        for expert in range(num_experts):
+            own = build.within(str(expert))
+            layer = LinearLayer(own.name("gate_up_proj"), (gate, up), bias=False, dtype=build.dtype, routed=True)
+            self._gate_up.append(build.linear_method(layer))
+            layer = LinearLayer(own.name("down_proj"), (down,), bias=False, dtype=build.dtype, routed=True)
+            self._down.append(build.linear_method(layer))
+        self._projections, self._sizes = (gate, up, down), (hidden_size, inner.size)
+        self._activation: Activation = activation
+        self._name, self._ops, self._comm = build.prefix, build.ops, build.comm
+        self._gated_mul = {"silu": build.ops.silu_mul, "gelu_tanh": build.ops.gelu_tanh_mul}[activation]
+        self._mlps = [partial(self._mlp, *methods) for methods in zip(self._gate_up, self._down, strict=True)]
+        self._table: ExpertTable | None = None
+
+    @property
+    def fused(self) -> bool:
+        """Whether one kernel takes all experts."""
+        return self._table is not None
+
+    def weights(self) -> Weights:
+        """By expert, without a prefix."""
+        gate, up, down = self._projections
+        found: Weights = {}
+        for expert, (gate_up, last) in enumerate(zip(self._gate_up, self._down, strict=True)):
+            own = _stored(gate_up, gate) | _stored(gate_up, up) | _stored(last, down)
+            found |= {f"{expert}.{name}": weight for name, weight in own.items()}
+        return found
+
+    def finish(self) -> None:
+        """After loading."""
+        for method in (*self._gate_up, *self._down):
+            method.finish()
+        fused = [method for method in (*self._gate_up, *self._down) if isinstance(method, FusableMethod)]
+        if self._ops.experts is not None and len(fused) == 2 * len(self._gate_up):
+            weights, count = [method.kernel_weight for method in fused], len(self._gate_up)
+            self._table = ExpertTable(weights[:count], weights[count:], *self._sizes, self._activation)
+        else:
+            log.warning("%s: experts run one by one, more slowly: no fused kernel for these weights here", self._name)
+
+    def __call__(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] and each token's choices → [n, hidden]."""
+        if self._table is not None and self._ops.experts is not None:
+            return self._comm.all_reduce(self._ops.experts(hidden, ids, weights, self._table))
+        return self._comm.all_reduce(self._ops.any_experts(hidden, ids, weights, self._mlps))
+
+    def _mlp(self, gate_up: LinearMethod, down: LinearMethod, x: torch.Tensor) -> torch.Tensor:
+        return down.apply(self._gated_mul(gate_up.apply(x)))
+
+
+def _whole(size: int) -> Span:
+    return Span(size, 0, size)
+
+
+def _stored(method: LinearMethod, projection: Projection) -> Weights:
+    """What a method asks for, with no place for adapters."""
+    found: Weights = {}
+    for kind, spec in method.tensors(projection).items():
+        spec.check(projection, f"{projection.name}.{kind}")
+        dim = None if spec.outputs is None else spec.outputs.dim
+        found[f"{projection.name}.{kind}"] = Weight(spec.shape, partial(method.load, projection, kind), None, spec.dtypes, dim)
+    return found

@@ -1,0 +1,114 @@
+"""Mixtures of experts with Llama's attention: Mixtral (Mistral AI, 2023), Qwen2-MoE, Qwen3-MoE (2024, 2025), GLM-4.5 (2025).
+
+Routing, shared experts and which layers are plain MLPs are in the configuration.
+"""
+
+import re
+from typing import ClassVar
+
+import msgspec
+import torch
+
+from penstock.engine.models.build import Build
+from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.layers.experts import Experts, Router
+from penstock.engine.models.layers.linear import ColumnParallelLinear
+from penstock.engine.models.layers.shard import Span
+from penstock.engine.models.layers.weight import Weights, prefixed
+from penstock.engine.models.llama import MLP, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
+from penstock.kernels.experts.routing import Routing
+
+
+class MoeMLP:
+    """Experts that a router chooses, and at times one that all tokens share."""
+
+    def __init__(self, config: DecoderConfig, build: Build) -> None:
+        experts = config.experts
+        assert experts is not None, "a plain MLP's place"
+        routing = Routing(
+            top_k=experts.top_k,
+            sigmoid=experts.sigmoid,
+            renormalise=experts.renormalise,
+            scale=experts.scale,
+            groups=experts.groups,
+            top_groups=experts.top_groups,
+            group_best=2 if experts.sigmoid else 1,
+        )
+        hidden, count = config.hidden_size, experts.count
+        self.gate = Router(hidden, count, routing, experts.corrected, experts.sigmoid, build)
+        self.experts = Experts(hidden, experts.intermediate_size, count, config.activation, build.within("experts"))
+        self._shared_name, self.shared = experts.shared_name, None
+        if experts.shared_size:
+            as_dense = msgspec.structs.replace(config, intermediate_size=experts.shared_size)
+            self.shared = LlamaMLP(as_dense, build.within(experts.shared_name))
+        self.shared_gate = None
+        if experts.shared_gate:
+            one = {"shared_expert_gate": Span(1, 0, 1)}
+            self.shared_gate = ColumnParallelLinear("shared_expert_gate", hidden, one, False, build)
+
+    def weights(self) -> Weights:
+        """The layer's, without a prefix."""
+        found = self.gate.weights() | prefixed("experts", self.experts.weights())
+        if self.shared is not None:
+            found |= prefixed(self._shared_name, self.shared.weights())
+        return found if self.shared_gate is None else found | self.shared_gate.weights()
+
+    def finish(self) -> None:
+        """After loading."""
+        for part in (self.gate, self.experts, self.shared, self.shared_gate):
+            if part is not None:
+                part.finish()
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] → [n, hidden]."""
+        found = self.experts(hidden, *self.gate(hidden))
+        if self.shared is None:
+            return found
+        shared = self.shared(hidden)
+        if self.shared_gate is not None:
+            shared = shared * _sigmoid(self.shared_gate(hidden)).to(shared.dtype)
+        return found + shared
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """In float64, [n, 1]: torch's own rounds otherwise in the last elements of a tensor, and so by the number of tokens."""
+    return x.double().sigmoid().float()
+
+
+class MoeDecoderLayer(LlamaDecoderLayer):
+    """See LlamaDecoderLayer."""
+
+    def make_mlp(self, config: DecoderConfig, build: Build, index: int) -> MLP:
+        """See LlamaDecoderLayer."""
+        has_experts = config.experts is not None and config.experts.layers[index]
+        return MoeMLP(config, build) if has_experts else LlamaMLP(config, build)
+
+
+class MoeForCausalLM(LlamaForCausalLM):
+    """See LlamaForCausalLM."""
+
+    decoder_layer: ClassVar[type[LlamaDecoderLayer]] = MoeDecoderLayer
+
+    def ignores(self, name: str) -> bool:
+        """Also the layers after the last, which predict further tokens."""
+        layer, experts = re.match(r"model\.layers\.(\d+)\.", name), self.config.experts
+        further = 0 if experts is None else experts.further_layers
+        if layer is not None and 0 <= int(layer[1]) - self.config.num_layers < further:
+            return True
+        return super().ignores(name)
+
+
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+class MixtralForCausalLM(MoeForCausalLM):
+    """See LlamaForCausalLM; with names of its own."""
+
+    def weights(self) -> Weights:
+        """See LlamaForCausalLM."""
+        return {_mixtral_name(name): weight for name, weight in super().weights().items()}
+
+
+def _mixtral_name(name: str) -> str:
+    name = name.replace(".mlp.", ".block_sparse_moe.")
+    return re.sub(r"(\.experts\.\d+\.)(\w+)", lambda found: found[1] + _MIXTRAL[found[2]], name)

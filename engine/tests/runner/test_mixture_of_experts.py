@@ -1,0 +1,78 @@
+"""Checkpoints with experts: what is missing, what is not needed, and what their weights compute."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.engine.config import ConfigError
+from penstock.engine.models.layers.experts import Experts
+from penstock.engine.sampling import SamplingParams
+
+FILE = "model.safetensors"
+
+
+def changed(path: Path, to: Path, change) -> Path:
+    """A copy whose tensors a function has changed."""
+    shutil.copytree(path, to)
+    tensors = load_file(path / FILE)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, to / FILE, metadata={"format": "pt"})
+    return to
+
+
+def test_a_missing_expert_is_named(checkpoint, build_runner, tmp_path):
+    name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    path = changed(checkpoint("mixtral"), tmp_path / "lacking", lambda tensors: tensors.pop(name))
+    with pytest.raises(ConfigError, match=f"lacks the tensors {name}"):
+        build_runner(path)
+
+
+def test_an_expert_too_many_is_named(checkpoint, build_runner, tmp_path):
+    path = changed(checkpoint("mixtral"), tmp_path / "fewer", lambda tensors: None)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_local_experts": 4}))
+    with pytest.raises(ConfigError, match=r"shape \[5, 64\], expected \[4, 64\]|unexpected tensors .*experts\.4"):
+        build_runner(path)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(checkpoint, build_runner, driver, tmp_path):
+    def add(tensors):
+        tensors["model.layers.3.eh_proj.weight"] = torch.zeros(64, 128)
+
+    path = changed(checkpoint("glm4-moe"), tmp_path / "further", add)
+    play = driver(build_runner(path))
+    plain = driver(build_runner(checkpoint("glm4-moe")))
+    assert play.generate(play.admit([5, 6, 7]), 4) == plain.generate(plain.admit([5, 6, 7]), 4)
+
+    def add_beyond(tensors):
+        tensors["model.layers.4.eh_proj.weight"] = torch.zeros(64, 128)
+
+    with pytest.raises(ConfigError, match=r"unexpected tensors model\.layers\.4\.eh_proj"):
+        build_runner(changed(checkpoint("glm4-moe"), tmp_path / "beyond", add_beyond))
+
+
+def test_an_expert_that_no_token_chooses_may_hold_anything(checkpoint, build_runner, driver, tmp_path):
+    """All logits are 0, and of equal ones the first two win: weights of infinity in the last expert never meet a token."""
+
+    def spoil(tensors):
+        for layer in range(2):
+            base = f"model.layers.{layer}.block_sparse_moe"
+            tensors[f"{base}.gate.weight"].zero_()
+            for part in ("w1", "w2", "w3"):
+                tensors[f"{base}.experts.4.{part}.weight"].fill_(float("inf"))
+
+    play = driver(build_runner(changed(checkpoint("mixtral"), tmp_path / "spoilt", spoil)))
+    sequence = play.admit(list(range(40)), SamplingParams(max_tokens=5, temperature=0.0, logprobs=5))
+    result = play.step([(sequence, 40)])
+    assert torch.tensor(result.logprobs.top_logprobs).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "glm4-moe"])
+def test_the_fused_kernel_takes_all_experts(name, loaded):
+    """Experts one by one would be right as well, and slow."""
+    found = [layer.mlp.experts for layer in loaded(name).model.layers if hasattr(layer.mlp, "experts")]
+    assert found and all(isinstance(experts, Experts) and experts.fused for experts in found)

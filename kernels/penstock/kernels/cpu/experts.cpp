@@ -1,0 +1,145 @@
+// Mixture of experts in float32 and bfloat16, in one thread, behind a C ABI: routing, and the experts of each token.
+//
+// Tokens are sorted by expert, so that each expert's weights are read once a step, and those of an expert without tokens are not read at all.
+// Rows of a linear layer do not depend on one another, and a token's results are added up in the order of its choices: so a token's result has
+// the same bits in any batch.
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "vector.h"
+
+extern "C" {
+void penstock_linear(int, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t);
+void penstock_silu_mul(int, const void*, void*, int64_t, int64_t);
+void penstock_gelu_tanh_mul(int, const void*, void*, int64_t, int64_t);
+}
+
+namespace {
+
+using namespace penstock;
+
+// The places of the `count` greatest, the first of equal ones first.
+void best(const float* values, int64_t size, int64_t count, int32_t* out) {
+  std::vector<char> taken(size, 0);
+  for (int64_t i = 0; i < count; ++i) {
+    int64_t found = -1;
+    for (int64_t at = 0; at < size; ++at)
+      if (!taken[at] && (found < 0 || values[at] > values[found])) found = at;
+    taken[found] = 1, out[i] = static_cast<int32_t>(found);
+  }
+}
+
+// Groups other than the best ones are shut: their experts are chosen last.
+void shut_groups(float* choice, int64_t experts, int64_t groups, int64_t top_groups, int64_t group_best) {
+  const int64_t size = experts / groups;
+  std::vector<float> ranks(groups, 0.0f);
+  std::vector<int32_t> places(std::max(group_best, groups));
+  for (int64_t g = 0; g < groups; ++g) {
+    best(choice + g * size, size, group_best, places.data());
+    for (int64_t i = 0; i < group_best; ++i) ranks[g] += choice[g * size + places[i]];
+  }
+  best(ranks.data(), groups, top_groups, places.data());
+  std::vector<char> open(groups, 0);
+  for (int64_t i = 0; i < top_groups; ++i) open[places[i]] = 1;
+  for (int64_t g = 0; g < groups; ++g)
+    if (!open[g]) std::fill_n(choice + g * size, size, -INFINITY);
+}
+
+template <typename T>
+void route(const T* logits, const float* bias, int32_t* ids, float* weights, int64_t tokens, int64_t experts, int64_t k, bool sigmoid,
+           bool renormalise, int64_t groups, int64_t top_groups, int64_t group_best, float scale) {
+  std::vector<float> scores(experts), choice(experts);
+  for (int64_t t = 0; t < tokens; ++t, logits += experts, ids += k, weights += k) {
+    float greatest = -INFINITY, sum = 0.0f;
+    for (int64_t e = 0; e < experts; ++e) greatest = std::max(greatest, widen(logits[e]));
+    for (int64_t e = 0; e < experts; ++e) {
+      const float x = widen(logits[e]);
+      sum += scores[e] = sigmoid ? 1.0f / (1.0f + std::exp(-x)) : std::exp(x - greatest);
+    }
+    for (int64_t e = 0; e < experts; ++e) {
+      if (!sigmoid) scores[e] /= sum;
+      choice[e] = scores[e] + (bias == nullptr ? 0.0f : bias[e]);
+    }
+    if (groups > 1) shut_groups(choice.data(), experts, groups, top_groups, group_best);
+    best(choice.data(), experts, k, ids);
+    float total = 0.0f;
+    for (int64_t i = 0; i < k; ++i) total += weights[i] = scores[ids[i]];
+    for (int64_t i = 0; i < k; ++i) weights[i] = (renormalise ? weights[i] / (total + 1e-20f) : weights[i]) * scale;
+  }
+}
+
+// out = the sum of the k rows of `results` at `places`, by weight.
+template <typename T>
+void combine(const T* results, const int64_t* places, const float* weights, int64_t k, int64_t hidden, T* out) {
+  int64_t at = 0;
+  for (; at + kLanes <= hidden; at += kLanes) {
+    Vec sum{};
+    for (int64_t i = 0; i < k; ++i) sum = multiply_add(load(results + places[i] * hidden + at), splat(weights[i]), sum);
+    store(out + at, sum);
+  }
+  for (; at < hidden; ++at) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < k; ++i) sum += widen(results[places[i] * hidden + at]) * weights[i];
+    narrow(sum, out + at);
+  }
+}
+
+template <typename T>
+void run_experts(int dtype, const T* x, const int32_t* ids, const float* weights, const int64_t* gate_up, const int64_t* down, T* out,
+                 int64_t tokens, int64_t k, int64_t experts, int64_t hidden, int64_t inner, int gate) {
+  const int64_t choices = tokens * k;
+  std::vector<int64_t> starts(experts + 1, 0), places(choices), order(choices);
+  for (int64_t i = 0; i < choices; ++i) ++starts[ids[i] + 1];
+  const int64_t most = *std::max_element(starts.begin(), starts.end());
+  for (int64_t e = 0; e < experts; ++e) starts[e + 1] += starts[e];
+  std::vector<int64_t> next(starts.begin(), starts.end() - 1);
+  for (int64_t i = 0; i < choices; ++i) order[places[i] = next[ids[i]]++] = i;
+  const std::unique_ptr<T[]> inputs(new T[most * hidden]), projected(new T[most * 2 * inner]), gated(new T[most * inner]);
+  const std::unique_ptr<T[]> results(new T[choices * hidden]);
+  for (int64_t e = 0; e < experts; ++e) {
+    const int64_t first = starts[e], count = starts[e + 1] - first;
+    if (count == 0) continue;
+    const T* rows = inputs.get();
+    if (count == 1)
+      rows = x + order[first] / k * hidden;
+    else
+      for (int64_t r = 0; r < count; ++r) std::memcpy(inputs.get() + r * hidden, x + order[first + r] / k * hidden, hidden * sizeof(T));
+    penstock_linear(dtype, rows, reinterpret_cast<const void*>(gate_up[e]), nullptr, projected.get(), count, 2 * inner, hidden);
+    (gate == 0 ? penstock_silu_mul : penstock_gelu_tanh_mul)(dtype, projected.get(), gated.get(), count, inner);
+    penstock_linear(dtype, gated.get(), reinterpret_cast<const void*>(down[e]), nullptr, results.get() + first * hidden, count, hidden, inner);
+  }
+  for (int64_t t = 0; t < tokens; ++t)
+    combine(results.get(), places.data() + t * k, weights + t * k, k, hidden, out + t * hidden);
+}
+
+}  // namespace
+
+extern "C" {
+
+void penstock_route(int dtype, const void* logits, const float* bias, int32_t* ids, float* weights, int64_t tokens, int64_t experts, int64_t k,
+                    int sigmoid, int renormalise, int64_t groups, int64_t top_groups, int64_t group_best, float scale) {
+  const auto run = [&](auto* of) {
+    route(of, bias, ids, weights, tokens, experts, k, sigmoid != 0, renormalise != 0, groups, top_groups, group_best, scale);
+  };
+  if (dtype == 0)
+    run(static_cast<const float*>(logits));
+  else
+    run(static_cast<const BFloat16*>(logits));
+}
+
+void penstock_experts(int dtype, const void* x, const int32_t* ids, const float* weights, const int64_t* gate_up, const int64_t* down, void* out,
+                      int64_t tokens, int64_t k, int64_t experts, int64_t hidden, int64_t inner, int gate) {
+  const auto run = [&](auto* to) {
+    using T = std::remove_pointer_t<decltype(to)>;
+    run_experts(dtype, static_cast<const T*>(x), ids, weights, gate_up, down, to, tokens, k, experts, hidden, inner, gate);
+  };
+  if (dtype == 0)
+    run(static_cast<float*>(out));
+  else
+    run(static_cast<BFloat16*>(out));
+}
+
+}  // extern "C"

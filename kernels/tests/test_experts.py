@@ -1,0 +1,151 @@
+"""Routing and the experts of each token: against float64, against rules written out, and against themselves in other batches."""
+
+import pytest
+import torch
+
+from penstock.kernels.experts.reference import experts, experts_on_device
+from penstock.kernels.experts.routing import Routing, route
+from penstock.kernels.experts.table import ExpertTable
+from penstock.kernels.gated_mul.reference import silu_mul
+from penstock.kernels.linear.reference import pack_weight
+
+HIDDEN, INNER, EXPERTS = 70, 42, 5
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
+RULES = [
+    Routing(2),
+    Routing(3, renormalise=True),
+    Routing(3, sigmoid=True, renormalise=True, scale=2.5, groups=4, top_groups=2, group_best=2),
+    Routing(2, groups=4, top_groups=1),
+]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=TOLERANCE, ids=str)
+def dtype(request):
+    return request.param
+
+
+class Layer:
+    """Random experts, as every form has them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.gate_up = [(torch.randn(2 * INNER, HIDDEN) / 8).to(dtype) for _ in range(EXPERTS)]
+        self.down = [(torch.randn(HIDDEN, INNER) / 8).to(dtype) for _ in range(EXPERTS)]
+        packed = ([pack_weight(weight) for weight in weights] for weights in (self.gate_up, self.down))
+        self.table = ExpertTable(*packed, HIDDEN, INNER, "silu")
+
+    def mlp(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        return silu_mul(x @ self.gate_up[expert].to(x.dtype).T) @ self.down[expert].to(x.dtype).T
+
+    def mlps(self):
+        return [lambda x, expert=expert: self.mlp(expert, x) for expert in range(EXPERTS)]
+
+    def expected(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(x.shape, dtype=torch.float64)
+        for token, (chosen, counts) in enumerate(zip(ids.tolist(), weights.double(), strict=True)):
+            for expert, weight in zip(chosen, counts, strict=True):
+                gate, up = (x[token].double() @ self.gate_up[expert].double().T).chunk(2)
+                out[token] += weight * ((gate * gate.sigmoid() * up) @ self.down[expert].double().T)
+        return out
+
+
+def choices(tokens: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.stack([torch.randperm(EXPERTS)[:k] for _ in range(tokens)]) if tokens else torch.empty(0, k)
+    return ids.int(), torch.rand(tokens, k)
+
+
+@pytest.fixture
+def forms(native, dtype):
+    """`forms(layer)`: each form over a layer's weights, the compiled one first."""
+
+    def of(layer: Layer):
+        fused = native(dtype).experts
+        yield lambda x, ids, weights: fused(x, ids, weights, layer.table)
+        yield lambda x, ids, weights: experts(x, ids, weights, layer.mlps())
+        yield lambda x, ids, weights: experts_on_device(x, ids, weights, layer.mlps())
+
+    return of
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 37])
+@pytest.mark.parametrize("k", [1, 3, EXPERTS])
+def test_experts_equal_float64(forms, dtype, tokens, k):
+    layer, x = Layer(dtype), torch.randn(tokens, HIDDEN).to(dtype)
+    ids, weights = choices(tokens, k)
+    for form in forms(layer):
+        out = form(x, ids, weights)
+        assert out.dtype is dtype and out.shape == x.shape
+        torch.testing.assert_close(out.double(), layer.expected(x, ids, weights), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_one_expert_may_get_all_tokens_and_the_others_are_not_multiplied(native, dtype):
+    layer, x = Layer(dtype), torch.randn(20, HIDDEN).to(dtype)
+    ids, weights = torch.full((20, 1), 3, dtype=torch.int32), torch.rand(20, 1)
+    expected = layer.expected(x, ids, weights)
+    for expert in (0, 1, 2, 4):
+        layer.table.gate_up_at[expert] = layer.table.down_at[expert] = 0  # to read from there ends the process
+    out = native(dtype).experts(x, ids, weights, layer.table)
+    torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    calls = []
+    experts(x, ids, weights, [lambda rows, expert=expert: calls.append((expert, len(rows))) or rows for expert in range(EXPERTS)])
+    assert calls == [(3, 20)]
+
+
+def test_a_tokens_bits_are_the_same_among_any_others(native, dtype):
+    layer, form, x = Layer(dtype), native(dtype).experts, torch.randn(60, HIDDEN).to(dtype)
+    ids, weights = choices(60, 3)
+    whole = form(x, ids, weights, layer.table)
+    for first, count in ((0, 1), (7, 2), (20, 5), (31, 29)):
+        rows = slice(first, first + count)
+        assert torch.equal(form(x[rows], ids[rows], weights[rows], layer.table), whole[rows])
+    order = torch.randperm(60)
+    assert torch.equal(form(x[order], ids[order], weights[order], layer.table), whole[order])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_compiled_routing_is_the_reference(native, dtype, rule, biased):
+    logits, bias = (torch.randn(50, 8) * 2).to(dtype), torch.randn(8) if biased else None
+    ids, weights = native(dtype).route(logits, bias, rule)
+    expected_ids, expected = route(logits, bias, rule)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+    assert ids.dtype is torch.int32 and weights.dtype is torch.float32
+
+
+def test_the_bias_chooses_and_does_not_weigh(ops_in):
+    logits, bias = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor([5.0, 0.0, 0.0, 0.0])
+    ids, weights = ops_in(torch.float32).route(logits, bias, Routing(2, sigmoid=True))
+    assert ids.tolist() == [[0, 3]]
+    torch.testing.assert_close(weights, logits[:, [0, 3]].sigmoid())
+
+
+def test_a_group_is_ranked_by_its_two_best(ops_in):
+    """The second group has the best expert of all, and the first the better pair."""
+    logits = torch.tensor([[1.0, 1.0, -9.0, 1.5, -9.0, -9.0]])
+    rule = Routing(2, sigmoid=True, groups=2, top_groups=1, group_best=2)
+    assert ops_in(torch.float32).route(logits, None, rule)[0].tolist() == [[0, 1]]
+    assert ops_in(torch.float32).route(logits, None, Routing(1, groups=2, top_groups=1))[0].tolist() == [[3]]
+
+
+def test_ties_go_to_the_lower_number(ops_in):
+    form = ops_in(torch.float32).route
+    assert form(torch.zeros(3, 9), None, Routing(4))[0].tolist() == [[0, 1, 2, 3]] * 3
+    ids, weights = form(torch.zeros(2, 4), torch.full((4,), float("-inf")), Routing(2, sigmoid=True, renormalise=True))
+    assert ids.tolist() == [[0, 1]] * 2  # all experts refuse: the choice is still one of experts
+    torch.testing.assert_close(weights, torch.full((2, 2), 0.5))
+
+
+def test_routing_what_is_not_finite_gives_experts_that_exist(ops_in):
+    ids, weights = ops_in(torch.float32).route(torch.full((2, 6), float("nan")), None, Routing(3, renormalise=True))
+    assert ((ids >= 0) & (ids < 6)).all() and weights.isnan().all()
+    assert all(len(set(row)) == 3 for row in ids.tolist())
+
+
+def test_no_tokens_have_no_experts(ops_in):
+    ids, weights = ops_in(torch.float32).route(torch.empty(0, 6), None, Routing(3))
+    assert ids.shape == weights.shape == (0, 3)
