@@ -20,7 +20,7 @@ from penstock.engine.sampling import SamplingParams
 
 VOCAB, OUTPUTS = 257, 6
 ALL_LOGPROBS = SamplingParams(max_tokens=100, temperature=0.0, logprobs=VOCAB)
-FAMILIES = ["llama", "qwen3", "qwen2-yarn", "gemma3", "olmo2", "phi3-longrope", "glm4", "cohere2"]
+FAMILIES = ["llama", "qwen3", "qwen2-yarn", "gemma3", "olmo2", "phi3-longrope", "glm4", "cohere2", "qwen3-moe"]
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,8 @@ def prompt(seed: int, length: int = 80) -> list[int]:
 
 
 def modules_of(name: str) -> tuple[str, ...]:
+    if name == "qwen3-moe":
+        return ("q_proj", "k_proj", "v_proj", "o_proj")  # experts take no adapter
     if name == "glm4":
         return ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")
     return ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if name.startswith("phi3") else ALL
@@ -214,6 +216,16 @@ def test_what_cannot_be_served_is_refused_by_its_name(change, words, lora_runner
     path = broken(make_adapter(tmp_path / "adapter", reference("llama")), change)
     error = read(lora_runner("llama"), 30, path)
     assert error is not None and words in error
+
+
+def test_an_adapter_on_experts_is_refused(lora_runner, reference, tmp_path):
+    path = make_adapter(tmp_path / "adapter", reference("qwen3-moe"), modules=("q_proj",))
+    tensors = load_file(path / "adapter_model.safetensors")
+    module = "base_model.model.model.layers.1.mlp.experts.0.up_proj"
+    tensors |= {f"{module}.lora_A.weight": torch.zeros(4, 64), f"{module}.lora_B.weight": torch.zeros(40, 4)}
+    save_file(tensors, path / "adapter_model.safetensors")
+    error = read(lora_runner("qwen3-moe"), 30, path)
+    assert error is not None and "experts.0.up_proj" in error
 
 
 def test_other_ways_to_be_no_adapter(lora_runner, reference, tmp_path):

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.engine.config import ConfigError
+from penstock.engine.loading.safetensors import check_weights
 from penstock.engine.models.layers.experts import Experts
 from penstock.engine.sampling import SamplingParams
 
@@ -37,6 +38,33 @@ def test_an_expert_too_many_is_named(checkpoint, build_runner, tmp_path):
     (path / "config.json").write_text(json.dumps(config | {"num_local_experts": 4}))
     with pytest.raises(ConfigError, match=r"shape \[5, 64\], expected \[4, 64\]|unexpected tensors .*experts\.4"):
         build_runner(path)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe"])
+def test_one_tensor_for_all_experts_is_loaded_as_well(name, checkpoint, build_runner, loaded, driver, tmp_path):
+    path = changed(checkpoint(name), tmp_path / "fused", fuse)
+    runner = build_runner(path)
+    outputs = [play.generate(play.admit([5, 6, 7, 8]), 8) for play in (driver(runner), driver(loaded(name)))]
+    assert outputs[0] == outputs[1]
+    parts = [tensor for tensor in check_weights(runner.model, path) if tensor.rows is not None]
+    assert len(parts) >= 3 * 7
+    whole = load_file(checkpoint(name) / FILE)
+    with (path / FILE).open("rb") as stream:
+        for part in parts:  # as a device reads them
+            stream.seek(part.offset)
+            values = torch.frombuffer(bytearray(stream.read(part.size)), dtype=torch.float32).view(part.shape)
+            assert torch.equal(values, whole[part.name])
+
+
+def fuse(tensors) -> None:
+    """Puts the experts of a layer into two tensors."""
+    for base in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
+        names = [name for name in tensors if name.startswith(f"{base}.experts.")]
+        parts = {name.removeprefix(f"{base}.experts."): tensors.pop(name) for name in names}
+        gates = range(len(parts) // 3)
+        pairs = [torch.cat((parts[f"{at}.gate_proj.weight"], parts[f"{at}.up_proj.weight"])) for at in gates]
+        tensors[f"{base}.experts.gate_up_proj"] = torch.stack(pairs)
+        tensors[f"{base}.experts.down_proj"] = torch.stack([parts[f"{at}.down_proj.weight"] for at in gates])
 
 
 def test_layers_that_predict_further_tokens_are_left_out(checkpoint, build_runner, driver, tmp_path):

@@ -1,5 +1,6 @@
 """Fills a model from safetensors files, one or several, and accounts for every tensor before the first is loaded."""
 
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -35,6 +36,7 @@ DTYPES: dict[str, torch.dtype] = {
 BODY = "model."
 """Before the names of all tensors but the LM head's; a decoder that was saved without one may lack it (`Qwen3-Embedding`)."""
 _SHOWN = 5
+_ALL_EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 
 
 class Loadable(Protocol):
@@ -64,6 +66,8 @@ class StoredTensor(NamedTuple):
     """Bytes."""
     key: str
     """What its file calls it."""
+    rows: tuple[int, int, int] | None = None
+    """Of a tensor that the file holds for all experts of a layer: the expert, and its first row and the one after the last."""
 
 
 def load_mapped(model: Loadable, tensors: Sequence[StoredTensor], progress: Progress | None = None) -> None:
@@ -78,9 +82,17 @@ def load_mapped(model: Loadable, tensors: Sequence[StoredTensor], progress: Prog
     for file, members in groupby(tensors, key=attrgetter("file")):
         with safetensors.safe_open(file, framework="pt") as mapped:
             for tensor in members:
-                wanted[tensor.name].load(mapped.get_tensor(tensor.key))
+                wanted[tensor.name].load(_mapped(mapped, tensor))
                 if progress is not None:
                     progress.add(tensor.size)
+
+
+def _mapped(mapped: Any, tensor: StoredTensor) -> torch.Tensor:
+    """Its values; of a tensor of all experts, nothing else is read."""
+    if tensor.rows is None:
+        return mapped.get_tensor(tensor.key)
+    expert, first, end = tensor.rows
+    return mapped.get_slice(tensor.key)[expert : expert + 1, first:end][0]
 
 
 def check_weights(model: Loadable, path: Path) -> list[StoredTensor]:
@@ -95,6 +107,7 @@ def check_weights(model: Loadable, path: Path) -> list[StoredTensor]:
     """
     wanted = model.weights()
     stored = _with_body([tensor for file in _files(path) for tensor in _header(file)], wanted)
+    stored = [part for tensor in stored for part in _by_expert(tensor, wanted)]
     found = [tensor for tensor in stored if tensor.name in wanted]
     unexpected = [tensor.name for tensor in stored if tensor.name not in wanted and not model.ignores(tensor.name)]
     for tensor in found:
@@ -108,6 +121,29 @@ def _with_body(stored: list[StoredTensor], wanted: Weights) -> list[StoredTensor
     if any(tensor.name.startswith(BODY) for tensor in stored):
         return stored
     return [tensor._replace(name=BODY + tensor.name) if BODY + tensor.name in wanted else tensor for tensor in stored]
+
+
+def _by_expert(tensor: StoredTensor, wanted: Weights) -> list[StoredTensor]:
+    """Its parts, if the file has one tensor for all experts of a layer, [experts, outputs, inputs], and the model wants each by
+    itself; otherwise the tensor."""
+    found = _ALL_EXPERTS.fullmatch(tensor.name)
+    if found is None or tensor.name in wanted or len(tensor.shape) != 3:
+        return [tensor]
+    (experts, rows, columns), names = tensor.shape, ("gate_proj", "up_proj") if found[2] == "gate_up_proj" else ("down_proj",)
+    own, size = rows // len(names), tensor.size // (experts * len(names))
+    if own * len(names) != rows:
+        return [tensor]
+    return [
+        tensor._replace(
+            name=f"{found[1]}.{expert}.{name}.weight",
+            shape=(own, columns),
+            offset=tensor.offset + (expert * len(names) + at) * size,
+            size=size,
+            rows=(expert, at * own, (at + 1) * own),
+        )
+        for expert in range(experts)
+        for at, name in enumerate(names)
+    ]
 
 
 def _header(file: Path) -> list[StoredTensor]:
