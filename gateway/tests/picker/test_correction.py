@@ -11,6 +11,7 @@ from penstock.api.fleet import Fleet, Model, Pool, Replica
 from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.picker.choice import Choice, choose
 from penstock.gateway.picker.correction import HALF_LIFE_S, LEAST, MOST, corrections
+from penstock.gateway.picker.cost import HORIZON_TOKENS
 from penstock.gateway.picker.request import Prompt, RequestView
 from penstock.gateway.picker.state import FleetState
 
@@ -111,3 +112,21 @@ def test_a_new_process_starts_without_a_record() -> None:
     assert state.correction(late) == 1.0
     pick(state, "t", NOW + 2)
     assert state.correction(late) == 1.0
+
+
+def test_the_terms_of_a_corrected_replica_add_up_to_its_cost() -> None:
+    state = fleet()
+    late = pick(state, "r0", NOW).key
+    for turn in range(6):
+        choice = pick(state, f"r{turn}", NOW)
+        factor = 6.0 if choice.key == late else 1.0
+        state.event(choice.key, RequestFinished(f"r{turn}", "stop", 2000, 0, 5, ttft_s=factor * choice.ttft_s), NOW)
+    ranked = {row.candidate.key: row for row in pick(state, "next", NOW + 1).ranked}
+    assert state.correction(late) > 2
+    for key, row in ranked.items():
+        terms = row.terms
+        others_s = terms["eviction_s"] + terms["crowding_s"]
+        whole = terms["ttft_s"] + others_s + terms["correction_s"] + HORIZON_TOKENS * terms["itl_s"]
+        assert whole == pytest.approx(row.score), key
+    corrected = {key: row.terms["correction_s"] for key, row in ranked.items()}
+    assert corrected[late] > max(seconds for key, seconds in corrected.items() if key != late) + 0.1
