@@ -37,6 +37,12 @@ STEP_TOKENS: Final = "penstock_step_tokens"
 SAMPLED_TOKENS: Final = "penstock_sampled_tokens"
 PREEMPTED_TOKENS: Final = "penstock_preempted_tokens"
 RESUMED_CACHED_TOKENS: Final = "penstock_resumed_cached_tokens"
+EXTERNAL_CACHE_QUERIES: Final = "penstock_external_prefix_cache_queries"
+EXTERNAL_CACHE_HITS: Final = "penstock_external_prefix_cache_hits"
+KV_OFFLOAD_BYTES: Final = "penstock_kv_offload_bytes"  # label transfer_type: store, load
+KV_OFFLOAD_SECONDS: Final = "penstock_kv_offload_seconds"  # label transfer_type
+KV_OFFLOAD_PAGES: Final = "penstock_kv_offload_pages"  # label state: used, free
+KV_OFFLOAD_LOST_PAGES: Final = "penstock_kv_offload_lost_pages"  # label reason: evicted, failed
 CUDAGRAPH_STEPS: Final = "penstock_cudagraph_steps"  # labels mode: FULL, PIECEWISE, NONE; reason
 CUDAGRAPH_TOKENS: Final = "penstock_cudagraph_tokens"  # label kind: real, padding
 CUDAGRAPHS: Final = "penstock_cudagraphs"  # label state: captured, pending, failed
@@ -66,6 +72,8 @@ VLLM_NAMES: Final = {
     PREFIX_CACHE_QUERIES: "vllm:prefix_cache_queries",
     PREFIX_CACHE_HITS: "vllm:prefix_cache_hits",
     PREEMPTIONS: "vllm:num_preemptions",
+    EXTERNAL_CACHE_QUERIES: "vllm:external_prefix_cache_queries",
+    EXTERNAL_CACHE_HITS: "vllm:external_prefix_cache_hits",
     GENERATION_TOKENS: "vllm:generation_tokens",
     REQUEST_SUCCESS: "vllm:request_success",
     CORRUPTED_REQUESTS: "vllm:corrupted_requests",

@@ -71,6 +71,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory_bytes: Positive | None = None
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     enable_prefix_caching: bool = True
+    kv_offload_memory_bytes: Count = 0
+    """Of the host's memory, for pages that leave the KV cache."""
     hash_seed: str = "penstock"
     seed: Count = 0
     generation_config: str = "auto"
@@ -141,6 +143,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         if model.pooling is not None:
             self._check_pooling(device)
         self._check_cache_dtype(model, device)
+        if self.kv_offload_memory_bytes and device == "cuda":
+            raise ConfigError("--kv-offload-memory-bytes: pages are kept on a CPU alone so far (--device cpu)")
+        if self.kv_offload_memory_bytes and not self.enable_prefix_caching:
+            raise ConfigError("--kv-offload-memory-bytes keeps what the prefix cache finds: it needs --enable-prefix-caching")
         drafter = DraftCheckpoint.read(speculative, model)
         if drafter is not None:
             tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
@@ -159,6 +165,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 memory_utilization=self.gpu_memory_utilization,
                 enable_prefix_caching=self.enable_prefix_caching,
                 hash_seed=self.hash_seed,
+                offload_bytes=self.kv_offload_memory_bytes,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,

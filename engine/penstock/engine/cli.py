@@ -238,6 +238,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--num-gpu-blocks-override", type=positive, help="number of KV blocks (None: computed from the memory)")
     add("--kv-cache-memory-bytes", type=positive, help="memory for the KV cache (None: by --gpu-memory-utilization)")
     add(
+        "--kv-offload-memory-bytes",
+        type=count,
+        default=0,
+        help="host memory that keeps KV pages when they leave the KV cache; 0: none",
+    )
+    add(
         "--gpu-memory-utilization",
         type=_utilization,
         help="share of the device's memory for weights, steps and KV cache together (None: 10 %% for the KV cache alone)",

@@ -115,6 +115,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     others use a host's memory too."""
     enable_prefix_caching: bool = True
     hash_seed: str = "penstock"
+    offload_bytes: int = 0
+    """Of the host's memory, on each rank, for pages that leave the cache; 0: they are gone then."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -326,6 +326,25 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
     pooled: Pooled | None = None
 
 
+class OffloadStats(msgspec.Struct, frozen=True, array_like=True):
+    """KV pages in the host's memory; counts are since the start."""
+
+    pages: int
+    """That fit."""
+    pages_used: int
+    stored_bytes: int
+    loaded_bytes: int
+    store_s: float
+    load_s: float
+    evicted_pages: int
+    failed_pages: int
+    """Of loads that came to nothing: their tokens were computed."""
+    queried_tokens: int
+    """Looked for, beyond what the KV cache held."""
+    loaded_tokens: int
+    """Of those, loaded."""
+
+
 class Buckets(msgspec.Struct, frozen=True, array_like=True):
     """A histogram; its bounds are those of `core.measure.step_meter`."""
 
@@ -426,6 +445,8 @@ class CoreStats(msgspec.Struct, frozen=True, tag="stats"):
     command: str | None = None
     """What the core does next, saying nothing until it is done; None: steps."""
     grammars: GrammarStats | None = None
+    offload: OffloadStats | None = None
+    """None: no pages are kept in the host's memory."""
     """None: no request has had one."""
     waits: dict[WaitingReason, Buckets] = {}
     """Seconds that requests waited before they first ran, by reason; the bounds are those of `core.scheduling.waits`."""

@@ -118,6 +118,15 @@ class FakeRunner:
         self._num_blocks = num_blocks
         self._kv = np.full((num_blocks, max(group.block_size for group in self._groups), 4), -1, np.int64)
 
+    def initialize_offload(self, num_pages: int) -> None:
+        self._host_pages = np.full((num_pages, *self._kv.shape[1:]), -1, np.int64)
+
+    def _transfer(self, plan: StepPlan) -> None:
+        if (copies := plan.transfers) is not None:
+            self._host_pages[copies.store_slots] = self._kv[copies.store_blocks]
+            # Nobody may need what is there: each page is the loader's own.
+            self._kv[copies.load_blocks] = self._host_pages[copies.load_slots]
+
     def warm_up(self) -> None:
         pass
 
@@ -184,6 +193,7 @@ class FakeRunner:
     def execute(self, plan: StepPlan) -> None:
         self._apply_adapters(plan)
         starts = self.table.apply(plan)
+        self._transfer(plan)
         self._plan, self._starts = plan, starts
         self._verifies = self._take_drafts(plan)
         for row, start, count, adapter in zip(plan.rows, starts, plan.num_new_tokens, self.adapters(plan), strict=True):

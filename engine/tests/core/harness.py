@@ -21,6 +21,7 @@ from penstock.engine.config import (
     SchedulerConfig,
     SchedulingPolicy,
 )
+from penstock.engine.connectors.offload import Offload
 from penstock.engine.core.control.adapters import AdapterControl
 from penstock.engine.core.control.control_error import ControlError
 from penstock.engine.core.executor import InlineExecutor
@@ -28,6 +29,7 @@ from penstock.engine.core.plan import SampleInputs, StepPlan
 from penstock.engine.core.scheduling.lora.adapter import Residency
 from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
 from penstock.engine.core.scheduling.outputs import RequestOutputs
+from penstock.engine.core.scheduling.request import RequestStatus
 from penstock.engine.core.scheduling.scheduler import Scheduler
 from penstock.engine.messages import AddRequest, Finished, LifecycleEvent
 from penstock.engine.sampling import RepetitionDetection, SamplingParams
@@ -80,7 +82,7 @@ def make_config(
     )
 
 
-def make_scheduler(config: EngineConfig, groups: Sequence[KVGroup] = ()) -> Scheduler:
+def make_scheduler(config: EngineConfig, groups: Sequence[KVGroup] = (), host_pages: int = 0) -> Scheduler:
     assert config.cache.num_blocks is not None
     kv = KVCacheManager(
         config.cache.num_blocks,
@@ -91,7 +93,8 @@ def make_scheduler(config: EngineConfig, groups: Sequence[KVGroup] = ()) -> Sche
     )
     table = AdapterTable(config.lora.max_loras, config.lora.max_cpu_loras) if config.lora else None
     hasher = BlockHasher(config.cache.block_size, "test")
-    return Scheduler(config.scheduler, config.model.max_model_len, kv, hasher, table, config.model.pooling)
+    offload = Offload(kv, host_pages, 1) if host_pages else None
+    return Scheduler(config.scheduler, config.model.max_model_len, kv, hasher, table, config.model.pooling, offload)
 
 
 def make_request(
@@ -127,13 +130,14 @@ def make_request(
 class Machine:
     """`step` plans, runs and, once `depth` plans are in flight, retires one."""
 
-    def __init__(self, config: EngineConfig, groups: Sequence[KVGroup] = ()) -> None:
+    def __init__(self, config: EngineConfig, groups: Sequence[KVGroup] = (), host_pages: int = 0) -> None:
         self.config = config
         self.groups = groups or full_attention(config.cache.block_size)
-        self.scheduler = make_scheduler(config, self.groups)
+        self.scheduler = make_scheduler(config, self.groups, host_pages)
         self.runner = FakeRunner(config, self.groups)
         assert config.cache.num_blocks is not None
         self.runner.initialize_kv_cache(config.cache.num_blocks)
+        self.runner.initialize_offload(host_pages)
         self.streams: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[float]] = {}
         self.pooled: dict[int, float] = {}
@@ -255,7 +259,7 @@ class Machine:
 
     def _check_plan(self, plan: StepPlan, *, idle: bool, preempted: bool) -> None:
         limits = self.config.scheduler
-        assert (0 if idle else 1) <= plan.num_new_tokens.sum() <= limits.max_num_batched_tokens
+        assert (0 if idle or plan.transfers is not None else 1) <= plan.num_new_tokens.sum() <= limits.max_num_batched_tokens
         assert (plan.num_new_tokens > 0).all() and len(set(plan.rows.tolist())) == len(plan.rows)
         assert self.scheduler.num_running <= limits.max_num_seqs
         assert not (preempted and plan.admissions), "a step that preempted admits nobody"
@@ -275,7 +279,8 @@ class Machine:
                 holders.update(live)
                 assert group.window is not None or len(live) == len(table)
                 assert len(live) <= group.max_blocks(len(table) * group.block_size, self.config.max_in_flight)
-                assert request.row >= 0 or not table, "a request without a row holds no blocks"
+                loads = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+                assert request.row >= 0 or loads or not table, "a request without a row holds no blocks"
                 if request.row >= 0:
                     count = scheduler.table.num_blocks[number][request.row]
                     known = scheduler.table.block_tables[number][request.row, :count].tolist()

@@ -28,6 +28,7 @@ configs = st.fixed_dictionaries(
         "watermark": st.sampled_from([0.0, 0.1]),
         "depth": st.integers(1, 3),
         "drafts": st.sampled_from([0, 0, 1, 3, 6]),
+        "host_pages": st.sampled_from([0, 0, 1, 7, 200]),
     }
 )
 layouts = st.sampled_from(
@@ -69,10 +70,12 @@ requests = st.lists(
 
 def make_machine(config: dict, layout: Sequence[KVGroup]) -> Machine:
     """Of one of `configs` and one of `layouts`."""
-    spare = config.pop("spare")
+    spare, host_pages = config.pop("spare"), config.pop("host_pages") * config["caching"]
     num_blocks = 1 + max_blocks(layout, MAX_LEN, make_config(**config).max_in_flight) + spare
     return Machine(
-        make_config(num_blocks=num_blocks, block_size=BLOCK, max_model_len=MAX_LEN, policy="priority", **config), layout
+        make_config(num_blocks=num_blocks, block_size=BLOCK, max_model_len=MAX_LEN, policy="priority", **config),
+        layout,
+        host_pages,
     )
 
 

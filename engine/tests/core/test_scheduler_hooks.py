@@ -46,7 +46,7 @@ def test_a_step_that_came_to_nothing_ends_its_requests_and_no_others():
     assert plan is not None and len(plan.rows) == 2
     machine.runner.execute(plan)
     machine.runner.table.token_ids[plan.rows] = -7  # whatever it left there
-    machine._take(machine.scheduler.fail_step("the device coughed", "step_failed"))
+    machine._take(machine.scheduler.fail_step("the device coughed", "step_failed", machine.now))
     assert {machine.finished[index].code for index in (0, 1)} == {"step_failed"} and 2 not in machine.finished
     machine.add(make_request(3, [0] * 8, 6))
     machine.run().check_no_leak()

@@ -198,3 +198,11 @@ def test_several_ranks_on_a_gpu_are_refused(monkeypatch) -> None:
     monkeypatch.setattr("penstock.engine.args.choose_device", lambda asked: "cuda")
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size 2: several ranks run on a CPU alone so far \(--device cpu\)"):
         EngineArgs(model=str(TINY), tensor_parallel_size=2).config()
+
+
+def test_pages_in_the_hosts_memory_need_a_prefix_cache_on_a_cpu() -> None:
+    assert EngineArgs(model=TINY, device="cpu", kv_offload_memory_bytes=1 << 20).config().cache.offload_bytes == 1 << 20
+    with pytest.raises(ConfigError, match=r"--kv-offload-memory-bytes .* needs --enable-prefix-caching"):
+        EngineArgs(model=TINY, device="cpu", kv_offload_memory_bytes=1 << 20, enable_prefix_caching=False).config()
+    with pytest.raises(ConfigError, match="--kv-offload-memory-bytes: pages are kept on a CPU alone so far"):
+        EngineArgs(model=TINY, kv_offload_memory_bytes=1 << 20).config(device="cuda")

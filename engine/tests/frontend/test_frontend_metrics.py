@@ -20,7 +20,17 @@ from penstock.engine.frontend.generation import Choice, Generation
 from penstock.engine.frontend.observe.metrics import EngineMetrics, Metrics
 from penstock.engine.frontend.observe.timeline import intervals, timeline
 from penstock.engine.frontend.vocabulary import Vocabulary
-from penstock.engine.messages import Buckets, CoreStats, Finished, FinishReason, Lifecycle, LifecycleEvent, Started, StepStats
+from penstock.engine.messages import (
+    Buckets,
+    CoreStats,
+    Finished,
+    FinishReason,
+    Lifecycle,
+    LifecycleEvent,
+    OffloadStats,
+    Started,
+    StepStats,
+)
 
 QUEUED, SCHEDULED, PREEMPTED = LifecycleEvent.QUEUED, LifecycleEvent.SCHEDULED, LifecycleEvent.PREEMPTED
 
@@ -190,6 +200,24 @@ def test_what_the_cores_steps_were_is_told():
     assert found["penstock_estimated_flops_total part=attention"] == 2e8
     assert found["penstock_estimated_read_bytes_total part=weights"] == 5e6
     assert found["penstock_estimated_write_bytes_total"] == 1e4
+
+
+@pytest.mark.req("KO-32")
+def test_what_the_hosts_memory_keeps_is_told_where_it_keeps_anything():
+    engine = EngineMetrics("m", engine=0)
+    engine.stats = stats()
+    assert not any("offload" in name or "external" in name for name in scrape(engine))
+    offload = OffloadStats(10, 4, 800, 300, 0.5, 0.25, 2, 1, 64, 48)
+    engine.stats = msgspec.structs.replace(stats(), offload=offload)
+    found = scrape(engine)
+    assert found["penstock_external_prefix_cache_queries_total"] == 64
+    assert found["penstock_external_prefix_cache_hits_total"] == 48
+    moved = {kind: found[f"penstock_kv_offload_bytes_total transfer_type={kind}"] for kind in ("store", "load")}
+    assert moved == {"store": 800, "load": 300} and found["penstock_kv_offload_seconds_total transfer_type=load"] == 0.25
+    assert found["penstock_kv_offload_pages state=used"] == 4 and found["penstock_kv_offload_pages state=free"] == 6
+    assert found["penstock_kv_offload_lost_pages_total reason=evicted"] == 2
+    text = generate_latest(Metrics([engine], vllm_names=True).registry()).decode()
+    assert "vllm:external_prefix_cache_hits_total" in text
 
 
 @pytest.mark.req("MET-04")

@@ -6,11 +6,28 @@ of the prefix cache, least recently used first.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from penstock.engine.cache.events import BlockEvents
 
 NULL_BLOCK = 0
 """Stands for "no block" in block tables; never handed out, never freed."""
+
+
+class CacheListener(Protocol):
+    """Who hears which content can be found."""
+
+    def published(self, group: int, block: int, block_hash: bytes) -> None:
+        """The block can be found by this name from now on."""
+        ...
+
+    def forgotten(self, block_hash: bytes) -> None:
+        """This content must not be found any more, wherever a copy is."""
+        ...
+
+    def cleared(self) -> None:
+        """No content may be found any more, wherever a copy is."""
+        ...
 
 
 class BlockPool:
@@ -36,6 +53,7 @@ class BlockPool:
         self._told: dict[bytes, int] = {}
         """Hashes that the outside knows, each with the number of blocks in group 0 that hold its tokens."""
         self._events = events
+        self.listener: CacheListener | None = None
 
     @property
     def num_free(self) -> int:
@@ -101,6 +119,8 @@ class BlockPool:
             raise ValueError(f"block {block} is cached already")
         self._names[block] = (group, hashes)
         self._cached[group].setdefault(hashes[-1], []).append(block)
+        if self.listener is not None:
+            self.listener.published(group, block, hashes[-1])
         if group == 0:
             for block_hash in hashes:
                 if (count := self._told.get(block_hash, 0)) == 0:
@@ -109,6 +129,8 @@ class BlockPool:
 
     def forget(self, block_hash: bytes) -> None:
         """No look-up finds this content any more, in no group; whoever holds its blocks keeps them."""
+        if self.listener is not None:
+            self.listener.forgotten(block_hash)
         for cached in self._cached:
             self.clear(cached.get(block_hash, ())[:])
 
@@ -127,6 +149,8 @@ class BlockPool:
         """Forgets all content; False, and nothing done, while anybody holds a block."""
         if self.num_used:
             return False
+        if self.listener is not None:
+            self.listener.cleared()
         for cached in self._cached:
             cached.clear()
         self._told.clear()

@@ -1,6 +1,6 @@
 """A KV group of full attention: every request keeps every block of its sequence."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.engine.cache.group_manager import GroupManager
 
@@ -17,3 +17,10 @@ class FullAttentionManager(GroupManager):
                 break
             blocks.append(block)
         return blocks
+
+    def extend(self, block_hashes: Sequence[bytes], num_blocks: int, upto: int, has: Callable[[int, bytes], bool]) -> int:
+        """Up to the first block that nobody has."""
+        end = num_blocks
+        while (end + 1) * self.block_size <= upto and self._is_had(block_hashes, end, has):
+            end += 1
+        return end * self.block_size

@@ -1,6 +1,6 @@
 """The block tables of one KV group, whatever its layers see."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 from penstock.engine.cache.block_pool import NULL_BLOCK, BlockPool
 from penstock.engine.cache.layout import KVGroup
@@ -33,6 +33,10 @@ class GroupManager:
     def retire(self, request: int, upto: int) -> None:
         """Gives back what no token from `upto` on sees. Steps before are done."""
 
+    def has(self, request: int) -> bool:
+        """Whether the request has a table, be it empty."""
+        return request in self._tables
+
     def table(self, request: int) -> Sequence[int]:
         """The request's blocks in the order of its tokens; none where it holds none."""
         return self._tables.get(request, ())
@@ -44,6 +48,15 @@ class GroupManager:
     def num_unseen(self, num_tokens: int) -> int:
         """Blocks at the beginning of a sequence that no token from `num_tokens` on sees."""
         return 0
+
+    def extend(self, block_hashes: Sequence[bytes], num_blocks: int, upto: int, has: Callable[[int, bytes], bool]) -> int:
+        """Where, up to `upto`, a request with `num_blocks` cached ones could begin if all blocks came that somebody else has."""
+        raise NotImplementedError
+
+    def missing(self, block_hashes: Sequence[bytes], num_blocks: int, upto: int) -> list[tuple[int, bytes]]:
+        """What must come for a request to begin there: (place in its table, name) of each block."""
+        places = range(max(num_blocks, self.num_unseen(upto)), upto // self.block_size)
+        return [(at, self._name(block_hashes, at)) for at in places]
 
     def holders(self, blocks: Set[int]) -> list[int]:
         """Requests whose tables hold any of these blocks."""
@@ -79,3 +92,7 @@ class GroupManager:
     def _name(self, block_hashes: Sequence[bytes], at: int) -> bytes:
         """A block's name: the hash of its last tokens, which stands for all before them."""
         return block_hashes[(at + 1) * self._hashes_per_block - 1]
+
+    def _is_had(self, block_hashes: Sequence[bytes], at: int, has: Callable[[int, bytes], bool]) -> bool:
+        """Whether somebody has the block `at` of a sequence."""
+        return has(self._number, self._name(block_hashes, at))

@@ -4,12 +4,12 @@ The scheduler asks in tokens and passes block ids on to the plan; it never reads
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import msgspec
 
-from penstock.engine.cache.block_pool import NULL_BLOCK, BlockPool
+from penstock.engine.cache.block_pool import NULL_BLOCK, BlockPool, CacheListener
 from penstock.engine.cache.events import BlockEvents
 from penstock.engine.cache.full_attention import FullAttentionManager
 from penstock.engine.cache.group_manager import GroupManager
@@ -82,6 +82,10 @@ class KVCacheManager:
         self._watermark = math.ceil(watermark * num_blocks)
         self._max_in_flight = max_in_flight
 
+    def listen(self, listener: CacheListener) -> None:
+        """Has somebody hear which content can be found; one may."""
+        self.pool.listener = listener
+
     @property
     def num_groups(self) -> int:
         """KV groups."""
@@ -135,6 +139,34 @@ class KVCacheManager:
                 agreed += 1
             number = (number + 1) % len(self._groups)
         return CacheHit(length, found)
+
+    def elsewhere(
+        self, request: CachedSequence, num_tokens: int, local: CacheHit, has: Callable[[int, bytes], bool]
+    ) -> tuple[int, list[tuple[int, int, bytes]]]:
+        """The longest prefix that somebody else can complete.
+
+        Args:
+            request: Holds nothing yet.
+            num_tokens: Its tokens, of which the last must run.
+            local: Its cached prefix.
+            has: Whether they have the block of a group by its name.
+
+        Returns:
+            Its tokens, and what must come: (group, place in its table, name) of each block.
+        """
+        length = self._whole(min(num_tokens - 1, len(request.block_hashes) * self.block_size))
+        before = -1
+        while before != length > local.num_tokens:
+            before = length
+            for group, blocks in zip(self._groups, local.blocks, strict=True):
+                length = self._whole(group.extend(request.block_hashes, len(blocks), length, has))
+        if length <= local.num_tokens:
+            return local.num_tokens, []
+        return length, [
+            (number, at, block_hash)
+            for number, (group, blocks) in enumerate(zip(self._groups, local.blocks, strict=True))
+            for at, block_hash in group.missing(request.block_hashes, len(blocks), length)
+        ]
 
     def _whole(self, num_tokens: int) -> int:
         """Rounded down to where blocks of all groups end."""
@@ -220,6 +252,10 @@ class KVCacheManager:
     def tables(self, request: CachedSequence) -> list[Sequence[int]]:
         """Per group, the request's blocks in the order of its tokens."""
         return [group.table(request.index) for group in self._groups]
+
+    def holds(self, request: CachedSequence) -> bool:
+        """Whether the request has block tables."""
+        return self._groups[0].has(request.index)
 
     def free(self, request: CachedSequence) -> None:
         """Gives back all that the request holds."""

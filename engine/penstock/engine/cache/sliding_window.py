@@ -1,6 +1,6 @@
 """A KV group whose layers see a window: a request keeps the blocks that its next token can see."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.engine.cache.block_pool import NULL_BLOCK, BlockPool
 from penstock.engine.cache.group_manager import GroupManager
@@ -31,6 +31,14 @@ class SlidingWindowManager(GroupManager):
             else:
                 run.append(block)
         return run[::-1]
+
+    def extend(self, block_hashes: Sequence[bytes], num_blocks: int, upto: int, has: Callable[[int, bytes], bool]) -> int:
+        """The last end before which somebody has everything within reach."""
+        for end in range(upto // self.block_size, num_blocks, -1):
+            first = max(num_blocks, self.num_unseen(end * self.block_size))
+            if all(self._is_had(block_hashes, at, has) for at in range(first, end)):
+                return end * self.block_size
+        return num_blocks * self.block_size
 
     def num_unseen(self, num_tokens: int) -> int:
         """See GroupManager."""

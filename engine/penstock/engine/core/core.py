@@ -13,12 +13,14 @@ from penstock.api.load_report import LoadReport
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.cache.layout import KVGroup, full_attention
 from penstock.engine.config import EngineConfig, LoraModule
+from penstock.engine.connectors.offload import Offload
 from penstock.engine.core.control.controls import Controls
 from penstock.engine.core.executor import Executor, StepFailed
 from penstock.engine.core.grammar.compiler import Compiler
 from penstock.engine.core.grammar.grammars import Grammars
 from penstock.engine.core.measure.load import LoadMeter
 from penstock.engine.core.measure.step_meter import StepMeter
+from penstock.engine.core.memory import OffloadSize
 from penstock.engine.core.plan import GraphReport, StepPlan, StepResult
 from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
 from penstock.engine.core.scheduling.outputs import RequestOutputs
@@ -65,6 +67,7 @@ class EngineCore:
         engine_index: The core's number among those of its frontend.
         groups: Of the runner's KV layout; None: full attention in every layer.
         ceilings: Of the runner's device, where they are known.
+        offload: What the host's memory holds of pages; None: nothing.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class EngineCore:
         engine_index: int = 0,
         groups: Sequence[KVGroup] | None = None,
         ceilings: Ceilings | None = None,
+        offload: OffloadSize | None = None,
     ) -> None:
         cache = config.cache
         kv = KVCacheManager(
@@ -87,7 +91,10 @@ class EngineCore:
         )
         hasher, lora = BlockHasher(cache.block_size, cache.hash_seed), config.lora
         table = AdapterTable(lora.max_loras, lora.max_cpu_loras) if lora is not None else AdapterTable()
-        self.scheduler = Scheduler(config.scheduler, config.model.max_model_len, kv, hasher, table, config.model.pooling)
+        self._offload = None if offload is None else Offload(kv, offload.pages, offload.page_bytes)
+        self.scheduler = Scheduler(
+            config.scheduler, config.model.max_model_len, kv, hasher, table, config.model.pooling, self._offload
+        )
         self.num_steps = 0
         self._controls = Controls(self.scheduler, executor, config.profile_dir, config.model.served_names)
         self._grammars = Grammars(self.scheduler, Compiler(config.model), forces=config.device == "cpu")
@@ -196,7 +203,7 @@ class EngineCore:
             if self._failures >= MAX_FAILURES:
                 raise
             _log.exception("step %d failed, and its %d requests with it", submitted.plan.step_id, len(submitted.plan.rows))
-            return self.scheduler.fail_step(str(error), STEP_FAILED)
+            return self.scheduler.fail_step(str(error), STEP_FAILED, time.time())
         self._failures = 0
         outputs = self.scheduler.update(result, time.time())
         self._observe(submitted, result)
@@ -285,6 +292,7 @@ class EngineCore:
             command=self.next_command,
             waits=scheduler.totals.waits.buckets(),
             grammars=self._grammars.stats(),
+            offload=None if self._offload is None else self._offload.stats(),
         )
 
     def _observe(self, submitted: _Submitted, result: StepResult) -> None:

@@ -68,6 +68,10 @@ class Runner(Protocol):
         """Allocates the cache: so many pages."""
         ...
 
+    def initialize_offload(self, num_pages: int) -> None:
+        """Allocates the host's memory for so many pages of the cache."""
+        ...
+
     def warm_up(self) -> None:
         """Makes a forward pass, so that the first request does not pay for what is done once."""
         ...

@@ -91,6 +91,13 @@ def check_at_start(cache: CacheConfig, total: int, free: int) -> None:
         )
 
 
+class OffloadSize(msgspec.Struct, frozen=True):
+    """Of the host's memory for pages of the KV cache, on each rank."""
+
+    pages: int
+    page_bytes: int
+
+
 def num_kv_blocks(config: EngineConfig, layout: KVLayout, memory: Memory, step_bytes: int) -> int:
     """Blocks to allocate, the null block included.
 
@@ -123,6 +130,10 @@ def num_kv_blocks(config: EngineConfig, layout: KVLayout, memory: Memory, step_b
         raise ConfigError(
             f"the KV cache does not fit: {source}, {needed:,} bytes in all, and {room}; "
             "--kv-cache-memory-bytes says how much it gets"
+        )
+    if config.device == "cpu" and needed + step_bytes + cache.offload_bytes > memory.free:
+        raise ConfigError(
+            f"--kv-offload-memory-bytes {cache.offload_bytes} does not fit beside the KV cache of {needed:,} bytes: {room}"
         )
     _log.info("KV cache: %s, %s bytes in all; %s", source, f"{needed:,}", room)
     return blocks
@@ -160,3 +171,13 @@ def _arithmetic(layout: KVLayout, config: EngineConfig, needed: int) -> str:
         else:
             parts.append(f"a window of {group.window} with {in_flight} in flight / {group.block_size} tokens")
     return f"{' + '.join(parts)} = {needed}"
+
+
+def offload_size(config: EngineConfig, layout: KVLayout) -> OffloadSize | None:
+    """What of the KV cache the host's memory holds beside it; None: nothing. Raises `ConfigError` where no page fits."""
+    wanted = config.cache.offload_bytes
+    if not wanted:
+        return None
+    if wanted < layout.page_bytes:
+        raise ConfigError(f"--kv-offload-memory-bytes {wanted} holds no page, which has {layout.page_bytes:,} bytes")
+    return OffloadSize(wanted // layout.page_bytes, layout.page_bytes)

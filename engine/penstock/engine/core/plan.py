@@ -61,6 +61,19 @@ class SlotLoad(msgspec.Struct, frozen=True, array_like=True):
     """The number by which `Runner.read_adapter` was told to read it."""
 
 
+class Transfers(msgspec.Struct, frozen=True, array_like=True):
+    """Pages to copy between the KV cache and the host's memory: stores first, then loads."""
+
+    store_blocks: Int32
+    """[s]: from these blocks."""
+    store_slots: Int32
+    """[s]: to these slots."""
+    load_blocks: Int32
+    """[l]: to these blocks."""
+    load_slots: Int32
+    """[l]: from these slots."""
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step. Applied in the order: LoRA slots, releases, admissions, block appends, then the rows run. A plan may have no
     rows."""
@@ -90,6 +103,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """[f]: indexes into `rows`, ascending: rows whose drafts come with the plan. All others' are the runner's own."""
     draft_ids: Int32 = msgspec.field(default_factory=_none)
     """[d]: the drafts of `draft_rows`, one row after the other."""
+    transfers: Transfers | None = None
+    """Carried out before the rows run, which may write to the blocks stored and read those loaded."""
 
 
 class SampleInputs(msgspec.Struct, frozen=True, array_like=True):
@@ -193,6 +208,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """None: the engine generates."""
     drafts: Int32 | None = None
     """[r, K]: what the runner will have verified in each row's next step, -1 pads. None: the host need not know."""
+    transfer_s: tuple[float, float] = (0.0, 0.0)
+    """Seconds that the plan's stores and loads took."""
 
     @property
     def num_not_finite(self) -> int:

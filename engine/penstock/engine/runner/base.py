@@ -18,6 +18,7 @@ from penstock.engine.attention.backends.registry import choose_backend
 from penstock.engine.attention.pages import plane_views
 from penstock.engine.cache.layout import KVLayout, kv_layout
 from penstock.engine.config import ConfigError, EngineConfig
+from penstock.engine.connectors.host_pages import HostPages
 from penstock.engine.core.executor import AdapterRead, StepFailed
 from penstock.engine.core.plan import NONE, Admission, Bool, GraphReport, Int32, StepPlan, StepResult, empty
 from penstock.engine.loading.checkpoint import resolve
@@ -67,6 +68,7 @@ class RunnerBase(ABC):
         self.decoder_config = parse_decoder_config(read_object(config.model.path / "config.json"))
         self._dtype = _DTYPES[config.model.dtype]
         self._profile: RunnerProfile | None = None
+        self._host_pages: HostPages | None = None
         self._thread: int | None = None
         heads, model = self._shard.kv_heads(self.decoder_config.num_kv_heads).size, config.model
         kv_dtype = model.kv_dtype or model.dtype
@@ -293,10 +295,31 @@ class RunnerBase(ABC):
         self._num_blocks = num_blocks
         layout = self._layout
         pages = self._zeroed(num_blocks * layout.page_bytes).view(num_blocks, layout.num_slots, layout.slot_bytes)
+        self._pages = pages
+        if self._host_pages is not None:
+            self._host_pages.move_to(pages)
         self.kv_caches = [pages[:, 0]] * len(self._kv_layers)
         for group in layout.groups:
             for slot, layer in enumerate(group.layers):
                 self.kv_caches[layer] = plane_views(pages[:, slot], self._kv_layers[layer], group.block_size)["kv"]
+
+    def initialize_offload(self, num_pages: int) -> None:
+        """Allocates the host's memory for so many pages."""
+        self._host_pages = HostPages(self._pages, num_pages)
+
+    def _transfer(self, plan: StepPlan) -> tuple[float, float]:
+        """Copies what the plan says, before its rows run; the seconds that stores and loads took."""
+        if plan.transfers is None:
+            return 0.0, 0.0
+        assert self._host_pages is not None, "pages are copied, and there is no place for them"
+        return self._host_pages.run(plan.transfers)
+
+    def _drop_pages(self) -> None:
+        """Gives the cache's memory back; what the host's memory holds stays there."""
+        self.kv_caches: list[torch.Tensor] = []
+        self._pages = torch.empty(0)
+        if self._host_pages is not None:
+            self._host_pages.move_to(self._pages)
 
     # --- steps in the null block ---
 

@@ -57,6 +57,8 @@ class ExecuteState(NamedTuple):
     """None: the engine generates."""
     drafts: Int32 | None = None
     """[r, K]: as of `planned_drafts`; None: the step has none."""
+    transfer_s: tuple[float, float] = (0.0, 0.0)
+    """Seconds that stores and loads of pages took."""
 
 
 class ModelRunner(RunnerBase):
@@ -106,7 +108,8 @@ class ModelRunner(RunnerBase):
     def sleep(self, level: int) -> None:
         """Gives the KV cache's memory back to the system; at level 2 the model's too. Where the weights are in the host's memory
         anyway, level 1 has nowhere to move them and leaves them there."""
-        self.kv_caches, self._tapes = [], None
+        self._drop_pages()
+        self._tapes = None
         if isinstance(self._proposer, DraftModel | HeadProposer):
             self._proposer.release()
         if level == 2 and hasattr(self, "model"):
@@ -237,7 +240,8 @@ class ModelRunner(RunnerBase):
         self._lora.apply(plan)
         ctx = ForwardContext(self.ops, self.kv_caches, [inputs.groups[number] for number in self._layer_groups])
         with failing(plan):
-            self._state = ExecuteState(plan, inputs, ctx, *self._forward(plan, inputs, ctx), drafts)
+            seconds = self._transfer(plan)
+            self._state = ExecuteState(plan, inputs, ctx, *self._forward(plan, inputs, ctx), drafts, seconds)
         self._comm.check()
 
     @torch.inference_mode()
@@ -251,7 +255,7 @@ class ModelRunner(RunnerBase):
         if self._state is None or self._state.plan.step_id != inputs.step_id:
             waiting = "none" if self._state is None else f"step {self._state.plan.step_id}"
             raise RuntimeError(f"sampling step {inputs.step_id}: {waiting} waits for it")
-        (plan, step, ctx, logits, prompts, pooled, drafts), self._state = self._state, None
+        (plan, step, ctx, logits, prompts, pooled, drafts, seconds), self._state = self._state, None
         with failing(plan):
             sampled, scores, failed, verified = _NOTHING_SAMPLED, None, self._batch.refusals.of(plan), None
             if pooled is None and len(step.sampled_rows):
@@ -279,6 +283,8 @@ class ModelRunner(RunnerBase):
 
             given = plan, sampled, failed, scores, prompts, self.decoder_config.vocab_size, explain
             result = read_result(*given, pooled=pooled, verified=verified)
+            if plan.transfers is not None:
+                result = msgspec.structs.replace(result, transfer_s=seconds)
             if drafts is not None:
                 self._batch.rows.reject(plan, result.counts)
             if self._own_drafts is None:

@@ -28,7 +28,7 @@ from penstock.engine.core.ipc.framing import LENGTH_BYTES
 from penstock.engine.core.ipc.ports import Port, SharedPort, SinglePort
 from penstock.engine.core.ipc.publisher import EventPublisher
 from penstock.engine.core.ipc.sockets import Context
-from penstock.engine.core.memory import least, num_kv_blocks
+from penstock.engine.core.memory import least, num_kv_blocks, offload_size
 from penstock.engine.messages import CoreFailed, CoreReady, CoreStart
 from penstock.engine.parallel.process_executor import ProcessExecutor
 
@@ -165,6 +165,8 @@ def build_executor(config: EngineConfig, path: str | None = None, boot: BootTime
         num_blocks = num_kv_blocks(config, layout, least(executor.call("measure_memory")), step_bytes)
         boot.end("memory")
         executor.call("initialize_kv_cache", num_blocks)
+        if (offload := offload_size(config, layout)) is not None:
+            executor.call("initialize_offload", offload.pages)
         boot.end("cache")
         executor.call("warm_up")
         boot.end("warm_up")
@@ -185,7 +187,7 @@ def _start(config: EngineConfig, path: str) -> Executor:
 def build_core(config: EngineConfig, executor: Executor, num_blocks: int, epoch: int, engine_index: int = 0) -> EngineCore:
     """The core of an engine, with the adapters that it starts with."""
     (layout, *_), (ceilings, *_) = executor.call("kv_layout"), executor.call("ceilings")
-    core = EngineCore(config, executor, num_blocks, epoch, engine_index, layout.groups, ceilings)
+    core = EngineCore(config, executor, num_blocks, epoch, engine_index, layout.groups, ceilings, offload_size(config, layout))
     if config.lora is not None:
         core.load_adapters(config.lora.modules)
     if core.may_capture:

@@ -62,6 +62,7 @@ class Request:
     __slots__ = (
         "_extra_keys",
         "adapter",
+        "asked_elsewhere_at",
         "block_hashes",
         "deadline",
         "first_token_at",
@@ -110,6 +111,8 @@ class Request:
         self.num_cached_tokens = -1
         """Prompt tokens that the prefix cache supplied when it first ran; -1 before."""
         self.num_preemptions = 0
+        self.asked_elsewhere_at = -1
+        """`num_preemptions` when KV was last looked for beyond the local cache."""
         self.first_token_at = 0.0
         """Unix time in seconds; 0 before."""
         self.block_hashes: list[bytes] = []

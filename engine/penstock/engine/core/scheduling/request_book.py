@@ -292,6 +292,8 @@ class RequestBook:
             self._release(request)
         else:
             self._waiting.remove(request)
+            if self._kv.holds(request):  # into which pages are being loaded
+                self._kv.free(request)
         del self._live[request.index]
         self._deadlines.remove(request)
         if request.adapter is not None:

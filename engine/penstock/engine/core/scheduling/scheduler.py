@@ -14,6 +14,7 @@ from penstock.api.events import Event
 from penstock.api.load_report import WaitingReason
 from penstock.engine.cache.kv_manager import KVCacheManager, Prefix
 from penstock.engine.config import ConfigError, PoolingConfig, SchedulerConfig
+from penstock.engine.connectors.offload import Offload
 from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.core.scheduling.admission.admissions import Admissions
@@ -51,6 +52,7 @@ class Scheduler:
         hasher: Names the cache's blocks.
         table: Where adapters are; None: there are none.
         pooling: Of requests that end with their prompts; None: they generate.
+        offload: Pages in the host's memory; None: there are none.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Scheduler:
         hasher: BlockHasher,
         table: AdapterTable | None = None,
         pooling: PoolingConfig | None = None,
+        offload: Offload | None = None,
     ) -> None:
         _check(config, max_model_len, kv)
         self.config = config
@@ -79,6 +82,9 @@ class Scheduler:
             LoraSlots(adapter_table),
             KVBlocks(kv),
         ]
+        if offload is not None:
+            self.rules.append(offload)
+        self._offload = offload
         self._hasher = hasher
         self._max_model_len = max_model_len
         self._next_step_id = 0
@@ -238,15 +244,20 @@ class Scheduler:
         if self.pause_state is PauseState.PAUSED_ALL:
             return None
         step = StepBuilder(self.config, now)
+        if self._offload is not None:
+            self._offload.store()
         self._grants.grant(step)
         if not step.preempted and self.pause_state is PauseState.UNPAUSED:
             self._admissions.admit(step)
+        if self._offload is not None:
+            idle = idle or self._offload.has_errands
         return None if step.is_empty and not idle else self._submit(step)
 
     def _submit(self, step: StepBuilder) -> StepPlan:
         adapters = self.adapters.table
         step.lora_loads, step.lora_drops = adapters.take_loads(), adapters.take_drops()
-        plan = step.build(self._next_step_id, self._book.take_released(), self.kv.num_groups)
+        transfers = None if self._offload is None else self._offload.take(self._next_step_id)
+        plan = step.build(self._next_step_id, self._book.take_released(), self.kv.num_groups, transfers)
         self._next_step_id += 1
         self.table.apply(plan)
         if self.config.num_speculative_tokens:
@@ -278,11 +289,17 @@ class Scheduler:
         flight = self._in_flight.retire()
         if flight.plan.step_id != result.step_id:
             raise ValueError(f"the result of step {result.step_id} came while step {flight.plan.step_id} was awaited")
+        if self._offload is not None:
+            self._offload.retire(result.step_id, self._book, now, result.transfer_s)
         return self._retirement.take(flight, result, now)
 
-    def fail_step(self, error: str, code: str) -> RequestOutputs:
-        """Takes in that the oldest plan in flight came to nothing: its requests end with an error."""
-        return self._retirement.fail(self._in_flight.retire(), error, code)
+    def fail_step(self, error: str, code: str, now: float) -> RequestOutputs:
+        """Takes in that the oldest plan in flight came to nothing: its requests end with an error, and what it copied is void.
+        `now` is Unix time in seconds."""
+        flight = self._in_flight.retire()
+        if self._offload is not None:
+            self._offload.retire(flight.plan.step_id, self._book, now, None)
+        return self._retirement.fail(flight, error, code)
 
     # --- what there is to tell ---
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from penstock.engine.config import SchedulerConfig
-from penstock.engine.core.plan import NONE, Admission, Int32, Int64, SlotLoad, StepPlan, ints
+from penstock.engine.core.plan import NONE, Admission, Int32, Int64, SlotLoad, StepPlan, Transfers, ints
 
 
 class StepBuilder:
@@ -89,7 +89,7 @@ class StepBuilder:
         if self.num_drafts is not None:
             self.num_drafts = self.num_drafts[kept]
 
-    def build(self, step_id: int, released: list[int], num_groups: int) -> StepPlan:
+    def build(self, step_id: int, released: list[int], num_groups: int, transfers: Transfers | None = None) -> StepPlan:
         """The plan: decodes first, then chunks, running ones before new ones."""
         decodes, count = len(self.decodes), len(self.decodes) + len(self.chunks)
         rows, num_new_tokens, samples = self.decodes.astype(np.int32), np.ones(count, np.int32), np.ones(count, np.bool_)
@@ -117,6 +117,7 @@ class StepBuilder:
             num_drafts=num_drafts,
             draft_rows=draft_rows,
             draft_ids=draft_ids,
+            transfers=transfers,
         )
 
     def _given_drafts(self) -> tuple[Int32, Int32]:

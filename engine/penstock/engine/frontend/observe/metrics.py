@@ -20,7 +20,7 @@ from penstock.engine.frontend.generation import Choice, Generation
 from penstock.engine.frontend.observe.series import Family, SeriesTable, histogram_family
 from penstock.engine.frontend.observe.timeline import intervals
 from penstock.engine.frontend.observe.vllm_names import vllm_families
-from penstock.engine.messages import FINISH_REASONS, Buckets, CoreStats, DraftStats, GraphSteps
+from penstock.engine.messages import FINISH_REASONS, Buckets, CoreStats, DraftStats, GraphSteps, OffloadStats
 from penstock.engine.sampling import SamplingParams
 
 # Seconds. Coarse enough for a large model on a busy device, fine enough for a small one on a CPU.
@@ -147,6 +147,20 @@ class Metrics(Collector):
         return [*families, *vllm_families(families)] if self._vllm_names else families
 
 
+def _offload(offload: OffloadStats, labels: dict[str, str]) -> Iterator[Family]:
+    gauge, counter = partial(_samples, GaugeMetricFamily, labels), partial(_samples, CounterMetricFamily, labels)
+    yield counter(names.EXTERNAL_CACHE_QUERIES, "Tokens looked up beyond the KV cache.", offload.queried_tokens)
+    yield counter(names.EXTERNAL_CACHE_HITS, "Tokens whose KV pages were loaded into the KV cache.", offload.loaded_tokens)
+    moved = {"store": offload.stored_bytes, "load": offload.loaded_bytes}
+    yield counter(names.KV_OFFLOAD_BYTES, "Bytes of KV pages that were copied, by direction.", moved, "transfer_type")
+    seconds = {"store": offload.store_s, "load": offload.load_s}
+    yield counter(names.KV_OFFLOAD_SECONDS, "Seconds spent on copies of KV pages, by direction.", seconds, "transfer_type")
+    pages = {"used": offload.pages_used, "free": offload.pages - offload.pages_used}
+    yield gauge(names.KV_OFFLOAD_PAGES, "Places for KV pages in the host's memory.", pages, "state")
+    lost = {"evicted": offload.evicted_pages, "failed": offload.failed_pages}
+    yield counter(names.KV_OFFLOAD_LOST_PAGES, "KV pages that were evicted, or whose load failed.", lost, "reason")
+
+
 def _core(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
     report = stats.report
     waiting = {reason: report.num_requests_waiting.get(reason, 0) for reason in WAITING_REASONS}
@@ -163,6 +177,8 @@ def _core(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
     yield _waits(stats, labels)
     if report.lora_slots:
         yield from _lora(stats, labels)
+    if stats.offload is not None:
+        yield from _offload(stats.offload, labels)
     if (grammars := stats.grammars) is not None:
         results = {"compiled": grammars.compiled, "failed": grammars.failed, "cached": grammars.cached}
         yield counter(names.GRAMMARS, "Grammars of requests by result; cached ones were compiled before.", results, "result")

@@ -196,7 +196,7 @@ class DeviceRunner(RunnerBase):
         nowhere."""
         self.graphs.clear()
         self._capturable.forget()
-        self.kv_caches = []
+        self._drop_pages()
         if level == 1 and self._asleep is None and hasattr(self, "model"):
             self._asleep = HostCopy(self.runtime, self.model)
         elif level == 2:

@@ -67,6 +67,8 @@ class Admissions:
             elif reason == "capacity":
                 candidate.request.wait_for(reason, step.now)
                 break
+            elif reason == "remote_kv":
+                self._waiting.park(candidate.request, reason, step.now)
             elif candidate.request.adapter is not None and reason == "lora":
                 self._waiting.hold(candidate.request, reason, step.now)
             else:

@@ -42,7 +42,7 @@ class Candidate:
         self.reserved_blocks = reserved_blocks
         self._kv = kv
         # A token that is not computed has no logprob.
-        self._computes_all = computes_all or request.sampling.prompt_logprobs is not None
+        self.uses_cache = not (computes_all or request.sampling.prompt_logprobs is not None)
         self._hit: CacheHit | None = None
 
     @property
@@ -54,7 +54,7 @@ class Candidate:
     def hit(self) -> CacheHit:
         """Its cached prefix; none where every token must be computed."""
         if self._hit is None:
-            self._hit = self._kv.lookup(self.request, 1 if self._computes_all else self.num_tokens)
+            self._hit = self._kv.lookup(self.request, self.num_tokens if self.uses_cache else 1)
         return self._hit
 
 

@@ -1,0 +1,112 @@
+"""Which pages the host's memory holds beside the KV cache: an index without the bytes, which every rank has for itself.
+
+A slot is free, being written, ready or forgotten. Only a ready one is found. A pinned slot is being read: it is not evicted, and
+is free again only when the reader has let it go.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Key(NamedTuple):
+    """A page's name."""
+
+    group: int
+    """Its KV group."""
+    block_hash: bytes
+    """By which the prefix cache finds it, too."""
+
+
+class HostTier:
+    """Slots of one page each, the least recently used evicted first.
+
+    Args:
+        num_slots: Pages that fit.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.num_evicted = 0
+        """Pages that made room for others."""
+        self._ready = OrderedDict[Key, int]()
+        self._writing: dict[Key, int] = {}
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._readers = Counter[int]()
+        self._forgotten: set[int] = set()
+
+    @property
+    def num_ready(self) -> int:
+        """Pages that can be found."""
+        return len(self._ready)
+
+    def __contains__(self, key: Key) -> bool:
+        """Whether the page is there, completely written."""
+        return key in self._ready
+
+    def slot(self, key: Key) -> int:
+        """Where such a page is."""
+        return self._ready[key]
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        """Pages are used: they are evicted last, the first of them last of all."""
+        for key in reversed(list(keys)):
+            if key in self._ready:
+                self._ready.move_to_end(key)
+
+    def reserve(self, key: Key) -> int | None:
+        """A slot for a page to be written, evicting another if need be; None where it is here already, or nothing can go."""
+        if key in self._ready or key in self._writing or not (self._free or self._evict()):
+            return None
+        slot = self._writing[key] = self._free.pop()
+        return slot
+
+    def written(self, key: Key, slot: int, *, ok: bool) -> None:
+        """The writing of a reserved slot has ended; `ok`: it holds the page."""
+        if self._writing.get(key) == slot:
+            del self._writing[key]
+            if ok:
+                self._ready[key] = slot
+                return
+        self._forgotten.discard(slot)
+        self._free.append(slot)
+
+    def pin(self, slots: Iterable[int]) -> None:
+        """They are being read."""
+        self._readers.update(slots)
+
+    def unpin(self, slots: Iterable[int]) -> None:
+        """They have been."""
+        for slot in slots:
+            self._readers[slot] -= 1
+            if not self._readers[slot]:
+                del self._readers[slot]
+                if slot in self._forgotten:
+                    self._forgotten.remove(slot)
+                    self._free.append(slot)
+
+    def forget(self, key: Key) -> None:
+        """The page is not to be found any more."""
+        if (slot := self._ready.pop(key, None)) is not None:
+            self._release(slot)
+        elif (slot := self._writing.pop(key, None)) is not None:
+            self._forgotten.add(slot)
+
+    def clear(self) -> None:
+        """None is to be found any more."""
+        for key in [*self._ready, *self._writing]:
+            self.forget(key)
+
+    def _evict(self) -> bool:
+        for key, slot in self._ready.items():
+            if slot not in self._readers:
+                self.forget(key)
+                self.num_evicted += 1
+                return True
+        return False
+
+    def _release(self, slot: int) -> None:
+        if slot in self._readers:
+            self._forgotten.add(slot)
+        else:
+            self._free.append(slot)

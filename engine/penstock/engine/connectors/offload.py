@@ -1,0 +1,205 @@
+"""Pages in the host's memory, as the scheduler sees them: what is copied there, and what comes back from there.
+
+A block is copied when it has been published, that is when its tokens are retired and accepted. The copy goes with the next plan,
+and the page can be found when that plan has retired. A request whose prefix goes on in the host's memory is parked while its
+pages are copied into blocks of its own. They are published then, and the request waits for its turn like any other that finds its
+prefix cached: so nothing is held by a request that waits, and a copy that fails costs nothing but the computation.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from penstock.api.load_report import WaitingReason
+from penstock.engine.cache.kv_manager import CacheHit, KVCacheManager
+from penstock.engine.cache.pins import Owner
+from penstock.engine.connectors.host_tier import HostTier, Key
+from penstock.engine.core.plan import Int32, Transfers
+from penstock.engine.core.scheduling.admission.rule import Candidate
+from penstock.engine.core.scheduling.request import Request
+from penstock.engine.messages import OffloadStats
+
+_STORE, _LOAD = "store", "load"
+
+
+class Resumes(Protocol):
+    """Who is told when a parked request may go on."""
+
+    def unpark(self, index: int, now: float) -> None:
+        """What the request was parked for is there; of no effect where it has ended or was not parked."""
+        ...
+
+
+class _Store(msgspec.Struct, frozen=True):
+    key: Key
+    slot: int
+    block: int
+
+
+class _Load(msgspec.Struct, frozen=True):
+    request: Request
+    upto: int
+    """Tokens of which KV is there afterwards."""
+    external: int
+    """Of those, the tokens that come from the host's memory."""
+    keys: list[Key]
+    slots: list[int]
+    blocks: list[int]
+
+    @property
+    def owner(self) -> Owner:
+        return Owner(_LOAD, self.request.index)
+
+
+class _Job(msgspec.Struct):
+    """What goes with one plan."""
+
+    stores: list[_Store] = []
+    loads: list[_Load] = []
+
+
+class Offload:
+    """The scheduler's half.
+
+    Args:
+        kv: The cache, of which it hears.
+        num_slots: Pages that fit into the host's memory.
+        page_bytes: Of a page, on each rank.
+    """
+
+    def __init__(self, kv: KVCacheManager, num_slots: int, page_bytes: int) -> None:
+        self.tier = HostTier(num_slots)
+        self._kv = kv
+        self._page_bytes = page_bytes
+        self._published: dict[Key, int] = {}
+        self._job = _Job()
+        self._in_flight: dict[int, _Job] = {}
+        self._stored = self._loaded = self._failed = 0
+        self._loaded_tokens = self._queried_tokens = 0
+        self._seconds = [0.0, 0.0]
+        kv.listen(self)
+
+    # --- what it hears from the cache ---
+
+    def published(self, group: int, block: int, block_hash: bytes) -> None:
+        """The block can be found from now on."""
+        self._published[Key(group, block_hash)] = block
+
+    def forgotten(self, block_hash: bytes) -> None:
+        """This content must not be found any more."""
+        for group in range(self._kv.num_groups):
+            key = Key(group, block_hash)
+            self._published.pop(key, None)
+            self.tier.forget(key)
+
+    def cleared(self) -> None:
+        """No content may be found any more: there may be other weights."""
+        self._published.clear()
+        self.tier.clear()
+
+    # --- the step ---
+
+    def store(self) -> None:
+        """Has blocks copied that have been published since the last step; before any block changes hands."""
+        published, self._published = self._published, {}
+        for key, block in published.items():
+            if (slot := self.tier.reserve(key)) is not None:
+                self._kv.pin([block], Owner(_STORE, slot))
+                self._job.stores.append(_Store(key, slot, block))
+
+    def refuses(self, candidate: Candidate) -> WaitingReason | None:
+        """The rule by which a request waits for pages that are in the host's memory: once for each time that it waits."""
+        request, local = candidate.request, candidate.hit
+        if not candidate.uses_cache or request.asked_elsewhere_at == request.num_preemptions:
+            return None
+        request.asked_elsewhere_at = request.num_preemptions
+        self._queried_tokens += candidate.num_tokens - local.num_tokens
+        return "remote_kv" if self._load(request, candidate.num_tokens, local) else None
+
+    def _load(self, request: Request, num_tokens: int, local: CacheHit) -> bool:
+        """Begins to load what goes on where the local prefix ends, if anything does and there is room for it."""
+        upto, missing = self._kv.elsewhere(request, num_tokens, local, lambda group, name: Key(group, name) in self.tier)
+        external = upto - local.num_tokens
+        if not external or self._kv.allocate(request, upto, local=local, external=external) is None:
+            return False
+        tables, keys = self._kv.tables(request), [Key(group, name) for group, _, name in missing]
+        blocks, slots = [tables[group][at] for group, at, _ in missing], [self.tier.slot(key) for key in keys]
+        load = _Load(request, upto, external, keys, slots, blocks)
+        self._kv.pin(load.blocks, load.owner)
+        self.tier.pin(load.slots)
+        self.tier.touch(load.keys)
+        self._job.loads.append(load)
+        return True
+
+    def take(self, step_id: int) -> Transfers | None:
+        """What the runner has to copy in this step, before its rows run."""
+        job, self._job = self._job, _Job()
+        if not job.stores and not job.loads:
+            return None
+        self._in_flight[step_id] = job
+        return Transfers(
+            store_blocks=_array(store.block for store in job.stores),
+            store_slots=_array(store.slot for store in job.stores),
+            load_blocks=_array(block for load in job.loads for block in load.blocks),
+            load_slots=_array(slot for load in job.loads for slot in load.slots),
+        )
+
+    @property
+    def has_errands(self) -> bool:
+        """Whether the next plan has something to copy."""
+        return bool(self._job.stores or self._job.loads)
+
+    # --- the result ---
+
+    def retire(self, step_id: int, book: Resumes, now: float, seconds: tuple[float, float] | None) -> None:
+        """The step is over; `seconds`, of stores and loads: None where it failed."""
+        job = self._in_flight.pop(step_id, None)
+        if job is None:
+            return
+        for number in range(2):
+            self._seconds[number] += 0.0 if seconds is None else seconds[number]
+        for store in job.stores:
+            self._kv.unpin([store.block], Owner(_STORE, store.slot))
+            self.tier.written(store.key, store.slot, ok=seconds is not None)
+            self._stored += seconds is not None
+        for load in job.loads:
+            self._retire_load(load, book, now, ok=seconds is not None)
+
+    def _retire_load(self, load: _Load, book: Resumes, now: float, *, ok: bool) -> None:
+        request = load.request
+        # Forgotten meanwhile, or under other names: what has come is of no use.
+        ok = ok and all(key in self.tier and self.tier.slot(key) == slot for key, slot in zip(load.keys, load.slots, strict=True))
+        self.tier.unpin(load.slots)
+        held = self._kv.holds(request)
+        if held and ok and len(request.block_hashes) * self._kv.block_size >= load.upto:
+            self._kv.commit(request, load.upto)
+            self._loaded += len(load.blocks)
+            self._loaded_tokens += load.external
+        else:
+            self._failed += len(load.blocks)
+            self._kv.invalidate(load.blocks)
+        self._kv.unpin(load.blocks, load.owner)
+        if held:
+            self._kv.free(request)
+            book.unpark(request.index, now)
+
+    def stats(self) -> OffloadStats:
+        """Everything since the start."""
+        return OffloadStats(
+            pages=self.tier.num_slots,
+            pages_used=self.tier.num_ready,
+            stored_bytes=self._stored * self._page_bytes,
+            loaded_bytes=self._loaded * self._page_bytes,
+            store_s=self._seconds[0],
+            load_s=self._seconds[1],
+            evicted_pages=self.tier.num_evicted,
+            failed_pages=self._failed,
+            queried_tokens=self._queried_tokens,
+            loaded_tokens=self._loaded_tokens,
+        )
+
+
+def _array(values: Iterable[int]) -> Int32:
+    return np.fromiter(values, np.int32)

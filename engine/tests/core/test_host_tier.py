@@ -1,0 +1,106 @@
+"""The index of pages in the host's memory, against a model that remembers what each slot holds."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.connectors.host_tier import HostTier, Key
+
+VERBS = ["reserve", "reserve", "written", "written", "lost", "pin", "unpin", "forget", "touch", "clear"]
+
+
+def key(number: int) -> Key:
+    return Key(number % 2, bytes([number // 2]))
+
+
+def stored(tier: HostTier, *numbers: int) -> None:
+    for number in numbers:
+        slot = tier.reserve(key(number))
+        assert slot is not None
+        tier.written(key(number), slot, ok=True)
+
+
+@pytest.mark.req("KO-08")
+def test_the_least_recently_used_page_makes_room_and_a_pinned_one_never_does():
+    tier = HostTier(2)
+    stored(tier, 1, 2)
+    tier.touch([key(1)])
+    slot = tier.slot(key(1))
+    tier.pin([slot])
+    stored(tier, 3)
+    assert key(2) not in tier and key(1) in tier and tier.num_evicted == 1
+    stored(tier, 4)
+    assert key(3) not in tier and key(1) in tier
+    tier.pin([tier.slot(key(4))])
+    assert tier.reserve(key(5)) is None and key(1) in tier and key(4) in tier, "everything is being read"
+    tier.unpin([slot])
+    stored(tier, 5)
+    assert key(1) not in tier
+
+
+@pytest.mark.req("KO-06")
+def test_a_page_is_found_when_it_is_written_and_not_before():
+    tier = HostTier(2)
+    slot = tier.reserve(key(1))
+    assert slot is not None and key(1) not in tier and tier.reserve(key(1)) is None
+    tier.written(key(1), slot, ok=True)
+    assert tier.slot(key(1)) == slot and tier.reserve(key(1)) is None
+    lost = tier.reserve(key(2))
+    assert lost is not None
+    tier.written(key(2), lost, ok=False)
+    assert key(2) not in tier and tier.reserve(key(3)) == lost
+
+
+def test_what_is_forgotten_while_it_is_read_or_written_is_neither_found_nor_overwritten():
+    tier = HostTier(2)
+    stored(tier, 1)
+    slot = tier.slot(key(1))
+    tier.pin([slot])
+    writing = tier.reserve(key(2))
+    assert writing is not None
+    tier.clear()
+    assert key(1) not in tier and tier.reserve(key(3)) is None, "no slot is free: one is read, one written"
+    tier.unpin([slot])
+    assert tier.reserve(key(3)) == slot
+    tier.written(key(2), writing, ok=True)
+    assert key(2) not in tier and tier.reserve(key(4)) == writing
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 4), st.lists(st.tuples(st.sampled_from(VERBS), st.integers(0, 7)), max_size=60))
+def test_in_any_order_a_slot_has_one_use_at_a_time(num_slots, steps):
+    tier, writing, read = HostTier(num_slots), dict[int, int](), Counter[int]()
+    holds: dict[int, int] = {}
+    for verb, number in steps:
+        if verb == "reserve" and number not in writing and (slot := tier.reserve(key(number))) is not None:
+            assert not read[slot] and slot not in writing.values(), "a slot in use was handed out"
+            writing[number] = slot
+            holds.pop(slot, None)
+        elif verb in ("written", "lost") and number in writing:
+            slot = writing.pop(number)
+            tier.written(key(number), slot, ok=verb == "written")
+            holds[slot] = number
+        elif verb == "pin" and key(number) in tier:
+            read[tier.slot(key(number))] += 1
+            tier.pin([tier.slot(key(number))])
+        elif verb == "unpin" and (slots := sorted(read.elements())):
+            slot = slots[number % len(slots)]
+            read[slot] -= 1
+            tier.unpin([slot])
+        elif verb == "forget":
+            tier.forget(key(number))
+            assert key(number) not in tier
+        elif verb == "touch":
+            tier.touch([key(number)])
+        elif verb == "clear":
+            tier.clear()
+        for number in range(8):
+            if key(number) in tier:
+                assert holds[tier.slot(key(number))] == number
+    for number, slot in writing.items():
+        tier.written(key(number), slot, ok=False)
+    tier.unpin(list(read.elements()))
+    tier.clear()
+    assert tier.num_ready == 0 and sum(tier.reserve(key(number)) is not None for number in range(8)) == num_slots

@@ -1,0 +1,178 @@
+"""Pages in the host's memory: what is copied there, what comes back, and what becomes of requests that wait for them."""
+
+import pytest
+from fake_runner import FAILING_TOKEN, reference
+from harness import Machine, make_config, make_request
+from msgspec.structs import replace
+
+from penstock.engine.cache.layout import KVGroup
+from penstock.engine.core.scheduling.request import RequestStatus
+
+BLOCK = 4
+HYBRID = (KVGroup((0,), BLOCK, None), KVGroup((1,), BLOCK, 6))
+PROMPT = list(range(1, 30))
+MACHINES = [pytest.param((), id="full"), pytest.param(HYBRID, id="windows")]
+
+
+def make(groups=(), *, host_pages: int = 200, num_blocks: int = 30, **config) -> Machine:
+    config = make_config(num_blocks=num_blocks, block_size=BLOCK, max_model_len=48, max_num_seqs=3, budget=64, **config)
+    return Machine(config, groups, host_pages)
+
+
+def flood(machine: Machine, first: int) -> None:
+    """Other prompts, until nothing of those before is in the cache."""
+    for index in range(first, first + 8):
+        machine.add(make_request(index, [index] * 30, 4))
+        machine.run()
+
+
+def again(machine: Machine, index: int) -> None:
+    """The prompt once more, up to where its pages are on their way."""
+    machine.add(make_request(index, PROMPT, 6))
+    machine.step()
+
+
+def stats(machine: Machine):
+    assert machine.scheduler._offload is not None
+    return machine.scheduler._offload.stats()
+
+
+@pytest.mark.req("KO-01", "KO-02", "KO-15")
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("groups", MACHINES)
+def test_what_the_cache_has_lost_comes_back_from_the_hosts_memory(groups, depth):
+    machine = make(groups, depth=depth)
+    machine.add(make_request(0, PROMPT, 6))
+    machine.run()
+    flood(machine, 1)
+    prefilled = machine.runner.prefilled
+    again(machine, 50)
+    plan = machine.plans[-1]
+    assert plan.transfers is not None and len(plan.transfers.load_blocks) == (7 if not groups else 7 + 2)
+    assert not len(plan.rows), "nobody else has anything to do: the plan has no rows"
+    if depth == 2:
+        assert machine.scheduler.waiting() == {"remote_kv": 1}
+        assert machine.scheduler._book._live[50].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    machine.run()
+    assert machine.streams[50] == machine.streams[0] == reference(PROMPT, 6)
+    assert machine.cached_tokens[50] == 28 and machine.runner.prefilled - prefilled <= 1 + 6, "no token that came is computed"
+    found = stats(machine)
+    assert found.loaded_tokens == 28 and found.loaded_bytes == len(plan.transfers.load_blocks) and found.failed_pages == 0
+    machine.check_no_leak()
+
+
+def test_without_room_in_the_hosts_memory_everything_is_computed():
+    machine = make(host_pages=3)
+    for index in (0, 50):
+        machine.add(make_request(index, PROMPT, 6))
+        machine.run()
+        flood(machine, index + 1)
+    assert machine.cached_tokens[50] == 0 and machine.streams[50] == machine.streams[0]
+    assert stats(machine).evicted_pages > 0 and stats(machine).pages_used == 3
+
+
+def test_others_run_while_a_request_waits_for_its_pages():
+    machine = make(depth=2)
+    machine.add(make_request(0, PROMPT, 6))
+    machine.run()
+    flood(machine, 1)
+    machine.add(make_request(60, [7, 7], 12))
+    machine.step()
+    again(machine, 50)
+    plan = machine.plans[-1]
+    assert machine.planned == [60] and plan.transfers is not None and len(plan.transfers.load_blocks) == 7
+    machine.run().check_no_leak()
+    assert machine.streams[50] == machine.streams[0] and machine.streams[60] == reference([7, 7], 12)
+
+
+@pytest.mark.req("KO-07", "KO-25")
+@pytest.mark.parametrize("depth", [2, 3])
+def test_an_abort_while_pages_come_leaves_their_blocks_alone_until_they_are_there(depth):
+    machine = make(depth=depth)
+    machine.add(make_request(0, PROMPT, 6))
+    machine.run()
+    flood(machine, 1)
+    again(machine, 50)
+    blocks = set(machine.plans[-1].transfers.load_blocks.tolist())
+    machine.abort(50)
+    pool = machine.scheduler.kv.pool
+    assert all(pool.ref_counts[block] == 1 for block in blocks), "somebody may still write there"
+    machine.run()
+    while machine._results:
+        machine.step()
+    assert pool.num_used == 0 and stats(machine).loaded_tokens == 0
+    again(machine, 51)
+    machine.run()
+    assert machine.streams[51] == machine.streams[0] and machine.cached_tokens[51] == 28
+    machine.check_no_leak()
+
+
+@pytest.mark.req("KO-31")
+def test_a_step_that_fails_costs_the_computation_of_what_it_was_to_bring():
+    machine = make(depth=2)
+    machine.add(make_request(0, PROMPT, 6))
+    machine.run()
+    flood(machine, 1)
+    again(machine, 50)
+    machine._results.popleft()
+    machine._take(machine.scheduler.fail_step("the device coughed", "step_failed", machine.now))
+    assert machine.scheduler.waiting() == {"capacity": 1}, "the request is none of that step's"
+    machine.run()
+    assert machine.streams[50] == machine.streams[0] and machine.cached_tokens[50] == 0
+    assert stats(machine).failed_pages == 7 and stats(machine).loaded_tokens == 0
+    machine.check_no_leak()
+
+
+def test_what_may_have_made_a_request_fail_comes_from_nowhere():
+    machine = make()
+    machine.add(make_request(0, PROMPT, 6))
+    machine.run()
+    flood(machine, 1)
+    machine.add(make_request(50, [*PROMPT[:28], FAILING_TOKEN], 6))
+    machine.run()
+    assert machine.finished[50].error is not None
+    machine.add(make_request(51, PROMPT, 6))
+    machine.run()
+    assert machine.cached_tokens[51] == 0 and machine.streams[51] == machine.streams[0]
+
+
+def test_a_reset_forgets_the_hosts_memory_too():
+    machine = make()
+    machine.add(make_request(0, PROMPT, 6))
+    machine.run()
+    flood(machine, 1)
+    assert stats(machine).pages_used and machine.scheduler.kv.reset() and not stats(machine).pages_used
+    machine.add(make_request(50, PROMPT, 6))
+    machine.run()
+    assert machine.cached_tokens[50] == 0 and machine.streams[50] == machine.streams[0]
+
+
+def test_an_adapter_under_an_old_name_finds_nothing_of_the_one_before():
+    machine = make(loras=(1, 1))
+    assert machine.load("a", "/first") is None
+    machine.ask(0, PROMPT, 6, "a")
+    machine.run()
+    flood(machine, 1)
+    assert machine.load("a", "/second", replace=True) is None
+    machine.ask(50, PROMPT, 6, "a")
+    machine.run()
+    assert machine.cached_tokens[50] == 0 and machine.streams[50] == reference(PROMPT, 6, adapter="/second")
+
+
+def test_a_preempted_request_may_find_its_pages_again():
+    machine = make(num_blocks=14, depth=2)
+    machine.add(make_request(0, [1] * 8, 38), make_request(1, [2] * 8, 38))
+    machine.run().check_no_leak()
+    assert machine.scheduler.totals.num_preemptions and stats(machine).loaded_tokens > 0
+    assert all(machine.streams[index] == reference([index + 1] * 8, 38) for index in range(2))
+
+
+def test_prompts_whose_every_token_is_computed_load_nothing():
+    machine = make()
+    machine.add(make_request(0, PROMPT, 6))
+    machine.run()
+    flood(machine, 1)
+    request = make_request(50, PROMPT, 6)
+    machine.add(replace(request, sampling=replace(request.sampling, prompt_logprobs=1)))
+    machine.run()
+    assert machine.cached_tokens[50] == 0 and stats(machine).loaded_tokens == 0

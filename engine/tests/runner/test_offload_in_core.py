@@ -1,0 +1,111 @@
+"""Pages in the host's memory with a real model: what comes back has the bits that went there."""
+
+import msgspec
+import pytest
+import torch
+from test_core_with_runner import SCHEDULER, requests
+
+from penstock.engine.config import ConfigError
+from penstock.engine.core.core import EngineCore
+from penstock.engine.core.executor import executor_of
+from penstock.engine.core.ipc.process import build_core, build_executor
+from penstock.engine.core.memory import OffloadSize
+from penstock.engine.core.plan import Transfers, ints
+
+
+class Engine:
+    """A core with little room in its cache and a lot in the host's memory."""
+
+    def __init__(self, runner, depth: int, num_blocks: int, pages: int) -> None:
+        runner.warm_up()
+        layout, config = runner.kv_layout(), msgspec.structs.replace(runner.config, depth=depth)
+        runner.initialize_kv_cache(num_blocks)
+        runner.initialize_offload(pages)
+        self.executor = executor_of(config, runner)
+        offload = OffloadSize(pages, layout.page_bytes)
+        self.core = EngineCore(config, self.executor, num_blocks, epoch=1, groups=layout.groups, offload=offload)
+        self.tokens: dict[int, list[int]] = {}
+
+    def run(self, batch) -> dict[int, list[int]]:
+        self.tokens = {request.index: [] for request in batch}
+        for request in batch:
+            self.core.handle(request)
+        while self.core.has_work:
+            if (frame := self.core.step()) is not None:
+                offsets, ids = memoryview(frame.offsets).cast("i"), memoryview(frame.token_ids).cast("i")
+                for at, index in enumerate(memoryview(frame.indexes).cast("q")):
+                    self.tokens[index] += ids[offsets[at] : offsets[at + 1]]
+        return self.tokens
+
+
+@pytest.mark.req("KO-02", "KO-22")
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("family", "num_blocks"), [("llama", 24), ("gemma2", 44)])
+def test_prompts_that_left_the_cache_come_back_with_the_same_tokens(checkpoint, build_runner, family, num_blocks, depth):
+    """Twice over, in a cache with room for about two of ten requests."""
+    batch = requests(adjusted=False)
+    plain = Engine(build_runner(checkpoint(family), scheduler=SCHEDULER), 1, 200, 1)
+    engine = Engine(build_runner(checkpoint(family), scheduler=SCHEDULER), depth, num_blocks, 400)
+    try:
+        expected = plain.run(batch)
+        assert engine.run(batch) == expected and engine.run(batch) == expected
+        found = engine.core.stats().offload
+        assert found is not None and found.loaded_bytes > 0 and found.load_s > 0 and found.failed_pages == 0
+        assert found.stored_bytes % engine.core._offload._page_bytes == 0 and found.pages_used > num_blocks
+    finally:
+        plain.core.close()
+        engine.core.close()
+
+
+def test_each_page_that_comes_back_is_the_one_that_went(checkpoint, build_runner):
+    """Byte by byte, whatever was in the block meanwhile."""
+    runner = build_runner(checkpoint("llama"), scheduler=SCHEDULER)
+    runner.initialize_kv_cache(20)
+    runner.initialize_offload(8)
+    pages = runner._pages.flatten(1)
+    pages.copy_(torch.randint(0, 256, pages.shape, dtype=torch.uint8))
+    before = pages.clone()
+
+    def array(*values: int):
+        return torch.tensor(values, dtype=torch.int32).numpy()
+
+    runner._host_pages.run(Transfers(array(3, 7, 19), array(0, 5, 2), array(), array()))
+    pages.zero_()
+    moved = Transfers(array(), array(), array(4, 3), array(5, 2))
+    runner._host_pages.run(moved)
+    assert torch.equal(pages[4], before[7]) and torch.equal(pages[3], before[19])
+    others = [block for block in range(20) if block not in ints(moved.load_blocks)]
+    assert not pages[others].any()
+
+
+def test_an_engine_is_built_with_as_many_pages_as_the_setting_holds(checkpoint, build_runner):
+    config = build_runner(checkpoint("llama"), scheduler=SCHEDULER).config
+
+    def built(size: int):
+        cache = msgspec.structs.replace(config.cache, num_blocks=60, offload_bytes=size)
+        return build_executor(msgspec.structs.replace(config, cache=cache)), cache
+
+    page = build_runner(checkpoint("llama"), scheduler=SCHEDULER).kv_layout().page_bytes
+    (executor, num_blocks), cache = built(9 * page + 5)
+    core = build_core(msgspec.structs.replace(config, cache=cache), executor, num_blocks, 1)
+    try:
+        found = core.stats().offload
+        assert found is not None and (found.pages, found.pages_used) == (9, 0)
+    finally:
+        core.close()
+    with pytest.raises(ConfigError, match=f"--kv-offload-memory-bytes {page - 1} holds no page"):
+        built(page - 1)
+    with pytest.raises(ConfigError, match=r"--kv-offload-memory-bytes .* does not fit beside the KV cache"):
+        built(1 << 50)
+
+
+def test_pages_are_forgotten_when_the_cache_sleeps_and_come_again_afterwards(checkpoint, build_runner):
+    runner = build_runner(checkpoint("llama"), scheduler=SCHEDULER)
+    engine, batch = Engine(runner, 1, 24, 400), requests(adjusted=False)[:5]
+    expected = dict(engine.run(batch))
+    assert engine.core.scheduler.kv.reset()
+    runner.sleep(1)
+    assert not runner._pages.numel(), "the cache's memory is given back"
+    runner.wake_up(["kv_cache"])
+    assert engine.core.stats().offload.pages_used == 0
+    assert engine.run(batch) == expected and engine.core.stats().offload.stored_bytes > 0
