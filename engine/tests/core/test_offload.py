@@ -159,6 +159,20 @@ def test_an_adapter_under_an_old_name_finds_nothing_of_the_one_before():
     assert machine.cached_tokens[50] == 0 and machine.streams[50] == reference(PROMPT, 6, adapter="/second")
 
 
+def test_an_adapter_under_an_old_name_finds_nothing_however_much_the_one_before_has_left():
+    machine = make(num_blocks=14, loras=(1, 1))
+    assert machine.load("a", "/first") is None
+    for index in range(20):
+        machine.ask(index, [index, *PROMPT], 2, "a")
+        machine.run()
+    assert machine.load("a", "/second", replace=True) is None
+    for index in range(20):
+        machine.ask(50 + index, [index, *PROMPT], 2, "a")
+        machine.run()
+        assert machine.cached_tokens[50 + index] == 0
+        assert machine.streams[50 + index] == reference([index, *PROMPT], 2, adapter="/second")
+
+
 def test_a_preempted_request_may_find_its_pages_again():
     machine = make(num_blocks=14, depth=2)
     machine.add(make_request(0, [1] * 8, 38), make_request(1, [2] * 8, 38))

@@ -15,7 +15,16 @@ NULL_BLOCK = 0
 
 
 class CacheListener(Protocol):
-    """Who hears which content can be found."""
+    """Who hears which content can be found, and keeps copies of it."""
+
+    @property
+    def num_places(self) -> int:
+        """Copies at most."""
+        ...
+
+    def names(self) -> Iterable[bytes]:
+        """Of the content that it has."""
+        ...
 
     def published(self, group: int, block: int, block_hash: bytes) -> None:
         """The block can be found by this name from now on."""

@@ -110,6 +110,15 @@ class KVCacheManager:
         """Hashes of all tokens that are cached now, as the events say."""
         return self.pool.cached_hashes()
 
+    @property
+    def num_places(self) -> int:
+        """Names at most that can be found at a time, in blocks or in copies elsewhere."""
+        return self.num_blocks + (self.pool.listener.num_places if self.pool.listener is not None else 0)
+
+    def names(self) -> set[bytes]:
+        """Of all content that can be found, in blocks or in copies elsewhere."""
+        return {*self.pool.cached_hashes(), *(self.pool.listener.names() if self.pool.listener is not None else ())}
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks, over all groups, that a sequence holds at most on its way to this many tokens."""
         return max_blocks(self._specs, num_tokens, self._max_in_flight)

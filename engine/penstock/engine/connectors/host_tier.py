@@ -44,6 +44,10 @@ class HostTier:
         """Whether the page is there, completely written."""
         return key in self._ready
 
+    def keys(self) -> list[Key]:
+        """Of pages that are there or being written."""
+        return [*self._ready, *self._writing]
+
     def slot(self, key: Key) -> int:
         """Where such a page is."""
         return self._ready[key]
@@ -94,7 +98,7 @@ class HostTier:
 
     def clear(self) -> None:
         """None is to be found any more."""
-        for key in [*self._ready, *self._writing]:
+        for key in self.keys():
             self.forget(key)
 
     def _evict(self) -> bool:

@@ -83,6 +83,15 @@ class Offload:
 
     # --- what it hears from the cache ---
 
+    @property
+    def num_places(self) -> int:
+        """Pages at most."""
+        return self.tier.num_slots
+
+    def names(self) -> Iterable[bytes]:
+        """Of the pages that are there or on their way."""
+        return [key.block_hash for key in [*self.tier.keys(), *self._published]]
+
     def published(self, group: int, block: int, block_hash: bytes) -> None:
         """The block can be found from now on."""
         self._published[Key(group, block_hash)] = block

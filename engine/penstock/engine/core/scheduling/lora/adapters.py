@@ -111,5 +111,5 @@ class Adapters:
         adapter = request.adapter
         assert adapter is not None, "the request has one"
         adapter.published.update(request.block_hashes)
-        if len(adapter.published) > 2 * self._kv.num_blocks:
-            adapter.published.intersection_update(self._kv.cached_hashes())
+        if len(adapter.published) > 2 * self._kv.num_places:
+            adapter.published.intersection_update(self._kv.names())
