@@ -15,7 +15,7 @@ from e2e.waiting import eventually
 
 def test_field_that_nothing_honours_is_named_and_nothing_runs(system: System, namespace: str) -> None:
     cluster, name = system.cluster, "eager"
-    engine = {"speculative": {"method": "eagle3"}, "quantization": {"weights": "fp8_per_tensor_static"}}
+    engine = {"speculative": {"method": "medusa"}, "quantization": {"weights": "fp8_per_tensor_static"}}
     with models.applied(cluster, namespace, models.small(name, engine=engine)):
 
         def refused() -> dict[str, Any]:
@@ -25,7 +25,10 @@ def test_field_that_nothing_honours_is_named_and_nothing_runs(system: System, na
 
         found = eventually(refused)
         assert found["Accepted"]["reason"] == "UnsupportedField"
-        for field in ("spec.engine.speculative.method (eagle3; ngram, suffix, auto work)", "spec.engine.quantization"):
+        for field in (
+            "spec.engine.speculative.method (medusa; ngram, suffix, draft_model, eagle, eagle3, auto work)",
+            "spec.engine.quantization",
+        ):
             assert field in found["Accepted"]["message"]
         assert found["Ready"]["status"] == "False"
         assert [item["kind"] for item in models.belongings(cluster, namespace, name)] == ["InferenceModel"]

@@ -169,6 +169,8 @@ def test_drafts_are_asked_for_by_their_flags(make: Any) -> None:
     model = make.model(engine={"speculative": {"method": "suffix"}})
     assert {"--spec-method=suffix", "--spec-tokens=4"} <= set(engine_args(model))
     assert not any(it.startswith("--spec") for it in engine_args(make.model()))
+    head = make.model(engine={"speculative": {"method": "eagle3", "model": "hf://org/head"}})
+    assert {"--spec-method=eagle3", "--spec-model=hf://org/head"} <= set(engine_args(head))
 
 
 def test_what_every_pod_may_ask_for_needs_no_flag(make: Any) -> None:

@@ -46,6 +46,8 @@ OTHER: Object = {
     "spec.lora.sources[].prefix": "s3://team-b/",
     "spec.engine.extraArgs[]": "--seed=2",
     "spec.engine.quantization.weights": "other",
+    "spec.engine.speculative.method": "eagle",
+    "spec.engine.speculative.model": "hf://org/head",
     "spec.pools[].scaling.slo.itl": "50ms",
     "spec.rollout.restartedAt": "2026-02-01T12:00:00Z",
     "spec.pools[].accelerator.resource": "amd.com/gpu",

@@ -39,10 +39,13 @@ OWNED_FLAGS = r"^--(host|port|admin-port|events-port|replay-port|served-model-na
 TYPED_FLAGS = (
     r"^--(revision|load-format|dtype|quantization|kv-cache-dtype|max-model-len|max-num-seqs|max-num-batched-tokens"
     r"|long-prefill-token-threshold|block-size|gpu-memory-utilization|speculative-config"
-    r"|spec-method|spec-tokens|kv-transfer-config|device"
+    r"|spec-method|spec-model|spec-tokens|kv-transfer-config|device"
     r"|enable-lora|allow-runtime-lora-updating|lora-modules|max-loras|max-cpu-loras|max-lora-rank"
     r"|(tensor|pipeline|data)-parallel-size|enable-expert-parallel|num-redundant-experts)(=.*)?$"
 )
+# Methods of speculative decoding that need a checkpoint, and where it may be.
+DRAFTERS = "^(draft_model|eagle|eagle3)$"
+DRAFTER_URIS = "^((hf|file)://|/)"
 MEMORY_FLAGS = r"^--(kv-cache-memory-bytes|num-gpu-blocks-override)(=.*)?$"
 
 
@@ -125,10 +128,26 @@ class Limits(Part):
 class Speculative(Part):
     """Speculative decoding."""
 
+    RULES = (
+        Rule(
+            f"has(self.model) == self.method.matches('{DRAFTERS}')",
+            "engine: speculative: model goes with the methods draft_model, eagle and eagle3, and with no other",
+            lambda drafts: (drafts.model is not None) == (re.match(DRAFTERS, drafts.method) is not None),
+        ),
+        Rule(
+            f"!has(self.model) || self.model.matches('{DRAFTER_URIS}')",
+            "engine: speculative: model must be an absolute path in the pods or begin with hf:// or file://",
+            lambda drafts: drafts.model is None or re.match(DRAFTER_URIS, drafts.model) is not None,
+        ),
+    )
+
     method: Word
-    """Where drafts come from: `ngram`, the request's own text; `suffix`, that and earlier outputs; `auto`."""
+    """Where drafts come from: `ngram`, the request's own text; `suffix`, that and earlier outputs; `auto`; `draft_model`,
+    `eagle` or `eagle3`, the checkpoint that `model` names."""
     tokens: int = Field(default=4, ge=1, le=32)
     """Drafts of a request in one step at most."""
+    model: Uri | None = None
+    """The draft model or head, which each replica loads: hf://org/name, file:// or an absolute path in the pods."""
 
 
 class Connector(Part):

@@ -27,6 +27,7 @@ def engine_args(model: InferenceModel, fetched: Fetched | None = None) -> list[s
         "--long-prefill-token-threshold": limits.long_prefill_threshold,
         "--block-size": limits.block_size,
         "--spec-method": None if drafts is None else drafts.method,
+        "--spec-model": None if drafts is None else drafts.model,
         "--spec-tokens": None if drafts is None else drafts.tokens,
         "--gpu-memory-utilization": None if limits.memory_percent is None else limits.memory_percent / 100,
     }
