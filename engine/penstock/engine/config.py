@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.engine.cost import ModelCost
+from penstock.engine.quant.names import QuantizationName
 from penstock.kernels.cpu.isa import IsaName
 
 DType = Literal["bfloat16", "float16", "float32"]
@@ -88,6 +89,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     cost: ModelCost | None = None
     """None: not known, and then not estimated."""
     load_format: LoadFormat = "auto"
+    quantization: QuantizationName | None = None
+    """None: weights stay as the checkpoint has them."""
     pooling: PoolingConfig | None = None
     """None: the engine generates; else it embeds, and that alone."""
     logits_processors: tuple[str, ...] = ()

@@ -11,7 +11,6 @@ _REPLICAS: Final = "start one engine for each replica, behind penstock gateway"
 _MODEL: Final = "give the model first: penstock serve MODEL"
 _TOKENIZER: Final = "the tokenizer is read as its files say; leave it out"
 _NO_CODE: Final = "code in checkpoints never runs; leave it out"
-_QUANTIZED: Final = "weights are served as bfloat16, float16 or float32: --dtype"
 _TEMPLATE: Final = "put the template into the model's folder as chat_template.jinja"
 _ALWAYS: Final = "this is always on; leave it out"
 _GRAMMARS: Final = "llguidance enforces grammars, and each request says how: docs/engine/structured-output.md"
@@ -34,7 +33,7 @@ FOREIGN: Final[Mapping[str, str]] = {
     **_all("--tokenizer-path", "--tokenizer"),
     **_all("--tokenizer-mode --tokenizer-revision --skip-tokenizer-init", _TOKENIZER),
     **_all("--trust-remote-code --code-revision", _NO_CODE),
-    **_all("--quantization -q --quantize", _QUANTIZED),
+    **_all("-q --quantize", "--quantization"),
     **_all("--chat-template --chat-template-content-format", _TEMPLATE),
     **_all("--enable-metrics --enable-cache-report --enable-prompt-tokens-details --enable-request-id-headers", _ALWAYS),
     **_all("--enable-ssl-refresh --enable-server-load-tracking", _ALWAYS),

@@ -13,6 +13,7 @@ from tiny_models import CONFIGS, LLAMA, MAX_MODEL_LEN
 from penstock.engine.config import CacheConfig, EngineConfig, LoraConfig, SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.plan import Admission, SampleInputs, SlotLoad, StepPlan, StepResult
 from penstock.engine.loading.checkpoint import read_model_config
+from penstock.engine.quant.names import QuantizationName
 from penstock.engine.runner import model_runner
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.sampling import SamplingParams
@@ -57,11 +58,14 @@ def make_runner(
     max_model_len: int = MAX_MODEL_LEN,
     speculative: SpeculativeConfig | None = None,
     kv_dtype: str = "auto",
+    quantization: QuantizationName | None = None,
 ) -> ModelRunner:
     """A loaded runner with its cache; `form` is "best", an instruction set's name, or "reference": as without a compiler."""
     runner = ModelRunner(
         EngineConfig(
-            model=read_model_config(path, served_names=(), dtype=dtype, kv_dtype=kv_dtype, max_model_len=max_model_len),
+            model=read_model_config(
+                path, served_names=(), dtype=dtype, kv_dtype=kv_dtype, max_model_len=max_model_len, quantization=quantization
+            ),
             cache=CacheConfig(block_size=BLOCK_SIZE),
             scheduler=scheduler or SchedulerConfig(max_num_seqs=16),
             lora=lora,

@@ -15,6 +15,7 @@ from penstock.engine.loading.json_files import read_object
 from penstock.engine.loading.pooling import read_max_length, read_pooling
 from penstock.engine.models.config import parse_decoder_config
 from penstock.engine.models.cost import model_cost
+from penstock.engine.quant.names import QuantizationName
 from penstock.sources import SourceError, local_folder
 
 DTYPES: tuple[DType, ...] = ("bfloat16", "float16", "float32")
@@ -74,6 +75,7 @@ def read_model_config(
     kv_dtype: DType | Literal["auto"] = "auto",
     max_model_len: int | None = None,
     load_format: LoadFormat = "auto",
+    quantization: QuantizationName | None = None,
     runner: RunnerType = "auto",
     generation_config: str = "auto",
     override_generation_config: Mapping[str, Any] | None = None,
@@ -88,6 +90,7 @@ def read_model_config(
         max_model_len: Tokens of prompt and output together; None is the checkpoint's, which for a model that embeds may be less
             than its positions.
         load_format: `dummy` needs no file of weights.
+        quantization: How weights are stored; None is as the checkpoint has them.
         runner: Whether it generates or embeds; `auto` is what the checkpoint is made for.
         generation_config: Whose sampling is the default: `auto` is the checkpoint's, `vllm` OpenAI's; else a folder.
         override_generation_config: Fields that win over it.
@@ -99,6 +102,8 @@ def read_model_config(
         raise ConfigError(f"{path} has no config.json: it is not a model in Hugging Face's format")
     raw = read_object(path / "config.json")
     decoder = parse_decoder_config(raw)
+    if quantization is not None and decoder.experts is not None:
+        raise ConfigError(f"--quantization {quantization}: {raw['architectures'][0]} has experts, which are not quantized so far")
     longest = decoder.max_position_embeddings
     if load_format != "dummy":
         weight_files(path)
@@ -106,7 +111,7 @@ def read_model_config(
         raise ConfigError(f"--max-model-len {max_model_len}: the checkpoint is made for 2 to {longest} tokens")
     chosen = _dtype(raw) if dtype == "auto" else dtype
     cached = chosen if kv_dtype == "auto" else kv_dtype
-    pooling, cost = read_pooling(path, raw, decoder.hidden_size, runner), model_cost(decoder, chosen, cached)
+    pooling, cost = read_pooling(path, raw, decoder.hidden_size, runner), model_cost(decoder, chosen, cached, quantization)
     if pooling is not None:
         cost = msgspec.structs.replace(cost, lm_head_flops_per_row=0, lm_head_bytes=0)
         defaults = GenerationDefaults()
@@ -124,6 +129,7 @@ def read_model_config(
         generation_defaults=defaults,
         cost=cost,
         load_format=load_format,
+        quantization=quantization,
         pooling=pooling,
         vocab_size=decoder.vocab_size,
     )

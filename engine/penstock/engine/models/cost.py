@@ -5,12 +5,20 @@ from collections import Counter
 from penstock.engine.config import DType
 from penstock.engine.cost import ModelCost, WindowCost
 from penstock.engine.models.config import DecoderConfig
+from penstock.engine.quant.names import QuantizationName
 
 _BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+_QUANTIZED_BYTES: dict[QuantizationName, float] = {
+    "int8_per_channel_weight_only": 1.0,
+    "int8_per_group_32": 1.0 + 2 / 32,
+    "int4_per_group_32": 0.5 + 2 / 32,
+}
+"""Of a weight with its share of a group's scale; the scales of whole channels are too few to count."""
 
 
-def model_cost(config: DecoderConfig, dtype: DType, kv_dtype: DType) -> ModelCost:
-    """For weights and activations of one type, and keys and values of the same or another one."""
+def model_cost(config: DecoderConfig, dtype: DType, kv_dtype: DType, quantization: QuantizationName | None = None) -> ModelCost:
+    """For activations of one type, keys and values of the same or another one, and weights as `quantization` stores them."""
+    weight_bytes = _BYTES[dtype] if quantization is None else _QUANTIZED_BYTES[quantization]
     hidden, heads, kv_heads = config.hidden_size, config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     attention = hidden * (heads + 2 * kv_heads) + heads * hidden
     mlp = (3 if config.gated_mlp else 2) * hidden * config.intermediate_size
@@ -24,7 +32,7 @@ def model_cost(config: DecoderConfig, dtype: DType, kv_dtype: DType) -> ModelCos
     return ModelCost(
         linear_flops_per_token=2 * multiplied,
         lm_head_flops_per_row=2 * lm_head,
-        layer_weight_bytes=stored * _BYTES[dtype],
+        layer_weight_bytes=int(stored * weight_bytes),
         lm_head_bytes=lm_head * _BYTES[dtype],
         windows=tuple(
             WindowCost(window, flops_per_pair=4 * heads * layers, kv_bytes_per_token=2 * kv_heads * layers * _BYTES[kv_dtype])

@@ -38,6 +38,7 @@ from penstock.engine.models.model import Model
 from penstock.engine.models.registry import model_class
 from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.parallel.group import Group
+from penstock.engine.quant.online import quantized
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.profile import RunnerProfile
 from penstock.engine.sampling import SamplingParams
@@ -129,6 +130,7 @@ class RunnerBase(ABC):
         if self._group is not None:
             self._comm = self._group.connect(self.ops)
         method = linear_method(self._dtype, self.ops, self.config.threads, self._device)
+        method = quantized(method, self.config.model.quantization, self.ops, self.config.threads)
         self._linear_method = self._lora.wrap(method, self.ops)
         self._adopt(self._new_model())
         self._fill(Source(self.config.model.path, self.config.model.load_format))

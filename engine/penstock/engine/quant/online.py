@@ -1,0 +1,120 @@
+"""Weights that are quantized while they are loaded: what `--quantization` names."""
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from penstock.engine.config import ConfigError
+from penstock.engine.models.layers.linear_method import CPU, LinearMethod, LinearMethodFactory
+from penstock.engine.models.layers.projection import Axis, LinearLayer, Projection, TensorSpec
+from penstock.engine.quant.names import QuantizationName
+from penstock.kernels.ops import Ops
+from penstock.kernels.quantized_linear.reference import Bits, pack_quantized, pair_up, quantize
+
+log = logging.getLogger(__name__)
+
+LM_HEAD = "lm_head"
+"""Keeps the model's dtype, as with other engines: it decides the tokens directly, and may share the embedding's weight."""
+
+
+class Scheme(NamedTuple):
+    """How a weight is stored."""
+
+    bits: Bits
+    group: int | None
+    """Inputs that share a scale; None: all inputs of an output."""
+    scale_dtype: torch.dtype
+
+
+SCHEMES: Mapping[QuantizationName, Scheme] = {
+    "int8_per_channel_weight_only": Scheme(8, None, torch.float32),
+    "int8_per_group_32": Scheme(8, 32, torch.bfloat16),
+    "int4_per_group_32": Scheme(4, 32, torch.bfloat16),
+}
+
+
+class QuantizedLinearMethod:
+    """A weight of few bits with scales; activations keep the model's dtype.
+
+    Each projection is quantized whole and then cut, so that ranks hold the same numbers as one process does.
+
+    Args:
+        layer: Whose weight it is.
+        scheme: How it is stored.
+        ops: The kernels.
+    """
+
+    device = CPU
+
+    def __init__(self, layer: LinearLayer, scheme: Scheme, ops: Ops) -> None:
+        self._layer, self._scheme, self._linear = layer, scheme, ops.quantized_linear
+        inputs, group = layer.projections[0].inputs, scheme.group or layer.projections[0].inputs.total
+        for what, count in (("has", inputs.total), ("has a rank that begins at", inputs.start), ("has a rank of", inputs.size)):
+            if scheme.group is not None and count % group:
+                raise ConfigError(f"--quantization: {layer.name} {what} {count} inputs, no multiple of a group's {group}")
+        rows = layer.out_features
+        self._pairs = torch.zeros(rows, (inputs.size + 1) // 2, scheme.bits // 4, dtype=torch.int8)
+        self._scales = torch.ones(rows, inputs.size // group if scheme.group else 1, dtype=scheme.scale_dtype)
+        self.bias = torch.empty(rows, dtype=layer.dtype) if layer.bias else None
+
+    def tensors(self, projection: Projection) -> Mapping[str, TensorSpec]:
+        """See LinearMethod."""
+        weight = TensorSpec(projection.shape, outputs=Axis(0), inputs=Axis(1))
+        bias = TensorSpec(projection.shape[:1], outputs=Axis(0))
+        return {"weight": weight} if self.bias is None else {"weight": weight, "bias": bias}
+
+    def load(self, projection: Projection, name: str, value: torch.Tensor) -> None:
+        """See LinearMethod."""
+        rows = slice(projection.offset, projection.offset + projection.outputs.size)
+        if name == "bias":
+            assert self.bias is not None, "the layer has no bias"
+            self.bias[rows].copy_(self.tensors(projection)[name].cut(value, projection))
+            return
+        scheme, spec = self._scheme, self.tensors(projection)[name]
+        values, scales = quantize(value, scheme.bits, scheme.group or value.shape[1], scheme.scale_dtype)
+        if not scales.isfinite().all():
+            raise ConfigError(f"--quantization: {self._layer.name}: {projection.name}.weight holds a value that is not finite")
+        self._pairs[rows].copy_(pair_up(spec.cut(values, projection), scheme.bits))
+        groups = Axis(1, scheme.group) if scheme.group else None
+        self._scales[rows].copy_(TensorSpec(tuple(scales.shape), outputs=Axis(0), inputs=groups).cut(scales, projection))
+
+    def tie(self, weight: torch.Tensor) -> None:
+        """No layer that may be tied is quantized."""
+        raise NotImplementedError(f"{self._layer.name} cannot share another layer's weight")
+
+    def finish(self) -> None:
+        """Brings the weight into the kernels' order, a layer at a time."""
+        group = self._scheme.group or self._layer.in_features + self._layer.in_features % 2
+        self.weight = pack_quantized(self._pairs, self._scales, self._scheme.bits, group, self._layer.in_features)
+        del self._pairs, self._scales
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
+        return self._linear(x, self.weight, self.bias)
+
+
+def quantized(plain: LinearMethodFactory, name: QuantizationName | None, ops: Ops, threads: int) -> LinearMethodFactory:
+    """The same choice of linear methods, with quantized weights in all layers but the LM head.
+
+    Args:
+        plain: Chooses for layers that keep the model's dtype.
+        name: The scheme; None: no layer is quantized.
+        ops: The kernels.
+        threads: Of the model; quantized layers use one.
+    """
+    if name is None:
+        return plain
+    log.info("linear layers: weights quantized while loading, %s; lm_head keeps its dtype", name)
+    if ops.linear is None:
+        log.warning("linear layers: no compiled kernel; torch dequantizes each weight at every step, which is slow")
+    elif threads > 1:
+        log.warning("linear layers: quantized weights are multiplied in one thread instead of %d", threads)
+    scheme = partial(QuantizedLinearMethod, scheme=SCHEMES[name], ops=ops)
+
+    def choose(layer: LinearLayer) -> LinearMethod:
+        return plain(layer) if layer.name.rpartition(".")[2] == LM_HEAD else scheme(layer)
+
+    return choose
