@@ -168,8 +168,19 @@ def test_calls_beside_steps_do_not_wait_for_them(start):
     plan = engine.core.scheduler.schedule(time.time())
     assert plan is not None
     engine.executor.submit(plan)
-    engine.executor.sample(engine.core.scheduler.sample_inputs())
     assert engine.executor.call_beside("take_reads") == [{}, {}]
+
+
+def test_a_forward_pass_begins_before_its_masks_are_there(start, eventually, tmp_path, monkeypatch):
+    """The core fills them meanwhile."""
+    begun = tmp_path / "begun"
+    monkeypatch.setenv("PENSTOCK_TEST_BEGUN", str(begun))
+    engine = start(1)
+    engine.core.handle(make_request(0, [1, 2], 3))
+    plan = engine.core.scheduler.schedule(time.time())
+    assert plan is not None
+    engine.executor.submit(plan)
+    eventually(begun.exists)
 
 
 def test_thirty_starts_leave_nothing_behind():

@@ -101,8 +101,6 @@ class ProcessExecutor:
             self.close()
             raise
         self._writer = Writer(self._ring, [rank.stream for rank in self._ranks], lambda: self._listen(0, hurried=True))
-        self._orders: list[words.Order] = []
-        """That have not been sent yet."""
         self._moved, self._seen = time.monotonic(), self.progress()
         while not all(rank.fingerprint for rank in self._ranks):
             self._listen(_LISTEN_MS, hurried=False)
@@ -122,13 +120,12 @@ class ProcessExecutor:
         return self._memory.progress()
 
     def submit(self, plan: StepPlan) -> None:
-        """Sends the plan to all ranks, with what follows at once: a rank is woken once."""
-        self._orders.append(Submit(plan))
+        """Sends the plan to all ranks, at once: the core fills masks while they compute."""
+        self._send(Submit(plan))
 
     def sample(self, inputs: SampleInputs) -> None:
         """Sends it to all ranks."""
-        self._orders.append(Sample(inputs))
-        self._send()
+        self._send(Sample(inputs))
 
     def collect(self) -> StepResult:
         """Waits for the oldest step of every rank.
@@ -137,8 +134,6 @@ class ProcessExecutor:
             StepFailed: It has failed on all ranks.
             GroupFailed: A rank is gone, hangs, or gives something else than the others; all processes have been ended.
         """
-        if self._orders:
-            self._send()
         self._moved = time.monotonic()
         while waited := [rank for rank in self._ranks if not rank.steps]:
             self._listen(_LISTEN_MS, hurried=len(self._ranks) > 1, waited=waited)
@@ -162,15 +157,14 @@ class ProcessExecutor:
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """See Executor. Where some ranks refuse and others do not, the group is ended."""
-        self._orders.append(Call(method, list(args)))
-        self._send()
+        self._send(Call(method, list(args)))
         while not all(rank.answers for rank in self._ranks):
             self._listen(_LISTEN_MS, hurried=False)
         return self._answers(method, [rank.answers.popleft() for rank in self._ranks])
 
     def call_beside(self, method: str, *args: Any) -> list[Any]:
         """See Executor."""
-        message, replies = words.encode([Call(method, list(args))]), list[Answer | Refused]()
+        message, replies = words.encode(Call(method, list(args))), list[Answer | Refused]()
         try:
             for rank in self._ranks:
                 send_frame(rank.beside, message)
@@ -197,10 +191,9 @@ class ProcessExecutor:
 
     # --- how it is done ---
 
-    def _send(self) -> None:
-        orders, self._orders = self._orders, []
+    def _send(self, order: words.Order) -> None:
         try:
-            self._writer.send(words.encode(orders))
+            self._writer.send(words.encode(order))
         except OSError:
             self._bury()
 

@@ -115,7 +115,7 @@ def dec_hook(kind: type, value: Any) -> Any:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
 encode = _encoder.encode
 decode_start = msgspec.msgpack.Decoder(WorkerStart, dec_hook=dec_hook).decode
-decode_orders = msgspec.msgpack.Decoder(list[Order], dec_hook=dec_hook).decode
+decode_order = msgspec.msgpack.Decoder(Order, dec_hook=dec_hook).decode
 decode_reply = msgspec.msgpack.Decoder(Reply, dec_hook=dec_hook).decode
 
 

@@ -142,9 +142,8 @@ def main() -> int:
         send_frame(bell, words.encode(Hello(fingerprint(start.config))))
         threading.Thread(target=_beside, args=[worker.runner, beside], name="beside", daemon=True).start()
         orders = messages(Ring(ring_fd, world), start.rank, bell)
-        for message in orders:
-            for order in words.decode_orders(message):
-                worker.obey(order)
+        for order in orders:
+            worker.obey(words.decode_order(order))
             if not _is_readable(bell):
                 worker.retire(waits=True)
     except ConnectionError:
@@ -167,7 +166,7 @@ def _is_readable(stream: socket.socket) -> bool:
 def _beside(runner: Runner, stream: socket.socket) -> None:
     """Answers calls that are safe beside a step; ends the process with the core."""
     while (message := receive_frame(stream)) is not None:
-        [order] = words.decode_orders(message)
+        order = words.decode_order(message)
         assert isinstance(order, Call)
         send_frame(stream, words.encode(answer(runner, order)))
     os._exit(0)
