@@ -3,6 +3,8 @@
 import torch
 
 from penstock.kernels.embedding.triton import embedding
+from penstock.kernels.experts.table import ExpertTable
+from penstock.kernels.experts.triton import experts
 from penstock.kernels.gated_mul.triton import gelu_tanh_mul, silu_mul
 from penstock.kernels.lora.device import DeviceLoraBatch, DeviceLoraShelves
 from penstock.kernels.lora.triton import add_lora
@@ -67,4 +69,11 @@ def adapters(tokens: int = 16) -> None:
             add_lora(empty(count, HIDDEN + 2048), empty(count, HIDDEN), shelves, batch)
 
 
-LAUNCHES = [norms, gates, tables, writes, adapters]
+def mixtures(tokens: int = 16) -> None:
+    """Experts as Qwen3-30B-A3B has them."""
+    gate_up, down = ([empty(*size)] * 128 for size in ((2 * 768, 2048), (2048, 768)))
+    table = ExpertTable(gate_up, down, 2048, 768, "silu")
+    experts(empty(tokens, 2048), empty(tokens, 8, dtype=torch.int32), empty(tokens, 8, dtype=torch.float32), table)
+
+
+LAUNCHES = [norms, gates, tables, writes, adapters, mixtures]

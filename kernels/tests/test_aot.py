@@ -15,6 +15,7 @@ REGISTERS = {
     "_gated_mul_kernel": 64,
     "_embedding_kernel": 64,
     "_prepare_kv_kernel": 64,
+    "_grouped_linear_kernel": 128,
     "_lora_shrink_kernel": 224,
     "_lora_expand_kernel": 224,
     "scan_kernel": 104,

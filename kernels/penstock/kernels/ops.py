@@ -137,6 +137,7 @@ def triton_ops(dtype: torch.dtype) -> Ops:
     if importlib.util.find_spec("triton") is None:
         raise ValueError("no Triton kernels: the package triton is not installed")
     from penstock.kernels.embedding import triton as embeddings
+    from penstock.kernels.experts import triton as mixtures
     from penstock.kernels.gated_mul import triton as gated_mul
     from penstock.kernels.lora import triton as lora
     from penstock.kernels.paged_attention import triton as attention
@@ -155,6 +156,7 @@ def triton_ops(dtype: torch.dtype) -> Ops:
         lora_shelves=DeviceLoraShelves,
         add_lora=lora.add_lora,
         any_experts=experts_on_device,
+        experts=mixtures.experts,
     )
 
 

@@ -3,6 +3,7 @@
 Routing, shared experts and which layers are plain MLPs are in the configuration.
 """
 
+import logging
 import re
 from typing import ClassVar
 
@@ -17,6 +18,8 @@ from penstock.engine.models.layers.shard import Span
 from penstock.engine.models.layers.weight import Weights, prefixed
 from penstock.engine.models.llama import MLP, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 from penstock.kernels.experts.routing import Routing
+
+log = logging.getLogger(__name__)
 
 
 class MoeMLP:
@@ -88,6 +91,13 @@ class MoeForCausalLM(LlamaForCausalLM):
     """See LlamaForCausalLM."""
 
     decoder_layer: ClassVar[type[LlamaDecoderLayer]] = MoeDecoderLayer
+
+    def finish(self) -> None:
+        """See LlamaForCausalLM."""
+        super().finish()
+        one_by_one = [layer for layer in self.layers if isinstance(layer.mlp, MoeMLP) and not layer.mlp.experts.fused]
+        if one_by_one:
+            log.warning("experts of %d layers run one by one, more slowly: no fused kernel takes these weights", len(one_by_one))
 
     def ignores(self, name: str) -> bool:
         """Also the layers after the last, which predict further tokens."""

@@ -25,7 +25,7 @@ def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, mlps: Seq
     for expert in ids.unique().tolist():
         token, choice = (ids == expert).nonzero(as_tuple=True)
         found[token, choice] = mlps[expert](x[token])
-    return _combined(found, weights)
+    return combined(found, weights)
 
 
 def experts_on_device(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, mlps: Sequence[MLP]) -> torch.Tensor:
@@ -33,10 +33,10 @@ def experts_on_device(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
     found = x.new_zeros(*ids.shape, x.shape[1])
     for expert, mlp in enumerate(mlps):
         found = torch.where((ids == expert)[..., None], mlp(x)[:, None], found)
-    return _combined(found, weights)
+    return combined(found, weights)
 
 
-def _combined(found: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def combined(found: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """[n, k, hidden] → [n, hidden]; one choice after the other, since torch's own sums have no stated order."""
     total = torch.zeros_like(found[:, 0], dtype=torch.float32)
     for choice in range(found.shape[1]):

@@ -1,6 +1,5 @@
 """A router and the experts that it sends tokens to."""
 
-import logging
 from functools import partial
 
 import torch
@@ -13,8 +12,6 @@ from penstock.engine.models.layers.shard import Span
 from penstock.engine.models.layers.weight import Weight, Weights
 from penstock.kernels.experts.routing import Routing
 from penstock.kernels.experts.table import ExpertTable
-
-log = logging.getLogger(__name__)
 
 
 class Router:
@@ -90,7 +87,7 @@ class Experts:
             self._down.append(build.linear_method(layer))
         self._projections, self._sizes = (gate, up, down), (hidden_size, inner.size)
         self._activation: Activation = activation
-        self._name, self._ops, self._comm = build.prefix, build.ops, build.comm
+        self._ops, self._comm = build.ops, build.comm
         self._gated_mul = {"silu": build.ops.silu_mul, "gelu_tanh": build.ops.gelu_tanh_mul}[activation]
         self._mlps = [partial(self._mlp, *methods) for methods in zip(self._gate_up, self._down, strict=True)]
         self._table: ExpertTable | None = None
@@ -117,8 +114,6 @@ class Experts:
         if self._ops.experts is not None and len(fused) == 2 * len(self._gate_up):
             weights, count = [method.kernel_weight for method in fused], len(self._gate_up)
             self._table = ExpertTable(weights[:count], weights[count:], *self._sizes, self._activation)
-        else:
-            log.warning("%s: experts run one by one, more slowly: no fused kernel for these weights here", self._name)
 
     def __call__(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """[n, hidden] and each token's choices → [n, hidden]."""
