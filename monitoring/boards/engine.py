@@ -11,6 +11,13 @@ from penstock.api import metrics
 _GPU_NEEDS: Final = "GPUs and NVIDIA's DCGM exporter"
 _LORA_NEEDS: Final = "an engine with --enable-lora"
 _hits, _queries = (rate(it, REPLICA, by="pod") for it in (metrics.PREFIX_CACHE_HITS, metrics.PREFIX_CACHE_QUERIES))
+_DRAFT_NEEDS: Final = "an engine with --spec-method"
+_GRAMMAR_NEEDS: Final = "requests with structured output"
+_OFFLOAD_NEEDS: Final = "an engine with --kv-offload-memory-bytes"
+_accepted, _drafted = (rate(it, REPLICA, by="pod") for it in (metrics.SPEC_ACCEPTED_TOKENS, metrics.SPEC_DRAFT_TOKENS))
+_accepted_here, _drafted_here = (
+    rate(it, REPLICA, by="position") for it in (metrics.SPEC_ACCEPTED_TOKENS_PER_POS, metrics.SPEC_DRAFT_TOKENS_PER_POS)
+)
 _GPU: Final = 'namespace=~"$namespace",pod=~"$replica"'
 
 _BATCH = Row(
@@ -147,6 +154,59 @@ _STEPS = Row(
         ),
     ],
 )
+_DRAFTS = Row(
+    "Drafts",
+    [
+        Panel(
+            "Accepted drafts",
+            "Share of the draft tokens that the model accepted. Low: the text does not repeat, or the draft model does not fit.",
+            [Query(f"{_accepted} / {_drafted}", "{{pod}}")],
+            unit="percentunit",
+            most=1,
+            needs=_DRAFT_NEEDS,
+        ),
+        Panel(
+            "Accepted drafts by position",
+            "Falls with the position. A flat tail near zero: fewer drafts (--spec-tokens) cost less.",
+            [Query(f"{_accepted_here} / {_drafted_here}", "{{position}}")],
+            unit="percentunit",
+            most=1,
+            needs=_DRAFT_NEEDS,
+        ),
+        Panel(
+            "Draft tokens",
+            "Proposed and accepted tokens per second. None: drafts do not pay at present, and the engine makes none.",
+            [Query(_drafted, "proposed {{pod}}"), Query(_accepted, "accepted {{pod}}")],
+            needs=_DRAFT_NEEDS,
+        ),
+    ],
+)
+_GRAMMARS = Row(
+    "Grammars and host memory",
+    [
+        Panel(
+            "Grammars",
+            "Requested grammars per second: compiled, found in the cache, or failed.",
+            [Query(rate(metrics.GRAMMARS, REPLICA, by="result"), "{{result}}")],
+            kind="stacked",
+            needs=_GRAMMAR_NEEDS,
+        ),
+        Panel(
+            "Time to compile a grammar, p99",
+            "Requests wait for it with the reason `grammar`. High: large schemas.",
+            [Query(quantile(0.99, metrics.GRAMMAR_COMPILE_SECONDS, REPLICA, by="pod"), "{{pod}}")],
+            unit="s",
+            needs=_GRAMMAR_NEEDS,
+        ),
+        Panel(
+            "KV pages to and from the host's memory",
+            "Bytes per second. Many stores and few loads: the pages are not used again.",
+            [Query(rate(metrics.KV_OFFLOAD_BYTES, REPLICA, by="transfer_type"), "{{transfer_type}}")],
+            unit="Bps",
+            needs=_OFFLOAD_NEEDS,
+        ),
+    ],
+)
 _padding, _computed = (rate(metrics.CUDAGRAPH_TOKENS, REPLICA, it, by="pod") for it in ('kind="padding"', ""))
 _GRAPHS = Row(
     "CUDA graphs",
@@ -205,5 +265,5 @@ ENGINE: Final = Board(
     "Penstock / Engine",
     __doc__ or "",
     [NAMESPACE, MODELS, POOLS, REPLICAS],
-    [_BATCH, _KV, _STEPS, _GRAPHS, _GPUS],
+    [_BATCH, _KV, _STEPS, _DRAFTS, _GRAMMARS, _GRAPHS, _GPUS],
 )

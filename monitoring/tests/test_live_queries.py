@@ -23,6 +23,9 @@ LORA = "an engine with --enable-lora"
 GPU = "GPUs and NVIDIA's DCGM exporter"
 GPU_ENGINE = "an engine on a GPU"
 TENANTS = "a gateway with --tenants"
+DRAFTS = "an engine with --spec-method"
+GRAMMARS = "requests with structured output"
+OFFLOAD = "an engine with --kv-offload-memory-bytes"
 NEEDS = {
     "GPU busy": GPU,
     "GPU memory": GPU,
@@ -31,6 +34,12 @@ NEEDS = {
     "Padding": GPU_ENGINE,
     "PenstockGraphsMissing": GPU_ENGINE,
     "LoRA slots taken": LORA,
+    "Accepted drafts": DRAFTS,
+    "Accepted drafts by position": DRAFTS,
+    "Draft tokens": DRAFTS,
+    "Grammars": GRAMMARS,
+    "Time to compile a grammar, p99": GRAMMARS,
+    "KV pages to and from the host's memory": OFFLOAD,
     "PenstockGpuErrors": GPU,
     "PenstockAuditLinesLost": "an audit log",
     "Requests by tenant": TENANTS,
