@@ -1,5 +1,6 @@
 """Ranks as processes of their own: forked, so that hundreds of them start in no time."""
 
+import gc
 import os
 import pickle
 import traceback
@@ -41,6 +42,8 @@ class Ranks:
 
     @staticmethod
     def _live(rank: int, function: Callable[[int], Any], writing: int) -> None:
+        # What other tests have left behind, such as gRPC's event loops, can hang where it is collected in a forked process.
+        gc.disable()
         status = 1
         try:
             torch.set_num_threads(1)
