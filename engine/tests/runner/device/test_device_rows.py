@@ -98,8 +98,8 @@ def test_rows_on_the_device_are_those_of_the_host(config, layout, wanted):
     with pytest.MonkeyPatch.context() as patch:
         # So that many a step takes several pages, and many an admission several runs.
         patch.setattr(staging, "RUN", 7)
-        # A runner verifies no drafts yet.
-        machine = make_machine(config | {"drafts": 0}, layout)
+        # A device runner verifies no drafts and keeps no pages in the host's memory yet.
+        machine = make_machine(config | {"drafts": 0, "host_pages": 0}, layout)
         machine.runner = MirroredRunner(machine.config, machine.groups)
         machine.runner.initialize_kv_cache(machine.config.cache.num_blocks)
         live(machine, wanted)
