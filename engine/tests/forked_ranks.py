@@ -43,7 +43,7 @@ class Ranks:
     @staticmethod
     def _live(rank: int, function: Callable[[int], Any], writing: int) -> None:
         # What other tests have left behind, such as gRPC's event loops, can hang where it is collected in a forked process.
-        gc.disable()
+        gc.freeze()
         status = 1
         try:
             torch.set_num_threads(1)
