@@ -188,7 +188,7 @@ def test_a_killed_envoy_takes_only_its_own_requests_along(system: System, sturdy
     report(
         f"         {len(answers)} requests, {len(broken)} lost, {refused} connections refused until it was back: Envoy, SIGKILL"
     )
-    assert len(broken) == len(hit)
+    assert 0 < len(broken) <= len(hit), "each client has one request at a time"
     assert all(answer.retryable for answer in failed), failed
     expect_no_loss(answers_of(spared), TOKENS)
 
