@@ -70,6 +70,11 @@ REFUSED_MODELS: dict[str, tuple[Object, str]] = {
     "slots": ({"lora": {"slots": 8, "cpuSlots": 4}}, "lora: cpuSlots must not be below slots"),
     "prefix": ({"lora": {"sources": [{"prefix": "team"}]}}, "lora: sources: prefix must be an absolute path"),
     "prefix-secret": ({"lora": {"sources": [{"prefix": "/a", "secretRef": {"name": "s"}}]}}, "lora: sources: secretRef is for"),
+    "drafter": ({"engine": {"speculative": {"method": "eagle3"}}}, "engine: speculative: model goes with the methods"),
+    "drafter-uri": (
+        {"engine": {"speculative": {"method": "eagle", "model": "s3://b/head"}}},
+        "engine: speculative: model must be an absolute path",
+    ),
     "experts": ({"pools": [{"name": "a", "parallelism": {"expert": {"redundant": 1}}}]}, "parallelism.expert: redundant needs"),
     "min-max": (scaled(min=4), "scaling: min must not be above max"),
     "warm": (scaled(warm=4), "scaling: warm must not be above max"),
