@@ -48,13 +48,33 @@ def test_the_clock_on_the_wall_counts_in_summer_and_winter() -> None:
 
 
 @pytest.mark.parametrize(
+    ("moment", "active"),
+    [
+        ("2026-03-29T00:59", False),
+        ("2026-03-29T01:05", True),  # 02:30 does not exist on this day: cron starts when the clock has jumped to 03:00
+        ("2026-10-25T00:35", True),  # 02:30 in summer time
+        ("2026-10-25T01:35", False),  # 02:30 comes a second time, and starts nothing
+    ],
+)
+def test_a_start_in_the_hour_that_is_skipped_or_comes_twice(moment: str, active: bool) -> None:
+    assert floor([Hint("30 2 * * *", "Europe/Berlin", 600.0, 3)], at(moment), 0.0) == (3 if active else 0)
+
+
+def test_a_moment_in_the_second_pass_of_an_hour_sees_the_next_day() -> None:
+    hint = Hint("45 2 * * *", "Europe/Berlin", 600.0, 3)
+    assert floor([hint], at("2026-10-25T01:50"), 0.0) == 0
+    assert floor([hint], at("2026-10-26T01:50"), 0.0) == 3
+
+
+@pytest.mark.parametrize(
     ("start", "zone", "message"),
     [
-        ("0 8 * *", "UTC", "has 4 fields"),
-        ("0 24 * * *", "UTC", "no hour of 0 to 23"),
-        ("0 8 0 * *", "UTC", "no day of the month"),
-        ("0 9-8 * * *", "UTC", "no hour"),
-        ("*/0 8 * * *", "UTC", "no minute"),
+        ("0 8 * *", "UTC", "wrong number of fields"),
+        ("0 24 * * *", "UTC", "bad hour"),
+        ("0 8 0 * *", "UTC", "bad day-of-month"),
+        ("0 9-8 * * *", "UTC", "bad hour"),
+        ("*/0 8 * * *", "UTC", "bad minute"),
+        ("0 8 30 2 *", "UTC", "bad day-of-month"),
         ("0 8 * * *", "Europe/Atlantis", "no time zone 'Europe/Atlantis'"),
     ],
 )
