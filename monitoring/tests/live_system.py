@@ -19,7 +19,9 @@ import httpx
 import pytest
 import yaml
 
+from penstock.operator.cluster import Cluster
 from penstock.operator.desired import Rendering
+from penstock.operator.observe import Reports
 from penstock.operator.reconciler import Reconciler
 from penstock.operator.routes import Routing
 from penstock.operator.store import Children, Resources, key_of
@@ -27,7 +29,8 @@ from penstock.operator.telemetry import Exposition, ModelSeries, serve_metrics
 from testing.ports import free_ports
 
 if TYPE_CHECKING:
-    from penstock.operator.reconciler import ReplicaClient
+    from penstock.operator.observe import Reports
+from penstock.operator.reconciler import ReplicaClient
 
 T = TypeVar("T")
 
@@ -117,14 +120,14 @@ def _operator() -> Iterator[tuple[str, Callable[[], None]]]:
     api, resources, children, exposition = fakes.FakeApi(), Resources(), Children(lambda key: None), Exposition()
     api.children = children
     reconciler = Reconciler(
-        api=api,
-        resources=resources,
-        observed=children,
+        cluster=Cluster(api, resources, children),
         rendering=Rendering(image="penstock/engine:test"),
-        scaling=lambda pool: None,
-        routing=lambda key, pools: Routing(asked=1, answered=1),
-        canary=lambda model, course, last: None,
-        others=lambda target: "",
+        reports=Reports(
+            scaling=lambda pool: None,
+            routing=lambda key, pools: Routing(asked=1, answered=1),
+            canary=lambda model, course, last: None,
+            others=lambda target: "",
+        ),
         later=lambda key, delay: None,
         replicas=cast("ReplicaClient", None),  # it would ask them for adapters, of which there are none
         registry=exposition.registry,

@@ -7,7 +7,9 @@ from prometheus_client import CollectorRegistry
 from penstock.kube.cache import Change
 from penstock.operator.adapters.plan import Action, Origin
 from penstock.operator.canary.judges import Judges
+from penstock.operator.cluster import Cluster
 from penstock.operator.handlers import ResourceWatch
+from penstock.operator.observe import Reports
 from penstock.operator.observed import ScalingStatus
 from penstock.operator.other_scalers import OtherScalers
 from penstock.operator.reconciler import Reconciler
@@ -74,18 +76,13 @@ class World:
         self.now = 0.0
         self.judges = Judges(lambda model: self.queued.append(Key("InferenceModel", *model.split("/"))), lambda: self.now)
         self.reconciler = Reconciler(
-            api=api,
-            resources=self.resources,
-            observed=self.children,
+            cluster=Cluster(api, self.resources, self.children, absent=lambda kind: kind in self.absent),
             rendering=make.rendering,
-            scaling=self.reports.get,
-            routing=lambda key, pools: self.routing,
-            canary=self.judges.follow,
-            others=self.others.of,
-            absent=lambda kind: kind in self.absent,
-            later=lambda key, delay: self.looks.append((key, delay)),
+            reports=Reports(
+                self.reports.get, lambda key, pools: self.routing, self.judges.follow, self.others.of, url="http://gw/v1"
+            ),
             replicas=self.replicas,
-            url="http://gw/v1",
+            later=lambda key, delay: self.looks.append((key, delay)),
             registry=self.registry,
         )
         self.watch = ResourceWatch(self.resources, self.queued.append)

@@ -8,8 +8,8 @@ from operator_world import World
 from penstock.api.resources import InferenceModel, LoraAdapter
 from penstock.operator.adapters.plan import Action, Origin, Report, accepted, actions, judged
 from penstock.operator.adapters.sync import AGAIN_FAILED_S, AGAIN_LOADING_S, adapters_key
+from penstock.operator.conditions.verdict import Verdict
 from penstock.operator.desired.arguments import engine_args
-from penstock.operator.status import Verdict
 from penstock.operator.store import Key
 
 LORA = {"slots": 2, "sources": [{"prefix": "/adapters"}]}

@@ -7,13 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.operator.conditions import JUDGES, verdicts
 from penstock.operator.events import turns
 from penstock.operator.observed import Observed, PoolObserved, Refusal, ScalingStatus
 from penstock.operator.pods import is_ready
 from penstock.operator.routes import Routing
-from penstock.operator.status import TYPES, status_of, verdicts
+from penstock.operator.status import status_of
 
 NOW = "2026-01-01T00:00:00Z"
+TYPES = tuple(kind for kind in JUDGES if kind != "CanaryPassed")
+"""Of a model that is no judged canary."""
 
 
 def observed(pods: Sequence[Any], wanted: int = 2, **fields: Any) -> Observed:

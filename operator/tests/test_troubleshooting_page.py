@@ -9,8 +9,8 @@ from typing import get_args, get_type_hints
 import penstock.operator
 from penstock.operator.adapters import sync
 from penstock.operator.canary.course import Standing
+from penstock.operator.conditions import JUDGES
 from penstock.operator.observed import ScalingStatus
-from penstock.operator.status import TYPES
 from penstock.sources.errors import Reason
 
 PAGE = Path(__file__).parents[2] / "docs" / "operator" / "troubleshooting.md"
@@ -72,7 +72,7 @@ def page() -> dict[str, set[str]]:
 
 def test_every_condition_has_its_section() -> None:
     headings = set(page())
-    assert set(TYPES) | {"CanaryPassed", "LoraAdapters"} <= headings
+    assert set(JUDGES) | {"LoraAdapters"} <= headings
     text = PAGE.read_text()
     assert all(f"`{kind}`" in text for kind in sync.TYPES)
 

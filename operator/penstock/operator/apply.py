@@ -155,7 +155,7 @@ class Applier:
     def _guards(self, key: Key, policy: Object) -> bool:
         """Whether a NetworkPolicy's pods are still there, such as those that drain; the end of each is a reason to look again."""
         selector = policy["spec"]["podSelector"]["matchLabels"].items()
-        return any(selector <= pod["metadata"]["labels"].items() for pod in self._children.of(key, "Pod").values())
+        return any(selector <= pod["metadata"]["labels"].items() for pod in self._children.pods(key))
 
 
 def owned(live: Object, uid: str) -> bool:

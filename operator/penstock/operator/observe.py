@@ -1,7 +1,7 @@
 """The model as the cluster has it, gathered for the judgement in `status`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.api import labels
@@ -27,6 +27,18 @@ CanaryReport = Callable[[str, Course | None, Standing | None], Standing | None]
 """Where a canary stands: see `Judges.follow`."""
 
 
+@dataclass(frozen=True)
+class Reports:
+    """What other parts of the operator know about models."""
+
+    scaling: ScalingReport
+    routing: RoutingReport
+    canary: CanaryReport
+    others: OthersReport
+    url: str = ""
+    """Where clients reach the gateway."""
+
+
 def observe(
     key: Key,
     resource: Object,
@@ -37,12 +49,8 @@ def observe(
     children: Children,
     workloads: Mapping[str, Object],
     pods: Sequence[Object],
-    scaling: ScalingReport,
-    routing: RoutingReport,
-    canary: CanaryReport,
-    others: OthersReport,
+    reports: Reports,
     conflict: str,
-    url: str,
     fetching: Fetching | None = None,
 ) -> Observed:
     """Everything that `status` is judged by.
@@ -61,8 +69,8 @@ def observe(
         pool = target["metadata"]["labels"][labels.POOL]
         its_pods = of_pool(pods, pool)
         next_step = plan.steps[pool] if plan is not None else Step()
-        observed = _pool(key, model, workloads.get(name), target, its_pods, next_step, scaling)
-        pools.append(replace(observed, other=_other(key, model, target, others)))
+        observed = _pool(key, model, workloads.get(name), target, its_pods, next_step, reports.scaling)
+        pools.append(replace(observed, other=_other(key, model, target, reports.others)))
     routed = [pool.name for pool in pools]
     if plan is not None:
         pools += [_leaving(pool, live, pods, plan.leaving.blocked) for pool, live in plan.leaving.pools.items()]
@@ -75,12 +83,12 @@ def observe(
         conflict=conflict,
         served_name=model.spec.served.name if model is not None else "",
         paused=model is not None and model.spec.rollout.paused,
-        url=url,
-        routing=routing(key, routed),
+        url=reports.url,
+        routing=reports.routing(key, routed),
         fetching=fetching,
         revision=revision,
-        canary=_canary(key, resource, model, revision, canary),
-        other=None if model is None else other_of_model(others(Target(key.namespace, key.kind, key.name)), model),
+        canary=_canary(key, resource, model, revision, reports.canary),
+        other=None if model is None else other_of_model(reports.others(Target(key.namespace, key.kind, key.name)), model),
     )
 
 

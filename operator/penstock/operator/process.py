@@ -25,9 +25,11 @@ from penstock.operator.apply import Applier
 from penstock.operator.autoscale.limits import Settings as PolicySettings
 from penstock.operator.autoscale.loop import Autoscaler
 from penstock.operator.canary.judges import Judges
+from penstock.operator.cluster import Cluster
 from penstock.operator.desired import Rendering
 from penstock.operator.handlers import ResourceWatch
 from penstock.operator.leader import LeadershipLost, Lease, lead
+from penstock.operator.observe import Reports
 from penstock.operator.other_scalers import OtherScalers, trimmed_autoscaler
 from penstock.operator.pods import base_url, is_live
 from penstock.operator.queue import KeyedQueue
@@ -161,18 +163,11 @@ class Operator:
             scheme=self._replicas.scheme,
         )
         self._reconciler = Reconciler(
-            api=server,
-            resources=self._resources,
-            observed=observed,
+            cluster=Cluster(server, self._resources, observed, absent=lambda kind: self._caches[kind].absent),
             rendering=options.rendering,
-            scaling=self._actuator.report,
-            routing=self._routes.of,
-            canary=self._judges.follow,
-            others=others.of,
-            later=self._later,
-            absent=lambda kind: self._caches[kind].absent,
+            reports=Reports(self._actuator.report, self._routes.of, self._judges.follow, others.of, options.gateway_url),
             replicas=self._replicas,
-            url=options.gateway_url,
+            later=self._later,
             registry=exposition.registry,
         )
 

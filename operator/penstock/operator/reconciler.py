@@ -15,20 +15,21 @@ from penstock.api import labels, metrics
 from penstock.api.resources import InferenceModel, LoraAdapter
 from penstock.operator.acceptance import accept, sentence
 from penstock.operator.adapters.sync import KIND, TYPES, AdapterSync, ReplicaClient, adapters_key
-from penstock.operator.api import Api, refuses, said
+from penstock.operator.api import refuses, said
 from penstock.operator.apply import MANAGER, Applier, NotOwned, OwnerGone, owned
+from penstock.operator.cluster import Cluster
+from penstock.operator.conditions.verdict import Verdict
 from penstock.operator.desired import Rendering, SourcePending, TemplateError, check_template, child_name, size
 from penstock.operator.events import event, timestamp, turns
 from penstock.operator.failures import EVENTS_AGAIN_S, MAKING_S, incomplete, stuck, with_failure, with_reason
 from penstock.operator.fetching import Fetch, FetchJobs
-from penstock.operator.observe import CanaryReport, RoutingReport, ScalingReport, observe, workloads_of
+from penstock.operator.observe import Reports, observe, workloads_of
 from penstock.operator.observed import Refusal
-from penstock.operator.other_scalers import OthersReport
 from penstock.operator.overlay import OverlayError
 from penstock.operator.pods import being_made
 from penstock.operator.rollout.plan import Plan, plan
-from penstock.operator.status import Verdict, conditions, ending, status_of
-from penstock.operator.store import Children, Key, Resources, key_of
+from penstock.operator.status import conditions, ending, status_of
+from penstock.operator.store import Key, key_of
 from penstock.operator.told import Told
 
 log = logging.getLogger(__name__)
@@ -42,41 +43,29 @@ class Reconciler:
     def __init__(
         self,
         *,
-        api: Api,
-        resources: Resources,
-        observed: Children,
+        cluster: Cluster,
         rendering: Rendering,
-        scaling: ScalingReport,
-        routing: RoutingReport,
-        canary: CanaryReport,
-        others: OthersReport,
-        later: Callable[[Key, float], None],
+        reports: Reports,
         replicas: ReplicaClient,
-        absent: Callable[[str], bool] = lambda kind: False,
-        url: str = "",
+        later: Callable[[Key, float], None],
         registry: CollectorRegistry,
     ) -> None:
         """
         Args:
-            later: Puts a key on the queue after so many seconds.
             replicas: Asks replicas for their adapters.
-            absent: Whether the API server does not know a kind of CRDs of others.
-            url: Where clients reach the gateway, for `status.url`.
+            later: Puts a key on the queue after so many seconds.
         """
+        api, children, resources = cluster.api, cluster.children, cluster.resources
         self._api = api
         self._resources = resources
-        self._children = observed
+        self._children = children
         self._rendering = rendering
-        self._scaling = scaling
-        self._routing = routing
-        self._canary = canary
-        self._others = others
+        self._reports = reports
         self._later = later
-        self._url = url
         self._told = Told(api)
-        self._applier = Applier(api, observed, absent)
-        self._fetches = FetchJobs(api, observed, self._applier, rendering.image, later)
-        self._adapters = AdapterSync(resources=resources, children=observed, replicas=replicas, write=self._write, later=later)
+        self._applier = Applier(api, children, cluster.absent)
+        self._fetches = FetchJobs(api, children, self._applier, rendering.image, later)
+        self._adapters = AdapterSync(resources=resources, children=children, replicas=replicas, write=self._write, later=later)
         self._done = Counter(metrics.RECONCILES, "Reconciles by result", ["result"], registry=registry)
         self._took = Histogram(metrics.RECONCILE_SECONDS, "Seconds that a reconcile took", registry=registry)
 
@@ -95,7 +84,7 @@ class Reconciler:
         resource = self._resources.get(key)
         if resource is None:
             if key.kind == "InferenceModel":
-                self._canary(f"{key.namespace}/{key.name}", None, None)
+                self._reports.canary(f"{key.namespace}/{key.name}", None, None)
             return  # the garbage collector takes the children
         began = time.monotonic()
         try:
@@ -147,12 +136,8 @@ class Reconciler:
             children=self._children,
             workloads=workloads,
             pods=pods,
-            scaling=self._scaling,
-            routing=self._routing,
-            canary=self._canary,
-            others=self._others,
+            reports=self._reports,
             conflict=self._resources.conflict(key),
-            url=self._url,
             fetching=fetch.status if fetch is not None and planned is None and refusal is None else None,
         )
         sized = resource.get("status", {}).get("scaling", [])
@@ -174,7 +159,7 @@ class Reconciler:
 
     async def _pods(self, key: Key) -> list[Object]:
         """The model's pods, and of the first that is stuck what Events alone say: one for each model, since thousands may be."""
-        pods, now = list(self._children.of(key, "Pod").values()), datetime.now(UTC)
+        pods, now = self._children.pods(key), datetime.now(UTC)
         if any(being_made(pod) for pod in pods):
             self._later(key, MAKING_S)
         for at, pod in enumerate(pods):

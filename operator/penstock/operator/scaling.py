@@ -28,7 +28,7 @@ from penstock.operator.events import event, timestamp
 from penstock.operator.observe import workloads_of
 from penstock.operator.observed import ScalingStatus
 from penstock.operator.other_scalers import OthersReport, Target
-from penstock.operator.pods import base_url, is_live, is_ready, of_pool, trouble
+from penstock.operator.pods import base_url, is_live, is_ready, trouble
 from penstock.operator.store import Children, Key, Resources, key_of
 from penstock.operator.telemetry import ScalingMetrics
 
@@ -142,7 +142,7 @@ class KubernetesActuator:
 
     def _pods(self, key: Key, pool: str) -> Mapping[str, Object]:
         """The pool's pods by UID."""
-        return {pod["metadata"]["uid"]: pod for pod in of_pool(self._children.of(key, "Pod").values(), pool)}
+        return {pod["metadata"]["uid"]: pod for pod in self._children.pods(key, pool)}
 
     async def scale(self, pool_id: str, replicas: int, victims: Sequence[str]) -> None:
         """Cordons the victims, makes them the cheapest to delete, and sets the size; who was a victim before is none any more.

@@ -13,6 +13,7 @@ from penstock.api import labels
 from penstock.api.resources import InferenceModel, LoraAdapter
 from penstock.kube.cache import Change, trimmed
 from penstock.kube.caches import Caches
+from penstock.operator.pods import of_pool
 
 Object = dict[str, Any]
 T = TypeVar("T")
@@ -242,6 +243,11 @@ class Children:
         return {
             name: it for (its_kind, name), it in self._by_model.get((key.namespace, key.name), {}).items() if its_kind == kind
         }
+
+    def pods(self, key: Key, pool: str | None = None) -> list[Object]:
+        """The pods of a model's replicas, or those of one pool. Read-only as well."""
+        pods = list(self.of(key, "Pod").values())
+        return pods if pool is None else of_pool(pods, pool)
 
 
 def _model(child: Object) -> str:

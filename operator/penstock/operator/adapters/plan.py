@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from penstock.api.resources import InferenceModel, LoraAdapter
-from penstock.operator.status import Verdict
+from penstock.operator.conditions.verdict import Verdict
 
 SCHEMES = ("hf", "file")
 """Where engines read adapters; a plain path is a file."""

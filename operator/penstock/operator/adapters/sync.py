@@ -9,11 +9,12 @@ from typing import Any, Final, Protocol
 from penstock.api.resources import LoraAdapter
 from penstock.operator.acceptance import accept
 from penstock.operator.adapters.plan import Action, Origin, Report, accepted, actions, judged, origin
+from penstock.operator.conditions.verdict import Verdict
 from penstock.operator.desired.arguments import HTTP
 from penstock.operator.events import timestamp
 from penstock.operator.pods import argument, base_url, is_ready
 from penstock.operator.replicas import ReplicaError, StillLoading
-from penstock.operator.status import Verdict, conditions, ending
+from penstock.operator.status import conditions, ending
 from penstock.operator.store import Children, Key, Resources
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class AdapterSync:
         reports: list[Report] = []
         if model is not None and model.spec.lora is not None:
             wanted = {it.spec.served.name: origin(it) for _, it, verdict in judgements if verdict.status is True}
-            pods = [pod for pod in self._children.of(model_key, "Pod").values() if is_ready(pod)]
+            pods = [pod for pod in self._children.pods(model_key) if is_ready(pod)]
             reports = list(await asyncio.gather(*(self._bring_in_turn(pod, wanted) for pod in pods)))
         for found, adapter, verdict in judgements:
             await self._tell(found, adapter.spec.served.name, verdict, reports)
