@@ -1,7 +1,7 @@
 """What the resources' classes share: rules that hold between fields, bounded types, durations."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -76,6 +76,27 @@ def lasting(part: str, field: str, least: str, most: str) -> Rule:
         f"{part}: {field} must be from {least} to {most}".removeprefix(": "),
         holds,
     )
+
+
+@dataclass(frozen=True)
+class Flag:
+    """The flag of `penstock serve` that a field becomes, as an annotation of the field."""
+
+    name: str
+    given: Callable[[Any], Any] = lambda value: value
+    """From the field's value to the flag's; None: the flag is left out."""
+
+
+def flags(part: "Part") -> Iterator[str]:
+    """The flags of a part and of the parts below it, `--flag=value` each, in the order of the fields; absent fields have none."""
+    for name, field in type(part).model_fields.items():
+        value = getattr(part, name)
+        if isinstance(value, Part):
+            yield from flags(value)
+        for flag in (it for it in field.metadata if isinstance(it, Flag)):
+            given = None if value is None else flag.given(value)
+            if given is not None:
+                yield f"{flag.name}={given}"
 
 
 URI_RULE = Rule(

@@ -9,6 +9,7 @@ from penstock.api.resources.base import (
     URI_RULE,
     URI_SCHEMES,
     Duration,
+    Flag,
     LocalReference,
     ObjectName,
     Part,
@@ -88,7 +89,9 @@ class Source(Part):
     sees, relative ones from its working directory."""
     revision: str | None = Field(default=None, min_length=1, max_length=128)
     """Branch, tag or commit; resolved once to a commit."""
-    load_format: Literal["auto", "safetensors"] = "auto"
+    load_format: Annotated[
+        Literal["auto", "safetensors"], Flag("--load-format", lambda name: None if name == "auto" else name)
+    ] = "auto"
     """Format of the weights; `auto` looks."""
     secret_ref: LocalReference | None = None
     """Secret with the credentials: for hf:// its key `HF_TOKEN`, for s3:// `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY` and, if
@@ -111,17 +114,21 @@ class Quantization(Part):
 class Limits(Part):
     """Sizes of the engine; absent ones take the engine's defaults."""
 
-    max_model_len: int | None = Field(default=None, ge=1, le=100_000_000)
+    max_model_len: Annotated[int | None, Flag("--max-model-len")] = Field(default=None, ge=1, le=100_000_000)
     """Tokens of prompt and output together."""
-    max_num_seqs: int | None = Field(default=None, ge=1, le=65_536)
+    max_num_seqs: Annotated[int | None, Flag("--max-num-seqs")] = Field(default=None, ge=1, le=65_536)
     """Requests in one step."""
-    max_batched_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
+    max_batched_tokens: Annotated[int | None, Flag("--max-num-batched-tokens")] = Field(default=None, ge=1, le=10_000_000)
     """Tokens in one step."""
-    long_prefill_threshold: int | None = Field(default=None, ge=0, le=10_000_000)
+    long_prefill_threshold: Annotated[int | None, Flag("--long-prefill-token-threshold")] = Field(
+        default=None, ge=0, le=10_000_000
+    )
     """Prompt tokens of one request in a step; 0: no cap."""
-    block_size: int | None = Field(default=None, ge=1, le=1024)
+    block_size: Annotated[int | None, Flag("--block-size")] = Field(default=None, ge=1, le=1024)
     """Tokens in one KV cache block."""
-    memory_percent: int | None = Field(default=None, ge=1, le=100)
+    memory_percent: Annotated[int | None, Flag("--gpu-memory-utilization", lambda percent: percent / 100)] = Field(
+        default=None, ge=1, le=100
+    )
     """Share of the device's memory for weights and KV cache."""
 
 
@@ -141,12 +148,12 @@ class Speculative(Part):
         ),
     )
 
-    method: Word
+    method: Annotated[Word, Flag("--spec-method")]
     """Where drafts come from: `ngram`, the request's own text; `suffix`, that and earlier outputs; `auto`; `draft_model`,
     `eagle` or `eagle3`, the checkpoint that `model` names."""
-    tokens: int = Field(default=4, ge=1, le=32)
+    tokens: Annotated[int, Flag("--spec-tokens")] = Field(default=4, ge=1, le=32)
     """Drafts of a request in one step at most."""
-    model: Uri | None = None
+    model: Annotated[Uri | None, Flag("--spec-model")] = None
     """The draft model or head, which each replica loads: hf://org/name, file:// or an absolute path in the pods."""
 
 
@@ -186,7 +193,7 @@ class Engine(Part):
 
     image: str | None = Field(default=None, min_length=1, max_length=512)
     """Container image; absent: the operator's default."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    dtype: Annotated[Literal["auto", "bfloat16", "float16", "float32"], Flag("--dtype")] = "auto"
     """Type of weights and activations; `auto` is the checkpoint's."""
     quantization: Quantization | None = None
     """What is stored and computed in fewer bits. Absent: as the checkpoint is."""
@@ -238,11 +245,11 @@ class Lora(Part):
         ),
     )
 
-    slots: int = Field(default=4, ge=1, le=256)
+    slots: Annotated[int, Flag("--max-loras")] = Field(default=4, ge=1, le=256)
     """Adapters on the device at once."""
-    cpu_slots: int | None = Field(default=None, ge=1, le=4096)
+    cpu_slots: Annotated[int | None, Flag("--max-cpu-loras")] = Field(default=None, ge=1, le=4096)
     """Adapters in host memory at once."""
-    max_rank: int = Field(default=16, ge=1, le=512)
+    max_rank: Annotated[int, Flag("--max-lora-rank")] = Field(default=16, ge=1, le=512)
     """Largest rank."""
     sources: list[AdapterSource] = Field(default=[], max_length=32, json_schema_extra={"x-kubernetes-list-type": "atomic"})
     """Where LoraAdapters of this model may come from."""

@@ -19,7 +19,7 @@ from penstock.operator.restrictions import Allowances
 
 Object = dict[str, Any]
 
-TEMPLATE_VERSION = 4
+TEMPLATE_VERSION = 5
 """Of the templates that `pod_template` makes: raise it with every change of what an unchanged spec renders to. It is shown to
 people; what keeps an upgrade from restarting replicas is that revisions hold their templates (see `rollout.revisions`)."""
 DRAIN_MARGIN_S = 15
