@@ -330,6 +330,7 @@ def test_the_remaining_values_are_honoured(render: Render) -> None:
                 "gatewayUrl": "https://models.example.com",
                 "allowPrivilegedTemplates": True,
                 "templateSecrets": ["tls", "keys"],
+                "namespaceBudgets": {"team-a": 1000000},
                 "allowRootTemplates": True,
                 "allowNodeNameTemplates": True,
                 "allowCommandTemplates": True,

@@ -63,7 +63,7 @@ def test_replicas_that_come_and_that_go_are_counted(make: Any) -> None:
     going["metadata"]["deletionTimestamp"] = NOW
     pods = [make.ready_pod("serves"), make.pod("starts"), make.pod("starts-too"), going, ended]
     (pool,) = status_of(observed(pods, wanted=3), [], NOW)["pools"]
-    assert pool == {"name": "main", "ready": "1/3", "updated": 1, "warming": 2, "draining": 1}
+    assert pool == {"name": "main", "ready": "1/3", "updated": 1, "warming": 2, "draining": 1, "cost": 0}
 
 
 def test_a_dead_engines_last_words_are_quoted(make: Any) -> None:
@@ -285,3 +285,28 @@ def test_ready_is_never_true_with_nothing_serving(seen: Observed) -> None:
         assert condition["status"] in ("True", "False", "Unknown")
         assert condition["reason"].isalnum()
         assert condition["message"]
+
+
+@pytest.mark.req("XC-03")
+def test_a_pool_says_what_its_replicas_cost_also_those_that_come_and_go(make: Any) -> None:
+    going, ended = make.ready_pod("going"), make.pod("ended", phase="Failed")
+    going["metadata"]["deletionTimestamp"] = NOW
+    pods = [make.ready_pod("a"), make.pod("b"), going, ended]
+    pool = PoolObserved(name="main", revision="r1", wanted=2, workload=None, pods=pods, cost=30)
+    (told,) = status_of(Observed(name="tiny", generation=1, pools=[pool]), [], NOW)["pools"]
+    assert told["cost"] == 90
+
+
+@pytest.mark.req("XC-03")
+def test_the_ratio_of_prefill_to_decode_is_of_replicas_that_serve(make: Any) -> None:
+    def told(**ready: int) -> Any:
+        pools = [
+            PoolObserved(name=role, revision="r", wanted=9, workload=None, pods=[make.ready_pod("a")] * count, role=role)
+            for role, count in ready.items()
+        ]
+        return status_of(Observed(name="tiny", generation=1, pools=pools), [], NOW).get("prefillPerDecodePercent")
+
+    assert told(Prefill=1, Decode=3) == 33
+    assert told(Prefill=3, Decode=2) == 150
+    assert told(Prefill=0, Decode=2) is None
+    assert told(Prefill=2, Both=2) is None

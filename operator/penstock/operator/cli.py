@@ -55,6 +55,7 @@ def operator(argv: list[str]) -> int:
         gateway_url=options.gateway_url,
         gateway_http_port=options.gateway_http_port,
         replica_tls=replica_tls,
+        budgets=dict(options.namespace_budget),
     )
     try:
         asyncio.run(run(settings))
@@ -125,8 +126,25 @@ def _operator_parser() -> argparse.ArgumentParser:
         help="make a PodMonitor for each model, with these labels, where that CRD is installed (default: none; the chart has one "
         "for all models)",
     )
+    add(
+        "--namespace-budget",
+        type=_budget,
+        action="append",
+        default=[],
+        metavar="NAMESPACE=COST",
+        help="the most that the autoscaled replicas of all models in a namespace may cost, in the unit of pools[].cost; repeat "
+        "for more (default: no limit)",
+    )
     add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     return parser
+
+
+def _budget(text: str) -> tuple[str, float]:
+    """`team-a=100` as a namespace and its budget."""
+    namespace, _, cost = text.partition("=")
+    if not namespace or not cost.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAMESPACE=COST with a whole number")
+    return namespace, float(cost)
 
 
 def _labels(text: str) -> dict[str, str]:

@@ -136,6 +136,8 @@ def _pool(
         wanted=source["spec"].get("replicas", 1),
         workload=live,
         pods=pods,
+        role="Both" if spec is None else spec.role,
+        cost=0 if spec is None else spec.cost,
         scaled=scaled,
         scaling=scaling(pool_id(key.namespace, key.name, name)) if scaled else None,
         blocked=next_step.blocked,

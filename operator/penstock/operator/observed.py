@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from penstock.api.fleet import Role
 from penstock.operator.autoscale.learned import Learned
 from penstock.operator.canary.course import Standing
 from penstock.operator.other_scalers import OtherScaler
@@ -65,6 +66,9 @@ class PoolObserved:
     workload: Object | None
     """As it is; None: not there yet."""
     pods: Sequence[Object]
+    role: Role = "Both"
+    cost: int = 0
+    """Of a replica."""
     scaled: bool = False
     """The autoscaler sizes it."""
     scaling: ScalingStatus | None = None
@@ -169,6 +173,12 @@ class Observed:
     def rolling(self) -> bool:
         """Replicas of an older revision are still there."""
         return any(pool.old for pool in self.pools)
+
+    @property
+    def prefill_per_decode(self) -> float | None:
+        """The quotient of ready prefill to ready decode replicas; None where there are none of one kind."""
+        prefill, decode = (sum(len(pool.ready) for pool in self.pools if pool.role == role) for role in ("Prefill", "Decode"))
+        return prefill / decode if prefill and decode else None
 
     @property
     def blocked(self) -> str:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from uuid import uuid4
@@ -70,6 +70,8 @@ class Options:
     """Where gateways answer `/pools`."""
     replica_tls: ReplicaTls | None
     """How replicas are asked; None: plain HTTP."""
+    budgets: Mapping[str, float]
+    """What all models of a namespace may cost together, by namespace."""
 
 
 async def run(options: Options) -> None:
@@ -221,7 +223,9 @@ class Operator:
     async def _autoscale(self) -> None:
         # Nothing is sized before it is known who else sizes it. One who may not know goes on as if there were nobody.
         await self._autoscalers.answered()
-        await Autoscaler(self._gateway_urls, self._replicas, self._actuator, PolicySettings(), told=self._told).run()
+        await Autoscaler(
+            self._gateway_urls, self._replicas, self._actuator, PolicySettings(), told=self._told, budgets=self._options.budgets
+        ).run()
 
     async def _resync(self) -> None:
         while True:

@@ -40,7 +40,7 @@ def status_of(observed: Observed, previous: Sequence[Object], now: str, sized: S
         if pool.scaled
     }
     kept = [] if observed.refusal is None else [it for name, it in before.items() if name not in told]
-    revision = observed.revision
+    revision, ratio = observed.revision, observed.prefill_per_decode
     return {
         "observedGeneration": observed.generation,
         "ready": f"{observed.ready}/{observed.wanted}",
@@ -56,9 +56,11 @@ def status_of(observed: Observed, previous: Sequence[Object], now: str, sized: S
                 "updated": pool.ready_current,
                 "warming": pool.warming,
                 "draining": pool.draining,
+                "cost": pool.cost * (len(pool.ready) + pool.warming + pool.draining),
             }
             for pool in observed.pools[:MAX_POOLS]  # those that leave come last
         ],
+        **({} if ratio is None else {"prefillPerDecodePercent": round(ratio * 100)}),
         "scaling": [*(pool for pool in told.values() if pool is not None), *kept],
         **({} if observed.canary is None else {"canary": observed.canary.to_status()}),
         "conditions": conditions(judged, observed.generation, previous, now),

@@ -62,6 +62,8 @@ class PoolStatus(Part):
     """Replicas that are there and not ready yet, or not any more."""
     draining: int = Field(default=0, ge=0)
     """Replicas that finish their requests, and then go."""
+    cost: int = Field(default=0, ge=0)
+    """What the replicas that exist cost, each at the pool's `cost`."""
 
 
 class InferenceModelStatus(Part):
@@ -89,6 +91,8 @@ class InferenceModelStatus(Part):
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
     """Replicas by pool."""
+    prefill_per_decode_percent: int | None = Field(default=None, ge=0)
+    """Ready prefill replicas for each hundred ready decode replicas; absent where there are none of one kind."""
     scaling: list[PoolScalingStatus] = Field(
         default=[],
         max_length=MAX_POOLS,

@@ -64,6 +64,8 @@ class ModelLimits:
     """By name."""
     budget: float | None = None
     """The most that all replicas may cost."""
+    room: float | None = None
+    """What a budget of the whole namespace leaves to this model."""
     prefill_per_decode: tuple[float, float] | None = None
     """Bounds of the quotient of their numbers."""
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import httpx
@@ -16,6 +16,7 @@ from penstock.operator.autoscale.coldstart import Starting
 from penstock.operator.autoscale.fallback import LoadClient, ask_replicas
 from penstock.operator.autoscale.learned import Learned, extract, restore
 from penstock.operator.autoscale.limits import ModelLimits, Settings
+from penstock.operator.autoscale.namespace_budget import NamespaceBudgets
 from penstock.operator.autoscale.policy import Memory, Observation, PoolView, decide
 from penstock.operator.autoscale.signals import PoolSignals, choose_victims, pool_signals
 
@@ -108,6 +109,7 @@ class Autoscaler:
         settings: How the policy behaves.
         tick_s: Seconds between looks while nothing urgent happens.
         told: Somebody else who wants to know what the gateways say.
+        budgets: What the replicas of all models in a namespace may cost together, by namespace.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class Autoscaler:
         settings: Settings,
         tick_s: float = 5.0,
         told: Listener = _nobody,
+        budgets: Mapping[str, float] | None = None,
     ) -> None:
         self._gateways = gateways
         self._replicas = replicas
@@ -125,6 +128,7 @@ class Autoscaler:
         self._settings = settings
         self._tick_s = tick_s
         self._told = told
+        self._budgets = NamespaceBudgets(budgets or {})
         self._memories: dict[str, Memory] = {}
         self._versions: dict[str, int] = {}
 
@@ -179,6 +183,7 @@ class Autoscaler:
         models = await self._actuator.targets()
         known = {model.id for model in models}
         self._memories = {model_id: memory for model_id, memory in self._memories.items() if model_id in known}
+        self._budgets.begin({model.id: _cost(model, {}) for model in models})
         limit = asyncio.Semaphore(AT_ONCE)
 
         async def one(model: ModelScale) -> None:
@@ -207,7 +212,10 @@ class Autoscaler:
         memory = self._memories.get(model.id)
         if memory is None:
             memory = Memory(pools={name: restore(pool.learned) for name, pool in model.pools.items() if pool.learned is not None})
-        decisions, self._memories[model.id] = decide(seen, model.limits, self._settings, memory)
+        limits = replace(model.limits, room=self._budgets.room(model.id))
+        decisions, self._memories[model.id] = decide(seen, limits, self._settings, memory)
+        acting = {name: it.replicas for name, it in decisions.items() if not model.pools[name].dry_run}
+        self._budgets.spend(model.id, _cost(model, acting))
         return decisions
 
     async def _act(self, model: ModelScale, name: str, signals: PoolSignals | None, decision: Decision) -> None:
@@ -223,3 +231,8 @@ class Autoscaler:
             await self._actuator.spare(pool_id)
         learned = extract(self._memories[model.id].pools[name])
         await self._actuator.record(Record(pool_id, pool.replicas, decision, learned, acted=acts, dry_run=pool.dry_run))
+
+
+def _cost(model: ModelScale, sizes: Mapping[str, int]) -> float:
+    """What a model's replicas cost, with these sizes of pools and the present sizes of the others."""
+    return sum(sizes.get(name, pool.replicas) * model.limits.pools[name].cost for name, pool in model.pools.items())

@@ -26,6 +26,7 @@ from penstock.operator.autoscale.windows import Samples, kept, mean
 
 ROLES: tuple[Role, ...] = get_args(Role)
 UNBOUNDED = 10**6
+_ROOM = "the namespace's budget leaves this model"
 """More replicas than any pool may have: the dearest pool of a role wants all that the others cannot carry."""
 
 
@@ -349,10 +350,12 @@ def _together(
                     decisions[name], replicas=count, constraint="Ratio", reason=decisions[name].reason + why
                 )
                 members[name] = replace(members[name], wanted=count)
-    if limits.budget is not None:
-        for name, count in afford(list(members.values()), limits.budget).items():
+    bounds = [(it, words) for it, words in ((limits.budget, "the budget is"), (limits.room, _ROOM)) if it is not None]
+    if bounds:
+        bound, words = min(bounds)
+        for name, count in afford(list(members.values()), bound).items():
             if count != decisions[name].replicas:
-                why = f"; the budget of {limits.budget:g} allows {count}"
+                why = f"; {words} {bound:g}, which allows {count}"
                 decisions[name] = replace(
                     decisions[name], replicas=count, constraint="Budget", reason=decisions[name].reason + why
                 )

@@ -1,4 +1,4 @@
-"""The commands `penstock status`, `top`, `events` and `drain`. Light to import: `penstock --help` loads this module."""
+"""The commands `penstock status`, `top`, `capacity`, `events`, `drain`. Light to import: `penstock --help` loads this module."""
 
 import argparse
 from collections.abc import Awaitable, Callable
@@ -41,6 +41,15 @@ def top(argv: list[str]) -> int:
     return _run_local(options, command.run) if options.local else _run(options, command.run)
 
 
+def capacity(argv: list[str]) -> int:
+    """Shows the replicas, devices and cost of every pool, what holds it back, and the sums."""
+    parser = _parser(capacity, everywhere=True, local=False)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="only this one")
+    from penstock.operator.kubectl import capacity as command
+
+    return _run(parser.parse_args(argv), command.run)
+
+
 def events(argv: list[str]) -> int:
     """Lists the Events of a model and of everything that was made for it, oldest first."""
     parser = _parser(events)
@@ -74,12 +83,13 @@ def drain(argv: list[str]) -> int:
     return _run(parser.parse_args(argv), command.run)
 
 
-def _parser(command: Callable[[list[str]], int], *, everywhere: bool = False) -> argparse.ArgumentParser:
+def _parser(command: Callable[[list[str]], int], *, everywhere: bool = False, local: bool = True) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"penstock {command.__name__}", description=(command.__doc__ or "").partition("\n")[0])
     where = parser.add_mutually_exclusive_group()
     add_namespace(where)
     if everywhere:
         where.add_argument("-A", "--all-namespaces", action="store_true")
+    if everywhere and local:
         where.add_argument(
             "--local", action="store_true", help="show what `penstock up` runs on this machine instead of a cluster"
         )
