@@ -331,6 +331,8 @@ def test_the_remaining_values_are_honoured(render: Render) -> None:
                 "allowPrivilegedTemplates": True,
                 "templateSecrets": ["tls", "keys"],
                 "namespaceBudgets": {"team-a": 1000000},
+                "cacheStorageClass": "fast",
+                "nodeCache": "/var/models",
                 "allowRootTemplates": True,
                 "allowNodeNameTemplates": True,
                 "allowCommandTemplates": True,

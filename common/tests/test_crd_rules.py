@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from string import ascii_letters
+from string import ascii_letters, digits
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -228,7 +228,7 @@ def values(node: Object) -> st.SearchStrategy[Any]:
     return (
         st.sampled_from(fitting)
         if fitting
-        else st.from_regex(node["pattern"].replace("$", r"\Z"), alphabet=ascii_letters + "/.-")
+        else st.from_regex(node["pattern"].replace("$", r"\Z"), alphabet=ascii_letters + digits + "/.-")
     )
 
 

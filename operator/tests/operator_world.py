@@ -1,5 +1,6 @@
 """An operator's parts around an API server in memory."""
 
+from dataclasses import replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -71,13 +72,18 @@ class World:
         api.children = self.children
         self.reports: dict[str, ScalingStatus] = {}
         self.others = OtherScalers(lambda namespace: None)
-        self.registry = CollectorRegistry()
         self.replicas = FakeReplicas()
         self.now = 0.0
         self.judges = Judges(lambda model: self.queued.append(Key("InferenceModel", *model.split("/"))), lambda: self.now)
-        self.reconciler = Reconciler(
-            cluster=Cluster(api, self.resources, self.children, absent=lambda kind: kind in self.absent),
-            rendering=make.rendering,
+        self.reconciler = self.new_reconciler()
+        self.watch = ResourceWatch(self.resources, self.queued.append)
+
+    def new_reconciler(self, **rendering: Any) -> Reconciler:
+        """A reconciler with other flags of the operator, and metrics of its own."""
+        self.registry = CollectorRegistry()
+        return Reconciler(
+            cluster=Cluster(self.api, self.resources, self.children, absent=lambda kind: kind in self.absent),
+            rendering=replace(self.make.rendering, **rendering),
             reports=Reports(
                 self.reports.get, lambda key, pools: self.routing, self.judges.follow, self.others.of, url="http://gw/v1"
             ),
@@ -85,7 +91,6 @@ class World:
             later=lambda key, delay: self.looks.append((key, delay)),
             registry=self.registry,
         )
-        self.watch = ResourceWatch(self.resources, self.queued.append)
 
     async def apply(self, resource: dict[str, Any]) -> None:
         """A user applies a resource."""

@@ -1,17 +1,17 @@
 """The figures and branches of child objects that a cluster acts on: probes, ports, users, limits of a rolling update."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from penstock.api.resources import InferenceModel
-from penstock.operator.desired import Rendering, children, engine_args, revision_of
+from penstock.operator.desired import Rendering, TemplateError, children, engine_args, pod_template, revision_of
 from penstock.operator.desired.deployment import limits
 from penstock.operator.desired.exposure import inference_pool
 from penstock.operator.desired.leader_worker_set import leader_worker_set
-from penstock.operator.desired.pod import pod_template
-from penstock.operator.desired.source import fetch_job
+from penstock.operator.desired.source import MOUNT, fetch_job
 
 RENDERING = Rendering(image="penstock/engine:test")
 SPANNING = {
@@ -137,12 +137,62 @@ def test_an_http_route_has_a_rule_for_each_64_names_up_to_128(make: Any) -> None
         ("s3://bucket/a", "s3://bucket/a"),
         ("pvc://claim/team/a", "/penstock/models/team/a"),
         ("pvc://claim", "/penstock/models"),
+        ("oci://example.com:5000/team/llama:1", "/penstock/models"),
     ],
 )
 def test_an_engine_is_told_where_its_weights_are(make: Any, uri: str, told: str) -> None:
     assert engine_args(make.model(source={"uri": uri}))[0] == told
     mounted = "volumes" in deployment_of(make.model(source={"uri": uri}))["template"]["spec"]
-    assert mounted == uri.startswith("pvc://")
+    assert mounted == uri.startswith(("pvc://", "oci://"))
+
+
+def test_an_image_with_the_weights_is_mounted_read_only(make: Any) -> None:
+    spec = deployment_of(make.model(source={"uri": "oci://example.com/llama:1"}))["template"]["spec"]
+    assert spec["volumes"] == [
+        {"name": "penstock-models", "image": {"reference": "example.com/llama:1", "pullPolicy": "IfNotPresent"}}
+    ]
+    assert spec["containers"][0]["volumeMounts"] == [{"name": "penstock-models", "mountPath": MOUNT, "readOnly": True}]
+
+
+NODE_CACHED = {"uri": "hf://org/a", "revision": "0123456789abcdef0123456789abcdef01234567", "cache": {"type": "Node"}}
+
+
+def test_replicas_keep_downloads_in_the_administrators_folder_of_their_node_and_namespace(make: Any) -> None:
+    model = make.model(source={**NODE_CACHED, "secretRef": {"name": "hf"}})
+    spec = pod_template(model, model.spec.pools[0], replace(make.rendering, node_cache="/var/models"))["spec"]
+    assert spec["volumes"] == [{"name": "penstock-models", "hostPath": {"path": "/var/models/default", "type": "Directory"}}]
+    (engine,) = spec["containers"]
+    assert engine["volumeMounts"] == [{"name": "penstock-models", "mountPath": MOUNT}]
+    assert engine["args"][:2] == ["hf://org/a", f"--revision={NODE_CACHED['revision']}"]
+    environment = {it["name"]: it for it in engine["env"]}
+    assert environment["XDG_CACHE_HOME"]["value"] == MOUNT
+    assert "HF_TOKEN" in environment, "each replica downloads for itself"
+
+
+def test_a_model_alone_does_not_choose_a_folder_of_the_node(make: Any) -> None:
+    model = make.model(source=NODE_CACHED)
+    with pytest.raises(TemplateError, match="start the operator with --node-cache"):
+        pod_template(model, model.spec.pools[0], make.rendering)
+
+
+def test_claims_of_devices_reach_the_pod_and_the_engine(make: Any) -> None:
+    claims = [{"name": "gpus", "template": "two-h100"}, {"name": "nic", "claim": "shared-nic"}]
+    spec = deployment_of(make.model(pools=[{"name": "main", "resourceClaims": claims}]))["template"]["spec"]
+    assert spec["resourceClaims"] == [
+        {"name": "gpus", "resourceClaimTemplateName": "two-h100"},
+        {"name": "nic", "resourceClaimName": "shared-nic"},
+    ]
+    (engine,) = spec["containers"]
+    assert engine["resources"]["claims"] == [{"name": "gpus"}, {"name": "nic"}]
+    assert engine["resources"]["requests"] == {"cpu": "2", "memory": "8Gi"}
+    assert "--device=cpu" not in engine["args"]
+
+
+def test_claims_go_with_an_extended_resource(make: Any) -> None:
+    pool = {"name": "main", "accelerator": {"resource": "nvidia.com/gpu"}, "resourceClaims": [{"name": "nic", "template": "nic"}]}
+    (engine,) = deployment_of(make.model(pools=[pool]))["template"]["spec"]["containers"]
+    assert engine["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    assert engine["resources"]["claims"] == [{"name": "nic"}]
 
 
 def test_a_fetch_runs_as_the_images_user_with_its_own_ports_limits_and_resources(make: Any) -> None:

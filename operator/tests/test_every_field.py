@@ -15,7 +15,7 @@ from penstock.api.resources import InferenceModel, crds, unsupported
 from penstock.gateway.discovery.objects import fleet_of
 from penstock.operator.api import WORKLOADS
 from penstock.operator.desired import Rendering, children, revision_of
-from penstock.operator.desired.source import Fetched, fetch_job
+from penstock.operator.desired.source import Fetched, cache_claim, fetch_job, on_node
 from penstock.operator.local.models import local_model
 from penstock.operator.rollout.pace import Step, step
 
@@ -43,6 +43,7 @@ WHOLE = bent(
 OTHER: Object = {
     "spec.served.aliases[]": "other",
     "spec.source.uri": "hf://org/other",
+    "spec.source.cache.size": "2Gi",
     "spec.lora.sources[].prefix": "s3://team-b/",
     "spec.engine.extraArgs[]": "--seed=2",
     "spec.engine.quantization.weights": "other",
@@ -73,8 +74,12 @@ DISAGGREGATED = bent(
     ],
     scaling={"prefillPerDecode": {"minPercent": 10, "maxPercent": 50}},
 )
+CLAIMED = bent(WHOLE, scaling=None, pools=[{"name": "main", "resourceClaims": [{"name": "nic", "claim": "shared"}]}])
+SIZED = bent(WHOLE, source={"uri": "hf://org/llama", "revision": "main", "cache": {"size": "1Gi"}})
 # Fields that WHOLE cannot have beside the others.
 ELSEWHERE: dict[str, Object] = {
+    "spec.pools[].resourceClaims[].claim": CLAIMED,
+    "spec.source.cache.size": SIZED,
     "spec.replicas": bent(WHOLE, replicas=2, scaling=None, pools=[{"name": "main"}]),
     "spec.pools[].scaling.min": bent(WHOLE, pools=[{"name": "main", "scaling": {"min": 1, "max": 4}}]),
     "spec.pools[].role": DISAGGREGATED,
@@ -84,9 +89,12 @@ ELSEWHERE: dict[str, Object] = {
     "spec.scaling.prefillPerDecode.minPercent": DISAGGREGATED,
     "spec.scaling.prefillPerDecode.maxPercent": DISAGGREGATED,
 }
+# Fields of which another value needs the rest of their part to be another, too.
+TOGETHER: dict[str, tuple[str, Any]] = {"spec.source.cache.type": ("spec.source.cache", {"type": "Node"})}
 # What takes effect in running replicas, or needs none; every other field makes a new revision (XC-04).
 HOT = (
     "spec.source.secretRef.",  # of a model with a cache: its Job's alone
+    "spec.source.cache.size",
     "spec.replicas",
     "spec.canary.",
     "spec.routing.",
@@ -146,12 +154,17 @@ def another(value: Any, schema: Object) -> Any:
 def seen(resource: Object) -> dict[str, Any]:
     """All that becomes of a resource, by who acts on it."""
     model = InferenceModel.parse(resource)
-    local = local_model(model)
+    here = model.spec.source if not on_node(model) else model.spec.source.model_copy(update={"cache": None})
+    local = local_model(model.model_copy(update={"spec": model.spec.model_copy(update={"source": here})}))
     job = fetch_job(model, "default/image:1")
     fetched = None if job is None else Fetched(folder=job["metadata"]["name"], version="c0ffee")
-    objects = [job, *children(model, Rendering(image="default/image:1", fetched=fetched))]
+    objects = [
+        job,
+        cache_claim(model, None),
+        *children(model, Rendering(image="default/image:1", fetched=fetched, node_cache="/models")),
+    ]
     return {
-        "revisions": [revision_of(it) for it in objects[1:] if it["kind"] in WORKLOADS],
+        "revisions": [revision_of(it) for it in objects[2:] if it["kind"] in WORKLOADS],
         "objects": objects,
         "rollout": _pace_without_room(model),
         "gateway": msgspec.to_builtins(fleet_of([resource], [])),
@@ -182,8 +195,9 @@ def changed(path: str) -> tuple[Object, Object]:
     """A resource, and the same with another value in one field."""
     before = ELSEWHERE.get(path, WHOLE)
     after = copy.deepcopy(before)
-    here, key = place(after, path)
-    here[key] = OTHER[path] if path in OTHER else another(here[key], FIELDS[path])
+    where, value = TOGETHER.get(path, (path, OTHER.get(path)))
+    here, key = place(after, where)
+    here[key] = another(here[key], FIELDS[path]) if value is None else value
     return before, after
 
 

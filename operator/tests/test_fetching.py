@@ -237,6 +237,46 @@ async def test_a_claim_with_the_model_is_mounted_without_a_job(world, make, key)
     assert engine(world)["volumeMounts"][0]["readOnly"] is True
 
 
+async def test_the_operator_makes_the_claim_of_a_cache_and_deletes_it_with_the_cache(world, make, key):
+    world.reconciler = world.new_reconciler(storage_class="fast")
+    await world.apply(make.resource(source={**CACHED, "cache": {"size": "200Gi"}}))
+    await world.settle(key)
+    claim = world.live("PersistentVolumeClaim", "tiny-models")
+    assert claim["spec"] == {
+        "accessModes": ["ReadWriteMany"],
+        "resources": {"requests": {"storage": "200Gi"}},
+        "storageClassName": "fast",
+    }
+    assert claim["metadata"]["ownerReferences"][0]["name"] == "tiny"
+    volumes = job(world)["spec"]["template"]["spec"]["volumes"]
+    assert volumes == [{"name": "penstock-models", "persistentVolumeClaim": {"claimName": "tiny-models"}}]
+    pod(world, {"folder": "f", "version": COMMIT, "size": 7})
+    ends(world, "Complete")
+    await world.settle(key)
+    assert engine(world)["args"][0] == f"{MOUNT}/f"
+    world.reconciler = world.new_reconciler(storage_class="slow")
+    await world.apply(make.resource(source={**CACHED, "cache": {"size": "300Gi"}}))
+    await world.settle(key)
+    grown = world.live("PersistentVolumeClaim", "tiny-models")
+    assert grown["metadata"]["uid"] == claim["metadata"]["uid"]
+    assert grown["spec"]["resources"]["requests"]["storage"] == "300Gi"
+    assert grown["spec"]["storageClassName"] == "fast", "the class of a claim cannot change"
+    await world.apply(make.resource(source={"uri": "/m"}))
+    await world.settle(key)
+    assert not any(kind == "PersistentVolumeClaim" for kind, _, _ in world.api.objects)
+
+
+async def test_a_nodes_folder_needs_no_job_but_for_the_commit(world, make, key):
+    world.reconciler = world.new_reconciler(node_cache="/var/models")
+    await world.apply(make.resource(source={"uri": "hf://org/name", "revision": "main", "cache": {"type": "Node"}}))
+    await world.settle(key)
+    assert "volumes" not in job(world)["spec"]["template"]["spec"]
+    pod(world, {"folder": "", "version": COMMIT, "size": 0})
+    ends(world, "Complete")
+    await world.settle(key)
+    assert engine(world)["args"][:2] == ["hf://org/name", f"--revision={COMMIT}"]
+
+
 def test_a_job_is_for_a_claim_a_model_a_version_and_a_restart(make):
     def name(**changes: Any) -> str:
         source = {**CACHED, **changes.pop("source", {})}

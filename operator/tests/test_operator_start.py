@@ -33,6 +33,7 @@ OPTIONS = Options(
     gateway_url="",
     gateway_http_port=9090,
     replica_tls=None,
+    budgets={},
 )
 THEIRS = {
     "metadata": {"name": "theirs", "namespace": "default", "uid": "u", "resourceVersion": "1"},

@@ -14,6 +14,7 @@ ADAPTERS: Final = Resource(GROUP, VERSION, "loraadapters")
 DEPLOYMENTS: Final = Resource("apps", "v1", "deployments")
 REVISIONS: Final = Resource("apps", "v1", "controllerrevisions")
 JOBS: Final = Resource("batch", "v1", "jobs")
+CLAIMS: Final = Resource("", "v1", "persistentvolumeclaims")
 SERVICES: Final = Resource("", "v1", "services")
 BUDGETS: Final = Resource("policy", "v1", "poddisruptionbudgets")
 NETWORK_POLICIES: Final = Resource("networking.k8s.io", "v1", "networkpolicies")
@@ -34,6 +35,7 @@ RESOURCES: Final = {
     "Deployment": DEPLOYMENTS,
     "ControllerRevision": REVISIONS,
     "Job": JOBS,
+    "PersistentVolumeClaim": CLAIMS,
     "Service": SERVICES,
     "PodDisruptionBudget": BUDGETS,
     "NetworkPolicy": NETWORK_POLICIES,
@@ -51,7 +53,8 @@ WORKLOADS: Final = ("Deployment", "LeaderWorkerSet")
 OPTIONAL: Final = ("LeaderWorkerSet", "InferencePool", "HTTPRoute", "PodMonitor")
 """Kinds of CRDs of others: where one is not installed, its objects are not made."""
 CHILDREN: Final = (
-    "ControllerRevision", "Job", "Service", "NetworkPolicy", "PodDisruptionBudget", "Deployment", *OPTIONAL,
+    "ControllerRevision", "Job", "PersistentVolumeClaim", "Service", "NetworkPolicy", "PodDisruptionBudget", "Deployment",
+    *OPTIONAL,
 )  # fmt: skip
 """Kinds of which a model owns objects."""
 TIMEOUT_S: Final = 30.0

@@ -37,6 +37,8 @@ def operator(argv: list[str]) -> int:
             system_priority=options.allow_system_priority_templates,
         ),
         monitor_labels=options.pod_monitors,
+        node_cache=options.node_cache,
+        storage_class=options.cache_storage_class,
     )
     try:
         replica_tls = None if options.replica_tls is None else ReplicaTls.of(options.replica_tls, options.replica_name)
@@ -127,6 +129,18 @@ def _operator_parser() -> argparse.ArgumentParser:
         "for all models)",
     )
     add(
+        "--cache-storage-class",
+        metavar="NAME",
+        help="storage class of claims that the operator makes for source.cache.size (default: the cluster's default)",
+    )
+    add(
+        "--node-cache",
+        type=_absolute,
+        metavar="FOLDER",
+        help="folder of every node for source.cache of type Node; FOLDER/NAMESPACE must exist there and be writable for group "
+        "65532 (default: refuse that type)",
+    )
+    add(
         "--namespace-budget",
         type=_budget,
         action="append",
@@ -137,6 +151,13 @@ def _operator_parser() -> argparse.ArgumentParser:
     )
     add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     return parser
+
+
+def _absolute(text: str) -> str:
+    """A path from the root, without a slash at its end."""
+    if not text.startswith("/") or ".." in text.split("/"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an absolute path")
+    return text.rstrip("/")
 
 
 def _budget(text: str) -> tuple[str, float]:

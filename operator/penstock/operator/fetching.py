@@ -19,7 +19,9 @@ from penstock.api.resources import InferenceModel
 from penstock.http.replica_answers import UNREADABLE, body_of
 from penstock.operator.api import Api
 from penstock.operator.apply import APPLIED, Applier, described, stamped
-from penstock.operator.desired.source import PROGRESS_PORT, Fetched, fetch_job
+from penstock.operator.apply import MANAGER as APPLY_MANAGER
+from penstock.operator.desired.pod import Rendering
+from penstock.operator.desired.source import PROGRESS_PORT, Fetched, cache_claim, fetch_job
 from penstock.operator.observed import Fetching
 from penstock.operator.pods import is_live, trouble
 from penstock.operator.store import Children, Key
@@ -54,14 +56,15 @@ class Fetch:
 class FetchJobs:
     """Makes the Jobs and reads them."""
 
-    def __init__(self, api: Api, children: Children, applier: Applier, image: str, later: Callable[[Key, float], None]) -> None:
+    def __init__(
+        self, api: Api, children: Children, applier: Applier, rendering: Rendering, later: Callable[[Key, float], None]
+    ) -> None:
         """
         Args:
-            image: The engine's, where the model names none.
             later: Puts a key on the queue after so many seconds.
         """
         self._api, self._children, self._applier = api, children, applier
-        self._image, self._later = image, later
+        self._rendering, self._later = rendering, later
 
     async def look(self, key: Key, model: InferenceModel) -> Fetch | None:
         """Sees to it that the Job is there, and says how far it is; None where the model needs none.
@@ -69,9 +72,12 @@ class FetchJobs:
         Raises:
             NotOwned, OwnerGone, ApiException: see `Applier.apply`.
         """
-        wanted = fetch_job(model, self._image)
+        wanted = fetch_job(model, self._rendering.image)
         if wanted is None:
             return None
+        claim = cache_claim(model, self._rendering.storage_class)
+        if claim is not None:
+            await self._claim(key, model.metadata.uid, claim)
         name = wanted["metadata"]["name"]
         live = await self._applier.ensure(key, model.metadata.uid, wanted)
         if live is None or "deletionTimestamp" in live["metadata"]:
@@ -90,6 +96,15 @@ class FetchJobs:
             await self._delete(live, "another image, or other credentials: its template cannot change")
         self._later(key, LOOK_S)
         return Fetch(name, None, await _running(model, pods))
+
+    async def _claim(self, key: Key, uid: str, claim: Object) -> None:
+        """Makes the claim, or lets it grow. Its class stays, whatever the operator's flag says by now: no claim can change it."""
+        live = await self._applier.ensure(key, uid, claim)
+        wanted, there = (it["spec"]["resources"]["requests"]["storage"] for it in (claim, live or claim))
+        if live is not None and there != wanted:
+            log.info("asking for %s in place of %s: %s", wanted, there, described(claim))
+            spec = {**claim["spec"], "storageClassName": live["spec"].get("storageClassName")}
+            await self._api.apply({**claim, "spec": spec}, APPLY_MANAGER)
 
     async def _complete(self, key: Key, live: Object, pods: Sequence[Object]) -> Fetch:
         name = live["metadata"]["name"]

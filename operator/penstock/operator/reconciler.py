@@ -20,6 +20,7 @@ from penstock.operator.apply import MANAGER, Applier, NotOwned, OwnerGone, owned
 from penstock.operator.cluster import Cluster
 from penstock.operator.conditions.verdict import Verdict
 from penstock.operator.desired import Rendering, SourcePending, TemplateError, check_template, child_name, size
+from penstock.operator.desired.source import cache_claim
 from penstock.operator.events import event, timestamp, turns
 from penstock.operator.failures import EVENTS_AGAIN_S, MAKING_S, incomplete, stuck, with_failure, with_reason
 from penstock.operator.fetching import Fetch, FetchJobs
@@ -64,7 +65,7 @@ class Reconciler:
         self._later = later
         self._told = Told(api)
         self._applier = Applier(api, children, cluster.absent)
-        self._fetches = FetchJobs(api, children, self._applier, rendering.image, later)
+        self._fetches = FetchJobs(api, children, self._applier, rendering, later)
         self._adapters = AdapterSync(resources=resources, children=children, replicas=replicas, write=self._write, later=later)
         self._done = Counter(metrics.RECONCILES, "Reconciles by result", ["result"], registry=registry)
         self._took = Histogram(metrics.RECONCILE_SECONDS, "Seconds that a reconcile took", registry=registry)
@@ -114,7 +115,9 @@ class Reconciler:
                 refusal = None if planned is None else self._missing(planned)
                 if planned is not None and refusal is None:
                     sizes = {child_name(key.name, pool.name): size(model, pool) for pool in model.spec.pools}
-                    await self._applier.apply(key, model.metadata.uid, planned.objects, sizes, planned.kept | _jobs(fetch))
+                    await self._applier.apply(
+                        key, model.metadata.uid, planned.objects, sizes, planned.kept | self._of_source(model, fetch)
+                    )
             except (TemplateError, OverlayError) as error:
                 refusal = Refusal("ForbiddenTemplate" if isinstance(error, TemplateError) else "InvalidTemplate", str(error))
             except OwnerGone:
@@ -196,6 +199,12 @@ class Reconciler:
         except SourcePending:
             return None
 
+    def _of_source(self, model: InferenceModel, fetch: Fetch | None) -> frozenset[tuple[str, str]]:
+        """Kind and name of the children that bring the weights: the plan does not name them, and they stay."""
+        claim = cache_claim(model, self._rendering.storage_class)
+        kept = [("Job", fetch.job)] if fetch is not None else []
+        return frozenset(kept if claim is None else [*kept, (claim["kind"], claim["metadata"]["name"])])
+
     async def _adapter(self, resource: Object) -> None:
         """One that cannot be read says so; the others are looked at with their model's replicas."""
         try:
@@ -234,11 +243,6 @@ class Reconciler:
                 await self._api.create(event(resource, kind, reason, message, timestamp()))
             except ApiException as error:  # the condition says the same
                 log.warning("%s: no Event %s: %s", key_of(resource), reason, said(error))
-
-
-def _jobs(fetch: Fetch | None) -> frozenset[tuple[str, str]]:
-    """Children that the plan does not name and that stay."""
-    return frozenset() if fetch is None else frozenset({("Job", fetch.job)})
 
 
 def previous(resource: Object) -> list[Object]:

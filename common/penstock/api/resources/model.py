@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.api.resources.base import (
-    URI_RULE,
     URI_SCHEMES,
     Duration,
     Flag,
@@ -50,23 +49,46 @@ DRAFTER_URIS = "^((hf|file)://|/)"
 MEMORY_FLAGS = r"^--(kv-cache-memory-bytes|num-gpu-blocks-override)(=.*)?$"
 
 
+MODEL_URIS = r"^((hf|file|pvc|s3|oci)://.|/.)"
+_IMAGE = r"^oci://[a-zA-Z0-9][a-zA-Z0-9.-]*(:[0-9]+)?(/[a-z0-9._-]+)+(:[a-zA-Z0-9._-]+)?(@sha256:[0-9a-f]{64})?$"
 _CLAIM = r"^pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/.*)?$"
 
 
 class Cache(Part):
     """Where downloaded weights are kept between replicas."""
 
-    type: Literal["PVC"] = "PVC"
-    """A PersistentVolumeClaim."""
-    claim_name: ObjectName
-    """The claim's name."""
+    RULES = (
+        Rule(
+            "self.type == 'PVC' ? has(self.claimName) != has(self.size) : !has(self.claimName) && !has(self.size)",
+            "source: cache: type PVC needs either claimName, a claim of yours, or size, for one that the operator makes; type "
+            "Node takes neither",
+            lambda cache: ((cache.claim_name is not None) + (cache.size is not None)) == (1 if cache.type == "PVC" else 0),
+        ),
+    )
+
+    type: Literal["PVC", "Node"] = "PVC"
+    """`PVC`: a PersistentVolumeClaim, which a Job fills. `Node`: a folder of each node, which the administrator chooses; the
+    first replica on a node downloads."""
+    claim_name: ObjectName | None = None
+    """The name of a claim in the model's namespace."""
+    size: str | None = Field(default=None, pattern=r"^[1-9][0-9]{0,5}(Mi|Gi|Ti)$", max_length=8)
+    """Size of a claim that the operator makes for this model, in the administrator's storage class, and deletes with it."""
 
 
 class Source(Part):
     """Where the weights are."""
 
     RULES = (
-        URI_RULE,
+        Rule(
+            f"self.uri.matches('{MODEL_URIS}')",
+            "source: uri must be an absolute path or begin with hf://, file://, pvc://, s3:// or oci://",
+            lambda source: re.match(MODEL_URIS, source.uri) is not None,
+        ),
+        Rule(
+            f"!self.uri.startsWith('oci://') || self.uri.matches('{_IMAGE}')",
+            "source: oci:// must be followed by the reference of an image, such as registry.example.com/models/llama:1",
+            lambda source: not source.uri.startswith("oci://") or re.match(_IMAGE, source.uri) is not None,
+        ),
         Rule(
             "!has(self.secretRef) || self.uri.matches('^(hf|s3)://')",
             "source: secretRef is for hf:// and s3://; remove it",
@@ -85,8 +107,8 @@ class Source(Part):
     )
 
     uri: Uri
-    """`hf://ORG/NAME`, `file://PATH` or an absolute path, `pvc://CLAIM/PATH`, `s3://BUCKET/PATH`. Paths are those that the engine
-    sees, relative ones from its working directory."""
+    """`hf://ORG/NAME`, `file://PATH` or an absolute path, `pvc://CLAIM/PATH`, `s3://BUCKET/PATH`, `oci://IMAGE`. Paths are those
+    that the engine sees, relative ones from its working directory."""
     revision: str | None = Field(default=None, min_length=1, max_length=128)
     """Branch, tag or commit; resolved once to a commit."""
     load_format: Annotated[
@@ -97,7 +119,7 @@ class Source(Part):
     """Secret with the credentials: for hf:// its key `HF_TOKEN`, for s3:// `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY` and, if
     they are there, `AWS_SESSION_TOKEN`, `AWS_REGION`, `AWS_ENDPOINT_URL`. Penstock never reads it: the pod refers to it."""
     cache: Cache | None = None
-    """Where downloads are kept: a Job fills it before any replica starts. Absent: each replica downloads for itself."""
+    """Where downloads are kept. Absent: each replica downloads for itself."""
 
 
 class Quantization(Part):

@@ -55,6 +55,25 @@ class Accelerator(Part):
     """Devices of one node: a replica of more spans several nodes, as a LeaderWorkerSet; absent: a replica fits a node."""
 
 
+class ResourceClaim(Part):
+    """Devices by dynamic resource allocation (DRA)."""
+
+    RULES = (
+        Rule(
+            "has(self.template) != has(self.claim)",
+            "resourceClaims: name either a template, for a claim of each replica's own, or a claim that all replicas share",
+            lambda it: (it.template is None) != (it.claim is None),
+        ),
+    )
+
+    name: str = Field(pattern=RFC1123, min_length=1, max_length=63)
+    """Unique within the pool."""
+    template: ObjectName | None = None
+    """The name of a ResourceClaimTemplate in the model's namespace."""
+    claim: ObjectName | None = None
+    """The name of a ResourceClaim in the model's namespace."""
+
+
 Texts = Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=64)]
 
 
@@ -88,6 +107,10 @@ class Pool(Part):
     """How one replica spans devices."""
     accelerator: Accelerator | None = None
     """The device that a replica runs on; how many follows from `parallelism`. Absent: the CPU."""
+    resource_claims: list[ResourceClaim] = Field(
+        default=[], max_length=8, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
+    )
+    """Claims of the pod that the engine's container uses, for devices that a DRA driver hands out."""
     scaling: Scaling | None = None
     """How the autoscaler sizes the pool. Absent: `spec.replicas` does, or another program that writes the Deployment's scale
     (HPA, KEDA, kubectl)."""

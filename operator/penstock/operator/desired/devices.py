@@ -26,16 +26,29 @@ def devices(pool: Pool) -> Object:
 
     Extended resources are never overcommitted: requests and limits must be equal.
     """
-    if pool.accelerator is None:
+    if not _has_devices(pool):
         return {}
     count = _a_node(pool)
-    amount = {pool.accelerator.resource: str(count)}
-    engine: Object = {"name": "engine", "resources": {"requests": amount, "limits": amount}}
-    if count == 1:
-        return {"spec": {"containers": [engine]}}
-    memory = {"medium": "Memory", "sizeLimit": f"{count * SHARED_MEMORY_GIB}Gi"}
-    engine["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
-    return {"spec": {"containers": [engine], "volumes": [{"name": "shm", "emptyDir": memory}]}}
+    engine: Object = {"name": "engine", "resources": {}}
+    spec: Object = {"containers": [engine]}
+    if pool.accelerator is not None:
+        amount = {pool.accelerator.resource: str(count)}
+        engine["resources"] |= {"requests": amount, "limits": amount}
+    if pool.resource_claims:
+        engine["resources"]["claims"] = [{"name": it.name} for it in pool.resource_claims]
+        spec["resourceClaims"] = [
+            {"name": it.name, **({"resourceClaimName": it.claim} if it.claim else {"resourceClaimTemplateName": it.template})}
+            for it in pool.resource_claims
+        ]
+    if count > 1:
+        memory = {"medium": "Memory", "sizeLimit": f"{count * SHARED_MEMORY_GIB}Gi"}
+        engine["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
+        spec["volumes"] = [{"name": "shm", "emptyDir": memory}]
+    return {"spec": spec}
+
+
+def _has_devices(pool: Pool) -> bool:
+    return pool.accelerator is not None or bool(pool.resource_claims)
 
 
 def nodes(pool: Pool) -> int:
@@ -46,7 +59,7 @@ def nodes(pool: Pool) -> int:
 
 def engine_requests(pool: Pool) -> dict[str, str]:
     """The CPU and memory that an engine requests unless its template says otherwise."""
-    if pool.accelerator is None:
+    if not _has_devices(pool):
         return dict(CPU_ENGINE)
     count = _a_node(pool)
     return {"cpu": str(count * CPUS_A_DEVICE), "memory": f"{count * MEMORY_A_DEVICE_GIB}Gi"}

@@ -13,7 +13,7 @@ from penstock.operator import restrictions
 from penstock.operator.desired.arguments import ADMIN, EVENTS, HTTP, REPLAY, engine_args
 from penstock.operator.desired.devices import asks_for_device, devices, engine_requests, unnamed
 from penstock.operator.desired.names import common_labels
-from penstock.operator.desired.source import Fetched, needs_fetch, source_environment, source_volume
+from penstock.operator.desired.source import MOUNT, Fetched, needs_fetch, on_node, source_environment, source_volume
 from penstock.operator.overlay import merge
 from penstock.operator.restrictions import Allowances
 
@@ -57,6 +57,10 @@ class Rendering:
     allowances: Allowances = field(default_factory=Allowances)
     monitor_labels: dict[str, str] | None = None
     """Of a PodMonitor for each model, by which a Prometheus finds it; None: no PodMonitors."""
+    node_cache: str | None = None
+    """A folder of each node where replicas may keep downloads; None: there is none."""
+    storage_class: str | None = None
+    """Of claims for caches; None: the cluster's default."""
     fetched: Fetched | None = None
     """What the model's Job brought; None: it is not done, or there is none."""
 
@@ -79,6 +83,8 @@ def pod_template(model: InferenceModel, pool: Pool, rendering: Rendering) -> Obj
     _check_new_template(pool, rendering)
     if needs_fetch(model) and rendering.fetched is None:
         raise SourcePending(model.metadata.name)
+    if on_node(model) and rendering.node_cache is None:
+        raise TemplateError("source.cache: type Node: start the operator with --node-cache, or use another cache")
     annotations: dict[str, str] = {}
     if pool.role != "Both":  # other pods have nobody to exchange KV blocks with
         annotations[labels.KV_LAYOUT] = kv_layout(model, pool, rendering.fetched)
@@ -94,7 +100,11 @@ def pod_template(model: InferenceModel, pool: Pool, rendering: Rendering) -> Obj
             "containers": [_engine(model, rendering)],
         },
     }
-    template = merge(merge(merge(base, devices(pool)), source_volume(model)), pool.template, f"pools[{pool.name}].template")
+    template = merge(
+        merge(merge(base, devices(pool)), source_volume(model, rendering.node_cache)),
+        pool.template,
+        f"pools[{pool.name}].template",
+    )
     template["spec"]["tolerations"] = _tolerations(template["spec"]["tolerations"])
     template = _completed(template, pool)
     digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:10]
@@ -202,5 +212,8 @@ def _probe(model: InferenceModel, path: str, period_s: int, failures: int) -> Ob
 
 def _environment(model: InferenceModel) -> list[Object]:
     environment: list[Object] = [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
+    if on_node(model):  # the caches of Hugging Face's library and of our own sources are in there
+        environment.append({"name": "XDG_CACHE_HOME", "value": MOUNT})
     # Where a Job downloads, the replicas need no credentials.
-    return environment if model.spec.source.cache is not None else [*environment, *source_environment(model)]
+    fetched = model.spec.source.cache is not None and not on_node(model)
+    return environment if fetched else [*environment, *source_environment(model)]

@@ -15,7 +15,7 @@ from penstock.operator.overlay import mapping, merge
 Object = dict[str, Any]
 
 MOUNT: Final = "/penstock/models"
-"""Where a claim is in the pods."""
+"""Where a claim, a node's folder or an image is in the pods."""
 PROGRESS_PORT: Final = 8002
 """Of the Job's pod: `GET /progress`. It has no token to write its progress anywhere, and the operator may not read logs."""
 HOPELESS: Final = 3
@@ -59,24 +59,63 @@ def scheme(model: InferenceModel) -> str:
 def needs_fetch(model: InferenceModel) -> bool:
     """Whether a Job must have run before replicas can start."""
     source = model.spec.source
-    return source.cache is not None or (source.revision is not None and not _COMMIT.match(source.revision))
+    return (_claim(model) is not None and scheme(model) != "pvc") or (
+        source.revision is not None and not _COMMIT.match(source.revision)
+    )
 
 
 def source_args(model: InferenceModel, fetched: Fetched | None) -> list[str]:
     """What `penstock serve` is told to serve."""
     source = model.spec.source
-    if source.cache is not None and fetched is not None:
+    if fetched is not None and fetched.folder:
         return [f"{MOUNT}/{fetched.folder}"]
+    if scheme(model) == "oci":
+        return [MOUNT]
     if scheme(model) == "pvc":
         return [f"{MOUNT}/{source.uri.removeprefix('pvc://').partition('/')[2]}".rstrip("/")]
     revision = fetched.version if fetched is not None else source.revision
     return [source.uri, *([] if revision is None else [f"--revision={revision}"])]
 
 
-def source_volume(model: InferenceModel) -> Object:
-    """A pod template with the claim that holds the model, read-only, to be laid over the engine's; empty where there is none."""
+def source_volume(model: InferenceModel, node_cache: str | None = None) -> Object:
+    """A pod template with the volume that holds the model, to be laid over the engine's; empty where there is none.
+
+    Args:
+        node_cache: The folder of each node that the administrator gives for downloads.
+    """
+    if scheme(model) == "oci":
+        image = {"reference": model.spec.source.uri.removeprefix("oci://"), "pullPolicy": "IfNotPresent"}
+        return _mounted({"image": image}, "engine", read_only=True)
+    if on_node(model):
+        # A folder for each namespace, which must be there: what one tenant downloads, another must not be able to change.
+        folder = {"path": f"{node_cache}/{model.metadata.namespace}", "type": "Directory"}
+        return _mounted({"hostPath": folder}, "engine", read_only=False)
     claim = _claim(model)
-    return _mounted(claim, "engine", read_only=True) if claim else {}
+    return _mounted(_of_claim(claim), "engine", read_only=True) if claim else {}
+
+
+def on_node(model: InferenceModel) -> bool:
+    """Whether replicas download to a folder of their node."""
+    cache = model.spec.source.cache
+    return cache is not None and cache.type == "Node"
+
+
+def cache_claim(model: InferenceModel, storage_class: str | None) -> Object | None:
+    """The PersistentVolumeClaim that the operator makes for the model's cache; None where it makes none.
+
+    Args:
+        storage_class: The administrator's; None: the cluster's default.
+    """
+    cache = model.spec.source.cache
+    if cache is None or cache.size is None:
+        return None
+    chosen = {} if storage_class is None else {"storageClassName": storage_class}
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {**model_metadata(model), "name": _claim(model)},
+        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": cache.size}}, **chosen},
+    }
 
 
 def source_environment(model: InferenceModel) -> list[Object]:
@@ -103,7 +142,8 @@ def fetch_job(model: InferenceModel, default_image: str) -> Object | None:
         return None
     spec = model.spec.source
     fixed = spec.revision is not None and _COMMIT.match(spec.revision)
-    facts = [spec.uri, spec.revision, spec.cache and spec.cache.claim_name, None if fixed else model.spec.rollout.restarted_at]
+    claim = None if spec.cache is None else _claim(model)
+    facts = [spec.uri, spec.revision, claim, None if fixed else model.spec.rollout.restarted_at]
     name = f"{model.metadata.name}-fetch-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:10]}"
     base = model_metadata(model)
     hopeless = {"containerName": "fetch", "operator": "In", "values": [HOPELESS]}
@@ -120,7 +160,7 @@ def fetch_job(model: InferenceModel, default_image: str) -> Object | None:
 
 
 def _pod(model: InferenceModel, default_image: str) -> Object:
-    spec = model.spec.source
+    spec, claim = model.spec.source, _claim(model)
     pool = model.spec.pools[0]
     engine: Object = {"name": "engine", "env": []}
     given: Object = merge({"spec": {"containers": [engine]}}, pool.template, f"pools[{pool.name}].template")["spec"]
@@ -140,7 +180,7 @@ def _pod(model: InferenceModel, default_image: str) -> Object:
         "args": [
             spec.uri,
             *([] if spec.revision is None else [f"--revision={spec.revision}"]),
-            *([] if spec.cache is None else [f"--to={MOUNT}"]),
+            *([] if claim is None else [f"--to={MOUNT}"]),
             f"--result={result}",
             "--host=$(POD_IP)",
             f"--port={PROGRESS_PORT}",
@@ -168,7 +208,7 @@ def _pod(model: InferenceModel, default_image: str) -> Object:
             "containers": [container],
         },
     }
-    return pod if spec.cache is None else merge(pod, _mounted(spec.cache.claim_name, "fetch", read_only=False))
+    return pod if claim is None else merge(pod, _mounted(_of_claim(claim), "fetch", read_only=False))
 
 
 def _resources(engine: Object) -> Object:
@@ -192,11 +232,17 @@ def _claim(model: InferenceModel) -> str | None:
     if scheme(model) == "pvc":
         return model.spec.source.uri.removeprefix("pvc://").partition("/")[0]
     cache = model.spec.source.cache
-    return None if cache is None else cache.claim_name
+    if cache is None or cache.type != "PVC":
+        return None
+    return cache.claim_name or f"{model.metadata.name}-models"
 
 
-def _mounted(claim: str, container: str, *, read_only: bool) -> Object:
+def _of_claim(name: str) -> Object:
+    # Not read-only itself: a volume that one node may write could not be mounted on it for both Job and replicas.
+    return {"persistentVolumeClaim": {"claimName": name}}
+
+
+def _mounted(what: Object, container: str, *, read_only: bool) -> Object:
     mount = {"name": "penstock-models", "mountPath": MOUNT, **({"readOnly": True} if read_only else {})}
-    # The claim itself is not read-only: a volume that one node may write could not be mounted on it for both.
-    volume = {"name": "penstock-models", "persistentVolumeClaim": {"claimName": claim}}
+    volume = {"name": "penstock-models", **what}
     return {"spec": {"containers": [{"name": container, "volumeMounts": [mount]}], "volumes": [volume]}}

@@ -127,15 +127,16 @@ def _parse(path: Path, documents: list[Any]) -> Iterator[InferenceModel | Placed
             continue
         if fields := unsupported(model.spec):
             raise ModelFileError(f"{place}: these fields do nothing yet, remove them: {', '.join(fields)}")
-        if model.spec.source.cache is not None or model.spec.source.uri.startswith("pvc://"):
-            raise ModelFileError(f"{place}: spec.source: there are no claims here; remove source.cache, or name a folder")
+        if model.spec.source.cache is not None or model.spec.source.uri.startswith(("pvc://", "oci://")):
+            raise ModelFileError(f"{place}: spec.source: there are no volumes here; remove source.cache, or name a folder")
         if model.spec.source.secret_ref is not None:
             raise ModelFileError(
                 f"{place}: spec.source.secretRef: there are no Secrets here; set HF_TOKEN in the environment instead"
             )
         for pool in model.spec.pools:
-            if pool.accelerator is not None:
-                raise ModelFileError(f"{place}: spec.pools[{pool.name}].accelerator: nobody hands out devices here; remove it")
+            asked = "accelerator" if pool.accelerator is not None else "resourceClaims" if pool.resource_claims else None
+            if asked is not None:
+                raise ModelFileError(f"{place}: spec.pools[{pool.name}].{asked}: nobody hands out devices here; remove it")
         yield model
 
 
