@@ -67,6 +67,7 @@ class World:
         self.queued: list[Key] = []
         self.looks: list[tuple[Key, float]] = []
         self.absent: set[str] = set()
+        self.going: frozenset[str] | None = None
         self.routing = Routing(asked=2, answered=2)
         self.children = Children(self.queued.append)
         api.children = self.children
@@ -82,7 +83,9 @@ class World:
         """A reconciler with other flags of the operator, and metrics of its own."""
         self.registry = CollectorRegistry()
         return Reconciler(
-            cluster=Cluster(self.api, self.resources, self.children, absent=lambda kind: kind in self.absent),
+            cluster=Cluster(
+                self.api, self.resources, self.children, going=lambda: self.going, absent=lambda kind: kind in self.absent
+            ),
             rendering=replace(self.make.rendering, **rendering),
             reports=Reports(
                 self.reports.get, lambda key, pools: self.routing, self.judges.follow, self.others.of, url="http://gw/v1"

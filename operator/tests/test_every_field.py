@@ -79,6 +79,9 @@ SIZED = bent(WHOLE, source={"uri": "hf://org/llama", "revision": "main", "cache"
 # Fields that WHOLE cannot have beside the others.
 ELSEWHERE: dict[str, Object] = {
     "spec.pools[].resourceClaims[].claim": CLAIMED,
+    "spec.rollout.surgeBeforeEvict": bent(
+        WHOLE, replicas=1, scaling=None, pools=[{"name": "main"}], rollout={"surgeBeforeEvict": True}
+    ),
     "spec.source.cache.size": SIZED,
     "spec.replicas": bent(WHOLE, replicas=2, scaling=None, pools=[{"name": "main"}]),
     "spec.pools[].scaling.min": bent(WHOLE, pools=[{"name": "main", "scaling": {"min": 1, "max": 4}}]),
@@ -102,6 +105,7 @@ HOT = (
     "spec.rollout.allowDowntime",
     "spec.rollout.maxSurge",
     "spec.rollout.maxUnavailable",
+    "spec.rollout.surgeBeforeEvict",
     "spec.scaling.",
     "spec.pools[].cost",
     "spec.pools[].scaling.",
@@ -161,7 +165,7 @@ def seen(resource: Object) -> dict[str, Any]:
     objects = [
         job,
         cache_claim(model, None),
-        *children(model, Rendering(image="default/image:1", fetched=fetched, node_cache="/models")),
+        *children(model, Rendering(image="default/image:1", fetched=fetched, node_cache="/models"), extra={}),
     ]
     return {
         "revisions": [revision_of(it) for it in objects[2:] if it["kind"] in WORKLOADS],

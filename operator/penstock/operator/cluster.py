@@ -16,5 +16,7 @@ class Cluster:
     """The users' InferenceModels and LoraAdapters."""
     children: Children
     """The objects that the operator made for them."""
+    going: Callable[[], frozenset[str] | None] = lambda: None
+    """Names of the nodes that are about to go; None where nobody knows."""
     absent: Callable[[str], bool] = lambda kind: False
     """Whether the API server does not know a kind, such as `LeaderWorkerSet`."""

@@ -70,7 +70,8 @@ def observe(
         its_pods = of_pool(pods, pool)
         next_step = plan.steps[pool] if plan is not None else Step()
         observed = _pool(key, model, workloads.get(name), target, its_pods, next_step, reports.scaling)
-        pools.append(replace(observed, other=_other(key, model, target, reports.others)))
+        moving = plan is not None and pool in plan.extra
+        pools.append(replace(observed, moving=moving, other=_other(key, model, target, reports.others)))
     routed = [pool.name for pool in pools]
     if plan is not None:
         pools += [_leaving(pool, live, pods, plan.leaving.blocked) for pool, live in plan.leaving.pools.items()]

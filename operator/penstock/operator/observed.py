@@ -76,6 +76,8 @@ class PoolObserved:
     """Who else sizes it."""
     blocked: str = ""
     """Why its rollout cannot go on, and what would let it."""
+    moving: bool = False
+    """Another replica starts, since the node of the only one is drained."""
     settling: bool = False
     """A new replica without a node is no trouble yet: room is being made, or may appear."""
 

@@ -20,7 +20,7 @@ from penstock.kube.caches import Caches
 from penstock.kube.client import connect
 from penstock.kube.groups import Groups
 from penstock.operator.adapters.sync import KIND as ADAPTERS_KEY
-from penstock.operator.api import AUTOSCALERS, CHILDREN, OPTIONAL, PODS, RESOURCES, WORKLOADS, ServerApi
+from penstock.operator.api import AUTOSCALERS, CHILDREN, NODES, OPTIONAL, PODS, RESOURCES, WORKLOADS, ServerApi
 from penstock.operator.apply import Applier
 from penstock.operator.autoscale.limits import Settings as PolicySettings
 from penstock.operator.autoscale.loop import Autoscaler
@@ -29,6 +29,7 @@ from penstock.operator.cluster import Cluster
 from penstock.operator.desired import Rendering
 from penstock.operator.handlers import ResourceWatch
 from penstock.operator.leader import LeadershipLost, Lease, lead
+from penstock.operator.nodes import Nodes, trimmed_node
 from penstock.operator.observe import Reports
 from penstock.operator.other_scalers import OtherScalers, trimmed_autoscaler
 from penstock.operator.pods import base_url, is_live
@@ -152,6 +153,9 @@ class Operator:
         others = OtherScalers(self._look_at_namespace)
         self._autoscalers = Caches(api, AUTOSCALERS, options.namespaces, trim=trimmed_autoscaler)
         others.follow(self._autoscalers)
+        self._nodes = Cache(api, NODES, trim=trimmed_node)
+        nodes = Nodes(lambda name: self._look_at(observed.on_node(name)))
+        nodes.follow(self._nodes)
         self._gateways = Cache(api, PODS, namespace=options.system_namespace, label_selector=GATEWAY_SELECTOR)
         self._replicas = replicas
         self._actuator = KubernetesActuator(
@@ -165,7 +169,9 @@ class Operator:
             scheme=self._replicas.scheme,
         )
         self._reconciler = Reconciler(
-            cluster=Cluster(server, self._resources, observed, absent=lambda kind: self._caches[kind].absent),
+            cluster=Cluster(
+                server, self._resources, observed, going=lambda: nodes.going, absent=lambda kind: self._caches[kind].absent
+            ),
             rendering=options.rendering,
             reports=Reports(self._actuator.report, self._routes.of, self._judges.follow, others.of, options.gateway_url),
             replicas=self._replicas,
@@ -199,7 +205,7 @@ class Operator:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Reconciles until `stop`."""
-        caches = [cache.run() for cache in (*self._caches.values(), self._autoscalers, self._gateways)]
+        caches = [cache.run() for cache in (*self._caches.values(), self._autoscalers, self._nodes, self._gateways)]
         await run_until(stop, self._users.run(), *caches, self._work(), self._resync(), self._autoscale())
 
     def _told(self, views: Sequence[PoolsView], asked: int) -> None:
@@ -213,7 +219,7 @@ class Operator:
     async def _work(self) -> None:
         # Nothing is judged before the children are known: they would seem to be gone.
         known = (cache.synced() for cache in self._caches.values())
-        await asyncio.gather(self._users.known.wait(), *known, self._autoscalers.answered())
+        await asyncio.gather(self._users.known.wait(), *known, self._autoscalers.answered(), self._nodes.answered.wait())
         if self._users.absent:
             log.warning("the API server knows no InferenceModels yet: apply the CRDs (penstock crds)")
         log.info("caches are filled, reconciling")

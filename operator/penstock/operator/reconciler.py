@@ -58,6 +58,7 @@ class Reconciler:
         """
         api, children, resources = cluster.api, cluster.children, cluster.resources
         self._api = api
+        self._going = cluster.going
         self._resources = resources
         self._children = children
         self._rendering = rendering
@@ -195,6 +196,7 @@ class Reconciler:
                 pods=pods,
                 now=datetime.now(UTC),
                 adapter_names=self._resources.adapter_names(key),
+                going=self._going(),
             )
         except SourcePending:
             return None

@@ -189,7 +189,7 @@ def trimmed_pod(pod: Object) -> Object:
     states = {name: [_only(it, fields) for it in status[name]] for name, fields in lists.items() if status.get(name)}
     return {
         "metadata": {**_only(meta, _POD_METADATA), **({"annotations": ours} if ours else {})},
-        "spec": {"containers": arguments},
+        "spec": {"containers": arguments, **_only(spec, ("nodeName",))},
         "status": {**_only(status, _POD_STATUS), **states},
     }
 
@@ -248,6 +248,14 @@ class Children:
         """The pods of a model's replicas, or those of one pool. Read-only as well."""
         pods = list(self.of(key, "Pod").values())
         return pods if pool is None else of_pool(pods, pool)
+
+    def on_node(self, node: str) -> set[Key]:
+        """The models with a pod on a node."""
+        return {
+            Key("InferenceModel", namespace, model)
+            for (namespace, model), children in self._by_model.items()
+            if any(kind == "Pod" and pod["spec"].get("nodeName") == node for (kind, _), pod in children.items())
+        }
 
 
 def _model(child: Object) -> str:

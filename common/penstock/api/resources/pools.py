@@ -203,5 +203,8 @@ class Rollout(Part):
     """Replicas of a pool that may be away meanwhile, such as `1` or `10%`. With `1` a pool of one replica has a gap."""
     allow_downtime: bool = False
     """Where there is no room for one more replica, stop an old one first."""
+    surge_before_evict: bool = False
+    """For `replicas: 1`: when its node is drained, start another replica first, and let the old one be evicted when that one is
+    ready. Without room for one more, the drain waits."""
     progress_deadline: Duration = "30m"
     """After so long without progress a rollout counts as failed; the old replicas go on serving."""

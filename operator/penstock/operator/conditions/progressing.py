@@ -17,6 +17,10 @@ def judge(observed: Observed) -> Verdict:
         if observed.paused:
             return Verdict(False, "Paused", "spec.rollout.paused is true")
         return Verdict(True, "RollingOut", "replicas of an older revision are being replaced")
+    moving = [pool.name for pool in observed.pools if pool.moving]
+    if moving:
+        words = f"the node of the only replica of pool {', '.join(moving)} is drained: another one starts first"
+        return Verdict(True, "MovingReplica", words)
     if any(pool.workload is None or pool.ready_current < pool.wanted for pool in observed.pools):
         return Verdict(True, "Starting", "replicas are starting")
     return Verdict(False, "Complete", "all replicas run this generation")

@@ -53,6 +53,7 @@ def children(
     templates: Mapping[str, Object] | None = None,
     paces: Mapping[str, Pace] | None = None,
     adapter_names: Sequence[str] = (),
+    extra: Mapping[str, int] | None = None,
 ) -> list[Object]:
     """Everything that the model is to own but its revisions, in the order in which to apply it.
 
@@ -60,6 +61,7 @@ def children(
         templates: Pod templates by pool, as a revision has them; None: as they are rendered now.
         paces: Of the rollout, by pool; `Surge` where it says nothing.
         adapter_names: By which clients ask for its LoRA adapters.
+        extra: Replicas beyond a pool's size, by pool, for those whose node is drained; None: nobody knows which nodes are.
 
     Raises:
         TemplateError: a template asks for what it may not have.
@@ -68,14 +70,17 @@ def children(
     objects: list[Object] = []
     for pool in model.spec.pools:
         objects.append(service(model, pool))
-        wanted = size(model, pool)
-        if wanted.owner != "spec" or wanted.initial > 1:
-            objects.append(disruption_budget(model, pool))
+        budget = disruption_budget(model, pool, surge=extra is not None)
+        if budget is not None:
+            objects.append(budget)
         template = pod_template(model, pool, rendering) if templates is None else templates[pool.name]
         objects.append(network_policy(model, pool, template, rendering.system_namespace))
         if nodes(pool) > 1:
             objects.append(worker_network_policy(model, pool))
-        workload = deployment if nodes(pool) == 1 else leader_worker_set
-        objects.append(workload(model, pool, template, (paces or {}).get(pool.name, "Surge")))
+        pace: Pace = (paces or {}).get(pool.name, "Surge")
+        if nodes(pool) == 1:
+            objects.append(deployment(model, pool, template, pace, (extra or {}).get(pool.name, 0)))
+        else:
+            objects.append(leader_worker_set(model, pool, template, pace))
     labels = rendering.monitor_labels
     return [*objects, *inference_pool(model, adapter_names), *([] if labels is None else [pod_monitor(model, labels)])]

@@ -22,11 +22,12 @@ def limits(rollout: Rollout, pace: Pace) -> Object:
     return {"maxUnavailable": rollout.max_unavailable or 1, "maxSurge": 0}
 
 
-def deployment(model: InferenceModel, pool: Pool, template: Object, pace: Pace = "Surge") -> Object:
+def deployment(model: InferenceModel, pool: Pool, template: Object, pace: Pace = "Surge", extra: int = 0) -> Object:
     """The pool's workload. With `Surge`, a new revision's replica must be ready before an old one goes.
 
     Args:
         template: The pod template.
+        extra: Replicas beyond the pool's size, for those whose node is drained.
     """
     rollout = model.spec.rollout
     return {
@@ -34,7 +35,7 @@ def deployment(model: InferenceModel, pool: Pool, template: Object, pace: Pace =
         "kind": "Deployment",
         "metadata": workload_metadata(model, pool),
         "spec": {
-            "replicas": size(model, pool).initial,
+            "replicas": size(model, pool).initial + extra,
             "selector": {"matchLabels": selector(model, pool)},
             "strategy": {"type": "RollingUpdate", "rollingUpdate": limits(rollout, pace)},
             "minReadySeconds": MIN_READY_S,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.api.resources import InferenceModel, Pool
+from penstock.operator.desired.devices import nodes
 
 
 @dataclass(frozen=True)
@@ -23,3 +24,9 @@ def size(model: InferenceModel, pool: Pool) -> Size:
     if model.spec.replicas is not None:
         return Size(model.spec.replicas, "spec")
     return Size(1, "others")
+
+
+def may_surge(model: InferenceModel, pool: Pool) -> bool:
+    """Whether the pool's only replica is to have a successor before its node is drained. Of groups that span nodes,
+    LeaderWorkerSets would stop the successor first."""
+    return model.spec.rollout.surge_before_evict and size(model, pool) == Size(1, "spec") and nodes(pool) == 1

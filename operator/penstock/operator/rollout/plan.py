@@ -1,7 +1,7 @@
 """What a model's reconcile is to bring about: its present revision, how fast each pool may go there, and all child objects."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -16,6 +16,7 @@ from penstock.operator.desired import (
     children,
     pod_template,
 )
+from penstock.operator.desired.size import may_surge
 from penstock.operator.pods import is_live, of_pool, revision
 from penstock.operator.rollout.leaving import Leaving, leaving
 from penstock.operator.rollout.pace import Step, step
@@ -35,6 +36,8 @@ class Plan:
     """In the order in which to apply them."""
     leaving: Leaving
     """Pools that the spec names no longer."""
+    extra: dict[str, int] = field(default_factory=dict[str, int])
+    """Replicas beyond the size of a pool, by pool, while the node of its only one is drained."""
 
     @property
     def kept(self) -> frozenset[tuple[str, str]]:
@@ -57,6 +60,7 @@ def plan(
     pods: Sequence[Object],
     now: datetime,
     adapter_names: Sequence[str] = (),
+    going: frozenset[str] | None = None,
 ) -> Plan:
     """The plan for a model whose children are these.
 
@@ -64,6 +68,7 @@ def plan(
         revisions: Its ControllerRevisions. One that somebody else wrote may ask for no more than a template may.
         workloads: Those that it has, by name.
         adapter_names: By which clients ask for its LoRA adapters.
+        going: Names of the nodes that are about to go; None: nobody knows.
 
     Raises:
         TemplateError, OverlayError, SourcePending: See `desired.pod_template`. What a revision holds is not looked at again.
@@ -86,8 +91,16 @@ def plan(
             now=now,
         )
     paces: dict[str, Pace] = {name: it.pace for name, it in steps.items()}
-    objects = [resolution.current, *children(model, rendering, resolution.templates, paces, adapter_names)]
-    return Plan(resolution, steps, objects, leaving(model, workloads, pods, now))
+    extra = None if going is None else _extra(model, pods, going)
+    objects = [resolution.current, *children(model, rendering, resolution.templates, paces, adapter_names, extra)]
+    return Plan(resolution, steps, objects, leaving(model, workloads, pods, now), extra or {})
+
+
+def _extra(model: InferenceModel, pods: Sequence[Object], going: frozenset[str]) -> dict[str, int]:
+    """One more replica for each pool whose only one is on a node that is about to go."""
+    named = {pool.name for pool in model.spec.pools if may_surge(model, pool)}
+    on_going = [pod for pod in pods if is_live(pod) and pod.get("spec", {}).get("nodeName") in going]
+    return {name: 1 for name in named if of_pool(on_going, name)}
 
 
 def _privileged(revision: Object) -> bool:

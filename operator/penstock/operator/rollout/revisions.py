@@ -29,7 +29,7 @@ _OUTSIDE: Final = {
     "canary": True,
     "replicas": True,
     "routing": True,
-    "rollout": {"paused", "allow_downtime", "max_surge", "max_unavailable", "restarted_at"},
+    "rollout": {"paused", "allow_downtime", "max_surge", "max_unavailable", "restarted_at", "surge_before_evict"},
     "scaling": True,
 }
 _OUTSIDE_POOL: Final = {"scaling", "cost", "metadata"}
