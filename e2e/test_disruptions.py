@@ -19,6 +19,7 @@ from e2e.conftest import Write
 from e2e.system import ENVOY, GATEWAY, NAMESPACE, OPERATOR, System, acting
 from e2e.traffic import Answer, Client, answers_of, clients, expect_no_loss
 from e2e.waiting import eventually
+from penstock.api import labels
 
 Object = dict[str, Any]
 
@@ -230,6 +231,41 @@ def test_a_drained_node_takes_no_request_along(system: System, sturdy: None, pha
     assert not before.keys() & after.keys()
     answers = answers_of(asking)
     report(f"         {len(answers)} requests, {len([it for it in answers if not it.complete])} lost: node drained")
+    expect_no_loss(answers, TOKENS)
+
+
+@pytest.mark.req("DR-07")
+def test_the_only_replica_has_a_successor_before_its_node_is_drained(
+    system: System, namespace: str, phases: Phases, report: Write
+) -> None:
+    cluster, name = system.cluster, "lonely"
+    lonely = models.small(name, replicas=1, rollout={"surgeBeforeEvict": True})
+    with models.applied(cluster, namespace, lonely):
+        with cordoned(cluster, "node-1"):
+            models.wait_until_ready(cluster, namespace, name)
+            before = eventually(lambda: models.ready_pods(cluster, namespace, name, 1), seconds=120)
+        assert {pod["spec"]["nodeName"] for pod in before.values()} == {"node-2"}
+
+        def expect_moving() -> None:
+            assert models.conditions(cluster, namespace, name)["Progressing"]["reason"] == "MovingReplica"
+
+        try:
+            with clients(system.url, name, CLIENTS, TOKENS) as asking:
+                for client in asking:
+                    eventually(lambda client=client: expect_streaming(client))
+                with phases("the node of the only replica drained → its successor alone"):
+                    cluster.kubectl("cordon", "node-2")
+                    eventually(expect_moving)
+                    options = [f"--pod-selector={labels.MODEL}={name}", "--delete-emptydir-data", "--timeout=120s"]
+                    cluster.kubectl("drain", "node-2", *options, timeout=125)
+                    after = eventually(lambda: models.ready_pods(cluster, namespace, name, 1), seconds=120)
+        finally:
+            cluster.kubectl("uncordon", "node-2")
+        assert not before.keys() & after.keys()
+        assert {pod["spec"]["nodeName"] for pod in after.values()} == {"node-1"}
+        assert cluster.get("deployment", f"{name}-cpu", namespace)["spec"]["replicas"] == 1
+    answers = answers_of(asking)
+    report(f"         {len(answers)} requests, {len([it for it in answers if not it.complete])} lost: only replica moved")
     expect_no_loss(answers, TOKENS)
 
 
