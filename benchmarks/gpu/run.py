@@ -14,4 +14,4 @@ def measure(name: str) -> Row:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1])))
+    print(json.dumps({"value": 1.0, "bound_by": "a stand-in"} if "--dry-run" in sys.argv else measure(sys.argv[1])))
