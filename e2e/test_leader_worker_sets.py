@@ -118,7 +118,8 @@ def expect_groups(cluster: Cluster, namespace: str, count: int) -> list[list[Obj
     assert (available, told.get("readyReplicas"), told.get("updatedReplicas")) == ("True", count, count)
     status = cluster.get(models.KIND, NAME, namespace)["status"]
     assert status["ready"] == f"{count}/{count}"
-    assert status["pools"] == [{"name": "gpu", "ready": f"{count}/{count}", "updated": count, "warming": 0, "draining": 0, "cost": count}]
+    (pool,) = status["pools"]
+    assert pool == {"name": "gpu", "ready": f"{count}/{count}", "updated": count, "warming": 0, "draining": 0, "cost": count}
     found = models.conditions(cluster, namespace, NAME)
     verdicts = {kind: found[kind]["reason"] for kind in ("Accepted", "PodsReady", "Serving", "Progressing", "Degraded")}
     assert verdicts == {
