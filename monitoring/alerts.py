@@ -267,6 +267,15 @@ COLD_START_SLOW = Alert(
     summary="A replica of {{ $labels.namespace }}/{{ $labels.model }} takes {{ $value | humanizeDuration }} to start",
     description="Pool {{ $labels.pool }}. A burst waits that long, and the autoscaler keeps spare replicas to cover it.",
 )
+_weights = f'{metrics.LOAD_SECONDS}{{part="weights"}}'
+LOAD_SLOW = Alert(
+    "PenstockModelLoadSlow",
+    "warning",
+    f"min by ({POOL}) (({metrics.LOAD_FLOOR_SECONDS} > 0) / ignoring (part) {_weights})",
+    f"< 0.5 and max by ({POOL}) ({_weights}) > 30",
+    summary="{{ $labels.namespace }}/{{ $labels.model }} loads at {{ $value | humanizePercentage }} of its storage's speed",
+    description="Pool {{ $labels.pool }}. Loading takes over 30 s, and more than twice as long as reading the files once.",
+)
 GPU_ERRORS = Alert(
     "PenstockGpuErrors",
     "critical",
@@ -283,5 +292,7 @@ ENGINES: Final = Group(
     "penstock.engines", [QUEUE_GROWS, KV_PRESSURE, PREEMPTIONS, HIT_RATE, CORRUPTED, GRAPHS_MISSING, GPU_ERRORS]
 )
 GATEWAY: Final = Group("penstock.gateway", [REPORTS_STALE, EVENT_GAPS, PICKER_DOWN, NO_ENVOY, ENVOY_REFUSES, AUDIT_LINES_LOST])
-OPERATOR: Final = Group("penstock.operator", [OPERATOR_DOWN, NO_LEADER, RECONCILES_FAIL, AUTOSCALER_INERT, COLD_START_SLOW])
+OPERATOR: Final = Group(
+    "penstock.operator", [OPERATOR_DOWN, NO_LEADER, RECONCILES_FAIL, AUTOSCALER_INERT, COLD_START_SLOW, LOAD_SLOW]
+)
 ALERTS: Final = (CLIENTS, MODELS, ENGINES, GATEWAY, OPERATOR)

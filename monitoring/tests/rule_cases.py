@@ -77,6 +77,15 @@ def decisions(values: dict[str, str], pools: str = "2x30") -> dict[str, str]:
     return counted | {named("penstock_autoscaler_desired_replicas", **CPU): pools}
 
 
+def load_times(floor: str, weights: str, pod: str = "tiny-cpu-0") -> dict[str, str]:
+    labels = CPU | {"pod": pod}
+    return {
+        named("penstock_load_floor_seconds", **labels): floor,
+        named("penstock_load_seconds", **labels, part="weights"): weights,
+        named("penstock_load_seconds", **labels, part="warm_up"): "500x30",
+    }
+
+
 def audit(outcome: str, values: str) -> dict[str, str]:
     return {named("penstock_audit_lines_total", pod="gw-0", outcome=outcome): values}
 
@@ -283,5 +292,14 @@ CASES: Final[dict[str, list[Case]]] = {
         Case("a minute", {_COLD: "60x30"}, None),
         Case("ten minutes and a second", {_COLD: "601x30"}, CPU),
         Case("ten minutes", {_COLD: "600x30"}, None),
+    ],
+    "PenstockModelLoadSlow": [
+        Case("a third of the speed", load_times("40x30", "120x30"), CPU),
+        Case("just below half", load_times("49x30", "100x30"), CPU),
+        Case("half", load_times("50x30", "100x30"), None),
+        Case("a small model", load_times("1x30", "30x30"), None),
+        Case("a model just large enough", load_times("1x30", "31x30"), CPU),
+        Case("made-up weights", load_times("0x30", "120x30"), None),
+        Case("one of two replicas", load_times("40x30", "120x30") | load_times("40x30", "41x30", "tiny-cpu-1"), CPU),
     ],
 }

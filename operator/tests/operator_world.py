@@ -11,7 +11,7 @@ from penstock.operator.canary.judges import Judges
 from penstock.operator.cluster import Cluster
 from penstock.operator.handlers import ResourceWatch
 from penstock.operator.observe import Reports
-from penstock.operator.observed import ScalingStatus
+from penstock.operator.observed import LoadTimes, ScalingStatus
 from penstock.operator.other_scalers import OtherScalers
 from penstock.operator.reconciler import Reconciler
 from penstock.operator.replicas import ReplicaError, StillLoading
@@ -38,6 +38,9 @@ class FakeReplicas:
         self.refuse: dict[str, str] = {}
         self.down: set[str] = set()
         self.slow: set[str] = set()
+        self.loads: dict[str, LoadTimes] = {}
+        self.asked: list[str] = []
+        """Addresses that were asked how long they loaded."""
         self.told: list[tuple[str, str, str]] = []
         """(verb, adapter, address)."""
 
@@ -45,6 +48,12 @@ class FakeReplicas:
         if base in self.down:
             raise ReplicaError("no answer in 5 s")
         return dict(self.there.setdefault(base, {}))
+
+    async def load_times(self, base: str) -> LoadTimes:
+        self.asked.append(base)
+        if base in self.down:
+            raise ReplicaError("no answer in 5 s")
+        return self.loads.get(base, LoadTimes())
 
     async def carry_out(self, base: str, action: Action) -> None:
         self.told.append((action.verb, action.name, base))

@@ -167,6 +167,8 @@ class CoreReady(msgspec.Struct, frozen=True, tag="ready"):
     num_blocks: int
     load_seconds: dict[str, float]
     """By what it was spent on, in the order of a start: `imports`, `weights`, `memory`, `cache`, `warm_up`, `adapters`."""
+    load_floor_s: float = 0.0
+    """Seconds that reading the weights takes at least, at the bandwidth of their storage; 0: unknown, or nothing was read."""
     kernels: str = ""
     """Which form of the model's operations runs."""
     adapters: list[AdapterInfo] = []

@@ -108,7 +108,7 @@ def test_which_kernels_run_is_told(server: Server):
 @pytest.mark.req("LD-03")
 def test_what_the_start_was_spent_on_is_told_and_logged(server: Server):
     told = {key[1]: value for key, value in scrape(server).items() if key[0] == "penstock_load_seconds"}
-    assert list(told) == ["imports", "weights", "memory", "cache", "warm_up", "adapters"]
+    assert list(told) == ["bandwidth", "imports", "weights", "memory", "cache", "warm_up", "adapters"]
     assert told["weights"] > 0 and told["warm_up"] > 0
     (line,) = [line for line in server.log.read_text().splitlines() if "ready after" in line]
     assert ", ".join(f"{part} {seconds:.1f}" for part, seconds in told.items()) in line

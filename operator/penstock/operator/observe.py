@@ -10,6 +10,7 @@ from penstock.api.resources import InferenceModel
 from penstock.operator.api import WORKLOADS
 from penstock.operator.canary.course import Course, Standing, course_of, written
 from penstock.operator.desired import revision_of, size
+from penstock.operator.loading import LoadedModels
 from penstock.operator.observed import Fetching, Observed, PoolObserved, Refusal, RevisionObserved, ScalingStatus
 from penstock.operator.other_scalers import OtherScaler, OthersReport, Target, other_of_model, other_of_pool
 from penstock.operator.pods import of_pool
@@ -51,6 +52,7 @@ def observe(
     pods: Sequence[Object],
     reports: Reports,
     conflict: str,
+    loaded: LoadedModels,
     fetching: Fetching | None = None,
 ) -> Observed:
     """Everything that `status` is judged by.
@@ -60,6 +62,7 @@ def observe(
         workloads: Its workloads by name.
         pods: Its replicas'.
         conflict: Which of its names another has, in a sentence.
+        loaded: How long its replicas took for their weights.
         fetching: What its replicas wait for.
     """
     planned = [] if plan is None else [item for item in plan.objects if item["kind"] in WORKLOADS]
@@ -71,7 +74,14 @@ def observe(
         next_step = plan.steps[pool] if plan is not None else Step()
         observed = _pool(key, model, workloads.get(name), target, its_pods, next_step, reports.scaling)
         moving = plan is not None and pool in plan.extra
-        pools.append(replace(observed, moving=moving, other=_other(key, model, target, reports.others)))
+        pools.append(
+            replace(
+                observed,
+                moving=moving,
+                loaded=loaded.of(key, observed.revision),
+                other=_other(key, model, target, reports.others),
+            )
+        )
     routed = [pool.name for pool in pools]
     if plan is not None:
         pools += [_leaving(pool, live, pods, plan.leaving.blocked) for pool, live in plan.leaving.pools.items()]

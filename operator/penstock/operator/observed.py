@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from penstock.api.fleet import Role
 from penstock.operator.autoscale.learned import Learned
@@ -54,6 +56,13 @@ class Fetching:
     """Something is wrong."""
 
 
+class LoadTimes(msgspec.Struct, frozen=True):
+    """The part of a replica's `/version` that is about its weights, in seconds."""
+
+    load_seconds: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+    load_floor_seconds: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+
+
 @dataclass(frozen=True)
 class PoolObserved:
     """One pool as the cluster has it."""
@@ -76,6 +85,8 @@ class PoolObserved:
     """Who else sizes it."""
     blocked: str = ""
     """Why its rollout cannot go on, and what would let it."""
+    loaded: LoadTimes | None = None
+    """How long a replica of the wanted revision took for its weights; None: not known yet."""
     moving: bool = False
     """Another replica starts, since the node of the only one is drained."""
     settling: bool = False

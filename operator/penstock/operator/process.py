@@ -29,6 +29,7 @@ from penstock.operator.cluster import Cluster
 from penstock.operator.desired import Rendering
 from penstock.operator.handlers import ResourceWatch
 from penstock.operator.leader import LeadershipLost, Lease, lead
+from penstock.operator.loading import KIND as LOAD_TIMES_KEY
 from penstock.operator.nodes import Nodes, trimmed_node
 from penstock.operator.observe import Reports
 from penstock.operator.other_scalers import OtherScalers, trimmed_autoscaler
@@ -190,7 +191,7 @@ class Operator:
         )
 
     def _later(self, key: Key, delay_s: float) -> None:
-        (self._loads if key.kind == ADAPTERS_KEY else self._queue).add_after(key, delay_s)
+        (self._loads if key.kind in (ADAPTERS_KEY, LOAD_TIMES_KEY) else self._queue).add_after(key, delay_s)
 
     def _look_at_all(self) -> None:
         self._look_at(None)

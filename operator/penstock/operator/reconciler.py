@@ -24,6 +24,8 @@ from penstock.operator.desired.source import cache_claim
 from penstock.operator.events import event, timestamp, turns
 from penstock.operator.failures import EVENTS_AGAIN_S, MAKING_S, incomplete, stuck, with_failure, with_reason
 from penstock.operator.fetching import Fetch, FetchJobs
+from penstock.operator.loading import KIND as LOAD_TIMES
+from penstock.operator.loading import LoadedModels, load_times_key
 from penstock.operator.observe import Reports, observe, workloads_of
 from penstock.operator.observed import Refusal
 from penstock.operator.overlay import OverlayError
@@ -53,7 +55,7 @@ class Reconciler:
     ) -> None:
         """
         Args:
-            replicas: Asks replicas for their adapters.
+            replicas: Asks replicas for their adapters, and how long they loaded.
             later: Puts a key on the queue after so many seconds.
         """
         api, children, resources = cluster.api, cluster.children, cluster.resources
@@ -68,6 +70,7 @@ class Reconciler:
         self._applier = Applier(api, children, cluster.absent)
         self._fetches = FetchJobs(api, children, self._applier, rendering, later)
         self._adapters = AdapterSync(resources=resources, children=children, replicas=replicas, write=self._write, later=later)
+        self._loaded = LoadedModels(children, replicas)
         self._done = Counter(metrics.RECONCILES, "Reconciles by result", ["result"], registry=registry)
         self._took = Histogram(metrics.RECONCILE_SECONDS, "Seconds that a reconcile took", registry=registry)
 
@@ -80,6 +83,10 @@ class Reconciler:
         if key.kind == KIND:
             await self._adapters.sync(key)
             return
+        if key.kind == LOAD_TIMES:
+            if await self._loaded.ask(key):
+                self._later(Key("InferenceModel", key.namespace, key.name), 0.0)
+            return
         model = self._resources.model_of(key)
         if model is not None or key.kind == "InferenceModel":
             self._look_at_adapters(model or key)
@@ -87,6 +94,7 @@ class Reconciler:
         if resource is None:
             if key.kind == "InferenceModel":
                 self._reports.canary(f"{key.namespace}/{key.name}", None, None)
+                self._loaded.forget(key)
             return  # the garbage collector takes the children
         began = time.monotonic()
         try:
@@ -141,9 +149,12 @@ class Reconciler:
             workloads=workloads,
             pods=pods,
             reports=self._reports,
+            loaded=self._loaded,
             conflict=self._resources.conflict(key),
             fetching=fetch.status if fetch is not None and planned is None and refusal is None else None,
         )
+        if self._loaded.asks(key):
+            self._later(load_times_key(key), 0.0)
         sized = resource.get("status", {}).get("scaling", [])
         await self._write(resource, status_of(observed, previous(resource), timestamp(), sized))
         if failure is not None:

@@ -11,6 +11,7 @@ from penstock.api.load_report import LoadReport
 from penstock.http.replica_answers import UNREADABLE, body_of
 from penstock.http.replica_tls import CurrentContext, ReplicaTls
 from penstock.operator.adapters.plan import Action, Origin
+from penstock.operator.observed import LoadTimes
 
 LOAD_S: Final = 2.0
 LIST_S: Final = 5.0
@@ -55,6 +56,15 @@ class Replicas:
         if (why := absurd(report)) is not None:
             raise ReplicaError(why)
         return report
+
+    async def load_times(self, base: str) -> LoadTimes:
+        """How long a replica took for its weights; 0 where its engine does not tell, as older ones. Raises `ReplicaError`."""
+        try:
+            return msgspec.convert(await self._ask("GET", f"{base}/version", None, LIST_S), LoadTimes)
+        except TimeoutError as error:
+            raise ReplicaError(f"no answer in {LIST_S:g} s") from error
+        except msgspec.ValidationError as error:
+            raise ReplicaError(f"/version is not understood: {error}") from error
 
     async def adapters(self, base: str) -> dict[str, Origin]:
         """What a replica serves beside its model, by name; `base` is `SCHEME://ADDRESS:PORT`. Raises `ReplicaError`."""

@@ -13,7 +13,7 @@ from penstock.api.resources import MAX_POOLS
 from penstock.operator.autoscale.learned import Learned
 from penstock.operator.conditions import verdicts
 from penstock.operator.conditions.verdict import Verdict
-from penstock.operator.observed import Observed, ScalingStatus
+from penstock.operator.observed import Observed, PoolObserved, ScalingStatus
 from penstock.operator.pods import is_live
 
 Object = dict[str, Any]
@@ -56,6 +56,7 @@ def status_of(observed: Observed, previous: Sequence[Object], now: str, sized: S
                 "updated": pool.ready_current,
                 "warming": pool.warming,
                 "draining": pool.draining,
+                **_load_times(pool),
                 "cost": pool.cost * (len(pool.ready) + pool.warming + pool.draining),
             }
             for pool in observed.pools[:MAX_POOLS]  # those that leave come last
@@ -77,6 +78,17 @@ def pool_scaling(pool: str, scaling: ScalingStatus) -> Object:
         "reason": scaling.reason[:1024],
         **({"learned": _learned(scaling.learned)} if scaling.learned is not None else {}),
         "decisions": list(scaling.decisions),
+    }
+
+
+def _load_times(pool: PoolObserved) -> Object:
+    """Absent until a replica has said it: an engine of others never does."""
+    if pool.loaded is None or not pool.loaded.load_seconds:
+        return {}
+    times = pool.loaded
+    return {
+        "loadMilliseconds": round(1e3 * times.load_seconds),
+        "loadFloorMilliseconds": round(1e3 * times.load_floor_seconds),
     }
 
 

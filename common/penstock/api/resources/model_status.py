@@ -62,6 +62,10 @@ class PoolStatus(Part):
     """Replicas that are there and not ready yet, or not any more."""
     draining: int = Field(default=0, ge=0)
     """Replicas that finish their requests, and then go."""
+    load_milliseconds: int = Field(default=0, ge=0)
+    """How long a replica of the present revision took for its weights; 0: not known yet."""
+    load_floor_milliseconds: int = Field(default=0, ge=0)
+    """How long the weights take at least, at the measured bandwidth of their storage; 0: not known."""
     cost: int = Field(default=0, ge=0)
     """What the replicas that exist cost, each at the pool's `cost`."""
 

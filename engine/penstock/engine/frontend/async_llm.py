@@ -102,6 +102,7 @@ class AsyncLLM:
         self.vocabulary = Vocabulary(processor.tokenizer)
         self.metrics = EngineMetrics(model.served_names[0])
         self.kernels = ""
+        self.load_seconds = self.load_floor_s = 0.0
         """Which form of the model's operations runs; known when it has started."""
         self.num_blocks = 0
         """Of the KV cache; known when the core has started."""
@@ -157,6 +158,8 @@ class AsyncLLM:
         log.info("core ready: %d KV blocks, loaded in %.1f s", ready.num_blocks, sum(ready.load_seconds.values()))
         for part, seconds in ready.load_seconds.items():
             self.metrics.describe(names.LOAD_SECONDS, "Seconds that each phase of the start took.", seconds, part=part)
+        self.load_seconds, self.load_floor_s = ready.load_seconds.get("weights", 0.0), ready.load_floor_s
+        self.metrics.describe(names.LOAD_FLOOR_SECONDS, "Seconds that reading the weights takes at least.", ready.load_floor_s)
         self.kernels = ready.kernels
         self.event_ports, self.num_blocks = ready.event_ports, ready.num_blocks
         self._take_adapters(ready.adapters)

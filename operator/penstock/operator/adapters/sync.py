@@ -12,6 +12,7 @@ from penstock.operator.adapters.plan import Action, Origin, Report, accepted, ac
 from penstock.operator.conditions.verdict import Verdict
 from penstock.operator.desired.arguments import HTTP
 from penstock.operator.events import timestamp
+from penstock.operator.observed import LoadTimes
 from penstock.operator.pods import argument, base_url, is_ready
 from penstock.operator.replicas import ReplicaError, StillLoading
 from penstock.operator.status import conditions, ending
@@ -37,6 +38,7 @@ class ReplicaClient(Protocol):
     def scheme(self) -> str: ...
     async def adapters(self, base: str) -> dict[str, Origin]: ...
     async def carry_out(self, base: str, action: Action) -> None: ...
+    async def load_times(self, base: str) -> LoadTimes: ...
 
 
 def adapters_key(model: Key) -> Key:

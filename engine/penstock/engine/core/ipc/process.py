@@ -29,6 +29,7 @@ from penstock.engine.core.ipc.ports import Port, SharedPort, SinglePort
 from penstock.engine.core.ipc.publisher import EventPublisher
 from penstock.engine.core.ipc.sockets import Context
 from penstock.engine.core.memory import least, num_kv_blocks, offload_size
+from penstock.engine.loading.bandwidth import load_floor_s
 from penstock.engine.messages import CoreFailed, CoreReady, CoreStart
 from penstock.engine.parallel.process_executor import ProcessExecutor
 
@@ -176,6 +177,17 @@ def build_executor(config: EngineConfig, path: str | None = None, boot: BootTime
     return executor, num_blocks
 
 
+def weights_floor_s(config: EngineConfig) -> float:
+    """Seconds that reading the weights takes at least; 0 where they are made up or cannot be read, which loading says better."""
+    if config.model.load_format == "dummy":
+        return 0.0
+    try:
+        return load_floor_s(sorted(config.model.path.glob("*.safetensors")))
+    except OSError as error:
+        _log.warning("the bandwidth of %s is not known: %s", config.model.path, error)
+        return 0.0
+
+
 def _start(config: EngineConfig, path: str) -> Executor:
     """What runs the plans, before it has loaded anything."""
     if config.parallel.worker_process or config.parallel.world > 1:
@@ -202,6 +214,8 @@ def run(start: CoreStart, port: Port, context: Context) -> None:
     if start.events_addresses and start.replay_addresses:
         # Bound before the weights are loaded: a port that is taken should not cost the wait.
         publisher = EventPublisher(context, epoch, start.events_addresses, start.replay_addresses)
+    floor_s = weights_floor_s(start.config)
+    boot.end("bandwidth")
     executor, num_blocks = build_executor(start.config, start.runner, boot)
     core = build_core(start.config, executor, num_blocks, epoch, start.engine_index)
     loop = CoreLoop(core, port, publisher, start.config.watchdog_timeout)
@@ -211,6 +225,7 @@ def run(start: CoreStart, port: Port, context: Context) -> None:
         start.config.model.max_model_len,
         num_blocks,
         boot.seconds,
+        floor_s,
         executor.call("kernels")[0],
         core.adapters(),
         event_ports=None if publisher is None else publisher.ports,

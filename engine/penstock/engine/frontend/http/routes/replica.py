@@ -98,13 +98,16 @@ class ReplicaRoutes:
         return web.Response(text=self._page, content_type="text/html", headers={"content-security-policy": _PAGE_POLICY})
 
     async def version(self, _request: web.Request) -> web.Response:
-        """`GET /version`; `kernels` is the form of the model's operations that runs, empty before it has started, and the ports
-        are those of the event stream, null until then."""
+        """`GET /version`. `kernels` is the form of the model's operations that runs. `load_seconds` is how long the weights took,
+        and `load_floor_seconds` how long they take at least from their storage. The ports are those of the event stream. Before
+        the engine has started these are empty, 0 and null."""
         ports = self._llm.event_ports
         return json_response(
             {
                 "version": version("penstock"),
                 "kernels": self._llm.kernels,
+                "load_seconds": self._llm.load_seconds,
+                "load_floor_seconds": self._llm.load_floor_s,
                 "events_port": None if ports is None else ports.events,
                 "replay_port": None if ports is None else ports.replay,
             }
