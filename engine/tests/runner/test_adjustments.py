@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sampler import chi_square_accepts, choose
 
-from penstock.engine.runner.device.host import HostCopies
+from penstock.engine.runner.device.host import HostRuntime
 from penstock.engine.runner.sampler.adjustments import Adjustments
 from penstock.engine.runner.sampler.logits_rows import LogitsRows
 from penstock.engine.runner.sampler.stage import Tokens
@@ -30,7 +30,7 @@ class Rows:
     ) -> None:
         self.table = np.zeros((len(requests), LENGTH), np.int32)
         tokens = Tokens(torch.from_numpy(self.table), self.table)
-        self.adjustments = Adjustments(HostCopies(), ops, len(requests), vocab, tokens)
+        self.adjustments = Adjustments(HostRuntime(), ops, len(requests), vocab, tokens)
         self.prompts = np.array([len(prompt) for prompt, _, _ in requests], np.int32)
         self.known = self.prompts + np.array([len(output) for _, output, _ in requests], np.int32)
         for row, (prompt, output, fields) in enumerate(requests):

@@ -67,7 +67,7 @@ class Watched(Engine):
         sample = runner.sample
 
         def watched(inputs) -> StepResult:
-            plan = runner._state.plan
+            plan = runner._launched.plan
             result = sample(inputs)
             self.accepted += int((result.counts - 1).clip(0).sum())
             self.drafted += int(plan.num_drafts.sum())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.engine.config import ConfigError
-from penstock.engine.runner.device.host import HostCopies
+from penstock.engine.runner.device.host import HostRuntime
 from penstock.engine.runner.sampler.custom import load_processors
 from penstock.engine.sampling import SamplingParams
 
@@ -111,4 +111,4 @@ def test_sees_float32_whatever_the_model_computes_in(loaded, driver, monkeypatch
 )
 def test_refuses_by_name_what_cannot_be_had(name, sentence):
     with pytest.raises(ConfigError, match=f"--logits-processors .*{sentence}"):
-        load_processors([name], HostCopies(), 4, VOCAB)
+        load_processors([name], HostRuntime(), 4, VOCAB)

@@ -13,7 +13,7 @@ import torch
 from penstock.engine.cache.layout import KVGroup, full_attention
 from penstock.engine.config import ConfigError
 from penstock.engine.core.plan import Admission, SampleInputs, StepPlan, empty
-from penstock.engine.runner.device.host import HostCopies
+from penstock.engine.runner.device.host import HostRuntime
 from penstock.engine.runner.input_batch import InputBatch, StepArrays
 from penstock.engine.runner.prompt_logprobs import NO_LOGPROBS
 from penstock.engine.sampling import SamplingParams
@@ -47,7 +47,7 @@ def admission(row: int, tokens: list[int], computed: int = 0, sampling: Sampling
 
 def input_batch(rows: int, longest: int, groups: Sequence[KVGroup], vocab_size: int) -> InputBatch:
     arrays = StepArrays(100, rows, longest, groups, max_logits_rows=rows)
-    return InputBatch(rows, longest, groups, arrays, vocab_size, HostCopies())
+    return InputBatch(rows, longest, groups, arrays, vocab_size, HostRuntime())
 
 
 @pytest.mark.req("KV-17", "KV-22")

@@ -81,15 +81,15 @@ def test_a_steps_state_lives_from_execute_to_sample(loaded, driver, monkeypatch)
     monkeypatch.setattr(model_runner, "ForwardContext", context)
     play = driver(runner)
     plan = play.plan([(play.admit(prompt(1)), 20), (play.admit(prompt(2)), 15)])
-    assert runner._state is None
+    assert runner._launched is None
     runner.execute(plan)
-    state = runner._state
+    state = runner._launched
     assert isinstance(state, tuple) and state.plan is plan and state.logits.shape == (1, VOCAB)
-    assert state.inputs.input_ids.tolist() == prompt(1) + prompt(2)[:15] and state.ctx is contexts[0]()
+    assert state.inputs.input_ids.tolist() == prompt(1) + prompt(2)[:15] and contexts[0]() is not None
     del state
     runner.sample(SampleInputs(plan.step_id))
     gc.collect()
-    assert runner._state is None and contexts[0]() is None
+    assert runner._launched is None and contexts[0]() is None
 
 
 class Reads(TorchDispatchMode):

@@ -4,9 +4,8 @@ import dataclasses
 import gc
 import logging
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from penstock.engine.attention.pages import plane_views
 from penstock.engine.cache.layout import KVLayout, kv_layout
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.connectors.host_pages import HostPages
-from penstock.engine.core.executor import AdapterRead, StepFailed
+from penstock.engine.core.executor import AdapterRead
 from penstock.engine.core.plan import NONE, Admission, Bool, GraphReport, Int32, StepPlan, StepResult, empty
 from penstock.engine.loading.checkpoint import resolve
 from penstock.engine.loading.json_files import read_object
@@ -36,11 +35,12 @@ from penstock.engine.models.layers.linear_method import CPU, linear_method
 from penstock.engine.models.layers.shard import Shard
 from penstock.engine.models.model import Model
 from penstock.engine.models.registry import model_class
-from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.parallel.group import Group
 from penstock.engine.quant.online import quantized
 from penstock.engine.runner.host_memory import return_free_memory
+from penstock.engine.runner.not_finite import NotFinite
 from penstock.engine.runner.profile import RunnerProfile
+from penstock.engine.runner.turns import Launched, Runtime, Sampled, Turns
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.checkpoint import DraftCheckpoint
 from penstock.kernels.ops import Ops
@@ -54,14 +54,15 @@ _COSTLY = SamplingParams(
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-class RunnerBase(ABC):
+class RunnerBase(Turns[Runtime, Launched, Sampled]):
     """Weights, KV cache and rows of one rank.
 
     In order: `load`, `profile_memory`, `initialize_kv_cache`, `warm_up`; then `execute` and `sample` in turn. One thread at a
     time.
     """
 
-    def __init__(self, config: EngineConfig, group: Group | None = None) -> None:
+    def __init__(self, config: EngineConfig, runtime: Runtime, group: Group | None = None) -> None:
+        super().__init__(runtime)
         self.config = config
         self._group = group
         self._comm: Comm = OneRank()
@@ -105,6 +106,8 @@ class RunnerBase(ABC):
     @abstractmethod
     def _reset(self) -> None:
         """No row has a request."""
+        self._lora.reset()
+        self._not_finite = NotFinite(self.runtime, self.config.scheduler.max_num_seqs)
 
     def _uploader(self) -> Uploader | None:
         """The device where the model is; None: in the host's memory."""
@@ -387,15 +390,3 @@ class RunnerBase(ABC):
             samples=samples,
             num_drafts=num_drafts,
         )
-
-
-@contextmanager
-def failing(plan: StepPlan) -> Iterator[None]:
-    """What goes wrong in here is the step's failure alone: the plan has been applied, and releasing its rows undoes the rest. But
-    where another rank is gone there is no next step."""
-    try:
-        yield
-    except GroupFailed:
-        raise
-    except Exception as error:
-        raise StepFailed(f"step {plan.step_id} failed: {type(error).__name__}: {error}") from error

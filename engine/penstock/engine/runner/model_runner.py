@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 import msgspec
@@ -17,14 +18,14 @@ from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS
 from penstock.engine.models.eagle import DraftHead
 from penstock.engine.models.model import Model
 from penstock.engine.parallel.group import Group
-from penstock.engine.runner.base import RunnerBase, failing
-from penstock.engine.runner.device.host import HostCopies
+from penstock.engine.runner.base import RunnerBase
+from penstock.engine.runner.device.host import HostRuntime
 from penstock.engine.runner.draft_head import HeadProposer, TappedModel
 from penstock.engine.runner.draft_model import DraftModel
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.input_batch import InputBatch, StepArrays, StepInputs
 from penstock.engine.runner.memory_profile import peak_activation_bytes
-from penstock.engine.runner.not_finite import located, name_first_part
+from penstock.engine.runner.not_finite import Again, Suspect
 from penstock.engine.runner.own_drafts import OwnDrafts, measure_steps
 from penstock.engine.runner.pooling import PooledStep, Pooler
 from penstock.engine.runner.prompt_logprobs import prompt_rows
@@ -49,7 +50,7 @@ class ExecuteState(NamedTuple):
 
     plan: StepPlan
     inputs: StepInputs
-    ctx: ForwardContext
+    suspect: Suspect
     logits: torch.Tensor
     """[m, vocab], float32."""
     prompts: PromptScores
@@ -61,12 +62,11 @@ class ExecuteState(NamedTuple):
     """Seconds that stores and loads of pages took."""
 
 
-class ModelRunner(RunnerBase):
+class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
     """Of a CPU: each step is over when `sample` returns."""
 
     def __init__(self, config: EngineConfig, group: Group | None = None) -> None:
-        super().__init__(config, group)
-        self._state: ExecuteState | None = None
+        super().__init__(config, HostRuntime(), group)
         self._tapes: StepTapes | None = None
         self._warm = False
         pooling = config.model.pooling
@@ -94,13 +94,13 @@ class ModelRunner(RunnerBase):
         return self.sample(SampleInputs(plan.step_id))
 
     def _reset(self) -> None:
+        super()._reset()
         self._batch = self._new_batch()
 
     def _new_batch(self) -> InputBatch:
-        self._lora.reset()
         scheduler, model = self.config.scheduler, self.config.model
         vocab_size = self.decoder_config.vocab_size
-        copies, mode = HostCopies(), self.config.logprobs_mode
+        copies, mode = self.runtime, self.config.logprobs_mode
         processors = load_processors(model.logits_processors, copies, scheduler.max_num_seqs, vocab_size)
         groups, most = self._layout.groups, scheduler.max_num_seqs
         return InputBatch(most, model.max_model_len, groups, self._arrays, vocab_size, copies, mode, processors)
@@ -195,8 +195,8 @@ class ModelRunner(RunnerBase):
             self._proposer.begins(row, 0)
         began = time.perf_counter()
         self.execute(plan)
-        assert self._state is not None
-        step, table = self._state.inputs, self._batch.rows
+        assert self._launched is not None
+        step, table = self._launched.inputs, self._batch.rows
         self.sample(SampleInputs(plan.step_id))
         table.room[plan.rows] = self.config.model.max_model_len  # the null block takes any position
         self._proposer.follow(table, plan.rows, step, np.full(rows, drafts > 0))
@@ -220,16 +220,8 @@ class ModelRunner(RunnerBase):
         self._reset()
         return peak_activation_bytes(self._dummy_step, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
 
-    @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> None:
-        """Applies a plan and runs the forward pass; `sample` must follow before the next.
-
-        Raises:
-            RuntimeError: The last step has not been sampled: its tokens are not there for this one.
-            StepFailed: The forward pass did not get through.
-        """
-        if self._state is not None:
-            raise RuntimeError(f"step {plan.step_id}: step {self._state.plan.step_id} has not been sampled yet")
+    def _execute(self, plan: StepPlan) -> ExecuteState:
+        """See Turns: the forward pass is over when this returns."""
         self._limit_threads()
         drafts = None
         if self._own_drafts is not None:
@@ -239,24 +231,23 @@ class ModelRunner(RunnerBase):
         inputs = self._batch.apply(plan, drafts)
         self._lora.apply(plan)
         ctx = ForwardContext(self.ops, self.kv_caches, [inputs.groups[number] for number in self._layer_groups])
-        with failing(plan):
+        suspect = self._not_finite.watch(plan, partial(self._again, plan, inputs, ctx))
+        with self._failing(plan):
             seconds = self._transfer(plan)
-            self._state = ExecuteState(plan, inputs, ctx, *self._forward(plan, inputs, ctx), drafts, seconds)
+            state = ExecuteState(plan, inputs, suspect, *self._forward(plan, inputs, ctx), drafts, seconds)
         self._comm.check()
+        return state
 
-    @torch.inference_mode()
-    def sample(self, inputs: SampleInputs) -> StepResult:
-        """Samples the step that `execute` has run and writes the tokens into their rows.
+    def _again(self, plan: StepPlan, inputs: StepInputs, ctx: ForwardContext, at: list[int]) -> Again:
+        """The whole step once more; it writes the same keys and values to the same places."""
+        starts = np.cumsum(plan.num_new_tokens) - plan.num_new_tokens
+        tokens = {row: slice(starts[row], starts[row] + plan.num_new_tokens[row]) for row in at}
+        return Again(self.model, inputs.input_ids, inputs.positions, ctx, tokens)
 
-        Raises:
-            RuntimeError: No step waits for it, or another one does.
-            StepFailed: The sampling did not get through.
-        """
-        if self._state is None or self._state.plan.step_id != inputs.step_id:
-            waiting = "none" if self._state is None else f"step {self._state.plan.step_id}"
-            raise RuntimeError(f"sampling step {inputs.step_id}: {waiting} waits for it")
-        (plan, step, ctx, logits, prompts, pooled, drafts, seconds), self._state = self._state, None
-        with failing(plan):
+    def _sample(self, launched: ExecuteState, inputs: SampleInputs) -> StepResult:
+        """See Turns: the step is over when this returns."""
+        plan, step, suspect, logits, prompts, pooled, drafts, seconds = launched
+        with self._failing(plan):
             sampled, scores, failed, verified = _NOTHING_SAMPLED, None, self._batch.refusals.of(plan), None
             if pooled is None and len(step.sampled_rows):
                 choosing = self._batch.choosing(plan, step)
@@ -275,13 +266,7 @@ class ModelRunner(RunnerBase):
                 sampled, found = np.zeros((len(plan.rows), RESULT), np.int32), sampled
                 sampled[step.sampled_rows[: len(found)]] = found
 
-            def explain(not_finite: Mapping[int, str]) -> dict[int, str]:
-                starts = np.cumsum(plan.num_new_tokens) - plan.num_new_tokens
-                tokens = {row: slice(starts[row], starts[row] + plan.num_new_tokens[row]) for row in not_finite}
-                parts = name_first_part(self.model, step.input_ids, step.positions, ctx, tokens)
-                return {row: located(message, parts[row]) for row, message in not_finite.items()}
-
-            given = plan, sampled, failed, scores, prompts, self.decoder_config.vocab_size, explain
+            given = plan, sampled, failed, scores, prompts, self.decoder_config.vocab_size, suspect.explain
             result = read_result(*given, pooled=pooled, verified=verified)
             if plan.transfers is not None:
                 result = msgspec.structs.replace(result, transfer_s=seconds)
@@ -314,7 +299,7 @@ class ModelRunner(RunnerBase):
                 logits = self.model.compute_logits(hidden[inputs.logits_indices])
             if scored is not None:
                 compute, mode, sampler = self.model.compute_logits, self.config.logprobs_mode, self._batch.sampler
-                prompts = score_prompts(HostCopies(), sampler, compute, hidden, scored, mode).read()
+                prompts = score_prompts(self.runtime, sampler, compute, hidden, scored, mode).read()
         return logits, prompts, None
 
     def _target(self) -> "Model | TappedModel":

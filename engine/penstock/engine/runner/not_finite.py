@@ -1,17 +1,110 @@
-"""Where a model's numbers first ceased to be finite. Looked for only when a request's logits are not: the step is run once more,
-part by part, over the same tokens and cache."""
+"""Names the part of a model in which a request's numbers first ceased to be finite.
 
-from collections.abc import Mapping
+The search is off the path of steps. It starts only when a result has such a request. It runs the request's tokens of that step
+once more, over the same cache, and looks at the output of each part.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from penstock.engine.attention.context import ForwardContext
+from penstock.engine.core.plan import Int64, StepPlan
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.model import Model
+from penstock.engine.parallel.errors import GroupFailed
+from penstock.engine.runner.device.runtime import StepRuntime
 from penstock.kernels.prepare_kv.reference import Rotary
 
+log = logging.getLogger(__name__)
+
+ELSEWHERE = "not looked for, as the request has lost its blocks since"
 _ROWS_AT_ONCE = 256
+
+
+class Again(NamedTuple):
+    """Some tokens of a step, ready to run once more."""
+
+    model: Model
+    input_ids: torch.Tensor
+    """[n]."""
+    positions: torch.Tensor
+    """[n]."""
+    ctx: ForwardContext
+    tokens: dict[int, slice]
+    """Index into the plan's rows → which of the n tokens are that request's."""
+
+
+Rerun = Callable[[list[int]], Again]
+"""Prepares the tokens of some of a step's requests, given as indexes into the plan's rows."""
+
+
+class Suspect(NamedTuple):
+    """A step whose result is still to come."""
+
+    finder: "NotFinite"
+    plan: StepPlan
+    tenants: Int64
+    again: Rerun
+
+    def explain(self, broken: Mapping[int, str]) -> dict[int, str]:
+        """See `NotFinite.explain`."""
+        return self.finder.explain(self, broken)
+
+
+class NotFinite:
+    """The search of one runner.
+
+    Args:
+        runtime: The device.
+        max_num_seqs: Rows.
+    """
+
+    def __init__(self, runtime: StepRuntime, max_num_seqs: int) -> None:
+        self._runtime = runtime
+        self._tenants = np.zeros(max_num_seqs, np.int64)
+        self._told = np.full(max_num_seqs, -1, np.int64)
+
+    def watch(self, plan: StepPlan, again: Rerun) -> Suspect:
+        """Takes in a plan that has been applied, and how its requests are run again."""
+        self._tenants[plan.released] += 1
+        return Suspect(self, plan, self._tenants[plan.rows], again)
+
+    @torch.inference_mode()
+    def explain(self, step: Suspect, broken: Mapping[int, str]) -> dict[int, str]:
+        """Says what is wrong with requests, and where it began.
+
+        Args:
+            step: Their step.
+            broken: Index into the plan's rows → what is wrong with that request's logits.
+
+        Returns:
+            The messages of the requests that have not been explained before.
+        """
+        # A step that was in flight when a request broke has it once more.
+        fresh = [at for at in broken if self._told[step.plan.rows[at]] != step.tenants[at]]
+        self._told[step.plan.rows[fresh]] = step.tenants[fresh]
+        there = [at for at in fresh if self._tenants[step.plan.rows[at]] == step.tenants[at]]
+        parts = self._looked_for(step, there) if there else {}
+        return {at: f"{broken[at]}; the first values that are not: {parts.get(at, ELSEWHERE)}" for at in fresh}
+
+    def _looked_for(self, step: Suspect, at: list[int]) -> dict[int, str]:
+        """A search that fails ends no request beside those it is for: the step that it explains is over."""
+        try:
+            with self._runtime.main_stream():
+                return name_first_part(*step.again(at))
+        except GroupFailed:
+            raise
+        except Exception as error:
+            # A step that has no room says so itself; the search needs more than steps were measured to need.
+            if self._runtime.failure(error) is not None and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            log.exception("where a request's numbers ceased to be finite could not be looked for")
+            return dict.fromkeys(at, f"not found: {type(error).__name__}")
 
 
 def name_first_part(
@@ -39,11 +132,6 @@ def name_first_part(
         finite = all(bool(model.compute_logits(part).isfinite().all()) for part in parts)
         watch.found[row] = "nothing when the step was run again" if finite else "lm_head"
     return watch.found
-
-
-def located(message: str, part: str) -> str:
-    """What is wrong with a request's logits, and where it began."""
-    return f"{message}; the first values that are not: {part}"
 
 
 @dataclass

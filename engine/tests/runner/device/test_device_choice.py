@@ -11,7 +11,7 @@ from late_runtime import LateRuntime
 from own_processors import Favour, Insist, Sharpen
 
 from penstock.engine.core.plan import SampleInputs
-from penstock.engine.runner.device.host import HostCopies
+from penstock.engine.runner.device.host import HostRuntime
 from penstock.engine.runner.device.runtime import Copies
 from penstock.engine.runner.prompt_logprobs import PromptRows
 from penstock.engine.runner.sampler.adjustments import Adjustments
@@ -107,7 +107,7 @@ class Requests:
 
 def on_cpu(requests, mode: str = "raw_logprobs") -> Requests:
     """As a CPU has them."""
-    return Requests(requests, mode, CPU, HostCopies())
+    return Requests(requests, mode, CPU, HostRuntime())
 
 
 def assert_scores_agree(found, expected) -> None:
@@ -269,7 +269,7 @@ def test_prompts_are_scored_in_parts_and_alike_in_every_form(mode):
     )
     hidden[rows.hidden_indices[6]] = float("nan")
     found = []
-    for copies, ops in ((HostCopies(), CPU), (LateRuntime(), REFERENCE)):
+    for copies, ops in ((HostRuntime(), CPU), (LateRuntime(), REFERENCE)):
         sampler = Sampler(ROWS, ROWS, VOCAB, torch.device("cpu"), ops)
         parts = score_prompts(copies, sampler, lambda part: part @ head, hidden, rows, mode)
         copies.download([pair for part in parts.downloads for pair in part.pairs]).wait()

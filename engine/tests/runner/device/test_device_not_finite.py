@@ -10,9 +10,9 @@ from test_model_runner import PARTS
 from penstock.engine.config import GraphConfig, LoraConfig, LoraModule
 from penstock.engine.core.plan import SampleInputs
 from penstock.engine.messages import AddRequest
-from penstock.engine.runner.device import not_finite
-from penstock.engine.runner.device.not_finite import ELSEWHERE
+from penstock.engine.runner import not_finite
 from penstock.engine.runner.device.runtime import DeviceFailed
+from penstock.engine.runner.not_finite import ELSEWHERE
 from penstock.engine.sampling import SamplingParams
 
 NAN = float("nan")

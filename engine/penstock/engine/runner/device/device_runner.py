@@ -6,8 +6,7 @@ step is launched as soon as it is planned, and the host waits once, for the resu
 
 import gc
 import logging
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ import torch
 
 from penstock.engine.attention.backends.interface import StepLengths
 from penstock.engine.config import EngineConfig
-from penstock.engine.core.executor import StepFailed
 from penstock.engine.core.memory import Memory
 from penstock.engine.core.plan import Bool, GraphReport, GraphStep, Int32, SampleInputs, StepPlan, StepResult
 from penstock.engine.loading.loader import Source
@@ -33,13 +31,14 @@ from penstock.engine.runner.device.graphs.estimate import estimate_graph_bytes
 from penstock.engine.runner.device.graphs.runtime import GraphRuntime
 from penstock.engine.runner.device.graphs.step import LOGITS, SERVED_BY, VARIANTS, CapturableStep
 from penstock.engine.runner.device.memory import DeviceAccount
-from penstock.engine.runner.device.not_finite import NotFinite, Suspect
 from penstock.engine.runner.device.offload import HostCopy
 from penstock.engine.runner.device.pending import PendingStep
 from penstock.engine.runner.device.program import Step, StepBuffers, StepProgram
+from penstock.engine.runner.device.rerun import rerun
 from penstock.engine.runner.device.rows import new_rows, stage_rows, targets
 from penstock.engine.runner.device.runtime import CudaRuntime, DeviceRuntime
 from penstock.engine.runner.device.staging import Staging
+from penstock.engine.runner.not_finite import Suspect
 from penstock.engine.runner.prompt_logprobs import PromptRows, prompt_rows
 from penstock.engine.runner.requests import Requests
 from penstock.engine.runner.sampler.choice import Choosing
@@ -83,7 +82,7 @@ class DeviceForms(NamedTuple):
     sampling: SamplingOps
 
 
-class DeviceRunner(RunnerBase):
+class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
     """Of a GPU. `sample` returns before the step is over; whoever wants its result waits for it.
 
     Args:
@@ -101,15 +100,13 @@ class DeviceRunner(RunnerBase):
         graphs: GraphRuntime | None = None,
     ) -> None:
         self._graph_runtime: GraphRuntime = CudaGraphs() if graphs is None else graphs
-        self.runtime = CudaRuntime() if runtime is None else runtime
+        super().__init__(config, CudaRuntime() if runtime is None else runtime)
         self._account = DeviceAccount(self.runtime, config.cache)
-        super().__init__(config)
         self._ceilings: Ceilings | None = None
         self._asleep: HostCopy | None = None
         self._empty = True
         """Whether the model waits for weights, as after sleep at level 2."""
         self._given = forms
-        self._launched: Launched | None = None
 
     def _make_ops(self) -> Ops:
         scheduler, model, device = self.config.scheduler, self.config.model, self.runtime.device
@@ -169,10 +166,9 @@ class DeviceRunner(RunnerBase):
 
     def _reset(self) -> None:
         """What is on the device is written anew at each admission."""
-        self._lora.reset()
+        super()._reset()
         scheduler, model = self.config.scheduler, self.config.model
         most, vocab_size = scheduler.max_num_seqs, self.decoder_config.vocab_size
-        self._not_finite = NotFinite(self.runtime, self.program, self, self.attention, most)
         self._requests = Requests(
             most,
             model.max_model_len,
@@ -263,36 +259,27 @@ class DeviceRunner(RunnerBase):
 
     # --- a step ---
 
-    @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> None:
-        """Applies a plan and launches the forward pass; `sample` must follow before the next.
-
-        Raises:
-            RuntimeError: The last step has not been sampled: its tokens are not there for this one.
-            StepFailed: The forward pass could not be launched.
-            DeviceFailed: The device is lost.
-        """
-        if self._launched is not None:
-            raise RuntimeError(f"step {plan.step_id}: step {self._launched.plan.step_id} has not been sampled yet")
+    def _execute(self, plan: StepPlan) -> Launched:
+        """See Turns: the forward pass is launched, and the host does not wait."""
         if len(plan.num_drafts):
             raise NotImplementedError(f"step {plan.step_id} has drafts, which this runner cannot verify")
         self._limit_threads()
         requests = self._requests
-        with self.runtime.main_stream():
-            computed = requests.take_in(plan)
-            suspect = self._not_finite.watch(plan, computed)
-            self._stage(plan)
-            asked = prompt_rows(plan, requests.rows, requests.chooser.prompt_logprobs)
-            found = self._dispatch(plan, asked)
-            rows, starts, samples = self._padded(plan, found)
-            slot, launched = self._staging.send(rows, starts, samples), (None, None, None)
-            if len(plan.rows):
-                if found.mode is not GraphMode.FULL:
-                    self.attention.begin_step(StepLengths(plan.rows, starts, computed + plan.num_new_tokens))
-                step = self._capturable.at(found.descriptor, len(rows), int(plan.num_new_tokens.max()))
-                with self._failing(plan, slot, step):
-                    launched = (step, *self._forward(plan, step, found, asked))
-            self._launched = Launched(plan, slot, *launched, found, suspect)
+        computed = requests.take_in(plan)
+        again = partial(rerun, self.runtime, self.program, self, self.attention, plan, computed)
+        suspect = self._not_finite.watch(plan, again)
+        self._stage(plan)
+        asked = prompt_rows(plan, requests.rows, requests.chooser.prompt_logprobs)
+        found = self._dispatch(plan, asked)
+        rows, starts, samples = self._padded(plan, found)
+        slot, launched = self._staging.send(rows, starts, samples), (None, None, None)
+        if len(plan.rows):
+            if found.mode is not GraphMode.FULL:
+                self.attention.begin_step(StepLengths(plan.rows, starts, computed + plan.num_new_tokens))
+            step = self._capturable.at(found.descriptor, len(rows), int(plan.num_new_tokens.max()))
+            with self._failing(plan, partial(self._skip, slot, step)):
+                launched = (step, *self._forward(plan, step, found, asked))
+        return Launched(plan, slot, *launched, found, suspect)
 
     def _forward(
         self, plan: StepPlan, step: Step, found: Dispatch, asked: PromptRows | None
@@ -336,34 +323,23 @@ class DeviceRunner(RunnerBase):
         np.cumsum(counts, out=starts[1:])
         return rows, starts, samples
 
-    @torch.inference_mode()
-    def sample(self, inputs: SampleInputs) -> PendingStep:
-        """Launches the sampling of the step that `execute` has launched, and sends its result on its way.
-
-        Raises:
-            RuntimeError: No step waits for it, or another one does.
-            StepFailed: The sampling could not be launched.
-            DeviceFailed: The device is lost.
-        """
-        if self._launched is None or self._launched.plan.step_id != inputs.step_id:
-            waiting = "none" if self._launched is None else f"step {self._launched.plan.step_id}"
-            raise RuntimeError(f"sampling step {inputs.step_id}: {waiting} waits for it")
-        (plan, slot, step, logits, prompts, graph, suspect), self._launched = self._launched, None
+    def _sample(self, launched: Launched, inputs: SampleInputs) -> PendingStep:
+        """See Turns: the sampling is launched, and the result is on its way."""
+        plan, slot, step, logits, prompts, graph, suspect = launched
         if _is_whole(graph) and len(inputs.masked_rows):
             raise RuntimeError(f"step {plan.step_id} has been sampled in a graph, and its masks come too late: no row was guided")
         count, scores, failed = len(plan.rows), None, self._requests.refusals.of(plan)
-        with self.runtime.main_stream():
-            if step is not None and not _is_whole(graph):
-                with self._failing(plan, slot, step):
-                    if logits is None:
-                        self.program.advance(step)
-                    else:
-                        given = logits, step.request.rows, step.inputs.seq_lens
-                        choice = self._requests.chooser.choose(self._choosing(plan), *given, inputs)
-                        scores, failed = choice.scores, failed | choice.failed
-                        self.program.commit(step, choice.result)
-            found = self._results[slot, :count]
-            transfer = self.runtime.download([(self.buffers.results[slot, :count], found), *pairs(scores, prompts)])
+        if step is not None and not _is_whole(graph):
+            with self._failing(plan, partial(self._skip, slot, step)):
+                if logits is None:
+                    self.program.advance(step)
+                else:
+                    given = logits, step.request.rows, step.inputs.seq_lens
+                    choice = self._requests.chooser.choose(self._choosing(plan), *given, inputs)
+                    scores, failed = choice.scores, failed | choice.failed
+                    self.program.commit(step, choice.result)
+        found = self._results[slot, :count]
+        transfer = self.runtime.download([(self.buffers.results[slot, :count], found), *pairs(scores, prompts)])
         return PendingStep(
             plan=plan,
             runtime=self.runtime,
@@ -392,19 +368,11 @@ class DeviceRunner(RunnerBase):
             changes.write(self.sampler.params, int(row) * WORDS, words)
         self._lora.apply(plan)
 
-    @contextmanager
-    def _failing(self, plan: StepPlan, slot: int, step: Step) -> Iterator[None]:
-        """What goes wrong in here is the step's failure alone, unless it is the device's: its rows move on without tokens."""
-        try:
-            yield
-        except Exception as error:
-            failure = self.runtime.failure(error)
-            if failure is not None:
-                raise failure from error
-            self.program.skip(step)
-            self.runtime.synchronize()
-            self._staging.over(slot)
-            raise StepFailed(f"step {plan.step_id} failed: {type(error).__name__}: {error}") from error
+    def _skip(self, slot: int, step: Step) -> None:
+        """Ends a step that failed: its rows move on without tokens."""
+        self.program.skip(step)
+        self.runtime.synchronize()
+        self._staging.over(slot)
 
 
 def _is_whole(graph: Dispatch) -> bool:

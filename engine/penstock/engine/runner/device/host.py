@@ -1,6 +1,7 @@
 """The host as a device: its memory is the host's own."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -10,8 +11,8 @@ class _Over:
         """At once."""
 
 
-class HostCopies:
-    """See `Copies`."""
+class HostRuntime:
+    """See `StepRuntime`."""
 
     device = torch.device("cpu")
     shares_memory = True
@@ -29,3 +30,10 @@ class HostCopies:
         for source, target in pairs:
             target.copy_(source)
         return _Over()
+
+    def main_stream(self) -> AbstractContextManager[None]:
+        """See StepRuntime."""
+        return nullcontext()
+
+    def failure(self, error: Exception) -> None:
+        """See StepRuntime: a CPU that fails tells nobody."""

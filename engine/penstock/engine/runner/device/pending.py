@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 
 from penstock.engine.core.plan import GraphStep, StepPlan, StepResult
-from penstock.engine.runner.device.not_finite import Suspect
 from penstock.engine.runner.device.runtime import DeviceRuntime, Transfer
+from penstock.engine.runner.not_finite import Suspect
 from penstock.engine.runner.result import read_result
 from penstock.engine.runner.sampler.scores import PromptParts, PromptScores, SampledScores
 

@@ -64,12 +64,20 @@ class Copies(Protocol):
         ...
 
 
-class DeviceRuntime(Copies, Protocol):
-    """One device."""
+class StepRuntime(Copies, Protocol):
+    """What a step asks of its device; a CPU is one, too."""
 
     def main_stream(self) -> AbstractContextManager[None]:
         """What is launched within runs on the main stream."""
         ...
+
+    def failure(self, error: Exception) -> DeviceFailed | None:
+        """What an error says about the device; None: the device is well."""
+        ...
+
+
+class DeviceRuntime(StepRuntime, Protocol):
+    """One device whose memory is not the host's."""
 
     def synchronize(self) -> None:
         """Waits for everything: never in a step."""
@@ -85,10 +93,6 @@ class DeviceRuntime(Copies, Protocol):
 
     def return_free_memory(self) -> None:
         """Hands what torch keeps of freed memory back to the device."""
-        ...
-
-    def failure(self, error: Exception) -> DeviceFailed | None:
-        """What an error says about the device; None: the device is well."""
         ...
 
 
