@@ -89,7 +89,7 @@ class Engine:
 
     def _check_mirror(self) -> None:
         """Between steps, the runner's rows are the scheduler's."""
-        theirs, ours = self.core.scheduler.table, self.runner._batch.rows
+        theirs, ours = self.core.scheduler.table, self.runner._requests.rows
         for row in np.flatnonzero(theirs.num_tokens).tolist():
             count = theirs.num_tokens[row]
             assert np.array_equal(ours.token_ids[row, :count], theirs.token_ids[row, :count])

@@ -31,9 +31,9 @@ def with_processors(runner, driver, monkeypatch):
     names = ("own_processors:Favour", "own_processors:Sharpen")
     model = msgspec.structs.replace(runner.config.model, logits_processors=names)
     monkeypatch.setattr(runner, "config", msgspec.structs.replace(runner.config, model=model))
-    monkeypatch.setattr(runner, "_batch", runner._new_batch())
+    monkeypatch.setattr(runner, "_requests", runner._new_batch())
     play = driver(runner)
-    play.favour, play.sharpen = (guarded._processor for guarded in runner._batch.chooser._adjustments._processors)
+    play.favour, play.sharpen = (guarded._processor for guarded in runner._requests.chooser._adjustments._processors)
     return play
 
 
@@ -56,7 +56,7 @@ def test_an_invariant_one_is_not_called_for_greedy_rows(play):
     play.step(work)
     assert play.sharpen.calls == []
     sequence = play.admit(prompt(3), random)
-    chooser = play.runner._batch.chooser
+    chooser = play.runner._requests.chooser
     chooser._mode = "processed_logits"
     sharpened = play.step([(work[0][0], 1), (sequence, 9)]).logprobs
     assert play.sharpen.calls == [[sequence.row]]

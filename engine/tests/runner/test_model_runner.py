@@ -373,7 +373,7 @@ def test_logprobs_are_of_what_the_mode_says(loaded, driver, monkeypatch):
 
     def run(mode: str) -> tuple[list[torch.Tensor], np.ndarray, object]:
         monkeypatch.setattr(runner, "config", msgspec.structs.replace(runner.config, logprobs_mode=mode))
-        monkeypatch.setattr(runner, "_batch", runner._new_batch())
+        monkeypatch.setattr(runner, "_requests", runner._new_batch())
         play = driver(runner)
         result = play.step([(play.admit(prompt(1, 12), params), 12) for params in asks])
         found = [torch.empty(VOCAB, dtype=torch.float64) for _ in asks]
@@ -417,7 +417,7 @@ def test_each_request_gets_the_logprobs_that_it_asked_for(loaded, driver):
 def test_warm_up_leaves_nothing_behind(checkpoint, build_runner, driver):
     runner = build_runner(checkpoint("llama"))
     runner.warm_up()
-    expected = driver(runner).runner._batch
+    expected = driver(runner).runner._requests
     assert expected.rows.num_tokens.sum() == 0
     warm = driver(runner)
     cold_runner = build_runner(checkpoint("llama"))

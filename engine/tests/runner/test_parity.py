@@ -118,7 +118,7 @@ def test_bfloat16_is_close(name, loaded, driver, reference):
     play.step([(sequence, 59)])
     for position in range(59, 79):
         sequence.tokens = tokens[: position + 1]
-        play.runner._batch.rows.token_ids[sequence.row, position] = tokens[position]
+        play.runner._requests.rows.token_ids[sequence.row, position] = tokens[position]
         got = by_token(play.step([(sequence, 1)]))
         torch.testing.assert_close(got, expected[position], rtol=0, atol=0.25)
         chosen = int(got.argmax())

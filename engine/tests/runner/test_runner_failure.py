@@ -25,7 +25,7 @@ def test_after_a_failed_forward_pass_or_sampling_the_runner_goes_on(loaded, driv
     play.release(lost)
     other = play.admit([2, 7, 1, 8] * 5)
     with monkeypatch.context() as patch:
-        patch.setattr(runner._batch.chooser, "choose", break_down)
+        patch.setattr(runner._requests.chooser, "choose", break_down)
         plan = play.plan([(other, 20)])
         runner.execute(plan)
         with pytest.raises(StepFailed, match="an operator is missing"):

@@ -40,6 +40,9 @@ from penstock.engine.quant.online import quantized
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.not_finite import NotFinite
 from penstock.engine.runner.profile import RunnerProfile
+from penstock.engine.runner.prompt_logprobs import PromptRows
+from penstock.engine.runner.sampler.sampler import Sampler
+from penstock.engine.runner.sampler.scores import PromptParts, score_prompts
 from penstock.engine.runner.turns import Launched, Runtime, Sampled, Turns
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.checkpoint import DraftCheckpoint
@@ -325,6 +328,28 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
         self._pages = torch.empty(0)
         if self._host_pages is not None:
             self._host_pages.move_to(self._pages)
+
+    # --- a step ---
+
+    def _score(
+        self, sampler: Sampler, hidden: torch.Tensor, logits_indices: torch.Tensor | None, asked: PromptRows | None
+    ) -> tuple[torch.Tensor | None, PromptParts | None]:
+        """What a step needs of its hidden states.
+
+        Args:
+            sampler: Of the runner.
+            hidden: [n, hidden]: of the step's tokens.
+            logits_indices: [m]: the tokens whose logits the sampler needs; None: no row samples.
+            asked: The prompt tokens to score; None: there are none.
+
+        Returns:
+            The logits, [m, vocab], and the scores of the prompt tokens.
+        """
+        compute, prompts = self.model.compute_logits, None
+        logits = None if logits_indices is None else compute(hidden.index_select(0, logits_indices))
+        if asked is not None:
+            prompts = score_prompts(self.runtime, sampler, compute, hidden, asked, self.config.logprobs_mode)
+        return logits, prompts
 
     # --- steps in the null block ---
 

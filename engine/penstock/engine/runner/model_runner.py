@@ -27,11 +27,11 @@ from penstock.engine.runner.input_batch import InputBatch, StepArrays, StepInput
 from penstock.engine.runner.memory_profile import peak_activation_bytes
 from penstock.engine.runner.not_finite import Again, Suspect
 from penstock.engine.runner.own_drafts import OwnDrafts, measure_steps
+from penstock.engine.runner.pending import PendingStep
 from penstock.engine.runner.pooling import PooledStep, Pooler
 from penstock.engine.runner.prompt_logprobs import prompt_rows
-from penstock.engine.runner.result import read_result
 from penstock.engine.runner.sampler.custom import load_processors
-from penstock.engine.runner.sampler.scores import PromptScores, score_prompts
+from penstock.engine.runner.sampler.scores import PromptParts, pairs
 from penstock.engine.runner.step_tapes import StepTapes
 from penstock.engine.runner.verification import planned_drafts, verify
 from penstock.engine.sampling import SamplingParams
@@ -51,9 +51,10 @@ class ExecuteState(NamedTuple):
     plan: StepPlan
     inputs: StepInputs
     suspect: Suspect
-    logits: torch.Tensor
-    """[m, vocab], float32."""
-    prompts: PromptScores
+    logits: torch.Tensor | None
+    """[m, vocab], float32; None: no row samples."""
+    prompts: PromptParts | None
+    """Of prompt tokens that requests want scored."""
     pooled: PooledStep | None = None
     """None: the engine generates."""
     drafts: Int32 | None = None
@@ -95,7 +96,7 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
 
     def _reset(self) -> None:
         super()._reset()
-        self._batch = self._new_batch()
+        self._requests = self._new_batch()
 
     def _new_batch(self) -> InputBatch:
         scheduler, model = self.config.scheduler, self.config.model
@@ -196,7 +197,7 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
         began = time.perf_counter()
         self.execute(plan)
         assert self._launched is not None
-        step, table = self._launched.inputs, self._batch.rows
+        step, table = self._launched.inputs, self._requests.rows
         self.sample(SampleInputs(plan.step_id))
         table.room[plan.rows] = self.config.model.max_model_len  # the null block takes any position
         self._proposer.follow(table, plan.rows, step, np.full(rows, drafts > 0))
@@ -225,10 +226,10 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
         self._limit_threads()
         drafts = None
         if self._own_drafts is not None:
-            self._own_drafts.apply(plan, self._batch.rows, self._comm.agree(time.perf_counter()))
+            self._own_drafts.apply(plan, self._requests.rows, self._comm.agree(time.perf_counter()))
         if len(plan.num_drafts):
             drafts = planned_drafts(plan, None if self._own_drafts is None else self._own_drafts.drafts)
-        inputs = self._batch.apply(plan, drafts)
+        inputs = self._requests.apply(plan, drafts)
         self._lora.apply(plan)
         ctx = ForwardContext(self.ops, self.kv_caches, [inputs.groups[number] for number in self._layer_groups])
         suspect = self._not_finite.watch(plan, partial(self._again, plan, inputs, ctx))
@@ -248,59 +249,67 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
         """See Turns: the step is over when this returns."""
         plan, step, suspect, logits, prompts, pooled, drafts, seconds = launched
         with self._failing(plan):
-            sampled, scores, failed, verified = _NOTHING_SAMPLED, None, self._batch.refusals.of(plan), None
-            if pooled is None and len(step.sampled_rows):
-                choosing = self._batch.choosing(plan, step)
+            sampled, scores, failed, verified = _NOTHING_SAMPLED, None, self._requests.refusals.of(plan), None
+            if logits is not None:
+                choosing = self._requests.choosing(plan, step)
                 rows = choosing.rows
                 given = logits, torch.from_numpy(rows.request_rows), torch.from_numpy(rows.positions)
-                choice = self._batch.chooser.choose(choosing, *given, inputs)
+                choice = self._requests.chooser.choose(choosing, *given, inputs)
                 scores, failed, sampled = choice.scores, failed | choice.failed, choice.result.numpy()
                 if drafts is None:
-                    self._batch.write_sampled(rows, sampled[:, Column.TOKEN])
+                    self._requests.write_sampled(rows, sampled[:, Column.TOKEN])
                 else:
                     verified = verify(plan, drafts, sampled)
                     kept = verified.kept.nonzero()[0]
-                    self._batch.write_sampled(rows.take(kept), sampled[kept, Column.TOKEN])
+                    self._requests.write_sampled(rows.take(kept), sampled[kept, Column.TOKEN])
                     sampled = verified.judged
             if len(sampled) < len(plan.rows):
                 sampled, found = np.zeros((len(plan.rows), RESULT), np.int32), sampled
                 sampled[step.sampled_rows[: len(found)]] = found
 
-            given = plan, sampled, failed, scores, prompts, self.decoder_config.vocab_size, suspect.explain
-            result = read_result(*given, pooled=pooled, verified=verified)
+            result = PendingStep(
+                plan=plan,
+                runtime=self.runtime,
+                suspect=suspect,
+                transfer=self.runtime.download(pairs(scores, prompts)),
+                sampled=sampled,
+                failed=failed,
+                scores=scores,
+                prompts=prompts,
+                vocab_size=self.decoder_config.vocab_size,
+                pooled=pooled,
+                verified=verified,
+            ).result()
             if plan.transfers is not None:
                 result = msgspec.structs.replace(result, transfer_s=seconds)
             if drafts is not None:
-                self._batch.rows.reject(plan, result.counts)
+                self._requests.rows.reject(plan, result.counts)
             if self._own_drafts is None:
                 return result
             goes_on = result.counts > 0
-            own = self._own_drafts.propose(plan, step, verified, goes_on, self._batch.rows)
+            own = self._own_drafts.propose(plan, step, verified, goes_on, self._requests.rows)
             return result if own is None else msgspec.structs.replace(result, drafts=own)
 
     def _forward(
         self, plan: StepPlan, inputs: StepInputs, ctx: ForwardContext
-    ) -> tuple[torch.Tensor, PromptScores, PooledStep | None]:
+    ) -> tuple[torch.Tensor | None, PromptParts | None, PooledStep | None]:
         """Logits of the rows that sample, and the prompts' scores; or their embeddings."""
         if self._pooler is not None:
             hidden = self.model.forward(inputs.input_ids, inputs.positions, ctx) if len(plan.rows) else torch.empty(0)
-            starts = self._batch.rows.num_computed[plan.rows] - plan.num_new_tokens
-            return torch.empty(0), PromptScores(), self._pooler.pool(plan, starts, hidden)
+            starts = self._requests.rows.num_computed[plan.rows] - plan.num_new_tokens
+            return None, None, self._pooler.pool(plan, starts, hidden)
         rows, scored = len(plan.rows), None
         if len(inputs.input_ids) > rows or len(inputs.sampled_rows) < rows:  # decodes alone score no prompt
-            scored = prompt_rows(plan, self._batch.rows, self._batch.chooser.prompt_logprobs)
+            scored = prompt_rows(plan, self._requests.rows, self._requests.chooser.prompt_logprobs)
         tapes = self._step_tapes() if scored is None else None
         if tapes is not None and (taped := tapes.logits(inputs, ctx)) is not None:
-            return taped, PromptScores(), None
-        logits, prompts = torch.empty(0, self.decoder_config.vocab_size), PromptScores()
-        if rows:
-            hidden = self._target().forward(inputs.input_ids, inputs.positions, ctx)
-            if len(inputs.sampled_rows):
-                logits = self.model.compute_logits(hidden[inputs.logits_indices])
-            if scored is not None:
-                compute, mode, sampler = self.model.compute_logits, self.config.logprobs_mode, self._batch.sampler
-                prompts = score_prompts(self.runtime, sampler, compute, hidden, scored, mode).read()
-        return logits, prompts, None
+            return (taped if len(inputs.sampled_rows) else None), None, None
+        if not rows:
+            return None, None, None
+        hidden = self._target().forward(inputs.input_ids, inputs.positions, ctx)
+        return *self._score(
+            self._requests.sampler, hidden, inputs.logits_indices if len(inputs.sampled_rows) else None, scored
+        ), None
 
     def _target(self) -> "Model | TappedModel":
         """The model, which leaves its states where a head finds them."""

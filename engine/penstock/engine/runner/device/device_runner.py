@@ -32,19 +32,19 @@ from penstock.engine.runner.device.graphs.runtime import GraphRuntime
 from penstock.engine.runner.device.graphs.step import LOGITS, SERVED_BY, VARIANTS, CapturableStep
 from penstock.engine.runner.device.memory import DeviceAccount
 from penstock.engine.runner.device.offload import HostCopy
-from penstock.engine.runner.device.pending import PendingStep
 from penstock.engine.runner.device.program import Step, StepBuffers, StepProgram
 from penstock.engine.runner.device.rerun import rerun
 from penstock.engine.runner.device.rows import new_rows, stage_rows, targets
 from penstock.engine.runner.device.runtime import CudaRuntime, DeviceRuntime
 from penstock.engine.runner.device.staging import Staging
 from penstock.engine.runner.not_finite import Suspect
+from penstock.engine.runner.pending import PendingStep
 from penstock.engine.runner.prompt_logprobs import PromptRows, prompt_rows
 from penstock.engine.runner.requests import Requests
 from penstock.engine.runner.sampler.choice import Choosing
 from penstock.engine.runner.sampler.custom import load_processors
 from penstock.engine.runner.sampler.sampler import Sampler
-from penstock.engine.runner.sampler.scores import PromptParts, pairs, score_prompts
+from penstock.engine.runner.sampler.scores import PromptParts, pairs
 from penstock.kernels.lora.device import DeviceLoraBatch
 from penstock.kernels.ops import Ops, ops_for
 from penstock.kernels.sampling.ops import SamplingOps, sampling_ops
@@ -293,13 +293,7 @@ class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
             hidden = self.graphs.replay_forward(found.descriptor)
         else:
             hidden = self.program.forward(step, self.model)
-        samples, logits, prompts = bool(plan.samples.any()), None, None
-        if samples:
-            logits = self.model.compute_logits(hidden.index_select(0, step.inputs.logits_indices))
-        if asked is not None:
-            compute, mode = self.model.compute_logits, self.config.logprobs_mode
-            prompts = score_prompts(self.runtime, self.sampler, compute, hidden, asked, mode)
-        return logits, prompts
+        return self._score(self.sampler, hidden, step.inputs.logits_indices if plan.samples.any() else None, asked)
 
     def _dispatch(self, plan: StepPlan, asked: PromptRows | None) -> Dispatch:
         """How the step is launched, given the prompt tokens that it scores."""
@@ -343,15 +337,15 @@ class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
         return PendingStep(
             plan=plan,
             runtime=self.runtime,
+            suspect=suspect,
             transfer=transfer,
-            sampled=found,
+            sampled=found.numpy(),
             failed=failed,
             scores=scores,
             prompts=prompts,
             vocab_size=self.decoder_config.vocab_size,
             over=partial(self._staging.over, slot),
             graph=GraphStep(graph.mode.value, graph.reason, int(plan.num_new_tokens.sum()), graph.descriptor.num_tokens),
-            suspect=suspect,
         )
 
     def _choosing(self, plan: StepPlan) -> Choosing:

@@ -3,23 +3,29 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-
-from penstock.engine.core.plan import GraphStep, StepPlan, StepResult
-from penstock.engine.runner.device.runtime import DeviceRuntime, Transfer
+from penstock.engine.core.plan import GraphStep, Int32, StepPlan, StepResult
+from penstock.engine.runner.device.runtime import StepRuntime, Transfer
 from penstock.engine.runner.not_finite import Suspect
+from penstock.engine.runner.pooling import PooledStep
 from penstock.engine.runner.result import read_result
 from penstock.engine.runner.sampler.scores import PromptParts, PromptScores, SampledScores
+from penstock.engine.runner.verification import Verified
+
+
+def _nothing() -> None:
+    """Nothing was pinned."""
 
 
 class PendingStep(NamedTuple):
     """What is needed to make the result of it, once `transfer` is over."""
 
     plan: StepPlan
-    runtime: DeviceRuntime
+    runtime: StepRuntime
+    suspect: Suspect
+    """Asked where logits are not finite."""
     transfer: Transfer
-    sampled: torch.Tensor
-    """[r, RESULT], int32, pinned."""
+    sampled: Int32
+    """[r, RESULT]; on a device whose memory is not the host's, pinned."""
     failed: dict[int, str]
     """Index into the plan's rows → what is wrong with that request, as far as the host knows."""
     scores: SampledScores | None
@@ -27,11 +33,14 @@ class PendingStep(NamedTuple):
     prompts: PromptParts | None
     """Of prompt tokens, likewise."""
     vocab_size: int
-    over: Callable[[], None]
+    over: Callable[[], None] = _nothing
     """To be called when what is pinned has been read."""
-    graph: GraphStep
-    suspect: Suspect
-    """Asked where logits are not finite."""
+    graph: GraphStep | None = None
+    """How the step was launched; None: without graphs."""
+    pooled: PooledStep | None = None
+    """Embeddings, in place of tokens."""
+    verified: Verified | None = None
+    """What came of the step's drafts; None: it had none."""
 
     def result(self) -> StepResult:
         """Waits for it: the one wait of a step.
@@ -42,8 +51,8 @@ class PendingStep(NamedTuple):
         try:
             self.transfer.wait()
             prompts = PromptScores() if self.prompts is None else self.prompts.read()
-            given = self.plan, self.sampled.numpy(), self.failed, self.scores, prompts, self.vocab_size
-            result = read_result(*given, self.suspect.explain, self.graph)
+            given = self.plan, self.sampled, self.failed, self.scores, prompts, self.vocab_size
+            result = read_result(*given, self.suspect.explain, self.graph, self.pooled, self.verified)
         except Exception as error:
             if (failure := self.runtime.failure(error)) is not None:
                 raise failure from error
