@@ -1,16 +1,13 @@
 """Whether a resource can be acted on, and in what words it cannot."""
 
-from typing import Any
-
 from pydantic import BaseModel, ValidationError
 
 from penstock.api.resources import InferenceModel, unsupported
 from penstock.api.resources.faults import faults
 from penstock.operator.autoscale.schedule import ScheduleError
 from penstock.operator.autoscale.spec import model_limits
+from penstock.operator.objects import Object
 from penstock.operator.observed import Refusal
-
-Object = dict[str, Any]
 
 
 def accept(resource: Object) -> tuple[InferenceModel | None, Refusal | None]:

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import inf
-from typing import Any
 
+from penstock.operator.objects import Pod
 from penstock.operator.pods import is_ready, lost_readiness, ready_condition
-
-Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Ages:
         self._looks: dict[str, _Look] = {}
         """The last look at each pool."""
 
-    def of(self, pool: str, pods: Iterable[Object]) -> PodTimes:
+    def of(self, pool: str, pods: Iterable[Pod]) -> PodTimes:
         """The ages of a pool's pods, and the starts since the last look.
 
         Creation times count at the first look at a pool; from then on nothing is older than the time since the look before it
@@ -53,7 +51,7 @@ class Ages:
         """
         now, before = self._clock(), self._looks.get(pool)
         known, looked_at = (before.began, before.at) if before is not None else ({}, -inf)
-        began, unready, first = dict[str, float](), set[str](), list[Object]()
+        began, unready, first = dict[str, float](), set[str](), list[Pod]()
         for pod in pods:
             uid = pod["metadata"]["uid"]
             began[uid] = known[uid] if uid in known else now - min(age_s(pod), now - looked_at)
@@ -72,14 +70,14 @@ class Ages:
         self._looks = {pool: look for pool, look in self._looks.items() if pool in pools}
 
 
-def age_s(pod: Object) -> float:
+def age_s(pod: Pod) -> float:
     """Since its creation, as far as this machine's clock can tell: never less than nothing."""
     return max((datetime.now(UTC) - _time(pod["metadata"]["creationTimestamp"])).total_seconds(), 0.0)
 
 
-def _start_s(pod: Object) -> float | None:
+def _start_s(pod: Pod) -> float | None:
     """From a ready pod's creation to its readiness; None where its condition does not say since when it has been ready."""
-    since = ready_condition(pod).get("lastTransitionTime")
+    since = (ready_condition(pod) or {}).get("lastTransitionTime")
     return None if since is None else max((_time(since) - _time(pod["metadata"]["creationTimestamp"])).total_seconds(), 0.0)
 
 

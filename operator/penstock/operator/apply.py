@@ -4,17 +4,17 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence, Set
-from typing import Any, Final
+from typing import Final
 
 from penstock.api import labels
 from penstock.operator.api import CHILDREN, RESOURCES, WORKLOADS, Api
 from penstock.operator.desired import Size
+from penstock.operator.objects import AnyObject, Object
 from penstock.operator.overlay import covers
 from penstock.operator.store import Children, Key
 
 log = logging.getLogger(__name__)
 
-Object = dict[str, Any]
 Name = tuple[str, str]
 """Kind and name of a child."""
 
@@ -158,7 +158,7 @@ class Applier:
         return any(selector <= pod["metadata"]["labels"].items() for pod in self._children.pods(key))
 
 
-def owned(live: Object, uid: str) -> bool:
+def owned(live: AnyObject, uid: str) -> bool:
     """Whether the model with this UID controls the object."""
     return any(owner.get("uid") == uid and owner.get("controller") for owner in live["metadata"].get("ownerReferences", []))
 
@@ -171,7 +171,7 @@ def _not_owned(key: Key, item: Object, live: Object) -> NotOwned:
     return NotOwned(f"{name} exists and is not this model's: delete it, or rename the model or the pool")
 
 
-def handed_over(workload: Object) -> bool:
+def handed_over(workload: AnyObject) -> bool:
     """Whether somebody besides `penstock` owns the workload's `replicas` (see `store.trimmed_workload`)."""
     return any(entry["manager"] != MANAGER for entry in workload["metadata"].get("managedFields", []))
 

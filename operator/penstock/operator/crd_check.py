@@ -2,7 +2,6 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -10,8 +9,8 @@ from penstock.api import resources
 from penstock.api.resources.compat import breaking
 from penstock.kube.client import connect
 from penstock.operator.api import ServerApi
+from penstock.operator.objects import Object
 
-Object = dict[str, Any]
 CRD = "CustomResourceDefinition"
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
-Object = dict[str, Any]
+from penstock.operator.objects import Object
 
 COMPONENT: Final = "penstock-operator"
 FORMAT: Final = "%Y-%m-%dT%H:%M:%SZ"

@@ -36,6 +36,7 @@ from penstock.operator.command_line import CommandFailed, add_namespace, add_ser
 from penstock.operator.desired import child_name
 from penstock.operator.kubectl.local import LocalGateway, local_gateway
 from penstock.operator.local.told import ToldModel, named
+from penstock.operator.objects import as_pods
 from penstock.operator.pods import is_live, is_ready, trouble
 from penstock.operator.scaling import restored
 
@@ -189,7 +190,7 @@ async def _local_view(gateway: LocalGateway) -> PoolsView:
 
 async def _size(api: ServerApi, namespace: str, model: str, name: str) -> Size:
     workload = await api.get("Deployment", namespace, child_name(model, name))
-    pods = await api.listed("Pod", namespace, f"{labels.MODEL}={model},{labels.POOL}={name}")
+    pods = as_pods(await api.listed("Pod", namespace, f"{labels.MODEL}={model},{labels.POOL}={name}"))
     starting = tuple(Starting(age_s(pod), trouble(pod) is not None) for pod in pods if is_live(pod) and not is_ready(pod))
     return (workload or {}).get("spec", {}).get("replicas", 0), starting
 

@@ -4,12 +4,11 @@ and why a pod's containers are not made, such as a volume that cannot be mounted
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
 from penstock.api import labels
+from penstock.operator.objects import Condition, ContainerStatus, Object, Pod, PodStatus, Workload, WorkloadStatus
 from penstock.operator.pods import being_made, is_ready, of_pool
-
-Object = dict[str, Any]
 
 EVENTS_AGAIN_S: Final = 5.0
 """Between looks at a namespace's StatefulSets while a group does not serve: no watch tells of Events."""
@@ -22,14 +21,14 @@ MAKING_S: Final = 30.0
 """After which a container that is still being made deserves a look at its pod's Events, and between such looks."""
 
 
-def incomplete(workload: Object, pods: Sequence[Object]) -> bool:
+def incomplete(workload: Workload, pods: Sequence[Pod]) -> bool:
     """Whether fewer groups of a LeaderWorkerSet serve than it wants."""
-    pool = workload["metadata"]["labels"].get(labels.POOL)
+    pool = workload["metadata"]["labels"].get(labels.POOL, "")
     leaders = sum(map(is_ready, of_pool(pods, pool)))
     return leaders < workload["spec"].get("replicas", 1)
 
 
-def with_failure(workload: Object, events: Sequence[Object], now: datetime) -> Object:
+def with_failure(workload: Workload, events: Sequence[Object], now: datetime) -> Workload:
     """The LeaderWorkerSet with the condition that a Deployment would have, where its StatefulSets cannot make pods.
 
     Args:
@@ -48,26 +47,26 @@ def with_failure(workload: Object, events: Sequence[Object], now: datetime) -> O
         return workload
     newest = max(told, key=_last)
     since = min(datetime.fromisoformat(newest.get("firstTimestamp") or newest["metadata"]["creationTimestamp"]), _last(newest))
-    failure = {
+    failure: Condition = {
         "type": "ReplicaFailure",
         "status": "True",
         "reason": "FailedCreate",
         "message": newest.get("message", ""),
         "lastTransitionTime": since.astimezone(UTC).isoformat(),
     }
-    status: Object = workload.get("status", {})
-    generation = workload["metadata"].get("generation")
+    status: WorkloadStatus = workload.get("status", {})
+    generation = workload["metadata"].get("generation", 0)
     conditions = [*status.get("conditions", []), failure]
     return {**workload, "status": {**status, "observedGeneration": generation, "conditions": conditions}}
 
 
-def stuck(pod: Object, now: datetime) -> bool:
+def stuck(pod: Pod, now: datetime) -> bool:
     """Whether a pod's containers have not been made for long, and it does not say why."""
     since = _scheduled(pod)
     return since is not None and being_made(pod) and (now - since).total_seconds() >= MAKING_S
 
 
-def with_reason(pod: Object, events: Sequence[Object], now: datetime) -> Object:
+def with_reason(pod: Pod, events: Sequence[Object], now: datetime) -> Pod:
     """The stuck pod with the reason for which its containers wait, where a kubelet gives others.
 
     Args:
@@ -83,14 +82,15 @@ def with_reason(pod: Object, events: Sequence[Object], now: datetime) -> Object:
     if (now - _last(newest)).total_seconds() >= FRESH_S:
         return pod
     waiting = {"reason": newest["reason"], "message": newest.get("message", newest["reason"])}
-    states = [{**it, "state": {"waiting": waiting}} for it in pod["status"].get("containerStatuses", [])]
-    return {**pod, "status": {**pod["status"], "containerStatuses": states}}
+    status: PodStatus = pod.get("status", {})
+    states: list[ContainerStatus] = [{**it, "state": {"waiting": waiting}} for it in status.get("containerStatuses", [])]
+    return {**pod, "status": {**status, "containerStatuses": states}}
 
 
-def _scheduled(pod: Object) -> datetime | None:
+def _scheduled(pod: Pod) -> datetime | None:
     conditions = pod.get("status", {}).get("conditions", [])
     found = (it for it in conditions if it["type"] == "PodScheduled" and it["status"] == "True")
-    return next((datetime.fromisoformat(it["lastTransitionTime"]) for it in found if it.get("lastTransitionTime")), None)
+    return next((datetime.fromisoformat(since) for it in found if (since := it.get("lastTransitionTime"))), None)
 
 
 def _last(event: Object) -> datetime:

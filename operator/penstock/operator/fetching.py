@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 import msgspec
@@ -22,6 +22,7 @@ from penstock.operator.apply import APPLIED, Applier, described, stamped
 from penstock.operator.apply import MANAGER as APPLY_MANAGER
 from penstock.operator.desired.pod import Rendering
 from penstock.operator.desired.source import PROGRESS_PORT, Fetched, cache_claim, fetch_job
+from penstock.operator.objects import Object, Pod, as_pods
 from penstock.operator.observed import Fetching
 from penstock.operator.pods import is_live, trouble
 from penstock.operator.store import Children, Key
@@ -29,7 +30,6 @@ from penstock.sources.progress import Snapshot
 
 log = logging.getLogger(__name__)
 
-Object = dict[str, Any]
 
 MANAGER: Final = "penstock-fetch"
 RESULT: Final = "penstock.dev/fetched"
@@ -87,7 +87,8 @@ class FetchJobs:
         if kept is not None and kept.version:
             return Fetch(name, Fetched(kept.folder, kept.version), Fetching("Fetched", "the model is there"))
         selector = "batch.kubernetes.io/job-name"
-        pods = [it for it in self._children.of(key, "FetchPod").values() if it["metadata"]["labels"].get(selector) == name]
+        every = as_pods(self._children.of(key, "FetchPod").values())
+        pods = [it for it in every if it["metadata"]["labels"].get(selector) == name]
         if _turned(live, "Complete"):
             return await self._complete(key, live, pods)
         if (when := _turned(live, "Failed")) is not None:
@@ -106,7 +107,7 @@ class FetchJobs:
             spec = {**claim["spec"], "storageClassName": live["spec"].get("storageClassName")}
             await self._api.apply({**claim, "spec": spec}, APPLY_MANAGER)
 
-    async def _complete(self, key: Key, live: Object, pods: Sequence[Object]) -> Fetch:
+    async def _complete(self, key: Key, live: Object, pods: Sequence[Pod]) -> Fetch:
         name = live["metadata"]["name"]
         results = [it for pod in pods if (it := _result(pod)) is not None and it.version]
         if not results:
@@ -125,7 +126,7 @@ class FetchJobs:
         log.info("deleting %s: %s", described(live | {"kind": "Job"}), why)
         await self._api.delete({"kind": "Job", **live})
 
-    async def _failed(self, key: Key, model: InferenceModel, live: Object, pods: Sequence[Object], when: datetime) -> Fetch:
+    async def _failed(self, key: Key, model: InferenceModel, live: Object, pods: Sequence[Pod], when: datetime) -> Fetch:
         left = RETRY_S - (datetime.now(UTC) - when).total_seconds()
         if left <= 0:
             await self._delete(live, "it failed, and is tried again")
@@ -134,7 +135,7 @@ class FetchJobs:
         return Fetch(live["metadata"]["name"], None, Fetching(reason, message, failed=True))
 
 
-async def _running(model: InferenceModel, pods: Sequence[Object]) -> Fetching:
+async def _running(model: InferenceModel, pods: Sequence[Pod]) -> Fetching:
     """What the newest pod says, and what the one before it died of."""
     live = [pod for pod in pods if is_live(pod)]
     died = _why(model, pods)
@@ -168,7 +169,7 @@ async def _progress(address: str | None) -> str:
     return f"{now.phase}, {100 * now.done // now.total}% of {now.total / 2**30:.2f} GiB"
 
 
-def _why(model: InferenceModel, pods: Sequence[Object]) -> tuple[str, str] | None:
+def _why(model: InferenceModel, pods: Sequence[Pod]) -> tuple[str, str] | None:
     """(reason, message) of the newest pod that failed, with the Secret's name and nothing that is in it."""
     for pod in sorted(pods, key=lambda pod: pod["metadata"]["creationTimestamp"], reverse=True):
         result = _result(pod)
@@ -191,7 +192,7 @@ class _Outcome(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-def _result(pod: Object) -> _Outcome | None:
+def _result(pod: Pod) -> _Outcome | None:
     """What its process wrote at its end."""
     ended = [it.get("state", {}).get("terminated", {}) for it in pod.get("status", {}).get("containerStatuses", [])]
     return next((read for it in ended if (read := _read(it.get("message", ""))) is not None), None)

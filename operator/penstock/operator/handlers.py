@@ -2,11 +2,9 @@
 keeps state on an object."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
+from penstock.operator.objects import Object
 from penstock.operator.store import Key, Resources, key_of, version_of
-
-Object = dict[str, Any]
 
 
 class ResourceWatch:

@@ -17,8 +17,8 @@ import kopf
 from kubernetes.aio.client import ApiClient
 
 from penstock.operator.api import RESOURCES
+from penstock.operator.objects import Object
 
-Object = dict[str, Any]
 Heard = Callable[[str | None, Object], None]
 """Told the type of an event and its object; the type of an object in a list is None."""
 

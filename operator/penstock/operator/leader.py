@@ -10,16 +10,16 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 from kubernetes.aio.client import ApiException
 
 from penstock.operator.api import Api, said
+from penstock.operator.objects import Object
 
 log = logging.getLogger(__name__)
 
-Object = dict[str, Any]
 
 LEASE: Final = "penstock-operator"
 # client-go's figures: a crashed leader is replaced after 15 s and a try at the latest.

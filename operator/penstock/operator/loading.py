@@ -1,9 +1,10 @@
 """How long replicas took for their weights: one replica of each pool is asked, once for each revision."""
 
 import logging
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from penstock.operator.desired.arguments import HTTP
+from penstock.operator.objects import Pod
 from penstock.operator.observed import LoadTimes
 from penstock.operator.pods import argument, base_url, is_ready, revision
 from penstock.operator.replicas import ReplicaError
@@ -11,7 +12,6 @@ from penstock.operator.store import Children, Key
 
 log = logging.getLogger(__name__)
 
-Object = dict[str, Any]
 
 KIND: Final = "LoadTimes"
 """Of the key under which the replicas of a model are asked: it may take seconds, and a reconcile must not wait for it."""
@@ -63,7 +63,7 @@ class LoadedModels:
         self._known[key.namespace, key.name] = known
         return known != before
 
-    async def _asked(self, pod: Object) -> LoadTimes:
+    async def _asked(self, pod: Pod) -> LoadTimes:
         """A replica that does not answer is not asked again: its successor will be."""
         scheme = self._replicas.scheme
         base = base_url(pod, HTTP, scheme)

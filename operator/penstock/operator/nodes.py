@@ -1,11 +1,10 @@
 """Which nodes are about to go: cordoned, or marked by a node autoscaler."""
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from penstock.kube.cache import Cache, Change
-
-Object = dict[str, Any]
+from penstock.operator.objects import Object
 
 GOING: Final = frozenset({"ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted", "karpenter.sh/disruption"})
 """Taints of cluster-autoscaler and Karpenter on nodes that they drain."""

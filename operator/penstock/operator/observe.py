@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import cast
 
 from penstock.api import labels
 from penstock.api.fleet import pool_id
@@ -11,6 +11,7 @@ from penstock.operator.api import WORKLOADS
 from penstock.operator.canary.course import Course, Standing, course_of, written
 from penstock.operator.desired import revision_of, size
 from penstock.operator.loading import LoadedModels
+from penstock.operator.objects import Object, Pod, Workload
 from penstock.operator.observed import Fetching, Observed, PoolObserved, Refusal, RevisionObserved, ScalingStatus
 from penstock.operator.other_scalers import OtherScaler, OthersReport, Target, other_of_model, other_of_pool
 from penstock.operator.pods import of_pool
@@ -19,7 +20,6 @@ from penstock.operator.rollout.plan import Plan
 from penstock.operator.routes import Routing
 from penstock.operator.store import Children, Key
 
-Object = dict[str, Any]
 ScalingReport = Callable[[str], ScalingStatus | None]
 """What the autoscaler last said of the pool `namespace/model/pool`; None where it has not spoken yet."""
 RoutingReport = Callable[[Key, Sequence[str]], Routing]
@@ -48,8 +48,8 @@ def observe(
     refusal: Refusal | None,
     *,
     children: Children,
-    workloads: Mapping[str, Object],
-    pods: Sequence[Object],
+    workloads: Mapping[str, Workload],
+    pods: Sequence[Pod],
     reports: Reports,
     conflict: str,
     loaded: LoadedModels,
@@ -65,7 +65,7 @@ def observe(
         loaded: How long its replicas took for their weights.
         fetching: What its replicas wait for.
     """
-    planned = [] if plan is None else [item for item in plan.objects if item["kind"] in WORKLOADS]
+    planned = [] if plan is None else [cast(Workload, item) for item in plan.objects if item["kind"] in WORKLOADS]
     targets = {item["metadata"]["name"]: item for item in planned} or dict(workloads)
     pools: list[PoolObserved] = []
     for name, target in targets.items():
@@ -103,9 +103,9 @@ def observe(
     )
 
 
-def workloads_of(children: Children, key: Key) -> dict[str, Object]:
+def workloads_of(children: Children, key: Key) -> dict[str, Workload]:
     """A model's workloads by name."""
-    return {name: it for kind in WORKLOADS for name, it in children.of(key, kind).items()}
+    return {name: cast(Workload, it) for kind in WORKLOADS for name, it in children.of(key, kind).items()}
 
 
 def _revision(plan: Plan | None, revisions: Sequence[Object]) -> RevisionObserved | None:
@@ -129,9 +129,9 @@ def _canary(
 def _pool(
     key: Key,
     model: InferenceModel | None,
-    live: Object | None,
-    target: Object,
-    pods: Sequence[Object],
+    live: Workload | None,
+    target: Workload,
+    pods: Sequence[Pod],
     next_step: Step,
     scaling: ScalingReport,
 ) -> PoolObserved:
@@ -156,7 +156,7 @@ def _pool(
     )
 
 
-def _other(key: Key, model: InferenceModel | None, target: Object, others: OthersReport) -> OtherScaler | None:
+def _other(key: Key, model: InferenceModel | None, target: Workload, others: OthersReport) -> OtherScaler | None:
     """Who else sizes the pool of a workload."""
     name = target["metadata"]["labels"][labels.POOL]
     pool = next((pool for pool in model.spec.pools if pool.name == name), None) if model is not None else None
@@ -165,7 +165,7 @@ def _other(key: Key, model: InferenceModel | None, target: Object, others: Other
     return other_of_pool(others(Target(key.namespace, target["kind"], target["metadata"]["name"])), target, model, pool)
 
 
-def _leaving(pool: str, live: Object, pods: Sequence[Object], blocked: str) -> PoolObserved:
+def _leaving(pool: str, live: Workload, pods: Sequence[Pod], blocked: str) -> PoolObserved:
     """A pool that goes when others can take its place: none of its pods are of a revision that is wanted, and how its own rollout
     went is of no interest any more."""
     its_pods = of_pool(pods, pool)

@@ -2,18 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from penstock.api.fleet import Role
 from penstock.operator.autoscale.learned import Learned
 from penstock.operator.canary.course import Standing
+from penstock.operator.objects import Condition, Pod, Workload, WorkloadStatus
 from penstock.operator.other_scalers import OtherScaler
 from penstock.operator.pods import Trouble, is_live, is_ready, revision, trouble
 from penstock.operator.routes import Routing
-
-Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,9 @@ class PoolObserved:
     """The wanted one."""
     wanted: int
     """Replicas wanted, as the live workload says where there is one."""
-    workload: Object | None
+    workload: Workload | None
     """As it is; None: not there yet."""
-    pods: Sequence[Object]
+    pods: Sequence[Pod]
     role: Role = "Both"
     cost: int = 0
     """Of a replica."""
@@ -93,7 +92,7 @@ class PoolObserved:
     """A new replica without a node is no trouble yet: room is being made, or may appear."""
 
     @property
-    def ready(self) -> list[Object]:
+    def ready(self) -> list[Pod]:
         """Pods that serve, of whatever revision."""
         return [pod for pod in self.pods if is_ready(pod)]
 
@@ -113,7 +112,7 @@ class PoolObserved:
         return sum("deletionTimestamp" in pod["metadata"] for pod in self.pods)
 
     @property
-    def old(self) -> list[Object]:
+    def old(self) -> list[Pod]:
         """Live pods of other revisions."""
         return [pod for pod in self.pods if is_live(pod) and revision(pod) != self.revision]
 
@@ -123,15 +122,14 @@ class PoolObserved:
         found = [it for pod in self.pods if revision(pod) == self.revision and (it := trouble(pod))]
         return sorted((it for it in found if not (self.settling and it.reason == "Unschedulable")), key=lambda it: it.pod)
 
-    def workload_condition(self, kind: str) -> Object:
-        """A condition of the Deployment; `{}` where it has none, or none about its present spec."""
-        workload = self.workload or {}
-        status: Object = workload.get("status", {})
-        if status.get("observedGeneration") != workload.get("metadata", {}).get("generation"):
-            return {}
-        conditions: list[Object] = status.get("conditions", [])
-        found = [it for it in conditions if it["type"] == kind]
-        return found[0] if found else {}
+    def workload_condition(self, kind: str) -> Condition | None:
+        """A condition of the Deployment; None where it has none, or none about its present spec."""
+        if self.workload is None:
+            return None
+        status: WorkloadStatus = self.workload.get("status", {})
+        if status.get("observedGeneration") != self.workload["metadata"].get("generation"):
+            return None
+        return next((it for it in status.get("conditions", []) if it["type"] == kind), None)
 
 
 @dataclass(frozen=True)
@@ -203,9 +201,9 @@ class Observed:
         """The Deployment's word that the rollout gave up, else empty."""
         for pool in self.pools:
             progressing, failed = pool.workload_condition("Progressing"), pool.workload_condition("ReplicaFailure")
-            if failed.get("status") == "True":
-                return str(failed.get("message", "pods cannot be created"))
-            if progressing.get("reason") == "ProgressDeadlineExceeded":
+            if failed is not None and failed["status"] == "True":
+                return failed.get("message") or "pods cannot be created"
+            if progressing is not None and progressing.get("reason") == "ProgressDeadlineExceeded":
                 return f"pool {pool.name} made no progress for spec.rollout.progressDeadline"
         return ""
 

@@ -3,16 +3,14 @@
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from penstock.api.resources import InferenceModel, Pool
 from penstock.kube.cache import Change
 from penstock.kube.caches import Caches
 from penstock.operator.api import RESOURCES, WORKLOADS
 from penstock.operator.desired import size
-
-Object = dict[str, Any]
-
+from penstock.operator.objects import Object, Workload
 
 _GROUPS: Final = {kind: RESOURCES[kind].group for kind in ("InferenceModel", *WORKLOADS)}
 
@@ -89,7 +87,7 @@ def trimmed_autoscaler(autoscaler: Object) -> Object:
     return {"metadata": meta, "spec": {"scaleTargetRef": autoscaler["spec"]["scaleTargetRef"]}}
 
 
-def other_of_pool(names: str, workload: Object, model: InferenceModel, pool: Pool) -> OtherScaler | None:
+def other_of_pool(names: str, workload: Workload, model: InferenceModel, pool: Pool) -> OtherScaler | None:
     """Who else sizes a pool, by those who size its workload."""
     if not names:
         return None

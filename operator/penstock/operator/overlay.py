@@ -6,7 +6,7 @@ The keys are those of Kubernetes' OpenAPI (`x-kubernetes-list-map-keys`); a list
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
-Object = dict[str, Any]
+from penstock.operator.objects import Object
 
 # Last two names of a list's path → the fields that tell its items apart, and their defaults.
 LIST_KEYS: Final[dict[str, dict[str, Any]]] = {

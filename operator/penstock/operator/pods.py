@@ -3,11 +3,10 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from typing import Final
 
 from penstock.api import labels
-
-Object = dict[str, Any]
+from penstock.operator.objects import Condition, Object, Pod, PodStatus
 
 MAX_QUOTE: Final = 512
 # A container that waits for these is being made; for anything else it waits because something is wrong.
@@ -32,20 +31,20 @@ class Trouble:
     """The engine itself ended with an error."""
 
 
-def is_ready(pod: Object) -> bool:
+def is_ready(pod: Pod) -> bool:
     """Ready by its condition, and not about to go."""
-    return is_live(pod) and ready_condition(pod).get("status") == "True"
+    return is_live(pod) and (ready_condition(pod) or {}).get("status") == "True"
 
 
-def ready_condition(pod: Object) -> Object:
-    """The pod's `Ready` condition; empty before the kubelet has written one."""
+def ready_condition(pod: Pod) -> Condition | None:
+    """The pod's `Ready` condition; None before the kubelet has written one."""
     conditions = pod.get("status", {}).get("conditions", [])
-    return next((it for it in conditions if it["type"] == "Ready"), {})
+    return next((it for it in conditions if it["type"] == "Ready"), None)
 
 
-def lost_readiness(pod: Object) -> bool:
+def lost_readiness(pod: Pod) -> bool:
     """Whether the pod is not ready now and was before: it stopped being ready after its containers had started."""
-    since = ready_condition(pod).get("lastTransitionTime")
+    since = (ready_condition(pod) or {}).get("lastTransitionTime")
     started = [
         it.get("state", {}).get("running", {}).get("startedAt") for it in pod.get("status", {}).get("containerStatuses", [])
     ]
@@ -54,43 +53,43 @@ def lost_readiness(pod: Object) -> bool:
     return datetime.fromisoformat(since) > max(datetime.fromisoformat(at) for at in started)
 
 
-def is_live(pod: Object) -> bool:
+def is_live(pod: Pod) -> bool:
     """Neither terminating nor ended."""
     return "deletionTimestamp" not in pod["metadata"] and pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
 
 
-def of_pool(pods: Iterable[Object], pool: str) -> list[Object]:
+def of_pool(pods: Iterable[Pod], pool: str) -> list[Pod]:
     """Those of a model's pods that are replicas of a pool."""
     return [pod for pod in pods if pod["metadata"].get("labels", {}).get(labels.POOL) == pool]
 
 
-def revision(pod: Object) -> str:
+def revision(pod: Pod) -> str:
     """The revision that the pod runs."""
     return str(pod["metadata"].get("labels", {}).get(labels.REVISION, ""))
 
 
-def base_url(pod: Object, port: int, scheme: str = "http") -> str | None:
+def base_url(pod: Pod, port: int, scheme: str = "http") -> str | None:
     """Where the pod answers HTTP, or HTTPS, on a port; None while it has no address."""
     address = pod.get("status", {}).get("podIP")
     host = f"[{address}]" if address and ":" in address else address
     return f"{scheme}://{host}:{port}" if host else None
 
 
-def argument(pod: Object, flag: str) -> str | None:
+def argument(pod: Pod, flag: str) -> str | None:
     """The value of `FLAG=VALUE` among the arguments of a pod's engine; empty for a bare flag, None where it is missing."""
     engines = [container for container in pod.get("spec", {}).get("containers", []) if container["name"] == "engine"]
     words = [str(word).partition("=") for engine in engines for word in engine.get("args", [])]
     return next((value for name, _, value in words if name == flag), None)
 
 
-def being_made(pod: Object) -> bool:
+def being_made(pod: Pod) -> bool:
     """Whether all of its containers wait for the kubelet to make them: none has run yet."""
     states = [*pod.get("status", {}).get("initContainerStatuses", []), *pod.get("status", {}).get("containerStatuses", [])]
     reasons = [it.get("state", {}).get("waiting", {}).get("reason") for it in states]
     return is_live(pod) and bool(reasons) and all(reason in _MAKING for reason in reasons)
 
 
-def trouble(pod: Object) -> Trouble | None:
+def trouble(pod: Pod) -> Trouble | None:
     """What keeps the pod from being ready; None where it is ready, terminating, or merely starting."""
     name, status = pod["metadata"]["name"], pod.get("status", {})
     if "deletionTimestamp" in pod["metadata"] or is_ready(pod):
@@ -105,7 +104,7 @@ def trouble(pod: Object) -> Trouble | None:
     return next(_containers(name, status), None)
 
 
-def _containers(pod: str, status: Object) -> Iterator[Trouble]:
+def _containers(pod: str, status: PodStatus) -> Iterator[Trouble]:
     for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
         waiting = container.get("state", {}).get("waiting", {})
         ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated") or {}

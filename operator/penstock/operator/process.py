@@ -31,6 +31,7 @@ from penstock.operator.handlers import ResourceWatch
 from penstock.operator.leader import LeadershipLost, Lease, lead
 from penstock.operator.loading import KIND as LOAD_TIMES_KEY
 from penstock.operator.nodes import Nodes, trimmed_node
+from penstock.operator.objects import as_pods
 from penstock.operator.observe import Reports
 from penstock.operator.other_scalers import OtherScalers, trimmed_autoscaler
 from penstock.operator.pods import base_url, is_live
@@ -214,7 +215,7 @@ class Operator:
         self._judges.told(views, asked)
 
     async def _gateway_urls(self) -> Sequence[str]:
-        pods = self._gateways.objects.values()
+        pods = as_pods(self._gateways.objects.values())
         return [url for pod in pods if is_live(pod) and (url := base_url(pod, self._options.gateway_http_port))]
 
     async def _work(self) -> None:

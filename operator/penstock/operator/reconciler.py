@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
 
 from kubernetes.aio.client import ApiException
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -26,6 +25,7 @@ from penstock.operator.failures import EVENTS_AGAIN_S, MAKING_S, incomplete, stu
 from penstock.operator.fetching import Fetch, FetchJobs
 from penstock.operator.loading import KIND as LOAD_TIMES
 from penstock.operator.loading import LoadedModels, load_times_key
+from penstock.operator.objects import Object, Pod, Workload
 from penstock.operator.observe import Reports, observe, workloads_of
 from penstock.operator.observed import Refusal
 from penstock.operator.overlay import OverlayError
@@ -36,8 +36,6 @@ from penstock.operator.store import Key, key_of
 from penstock.operator.told import Told
 
 log = logging.getLogger(__name__)
-
-Object = dict[str, Any]
 
 
 class Reconciler:
@@ -172,7 +170,7 @@ class Reconciler:
             "or let a replica fit a node",
         )
 
-    async def _pods(self, key: Key) -> list[Object]:
+    async def _pods(self, key: Key) -> list[Pod]:
         """The model's pods, and of the first that is stuck what Events alone say: one for each model, since thousands may be."""
         pods, now = self._children.pods(key), datetime.now(UTC)
         if any(being_made(pod) for pod in pods):
@@ -183,7 +181,7 @@ class Reconciler:
                 break
         return pods
 
-    async def _workloads(self, key: Key, pods: Sequence[Object]) -> dict[str, Object]:
+    async def _workloads(self, key: Key, pods: Sequence[Pod]) -> dict[str, Workload]:
         """The model's workloads by name, with what Events alone say of them."""
         found = workloads_of(self._children, key)
         silent = [name for name, it in found.items() if it["kind"] == "LeaderWorkerSet" and incomplete(it, pods)]
@@ -194,7 +192,7 @@ class Reconciler:
         return found
 
     def _plan(
-        self, key: Key, model: InferenceModel, fetch: Fetch | None, workloads: dict[str, Object], pods: Sequence[Object]
+        self, key: Key, model: InferenceModel, fetch: Fetch | None, workloads: dict[str, Workload], pods: Sequence[Pod]
     ) -> Plan | None:
         """None: what is new in the spec must be fetched first, and all stays as it is."""
         uid = model.metadata.uid

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from kubernetes.aio.client import ApiException
 from prometheus_client import CollectorRegistry
@@ -25,6 +25,7 @@ from penstock.operator.autoscale.spec import model_limits
 from penstock.operator.desired import child_name
 from penstock.operator.desired.arguments import HTTP
 from penstock.operator.events import event, timestamp
+from penstock.operator.objects import Object, Pod, Workload
 from penstock.operator.observe import workloads_of
 from penstock.operator.observed import ScalingStatus
 from penstock.operator.other_scalers import OthersReport, Target
@@ -34,7 +35,6 @@ from penstock.operator.telemetry import ScalingMetrics
 
 log = logging.getLogger(__name__)
 
-Object = dict[str, Any]
 
 VICTIM_COST: Final = "-1000"
 HISTORY: Final = 10
@@ -130,17 +130,17 @@ class KubernetesActuator:
             )
         return found
 
-    def _workload(self, key: Key, pool: str) -> Object | None:
+    def _workload(self, key: Key, pool: str) -> Workload | None:
         """A pool's workload, if there is one and it is its model's: nobody else's is sized, whatever labels it has."""
         workload, model = workloads_of(self._children, key).get(child_name(key.name, pool)), self._resources.get(key)
         mine = workload is not None and model is not None and owned(workload, model["metadata"]["uid"])
         return workload if mine else None
 
-    def _other(self, workload: Object) -> str:
+    def _other(self, workload: Workload) -> str:
         meta = workload["metadata"]
         return self._others(Target(meta["namespace"], workload["kind"], meta["name"]))
 
-    def _pods(self, key: Key, pool: str) -> Mapping[str, Object]:
+    def _pods(self, key: Key, pool: str) -> Mapping[str, Pod]:
         """The pool's pods by UID."""
         return {pod["metadata"]["uid"]: pod for pod in self._children.pods(key, pool)}
 
@@ -177,7 +177,7 @@ class KubernetesActuator:
         except ApiException as error:
             log.warning("sparing the victims of %s: %s", pool_id, said(error))
 
-    async def _mark(self, pod: Object, victim: bool) -> None:
+    async def _mark(self, pod: Pod, victim: bool) -> None:
         """Server-side apply of the two annotations: applied without them, they go."""
         meta = pod["metadata"]
         annotations = {labels.CORDONED: "true", labels.DELETION_COST: VICTIM_COST} if victim else {}
@@ -240,7 +240,7 @@ def reported(record: Record, old: ScalingStatus | None, history: Sequence[str]) 
     )
 
 
-def _is_victim(pod: Object) -> bool:
+def _is_victim(pod: Pod) -> bool:
     """By both marks: a person may have cordoned a pod too, which is not ours to end, nor makes it go first; and a template or a
     person may give it a deletion cost, by which nobody leaves it out."""
     found: Object = pod["metadata"].get("annotations", {})

@@ -6,17 +6,16 @@ move only when a status flips.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from penstock.api import labels
 from penstock.api.resources import MAX_POOLS
 from penstock.operator.autoscale.learned import Learned
 from penstock.operator.conditions import verdicts
 from penstock.operator.conditions.verdict import Verdict
+from penstock.operator.objects import Object
 from penstock.operator.observed import Observed, PoolObserved, ScalingStatus
 from penstock.operator.pods import is_live
-
-Object = dict[str, Any]
 
 MAX_MESSAGE: Final = 2048
 MAX_REASON: Final = 128

@@ -13,9 +13,9 @@ from penstock.api import labels
 from penstock.api.resources import InferenceModel, LoraAdapter
 from penstock.kube.cache import Change, trimmed
 from penstock.kube.caches import Caches
+from penstock.operator.objects import Object, Pod
 from penstock.operator.pods import of_pool
 
-Object = dict[str, Any]
 T = TypeVar("T")
 
 _POD_METADATA: Final = ("name", "namespace", "uid", "resourceVersion", "labels", "creationTimestamp", "deletionTimestamp")
@@ -244,9 +244,9 @@ class Children:
             name: it for (its_kind, name), it in self._by_model.get((key.namespace, key.name), {}).items() if its_kind == kind
         }
 
-    def pods(self, key: Key, pool: str | None = None) -> list[Object]:
+    def pods(self, key: Key, pool: str | None = None) -> list[Pod]:
         """The pods of a model's replicas, or those of one pool. Read-only as well."""
-        pods = list(self.of(key, "Pod").values())
+        pods = [cast(Pod, pod) for pod in self.of(key, "Pod").values()]
         return pods if pool is None else of_pool(pods, pool)
 
     def on_node(self, node: str) -> set[Key]:

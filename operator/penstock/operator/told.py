@@ -4,15 +4,14 @@ import asyncio
 import logging
 import time
 from math import inf
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 from kubernetes.aio.client import ApiException
 
 from penstock.operator.api import Api, said
 from penstock.operator.failures import EVENTS_AGAIN_S, MAKING_S
-
-Object = dict[str, Any]
+from penstock.operator.objects import Object
 
 log = logging.getLogger(__name__)
 

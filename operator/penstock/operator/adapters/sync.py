@@ -4,7 +4,7 @@ that has restarted is one that lacks some; an adapter that was deleted is one to
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from penstock.api.resources import LoraAdapter
 from penstock.operator.acceptance import accept
@@ -12,6 +12,7 @@ from penstock.operator.adapters.plan import Action, Origin, Report, accepted, ac
 from penstock.operator.conditions.verdict import Verdict
 from penstock.operator.desired.arguments import HTTP
 from penstock.operator.events import timestamp
+from penstock.operator.objects import Object, Pod
 from penstock.operator.observed import LoadTimes
 from penstock.operator.pods import argument, base_url, is_ready
 from penstock.operator.replicas import ReplicaError, StillLoading
@@ -20,7 +21,6 @@ from penstock.operator.store import Children, Key, Resources
 
 log = logging.getLogger(__name__)
 
-Object = dict[str, Any]
 
 KIND: Final = "Adapters"
 """Of the key under which all adapters of a model are brought up to date together."""
@@ -109,11 +109,11 @@ class AdapterSync:
         made = conditions({kind: verdicts[kind] for kind in TYPES}, generation, before, timestamp())
         await self._write(resource, {"observedGeneration": generation, "ready": ready, "conditions": made})
 
-    async def _bring_in_turn(self, pod: Object, wanted: dict[str, Origin]) -> Report:
+    async def _bring_in_turn(self, pod: Pod, wanted: dict[str, Origin]) -> Report:
         async with self._at_once:
             return await self._bring(pod, wanted)
 
-    async def _bring(self, pod: Object, wanted: dict[str, Origin]) -> Report:
+    async def _bring(self, pod: Pod, wanted: dict[str, Origin]) -> Report:
         """One replica to what is wanted."""
         name = pod["metadata"]["name"]
         scheme = self._replicas.scheme
@@ -141,7 +141,7 @@ class AdapterSync:
         return Report(name, errors, frozenset(pending))
 
 
-def _admin_port(pod: Object) -> int:
+def _admin_port(pod: Pod) -> int:
     """Where its adapters are loaded: replicas of older revisions have one port for everything."""
     given = argument(pod, "--admin-port")
     return int(given) if given is not None and given.isdecimal() else HTTP

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import ValidationError
 
 from penstock.api.resources import Canary, CanaryStatus, seconds
 from penstock.operator.canary.judgement import Judgement, Limits, limits_of
-
-Object = dict[str, Any]
+from penstock.operator.objects import Object
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ The same objects run on Kubernetes and, as processes, on one machine.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from penstock.api.resources import InferenceModel
 from penstock.operator.desired.arguments import engine_args
@@ -26,6 +25,7 @@ from penstock.operator.desired.pod import (
 )
 from penstock.operator.desired.service import service
 from penstock.operator.desired.size import Size, size
+from penstock.operator.objects import Object
 
 __all__ = [
     "TEMPLATE_VERSION",
@@ -43,8 +43,6 @@ __all__ = [
     "revision_of",
     "size",
 ]
-
-Object = dict[str, Any]
 
 
 def children(

@@ -1,13 +1,10 @@
 """The pool's PodDisruptionBudget."""
 
-from typing import Any
-
 from penstock.api.resources import InferenceModel, Pool
 from penstock.operator.desired.devices import nodes
 from penstock.operator.desired.names import GROUPS_OF, child_name, metadata, selector
 from penstock.operator.desired.size import may_surge, size
-
-Object = dict[str, Any]
+from penstock.operator.objects import Object
 
 
 def disruption_budget(model: InferenceModel, pool: Pool, *, surge: bool = False) -> Object | None:

@@ -1,13 +1,13 @@
 """The pool's Deployment."""
 
 import math
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from penstock.api.resources import InferenceModel, Pool, Rollout, seconds
 from penstock.operator.desired.names import selector, workload_metadata
 from penstock.operator.desired.size import size
+from penstock.operator.objects import Object
 
-Object = dict[str, Any]
 Pace = Literal["Surge", "Replace"]
 """While a revision is rolled out: more replicas where the spec allows it, or fewer, since there is no room for more."""
 

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from penstock.api.resources import Pool
+from penstock.operator.objects import Object
 from penstock.operator.overlay import mapping
-
-Object = dict[str, Any]
 
 SHARED_MEMORY_GIB = 1
 """Of /dev/shm for each device. A container has 64 MiB of it, in which collectives between processes fail."""

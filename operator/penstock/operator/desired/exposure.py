@@ -2,14 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from penstock.api import labels
 from penstock.api.resources import InferenceModel
 from penstock.operator.desired.arguments import HTTP
 from penstock.operator.desired.names import model_metadata
-
-Object = dict[str, Any]
+from penstock.operator.objects import Object
 
 MOST_NAMES, NAMES_IN_RULE = 128, 64
 """What the Gateway API allows of an HTTPRoute, and of one of its rules."""

@@ -1,6 +1,6 @@
 """A pool whose replicas span nodes: a LeaderWorkerSet, in which a group of pods is one replica."""
 
-from typing import Any, Final
+from typing import Final
 
 from penstock.api import labels
 from penstock.api.resources import InferenceModel, Pool
@@ -8,8 +8,7 @@ from penstock.operator.desired.deployment import Pace, limits
 from penstock.operator.desired.devices import nodes
 from penstock.operator.desired.names import child_name, workload_metadata
 from penstock.operator.desired.size import size
-
-Object = dict[str, Any]
+from penstock.operator.objects import Object
 
 PAUSED: Final = 1000
 """Groups below this ordinal keep their revision: as many as there can be."""

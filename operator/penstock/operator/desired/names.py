@@ -1,12 +1,11 @@
 """Names, labels and owner of a pool's child objects."""
 
-from typing import Any, Final
+from typing import Final
 
 from penstock.api import labels
 from penstock.api.resources import InferenceModel, Pool
+from penstock.operator.objects import Object
 from penstock.operator.overlay import merge
-
-Object = dict[str, Any]
 
 GROUPS_OF: Final = "leaderworkerset.sigs.k8s.io/name"
 """The label by which LWS marks every pod of a LeaderWorkerSet, leaders and workers, with its name."""

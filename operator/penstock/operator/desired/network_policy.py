@@ -1,14 +1,14 @@
 """The pool's NetworkPolicy."""
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 from penstock.api import labels
 from penstock.api.resources import InferenceModel, Pool
 from penstock.operator.desired.arguments import ADMIN, EVENTS, REPLAY
 from penstock.operator.desired.names import child_name, metadata, selector
+from penstock.operator.objects import Object
 
-Object = dict[str, Any]
 Port = tuple[int, str]
 """Number and protocol."""
 

@@ -14,10 +14,9 @@ from penstock.operator.desired.arguments import ADMIN, EVENTS, HTTP, REPLAY, eng
 from penstock.operator.desired.devices import asks_for_device, devices, engine_requests, unnamed
 from penstock.operator.desired.names import common_labels
 from penstock.operator.desired.source import MOUNT, Fetched, needs_fetch, on_node, source_environment, source_volume
+from penstock.operator.objects import AnyObject, Object
 from penstock.operator.overlay import merge
 from penstock.operator.restrictions import Allowances
-
-Object = dict[str, Any]
 
 TEMPLATE_VERSION = 5
 """Of the templates that `pod_template` makes: raise it with every change of what an unchanged spec renders to. It is shown to
@@ -65,7 +64,7 @@ class Rendering:
     """What the model's Job brought; None: it is not done, or there is none."""
 
 
-def revision_of(workload: Object) -> str:
+def revision_of(workload: AnyObject) -> str:
     """Hash of everything that decides what a replica of this workload runs."""
     spec = workload["spec"]
     template = spec["template"] if workload["kind"] == "Deployment" else spec["leaderWorkerTemplate"]["leaderTemplate"]

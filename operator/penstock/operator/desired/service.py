@@ -1,13 +1,10 @@
 """The pool's Service."""
 
-from typing import Any
-
 from penstock.api import labels
 from penstock.api.resources import InferenceModel, Pool
 from penstock.operator.desired.arguments import EVENTS, HTTP, REPLAY
 from penstock.operator.desired.names import metadata, selector
-
-Object = dict[str, Any]
+from penstock.operator.objects import Object
 
 
 def service(model: InferenceModel, pool: Pool) -> Object:

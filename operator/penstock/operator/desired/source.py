@@ -4,15 +4,14 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from penstock.api import labels
 from penstock.api.resources import InferenceModel
 from penstock.operator.desired.devices import CPU_ENGINE, unnamed
 from penstock.operator.desired.names import model_metadata
+from penstock.operator.objects import Object
 from penstock.operator.overlay import mapping, merge
-
-Object = dict[str, Any]
 
 MOUNT: Final = "/penstock/models"
 """Where a claim, a node's folder or an image is in the pods."""

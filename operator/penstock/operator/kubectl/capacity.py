@@ -4,7 +4,6 @@ import argparse
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,8 +13,7 @@ from penstock.api.resources import InferenceModel
 from penstock.operator.api import MODELS
 from penstock.operator.command_line import CommandFailed
 from penstock.operator.kubectl.cluster import Cluster
-
-Object = dict[str, Any]
+from penstock.operator.objects import Object
 
 
 async def run(cluster: Cluster, options: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 import msgspec
@@ -15,9 +15,8 @@ from penstock.api import labels
 from penstock.api.fleet import PoolsView
 from penstock.kube.client import PODS, Resource, connect, get, list_all, usual_namespace
 from penstock.operator.api import ServerApi
+from penstock.operator.objects import Object, Pod, as_pods
 from penstock.operator.pods import is_live
-
-Object = dict[str, Any]
 
 GATEWAYS: Final = "app.kubernetes.io/name=penstock-gateway"
 MANAGER: Final = "kubectl-penstock"
@@ -71,11 +70,11 @@ class Cluster:
     async def gateways(self, options: argparse.Namespace) -> Gateways:
         """Asks every gateway for `/pools`, by way of the API server: that needs the right to `get` `pods/proxy` there."""
         query = {"labelSelector": GATEWAYS}
-        pods = [it for it in await self.listed_in(options.system_namespace, PODS, query) if is_live(it)]
+        pods = [it for it in as_pods(await self.listed_in(options.system_namespace, PODS, query)) if is_live(it)]
         views = await asyncio.gather(*(self._view(pod, options.gateway_http_port) for pod in pods))
         return Gateways(len(pods), [view for view in views if view is not None])
 
-    async def _view(self, pod: Object, port: int) -> PoolsView | None:
+    async def _view(self, pod: Pod, port: int) -> PoolsView | None:
         """None: it does not answer."""
         meta = pod["metadata"]
         place = f"{PODS.path(meta['namespace'])}/{meta['name']}:{port}/proxy/pools"

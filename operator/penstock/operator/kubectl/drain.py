@@ -9,7 +9,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from kubernetes.aio.client import ApiException
 
@@ -18,9 +18,8 @@ from penstock.operator.api import PODS, said
 from penstock.operator.command_line import CommandFailed
 from penstock.operator.kubectl.cluster import MANAGER, Cluster, Gateways
 from penstock.operator.kubectl.top import merged
+from penstock.operator.objects import Pod, as_pods
 from penstock.operator.pods import is_live, is_ready
-
-Object = dict[str, Any]
 
 POLL_S: Final = 0.5
 NOTICE_S: Final = 2.0
@@ -34,12 +33,12 @@ async def run(cluster: Cluster, options: argparse.Namespace) -> None:
     if options.node:
         await cluster.api.cordon(options.node, not options.undo)
         query = {"labelSelector": labels.MODEL, "fieldSelector": f"spec.nodeName={options.node}"}
-        pods = [it for it in await cluster.listed_in(None, PODS, query) if is_live(it)]
+        pods = [it for it in as_pods(await cluster.listed_in(None, PODS, query)) if is_live(it)]
     else:
         pod = await cluster.api.get("Pod", cluster.namespace, options.pod)
         if pod is None or not pod["metadata"].get("labels", {}).get(labels.MODEL):
             raise CommandFailed(f"there is no replica {cluster.namespace}/{options.pod}")
-        pods = [pod]
+        pods = as_pods([pod])
     if options.undo:
         for pod in pods:
             left = is_cordoned(await mark(cluster, pod, cordoned=False))
@@ -51,7 +50,7 @@ async def run(cluster: Cluster, options: argparse.Namespace) -> None:
         await Drain(cluster, options, pod).run()
 
 
-async def _expect_others(cluster: Cluster, pods: Sequence[Object]) -> None:
+async def _expect_others(cluster: Cluster, pods: Sequence[Pod]) -> None:
     """Raises CommandFailed where a pod is the only ready replica of its pool: its requests would be held, or turned away."""
     for pod in pods:
         if is_ready(pod) and not await others(cluster, pod):
@@ -61,25 +60,26 @@ async def _expect_others(cluster: Cluster, pods: Sequence[Object]) -> None:
             )
 
 
-async def others(cluster: Cluster, pod: Object) -> list[Object]:
+async def others(cluster: Cluster, pod: Pod) -> list[Pod]:
     """Ready replicas of the same pool that may have requests."""
     meta = pod["metadata"]
     selector = ",".join(f"{it}={meta['labels'][it]}" for it in (labels.MODEL, labels.POOL))
-    siblings = await cluster.listed_in(meta["namespace"], PODS, {"labelSelector": selector})
+    siblings = as_pods(await cluster.listed_in(meta["namespace"], PODS, {"labelSelector": selector}))
     return [it for it in siblings if it["metadata"]["uid"] != meta["uid"] and is_ready(it) and not is_cordoned(it)]
 
 
-def is_cordoned(pod: Object) -> bool:
+def is_cordoned(pod: Pod) -> bool:
     """Whether gateways leave it out."""
     return pod["metadata"].get("annotations", {}).get(labels.CORDONED) == "true"
 
 
-async def mark(cluster: Cluster, pod: Object, *, cordoned: bool) -> Object:
+async def mark(cluster: Cluster, pod: Pod, *, cordoned: bool) -> Pod:
     """Sets the annotation, or takes back what these commands set; returns the pod as it is then."""
     meta = pod["metadata"]
     annotations = {labels.CORDONED: "true"} if cordoned else {}
     head = {"name": meta["name"], "namespace": meta["namespace"], "uid": meta["uid"], "annotations": annotations}
-    return await cluster.api.apply({"apiVersion": "v1", "kind": "Pod", "metadata": head}, MANAGER)
+    (marked,) = as_pods([await cluster.api.apply({"apiVersion": "v1", "kind": "Pod", "metadata": head}, MANAGER)])
+    return marked
 
 
 def requests_at(gateways: Gateways, uid: str) -> int:
@@ -91,7 +91,7 @@ def requests_at(gateways: Gateways, uid: str) -> int:
 class Drain:
     """One replica's."""
 
-    def __init__(self, cluster: Cluster, options: argparse.Namespace, pod: Object) -> None:
+    def __init__(self, cluster: Cluster, options: argparse.Namespace, pod: Pod) -> None:
         self._cluster = cluster
         self._options = options
         self._pod = pod
@@ -156,5 +156,5 @@ class Drain:
         sys.stdout.flush()
 
 
-def _name(pod: Object) -> str:
+def _name(pod: Pod) -> str:
     return f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"

@@ -13,8 +13,8 @@ from penstock.kube.client import list_all, watch
 from penstock.operator.api import ADAPTERS, CHILDREN, EVENTS, OPTIONAL, PODS, RESOURCES, WORKLOADS
 from penstock.operator.command_line import CommandFailed
 from penstock.operator.kubectl.cluster import Cluster, selector_of
+from penstock.operator.objects import Object
 
-Object = dict[str, Any]
 Named = tuple[str, str]
 """Kind and name."""
 

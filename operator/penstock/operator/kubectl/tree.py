@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
 from rich.console import Console
 from rich.text import Text
@@ -15,9 +15,8 @@ from penstock.operator.api import ADAPTERS, DEPLOYMENTS, LEADER_WORKER_SETS, MOD
 from penstock.operator.command_line import CommandFailed
 from penstock.operator.desired import revision_of
 from penstock.operator.kubectl.cluster import Cluster, selector_of
+from penstock.operator.objects import Object, Pod, as_pods
 from penstock.operator.pods import is_live, is_ready, revision, trouble
-
-Object = dict[str, Any]
 
 GOOD, WAITING, BAD, QUIET = "green", "yellow", "red", "dim"
 _BAD_WHEN_TRUE: Final = ("Degraded",)
@@ -101,7 +100,7 @@ def _model(model: Object, seen: Seen, now: datetime) -> Node:
     known = {pool["name"] for pool in model["spec"]["pools"]}
     left = [it for it in pods if _label(it, labels.POOL) not in known]
     if left:
-        below.append(Node("of pools that are no more", WAITING, [_pod(it, "", now) for it in sorted(left, key=_place)]))
+        below.append(Node("of pools that are no more", WAITING, [_pod(it, "", now) for it in as_pods(sorted(left, key=_place))]))
     below += [
         _adapter(it)
         for it in sorted(seen.adapters, key=_place)
@@ -153,18 +152,18 @@ def _pool(pool: Object, status: Object, workloads: Sequence[Object], pods: Seque
         for it in status.get("scaling", [])
         if it["pool"] == name
     ]
-    below += [_pod(it, wanted, now) for it in sorted(its, key=_place)]
+    below += [_pod(it, wanted, now) for it in as_pods(sorted(its, key=_place))]
     return Node("  ".join(words), GOOD if workload is not None and ready == most else WAITING, below)
 
 
-def _pod(pod: Object, wanted: str, now: datetime) -> Node:
+def _pod(pod: Pod, wanted: str, now: datetime) -> Node:
     meta = pod["metadata"]
     problem = trouble(pod)
     state, style = ("Ready", GOOD) if is_ready(pod) else ("Starting", WAITING)
     if problem is not None:
         state, style = f"{problem.reason}: {problem.message}", BAD
     elif not is_live(pod):
-        state, style = "Terminating" if "deletionTimestamp" in meta else pod["status"]["phase"], QUIET
+        state, style = "Terminating" if "deletionTimestamp" in meta else pod.get("status", {}).get("phase", ""), QUIET
     restarts = sum(it.get("restartCount", 0) for it in pod.get("status", {}).get("containerStatuses", []))
     words = [
         meta["name"],

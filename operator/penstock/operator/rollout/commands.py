@@ -14,10 +14,10 @@ from penstock.kube.client import connect, list_all, usual_namespace
 from penstock.operator.api import REVISIONS, ServerApi
 from penstock.operator.command_line import CommandFailed
 from penstock.operator.events import FORMAT, timestamp
+from penstock.operator.objects import Object
 from penstock.operator.rollout.revisions import NEVER, pod_revisions, sound
 from penstock.operator.rollout.undo import chosen, restored
 
-Object = dict[str, Any]
 Write = Callable[[str], object]
 
 POLL_S: Final = 0.5

@@ -3,16 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from typing import Final
 
 from penstock.api import labels
 from penstock.api.resources import InferenceModel
 from penstock.operator.apply import owned
 from penstock.operator.desired import child_name, size
+from penstock.operator.objects import Pod, Workload
 from penstock.operator.pods import is_ready
 from penstock.operator.rollout.pace import PATIENCE_S, no_room
-
-Object = dict[str, Any]
 
 KINDS: Final = ("Deployment", "LeaderWorkerSet", "Service", "PodDisruptionBudget", "NetworkPolicy")
 """What is there for each pool."""
@@ -22,7 +21,7 @@ KINDS: Final = ("Deployment", "LeaderWorkerSet", "Service", "PodDisruptionBudget
 class Leaving:
     """Of one model."""
 
-    pools: Mapping[str, Object]
+    pools: Mapping[str, Workload]
     """Workloads that stay for now, by pool."""
     blocked: str = ""
     """Why they cannot go, and what would let them."""
@@ -34,7 +33,7 @@ class Leaving:
         return frozenset((kind, it["metadata"]["name"]) for it in self.pools.values() for kind in KINDS)
 
 
-def leaving(model: InferenceModel, workloads: Mapping[str, Object], pods: Sequence[Object], now: datetime) -> Leaving:
+def leaving(model: InferenceModel, workloads: Mapping[str, Workload], pods: Sequence[Pod], now: datetime) -> Leaving:
     """Which pools stay though the spec names them no longer: all, until each pool of the spec has a replica that serves, and they
     have as many together as are to go, or as they want, or as there is room for.
 
@@ -45,7 +44,7 @@ def leaving(model: InferenceModel, workloads: Mapping[str, Object], pods: Sequen
     """
     names = {pool.name for pool in model.spec.pools}
     own = [it for it in workloads.values() if owned(it, model.metadata.uid)]
-    old = {pool: it for it in own if (pool := it["metadata"]["labels"].get(labels.POOL)) not in names}
+    old = {pool: it for it in own if (pool := it["metadata"]["labels"].get(labels.POOL, "")) not in names}
     ready = [pod["metadata"]["labels"].get(labels.POOL) for pod in pods if is_ready(pod)]
     serving = sum(pool in old for pool in ready)
     if not serving or model.spec.rollout.allow_downtime:
@@ -73,5 +72,5 @@ def leaving(model: InferenceModel, workloads: Mapping[str, Object], pods: Sequen
     )
 
 
-def _wanted(live: Object | None, initial: int) -> int:
+def _wanted(live: Workload | None, initial: int) -> int:
     return initial if live is None else live["spec"].get("replicas", 1)

@@ -7,12 +7,11 @@ cannot be made). So it holds for devices, memory, taints and claims alike, and t
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from typing import Final
 
 from penstock.operator.desired import Pace
+from penstock.operator.objects import Condition, Pod, Workload
 from penstock.operator.pods import is_live, is_ready, revision
-
-Object = dict[str, Any]
 
 PATIENCE_S: Final = 20.0
 """For a new replica without a node, before an old one makes room: another's pod may just be going."""
@@ -32,8 +31,8 @@ class Step:
 
 
 def step(
-    workload: Object | None,
-    pods: Sequence[Object],
+    workload: Workload | None,
+    pods: Sequence[Pod],
     target: str,
     *,
     wanted: int,
@@ -75,7 +74,7 @@ def step(
     )
 
 
-def _only_group(pods: Sequence[Object], allow_downtime: bool) -> Step:
+def _only_group(pods: Sequence[Pod], allow_downtime: bool) -> Step:
     """LWS starts no second group before it stops the only one, whatever the surge: with one it waits for ever."""
     if allow_downtime or not any(is_ready(pod) for pod in pods):
         return Step("Replace", settling=True)
@@ -85,7 +84,7 @@ def _only_group(pods: Sequence[Object], allow_downtime: bool) -> Step:
     )
 
 
-def pace_of(workload: Object) -> Pace:
+def pace_of(workload: Workload) -> Pace:
     """How a workload rolls out now."""
     spec = workload["spec"]
     limits = spec.get("strategy", {}).get("rollingUpdate") or spec.get("rolloutStrategy", {}).get(
@@ -95,12 +94,12 @@ def pace_of(workload: Object) -> Pace:
     return "Replace" if limits.get("maxSurge") == 0 and not limits.get("partition") else "Surge"
 
 
-def no_room(workload: Object, pods: Sequence[Object]) -> tuple[datetime, str] | None:
+def no_room(workload: Workload, pods: Sequence[Pod]) -> tuple[datetime, str] | None:
     """Since when one of these pods has no node, or a quota keeps the workload from making one, and who says so in what words."""
     return next(filter(None, map(_unschedulable, pods)), None) or _over_quota(workload)
 
 
-def _unschedulable(pod: Object) -> tuple[datetime, str] | None:
+def _unschedulable(pod: Pod) -> tuple[datetime, str] | None:
     """Since when a pod has no node, and the scheduler's words."""
     if not is_live(pod):
         return None
@@ -110,7 +109,7 @@ def _unschedulable(pod: Object) -> tuple[datetime, str] | None:
     return None
 
 
-def _over_quota(workload: Object) -> tuple[datetime, str] | None:
+def _over_quota(workload: Workload) -> tuple[datetime, str] | None:
     """Since when a quota keeps a new pod from being made, and the API server's words."""
     for condition in workload.get("status", {}).get("conditions", []):
         failed = condition["type"] == "ReplicaFailure" and condition["status"] == "True"
@@ -119,5 +118,5 @@ def _over_quota(workload: Object) -> tuple[datetime, str] | None:
     return None
 
 
-def _since(condition: Object, otherwise: str) -> datetime:
+def _since(condition: Condition, otherwise: str) -> datetime:
     return datetime.fromisoformat(condition.get("lastTransitionTime") or otherwise)

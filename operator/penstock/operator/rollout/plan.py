@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
 
 from penstock.api import labels
 from penstock.api.resources import InferenceModel
@@ -17,12 +16,11 @@ from penstock.operator.desired import (
     pod_template,
 )
 from penstock.operator.desired.size import may_surge
+from penstock.operator.objects import Object, Pod, Workload
 from penstock.operator.pods import is_live, of_pool, revision
 from penstock.operator.rollout.leaving import Leaving, leaving
 from penstock.operator.rollout.pace import Step, step
 from penstock.operator.rollout.revisions import Resolution, resolve, sound
-
-Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,8 @@ def plan(
     rendering: Rendering,
     *,
     revisions: Sequence[Object],
-    workloads: Mapping[str, Object],
-    pods: Sequence[Object],
+    workloads: Mapping[str, Workload],
+    pods: Sequence[Pod],
     now: datetime,
     adapter_names: Sequence[str] = (),
     going: frozenset[str] | None = None,
@@ -96,7 +94,7 @@ def plan(
     return Plan(resolution, steps, objects, leaving(model, workloads, pods, now), extra or {})
 
 
-def _extra(model: InferenceModel, pods: Sequence[Object], going: frozenset[str]) -> dict[str, int]:
+def _extra(model: InferenceModel, pods: Sequence[Pod], going: frozenset[str]) -> dict[str, int]:
     """One more replica for each pool whose only one is on a node that is about to go."""
     named = {pool.name for pool in model.spec.pools if may_surge(model, pool)}
     on_going = [pod for pod in pods if is_live(pod) and pod.get("spec", {}).get("nodeName") in going]

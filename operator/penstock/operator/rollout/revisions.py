@@ -15,8 +15,8 @@ from typing import Any, Final
 from penstock.api import labels
 from penstock.api.resources import InferenceModel, Pool
 from penstock.operator.desired.names import owner_reference
+from penstock.operator.objects import Object
 
-Object = dict[str, Any]
 Render = Callable[[InferenceModel, Pool], Object]
 """Makes a pod template."""
 

@@ -1,11 +1,8 @@
 """An old revision's spec, written back."""
 
-from typing import Any
-
 from penstock.operator.command_line import CommandFailed
+from penstock.operator.objects import Object
 from penstock.operator.rollout.revisions import NEVER, pod_revisions, pool_shape
-
-Object = dict[str, Any]
 
 _KEPT = ("canary", "replicas", "routing", "scaling")
 _KEPT_OF_POOL = ("scaling", "cost", "metadata")
