@@ -60,6 +60,12 @@ REFUSED_MODELS: dict[str, tuple[Object, str]] = {
         {"source": {"uri": "/m", "cache": {"type": "PVC", "claimName": "c"}}},
         "source: cache is for hf:// and s3://; remove it",
     ),
+    "cache-kind": (
+        {"source": {"uri": "hf://a/b", "cache": {"type": "Node", "size": "1Gi"}}},
+        "source: cache: type PVC needs either claimName",
+    ),
+    "image": ({"source": {"uri": "oci://models"}}, "source: oci:// must be followed by the reference of an image"),
+    "device-claim": ({"pools": [{"name": "a", "resourceClaims": [{"name": "gpu"}]}]}, "resourceClaims: name either a template"),
     "claim": ({"source": {"uri": "pvc:///m"}}, "source: pvc:// must be followed by a claim's name"),
     "owned-flag": ({"engine": {"extraArgs": ["--port", "1"]}}, "engine: extraArgs may not set --host, --port"),
     "typed-flag": ({"engine": {"extraArgs": ["--dtype=auto"]}}, "engine: extraArgs may not set what has a field"),
