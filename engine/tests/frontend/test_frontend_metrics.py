@@ -106,6 +106,22 @@ async def test_a_timeline_tells_every_turn_in_order(byte_level: Tokenizer):
         ("last_token", 7500.0),
     ]
     assert told["events"][1]["time"] == 100.0
+    assert told["runs"] == []
+
+
+async def test_a_timeline_shows_the_tokens_that_came_in_one_step_as_far_as_the_client_has_them(byte_level: Tokenizer):
+    """A stop string cuts inside the second run."""
+    egress, stop = Egress(EngineMetrics()), byte_level.decode([85])
+    choice = Choice(5, 0, 40, Detokenizer(Vocabulary(byte_level), []), (stop,), frozenset(), None)
+    generation = Generation([choice], 1, stream=False, arrival=100.0)
+    egress.add(generation)
+    await egress.process(step_frame({5: [70]}, started=[Started(5, 0)], time=101.0))
+    await egress.process(step_frame({5: [71, 72, 73]}, time=102.0))
+    await egress.process(step_frame({5: [74]}, time=103.0))
+    await egress.process(step_frame({5: [75, 85, 76, 77]}, time=104.0))
+    (told,) = timeline(generation)
+    assert told["completion_tokens"] == 7
+    assert told["runs"] == [{"first": 1, "tokens": 3, "ms": 2000.0}, {"first": 5, "tokens": 2, "ms": 4000.0}]
 
 
 @pytest.mark.req("MET-06")

@@ -159,6 +159,7 @@ class Egress:
             gap = now - choice.last_time
             gaps[gap] = gaps.get(gap, 0) + 1
         if tokens > 1:
+            choice.runs.append((choice.num_tokens, tokens, now))
             gaps[0.0] = gaps.get(0.0, 0) + tokens - 1
         choice.last_time = now
 

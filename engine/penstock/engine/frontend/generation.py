@@ -74,7 +74,18 @@ class Choice:
     __slots__ = (
         *("_characters", "_detokenizer", "_include_stop", "_interval", "_last_taken", "_logprobs", "_min_tokens", "_stop_reason"),
         *("_stop_token_ids", "_stops", "_text", "_token_ids", "cached_tokens", "finish_reason", "first_time"),
-        *("index", "last_time", "num_logprobs", "num_tokens", "number", "pooled", "prompt_logprobs", "prompt_tokens", "turns"),
+        *(
+            "index",
+            "last_time",
+            "num_logprobs",
+            "num_tokens",
+            "number",
+            "pooled",
+            "prompt_logprobs",
+            "prompt_tokens",
+            "runs",
+            "turns",
+        ),
     )
 
     def __init__(
@@ -103,6 +114,8 @@ class Choice:
         self.last_time = 0.0
         self.pooled: Float32 | None = None
         """What an engine that embeds made of the prompt; it ends the choice."""
+        self.runs: list[tuple[int, int, float]] = []
+        """Tokens of one step, where there was more than one: the first one's number, how many, and the time."""
         self.turns: list[tuple[LifecycleEvent, float]] = []
         """Of its life in the core, by the core's clock."""
         self.finish_reason: str | None = None

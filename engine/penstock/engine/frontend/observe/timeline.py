@@ -59,8 +59,8 @@ def timeline_event(generation: Generation) -> bytes:
 
 
 def timeline(generation: Generation) -> list[dict[str, Any]]:
-    """What a client that asked is told of each choice: every turn with its Unix time, and the milliseconds since the request
-    arrived."""
+    """What a client that asked is told of each choice: every turn with its Unix time and the milliseconds since the request
+    arrived, and the runs of tokens that one step gave, as accepted drafts make them."""
     return [
         {
             "index": choice.number,
@@ -71,6 +71,10 @@ def timeline(generation: Generation) -> list[dict[str, Any]]:
             "events": [
                 {"event": event, "time": round(time, 6), "ms": round(1000 * (time - generation.arrival), 3)}
                 for event, time in [("arrived", generation.arrival), *_events(choice)]
+            ],
+            "runs": [
+                {"first": first, "tokens": tokens, "ms": round(1000 * (time - generation.arrival), 3)}
+                for first, tokens, time in _runs(choice)
             ],
         }
         for choice in generation.choices
@@ -83,6 +87,11 @@ def _events(choice: Choice) -> Iterable[tuple[str, float]]:
     if choice.num_tokens:
         found += [("first_token", choice.first_time), ("last_token", choice.last_time)]
     return sorted(found, key=lambda turn: turn[1])
+
+
+def _runs(choice: Choice) -> Iterable[tuple[int, int, float]]:
+    """The runs as the client has them: a stop cuts inside one."""
+    return ((first, min(tokens, choice.num_tokens - first), time) for first, tokens, time in choice.runs)
 
 
 def _first(choice: Choice, event: LifecycleEvent) -> float | None:
