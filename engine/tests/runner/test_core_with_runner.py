@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.executor import InlineExecutor, ThreadExecutor
+from penstock.engine.core.executor import executor_of
 from penstock.engine.messages import AddRequest, FinishReason, PromptLogprobs
 from penstock.engine.sampling import SamplingParams
 
@@ -55,7 +55,7 @@ class Engine:
     def __init__(self, runner, depth: int, num_blocks: int) -> None:
         runner.warm_up()
         self.runner, self.depth, self.compared = runner, depth, 0
-        self.executor = InlineExecutor(runner) if depth == 1 else ThreadExecutor(runner)
+        self.executor = executor_of(msgspec.structs.replace(runner.config, depth=depth), runner)
         self.scores: dict[int, dict[int, float]] = {}
         """By request and position; a score that changes when it comes again is an error."""
         self.logprobs: dict[int, list[float]] = {}

@@ -97,9 +97,11 @@ class RowTable:
             self._take_back(rows, rejected)
         return starts, ends
 
-    def reject(self, plan: StepPlan, counts: Int32) -> None:
-        """`settle` for a table to which no plan is applied before the last one is settled."""
-        self._take_back(_indexes(plan.rows), _rejected(plan, counts))
+    def reject(self, plan: StepPlan, counts: Int32, live: Bool | None = None) -> None:
+        """`settle` for a table that needs no `num_settled`, as no plan has a row whose drafts are not settled; arguments as
+        there."""
+        rows, rejected = _indexes(plan.rows), _rejected(plan, counts)
+        self._take_back(*((rows, rejected) if live is None else (rows[live], rejected[live])))
 
     def _take_back(self, rows: Int64, rejected: Int32) -> None:
         self.num_tokens[rows] -= rejected

@@ -353,23 +353,26 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
 
     # --- steps in the null block ---
 
-    def _dummy_step(self, num_tokens: int, num_rows: int) -> None:
+    def _dummy_step(self, num_tokens: int, num_rows: int, num_drafts: int = 0) -> None:
         """Runs prompts of so many tokens, of which so many rows sample with everything that costs memory, in the null block. No
-        more tokens than all rows can have between them."""
+        more tokens than all rows can have between them. So many of a row's last tokens count as drafts, if it has more."""
         longest = self.config.model.max_model_len - 1
         num_tokens = min(num_tokens, self.config.scheduler.max_num_seqs * longest)
         rows = max(num_rows, -(-num_tokens // longest))
         lengths = np.full(rows, num_tokens // rows, np.int32)
         lengths[: num_tokens % rows] += 1
-        self.run_null_step(lengths, np.arange(rows) < num_rows, _COSTLY)
+        samples = np.arange(rows) < num_rows
+        drafts = np.where(samples & (lengths > num_drafts), np.int32(num_drafts), np.int32(0)) if num_drafts else NONE
+        self.run_null_step(lengths, samples, _COSTLY, drafts)
 
-    def run_null_step(self, lengths: Int32, samples: Bool, sampling: SamplingParams) -> None:
+    def run_null_step(self, lengths: Int32, samples: Bool, sampling: SamplingParams, num_drafts: Int32 = NONE) -> None:
         """Runs prompts in the null block, and forgets them.
 
         Args:
             lengths: [r]: tokens of each.
             samples: [r]: whether it samples.
             sampling: Of all of them.
+            num_drafts: [r]: how many of its tokens count as drafts; NONE: none do.
         """
         admissions = [
             Admission(
@@ -382,7 +385,7 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
             )
             for row, length in enumerate(lengths.tolist())
         ]
-        self._run(self._null_plan(admissions, lengths, samples))
+        self._run(self._null_plan(admissions, lengths, samples, num_drafts))
         self._reset()
 
     def warm_up(self) -> None:

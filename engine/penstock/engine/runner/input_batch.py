@@ -18,6 +18,7 @@ from penstock.engine.runner.sampler.choice import Choosing
 from penstock.engine.runner.sampler.custom import GuardedProcessor
 from penstock.engine.runner.sampler.logits_rows import LogitsRows
 from penstock.engine.runner.sampler.sampler import Sampler
+from penstock.engine.runner.verification import choices
 from penstock.kernels.paged_attention.batch import PagedBatch
 from penstock.kernels.sampling.ops import CPU
 
@@ -171,7 +172,7 @@ class InputBatch(Requests):
     ) -> None:
         sampler = Sampler(max_num_seqs, arrays.max_logits_rows, vocab_size, copies.device, CPU)
         super().__init__(max_num_seqs, max_model_len, groups, vocab_size, copies, sampler, None, mode, processors)
-        self._max_model_len, self._arrays, self._vocab_size = max_model_len, arrays, vocab_size
+        self._max_model_len, self._arrays = max_model_len, arrays
 
     def apply(self, plan: StepPlan, drafts: Int32 | None = None) -> StepInputs:
         """Takes in a plan and returns its step.
@@ -182,7 +183,7 @@ class InputBatch(Requests):
         """
         starts = self.take_in(plan)
         if drafts is not None:
-            self._write_drafts(plan, starts, drafts)
+            self.write_drafts(plan, starts, drafts)
         if plan.admissions:
             rows, words = self.sampler.take_changes()
             self.sampler.params.numpy()[rows] = words
@@ -192,15 +193,6 @@ class InputBatch(Requests):
         """The step's m rows of logits, all of which count."""
         rows = plan.rows[inputs.sampled_rows]
         return Choosing(np.arange(len(rows)), inputs.sampled_rows, self.logits_rows(rows, inputs.sampled_positions))
-
-    def _write_drafts(self, plan: StepPlan, starts: Int32, drafts: Int32) -> None:
-        """Puts drafts in the places that they guess, for the step to read."""
-        owners, places = np.nonzero(np.arange(drafts.shape[1]) < plan.num_drafts[:, None])
-        positions = (starts + plan.num_new_tokens - plan.num_drafts)[owners] + places
-        there = drafts[owners, places]
-        # In place of a draft that is missing, or that the model does not know, any token will do: it is not accepted.
-        known = (there >= 0) & (there < self._vocab_size)
-        self.rows.token_ids[plan.rows[owners], positions] = np.where(known, there, 0)
 
     def write_sampled(self, rows: LogitsRows, token_ids: Int32) -> None:
         """Puts sampled tokens, [m], where the next step finds them."""
@@ -217,9 +209,7 @@ class InputBatch(Requests):
         sampled = plan.samples.nonzero()[0].astype(np.int32)
         ends, back = placed.query_start_loc[1:][sampled], None
         if len(plan.num_drafts):
-            each_logits = 1 + plan.num_drafts[sampled]
-            back = np.repeat(np.cumsum(each_logits), each_logits) - np.arange(each_logits.sum()) - 1
-            sampled = np.repeat(sampled, each_logits)
+            sampled, back = choices(plan)
             ends = (placed.query_start_loc[1:][sampled] - back).astype(np.int32)
         at = placed.seq_lens[sampled]
         return arrays.inputs(

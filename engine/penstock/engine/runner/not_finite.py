@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from penstock.engine.attention.context import ForwardContext
-from penstock.engine.core.plan import Int64, StepPlan
+from penstock.engine.core.plan import Bool, Int64, StepPlan
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.model import Model
 from penstock.engine.parallel.errors import GroupFailed
@@ -51,6 +51,11 @@ class Suspect(NamedTuple):
     tenants: Int64
     again: Rerun
 
+    @property
+    def live(self) -> Bool:
+        """[r]: whether each row of the plan still belongs to the request of that step."""
+        return self.finder.live(self)
+
     def explain(self, broken: Mapping[int, str]) -> dict[int, str]:
         """See `NotFinite.explain`."""
         return self.finder.explain(self, broken)
@@ -74,6 +79,10 @@ class NotFinite:
         self._tenants[plan.released] += 1
         return Suspect(self, plan, self._tenants[plan.rows], again)
 
+    def live(self, step: Suspect) -> Bool:
+        """See Suspect."""
+        return self._tenants[step.plan.rows] == step.tenants
+
     @torch.inference_mode()
     def explain(self, step: Suspect, broken: Mapping[int, str]) -> dict[int, str]:
         """Says what is wrong with requests, and where it began.
@@ -88,7 +97,8 @@ class NotFinite:
         # A step that was in flight when a request broke has it once more.
         fresh = [at for at in broken if self._told[step.plan.rows[at]] != step.tenants[at]]
         self._told[step.plan.rows[fresh]] = step.tenants[fresh]
-        there = [at for at in fresh if self._tenants[step.plan.rows[at]] == step.tenants[at]]
+        live = self.live(step)
+        there = [at for at in fresh if live[at]]
         parts = self._looked_for(step, there) if there else {}
         return {at: f"{broken[at]}; the first values that are not: {parts.get(at, ELSEWHERE)}" for at in fresh}
 

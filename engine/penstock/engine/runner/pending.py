@@ -9,7 +9,7 @@ from penstock.engine.runner.not_finite import Suspect
 from penstock.engine.runner.pooling import PooledStep
 from penstock.engine.runner.result import read_result
 from penstock.engine.runner.sampler.scores import PromptParts, PromptScores, SampledScores
-from penstock.engine.runner.verification import Verified
+from penstock.engine.runner.verification import Verified, verify
 
 
 def _nothing() -> None:
@@ -40,7 +40,11 @@ class PendingStep(NamedTuple):
     pooled: PooledStep | None = None
     """Embeddings, in place of tokens."""
     verified: Verified | None = None
-    """What came of the step's drafts; None: it had none."""
+    """What came of the step's drafts; None: it had none, or `drafts` are still to be judged."""
+    drafts: Int32 | None = None
+    """[r, K]: as of `planned_drafts`; `sampled` is then [m, RESULT], as `verify` takes it."""
+    reject: Callable[[Int32], None] | None = None
+    """Given how many tokens each row gave, makes the host's rows forget the other drafts."""
 
     def result(self) -> StepResult:
         """Waits for it: the one wait of a step.
@@ -51,11 +55,17 @@ class PendingStep(NamedTuple):
         try:
             self.transfer.wait()
             prompts = PromptScores() if self.prompts is None else self.prompts.read()
-            given = self.plan, self.sampled, self.failed, self.scores, prompts, self.vocab_size
-            result = read_result(*given, self.suspect.explain, self.graph, self.pooled, self.verified)
+            sampled, verified = self.sampled, self.verified
+            if self.drafts is not None:
+                verified = verify(self.plan, self.drafts, sampled)
+                sampled = verified.judged
+            given = self.plan, sampled, self.failed, self.scores, prompts, self.vocab_size
+            result = read_result(*given, self.suspect.explain, self.graph, self.pooled, verified)
         except Exception as error:
             if (failure := self.runtime.failure(error)) is not None:
                 raise failure from error
             raise
         self.over()
+        if self.reject is not None:
+            self.reject(result.counts)
         return result

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from penstock.engine.cache.layout import KVGroup
@@ -46,7 +47,7 @@ class Requests:
         processors: Sequence[GuardedProcessor] = (),
     ) -> None:
         self.rows = RowTable(max_num_seqs, max_model_len, [group.block_size for group in groups])
-        self.sampler, self.refusals = sampler, Refusals(vocab_size)
+        self.sampler, self.refusals, self._vocab_size = sampler, Refusals(vocab_size), vocab_size
         known = self.rows.token_ids
         tokens = Tokens(torch.from_numpy(known) if token_ids is None else token_ids, known)
         adjustments = Adjustments(copies, sampler.ops, max_num_seqs, vocab_size, tokens, processors)
@@ -66,6 +67,25 @@ class Requests:
             self.refusals.admit(row, known)
             self.chooser.admit(row, known, admission.num_prompt_tokens, admission.sampling, admission.guided)
         return starts
+
+    def write_drafts(self, plan: StepPlan, starts: Int32, drafts: Int32) -> tuple[Int32, Int32, Int32]:
+        """Puts drafts in the places that they guess, for the step to read.
+
+        Args:
+            plan: The step's.
+            starts: [r]: as of `take_in`.
+            drafts: [r, K]: as of `planned_drafts`.
+
+        Returns:
+            [d] each: the request row, the position and the token of each draft.
+        """
+        owners, places = np.nonzero(np.arange(drafts.shape[1]) < plan.num_drafts[:, None])
+        rows, positions = plan.rows[owners], (starts + plan.num_new_tokens - plan.num_drafts)[owners] + places
+        there = drafts[owners, places]
+        # In place of a draft that is missing, or that the model does not know, any token will do: it is not accepted.
+        tokens = np.where((there >= 0) & (there < self._vocab_size), there, np.int32(0))
+        self.rows.token_ids[rows, positions] = tokens
+        return rows, positions.astype(np.int32), tokens
 
     def logits_rows(self, request_rows: Int32, positions: Int32) -> LogitsRows:
         """Choices of tokens at these positions, [m], of requests in these rows, [m]."""

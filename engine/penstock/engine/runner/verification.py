@@ -54,6 +54,21 @@ def planned_drafts(plan: StepPlan, own: Int32 | None) -> Int32:
     return drafts
 
 
+def choices(plan: StepPlan) -> tuple[Int32, Int32]:
+    """The tokens that a step chooses, [m], row by row and from the left: those in place of drafts, and one after them.
+
+    Args:
+        plan: With drafts.
+
+    Returns:
+        [m] each: index into the plan's rows, and how many of that row's choices are still to come.
+    """
+    sampled = plan.samples.nonzero()[0].astype(np.int32)
+    each = 1 + plan.num_drafts[sampled]
+    back = np.repeat(np.cumsum(each), each) - np.arange(each.sum()) - 1
+    return np.repeat(sampled, each), back.astype(np.int32)
+
+
 def verify(plan: StepPlan, drafts: Int32, sampled: Int32) -> Verified:
     """Compares drafts with what was chosen.
 

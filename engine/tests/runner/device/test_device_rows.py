@@ -30,7 +30,7 @@ class MirroredRunner(FakeRunner):
         self.state = new_rows(self._groups, most, config.model.max_model_len, self._runtime.device)
         self.staging = Staging(self._runtime, STEP_REFERENCE, most, config.depth, targets(self.state), page_size=0)
         tokens = config.scheduler.max_num_batched_tokens + 2
-        self._buffers = StepBuffers(tokens, most, len(self._groups), self.staging.num_slots, self._runtime.device)
+        self._buffers = StepBuffers(tokens, most, most, len(self._groups), self.staging.num_slots, self._runtime.device)
         self._found = torch.zeros_like(self._buffers.results)
         self._pending: deque = deque()
         self._depth = config.depth

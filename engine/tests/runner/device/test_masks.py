@@ -63,9 +63,9 @@ def test_a_masks_rows_are_found_beside_rows_that_do_not_sample(runner, driver):
     assert found.token_ids[1:, 0].tolist() == [40, 41] and found.counts.tolist() == [0, 1, 1]
 
 
-def test_a_row_with_drafts_has_a_mask_for_each_of_its_choices(build_runner, checkpoint, driver):
+def test_a_row_with_drafts_has_a_mask_for_each_of_its_choices(runner, driver):
     """The row before it has none; the draft that its mask does not allow is not accepted, though the model would choose it."""
-    play = driver(build_runner(checkpoint("llama")))
+    play = driver(runner)
     free, bound = play.admit([8, 9], GREEDY), play.admit([5, 6, 7], GREEDY)
     play.step([(free, 2), (bound, 3)])
     plan = play.plan([(free, 1), (bound, 3)])

@@ -6,6 +6,7 @@ from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.plan import Int64, ints
 from penstock.engine.core.row_table import RowTable
+from penstock.engine.core.scheduling.guides import most_forced
 from penstock.engine.core.scheduling.in_flight import InFlight
 from penstock.engine.core.scheduling.request import Request
 from penstock.engine.core.scheduling.request_book import RequestBook
@@ -77,9 +78,12 @@ class Grants:
             ready = np.array([guides.forced(row) is None for row in ints(rows)], np.bool_)
             rows = rows[ready | ~self._in_flight.holds(rows)]
         wanted = self._tenancy.num_proposed[rows]
+        room = most_forced(len(self._table.num_tokens))
         for at, row in enumerate(ints(rows) if guides else ()):
-            if (forced := guides.forced(row)) is not None:
+            if room and (forced := guides.forced(row)) is not None:
+                forced = forced[:room]
                 wanted[at], step.draft_ids[row] = len(forced), forced
+                room -= len(forced)
         step.grant_decodes(rows, np.minimum(wanted, self._tenancy.limits[rows] - self._table.num_tokens[rows] - 1))
 
     def _grant_chunks(self, step: StepBuilder, rows: Int64) -> None:

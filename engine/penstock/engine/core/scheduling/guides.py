@@ -17,6 +17,11 @@ _ALL = -1
 """A word with all bits set."""
 
 
+def most_forced(max_num_seqs: int) -> int:
+    """Forced tokens of a step at most. Each is one more row of logits, and rows of logits take much of a device's memory."""
+    return max(max_num_seqs, MAX_FORCED_TOKENS)
+
+
 class Guide(Protocol):
     """Of one request."""
 

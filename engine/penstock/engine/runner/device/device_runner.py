@@ -17,12 +17,15 @@ from penstock.engine.attention.backends.interface import StepLengths
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.memory import Memory
 from penstock.engine.core.plan import Bool, GraphReport, GraphStep, Int32, SampleInputs, StepPlan, StepResult
+from penstock.engine.core.row_table import RowTable
+from penstock.engine.core.scheduling.guides import most_forced
 from penstock.engine.loading.loader import Source
 from penstock.engine.lora.runner import device_lora_runner
 from penstock.engine.models.model import Model
 from penstock.engine.roofline import Ceilings
 from penstock.engine.runner.base import RunnerBase
 from penstock.engine.runner.device.ceilings import measure_ceilings
+from penstock.engine.runner.device.drafts import StepDrafts
 from penstock.engine.runner.device.graphs.capture import GraphManager
 from penstock.engine.runner.device.graphs.cuda import CudaGraphs
 from penstock.engine.runner.device.graphs.descriptor import GraphMode, effective_mode
@@ -45,6 +48,7 @@ from penstock.engine.runner.sampler.choice import Choosing
 from penstock.engine.runner.sampler.custom import load_processors
 from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.runner.sampler.scores import PromptParts, pairs
+from penstock.engine.runner.verification import choices, planned_drafts
 from penstock.kernels.lora.device import DeviceLoraBatch
 from penstock.kernels.ops import Ops, ops_for
 from penstock.kernels.sampling.ops import SamplingOps, sampling_ops
@@ -66,12 +70,14 @@ class Launched(NamedTuple):
     step: Step | None
     """None: the plan runs no row."""
     logits: torch.Tensor | None
-    """[r, vocab]; None: no row samples, or the graph has seen to it."""
+    """[r, vocab], or [m, vocab] of a step with drafts; None: no row samples, or the graph has seen to it."""
     prompts: PromptParts | None
     """Of prompt tokens that requests want scored."""
     graph: Dispatch
     """How it was launched; a full graph may have sampled as well."""
     suspect: Suspect
+    drafts: StepDrafts | None
+    """None: the step has none."""
 
 
 class DeviceForms(NamedTuple):
@@ -108,12 +114,18 @@ class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
         """Whether the model waits for weights, as after sleep at level 2."""
         self._given = forms
 
+    @property
+    def _max_logits_rows(self) -> int:
+        """Of a step at most: one for each request, and those of forced tokens."""
+        most = self.config.scheduler.max_num_seqs
+        return most + most_forced(most)
+
     def _make_ops(self) -> Ops:
         scheduler, model, device = self.config.scheduler, self.config.model, self.runtime.device
         self.forms = self._given or DeviceForms(ops_for(self.config.device, self._dtype), triton_step_ops(), sampling_ops(device))
         groups, most = self._layout.groups, scheduler.max_num_seqs
         self.state = new_rows(groups, most, model.max_model_len, device)
-        self.sampler = Sampler(most, most, self.decoder_config.vocab_size, device, self.forms.sampling)
+        self.sampler = Sampler(most, self._max_logits_rows, self.decoder_config.vocab_size, device, self.forms.sampling)
         changing = [*targets(self.state), self.sampler.params]
         self._staging = Staging(self.runtime, self.forms.step, most, self.config.depth, changing)
         self.program = StepProgram(self.forms.step, self.state, self.buffers, groups, self._layer_groups)
@@ -137,7 +149,8 @@ class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
         scheduler, groups = self.config.scheduler, self._layout.groups
         # Padding of a step of few tokens may go beyond the most that are planned.
         tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-        self.buffers = StepBuffers(tokens, scheduler.max_num_seqs, len(groups), self.config.depth + 1, self.runtime.device)
+        most, slots = scheduler.max_num_seqs, self.config.depth + 1
+        self.buffers = StepBuffers(tokens, most, self._max_logits_rows, len(groups), slots, self.runtime.device)
         batch = DeviceLoraBatch(self.buffers.inputs.token_slots)
         return device_lora_runner(self.config.lora, scheduler.max_num_seqs, batch, self.runtime.pinned)
 
@@ -246,7 +259,9 @@ class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
         scheduler = self.config.scheduler
         self.initialize_kv_cache(1)
         with self.dispatcher.profile():
-            peak = self._account.peak_of(lambda: self._dummy_step(scheduler.max_num_batched_tokens, scheduler.max_num_seqs))
+            most = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+            drafts = most_forced(scheduler.max_num_seqs) // scheduler.max_num_seqs
+            peak = self._account.peak_of(lambda: self._dummy_step(*most, num_drafts=drafts))
         self._step_bytes = peak
         return peak
 
@@ -261,28 +276,34 @@ class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
 
     def _execute(self, plan: StepPlan) -> Launched:
         """See Turns: the forward pass is launched, and the host does not wait."""
-        if len(plan.num_drafts):
-            raise NotImplementedError(f"step {plan.step_id} has drafts, which this runner cannot verify")
         self._limit_threads()
+        drafts = None
+        if len(plan.num_drafts):
+            number = int((plan.num_drafts + 1)[plan.samples].sum())
+            if number > self._max_logits_rows:
+                most = self._max_logits_rows
+                raise ValueError(f"step {plan.step_id} chooses {number} tokens, where there is room for {most}")
+            drafts = planned_drafts(plan, None)
         requests = self._requests
         computed = requests.take_in(plan)
         again = partial(rerun, self.runtime, self.program, self, self.attention, plan, computed)
         suspect = self._not_finite.watch(plan, again)
-        self._stage(plan)
+        self._stage(plan, computed, drafts)
         asked = prompt_rows(plan, requests.rows, requests.chooser.prompt_logprobs)
         found = self._dispatch(plan, asked)
         rows, starts, samples = self._padded(plan, found)
         slot, launched = self._staging.send(rows, starts, samples), (None, None, None)
+        judged = None if drafts is None else StepDrafts.of_plan(self.runtime, plan, drafts)
         if len(plan.rows):
             if found.mode is not GraphMode.FULL:
                 self.attention.begin_step(StepLengths(plan.rows, starts, computed + plan.num_new_tokens))
             step = self._capturable.at(found.descriptor, len(rows), int(plan.num_new_tokens.max()))
             with self._failing(plan, partial(self._skip, slot, step)):
-                launched = (step, *self._forward(plan, step, found, asked))
-        return Launched(plan, slot, *launched, found, suspect)
+                launched = (step, *self._forward(plan, step, found, asked, judged))
+        return Launched(plan, slot, *launched, found, suspect, judged)
 
     def _forward(
-        self, plan: StepPlan, step: Step, found: Dispatch, asked: PromptRows | None
+        self, plan: StepPlan, step: Step, found: Dispatch, asked: PromptRows | None, drafts: StepDrafts | None
     ) -> tuple[torch.Tensor | None, PromptParts | None]:
         """Launches the model, in graphs where there are any: the logits, [r, vocab], where any row samples, and the scores of
         prompts."""
@@ -293,15 +314,17 @@ class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
             hidden = self.graphs.replay_forward(found.descriptor)
         else:
             hidden = self.program.forward(step, self.model)
-        return self._score(self.sampler, hidden, step.inputs.logits_indices if plan.samples.any() else None, asked)
+        indices = step.inputs.logits_indices if drafts is None else drafts.logits_indices
+        return self._score(self.sampler, hidden, indices if plan.samples.any() else None, asked)
 
     def _dispatch(self, plan: StepPlan, asked: PromptRows | None) -> Dispatch:
-        """How the step is launched, given the prompt tokens that it scores."""
+        """How the step is launched, given the prompt tokens that it scores. A step with drafts needs more rows of logits than the
+        graphs of whole steps have."""
         tokens, reqs = int(plan.num_new_tokens.sum()), len(plan.rows)
         uniform = 1 if tokens == reqs else None
         path = self._requests.chooser.plain(plan.rows[plan.samples])
         variant: Hashable = LOGITS if path is None else path
-        if asked is not None:
+        if asked is not None or len(plan.num_drafts):
             variant = "hidden states"  # which no whole step leaves
         return self.dispatcher.dispatch(Batch(tokens, reqs, uniform, self.config.lora is not None, variant))
 
@@ -319,19 +342,23 @@ class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
 
     def _sample(self, launched: Launched, inputs: SampleInputs) -> PendingStep:
         """See Turns: the sampling is launched, and the result is on its way."""
-        plan, slot, step, logits, prompts, graph, suspect = launched
+        plan, slot, step, logits, prompts, graph, suspect, drafts = launched
         if _is_whole(graph) and len(inputs.masked_rows):
             raise RuntimeError(f"step {plan.step_id} has been sampled in a graph, and its masks come too late: no row was guided")
-        count, scores, failed = len(plan.rows), None, self._requests.refusals.of(plan)
+        count = len(plan.rows) if drafts is None else len(drafts.of)
+        scores, failed = None, self._requests.refusals.of(plan)
         if step is not None and not _is_whole(graph):
             with self._failing(plan, partial(self._skip, slot, step)):
                 if logits is None:
                     self.program.advance(step)
                 else:
-                    given = logits, step.request.rows, step.inputs.seq_lens
-                    choice = self._requests.chooser.choose(self._choosing(plan), *given, inputs)
+                    choice = self._requests.chooser.choose(self._choosing(plan), logits, *self._chosen(step, drafts), inputs)
                     scores, failed = choice.scores, failed | choice.failed
-                    self.program.commit(step, choice.result)
+                    if drafts is None:
+                        self.program.commit(step, choice.result)
+                    else:
+                        drafts.commit(step, choice.result, self.state)
+                        self.buffers.results[slot, :count].copy_(choice.result)
         found = self._results[slot, :count]
         transfer = self.runtime.download([(self.buffers.results[slot, :count], found), *pairs(scores, prompts)])
         return PendingStep(
@@ -340,6 +367,8 @@ class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
             suspect=suspect,
             transfer=transfer,
             sampled=found.numpy(),
+            drafts=None if drafts is None else drafts.drafts,
+            reject=None if drafts is None else partial(self._reject, plan, suspect, self._requests.rows),
             failed=failed,
             scores=scores,
             prompts=prompts,
@@ -349,15 +378,34 @@ class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
         )
 
     def _choosing(self, plan: StepPlan) -> Choosing:
-        """The rows of logits that count: there is one for each of the plan's rows, and for padding after them."""
-        at, requests = np.flatnonzero(plan.samples), self._requests
-        of = plan.rows[at]
-        return Choosing(at, at.astype(np.int32), requests.logits_rows(of, requests.rows.num_computed[of]))
+        """The rows of logits that count: all of a step with drafts. Else each row of the plan has one, and padding has, too."""
+        requests = self._requests
+        if len(plan.num_drafts):
+            which, back = choices(plan)
+            at = np.arange(len(which))
+        else:
+            at, back = np.flatnonzero(plan.samples), np.int32(0)
+            which = at.astype(np.int32)
+        of = plan.rows[which]
+        return Choosing(at, which, requests.logits_rows(of, requests.rows.num_computed[of] - back))
 
-    def _stage(self, plan: StepPlan) -> None:
+    def _chosen(self, step: Step, drafts: StepDrafts | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """On the device, of each row of logits: the request row, and the position of the token that is chosen."""
+        if drafts is None:
+            return step.request.rows, step.inputs.seq_lens
+        return step.request.rows.index_select(0, drafts.of), drafts.positions(step)
+
+    def _reject(self, plan: StepPlan, suspect: Suspect, rows: RowTable, counts: Int32) -> None:
+        """The host's rows forget drafts that came to nothing, as the device's have done."""
+        rows.reject(plan, counts, suspect.live)
+
+    def _stage(self, plan: StepPlan, starts: Int32, drafts: Int32 | None) -> None:
         """What the device must learn of the plan beside its rows."""
         changes = self._staging.changes
         stage_rows(changes, plan, self._requests.rows, self.state)
+        if drafts is not None:
+            rows, positions, tokens = self._requests.write_drafts(plan, starts, drafts)
+            changes.scatter(self.state.token_ids, rows * np.int32(self.state.token_ids.shape[1]) + positions, tokens)
         for row, words in zip(*self.sampler.take_changes(), strict=True):
             changes.write(self.sampler.params, int(row) * WORDS, words)
         self._lora.apply(plan)

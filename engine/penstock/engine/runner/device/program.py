@@ -41,12 +41,15 @@ class StepBuffers:
     Args:
         max_tokens: Of a step, padding included.
         max_reqs: Of a step, padding included.
+        max_logits_rows: Rows of logits of a step.
         num_groups: KV groups.
         num_slots: Results that the host may not have read yet.
         device: Where they are.
     """
 
-    def __init__(self, max_tokens: int, max_reqs: int, num_groups: int, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, max_tokens: int, max_reqs: int, max_logits_rows: int, num_groups: int, num_slots: int, device: torch.device
+    ) -> None:
         max_tokens = aligned(max_tokens)
         self.inputs = StepInputs(
             input_ids=torch.zeros(max_tokens, dtype=torch.int32, device=device),
@@ -56,8 +59,9 @@ class StepBuffers:
             seq_lens=torch.zeros(max_reqs, dtype=torch.int32, device=device),
             logits_indices=torch.zeros(max_reqs, dtype=torch.int64, device=device),
         )
-        self.results = torch.zeros(num_slots, max_reqs, RESULT, dtype=torch.int32, device=device)
-        """[slots, max_reqs, RESULT]: what the sampler says of each request; see its `Column`."""
+        self.results = torch.zeros(num_slots, max_logits_rows, RESULT, dtype=torch.int32, device=device)
+        """[slots, max_logits_rows, RESULT]: what the sampler says of each request, or of each choice of a step with drafts; see
+        its `Column`."""
 
     def of(self, shape: StepShape) -> StepInputs:
         """The inputs of a step of that shape; ValueError where it is larger than any was to be."""

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from test_core_with_runner import OUTPUTS, SCHEDULER, VOCAB, Engine, requests
 
-from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS
+from penstock.engine.config import GraphConfig
+from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS, most_forced
+from penstock.engine.runner.device.device_runner import DeviceRunner
 
 WORDS = -(-VOCAB // 32)
 FORCED = MAX_FORCED_TOKENS + 4
@@ -57,21 +59,38 @@ class Guided(Engine):
         self.core.handle = guided
         return super().run(batch)
 
+    def _check_mirror(self) -> None:
+        """The tokens that a device has sampled are on the device alone."""
+        if not isinstance(self.runner, DeviceRunner):
+            super()._check_mirror()
+        elif self.runner.config.depth == 1:
+            theirs, ours = self.core.scheduler.table, self.runner.state
+            for row in np.flatnonzero(theirs.num_tokens).tolist():
+                count = theirs.num_tokens[row]
+                assert np.array_equal(ours.token_ids[row, :count], theirs.token_ids[row, :count])
+                assert int(ours.num_computed[row]) == self.runner._requests.rows.num_computed[row] == theirs.num_computed[row]
 
-@pytest.fixture(scope="module")
-def runner(build_runner, checkpoint):
-    # Room for what is forced beside the others' prompts.
-    return build_runner(checkpoint("llama"), scheduler=msgspec.structs.replace(SCHEDULER, max_num_batched_tokens=256))
+
+# Room for what is forced beside the others' prompts.
+ROOMY = msgspec.structs.replace(SCHEDULER, max_num_batched_tokens=256)
+
+
+@pytest.fixture(scope="module", params=["cpu", "device-1", "device-2", "device-2-graphs"])
+def runner(request, build_runner, build_device_runner, checkpoint):
+    if request.param == "cpu":
+        return build_runner(checkpoint("llama"), scheduler=ROOMY)
+    graphs = GraphConfig(mode="FULL_AND_PIECEWISE", capture_sizes=(1, 2, 4, 8, 16, 64)) if "graphs" in request.param else None
+    return build_device_runner(checkpoint("llama"), scheduler=ROOMY, depth=int(request.param.split("-")[1]), graphs=graphs)
 
 
 @pytest.fixture(scope="module")
 def one_by_one(runner):
-    engine = Guided(runner, {index: Pattern(forces=False) for index in (0, 1, 2, 3, 4)})
+    engine = Guided(runner, {index: Pattern(forces=False) for index in (0, 1, 2, 3, 4)}, runner.config.depth)
     return engine.run(requests(adjusted=False)), engine.core.num_steps
 
 
 def test_masks_reach_the_runner_and_touch_nobody_else(runner, one_by_one):
-    free, (tokens, _) = Engine(runner, 1, 400).run(requests(adjusted=False)), one_by_one
+    free, (tokens, _) = Guided(runner, {}, runner.config.depth).run(requests(adjusted=False)), one_by_one
     for index, stream in tokens.items():
         if index > 4:
             assert stream == free[index]
@@ -81,12 +100,25 @@ def test_masks_reach_the_runner_and_touch_nobody_else(runner, one_by_one):
 
 
 def test_forced_tokens_come_several_a_step(runner, one_by_one):
-    engine = Guided(runner, {index: Pattern(forces=True) for index in (0, 1, 2, 3, 4)})
+    engine = Guided(runner, {index: Pattern(forces=True) for index in (0, 1, 2, 3, 4)}, runner.config.depth)
     tokens = engine.run(requests(adjusted=False))
     assert tokens == one_by_one[0]
     assert engine.core.num_steps < one_by_one[1], "and in fewer steps"
 
 
 def test_a_forced_token_that_the_model_does_not_know_is_not_accepted(runner, one_by_one):
-    engine = Guided(runner, {index: Pattern(forces=True, unknown=True) for index in (0, 1, 2, 3, 4)})
+    engine = Guided(runner, {index: Pattern(forces=True, unknown=True) for index in (0, 1, 2, 3, 4)}, runner.config.depth)
     assert engine.run(requests(adjusted=False)) == one_by_one[0]
+
+
+def test_a_step_forces_a_limited_number_of_tokens(runner, one_by_one, monkeypatch):
+    forced, execute = [], runner.execute
+
+    def counted(plan):
+        forced.append(int(plan.num_drafts.sum()))
+        execute(plan)
+
+    monkeypatch.setattr(runner, "execute", counted)
+    engine = Guided(runner, {index: Pattern(forces=True) for index in (0, 1, 2, 3, 4)}, runner.config.depth)
+    assert engine.run(requests(adjusted=False)) == one_by_one[0]
+    assert max(forced) == most_forced(runner.config.scheduler.max_num_seqs), "five requests could have five times as many"
