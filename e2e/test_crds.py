@@ -233,7 +233,8 @@ def test_defaults_are_filled_in_and_mean_the_same(cluster: Cluster) -> None:
     assert spec["drainTimeout"] == "120s"
     assert spec["routing"] == {"policy": "Cost", "priority": 0, "holdTimeout": "5m"}
     pace = {"maxSurge": 1, "maxUnavailable": 0}
-    assert spec["rollout"] == {"paused": False, "allowDowntime": False, "progressDeadline": "30m", **pace}
+    later = {"paused": False, "allowDowntime": False, "surgeBeforeEvict": False, "progressDeadline": "30m"}
+    assert spec["rollout"] == later | pace
     assert spec["lora"] == {"slots": 4, "maxRank": 16}
     (pool,) = spec["pools"]
     assert (pool["role"], pool["cost"]) == ("Both", 1)
