@@ -62,14 +62,14 @@ class Requests:
         ops: SamplingOps = REFERENCE,
         copies: Copies | None = None,
     ) -> None:
-        self.copies, self.params = copies or LateRuntime(), []
-        self.token_ids, self.host = torch.zeros(ROWS + 1, LENGTH, dtype=torch.int32), np.zeros((ROWS, LENGTH), np.int32)
+        self.copies, self.params, size = copies or LateRuntime(), [], max(ROWS, len(requests))
+        self.token_ids, self.host = torch.zeros(size + 1, LENGTH, dtype=torch.int32), np.zeros((size, LENGTH), np.int32)
         if self.copies.shares_memory:
             self.host = self.token_ids.numpy()
-        processors = [GuardedProcessor(kind(ROWS, VOCAB), kind.__name__, self.copies, ROWS) for kind in (Favour, Insist, Sharpen)]
-        self.sampler = Sampler(ROWS, ROWS, VOCAB, torch.device("cpu"), ops)
-        self.adjustments = Adjustments(self.copies, ops, ROWS, VOCAB, Tokens(self.token_ids, self.host), processors)
-        self.chooser = Chooser(self.copies, self.sampler, self.adjustments, ROWS, mode)
+        processors = [GuardedProcessor(kind(size, VOCAB), kind.__name__, self.copies, size) for kind in (Favour, Insist, Sharpen)]
+        self.sampler = Sampler(size, size, VOCAB, torch.device("cpu"), ops)
+        self.adjustments = Adjustments(self.copies, ops, size, VOCAB, Tokens(self.token_ids, self.host), processors)
+        self.chooser = Chooser(self.copies, self.sampler, self.adjustments, size, mode)
         self.prompts, self.known = (
             np.array([len(x) for x in xs], np.int32) for xs in zip(*[r[:2] for r in requests], strict=True)
         )
@@ -79,9 +79,13 @@ class Requests:
             self.params.append(params)
             self.token_ids[row, : len(known)] = torch.from_numpy(known)
             self.chooser.admit(row, known, len(prompt), params)
+        self.rows = np.arange(len(requests), dtype=np.int32)
+        self.write_params()
+
+    def write_params(self) -> None:
+        """As a step does with what has been admitted."""
         changes = self.sampler.take_changes()
         self.sampler.params.index_copy_(0, torch.from_numpy(changes.rows).long(), torch.from_numpy(changes.words))
-        self.rows = np.arange(len(requests), dtype=np.int32)
 
     def choosing(self, samples=None) -> Choosing:
         at = self.rows if samples is None else np.flatnonzero(samples).astype(np.int32)
