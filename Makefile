@@ -127,6 +127,10 @@ bench-trees: setup ## the engines of two checkouts on a CPU, in turn (ARGS="OLD 
 bench-schemas: setup ## JSON schemas as grammars: refused ones, instances taken for what they are, and the time of masks (ARGS=FILE)
 	@$(BIN)/python benchmarks/bench_schemas.py $(ARGS)
 
+.PHONY: bench-structured
+bench-structured: setup ## what grammars cost a batch of 32, and what a new schema costs the first token (ARGS=--quick)
+	@$(BIN)/python benchmarks/bench_structured.py $(ARGS)
+
 .PHONY: bench-lora
 bench-lora: setup ## what LoRA adapters cost a batch on a CPU, with 0, 1, 4 and 8 of them mixed (ARGS=--quick)
 	@$(BIN)/python benchmarks/bench_lora.py $(ARGS)
