@@ -112,7 +112,8 @@ def invariant_launches(shape: AttentionShape, num_requests: int, max_query_len: 
     It costs: a decoding request fills tiles of 64 rows with as few as one, at most eight programs a key head work on it however
     idle the GPU is, and the workspace holds `max_num_batched_tokens` · heads · splits · head size in float32.
     """
-    tile = 64 if shape.padded_head_size * shape.itemsize <= 256 else 32
+    width = shape.padded_head_size * shape.itemsize
+    tile = 64 if width <= 256 else 32 if width <= 512 else 16  # so that three stages fit into shared memory
     splits = min(_INVARIANT_SPLITS, -(-max_keys // _INVARIANT_SPLIT_TOKENS))
     split_tokens = -(-max_keys // splits // tile) * tile if splits > 1 else 0
     block_m = max(64, power_of_two(shape.group))
