@@ -35,7 +35,7 @@ def a_step(own: OwnDrafts, rows: RowTable, before: int):
 
 
 def owner(timings) -> OwnDrafts:
-    return OwnDrafts(SpeculativeConfig(method="ngram", num_speculative_tokens=K), Sevens(), timings, 1, VOCAB)
+    return with_proposer(Sevens(), timings)
 
 
 def test_what_pays_is_told_and_kept():
@@ -48,3 +48,46 @@ def test_what_does_not_pay_is_neither_told_nor_kept():
     own = owner(DEAR)
     assert a_step(own, RowTable(1, 32, [4]), 5) is None
     assert own.drafts.tolist() == [[-1] * K]
+
+
+class Scripted(Sevens):
+    """Says what it is given to say, counts its calls, and may fail while it follows."""
+
+    def __init__(self, drafts: list[int], fails: bool = False) -> None:
+        self.drafts, self.fails = drafts, fails
+        self.followed = self.proposed = 0
+
+    def follow(self, table, rows, step, asked):
+        self.followed += 1
+        if self.fails:
+            raise RuntimeError("the drafter is gone")
+
+    def propose(self, table, rows, most):
+        self.proposed += 1
+        return np.array([self.drafts] * len(rows), np.int32)
+
+
+def with_proposer(proposer: Proposer, timings=FREE) -> OwnDrafts:
+    return OwnDrafts(SpeculativeConfig(method="ngram", num_speculative_tokens=K), proposer, timings, 1, VOCAB)
+
+
+def test_where_no_draft_pays_the_proposer_follows_and_is_not_asked():
+    proposer = Scripted([7] * K)
+    assert a_step(with_proposer(proposer, DEAR), RowTable(1, 32, [4]), -1) is None
+    assert (proposer.followed, proposer.proposed) == (1, 0)
+
+
+def test_a_proposer_that_fails_while_it_follows_costs_the_drafts_and_nothing_else(caplog):
+    proposer = Scripted([7] * K, fails=True)
+    own = with_proposer(proposer)
+    assert a_step(own, RowTable(1, 32, [4]), 5) is None
+    assert own.drafts.tolist() == [[-1] * K] and proposer.proposed == 0
+    assert "no drafts: the proposer failed" in caplog.text
+
+
+def test_drafts_end_before_the_first_id_outside_the_vocabulary():
+    for outside in (VOCAB, -3):
+        own = with_proposer(Scripted([7, outside, 8, 9]))
+        told = a_step(own, RowTable(1, 32, [4]), -1)
+        assert told is not None and told[0, 0] == 7
+        assert not np.isin(told, [outside, 8, 9]).any()
