@@ -1,6 +1,7 @@
 """Both torch forms of sampling, the CPU's and the devices' reference, against plain Python arithmetic on one row at a time."""
 
 import math
+from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
@@ -216,10 +217,26 @@ def test_a_mask_leaves_the_tokens_whose_bits_are_set(form: ModuleType, vocab: in
         assert logits[row].tolist() == wanted
 
 
-def test_no_token_beyond_the_reference_s_mask_may_be_chosen() -> None:
+@FORMS
+def test_no_token_beyond_the_mask_may_be_chosen(form: ModuleType) -> None:
     logits = torch.zeros(1, 40)
-    reference.mask(logits, torch.tensor([0]), torch.full((1, 1), -1, dtype=torch.int32))
+    form.mask(logits, torch.tensor([0]), torch.full((1, 1), -1, dtype=torch.int32))
     assert (logits[0, :32] == 0).all() and logits[0, 32:].isneginf().all()
+
+
+@FORMS
+@pytest.mark.parametrize("places", [range(60), range(3, 50), range(0, 60, 2), [5, 4, 7, 1]])
+def test_many_masks_at_a_time_are_each_for_their_row(form: ModuleType, places: Sequence[int]) -> None:
+    """More logits than are masked at a time; neighbours, or rows here and there."""
+    vocab, draw = 5_000, np.random.default_rng(0)
+    bitmask = draw.integers(-(2**31), 2**31 - 1, (len(places), -(-vocab // 32)), dtype=np.int32)
+    logits = torch.from_numpy(draw.standard_normal((60, vocab), np.float32))
+    wanted = logits.clone()
+    for at, words in zip(places, bitmask, strict=True):
+        allowed = np.unpackbits(words.view(np.uint8), bitorder="little", count=vocab)
+        wanted[at][torch.from_numpy(allowed == 0)] = NOTHING
+    form.mask(logits, torch.tensor(places), torch.from_numpy(bitmask))
+    assert torch.equal(logits, wanted)
 
 
 @FORMS
