@@ -21,6 +21,7 @@ def test_the_table_names_every_metric_with_its_type_and_labels():
     engine.describe(names.ENGINE_INFO, "What runs.", version="", dtype="", kernels="")
     engine.describe(names.CACHE_CONFIG_INFO, "The KV cache.", block_size="", num_gpu_blocks="", cache_dtype="")
     engine.describe(names.LOAD_SECONDS, "Of the start.", 1.5, part="weights")
+    engine.describe(names.LOAD_FLOOR_SECONDS, "At least.", 1.5)
     step = StepStats(Buckets([0] * 25, 0.0), Buckets([0] * 14, 0.0), sampled_tokens=0, not_finite=0, cost=StepCost())
     step = msgspec.structs.replace(step, roofline=Roofline(Ceilings(1.0, 1.0), 0.0))
     step = msgspec.structs.replace(step, graphs=[GraphSteps("FULL", "uniform", 1, 3, 1)], drafts=DraftStats(1, [1], [0]))
