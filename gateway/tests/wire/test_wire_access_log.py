@@ -57,12 +57,19 @@ class Silent:
         return {name: float(value) for line in lines if line[0] != "#" for name, value in [line.rsplit(" ", 1)]}
 
 
-async def all_ended(its: Silent, client: aiohttp.ClientSession, count: int) -> None:
+async def bookings(its: Silent, client: aiohttp.ClientSession) -> tuple[float, float]:
+    """Those that are open, and how many ends Envoy has told."""
+    now = await its.metrics(client)
+    left = sum(now[f'penstock_picker_bookings{{state="{state}"}}'] for state in ("pending", "unreported", "running"))
+    return left, now.get(ENDED, 0.0)
+
+
+async def all_ended(its: Silent, client: aiohttp.ClientSession, before: tuple[float, float], count: int) -> None:
+    """So many more ends were told than `before`, and no more bookings are open than then."""
     async with asyncio.timeout(60):
         while True:
-            now = await its.metrics(client)
-            left = sum(now[f'penstock_picker_bookings{{state="{state}"}}'] for state in ("pending", "unreported", "running"))
-            if not left and now.get(ENDED, 0.0) >= count:
+            left, ended = await bookings(its, client)
+            if left <= before[0] and ended >= before[1] + count:
                 return
             await asyncio.sleep(0.05)
 
@@ -74,19 +81,24 @@ async def test_the_end_of_a_stream_ends_its_booking(
     only = await engine("only")
     its = Silent(tmp_path, processes, ports, ext_proc, fleet_of(only.replica()))
     await its.answers(client)
+    async with asyncio.timeout(60):
+        # What ends before Envoy's log has found the gateway is told to nobody.
+        while not await its.tells(client):
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(1.0)  # what was told of the last of these has come
+    before = await bookings(its, client)
     for _ in range(5):
         assert await its.stream(client) == 200
-    await all_ended(its, client, 6)
+    await all_ended(its, client, before, 5)
     only.go_on.clear()
     async with client.post(f"http://127.0.0.1:{its.port}/v1/chat/completions", json=BODY) as response:
         assert (await response.content.readline()).startswith(b"data: ")
         response.close()  # given up before it ends
-    await all_ended(its, client, 7)
+    await all_ended(its, client, before, 6)
     only.go_on.set()
     its.gateway.send_signal(signal.SIGKILL)
     its.gateway.wait()
     its.gateway = processes.start("gateway", *its.command)
     async with asyncio.timeout(60):
-        # What ends before Envoy's log has found the new gateway is told to nobody.
         while not await its.tells(client):
             await asyncio.sleep(0.05)
