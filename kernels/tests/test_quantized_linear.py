@@ -5,15 +5,29 @@ import torch
 
 from penstock.kernels.cpu.tape import Pool
 from penstock.kernels.ops import REFERENCE
-from penstock.kernels.quantized_linear.reference import QuantizedWeight, dequantized, pack_quantized, pair_up, quantize
+from penstock.kernels.quantized_linear.reference import (
+    E2M1,
+    QuantizedWeight,
+    bits,
+    dequantized,
+    pack_quantized,
+    pair_up,
+    quantize,
+)
 
 SHAPES = [(1, 64), (16, 32), (17, 96), (100, 64), (259, 352), (40, 1120)]
 """(out, in): whole panels and ends of panels."""
 ROWS = (1, 2, 3, 4, 5, 7, 64, 67, 130)
 """Tiles of each size, several blocks."""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-7}
-SCHEMES = [(8, 0, torch.float32), (8, 32, torch.bfloat16), (4, 32, torch.bfloat16), (4, 32, torch.float32), (4, 0, torch.float32)]
-"""Bits, inputs of a group (0: all), scales."""
+SCHEMES = [
+    ("int8", 0, torch.float32),
+    ("int8", 32, torch.bfloat16),
+    ("int4", 32, torch.bfloat16),
+    ("int4", 32, torch.float32),
+    ("int4", 0, torch.float32),
+]
+"""Number, inputs of a group (0: all), scales."""
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +47,10 @@ def scheme(request):
 
 def made(weight: torch.Tensor, scheme) -> tuple[QuantizedWeight, torch.Tensor]:
     """A packed weight, and what it stands for in float64."""
-    bits, group, scale_dtype = scheme
+    number, group, scale_dtype = scheme
     inputs = weight.shape[1]
-    values, scales = quantize(weight, bits, group or inputs, scale_dtype)
-    packed = pack_quantized(pair_up(values, bits), scales, bits, group or inputs + inputs % 2, inputs)
+    values, scales = quantize(weight, bits(number), group or inputs, scale_dtype)
+    packed = pack_quantized(pair_up(values, number), scales, None, number, group or inputs + inputs % 2, inputs)
     return packed, values.double() * scales.double().repeat_interleave(group or inputs, 1)
 
 
@@ -55,9 +69,9 @@ def test_quantized_linear(ops_in, dtype, scheme, shape, biased):
         torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance * max(1, shape[1] / 100))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_an_odd_number_of_inputs_with_one_scale(ops_in, dtype, bits):
-    packed, weight = made(torch.randn(33, 7), (bits, 0, torch.float32))
+@pytest.mark.parametrize("number", ["int4", "int8"])
+def test_an_odd_number_of_inputs_with_one_scale(ops_in, dtype, number):
+    packed, weight = made(torch.randn(33, 7), (number, 0, torch.float32))
     x = torch.randn(5, 7).to(dtype)
     out = ops_in(dtype).quantized_linear(x, packed, None)
     torch.testing.assert_close(out.double(), x.double() @ weight.T, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -81,13 +95,13 @@ def test_a_tape_repeats_it(native, dtype):
     assert torch.equal(tape.run(), ops.quantized_linear(x, packed, None))
 
 
-@pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 32)])
-def test_numbers_are_the_nearest_and_within_their_bits(bits, group):
+@pytest.mark.parametrize(("size", "group"), [(8, 32), (4, 32)])
+def test_numbers_are_the_nearest_and_within_their_bits(size, group):
     weight = torch.randn(20, 96)
-    values, scales = quantize(weight, bits, group, torch.float32)
+    values, scales = quantize(weight, size, group, torch.float32)
     error = (values.float() * scales.repeat_interleave(group, 1) - weight).abs()
     assert (error <= scales.repeat_interleave(group, 1) * 0.5001).all()
-    assert values.min() >= -(2 ** (bits - 1)) and values.max() == 2 ** (bits - 1) - 1
+    assert values.min() >= -(2 ** (size - 1)) and values.max() == 2 ** (size - 1) - 1
 
 
 def test_packing_loses_nothing(scheme):
@@ -104,6 +118,77 @@ def test_zeros_stay_zeros_and_what_is_not_finite_shows_in_its_scale():
 
 
 def test_four_bits_take_less_than_a_third_of_sixteen():
-    packed, _ = made(torch.randn(512, 1024), (4, 32, torch.bfloat16))
+    packed, _ = made(torch.randn(512, 1024), ("int4", 32, torch.bfloat16))
     assert packed.nbytes <= 0.30 * 512 * 1024 * 2
     assert REFERENCE.quantized_linear(torch.ones(1, 1024), packed, None).shape == (1, 512)
+
+
+def stored(number: str, outputs: int, inputs: int, group: int, scale_dtype: torch.dtype, zeros: bool):
+    """A packed weight of any numbers that its format has, and what it stands for in float64."""
+    codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+    if number == "int4":
+        codes = (codes << 4) >> 4
+    if number == "e4m3":
+        codes[(codes & 0x7F) == 0x7F] = 0  # not a number
+    values = {
+        "int8": lambda: codes.double(),
+        "int4": lambda: codes.double(),
+        "e4m3": lambda: codes.view(torch.float8_e4m3fn).double(),
+        "e2m1": lambda: E2M1[(codes & 15).long()].double(),
+    }[number]()
+    groups = -(-inputs // group)
+    scales = (torch.rand(outputs, groups) * 0.02 + 0.01).to(scale_dtype)
+    points = torch.randint(-8, 8, (outputs, groups), dtype=torch.int8) if zeros else None
+    weight = pack_quantized(pair_up(codes, number), scales, points, number, group, inputs)
+    if points is not None:
+        values = values - points.repeat_interleave(group, 1)[:, :inputs]
+    return weight, values * scales.double().repeat_interleave(group, 1)[:, :inputs]
+
+
+STORED = [
+    ("int4", 32, torch.float16, True),
+    ("int4", 128, torch.bfloat16, True),
+    ("int8", 64, torch.float32, True),
+    ("e4m3", 128, torch.float32, False),
+    ("e4m3", 352, torch.bfloat16, False),
+    ("e2m1", 32, torch.bfloat16, False),
+]
+"""Number, group, scales, whether there are zero points: what quantized checkpoints hold."""
+
+
+@pytest.mark.parametrize(("number", "group", "scale_dtype", "zeros"), STORED, ids=str)
+@pytest.mark.parametrize("shape", [(16, 352), (45, 320)], ids=str)
+def test_numbers_of_checkpoints(ops_in, dtype, number, group, scale_dtype, zeros, shape):
+    """Also where the last group is shorter."""
+    form = ops_in(dtype).quantized_linear
+    packed, weight = stored(number, *shape, group, scale_dtype, zeros)
+    scale = weight.abs().max().item()
+    for rows in (1, 3, 4, 66):
+        x = torch.randn(rows, shape[1]).to(dtype)
+        tolerance = TOLERANCE[dtype]
+        expected = x.double() @ weight.T
+        torch.testing.assert_close(
+            form(x, packed, None).double(), expected, rtol=tolerance, atol=tolerance * scale * shape[1] ** 0.5
+        )
+    assert torch.equal(dequantized(packed), weight.float())
+
+
+@pytest.mark.parametrize(("number", "group", "scale_dtype", "zeros"), STORED, ids=str)
+def test_numbers_of_checkpoints_give_a_row_the_same_bits_among_any_others(native, dtype, number, group, scale_dtype, zeros):
+    form = native(dtype).quantized_linear
+    packed, _ = stored(number, 45, 352, group, scale_dtype, zeros)
+    x = torch.randn(70, 352).to(dtype)
+    whole = form(x, packed, None)
+    for first, count in ((0, 1), (5, 2), (60, 3), (7, 21)):
+        assert torch.equal(form(x[first : first + count], packed, None), whole[first : first + count]), (first, count)
+
+
+@pytest.mark.parametrize("number", ["e4m3", "e2m1"])
+def test_every_code_is_read_exactly(ops_in, dtype, number):
+    """An identity matrix shows each number by itself, those below the normal range too."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.int8).view(16, 16).clone()
+    codes[(codes & 0x7F) == 0x7F] = 0
+    packed = pack_quantized(pair_up(codes, number), torch.ones(16, 1), None, number, 16, 16)
+    values = codes.view(torch.float8_e4m3fn).float() if number == "e4m3" else E2M1[(codes & 15).long()]
+    out = ops_in(dtype).quantized_linear(torch.eye(16, dtype=dtype), packed, None)
+    assert torch.equal(out.float().T, values)

@@ -25,7 +25,7 @@ from penstock.engine.config import (
     SchedulingPolicy,
 )
 from penstock.engine.devices import choose_device
-from penstock.engine.quant.names import QuantizationName
+from penstock.engine.quant.scheme import QuantizationName
 from penstock.engine.runner.device.graphs.settings import graph_config
 from penstock.kernels.cpu.isa import IsaName, choose
 from penstock.plain_errors import explained
@@ -151,7 +151,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--kv-offload-memory-bytes: pages are kept on a CPU alone so far (--device cpu)")
         if self.kv_offload_memory_bytes and not self.enable_prefix_caching:
             raise ConfigError("--kv-offload-memory-bytes keeps what the prefix cache finds: it needs --enable-prefix-caching")
-        self._check_quantization(device)
+        self._check_quantization(model, device)
         drafter = DraftCheckpoint.read(speculative, model)
         if drafter is not None:
             tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
@@ -207,10 +207,13 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         _log.info("%s is a draft head: serving its target %s", self.model, target)
         return msgspec.structs.replace(self, model=target, revision=None, served_model_name=names, spec_model=self.model)
 
-    def _check_quantization(self, device: Literal["cpu", "cuda"]) -> None:
+    def _check_quantization(self, model: ModelConfig, device: Literal["cpu", "cuda"]) -> None:
         """Refuses quantized weights where there is no kernel for them."""
-        if self.quantization is not None and device == "cuda":
+        if device == "cuda" and self.quantization is not None:
             raise ConfigError(f"--quantization {self.quantization}: quantized weights run on a CPU alone so far (--device cpu)")
+        if device == "cuda" and model.stored_quantization is not None:
+            method = model.stored_quantization.method
+            raise ConfigError(f"{self.model} is quantized ({method}): quantized weights run on a CPU alone so far (--device cpu)")
 
     def _check_cache_dtype(self, model: ModelConfig, device: Literal["cpu", "cuda"]) -> None:
         """Refuses a KV cache that no kernel reads."""

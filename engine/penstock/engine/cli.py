@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from penstock.engine.foreign_flags import FlagParser
-from penstock.engine.quant.names import QuantizationName
+from penstock.engine.quant.scheme import QuantizationName
 from penstock.flag_values import count, not_negative, number, port, positive, share
 from penstock.kernels.cpu.isa import IsaName
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.engine.cost import ModelCost
-from penstock.engine.quant.names import QuantizationName
+from penstock.engine.quant.scheme import CheckpointQuantization, QuantizationName
 from penstock.kernels.cpu.isa import IsaName
 
 DType = Literal["bfloat16", "float16", "float32"]
@@ -91,6 +91,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: LoadFormat = "auto"
     quantization: QuantizationName | None = None
     """None: weights stay as the checkpoint has them."""
+    stored_quantization: CheckpointQuantization | None = None
+    """How the checkpoint itself was quantized; None: it was not."""
     pooling: PoolingConfig | None = None
     """None: the engine generates; else it embeds, and that alone."""
     logits_processors: tuple[str, ...] = ()
@@ -103,6 +105,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of keys and values; None: `dtype`."""
     vocab_size: int | None = None
     """Logits of a row; None: as many as the tokenizer has tokens."""
+
+    @property
+    def quantization_name(self) -> str:
+        """The scheme of `--quantization`, or the checkpoint's `quant_method`, or `none`."""
+        stored = None if self.stored_quantization is None else self.stored_quantization.method
+        return self.quantization or stored or "none"
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[3] / "docs/engine/metrics.md"
 
 def test_the_table_names_every_metric_with_its_type_and_labels():
     engine = EngineMetrics("m")
-    engine.describe(names.ENGINE_INFO, "What runs.", version="", dtype="", kernels="")
+    engine.describe(names.ENGINE_INFO, "What runs.", version="", dtype="", quantization="", kernels="")
     engine.describe(names.CACHE_CONFIG_INFO, "The KV cache.", block_size="", num_gpu_blocks="", cache_dtype="")
     engine.describe(names.LOAD_SECONDS, "Of the start.", 1.5, part="weights")
     engine.describe(names.LOAD_FLOOR_SECONDS, "At least.", 1.5)

@@ -97,11 +97,12 @@ def test_the_steps_cost_what_the_models_shape_says(server: Server):
 
 
 def test_which_kernels_run_is_told(server: Server):
-    kernels = patient.get(f"{server.url}/version").json()["kernels"]
-    assert kernels in ("native portable", "reference")
+    told = patient.get(f"{server.url}/version").json()
+    kernels = told["kernels"]
+    assert kernels in ("native portable", "reference") and told["quantization"] == "none"
     text = patient.get(f"{server.url}/metrics").text
     (info,) = [line for line in text.splitlines() if line.startswith("penstock_engine_info{")]
-    assert f'kernels="{kernels}"' in info and 'dtype="float32"' in info
+    assert f'kernels="{kernels}"' in info and 'dtype="float32"' in info and 'quantization="none"' in info
     assert "vllm:cache_config_info{" in text and "vllm:num_requests_running{" in text
 
 

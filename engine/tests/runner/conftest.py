@@ -13,7 +13,7 @@ from tiny_models import CONFIGS, LLAMA, MAX_MODEL_LEN
 from penstock.engine.config import CacheConfig, EngineConfig, LoraConfig, SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.plan import Admission, SampleInputs, SlotLoad, StepPlan, StepResult
 from penstock.engine.loading.checkpoint import read_model_config
-from penstock.engine.quant.names import QuantizationName
+from penstock.engine.quant.scheme import QuantizationName
 from penstock.engine.runner import model_runner
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.sampling import SamplingParams

@@ -18,7 +18,7 @@ from penstock.engine.models.layers.shard import Shard
 from penstock.engine.quant.online import SCHEMES, QuantizedLinearMethod, quantized
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.ops import REFERENCE
-from penstock.kernels.quantized_linear.reference import dequantized, quantize
+from penstock.kernels.quantized_linear.reference import bits, dequantized, quantize
 
 VOCAB = 257
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0, logprobs=VOCAB)
@@ -61,12 +61,12 @@ def scheme(request):
 @pytest.mark.parametrize("form", ["best", "reference"])
 def test_a_model_computes_with_the_quantized_numbers(scheme, form, folder, build_runner, driver, tmp_path):
     """Held to a checkpoint whose layers hold these numbers in float32."""
-    source, (bits, group, scale_dtype) = folder, SCHEMES[scheme]
+    source, (number, group, scale_dtype) = folder, SCHEMES[scheme]
     copy = tmp_path / "model"
     shutil.copytree(source, copy)
     tensors = load_file(source / "model.safetensors")
     for name in filter(LAYERS.search, tensors):
-        values, scales = quantize(tensors[name], bits, group or tensors[name].shape[1], scale_dtype)
+        values, scales = quantize(tensors[name], bits(number), group or tensors[name].shape[1], scale_dtype)
         tensors[name] = values * scales.float().repeat_interleave(group or tensors[name].shape[1], 1)
     save_file(tensors, copy / "model.safetensors", {"format": "pt"})
     tokens, logprobs = played(driver(build_runner(source, form=form, quantization=scheme)))
@@ -145,6 +145,20 @@ def test_inputs_that_are_no_multiple_of_a_group_are_refused_by_layer(checkpoint,
         build_runner(checkpoint("llama"), quantization="int4_per_group_32")
 
 
-def test_experts_are_refused_by_name(checkpoint):
-    with pytest.raises(ConfigError, match="int4_per_group_32: MixtralForCausalLM has experts, which are not quantized so far"):
-        EngineArgs(model=str(checkpoint("mixtral")), quantization="int4_per_group_32").config("cpu")
+def test_experts_are_quantized_and_routers_are_not(checkpoint, build_runner, driver, tmp_path):
+    """Held to a checkpoint whose layers hold these numbers in float32."""
+    source, copy = checkpoint("mixtral"), tmp_path / "model"
+    shutil.copytree(source, copy)
+    tensors = load_file(source / "model.safetensors")
+    for name in filter(re.compile(r"\.([qkvo]_proj|w[123])\.weight$").search, tensors):
+        values, scales = quantize(tensors[name], 8, tensors[name].shape[1], torch.float32)
+        tensors[name] = values * scales
+    for name in filter(re.compile(r"\.experts\.(gate_up|down)_proj$").search, tensors):
+        halves = [quantize(part, 8, part.shape[1], torch.float32) for part in tensors[name]]
+        tensors[name] = torch.stack([values * scales for values, scales in halves])
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    tokens, logprobs = played(driver(build_runner(source, quantization="int8_per_channel_weight_only")))
+    expected_tokens, expected = played(driver(build_runner(copy)))
+    assert tokens == expected_tokens
+    np.testing.assert_allclose(logprobs, expected, atol=2e-4)
+    assert not np.allclose(expected, played(driver(build_runner(source)))[1], atol=2e-4), "it is not the model itself"

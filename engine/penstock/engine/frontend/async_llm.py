@@ -163,9 +163,8 @@ class AsyncLLM:
         self.kernels = ready.kernels
         self.event_ports, self.num_blocks = ready.event_ports, ready.num_blocks
         self._take_adapters(ready.adapters)
-        self.metrics.describe(
-            names.ENGINE_INFO, "What runs.", version=version("penstock"), dtype=self.model.dtype, kernels=ready.kernels
-        )
+        what = {"dtype": self.model.dtype, "quantization": self.model.quantization_name, "kernels": ready.kernels}
+        self.metrics.describe(names.ENGINE_INFO, "What runs.", version=version("penstock"), **what)
         blocks = {"block_size": str(self.processor.bundle.block_size), "num_gpu_blocks": str(ready.num_blocks)}
         cache_dtype = self.model.kv_dtype or self.model.dtype
         self.metrics.describe(names.CACHE_CONFIG_INFO, "The KV cache.", cache_dtype=cache_dtype, **blocks)

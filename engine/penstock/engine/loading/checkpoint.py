@@ -15,7 +15,8 @@ from penstock.engine.loading.json_files import read_object
 from penstock.engine.loading.pooling import read_max_length, read_pooling
 from penstock.engine.models.config import parse_decoder_config
 from penstock.engine.models.cost import model_cost
-from penstock.engine.quant.names import QuantizationName
+from penstock.engine.quant.parse.config import parse_quantization
+from penstock.engine.quant.scheme import QuantizationName
 from penstock.sources import SourceError, local_folder
 
 DTYPES: tuple[DType, ...] = ("bfloat16", "float16", "float32")
@@ -49,13 +50,13 @@ def weight_files(path: Path) -> list[Path]:
     raise ConfigError(f"{path} has no *.safetensors file{hint}")
 
 
-def tensor_names(path: Path) -> set[str]:
-    """Names of all tensors in a folder's safetensors files.
+def tensor_dtypes(path: Path) -> dict[str, str]:
+    """Dtypes, as safetensors spells them, of all tensors in a folder's safetensors files, by name.
 
     Raises:
         ConfigError: There are none, or a file's header is damaged.
     """
-    names: set[str] = set()
+    found: dict[str, str] = {}
     for file in weight_files(path):
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -63,8 +64,17 @@ def tensor_names(path: Path) -> set[str]:
                 header: dict[str, Any] = msgspec.json.decode(stream.read(min(length, file.stat().st_size)))
             except msgspec.DecodeError as error:
                 raise ConfigError(f"{file} is damaged: {error}") from error
-        names |= header.keys() - {"__metadata__"}
-    return names
+        found |= {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+    return found
+
+
+def packed_modules(path: Path) -> frozenset[str]:
+    """Modules whose weight a checkpoint holds in few bits."""
+    return frozenset(
+        name.rpartition(".")[0]
+        for name, dtype in tensor_dtypes(path).items()
+        if name.rpartition(".")[2] in ("weight", "weight_packed", "qweight") and dtype not in ("BF16", "F16", "F32", "F64")
+    )
 
 
 def read_model_config(
@@ -101,9 +111,11 @@ def read_model_config(
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} has no config.json: it is not a model in Hugging Face's format")
     raw = read_object(path / "config.json")
-    decoder = parse_decoder_config(raw)
-    if quantization is not None and decoder.experts is not None:
-        raise ConfigError(f"--quantization {quantization}: {raw['architectures'][0]} has experts, which are not quantized so far")
+    decoder, stored = parse_decoder_config(raw), parse_quantization(raw)
+    if stored is not None and quantization is not None:
+        raise ConfigError(f"--quantization {quantization}: the checkpoint is quantized already ({stored.method}); leave it out")
+    if stored is not None and load_format == "dummy":
+        raise ConfigError(f"--load-format dummy makes no quantized weights, and the checkpoint's are ({stored.method})")
     longest = decoder.max_position_embeddings
     if load_format != "dummy":
         weight_files(path)
@@ -111,7 +123,8 @@ def read_model_config(
         raise ConfigError(f"--max-model-len {max_model_len}: the checkpoint is made for 2 to {longest} tokens")
     chosen = _dtype(raw) if dtype == "auto" else dtype
     cached = chosen if kv_dtype == "auto" else kv_dtype
-    pooling, cost = read_pooling(path, raw, decoder.hidden_size, runner), model_cost(decoder, chosen, cached, quantization)
+    pooling = read_pooling(path, raw, decoder.hidden_size, runner)
+    cost = model_cost(decoder, chosen, cached, quantization if stored is None else stored)
     if pooling is not None:
         cost = msgspec.structs.replace(cost, lm_head_flops_per_row=0, lm_head_bytes=0)
         defaults = GenerationDefaults()
@@ -130,6 +143,7 @@ def read_model_config(
         cost=cost,
         load_format=load_format,
         quantization=quantization,
+        stored_quantization=stored,
         pooling=pooling,
         vocab_size=decoder.vocab_size,
     )

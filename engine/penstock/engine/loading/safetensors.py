@@ -181,7 +181,7 @@ def _files(path: Path) -> list[Path]:
 
 def _check(tensor: StoredTensor, wanted: Weights) -> None:
     expected = wanted[tensor.name].shape
-    if tensor.shape != expected:
+    if tensor.shape != expected and {tensor.shape, expected} != {(), (1,)}:  # one scale is spelled in both ways
         raise ConfigError(f"tensor {tensor.name}: shape {list(tensor.shape)}, expected {list(expected)}")
     accepted = [name for name, dtype in DTYPES.items() if dtype in wanted[tensor.name].dtypes]
     if tensor.dtype not in accepted:

@@ -119,8 +119,6 @@ def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], served: Family) -> None:
-    if raw.get("quantization_config") is not None:
-        raise ConfigError("config.json: quantization_config is set, and quantised checkpoints are not supported")
     if raw.get("use_qk_norm") and served.norm != "rms":
         raise ConfigError("config.json: use_qk_norm is set, and norms of this family's queries and keys are not supported")
     for field, causal in (("use_bidirectional_attention", False), ("is_causal", True)):

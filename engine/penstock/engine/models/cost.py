@@ -5,7 +5,7 @@ from collections import Counter
 from penstock.engine.config import DType
 from penstock.engine.cost import ModelCost, WindowCost
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.quant.names import QuantizationName
+from penstock.engine.quant.scheme import CheckpointQuantization, QuantizationName
 
 _BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 _QUANTIZED_BYTES: dict[QuantizationName, float] = {
@@ -16,9 +16,14 @@ _QUANTIZED_BYTES: dict[QuantizationName, float] = {
 """Of a weight with its share of a group's scale; the scales of whole channels are too few to count."""
 
 
-def model_cost(config: DecoderConfig, dtype: DType, kv_dtype: DType, quantization: QuantizationName | None = None) -> ModelCost:
+def model_cost(
+    config: DecoderConfig, dtype: DType, kv_dtype: DType, quantization: QuantizationName | CheckpointQuantization | None = None
+) -> ModelCost:
     """For activations of one type, keys and values of the same or another one, and weights as `quantization` stores them."""
-    weight_bytes = _BYTES[dtype] if quantization is None else _QUANTIZED_BYTES[quantization]
+    if isinstance(quantization, CheckpointQuantization):
+        weight_bytes = quantization.weight_bytes
+    else:
+        weight_bytes = _BYTES[dtype] if quantization is None else _QUANTIZED_BYTES[quantization]
     hidden, heads, kv_heads = config.hidden_size, config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     attention = hidden * (heads + 2 * kv_heads) + heads * hidden
     mlp = (3 if config.gated_mlp else 2) * hidden * config.intermediate_size

@@ -22,6 +22,11 @@ from penstock.engine.models.layers.weight import Weights, halves_from_pairs, pre
 from penstock.engine.models.model import AuxStates, Carry
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
 
+_KV_SCALE = re.compile(
+    r"\.(?:(?:self_)?attn\.(?:[kvq]_scale|kv_scale|(?:qkv_proj\.)?[kv]_scale)|[kv]_proj\.(?:[kv]_scale|output_scale))$"
+)
+"""Scales of a quantized KV cache, under all names that checkpoints have for them."""
+
 
 class LlamaAttention:
     """Grouped-query attention."""
@@ -180,9 +185,10 @@ class LlamaForCausalLM:
         return found if self.lm_head is None or tied else found | self.lm_head.weights()
 
     def ignores(self, name: str) -> bool:
-        """Angles that we compute, the copy of a tied weight, an LM head that nobody asks, and what other stages have."""
+        """Angles that we compute, the copy of a tied weight, an LM head that nobody asks, what other stages have, and scales for
+        keys and values, which the KV cache holds in a dtype that needs none."""
         unused = self.lm_head is None or self.config.tie_word_embeddings
-        if name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and unused):
+        if name.endswith(".rotary_emb.inv_freq") or _KV_SCALE.search(name) or (name == "lm_head.weight" and unused):
             return True
         return self._stage.world > 1 and self._is_other_stages(name)
 

@@ -116,9 +116,10 @@ class MixtralForCausalLM(MoeForCausalLM):
 
     def weights(self) -> Weights:
         """See LlamaForCausalLM."""
-        return {_mixtral_name(name): weight for name, weight in super().weights().items()}
+        return {mixtral_name(name): weight for name, weight in super().weights().items()}
 
 
-def _mixtral_name(name: str) -> str:
+def mixtral_name(name: str) -> str:
+    """Returns what Mixtral's checkpoints call a module or a tensor of a mixture of experts."""
     name = name.replace(".mlp.", ".block_sparse_moe.")
-    return re.sub(r"(\.experts\.\d+\.)(\w+)", lambda found: found[1] + _MIXTRAL[found[2]], name)
+    return re.sub(r"(\.experts\.\d+\.)(\w+)", lambda found: found[1] + _MIXTRAL.get(found[2], found[2]), name)

@@ -10,29 +10,30 @@ import torch
 from penstock.engine.config import ConfigError
 from penstock.engine.models.layers.linear_method import CPU, LinearMethod, LinearMethodFactory
 from penstock.engine.models.layers.projection import Axis, LinearLayer, Projection, TensorSpec
-from penstock.engine.quant.names import QuantizationName
+from penstock.engine.quant.scheme import QuantizationName
 from penstock.kernels.ops import Ops
-from penstock.kernels.quantized_linear.reference import Bits, pack_quantized, pair_up, quantize
+from penstock.kernels.quantized_linear.reference import Number, bits, pack_quantized, pair_up, quantize
 
 log = logging.getLogger(__name__)
 
-LM_HEAD = "lm_head"
-"""Keeps the model's dtype, as with other engines: it decides the tokens directly, and may share the embedding's weight."""
+KEPT = ("lm_head", "gate", "shared_expert_gate")
+"""Layers that keep the model's dtype, as with other engines. The LM head decides the tokens directly and may share the weight of
+the embedding; routers decide which experts a token gets."""
 
 
 class Scheme(NamedTuple):
     """How a weight is stored."""
 
-    bits: Bits
+    number: Number
     group: int | None
     """Inputs that share a scale; None: all inputs of an output."""
     scale_dtype: torch.dtype
 
 
 SCHEMES: Mapping[QuantizationName, Scheme] = {
-    "int8_per_channel_weight_only": Scheme(8, None, torch.float32),
-    "int8_per_group_32": Scheme(8, 32, torch.bfloat16),
-    "int4_per_group_32": Scheme(4, 32, torch.bfloat16),
+    "int8_per_channel_weight_only": Scheme("int8", None, torch.float32),
+    "int8_per_group_32": Scheme("int8", 32, torch.bfloat16),
+    "int4_per_group_32": Scheme("int4", 32, torch.bfloat16),
 }
 
 
@@ -56,7 +57,7 @@ class QuantizedLinearMethod:
             if scheme.group is not None and count % group:
                 raise ConfigError(f"--quantization: {layer.name} {what} {count} inputs, no multiple of a group's {group}")
         rows = layer.out_features
-        self._pairs = torch.zeros(rows, (inputs.size + 1) // 2, scheme.bits // 4, dtype=torch.int8)
+        self._pairs = torch.zeros(rows, (inputs.size + 1) // 2, bits(scheme.number) // 4, dtype=torch.int8)
         self._scales = torch.ones(rows, inputs.size // group if scheme.group else 1, dtype=scheme.scale_dtype)
         self.bias = torch.empty(rows, dtype=layer.dtype) if layer.bias else None
 
@@ -74,10 +75,10 @@ class QuantizedLinearMethod:
             self.bias[rows].copy_(self.tensors(projection)[name].cut(value, projection))
             return
         scheme, spec = self._scheme, self.tensors(projection)[name]
-        values, scales = quantize(value, scheme.bits, scheme.group or value.shape[1], scheme.scale_dtype)
+        values, scales = quantize(value, bits(scheme.number), scheme.group or value.shape[1], scheme.scale_dtype)
         if not scales.isfinite().all():
             raise ConfigError(f"--quantization: {self._layer.name}: {projection.name}.weight holds a value that is not finite")
-        self._pairs[rows].copy_(pair_up(spec.cut(values, projection), scheme.bits))
+        self._pairs[rows].copy_(pair_up(spec.cut(values, projection), scheme.number))
         groups = Axis(1, scheme.group) if scheme.group else None
         self._scales[rows].copy_(TensorSpec(tuple(scales.shape), outputs=Axis(0), inputs=groups).cut(scales, projection))
 
@@ -88,7 +89,7 @@ class QuantizedLinearMethod:
     def finish(self) -> None:
         """Brings the weight into the kernels' order, a layer at a time."""
         group = self._scheme.group or self._layer.in_features + self._layer.in_features % 2
-        self.weight = pack_quantized(self._pairs, self._scales, self._scheme.bits, group, self._layer.in_features)
+        self.weight = pack_quantized(self._pairs, self._scales, None, self._scheme.number, group, self._layer.in_features)
         del self._pairs, self._scales
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
@@ -97,7 +98,7 @@ class QuantizedLinearMethod:
 
 
 def quantized(plain: LinearMethodFactory, name: QuantizationName | None, ops: Ops, threads: int) -> LinearMethodFactory:
-    """The same choice of linear methods, with quantized weights in all layers but the LM head.
+    """The same choice of linear methods, with quantized weights in all layers but the LM head and routers.
 
     Args:
         plain: Chooses for layers that keep the model's dtype.
@@ -107,7 +108,7 @@ def quantized(plain: LinearMethodFactory, name: QuantizationName | None, ops: Op
     """
     if name is None:
         return plain
-    log.info("linear layers: weights quantized while loading, %s; lm_head keeps its dtype", name)
+    log.info("linear layers: weights quantized while loading, %s; lm_head and routers keep their dtype", name)
     if ops.linear is None:
         log.warning("linear layers: no compiled kernel; torch dequantizes each weight at every step, which is slow")
     elif threads > 1:
@@ -115,6 +116,6 @@ def quantized(plain: LinearMethodFactory, name: QuantizationName | None, ops: Op
     scheme = partial(QuantizedLinearMethod, scheme=SCHEMES[name], ops=ops)
 
     def choose(layer: LinearLayer) -> LinearMethod:
-        return plain(layer) if layer.name.rpartition(".")[2] == LM_HEAD else scheme(layer)
+        return plain(layer) if layer.name.rpartition(".")[2] in KEPT else scheme(layer)
 
     return choose

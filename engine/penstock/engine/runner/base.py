@@ -20,7 +20,7 @@ from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.connectors.host_pages import HostPages
 from penstock.engine.core.executor import AdapterRead
 from penstock.engine.core.plan import NONE, Admission, Bool, GraphReport, Int32, StepPlan, StepResult, empty
-from penstock.engine.loading.checkpoint import resolve
+from penstock.engine.loading.checkpoint import packed_modules, resolve
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.loading.loader import Source, check, fill
 from penstock.engine.loading.pooling import read_pooling
@@ -36,7 +36,9 @@ from penstock.engine.models.layers.shard import Shard
 from penstock.engine.models.model import Model
 from penstock.engine.models.registry import model_class
 from penstock.engine.parallel.group import Group
+from penstock.engine.quant.checkpoint import stored, warn_of_ignored
 from penstock.engine.quant.online import quantized
+from penstock.engine.quant.parse.config import parse_quantization
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.not_finite import NotFinite
 from penstock.engine.runner.profile import RunnerProfile
@@ -137,8 +139,12 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
             self._comm = self._group.connect(self.ops)
         method = linear_method(self._dtype, self.ops, self.config.threads, self._device)
         method = quantized(method, self.config.model.quantization, self.ops, self.config.threads)
+        if (found := self.config.model.stored_quantization) is not None:
+            method = stored(method, found, packed_modules(self.config.model.path), self.ops)
         self._linear_method = self._lora.wrap(method, self.ops)
         self._adopt(self._new_model())
+        if found is not None:
+            warn_of_ignored(found, {name.rpartition(".")[0] for name in self.model.weights()})
         self._fill(Source(self.config.model.path, self.config.model.load_format))
         if self._drafter is not None:
             self.draft_ops = self._choose_attention(self._drafter.config).bind(ops)
@@ -210,7 +216,7 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
         """Weights that fit, and a model to be filled with them; any error where they do not."""
         source, fresh = self._source if path is None else Source(resolve(path)), self._to_fill()
         raw, pooling = read_object(source.path / "config.json"), self.config.model.pooling
-        if parse_decoder_config(raw) != self.decoder_config:
+        if (parse_decoder_config(raw), parse_quantization(raw)) != (self.decoder_config, self.config.model.stored_quantization):
             raise ConfigError(f"{source.path}: its config.json describes another model than the one that is served")
         if pooling is not None and read_pooling(source.path, raw, pooling.size, "pooling") != pooling:
             raise ConfigError(f"{source.path}: its embeddings are pooled otherwise than those of the model that is served")

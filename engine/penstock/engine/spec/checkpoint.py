@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from penstock.engine.config import ConfigError, ModelConfig, SpeculativeConfig
-from penstock.engine.loading.checkpoint import tensor_names
+from penstock.engine.loading.checkpoint import tensor_dtypes
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.config import DecoderConfig, parse_decoder_config
 from penstock.engine.models.head_config import SPECULATORS, HeadConfig, head_kind, parse_head_config
@@ -42,8 +42,10 @@ class DraftCheckpoint(NamedTuple):
             raise ConfigError(f"{_FLAG} {path} has no config.json: it is not a model in Hugging Face's format")
         raw, tensors = read_object(path / "config.json"), set[str]()
         try:
+            if raw.get("quantization_config") is not None:
+                raise ConfigError("config.json: quantization_config is set, and quantized drafters are not supported")
             if target.load_format != "dummy" or method != "draft_model":
-                tensors = tensor_names(path)
+                tensors = set(tensor_dtypes(path))
             kind = head_kind(tensors) or "draft_model"
             if method != kind:
                 raise ConfigError(f"the checkpoint is one for the method {kind}, not for {method}")

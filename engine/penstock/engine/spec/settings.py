@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 import msgspec
 
 from penstock.engine.config import ConfigError, SpeculativeConfig, SpeculativeMethod
-from penstock.engine.loading.checkpoint import resolve, tensor_names
+from penstock.engine.loading.checkpoint import resolve, tensor_dtypes
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.head_config import head_kind, proposed_tokens
 from penstock.plain_errors import explained
@@ -109,7 +109,7 @@ def _method(method: str | None, model: Path | None) -> SpeculativeMethod:
     if method in _NOT_SERVED:
         raise ConfigError(f"--speculative-config: the method {method} is not served yet; use {', '.join(_METHODS)}")
     if method is None and model is not None:
-        return head_kind(tensor_names(model)) or "draft_model"
+        return head_kind(set(tensor_dtypes(model))) or "draft_model"
     if method is None:
         raise ConfigError(f"--speculative-config: method is missing: {', '.join(_METHODS)} or auto")
     if method == "auto":

@@ -38,8 +38,8 @@ ISAS = (
     Isa(
         "avx2",
         "x86_64",
-        frozenset({"avx2", "fma"}),
-        ("-mavx2", "-mfma"),
+        frozenset({"avx2", "fma", "f16c"}),
+        ("-mavx2", "-mfma", "-mf16c"),
         {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     ),
     Isa("neon_bf16", "aarch64", frozenset({"asimd", "bf16"}), ("-march=armv8.2-a+bf16",)),

@@ -17,9 +17,11 @@ from penstock.kernels.lora.batch import LoraBatch
 from penstock.kernels.lora.packed import PackedLoraShelves
 from penstock.kernels.paged_attention.batch import PagedBatch
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
-from penstock.kernels.quantized_linear.reference import QuantizedWeight
+from penstock.kernels.quantized_linear.reference import NUMBERS, QuantizedWeight
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Of quantized weights."""
 _WITH_CACHE = {
     (torch.float32, torch.float32): 0,
     (torch.bfloat16, torch.bfloat16): 1,
@@ -47,7 +49,7 @@ _SIGNATURES = {
     "penstock_route": [c_int, *[c_void_p] * 4, *[c_int64] * 3, *[c_int] * 2, *[c_int64] * 3, c_float],
     "penstock_experts": [c_int, *[c_void_p] * 6, *[c_int64] * 5, c_int],
     **SIGNATURES,
-    "penstock_quantized_linear": [*[c_int] * 3, *[c_void_p] * 5, *[c_int64] * 4],
+    "penstock_quantized_linear": [*[c_int] * 3, *[c_void_p] * 6, *[c_int64] * 4],
     "penstock_replay": [c_void_p, c_int64],
 }
 _NUMBERS = tuple(_SIGNATURES)
@@ -106,9 +108,11 @@ class NativeOps:
             raise ValueError(f"{x.shape[1]} inputs meet a weight of {weight.in_features}")
         out = torch.empty((x.shape[0], weight.out_features), dtype=self._dtype)
         bias_pointer = None if bias is None else bias.data_ptr()
-        pointers = (x.data_ptr(), weight.values.data_ptr(), weight.scales.data_ptr(), bias_pointer, out.data_ptr())
+        zeros_pointer = None if weight.zeros is None else weight.zeros.data_ptr()
+        pointers = (x.data_ptr(), weight.values.data_ptr(), weight.scales.data_ptr(), zeros_pointer, bias_pointer, out.data_ptr())
         sizes = (x.shape[0], weight.out_features, weight.in_features, weight.group)
-        self._library.penstock_quantized_linear(self._code, DTYPES[weight.scales.dtype], weight.bits, *pointers, *sizes)
+        codes = (self._code, _SCALES[weight.scales.dtype], NUMBERS.index(weight.number))
+        self._library.penstock_quantized_linear(*codes, *pointers, *sizes)
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,14 +1,16 @@
-// Linear layers over weights of eight or four bits, in one thread, behind a C ABI. Activations are float32 or bfloat16.
+// Linear layers over weights of eight or four bits, in one thread, behind a C ABI. Activations are float32 or bfloat16; weights are whole
+// numbers, with or without zero points, or the floating-point formats E4M3 and E2M1.
 //
 // `quantized_linear/reference.py` describes the packed weight: panels of 16 outputs, and in each, pairs of inputs. A pair takes 32 bytes
 // in eight bits (16 outputs of the first input, then of the second) and 16 bytes in four bits (the first input in the low half).
 //
 // Within a group of inputs each output has two chains of additions in float32: over the first inputs of the pairs, and over the second.
-// The group's scale multiplies their sum. The order never depends on the number of rows, so a token's result has the same bits in any
-// batch.
+// The group's scale multiplies their sum, less the zero point times the group's sum of inputs. The order never depends on the number of
+// rows, so a token's result has the same bits in any batch.
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
 
 #include "vector.h"
 
@@ -43,13 +45,55 @@ inline IntVec load_bytes(const int8_t* at) {
 #endif
 }
 
-// The weights of a pair of inputs for kLanes outputs.
-template <int kBits>
-inline void pair_weights(const int8_t* at, Vec* first, Vec* second) {
+// As `reference.NUMBERS` numbers them.
+enum Number { kInt8, kInt4, kE4m3, kE2m1 };
+constexpr int bits(Number number) { return number == kInt8 || number == kE4m3 ? 8 : 4; }
+
+// An E4M3 number is read as a float16 of the same sign, exponent and mantissa, whose bias is greater by 8.
+constexpr float unit(Number number) { return number == kE4m3 ? 256.0f : 1.0f; }
+
+// kLanes numbers in E4M3, each divided by 256. Their NaN is not told apart: whoever packs a weight refuses it.
+inline Vec load_e4m3(const int8_t* at) {
+#if defined(__AVX512F__)
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+  return (Vec)_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80))));
+#elif defined(__AVX2__)
+  const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+  return (Vec)_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(static_cast<int16_t>(0xbf80))));
+#else
   const IntVec bytes = load_bytes(at);
-  if constexpr (kBits == 8) {
+  return bit_cast<Vec>((bytes & static_cast<int32_t>(0x80000000u)) | ((bytes & 0x7f) << 20)) * 0x1p112f;
+#endif
+}
+
+// kLanes numbers in E2M1, in the lower four bits of each word.
+inline Vec from_e2m1(IntVec codes) {
+#if defined(__AVX512F__)
+  const __m512 table = _mm512_setr_ps(0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6);
+  return (Vec)_mm512_permutexvar_ps((__m512i)codes, table);
+#elif defined(__AVX2__)
+  const __m256 magnitudes = _mm256_permutevar8x32_ps(_mm256_setr_ps(0, 0.5, 1, 1.5, 2, 3, 4, 6), (__m256i)codes);
+  return bit_cast<Vec>(bit_cast<IntVec>(magnitudes) | ((codes << 28) & static_cast<int32_t>(0x80000000u)));
+#else
+  return bit_cast<Vec>(((codes << 28) & static_cast<int32_t>(0x80000000u)) | ((codes & 7) << 22)) * 0x1p126f;
+#endif
+}
+
+// The weights of a pair of inputs for kLanes outputs.
+template <Number kNumber>
+inline void pair_weights(const int8_t* at, Vec* first, Vec* second) {
+  if constexpr (kNumber == kE4m3) {
+    *first = load_e4m3(at);
+    *second = load_e4m3(at + kPanel);
+    return;
+  }
+  const IntVec bytes = load_bytes(at);
+  if constexpr (kNumber == kInt8) {
     *first = __builtin_convertvector(bytes, Vec);
     *second = __builtin_convertvector(load_bytes(at + kPanel), Vec);
+  } else if constexpr (kNumber == kE2m1) {
+    *first = from_e2m1(bytes);
+    *second = from_e2m1(bytes >> 4);
   } else {
 #if defined(__AVX512F__)
     // A look-up takes the low four bits of an index and ignores the others.
@@ -63,22 +107,38 @@ inline void pair_weights(const int8_t* at, Vec* first, Vec* second) {
   }
 }
 
-template <typename S, typename T>
+// Scales of any dtype. It is asked for at each group: code for each would take as long to compile as all the rest.
+struct Scales {
+  int dtype;
+  const void* values;
+
+  Vec load(int64_t at) const {
+    switch (dtype) {
+      case 0: return penstock::load(static_cast<const float*>(values) + at);
+      case 1: return penstock::load(static_cast<const BFloat16*>(values) + at);
+      default: return penstock::load(static_cast<const Float16*>(values) + at);
+    }
+  }
+};
+
+template <typename T>
 struct Job {
-  const float* x;  // [rows, 2 * pairs]
+  const float* x;     // [rows, 2 * pairs]
+  const float* sums;  // [rows, groups]: of x, where there are zeros
   const int8_t* weight;
-  const S* scales;  // [panels, groups, 16]
+  Scales scales;        // [panels, groups, 16]
+  const int8_t* zeros;  // [panels, groups, 16] or null
   const T* bias;    // [outputs] or null
   T* out;
   int64_t outputs, pairs, group;  // group: pairs that share a scale
 };
 
-template <int kBits, int kRows, int kVectors, typename S, typename T>
-__attribute__((noinline)) void tile(const Job<S, T>& job, int64_t row, int64_t column) {
-  constexpr int64_t kStep = kPanel * kBits / 4;  // bytes of a panel for a pair
+template <Number kNumber, int kRows, int kVectors, typename T>
+__attribute__((noinline)) void tile(const Job<T>& job, int64_t row, int64_t column) {
+  constexpr int64_t kStep = kPanel * bits(kNumber) / 4;  // bytes of a panel for a pair
   const int64_t groups = (job.pairs + job.group - 1) / job.group, stride = 2 * job.pairs;
   const int8_t* weights[kVectors];
-  const S* scales[kVectors];
+  int64_t of_groups[kVectors];  // where its scales and zeros begin
   Vec totals[kRows][kVectors];
   float start[kVectors * kLanes] = {};
   if (job.bias != nullptr)
@@ -86,7 +146,7 @@ __attribute__((noinline)) void tile(const Job<S, T>& job, int64_t row, int64_t c
   for (int v = 0; v < kVectors; ++v) {
     const int64_t at = column + v * kLanes, panel = at / kPanel, lane = at % kPanel;
     weights[v] = job.weight + panel * job.pairs * kStep + lane;
-    scales[v] = job.scales + panel * groups * kPanel + lane;
+    of_groups[v] = panel * groups * kPanel + lane;
     for (int r = 0; r < kRows; ++r) totals[r][v] = load(start + v * kLanes);
   }
   const float* x = job.x + row * stride;
@@ -98,7 +158,7 @@ __attribute__((noinline)) void tile(const Job<S, T>& job, int64_t row, int64_t c
         const int8_t* at = weights[v] + pair * kStep;
         __builtin_prefetch(at + kAhead);  // no fault past the end
         Vec low, high;
-        pair_weights<kBits>(at, &low, &high);
+        pair_weights<kNumber>(at, &low, &high);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           const float* inputs = x + r * stride + 2 * pair;
@@ -108,7 +168,12 @@ __attribute__((noinline)) void tile(const Job<S, T>& job, int64_t row, int64_t c
       }
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      const Vec scale = load(scales[v] + group * kPanel);
+      const Vec scale = job.scales.load(of_groups[v] + group * kPanel) * unit(kNumber);
+      if (job.zeros != nullptr) {
+        const Vec zero = -__builtin_convertvector(load_bytes(job.zeros + of_groups[v] + group * kPanel), Vec);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) first[r][v] = multiply_add(zero, splat(job.sums[(row + r) * groups + group]), first[r][v]);
+      }
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) totals[r][v] = multiply_add(first[r][v] + second[r][v], scale, totals[r][v]);
     }
@@ -121,34 +186,41 @@ __attribute__((noinline)) void tile(const Job<S, T>& job, int64_t row, int64_t c
   }
 }
 
-template <int kBits, int kRows, typename S, typename T>
-void rows_of(const Job<S, T>& job, int64_t row, int64_t column, int count) {
+template <Number kNumber, int kRows, typename T>
+void rows_of(const Job<T>& job, int64_t row, int64_t column, int count) {
   for (int v = 0; v < count;)
     if (count - v >= vectors(kRows))
-      tile<kBits, kRows, vectors(kRows)>(job, row, column + v * kLanes), v += vectors(kRows);
+      tile<kNumber, kRows, vectors(kRows)>(job, row, column + v * kLanes), v += vectors(kRows);
     else
-      tile<kBits, kRows, 1>(job, row, column + v * kLanes), ++v;
+      tile<kNumber, kRows, 1>(job, row, column + v * kLanes), ++v;
 }
 
-template <int kBits, typename S, typename T>
-void quantized_linear(const T* x, Job<S, T> job, int64_t rows, int64_t inputs) {
+template <Number kNumber, typename T>
+void quantized_linear(const T* x, Job<T> job, int64_t rows, int64_t inputs) {
   const int64_t stride = 2 * job.pairs, block = std::min(rows, kBlock);
+  const int64_t groups = (job.pairs + job.group - 1) / job.group;
   const std::unique_ptr<float[]> wide(new float[block * stride]());
+  const std::unique_ptr<float[]> sums(job.zeros == nullptr ? nullptr : new float[block * groups]);
   const int64_t vectors_there = (job.outputs + kLanes - 1) / kLanes;
   for (int64_t begin = 0; begin < rows; begin += block) {
     const int64_t count = std::min(block, rows - begin);
     for (int64_t r = 0; r < count; ++r)
       for (int64_t i = 0; i < inputs; ++i) wide[r * stride + i] = widen(x[(begin + r) * inputs + i]);
-    Job<S, T> part = job;
-    part.x = wide.get(), part.out = job.out + begin * job.outputs;
+    for (int64_t r = 0; job.zeros != nullptr && r < count; ++r)
+      for (int64_t g = 0; g < groups; ++g) {
+        const float* first = &wide[r * stride + 2 * g * job.group];
+        sums[r * groups + g] = std::accumulate(first, first + 2 * std::min(job.group, job.pairs - g * job.group), 0.0f);
+      }
+    Job<T> part = job;
+    part.x = wide.get(), part.sums = sums.get(), part.out = job.out + begin * job.outputs;
     for (int64_t v = 0; v < vectors_there; v += vectors(1)) {
       const int here = static_cast<int>(std::min<int64_t>(vectors(1), vectors_there - v));
       int64_t row = 0;
-      for (; row + kMaxRows <= count; row += kMaxRows) rows_of<kBits, kMaxRows>(part, row, v * kLanes, here);
+      for (; row + kMaxRows <= count; row += kMaxRows) rows_of<kNumber, kMaxRows>(part, row, v * kLanes, here);
       switch (count - row) {
-        case 3: rows_of<kBits, 3>(part, row, v * kLanes, here); break;
-        case 2: rows_of<kBits, 2>(part, row, v * kLanes, here); break;
-        case 1: rows_of<kBits, 1>(part, row, v * kLanes, here); break;
+        case 3: rows_of<kNumber, 3>(part, row, v * kLanes, here); break;
+        case 2: rows_of<kNumber, 2>(part, row, v * kLanes, here); break;
+        case 1: rows_of<kNumber, 1>(part, row, v * kLanes, here); break;
       }
     }
   }
@@ -156,26 +228,23 @@ void quantized_linear(const T* x, Job<S, T> job, int64_t rows, int64_t inputs) {
 
 }  // namespace
 
-extern "C" void penstock_quantized_linear(int dtype, int scale_dtype, int bits, const void* x, const void* weight, const void* scales,
-                                          const void* bias, void* out, int64_t rows, int64_t outputs, int64_t inputs, int64_t group) {
-  const auto run = [&](auto* to, auto* scale) {
+extern "C" void penstock_quantized_linear(int dtype, int scale_dtype, int number, const void* x, const void* weight, const void* scales,
+                                          const int8_t* zeros, const void* bias, void* out, int64_t rows, int64_t outputs,
+                                          int64_t inputs, int64_t group) {
+  const auto run = [&](auto* to) {
     using T = std::remove_pointer_t<decltype(to)>;
-    using S = std::remove_const_t<std::remove_pointer_t<decltype(scale)>>;
-    const Job<S, T> job{nullptr, static_cast<const int8_t*>(weight), scale, static_cast<const T*>(bias), to,
-                        outputs, (inputs + 1) / 2, group / 2};
-    if (bits == 4)
-      quantized_linear<4>(static_cast<const T*>(x), job, rows, inputs);
-    else
-      quantized_linear<8>(static_cast<const T*>(x), job, rows, inputs);
-  };
-  const auto with_scales = [&](auto* to) {
-    if (scale_dtype == 0)
-      run(to, static_cast<const float*>(scales));
-    else
-      run(to, static_cast<const BFloat16*>(scales));
+    const Job<T> job{nullptr, nullptr, static_cast<const int8_t*>(weight), {scale_dtype, scales}, zeros,
+                     static_cast<const T*>(bias), to, outputs, (inputs + 1) / 2, group / 2};
+    const T* from = static_cast<const T*>(x);
+    switch (number) {
+      case kInt8: quantized_linear<kInt8>(from, job, rows, inputs); break;
+      case kInt4: quantized_linear<kInt4>(from, job, rows, inputs); break;
+      case kE4m3: quantized_linear<kE4m3>(from, job, rows, inputs); break;
+      case kE2m1: quantized_linear<kE2m1>(from, job, rows, inputs); break;
+    }
   };
   if (dtype == 0)
-    with_scales(static_cast<float*>(out));
+    run(static_cast<float*>(out));
   else
-    with_scales(static_cast<BFloat16*>(out));
+    run(static_cast<BFloat16*>(out));
 }

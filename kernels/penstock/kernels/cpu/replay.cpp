@@ -14,7 +14,8 @@ void penstock_prepare_kv(int, const void*, const void*, const void*, int64_t, in
                          const float*, const float*, int64_t, const float*, const float*, float, int64_t, int64_t, int64_t, int64_t,
                          int64_t, int64_t);
 void penstock_linear(int, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t);
-void penstock_quantized_linear(int, int, int, const void*, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t);
+void penstock_quantized_linear(int, int, int, const void*, const void*, const void*, const int8_t*, const void*, void*, int64_t, int64_t,
+                               int64_t, int64_t);
 void penstock_paged_attention(int, const void*, void*, const void*, int64_t, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t,
                               int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
 void penstock_gather_rows(const void*, const int64_t*, void*, int64_t, int64_t);

@@ -33,6 +33,9 @@ typedef uint16_t HalfVec __attribute__((vector_size(kVectorBytes / 2)));  // a 1
 struct BFloat16 {
   uint16_t bits;
 };
+struct Float16 {
+  uint16_t bits;
+};
 
 // Elements of T in a word of 32 bits.
 template <typename T>
@@ -122,6 +125,22 @@ inline Vec load(const BFloat16* p) {
   HalfVec half;
   std::memcpy(&half, p, sizeof half);
   return bit_cast<Vec>(__builtin_convertvector(half, IntVec) << 16);
+#endif
+}
+
+inline Vec load(const Float16* p) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__ARM_NEON)
+  return (Vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p))));
+#else
+  HalfVec half;
+  std::memcpy(&half, p, sizeof half);
+  const IntVec wide = __builtin_convertvector(half, IntVec);
+  // A float32 of the same exponent and mantissa, whose bias is greater by 112. No infinity or NaN is expected.
+  return bit_cast<Vec>(((wide & 0x8000) << 16) | ((wide & 0x7fff) << 13)) * 0x1p112f;
 #endif
 }
 

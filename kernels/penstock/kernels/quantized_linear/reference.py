@@ -8,32 +8,46 @@ import torch.nn.functional as F
 LANES = 16
 """Outputs that stand side by side in a packed weight."""
 
-Bits = Literal[4, 8]
+Number = Literal["int8", "int4", "e4m3", "e2m1"]
+"""What a weight's numbers are: signed whole numbers, or floating-point numbers of OCP's formats E4M3 (FP8) and E2M1 (MXFP4)."""
+NUMBERS: tuple[Number, ...] = ("int8", "int4", "e4m3", "e2m1")
+"""In the order in which the compiled kernel numbers them."""
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""The value of each E2M1 code."""
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight [out, in] as signed whole numbers times scales."""
+    """A weight [out, in]: each number, less its group's zero point, times its group's scale."""
 
     values: torch.Tensor
-    """[⌈out / 16⌉, pairs of inputs, bytes of a pair, 16] int8.
+    """[⌈out / 16⌉, pairs of inputs, bytes of a pair, 16] int8: the numbers' bits.
 
     A pair takes two bytes in eight bits. In four bits it takes one, with the first input in the low half.
     """
     scales: torch.Tensor
-    """[⌈out / 16⌉, groups, 16], float32 or bfloat16."""
-    bits: Bits
+    """[⌈out / 16⌉, groups, 16]; float32, bfloat16 or float16."""
+    zeros: torch.Tensor | None
+    """[⌈out / 16⌉, groups, 16] int8. None: all are 0."""
+    number: Number
     group: int
-    """Inputs that share a scale; even."""
+    """Inputs that share a scale; even. The last group may be shorter."""
     out_features: int
     in_features: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and scales."""
-        return self.values.nbytes + self.scales.nbytes
+        """Bytes of values, scales and zero points."""
+        return self.values.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
 
-def quantize(weight: torch.Tensor, bits: Bits, group: int, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def bits(number: Number) -> Literal[4, 8]:
+    """How many bits a number takes."""
+    return 8 if number in ("int8", "e4m3") else 4
+
+
+def quantize(
+    weight: torch.Tensor, size: Literal[4, 8], group: int, scale_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The nearest whole numbers, symmetric around zero, and their scales.
 
     A scale is the largest magnitude of its group divided by 127.5 or 7.5, rounded to its dtype. Numbers are rounded half to even
@@ -41,7 +55,7 @@ def quantize(weight: torch.Tensor, bits: Bits, group: int, scale_dtype: torch.dt
 
     Args:
         weight: [out, in]; `in` is a multiple of `group`.
-        bits: Of a number.
+        size: Bits of a number.
         group: Inputs that share a scale.
         scale_dtype: Of the scales.
 
@@ -49,45 +63,58 @@ def quantize(weight: torch.Tensor, bits: Bits, group: int, scale_dtype: torch.dt
         int8 [out, in] and scales [out, in / group]. A scale is not finite where its group is not.
     """
     grouped = weight.float().unflatten(1, (-1, group))
-    largest = 2 ** (bits - 1)
+    largest = 2 ** (size - 1)
     scales = (grouped.abs().amax(2) / (largest - 0.5)).to(scale_dtype)
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
     values = (grouped / scales.float().unsqueeze(2)).round_().clamp_(-largest, largest - 1)
     return values.to(torch.int8).flatten(1), scales
 
 
-def pair_up(values: torch.Tensor, bits: Bits) -> torch.Tensor:
-    """int8 [out, in] → [out, pairs of inputs, bytes of a pair]; a missing last input is 0."""
+def pair_up(values: torch.Tensor, number: Number) -> torch.Tensor:
+    """Pairs of inputs' bits.
+
+    Args:
+        values: int8 [out, in], a number's bits in each; of four bits, the lower half counts.
+        number: What they are.
+
+    Returns:
+        int8 [out, pairs of inputs, bytes of a pair]; a missing last input is 0.
+    """
     pairs = F.pad(values, (0, values.shape[1] % 2)).unflatten(1, (-1, 2))
-    if bits == 8:
+    if bits(number) == 8:
         return pairs
     return ((pairs[..., :1] & 15) | (pairs[..., 1:] << 4)).contiguous()
 
 
-def pack_quantized(pairs: torch.Tensor, scales: torch.Tensor, bits: Bits, group: int, in_features: int) -> QuantizedWeight:
+def pack_quantized(
+    pairs: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, number: Number, group: int, in_features: int
+) -> QuantizedWeight:
     """Brings a weight into the kernels' order.
 
     Args:
         pairs: From `pair_up`.
         scales: [out, groups].
-        bits: Of a number.
+        zeros: int8 [out, groups], subtracted from whole numbers before they are scaled; None: all are 0.
+        number: What the weight's numbers are.
         group: Inputs that share a scale; for one scale of all inputs, `in_features` or one more, whichever is even.
         in_features: Of the weight.
     """
     missing = -len(pairs) % LANES
     panels = F.pad(pairs, (0, 0, 0, 0, 0, missing)).unflatten(0, (-1, LANES)).permute(0, 2, 3, 1).contiguous()
-    scales_of_panels = F.pad(scales, (0, 0, 0, missing)).unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
-    return QuantizedWeight(panels, scales_of_panels, bits, group, len(pairs), in_features)
+    packed_zeros = None if zeros is None or not zeros.any() else _panels(zeros)
+    return QuantizedWeight(panels, _panels(scales), packed_zeros, number, group, len(pairs), in_features)
 
 
 def dequantized(weight: QuantizedWeight) -> torch.Tensor:
-    """The weight [out, in] in float32: each number times its scale."""
+    """The weight [out, in] in float32."""
     panels = weight.values
-    if weight.bits == 4:
+    if bits(weight.number) == 4:
         panels = torch.cat(((panels << 4) >> 4, panels >> 4), 2)
-    values = panels.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)[: weight.out_features, : weight.in_features]
-    scales = weight.scales.float().transpose(1, 2).flatten(0, 1)[: weight.out_features]
-    return values.float() * scales.repeat_interleave(weight.group, 1)[:, : weight.in_features]
+    codes = panels.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)[: weight.out_features, : weight.in_features]
+    values = _decoded(codes, weight.number)
+    if weight.zeros is not None:
+        values = values - _of_inputs(weight.zeros, weight)
+    return values * _of_inputs(weight.scales, weight)
 
 
 def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -103,3 +130,23 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
     """
     out = x.float() @ dequantized(weight).T
     return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def _panels(of_groups: torch.Tensor) -> torch.Tensor:
+    """[out, groups] → [⌈out / 16⌉, groups, 16]."""
+    return F.pad(of_groups, (0, 0, 0, -len(of_groups) % LANES)).unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
+
+
+def _of_inputs(panels: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """A value of each group → float32 [out, in]."""
+    values = panels.float().transpose(1, 2).flatten(0, 1)[: weight.out_features]
+    return values.repeat_interleave(weight.group, 1)[:, : weight.in_features]
+
+
+def _decoded(codes: torch.Tensor, number: Number) -> torch.Tensor:
+    """int8 → float32."""
+    if number == "e4m3":
+        return codes.contiguous().view(torch.float8_e4m3fn).float()
+    if number == "e2m1":
+        return E2M1[(codes & 15).long()]
+    return codes.float()

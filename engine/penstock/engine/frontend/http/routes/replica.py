@@ -106,6 +106,7 @@ class ReplicaRoutes:
             {
                 "version": version("penstock"),
                 "kernels": self._llm.kernels,
+                "quantization": self._llm.model.quantization_name,
                 "load_seconds": self._llm.load_seconds,
                 "load_floor_seconds": self._llm.load_floor_s,
                 "events_port": None if ports is None else ports.events,

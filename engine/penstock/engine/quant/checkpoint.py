@@ -1,0 +1,166 @@
+"""Linear layers of quantized checkpoints: the weight stays packed in memory, and is never held in the model's dtype."""
+
+import logging
+from collections.abc import Iterable, Mapping, Set
+from functools import partial
+
+import torch
+
+from penstock.engine.config import ConfigError
+from penstock.engine.models.layers.linear_method import CPU, LinearMethod, LinearMethodFactory
+from penstock.engine.models.layers.projection import FLOATS, Axis, LinearLayer, Projection, TensorSpec
+from penstock.engine.models.moe import mixtral_name
+from penstock.engine.quant.activations import rounded_inputs
+from penstock.engine.quant.scheme import CheckpointQuantization, WeightScheme
+from penstock.engine.quant.stored import Role, number, stored_tensors
+from penstock.kernels.ops import Ops
+from penstock.kernels.quantized_linear.reference import Number, pack_quantized, pair_up
+
+log = logging.getLogger(__name__)
+
+BODY = "model."
+
+
+class StoredLinearMethod:
+    """A weight as a quantized checkpoint holds it.
+
+    Each projection of a fused layer keeps its own scales. Inputs that have a static scale take the largest of the projections'.
+
+    Args:
+        layer: Whose weight it is.
+        scheme: How it is stored.
+        ops: The kernels.
+    """
+
+    device = CPU
+
+    def __init__(self, layer: LinearLayer, scheme: WeightScheme, ops: Ops) -> None:
+        self._layer, self._scheme, self._linear = layer, scheme, ops.quantized_linear
+        self._number: Number = number(scheme)
+        rows, inputs = layer.out_features, layer.in_features
+        self._group = scheme.group or inputs + inputs % 2
+        self._pairs = torch.zeros(rows, (inputs + 1) // 2, scheme.bits // 4, dtype=torch.int8)
+        self._scales = torch.empty(rows, -(-inputs // self._group), dtype=torch.bfloat16)
+        self._zeros = None if scheme.symmetric else torch.zeros(self._scales.shape, dtype=torch.int8)
+        self._input_scale, self._input_zero = (None if scheme.activations is None else torch.zeros(1)), None
+        self.bias = torch.empty(rows, dtype=layer.dtype) if layer.bias else None
+
+    def tensors(self, projection: Projection) -> Mapping[str, TensorSpec]:
+        """See LinearMethod."""
+        found = {name: stored.spec for name, stored in stored_tensors(self._scheme, projection).items()}
+        if self.bias is not None:
+            found["bias"] = TensorSpec(projection.shape[:1], outputs=Axis(0))
+        return found
+
+    def load(self, projection: Projection, name: str, value: torch.Tensor) -> None:
+        """See LinearMethod."""
+        rows = slice(projection.offset, projection.offset + projection.outputs.size)
+        if name == "bias":
+            assert self.bias is not None, "the layer has no bias"
+            self.bias[rows].copy_(self.tensors(projection)[name].cut(value, projection))
+            return
+        stored, tensor = stored_tensors(self._scheme, projection)[name], f"{self._module(projection)}.{name}"
+        if stored.role in ("scales", "input_scale"):
+            _check_scales(tensor, stored.decode(value) if value.dtype not in FLOATS else value)
+        elif value.dtype is torch.float8_e4m3fn and value.isnan().any():
+            raise ConfigError(f"{tensor} holds a value that is not a number")
+        try:
+            value = value.view(stored.spec.shape) if not value.shape else value
+            part = stored.decode(value if stored.role == "check" else stored.spec.cut(value, projection))
+        except ValueError as error:
+            raise ConfigError(f"{tensor} {error}") from None
+        self._keep(stored.role, rows, part)
+
+    def _keep(self, role: Role, rows: slice, part: torch.Tensor) -> None:
+        match role:
+            case "values":
+                self._pairs[rows].copy_(pair_up(part, self._number))
+            case "scales":
+                self._scales = self._scales.to(torch.promote_types(self._scales.dtype, part.dtype) if rows.start else part.dtype)
+                self._scales[rows].copy_(part)
+            case "zeros":
+                assert self._zeros is not None, "the scheme has no zero points"
+                self._zeros[rows].copy_(part)
+            case "input_scale":
+                assert self._input_scale is not None, "the scheme rounds no inputs"
+                self._input_scale = torch.maximum(self._input_scale, part.float())
+            case "input_zero":
+                self._input_zero = part.float()
+            case "check":
+                pass
+
+    def tie(self, weight: torch.Tensor) -> None:
+        """ConfigError: the embedding's weight is not quantized."""
+        raise ConfigError(f"{self._layer.name} is quantized, and tie_word_embeddings is set: it has no weight of its own")
+
+    def finish(self) -> None:
+        """Brings the weight into the kernels' order, a layer at a time."""
+        inputs = self._layer.in_features
+        self.weight = pack_quantized(self._pairs, self._scales, self._zeros, self._number, self._group, inputs)
+        del self._pairs, self._scales, self._zeros
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
+        if self._scheme.activations is not None:
+            x = rounded_inputs(x, self._scheme.activations, self._input_scale, self._input_zero)
+        return self._linear(x, self.weight, self.bias)
+
+    def _module(self, projection: Projection) -> str:
+        return self._layer.modules[self._layer.projections.index(projection)]
+
+
+def _check_scales(tensor: str, scales: torch.Tensor) -> None:
+    wide = scales.float()
+    for what, wrong in (("not finite", ~wide.isfinite()), ("negative", wide < 0), ("zero", wide == 0)):
+        if wrong.any():
+            raise ConfigError(f"{tensor} holds a scale that is {what}, at {wrong.nonzero()[0].tolist()}")
+
+
+def stored(plain: LinearMethodFactory, found: CheckpointQuantization, packed: Set[str], ops: Ops) -> LinearMethodFactory:
+    """Returns a choice of linear methods by what the checkpoint says of each layer.
+
+    Args:
+        plain: Chooses for layers that are not quantized.
+        found: What the checkpoint says.
+        packed: Modules whose weight it holds in few bits: it may leave others as they were, and say so nowhere.
+        ops: The kernels.
+    """
+    log.info("linear layers: weights as the checkpoint packs them (%s)", found.method)
+    if ops.linear is None:
+        log.warning("linear layers: no compiled kernel; torch dequantizes each weight at every step, which is slow")
+    return partial(_choose, plain, found, packed, ops)
+
+
+def _choose(
+    plain: LinearMethodFactory, found: CheckpointQuantization, packed: Set[str], ops: Ops, layer: LinearLayer
+) -> LinearMethod:
+    schemes = {module: _scheme(found, packed, module, layer.name) for module in layer.modules}
+    if len(set(schemes.values())) > 1:
+        each = ", ".join(f"{module.rpartition('.')[2]}: {_said(scheme)}" for module, scheme in schemes.items())
+        raise ConfigError(f"{layer.name}: its parts run as one, and their weights are stored differently ({each})")
+    scheme = schemes[layer.modules[0]]
+    return plain(layer) if scheme is None else StoredLinearMethod(layer, scheme, ops)
+
+
+def _scheme(found: CheckpointQuantization, packed: Set[str], *names: str) -> WeightScheme | None:
+    """Returns a projection's, by its name or its fused layer's; the checkpoint may leave out what goes before all names."""
+    names = (*names, *map(mixtral_name, names))
+    names = (*names, *(name.removeprefix(BODY) for name in names))
+    return found.scheme(names) if any(name in packed for name in names) else None
+
+
+def _said(scheme: WeightScheme | None) -> str:
+    return "not quantized" if scheme is None else f"{scheme.form}, {scheme.bits} bits, groups of {scheme.group or 'all inputs'}"
+
+
+def warn_of_ignored(found: CheckpointQuantization, modules: Iterable[str]) -> None:
+    """Logs the entries of `ignore` that mean no layer of the model: a name may be misspelt.
+
+    Args:
+        found: What the checkpoint says.
+        modules: Full names of all projections.
+    """
+    names = list(modules)
+    unused = [entry for entry in found.ignore if not any(found.ignores(entry, [name]) for name in names)]
+    if unused:
+        log.warning("config.json: quantization_config leaves out what no layer is called: %s", ", ".join(unused))
