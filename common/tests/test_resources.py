@@ -138,7 +138,13 @@ def test_another_kind_or_version_is_refused_by_name() -> None:
 def test_fields_that_nothing_implements_are_named() -> None:
     assert unsupported(InferenceModel.parse(resource()).spec) == []
     named = " ".join(unsupported(InferenceModel.parse(WHOLE).spec))
-    for path in ("lora", "engine.quantization", "engine.connector.type"):
+    for path in (
+        "lora",
+        "engine.quantization.weights",
+        "engine.quantization.kvCache",
+        "engine.quantization.activations",
+        "engine.connector.type",
+    ):
         assert f"spec.{path}" in named
     for name in ("tensor", "pipeline", "data", "expert"):
         assert f"spec.pools[prefill].parallelism.{name}" in named

@@ -192,14 +192,16 @@ def test_every_honoured_field_reaches_the_engine(make: Any) -> None:
         "blockSize": 32,
         "memoryPercent": 85,
     }
-    engine = {"dtype": "float32", "limits": limits, "extraArgs": ["--seed", "7"], "image": "mine:1"}
+    quantization = {"weights": "int4_per_group_32", "kvCache": "bfloat16"}
+    engine = {"dtype": "float32", "limits": limits, "extraArgs": ["--seed", "7"], "image": "mine:1", "quantization": quantization}
     served = {"name": "big", "aliases": ["b", "c"]}
     source = {"uri": "file:///m", "loadFormat": "safetensors"}
     model = make.model(engine=engine, served=served, source=source, drainTimeout="90s")
     assert engine_args(model) == [
         "file:///m", "--served-model-name", "big", "b", "c",
         "--host=$(POD_IP)", "--port=8000", "--admin-port=8003", "--events-port=5557", "--replay-port=5558",
-        "--shutdown-timeout=90", "--load-format=safetensors", "--dtype=float32", "--max-model-len=1024", "--max-num-seqs=8",
+        "--shutdown-timeout=90", "--load-format=safetensors", "--dtype=float32", "--quantization=int4_per_group_32",
+        "--kv-cache-dtype=bfloat16", "--max-model-len=1024", "--max-num-seqs=8",
         "--max-num-batched-tokens=512", "--long-prefill-token-threshold=128", "--block-size=32",
         "--gpu-memory-utilization=0.85", "--seed", "7",
     ]  # fmt: skip

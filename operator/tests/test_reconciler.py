@@ -243,7 +243,7 @@ async def test_unsupported_fields_are_refused_by_name_and_nothing_is_changed(wor
     assert world.live("Deployment") == before
     status, reason, message = world.condition("Accepted")
     assert (status, reason) == ("False", "UnsupportedField")
-    assert "spec.engine.quantization" in message
+    assert "spec.engine.quantization.weights (fp8; int8_per_channel_weight_only, int8_per_group_32" in message
     assert [event["reason"] for event in world.api.posted] == ["UnsupportedField"]
 
 

@@ -123,12 +123,12 @@ class Source(Part):
 
 
 class Quantization(Part):
-    """Three separate choices."""
+    """Three separate choices. A quantized checkpoint needs none of them: its scheme is in its `config.json`."""
 
-    weights: Word | None = None
-    """Scheme of the weights, such as `fp8_per_channel_static`."""
-    kv_cache: Word | None = None
-    """Scheme of the KV cache, such as `fp8_e4m3`."""
+    weights: Annotated[Word | None, Flag("--quantization")] = None
+    """Scheme by which the weights of an ordinary checkpoint are quantized while they load, such as `int4_per_group_32`."""
+    kv_cache: Annotated[Word | None, Flag("--kv-cache-dtype")] = None
+    """Type of the KV cache, such as `bfloat16` with `dtype: float32`."""
     activations: Word | None = None
     """Scheme of the activations, such as `dynamic`."""
 

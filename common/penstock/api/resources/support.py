@@ -10,6 +10,12 @@ DRAFTS: Final = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "auto")
 """Methods of speculative decoding that engines have."""
 
 
+WEIGHTS: Final = ("int8_per_channel_weight_only", "int8_per_group_32", "int4_per_group_32")
+"""Schemes by which engines quantize weights while they load them."""
+KV_CACHES: Final = ("auto", "bfloat16", "float16", "float32")
+"""Types of KV caches that engines have."""
+
+
 def unsupported(spec: InferenceModelSpec) -> list[str]:
     """Paths of the fields that are set and that this version cannot honour, with a word on what works; empty: all is honoured."""
     return [*_source(spec), *_engine(spec), *_rest(spec), *(path for pool in spec.pools for path in _pool(pool))]
@@ -23,12 +29,26 @@ def _source(spec: InferenceModelSpec) -> Iterator[str]:
 
 def _engine(spec: InferenceModelSpec) -> Iterator[str]:
     engine = spec.engine
-    if engine.quantization is not None:
-        yield "spec.engine.quantization"
+    yield from _quantization(spec)
     if engine.speculative is not None and engine.speculative.method not in DRAFTS:
         yield f"spec.engine.speculative.method ({engine.speculative.method}; {', '.join(DRAFTS)} work)"
     if engine.connector.type != "none":
         yield f"spec.engine.connector.type ({engine.connector.type}; only none works)"
+
+
+def _quantization(spec: InferenceModelSpec) -> Iterator[str]:
+    found, path = spec.engine.quantization, "spec.engine.quantization"
+    if found is None:
+        return
+    devices = [pool.name for pool in spec.pools if pool.accelerator is not None]
+    if found.weights is not None and found.weights not in WEIGHTS:
+        yield f"{path}.weights ({found.weights}; {', '.join(WEIGHTS)} work)"
+    elif found.weights is not None and devices:
+        yield f"{path}.weights (pool {devices[0]} has an accelerator; quantized weights run on CPUs alone)"
+    if found.kv_cache is not None and found.kv_cache not in KV_CACHES:
+        yield f"{path}.kvCache ({found.kv_cache}; {', '.join(KV_CACHES)} work)"
+    if found.activations is not None:
+        yield f"{path}.activations (a checkpoint's own scheme is followed; there is no other)"
 
 
 def _rest(spec: InferenceModelSpec) -> Iterator[str]:
