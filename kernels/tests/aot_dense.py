@@ -5,7 +5,7 @@ import torch
 from penstock.kernels.embedding.triton import embedding
 from penstock.kernels.experts.table import ExpertTable
 from penstock.kernels.experts.triton import experts
-from penstock.kernels.gated_mul.triton import gelu_tanh_mul, silu_mul
+from penstock.kernels.gated_mul.triton import clamped_swiglu, gelu_tanh_mul, silu_mul
 from penstock.kernels.lora.device import DeviceLoraBatch, DeviceLoraShelves
 from penstock.kernels.lora.triton import add_lora
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
@@ -33,6 +33,7 @@ def gates(tokens: int = 16) -> None:
     """Of an MLP's hidden layer."""
     silu_mul(empty(tokens, 2 * 14336))
     gelu_tanh_mul(empty(tokens, 2 * 14336))
+    clamped_swiglu(empty(tokens, 2 * 2880), 1.702, 7.0)
 
 
 def tables(tokens: int = 16) -> None:
@@ -70,10 +71,16 @@ def adapters(tokens: int = 16) -> None:
 
 
 def mixtures(tokens: int = 16) -> None:
-    """Experts as Qwen3-30B-A3B has them."""
+    """Experts as Qwen3-30B-A3B has them, and those of gpt-oss-20b."""
     gate_up, down = ([empty(*size)] * 128 for size in ((2 * 768, 2048), (2048, 768)))
-    table = ExpertTable(gate_up, down, 2048, 768, "silu")
-    experts(empty(tokens, 2048), empty(tokens, 8, dtype=torch.int32), empty(tokens, 8, dtype=torch.float32), table)
+    biased = ([empty(*size)] * 32 for size in ((2 * 2880, 2880), (2880, 2880), (2 * 2880,), (2880,)))
+    oss_gate_up, oss_down, *biases = biased
+    for table, k in (
+        (ExpertTable(gate_up, down, 2048, 768, "silu"), 8),
+        (ExpertTable(oss_gate_up, oss_down, 2880, 2880, "clamped_swiglu", (1.702, 7.0), (biases[0], biases[1])), 4),
+    ):
+        ids, weights = empty(tokens, k, dtype=torch.int32), empty(tokens, k, dtype=torch.float32)
+        experts(empty(tokens, table.hidden), ids, weights, table)
 
 
 LAUNCHES = [norms, gates, tables, writes, adapters, mixtures]

@@ -11,15 +11,16 @@ extern "C" {
 void penstock_add_rms_norm(int, const void*, const void*, const float*, void*, void*, int64_t, int64_t, float);
 void penstock_silu_mul(int, const void*, void*, int64_t, int64_t);
 void penstock_gelu_tanh_mul(int, const void*, void*, int64_t, int64_t);
+void penstock_clamped_swiglu(int, const void*, void*, int64_t, int64_t, float, float);
 void penstock_prepare_kv(int, const void*, const void*, const void*, int64_t, int64_t, int64_t, void*, void*, int64_t, const int64_t*,
                          const float*, const float*, int64_t, const float*, const float*, float, int64_t, int64_t, int64_t, int64_t,
                          int64_t, int64_t);
 void penstock_linear(int, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t);
 void penstock_route(int, const void*, const float*, int32_t*, float*, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, int64_t, float);
-void penstock_experts(int, const void*, const int32_t*, const float*, const int64_t*, const int64_t*, void*, int64_t, int64_t, int64_t, int64_t,
-                      int64_t, int);
-void penstock_paged_attention(int, const void*, void*, const void*, int64_t, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t,
-                              int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
+void penstock_experts(int, const void*, const int32_t*, const float*, const int64_t*, const int64_t*, const int64_t*, const int64_t*, void*,
+                      int64_t, int64_t, int64_t, int64_t, int64_t, int, float, float);
+void penstock_paged_attention(int, const void*, void*, const void*, int64_t, const int32_t*, const int32_t*, const int32_t*, const float*,
+                              int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
 void penstock_add_lora(int, void*, const void*, const int64_t*, const int64_t*, int64_t, const void*, int64_t, const int64_t*, int64_t,
                        const int64_t*, int64_t, int64_t);
 }
@@ -74,10 +75,11 @@ void run(int dtype) {
     out.print("norm"), total.print("total");
   }
   {
-    Array x(dtype, 3 * 148), silu(dtype, 3 * 74), gelu(dtype, 3 * 74);
+    Array x(dtype, 3 * 148), silu(dtype, 3 * 74), gelu(dtype, 3 * 74), clamped(dtype, 3 * 74);
     penstock_silu_mul(dtype, x.data(), silu.data(), 3, 74);
     penstock_gelu_tanh_mul(dtype, x.data(), gelu.data(), 3, 74);
-    silu.print("silu"), gelu.print("gelu");
+    penstock_clamped_swiglu(dtype, x.data(), clamped.data(), 3, 74, 1.7f, 0.5f);
+    silu.print("silu"), gelu.print("gelu"), clamped.print("clamped");
   }
   for (int64_t rows : {1, 2, 3, 4, 5, 6, 11, 40})
     for (int64_t inputs : {7, 600}) {
@@ -93,15 +95,17 @@ void run(int dtype) {
     std::vector<int32_t> ids(kTokens * kChosen);
     std::vector<float> weights(kTokens * kChosen);
     penstock_route(dtype, logits.data(), bias.data(), ids.data(), weights.data(), kTokens, kExperts, kChosen, 1, 1, 2, 1, 2, 1.5f);
-    std::vector<Array> gate_up, down;
-    std::vector<int64_t> gate_up_at, down_at;
+    std::vector<Array> gate_up, down, biases;
+    std::vector<int64_t> gate_up_at, down_at, biases_at;
     for (int64_t e = 0; e < kExperts; ++e) gate_up.emplace_back(dtype, 48 * kHidden), down.emplace_back(dtype, 48 * kInner);
+    for (int64_t e = 0; e < kExperts; ++e) biases.emplace_back(dtype, 48);
     for (int64_t e = 0; e < kExperts; ++e) {
       gate_up_at.push_back(reinterpret_cast<int64_t>(gate_up[e].data()));
       down_at.push_back(reinterpret_cast<int64_t>(down[e].data()));
+      biases_at.push_back(reinterpret_cast<int64_t>(biases[e].data()));
     }
-    penstock_experts(dtype, x.data(), ids.data(), weights.data(), gate_up_at.data(), down_at.data(), out.data(), kTokens, kChosen, kExperts,
-                     kHidden, kInner, 0);
+    penstock_experts(dtype, x.data(), ids.data(), weights.data(), gate_up_at.data(), down_at.data(), biases_at.data(), biases_at.data(),
+                     out.data(), kTokens, kChosen, kExperts, kHidden, kInner, 2, 1.7f, 0.5f);
     out.print("experts");
   }
   {
@@ -115,8 +119,9 @@ void run(int dtype) {
                         kBlock, kSize, 36);
     rotated.print("rotated"), cache.print("cache");
     const int32_t starts[] = {0, 1, 5}, lens[] = {90, 30}, table[] = {1, 2, 3, 4, 5, 6, 7, 1, 0, 0, 0, 0};
-    penstock_paged_attention(dtype, rotated.data(), out.data(), cache.data(), stride, starts, lens, table, 6, 2, kHeads, kKeyHeads, kBlock, kSize,
-                             70, 0.2f, 5.0f);
+    const std::vector<float> sinks = floats(kHeads);
+    penstock_paged_attention(dtype, rotated.data(), out.data(), cache.data(), stride, starts, lens, table, sinks.data(), 6, 2, kHeads,
+                             kKeyHeads, kBlock, kSize, 70, 0.2f, 5.0f);
     out.print("attention");
   }
   {

@@ -56,6 +56,25 @@ def test_gelu_tanh_mul(ops_in, dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_clamped_swiglu(ops_in, dtype):
+    """Above the limit, below it, and far beyond what an exponential can hold."""
+    x = torch.cat((torch.randn(4, 74) * 3, torch.full((1, 74), -1e30), torch.full((1, 74), 1e30))).to(dtype)
+    gate, up = x.double().chunk(2, -1)
+    gate = torch.where(gate > 2.5, 2.5, gate)
+    expected = gate / (1 + torch.exp(-1.7 * gate)) * (1 + torch.minimum(torch.maximum(up, gate * 0 - 2.5), gate * 0 + 2.5))
+    found = ops_in(dtype).clamped_swiglu(x, 1.7, 2.5)
+    torch.testing.assert_close(found.double(), expected, rtol=2 * TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
+
+
+def test_gates_keep_what_is_not_a_number(ops_in):
+    """A clamp that dropped it would hide a broken weight."""
+    ops, broken = ops_in(torch.float32), torch.ones(2, 16)
+    broken[0, 3] = broken[1, 11] = float("nan")
+    for out in (ops.silu_mul(broken), ops.gelu_tanh_mul(broken), ops.clamped_swiglu(broken, 1.7, 0.5)):
+        assert out.isnan().nonzero().tolist() == [[0, 3], [1, 3]]
+
+
 def test_rope_rotates_each_pair_by_its_angle():
     """As complex numbers: first half real, second half imaginary."""
     x, angles = torch.randn(6, 3, 10), torch.randn(6, 5)
@@ -126,10 +145,12 @@ def test_native_bits_do_not_depend_on_the_rows_place(native, dtype):
     """The rows' addresses are aligned differently, and neighbours come and go."""
     ops, x, weight = native(dtype), torch.randn(9, 74).to(dtype), torch.randn(37)
     norms, gates, geglu = ops.rms_norm(x.view(18, 37), weight, 1e-5), ops.silu_mul(x), ops.gelu_tanh_mul(x)
+    clamped = ops.clamped_swiglu(x, 1.7, 0.8)
     for first in range(8):
         assert torch.equal(ops.rms_norm(x.view(18, 37)[first : first + 1], weight, 1e-5), norms[first : first + 1])
         assert torch.equal(ops.silu_mul(x[first : first + 2]), gates[first : first + 2])
         assert torch.equal(ops.gelu_tanh_mul(x[first : first + 2]), geglu[first : first + 2])
+        assert torch.equal(ops.clamped_swiglu(x[first : first + 2], 1.7, 0.8), clamped[first : first + 2])
 
 
 def test_native_refuses_another_dtype(native):

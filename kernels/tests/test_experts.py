@@ -6,7 +6,7 @@ import torch
 from penstock.kernels.experts.reference import experts, experts_on_device
 from penstock.kernels.experts.routing import Routing, route
 from penstock.kernels.experts.table import ExpertTable
-from penstock.kernels.gated_mul.reference import silu_mul
+from penstock.kernels.gated_mul.reference import clamped_swiglu, silu_mul
 from penstock.kernels.linear.reference import pack_weight
 
 HIDDEN, INNER, EXPERTS = 70, 42, 5
@@ -30,16 +30,25 @@ def dtype(request):
 
 
 class Layer:
-    """Random experts, as every form has them."""
+    """Random experts, as every form has them: plain, or with biases and a clamped gate."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, clamp: tuple[float, float] | None = None) -> None:
         self.gate_up = [(torch.randn(2 * INNER, HIDDEN) / 8).to(dtype) for _ in range(EXPERTS)]
         self.down = [(torch.randn(HIDDEN, INNER) / 8).to(dtype) for _ in range(EXPERTS)]
-        packed = ([pack_weight(weight) for weight in weights] for weights in (self.gate_up, self.down))
-        self.table = ExpertTable(*packed, HIDDEN, INNER, "silu")
+        sizes = (2 * INNER, HIDDEN)
+        self.clamp, self.biases = clamp, [[torch.zeros(size, dtype=dtype)] * EXPERTS for size in sizes]
+        packed = [[pack_weight(weight) for weight in weights] for weights in (self.gate_up, self.down)]
+        if clamp is None:
+            self.table = ExpertTable(*packed, HIDDEN, INNER, "silu")
+        else:
+            self.biases = [[torch.randn(size).to(dtype) for _ in range(EXPERTS)] for size in sizes]
+            self.table = ExpertTable(*packed, HIDDEN, INNER, "clamped_swiglu", clamp, (self.biases[0], self.biases[1]))
 
     def mlp(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        return silu_mul(x @ self.gate_up[expert].to(x.dtype).T) @ self.down[expert].to(x.dtype).T
+        biases = [bias[expert].to(x.dtype) for bias in self.biases]
+        projected = x @ self.gate_up[expert].to(x.dtype).T + biases[0]
+        gated = silu_mul(projected) if self.clamp is None else clamped_swiglu(projected, *self.clamp)
+        return gated @ self.down[expert].to(x.dtype).T + biases[1]
 
     def mlps(self):
         return [lambda x, expert=expert: self.mlp(expert, x) for expert in range(EXPERTS)]
@@ -48,8 +57,13 @@ class Layer:
         out = torch.zeros(x.shape, dtype=torch.float64)
         for token, (chosen, counts) in enumerate(zip(ids.tolist(), weights.double(), strict=True)):
             for expert, weight in zip(chosen, counts, strict=True):
-                gate, up = (x[token].double() @ self.gate_up[expert].double().T).chunk(2)
-                out[token] += weight * ((gate * gate.sigmoid() * up) @ self.down[expert].double().T)
+                gate, up = (x[token].double() @ self.gate_up[expert].double().T + self.biases[0][expert].double()).chunk(2)
+                slope = 1.0
+                if self.clamp is not None:
+                    slope, limit = self.clamp
+                    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+                product = (gate * (slope * gate).sigmoid() * up) @ self.down[expert].double().T
+                out[token] += weight * (product + self.biases[1][expert].double())
         return out
 
 
@@ -73,8 +87,9 @@ def forms(native, dtype):
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 37])
 @pytest.mark.parametrize("k", [1, 3, EXPERTS])
-def test_experts_equal_float64(forms, dtype, tokens, k):
-    layer, x = Layer(dtype), torch.randn(tokens, HIDDEN).to(dtype)
+@pytest.mark.parametrize("clamp", [None, (1.7, 0.6)], ids=["plain", "clamped-biased"])
+def test_experts_equal_float64(forms, dtype, tokens, k, clamp):
+    layer, x = Layer(dtype, clamp), torch.randn(tokens, HIDDEN).to(dtype)
     ids, weights = choices(tokens, k)
     for form in forms(layer):
         out = form(x, ids, weights)

@@ -22,13 +22,14 @@ class Case:
     """Requests with random queries, keys and values in random blocks of a cache that is NaN elsewhere: also in blocks that lie
     outside the window of a request's first query."""
 
-    def __init__(self, shape, lengths, block_size, seed, window=None, softcap=0.0) -> None:
+    def __init__(self, shape, lengths, block_size, seed, window=None, softcap=0.0, has_sinks=False) -> None:
         self.softcap = softcap
         self.group, self.kv_heads, self.head_size = shape
         self.lengths, self.block_size, self.window = lengths, block_size, window
         self.rng = np.random.default_rng(seed)
         self.keys, self.values = ([self._random(a + b, self.kv_heads) for a, b in lengths] for _ in range(2))
         self.queries = [self._random(new, self.group * self.kv_heads) for _, new in lengths]
+        self.sinks = self._random(1, self.group * self.kv_heads)[0, :, 0].mul(3).contiguous() if has_sinks else None
 
     def _random(self, length: int, heads: int) -> torch.Tensor:
         return torch.from_numpy(self.rng.standard_normal((length, heads, self.head_size), np.float32))
@@ -58,7 +59,7 @@ class Case:
             block_table[row, : len(table)] = table
         starts = np.concatenate(([0], np.cumsum([len(part) for part in parts]))).astype(np.int32)
         batch = PagedBatch(self.block_size, starts, np.array(lens, np.int32), block_table, self.window)
-        out = ops.paged_attention(torch.cat(parts), cache, batch, self.head_size**-0.5, self.softcap)
+        out = ops.paged_attention(torch.cat(parts), cache, batch, self.head_size**-0.5, self.softcap, self.sinks)
         return list(out.split([len(part) for part in parts]))
 
     def dense(self, i: int) -> torch.Tensor:
@@ -70,11 +71,15 @@ class Case:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         back = torch.arange(computed, computed + new)[:, None] - torch.arange(computed + new)
         unseen = (back < 0) | (back >= (self.window or computed + new))
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, float("-inf")).softmax(-1), values)
+        scores = scores.masked_fill(unseen, float("-inf"))
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, new, 1)), -1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : computed + new], values)
 
 
 softcaps = st.sampled_from([0.0, 0.7, 50.0])
-cases = st.builds(Case, shapes, requests, st.sampled_from([8, 16, 32, 256]), st.integers(0, 2**32), windows, softcaps)
+block_sizes = st.sampled_from([8, 16, 32, 256])
+cases = st.builds(Case, shapes, requests, block_sizes, st.integers(0, 2**32), windows, softcaps, st.booleans())
 
 
 @pytest.mark.req("ATT-06", "ATT-07", "ATT-08", "ATT-29")
@@ -97,6 +102,16 @@ def test_bits_depend_on_the_request_alone(ops_in, case, which, skip):
     (later,) = case.run(ops, [which], skip=skip)
     assert torch.equal(crowd, alone)
     assert torch.equal(alone[-len(later) :], later)
+
+
+def test_a_sink_takes_its_share_of_the_weights(ops_in):
+    """Of two equal scores each has half: the value counts half, since the sink has none. A great sink leaves nothing."""
+    case = Case((1, 2, 64), [(0, 1)], 16, 0, has_sinks=True)
+    score = (case.queries[0][0, 0] @ case.keys[0][0, 0]) * 64**-0.5
+    case.sinks = torch.tensor([score, score + 100.0])
+    (out,) = case.run(ops_in(torch.float32), [0])
+    torch.testing.assert_close(out[0, 0], case.values[0][0, 0] / 2)
+    assert out[0, 1].abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(("dtype", "cached"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])

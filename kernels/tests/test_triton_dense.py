@@ -1,11 +1,13 @@
 """The small Triton kernels against their references in float64: interpreted here, compiled on a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from penstock.kernels.embedding.triton import embedding
 from penstock.kernels.gated_mul import reference as gated_mul
-from penstock.kernels.gated_mul.triton import gelu_tanh_mul, silu_mul
+from penstock.kernels.gated_mul.triton import clamped_swiglu, gelu_tanh_mul, silu_mul
 from penstock.kernels.ops import ops_for, triton_ops
 from penstock.kernels.prepare_kv import reference as kv_reference
 from penstock.kernels.prepare_kv.reference import PAD_SLOT_ID, QKNorm, Rotary
@@ -37,7 +39,12 @@ def test_embedding_gathers_rows_and_gives_zeros_for_ids_outside(triton_device, d
 def test_gated_products_equal_their_reference(triton_device, shape, dtype):
     rows, size = shape
     x = torch.cat((torch.randn(rows, 2 * size) * 10, torch.full((1, 2 * size), -1e4), torch.zeros(1, 2 * size))).to(dtype)
-    for ours, reference in ((silu_mul, gated_mul.silu_mul), (gelu_tanh_mul, gated_mul.gelu_tanh_mul)):
+    clamp = {"slope": 1.7, "limit": 2.5}
+    for ours, reference in (
+        (silu_mul, gated_mul.silu_mul),
+        (gelu_tanh_mul, gated_mul.gelu_tanh_mul),
+        (partial(clamped_swiglu, **clamp), partial(gated_mul.clamped_swiglu, **clamp)),
+    ):
         out = ours(x.to(triton_device)).cpu()
         torch.testing.assert_close(out.double(), reference(x.double()).double(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert silu_mul(x[:0].to(triton_device)).shape == (0, size)

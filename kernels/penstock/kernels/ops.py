@@ -18,7 +18,7 @@ from penstock.kernels.embedding.reference import embedding
 from penstock.kernels.experts.reference import MLP, experts, experts_on_device
 from penstock.kernels.experts.routing import Routing, route
 from penstock.kernels.experts.table import ExpertTable
-from penstock.kernels.gated_mul.reference import gelu_tanh_mul, silu_mul
+from penstock.kernels.gated_mul.reference import clamped_swiglu, gelu_tanh_mul, silu_mul
 from penstock.kernels.lora import device_reference as device_lora
 from penstock.kernels.lora.batch import lora_shelves
 from penstock.kernels.lora.device import DeviceLoraShelves
@@ -48,6 +48,7 @@ class Ops:
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
+    clamped_swiglu: Callable[[torch.Tensor, float, float], torch.Tensor]
     prepare_kv: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Rotary, QKNorm | None], torch.Tensor
     ]
@@ -79,6 +80,7 @@ REFERENCE = Ops(
     add_rms_norm=add_rms_norm,
     silu_mul=silu_mul,
     gelu_tanh_mul=gelu_tanh_mul,
+    clamped_swiglu=clamped_swiglu,
     prepare_kv=prepare_kv,
     paged_attention=paged_attention,
     lora_shelves=lora_shelves,
@@ -98,6 +100,7 @@ def native_ops(dtype: torch.dtype, isa: Isa, cache: Path) -> Ops:
         add_rms_norm=native.add_rms_norm,
         silu_mul=native.silu_mul,
         gelu_tanh_mul=native.gelu_tanh_mul,
+        clamped_swiglu=native.clamped_swiglu,
         prepare_kv=native.prepare_kv,
         paged_attention=native.paged_attention,
         lora_shelves=PackedLoraShelves,
@@ -151,6 +154,7 @@ def triton_ops(dtype: torch.dtype) -> Ops:
         add_rms_norm=norms.add_rms_norm,
         silu_mul=gated_mul.silu_mul,
         gelu_tanh_mul=gated_mul.gelu_tanh_mul,
+        clamped_swiglu=gated_mul.clamped_swiglu,
         prepare_kv=kv.prepare_kv,
         paged_attention=attention.paged_attention,
         lora_shelves=DeviceLoraShelves,

@@ -15,6 +15,7 @@ extern "C" {
 void penstock_linear(int, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t);
 void penstock_silu_mul(int, const void*, void*, int64_t, int64_t);
 void penstock_gelu_tanh_mul(int, const void*, void*, int64_t, int64_t);
+void penstock_clamped_swiglu(int, const void*, void*, int64_t, int64_t, float, float);
 }
 
 namespace {
@@ -87,9 +88,30 @@ void combine(const T* results, const int64_t* places, const float* weights, int6
   }
 }
 
+// The address of an expert's tensor, or none.
+const void* of_expert(const int64_t* addresses, int64_t expert) {
+  return addresses == nullptr ? nullptr : reinterpret_cast<const void*>(addresses[expert]);
+}
+
+// The addresses of each expert's weights and biases; the biases' are nullptr where there are none.
+struct Weights {
+  const int64_t *gate_up, *down, *gate_up_bias, *down_bias;
+};
+
+struct Gate {
+  int kind;  // 0 silu, 1 gelu in its tanh form, 2 clamped SwiGLU
+  float slope, limit;
+  void operator()(int dtype, const void* x, void* out, int64_t n, int64_t d) const {
+    if (kind == 2)
+      penstock_clamped_swiglu(dtype, x, out, n, d, slope, limit);
+    else
+      (kind == 0 ? penstock_silu_mul : penstock_gelu_tanh_mul)(dtype, x, out, n, d);
+  }
+};
+
 template <typename T>
-void run_experts(int dtype, const T* x, const int32_t* ids, const float* weights, const int64_t* gate_up, const int64_t* down, T* out,
-                 int64_t tokens, int64_t k, int64_t experts, int64_t hidden, int64_t inner, int gate) {
+void run_experts(int dtype, const T* x, const int32_t* ids, const float* weights, const Weights& of, T* out, int64_t tokens, int64_t k,
+                 int64_t experts, int64_t hidden, int64_t inner, const Gate& gate) {
   const int64_t choices = tokens * k;
   std::vector<int64_t> starts(experts + 1, 0), places(choices), order(choices);
   for (int64_t i = 0; i < choices; ++i) ++starts[ids[i] + 1];
@@ -107,9 +129,10 @@ void run_experts(int dtype, const T* x, const int32_t* ids, const float* weights
       rows = x + order[first] / k * hidden;
     else
       for (int64_t r = 0; r < count; ++r) std::memcpy(inputs.get() + r * hidden, x + order[first + r] / k * hidden, hidden * sizeof(T));
-    penstock_linear(dtype, rows, reinterpret_cast<const void*>(gate_up[e]), nullptr, projected.get(), count, 2 * inner, hidden);
-    (gate == 0 ? penstock_silu_mul : penstock_gelu_tanh_mul)(dtype, projected.get(), gated.get(), count, inner);
-    penstock_linear(dtype, gated.get(), reinterpret_cast<const void*>(down[e]), nullptr, results.get() + first * hidden, count, hidden, inner);
+    penstock_linear(dtype, rows, of_expert(of.gate_up, e), of_expert(of.gate_up_bias, e), projected.get(), count, 2 * inner, hidden);
+    gate(dtype, projected.get(), gated.get(), count, inner);
+    T* found = results.get() + first * hidden;
+    penstock_linear(dtype, gated.get(), of_expert(of.down, e), of_expert(of.down_bias, e), found, count, hidden, inner);
   }
   for (int64_t t = 0; t < tokens; ++t)
     combine(results.get(), places.data() + t * k, weights + t * k, k, hidden, out + t * hidden);
@@ -130,11 +153,13 @@ void penstock_route(int dtype, const void* logits, const float* bias, int32_t* i
     run(static_cast<const BFloat16*>(logits));
 }
 
-void penstock_experts(int dtype, const void* x, const int32_t* ids, const float* weights, const int64_t* gate_up, const int64_t* down, void* out,
-                      int64_t tokens, int64_t k, int64_t experts, int64_t hidden, int64_t inner, int gate) {
+void penstock_experts(int dtype, const void* x, const int32_t* ids, const float* weights, const int64_t* gate_up, const int64_t* down,
+                      const int64_t* gate_up_bias, const int64_t* down_bias, void* out, int64_t tokens, int64_t k, int64_t experts,
+                      int64_t hidden, int64_t inner, int gate, float slope, float limit) {
   const auto run = [&](auto* to) {
     using T = std::remove_pointer_t<decltype(to)>;
-    run_experts(dtype, static_cast<const T*>(x), ids, weights, gate_up, down, to, tokens, k, experts, hidden, inner, gate);
+    const Weights of{gate_up, down, gate_up_bias, down_bias};
+    run_experts(dtype, static_cast<const T*>(x), ids, weights, of, to, tokens, k, experts, hidden, inner, Gate{gate, slope, limit});
   };
   if (dtype == 0)
     run(static_cast<float*>(out));

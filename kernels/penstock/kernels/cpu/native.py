@@ -40,16 +40,17 @@ _SIGNATURES = {
         *[*[c_void_p] * 3, c_int64, *[c_void_p] * 2, c_float, *[c_int64] * 6],
     ],
     "penstock_linear": [c_int, *[c_void_p] * 4, *[c_int64] * 3],
-    "penstock_paged_attention": [c_int, *[c_void_p] * 3, c_int64, *[c_void_p] * 3, *[c_int64] * 7, *[c_float] * 2],
+    "penstock_paged_attention": [c_int, *[c_void_p] * 3, c_int64, *[c_void_p] * 4, *[c_int64] * 7, *[c_float] * 2],
     "penstock_gather_rows": [*[c_void_p] * 3, *[c_int64] * 2],
     "penstock_add_lora": [
         *[c_int, *[c_void_p] * 4, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p],
         *[c_int64] * 2,
     ],
     "penstock_route": [c_int, *[c_void_p] * 4, *[c_int64] * 3, *[c_int] * 2, *[c_int64] * 3, c_float],
-    "penstock_experts": [c_int, *[c_void_p] * 6, *[c_int64] * 5, c_int],
+    "penstock_experts": [c_int, *[c_void_p] * 8, *[c_int64] * 5, c_int, *[c_float] * 2],
     **SIGNATURES,
     "penstock_quantized_linear": [*[c_int] * 3, *[c_void_p] * 6, *[c_int64] * 4],
+    "penstock_clamped_swiglu": [c_int, *[c_void_p] * 2, *[c_int64] * 2, *[c_float] * 2],
     "penstock_replay": [c_void_p, c_int64],
 }
 _NUMBERS = tuple(_SIGNATURES)
@@ -142,11 +143,15 @@ class NativeOps:
         """See the reference."""
         return self._gated_mul(self._library.penstock_gelu_tanh_mul, gate_up)
 
-    def _gated_mul(self, function: Callable[..., None], gate_up: torch.Tensor) -> torch.Tensor:
+    def clamped_swiglu(self, gate_up: torch.Tensor, slope: float, limit: float) -> torch.Tensor:
+        """See the reference."""
+        return self._gated_mul(self._library.penstock_clamped_swiglu, gate_up, slope, limit)
+
+    def _gated_mul(self, function: Callable[..., None], gate_up: torch.Tensor, *constants: float) -> torch.Tensor:
         gate_up = self._checked(gate_up)
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, size)
-        function(self._code, gate_up.data_ptr(), out.data_ptr(), rows, size)
+        function(self._code, gate_up.data_ptr(), out.data_ptr(), rows, size, *constants)
         return out
 
     def prepare_kv(
@@ -182,7 +187,13 @@ class NativeOps:
         return out
 
     def paged_attention(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, scale: float, softcap: float = 0.0
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See the reference."""
         q = self._checked(q)
@@ -193,8 +204,18 @@ class NativeOps:
             raise ValueError("a row's blocks must lie side by side")
         self._library.penstock_paged_attention(
             *(code, q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), block_stride),
-            *(starts.ctypes.data, lens.ctypes.data, table.ctypes.data, table.strides[0] // table.itemsize),
-            *(len(lens), q.shape[1], kv_heads, block_size, q.shape[2], batch.window or 0, scale, softcap),
+            *(starts.ctypes.data, lens.ctypes.data, table.ctypes.data, None if sinks is None else sinks.data_ptr()),
+            *(
+                table.strides[0] // table.itemsize,
+                len(lens),
+                q.shape[1],
+                kv_heads,
+                block_size,
+                q.shape[2],
+                batch.window or 0,
+                scale,
+                softcap,
+            ),
         )
         return out
 
@@ -215,10 +236,12 @@ class NativeOps:
         """See the reference, of whose MLPs the table holds the packed weights; `ids` are those of experts in it."""
         x = self._checked(x)
         out = torch.empty_like(x)
-        pointers = (x, ids.contiguous(), weights.contiguous(), table.gate_up_at, table.down_at, out)
+        addresses = (table.gate_up_at, table.down_at, *(table.biases_at or (None, None)))
+        tensors = (x, ids.contiguous(), weights.contiguous(), *addresses, out)
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         sizes = (*ids.shape, len(table.gate_up), table.hidden, table.inner)
-        gate = ("silu", "gelu_tanh").index(table.gate)
-        self._library.penstock_experts(self._code, *(tensor.data_ptr() for tensor in pointers), *sizes, gate)
+        gate = ("silu", "gelu_tanh", "clamped_swiglu").index(table.gate)
+        self._library.penstock_experts(self._code, *pointers, *sizes, gate, *table.clamp)
         return out
 
     def add_lora(self, y: torch.Tensor, x: torch.Tensor, shelves: PackedLoraShelves, batch: LoraBatch) -> None:

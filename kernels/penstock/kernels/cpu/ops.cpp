@@ -122,22 +122,35 @@ void rms_norm(const T* x, const T* residual, const float* weight, T* out, T* tot
   }
 }
 
-// The gate g times the logistic function of z(g), times the up projection: silu has z = g, gelu's tanh form z = 2 sqrt(2/pi) (g + 0.044715 g^3).
-inline Vec silu_argument(Vec g) { return g; }
-inline Vec gelu_tanh_argument(Vec g) { return 1.5957691216057308f * (g + 0.044715f * g * g * g); }
+// g times the logistic function of z. The exponential is of -|z|, which cannot overflow; a NaN stays one.
+inline Vec logistic_times(Vec g, Vec z) {
+  const Vec e = exp_nonpositive(z < 0.0f ? z : -z);
+  return g * (z < 0.0f ? e : splat(1.0f)) / (1.0f + e);
+}
 
-template <typename T, Vec (*argument)(Vec)>
-void gated_mul(const T* x, T* out, int64_t n, int64_t d) {
+// What a gated MLP makes of its gate and its up projection.
+struct SiluGate {
+  Vec operator()(Vec g, Vec up) const { return logistic_times(g, g) * up; }
+};
+struct GeluTanhGate {
+  Vec operator()(Vec g, Vec up) const { return logistic_times(g, 1.5957691216057308f * (g + 0.044715f * g * g * g)) * up; }
+};
+struct ClampedGate {
+  float slope, limit;
+  Vec operator()(Vec g, Vec up) const {
+    const Vec gate = g > limit ? splat(limit) : g, low = up < -limit ? splat(-limit) : up;
+    return logistic_times(gate, slope * gate) * ((low > limit ? splat(limit) : low) + 1.0f);
+  }
+};
+
+template <typename T, typename Gate>
+void gated_mul(const T* x, T* out, int64_t n, int64_t d, Gate gated) {
   std::vector<float> row(2 * round_up(d));
   float *gate = row.data(), *up = gate + round_up(d);
   for (int64_t t = 0; t < n; ++t, x += 2 * d, out += d) {
     widen_row(x, d, gate);
     widen_row(x + d, d, up);
-    for (int64_t i = 0; i < d; i += kLanes) {
-      // Of -|z|, which cannot overflow; a NaN stays one.
-      const Vec g = load(gate + i), z = argument(g), e = exp_nonpositive(z < 0.0f ? z : -z);
-      store(gate + i, g * (z < 0.0f ? e : splat(1.0f)) / (1.0f + e) * load(up + i));
-    }
+    for (int64_t i = 0; i < d; i += kLanes) store(gate + i, gated(load(gate + i), load(up + i)));
     narrow_row(gate, d, out);
   }
 }
@@ -282,6 +295,7 @@ struct Attention {
   const C* cache;
   CacheShape shape;
   int64_t heads;
+  const float* sinks;  // by head, the score of one more key, whose value is zero; nullptr: there is none
   float scale, softcap;
   int64_t window;  // keys that a query sees, itself included; 0: all before it
   int64_t width, group;
@@ -289,8 +303,9 @@ struct Attention {
   std::vector<State> states;
 
   // `tile`: tokens of a run at most.
-  Attention(const T* q, T* out, const C* cache, CacheShape shape, int64_t tile, int64_t heads, int64_t window, float scale, float softcap)
-      : q(q), out(out), cache(cache), shape(shape), heads(heads), scale(scale), softcap(softcap), window(window), width(round_up(shape.d)),
+  Attention(const T* q, T* out, const C* cache, CacheShape shape, int64_t tile, int64_t heads, const float* sinks, int64_t window,
+            float scale, float softcap)
+      : q(q), out(out), cache(cache), shape(shape), heads(heads), sinks(sinks), scale(scale), softcap(softcap), window(window), width(round_up(shape.d)),
         group(heads / shape.kv_heads), queries(tile * group * width), keys(kKeyTile * width), values(kKeyTile * width),
         acc(queries.size()), states(tile * group) {}
 
@@ -323,9 +338,17 @@ struct Attention {
     for (int64_t row = 0; row < count * group; ++row) {
       T* target = out + ((first + row / group) * heads + head * group + row % group) * shape.d;
       float* result = &acc[row * width];
+      if (sinks != nullptr) add_sink(sinks[head * group + row % group], &states[row], result);
       for (int64_t i = 0; i < shape.d; ++i) result[i] /= states[row].total;
       narrow_row(result, shape.d, target);
     }
+  }
+
+  void add_sink(float sink, State* state, float* result) const {
+    const float maximum = std::max(state->maximum, sink);
+    const float shrink = exp_nonpositive(splat(state->maximum - maximum))[0];
+    state->total = state->total * shrink + exp_nonpositive(splat(sink - maximum))[0];
+    for (int64_t i = 0; i < shape.d; ++i) result[i] *= shrink;
   }
 
   void convert(int64_t start, int64_t begin, int64_t count, const int32_t* blocks, int64_t head) {
@@ -339,11 +362,11 @@ struct Attention {
 
 template <typename T, typename C>
 void paged_attention(const T* q, T* out, const C* cache, CacheShape shape, const int32_t* query_start_loc, const int32_t* seq_lens,
-                     const int32_t* block_table, int64_t table_width, int64_t requests, int64_t heads, int64_t window, float scale,
-                     float softcap) {
+                     const int32_t* block_table, const float* sinks, int64_t table_width, int64_t requests, int64_t heads,
+                     int64_t window, float scale, float softcap) {
   int64_t longest = 0;
   for (int64_t r = 0; r < requests; ++r) longest = std::max<int64_t>(longest, query_start_loc[r + 1] - query_start_loc[r]);
-  Attention<T, C> attention(q, out, cache, shape, std::min<int64_t>(kQueryTile, longest), heads, window, scale, softcap);
+  Attention<T, C> attention(q, out, cache, shape, std::min<int64_t>(kQueryTile, longest), heads, sinks, window, scale, softcap);
   for (int64_t r = 0; r < requests; ++r) {
     const int64_t begin = query_start_loc[r], end = query_start_loc[r + 1], computed = seq_lens[r] - (end - begin);
     for (int64_t head = 0; head < shape.kv_heads; ++head)
@@ -401,11 +424,15 @@ void penstock_add_rms_norm(int dtype, const void* x, const void* residual, const
 }
 
 void penstock_silu_mul(int dtype, const void* x, void* out, int64_t n, int64_t d) {
-  PENSTOCK_BOTH((gated_mul<T, silu_argument>(IN(x), OUT(out), n, d)))
+  PENSTOCK_BOTH(gated_mul(IN(x), OUT(out), n, d, SiluGate{}))
 }
 
 void penstock_gelu_tanh_mul(int dtype, const void* x, void* out, int64_t n, int64_t d) {
-  PENSTOCK_BOTH((gated_mul<T, gelu_tanh_argument>(IN(x), OUT(out), n, d)))
+  PENSTOCK_BOTH(gated_mul(IN(x), OUT(out), n, d, GeluTanhGate{}))
+}
+
+void penstock_clamped_swiglu(int dtype, const void* x, void* out, int64_t n, int64_t d, float slope, float limit) {
+  PENSTOCK_BOTH(gated_mul(IN(x), OUT(out), n, d, (ClampedGate{slope, limit})))
 }
 
 void penstock_prepare_kv(int dtype, const void* q, const void* k, const void* v, int64_t q_stride, int64_t k_stride, int64_t v_stride,
@@ -418,12 +445,12 @@ void penstock_prepare_kv(int dtype, const void* q, const void* k, const void* v,
 }
 
 void penstock_paged_attention(int dtype, const void* q, void* out, const void* cache, int64_t block_stride,
-                              const int32_t* query_start_loc, const int32_t* seq_lens, const int32_t* block_table, int64_t table_width,
-                              int64_t requests, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d, int64_t window, float scale,
-                              float softcap) {
+                              const int32_t* query_start_loc, const int32_t* seq_lens, const int32_t* block_table, const float* sinks,
+                              int64_t table_width, int64_t requests, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d,
+                              int64_t window, float scale, float softcap) {
   const CacheShape shape{block_stride, kv_heads, block_size, d};
   PENSTOCK_WITH_CACHE((paged_attention<T, C>(IN(q), OUT(out), static_cast<const C*>(cache), shape, query_start_loc, seq_lens, block_table,
-                                             table_width, requests, heads, window, scale, softcap)))
+                                             sinks, table_width, requests, heads, window, scale, softcap)))
 }
 
 }  // extern "C"

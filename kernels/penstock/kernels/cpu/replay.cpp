@@ -10,20 +10,21 @@ void penstock_rms_norm(int, const void*, const float*, void*, int64_t, int64_t, 
 void penstock_add_rms_norm(int, const void*, const void*, const float*, void*, void*, int64_t, int64_t, float);
 void penstock_silu_mul(int, const void*, void*, int64_t, int64_t);
 void penstock_gelu_tanh_mul(int, const void*, void*, int64_t, int64_t);
+void penstock_clamped_swiglu(int, const void*, void*, int64_t, int64_t, float, float);
 void penstock_prepare_kv(int, const void*, const void*, const void*, int64_t, int64_t, int64_t, void*, void*, int64_t, const int64_t*,
                          const float*, const float*, int64_t, const float*, const float*, float, int64_t, int64_t, int64_t, int64_t,
                          int64_t, int64_t);
 void penstock_linear(int, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t);
 void penstock_quantized_linear(int, int, int, const void*, const void*, const void*, const int8_t*, const void*, void*, int64_t, int64_t,
                                int64_t, int64_t);
-void penstock_paged_attention(int, const void*, void*, const void*, int64_t, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t,
-                              int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
+void penstock_paged_attention(int, const void*, void*, const void*, int64_t, const int32_t*, const int32_t*, const int32_t*, const float*,
+                              int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
 void penstock_gather_rows(const void*, const int64_t*, void*, int64_t, int64_t);
 void penstock_add_lora(int, void*, const void*, const int64_t*, const int64_t*, int64_t, const void*, int64_t, const int64_t*, int64_t,
                        const int64_t*, int64_t, int64_t);
 void penstock_route(int, const void*, const float*, int32_t*, float*, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, int64_t, float);
-void penstock_experts(int, const void*, const int32_t*, const float*, const int64_t*, const int64_t*, void*, int64_t, int64_t, int64_t, int64_t,
-                      int64_t, int);
+void penstock_experts(int, const void*, const int32_t*, const float*, const int64_t*, const int64_t*, const int64_t*, const int64_t*, void*,
+                      int64_t, int64_t, int64_t, int64_t, int64_t, int, float, float);
 void penstock_all_reduce(int, void*, const void*, void*, int64_t);
 void penstock_all_gather(int, void*, const void*, void*, int64_t, int64_t);
 
@@ -90,6 +91,7 @@ void penstock_replay(const void* calls, int64_t count) {
       case 11: call(penstock_all_reduce, one->arguments); break;
       case 12: call(penstock_all_gather, one->arguments); break;
       case 13: call(penstock_quantized_linear, one->arguments); break;
+      case 14: call(penstock_clamped_swiglu, one->arguments); break;
     }
 }
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-Gate = Literal["silu", "gelu_tanh"]
+Gate = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 
 @dataclass
@@ -20,13 +20,19 @@ class ExpertTable:
     hidden: int
     inner: int
     gate: Gate
+    clamp: tuple[float, float] = (0.0, 0.0)
+    """Slope and limit of a clamped gate."""
+    biases: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
+    """By expert, those of both layers; None: there are none."""
     gate_up_at: torch.Tensor = field(init=False)
     """[experts], int64: the addresses."""
     down_at: torch.Tensor = field(init=False)
+    biases_at: tuple[torch.Tensor, torch.Tensor] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        device = self.gate_up[0].device
-        self.gate_up_at, self.down_at = (
-            torch.tensor([weight.data_ptr() for weight in weights], dtype=torch.int64).to(device)
-            for weights in (self.gate_up, self.down)
-        )
+        self.gate_up_at, self.down_at = _addresses(self.gate_up), _addresses(self.down)
+        self.biases_at = None if self.biases is None else (_addresses(self.biases[0]), _addresses(self.biases[1]))
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64).to(tensors[0].device)

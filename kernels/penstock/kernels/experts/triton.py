@@ -16,7 +16,7 @@ import triton.language as tl
 
 from penstock.kernels.experts.reference import combined
 from penstock.kernels.experts.table import ExpertTable
-from penstock.kernels.gated_mul.triton import gelu_tanh_mul, silu_mul
+from penstock.kernels.gated_mul.triton import clamped_swiglu, gelu_tanh_mul, silu_mul
 
 _TILE, _OUTPUTS, _BLOCK = 16, 64, 64
 """Choices, outputs, and inputs at a time."""
@@ -24,7 +24,7 @@ _TILE, _OUTPUTS, _BLOCK = 16, 64, 64
 
 @triton.jit
 def _grouped_linear_kernel(
-    x, weights_at, choices, expert_of, out, IN: tl.constexpr, OUT: tl.constexpr, PER_ROW: tl.constexpr,
+    x, weights_at, biases_at, choices, expert_of, out, IN: tl.constexpr, OUT: tl.constexpr, PER_ROW: tl.constexpr,
     TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(expert_of + tl.program_id(0))
@@ -41,6 +41,9 @@ def _grouped_linear_kernel(
             place = weight + output.to(tl.int64)[None, :] * IN + at[:, None]
             part = tl.load(place, (output < OUT)[None, :] & (at < IN)[:, None], 0.0)
             total = tl.dot(inputs, part, total, input_precision="ieee")
+        if biases_at is not None:
+            bias = tl.load(biases_at + expert).to(tl.pointer_type(x.dtype.element_ty))
+            total += tl.load(bias + output, output < OUT, 0.0).to(tl.float32)[None, :]
         target = out + choice.to(tl.int64)[:, None] * OUT + output[None, :]
         tl.store(target, total, there[:, None] & (output < OUT)[None, :])
 
@@ -52,11 +55,18 @@ def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, table: Ex
         return torch.empty_like(x)
     layout = _layout(ids.flatten().long(), len(table.gate_up))
     projected = x.new_empty(tokens * k, 2 * table.inner)
-    _grouped_linear(x, table.gate_up_at, layout, projected, k)
-    gated = silu_mul(projected) if table.gate == "silu" else gelu_tanh_mul(projected)
+    biases_at = table.biases_at or (None, None)
+    _grouped_linear(x, table.gate_up_at, biases_at[0], layout, projected, k)
+    gated = _gated(projected, table)
     found = x.new_empty(tokens * k, table.hidden)
-    _grouped_linear(gated, table.down_at, layout, found, 1)
+    _grouped_linear(gated, table.down_at, biases_at[1], layout, found, 1)
     return combined(found.view(tokens, k, table.hidden), weights)
+
+
+def _gated(projected: torch.Tensor, table: ExpertTable) -> torch.Tensor:
+    if table.gate == "clamped_swiglu":
+        return clamped_swiglu(projected, *table.clamp)
+    return silu_mul(projected) if table.gate == "silu" else gelu_tanh_mul(projected)
 
 
 def _layout(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,9 +92,14 @@ def _layout(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _grouped_linear(
-    x: torch.Tensor, weights_at: torch.Tensor, layout: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, per_row: int
+    x: torch.Tensor,
+    weights_at: torch.Tensor,
+    biases_at: torch.Tensor | None,
+    layout: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    per_row: int,
 ) -> None:
     choices, expert_of = layout
     sizes = {"IN": x.shape[1], "OUT": out.shape[1], "PER_ROW": per_row, "TILE": _TILE, "OUTPUTS": _OUTPUTS, "BLOCK": _BLOCK}
     grid = (len(expert_of), triton.cdiv(out.shape[1], _OUTPUTS))
-    _grouped_linear_kernel[grid](x, weights_at, choices, expert_of, out, **sizes, num_warps=4)
+    _grouped_linear_kernel[grid](x, weights_at, biases_at, choices, expert_of, out, **sizes, num_warps=4)

@@ -1,4 +1,4 @@
-"""The gate of a gated MLP (Shazeer, 2020): SwiGLU as Llama has it, GeGLU as Gemma has it."""
+"""The gate of a gated MLP (Shazeer, 2020): SwiGLU as Llama has it, GeGLU as Gemma has it, clamped SwiGLU as gpt-oss has it."""
 
 import torch
 import torch.nn.functional as F
@@ -21,3 +21,10 @@ def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """The same with gelu in its tanh form (Hendrycks and Gimpel, 2016)."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+def clamped_swiglu(gate_up: torch.Tensor, slope: float, limit: float) -> torch.Tensor:
+    """gpt-oss's form: gate · sigmoid(slope · gate) · (up + 1), the gate at most `limit`, `up` between -limit and limit."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return (gate * torch.sigmoid(slope * gate) * (up.clamp(-limit, limit) + 1)).to(gate_up.dtype)

@@ -12,7 +12,12 @@ from penstock.kernels.paged_attention.batch import DecodeTile, PagedBatch, Prefi
 
 
 def paged_attention(
-    q: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, scale: float, softcap: float = 0.0
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    batch: PagedBatch,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends each query to the keys of its request up to its own position, from the first or as far back as the batch's window.
 
@@ -23,23 +28,27 @@ def paged_attention(
         batch: Which of the n tokens and which blocks are whose.
         scale: Of the scores, 1/√d as a rule.
         softcap: Where not 0, a score s becomes softcap · tanh(s / softcap), as in Gemma 2.
+        sinks: [heads], float32: the score of one more key a head, whose value is zero (gpt-oss). None: there is none.
 
     Returns:
         [n, heads, d] in q's dtype.
     """
     kv_heads, head_size = kv_cache.shape[2], kv_cache.shape[4]
     grouped = (q.float() * scale).view(q.shape[0], kv_heads, -1, head_size)
+    of_key_heads = None if sinks is None else sinks.view(kv_heads, -1)
     out = torch.empty_like(grouped)
     if batch.decode_tokens.numel():
-        out[batch.decode_tokens] = _decode(grouped[batch.decode_tokens], kv_cache, batch.decode_tiles, softcap)
+        out[batch.decode_tokens] = _decode(grouped[batch.decode_tokens], kv_cache, batch.decode_tiles, softcap, of_key_heads)
     for prefill in batch.prefills:
         chunk = slice(prefill.start, prefill.start + prefill.length)
-        out[chunk] = _prefill(grouped[chunk], kv_cache, prefill, softcap)
+        out[chunk] = _prefill(grouped[chunk], kv_cache, prefill, softcap, of_key_heads)
     return out.to(q.dtype).view(q.shape)
 
 
-def _decode(q: torch.Tensor, kv_cache: torch.Tensor, tiles: list[DecodeTile], softcap: float) -> torch.Tensor:
-    """One query a request: each item has keys of its own. q, result: [n, kv_heads, group, d]."""
+def _decode(
+    q: torch.Tensor, kv_cache: torch.Tensor, tiles: list[DecodeTile], softcap: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """One query a request: each item has keys of its own. q, result: [n, kv_heads, group, d]; sinks: [kv_heads, group]."""
     kv_heads, group, head_size = q.shape[1:]
     state = _Softmax(q.reshape(-1, group, head_size), softcap)
     for tile in tiles:
@@ -49,11 +58,13 @@ def _decode(q: torch.Tensor, kv_cache: torch.Tensor, tiles: list[DecodeTile], so
         masked = None if tile.unseen is None else tile.unseen.repeat_interleave(kv_heads, 0)[:, None]
         items = slice(tile.rows.start * kv_heads, tile.rows.stop * kv_heads)
         state.add(items, keys.flatten(0, 1), values.flatten(0, 1), masked)
-    return state.result().view(q.shape)
+    return state.result(None if sinks is None else sinks.repeat(len(q), 1)).view(q.shape)
 
 
-def _prefill(q: torch.Tensor, kv_cache: torch.Tensor, prefill: Prefill, softcap: float) -> torch.Tensor:
-    """Several queries of one request share its keys. q, result: [n, kv_heads, group, d]."""
+def _prefill(
+    q: torch.Tensor, kv_cache: torch.Tensor, prefill: Prefill, softcap: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Several queries of one request share its keys. q, result: [n, kv_heads, group, d]; sinks: [kv_heads, group]."""
     heads = [_Softmax(q[:, head].contiguous(), softcap) for head in range(q.shape[1])]
     for tile in prefill.tiles:
         keys, values = _gather(kv_cache, tile.block_ids, 1)
@@ -64,7 +75,8 @@ def _prefill(q: torch.Tensor, kv_cache: torch.Tensor, prefill: Prefill, softcap:
         for head, state in enumerate(heads):
             k, v = (part[:, head].expand(count, -1, -1) for part in (keys, values))
             state.add(tile.queries, k, v, masked)
-    return torch.stack([state.result() for state in heads], dim=1)
+    results = [state.result(None if sinks is None else sinks[head]) for head, state in enumerate(heads)]
+    return torch.stack(results, dim=1)
 
 
 def _gather(kv_cache: torch.Tensor, block_ids: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,6 +114,10 @@ class _Softmax:
         self.total[items] = self.total[items] * shrink + weights.sum(-1)
         self.values[items] = self.values[items] * shrink[..., None] + torch.bmm(weights, values)
 
-    def result(self) -> torch.Tensor:
-        """[i, group, d]."""
-        return self.values / self.total[..., None]
+    def result(self, sinks: torch.Tensor | None) -> torch.Tensor:
+        """[i, group, d], with sinks [i, group], or the same for all items, [group]."""
+        if sinks is None:
+            return self.values / self.total[..., None]
+        maximum = torch.maximum(self.maximum, sinks)
+        shrink = torch.exp(self.maximum - maximum)
+        return self.values * shrink[..., None] / (self.total * shrink + torch.exp(sinks - maximum))[..., None]
