@@ -46,6 +46,11 @@ VARIANTS = {
     "Qwen2MoeForCausalLM": [{}, {"mlp_only_layers": [1], "decoder_sparse_step": 2, "norm_topk_prob": True}],
     "Qwen3MoeForCausalLM": [{"head_dim": 32}, {"num_experts": 9, "num_experts_per_tok": 2, "moe_intermediate_size": 40}],
     "Glm4MoeForCausalLM": [{}, {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}],
+    "GptOssForCausalLM": [
+        {},
+        {"head_dim": 32, "sliding_window": 64, "num_local_experts": 8, "attention_bias": False, "swiglu_limit": 5.0},
+        {"layer_types": ["full_attention"] * 7, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ],
     "CohereForCausalLM": [{}, {"logit_scale": 0.25}],
     "Cohere2ForCausalLM": [{}, {"sliding_window_pattern": 3, "sliding_window": 64}],
     "Starcoder2ForCausalLM": [{}, {"use_bias": False, "sliding_window": 64}],

@@ -31,7 +31,7 @@ from penstock.kernels.paged_attention.device_reference import paged_attention_de
 from penstock.kernels.prepare_kv.reference import PAD_SLOT_ID
 
 NAMES = ["llama", "llama-7to1-llama3-tied", "llama-mha-linear-bias", "qwen3-windows", "qwen2-yarn", "mistral-7to1-window"]
-NAMES += ["gemma2", "gemma3", "phi3-longrope", "olmo2"]
+NAMES += ["gemma2", "gemma3", "phi3-longrope", "olmo2", "gpt-oss"]
 SHARDED = ["llama", "qwen3-windows", "gemma2", "phi3-longrope", "olmo2"]
 ALONE, WHOLE = Shard(), Stage()
 BLOCK_SIZE, VOCAB = 16, 257

@@ -99,8 +99,36 @@ def test_an_expert_that_no_token_chooses_may_hold_anything(checkpoint, build_run
     assert torch.tensor(result.logprobs.top_logprobs).isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["mixtral", "glm4-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "glm4-moe", "gpt-oss"])
 def test_the_fused_kernel_takes_all_experts(name, loaded):
     """Experts one by one would be right as well, and slow."""
     found = [layer.mlp.experts for layer in loaded(name).model.layers if hasattr(layer.mlp, "experts")]
     assert found and all(isinstance(experts, Experts) and experts.fused for experts in found)
+
+
+def test_gpt_oss_lacks_no_expert(checkpoint, build_runner, tmp_path):
+    def cut(tensors):
+        name = "model.layers.1.mlp.experts.gate_up_proj"
+        tensors[name] = tensors[name][:-1]
+
+    path = changed(checkpoint("gpt-oss"), tmp_path / "cut", cut)
+    with pytest.raises(
+        ConfigError, match=r"layers\.1\.mlp\.experts\.gate_up_proj: shape \[5, 64, 224\], expected \[6, 64, 224\]"
+    ):
+        build_runner(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["self_attn.sinks", "mlp.router.bias", "mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"]
+)
+def test_each_addition_of_gpt_oss_changes_what_it_says(name, checkpoint, build_runner, loaded, driver, tmp_path):
+    """So that the comparison with transformers would see it if one were left out."""
+
+    def drop(tensors):
+        for layer in range(3):
+            tensors[f"model.layers.{layer}.{name}"].zero_()
+
+    play, plain = driver(build_runner(changed(checkpoint("gpt-oss"), tmp_path / "less", drop))), driver(loaded("gpt-oss"))
+    sampling = SamplingParams(max_tokens=5, temperature=0.0, logprobs=5)
+    less, whole = (one.step([(one.admit(list(range(60)), sampling), 60)]).logprobs.top_logprobs for one in (play, plain))
+    assert abs(less - whole).max() > 0.01

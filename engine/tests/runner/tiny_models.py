@@ -144,7 +144,14 @@ CONFIGS = {
         | {"n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True}
         | {"attention_bias": True, "pad_token_id": 0},
     ),
+    # Gates and projections reach the limit.
+    "gpt-oss": (
+        "GptOss",
+        HEADS
+        | {"num_hidden_layers": 3, "head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 40}
+        | {"swiglu_limit": 0.8, "rope_parameters": YARN | {"truncate": False}},
+    ),
 }
-MOE = ["mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe"]
+MOE = ["mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe", "gpt-oss"]
 DENSE = ["exaone4", "smollm3", "granite", "glm4", "cohere2", "starcoder2"]
 """One for each way to differ from Llama."""

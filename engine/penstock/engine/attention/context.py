@@ -67,4 +67,4 @@ class ForwardContext:
         # The write comes first: a token attends to itself and to its chunk's earlier tokens through the cache.
         q = self.ops.prepare_kv(q, k, v, cache, group.slot_mapping, rotary, layer.qk_norm)
         place = {} if out is None else {"out": out.view(q.shape)}
-        return self.ops.paged_attention(q, cache, group.batch, layer.scale, layer.softcap, **place).flatten(1)
+        return self.ops.paged_attention(q, cache, group.batch, layer.scale, layer.softcap, layer.sinks, **place).flatten(1)

@@ -52,6 +52,8 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_scale: float
     attention_softcap: float
     """Of the scores; 0 where there is none."""
+    sinks: bool = False
+    """Whether each head has a learned score that takes part in its softmax, without a value."""
     logits_softcap: float
     """0 where there is none."""
     windows: tuple[int | None, ...]
@@ -109,6 +111,7 @@ def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         logits_scale=_logits_scale(raw),
         attention_scale=_attention_scale(raw, head_size),
         attention_softcap=float(raw.get("attn_logit_softcapping") or 0.0),
+        sinks=served.sinks,
         logits_softcap=float(raw.get("final_logit_softcapping") or 0.0),
         windows=windows,
         ropes=_layer_ropes(raw, served, ropes, windows),

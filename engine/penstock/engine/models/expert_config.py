@@ -32,6 +32,10 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Groups that a token's experts are chosen from."""
     shared_size: int
     """Of the expert that all tokens share; 0: none."""
+    biased: bool
+    """Whether the router and the experts' layers have biases."""
+    clamp: tuple[float, float] | None
+    """Slope and limit of a clamped SwiGLU in place of the model's activation; None: the model's."""
     shared_gate: bool
     """Whether that expert's result is multiplied by a gate of its own."""
     shared_name: str
@@ -77,10 +81,21 @@ def parse_experts(raw: Mapping[str, Any], num_layers: int) -> ExpertsConfig:
         groups=groups,
         top_groups=top_groups,
         shared_size=int(shared),
+        biased=bool(raw.get("experts_bias", False)),
+        clamp=_clamp(raw),
         shared_gate=bool(gated),
         shared_name="shared_expert" if gated else "shared_experts",
         further_layers=int(raw.get("num_nextn_predict_layers") or 0),
     )
+
+
+def _clamp(raw: Mapping[str, Any]) -> tuple[float, float] | None:
+    if "swiglu_alpha" not in raw:
+        return None
+    found = float(raw["swiglu_alpha"]), float(raw["swiglu_limit"])
+    if found[1] <= 0:
+        raise ConfigError(f"config.json: swiglu_limit must be above 0, not {raw['swiglu_limit']}")
+    return found
 
 
 def _layers(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:

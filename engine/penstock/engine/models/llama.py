@@ -18,7 +18,7 @@ from penstock.engine.models.layers.linear import GateUpParallelLinear, QKVParall
 from penstock.engine.models.layers.norm import LayerNorm, Norm, RMSNorm
 from penstock.engine.models.layers.rotary import RotaryEmbedding
 from penstock.engine.models.layers.vocab import LMHead, VocabEmbedding
-from penstock.engine.models.layers.weight import Weights, halves_from_pairs, prefixed
+from penstock.engine.models.layers.weight import Weight, Weights, halves_from_pairs, prefixed
 from penstock.engine.models.model import AuxStates, Carry
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
 
@@ -47,7 +47,9 @@ class LlamaAttention:
             scale=config.attention_scale,
             softcap=config.attention_softcap,
             qk_norm=QKNorm(self.norms[0].weight, self.norms[1].weight, config.rms_norm_eps) if config.qk_norm else None,
+            sinks=torch.empty(own.size, dtype=torch.float32, device=build.device) if config.sinks else None,
         )
+        self._heads = own
 
     def weights(self) -> Weights:
         """The layer's, without a prefix."""
@@ -60,7 +62,13 @@ class LlamaAttention:
             }
         for norm in self.norms:
             found |= norm.weights()
+        if self.attention.sinks is not None:
+            found["sinks"] = Weight((self._heads.total,), self._load_sinks)
         return found
+
+    def _load_sinks(self, value: torch.Tensor) -> None:
+        assert self.attention.sinks is not None
+        self.attention.sinks.copy_(self._heads.narrow(value, 0))
 
     def finish(self) -> None:
         """After loading."""

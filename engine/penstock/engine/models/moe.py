@@ -12,7 +12,7 @@ import torch
 
 from penstock.engine.models.build import Build
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.layers.experts import Experts, Router
+from penstock.engine.models.layers.experts import Experts, Gate, Router
 from penstock.engine.models.layers.linear import ColumnParallelLinear
 from penstock.engine.models.layers.shard import Span
 from penstock.engine.models.layers.weight import Weights, prefixed
@@ -38,8 +38,9 @@ class MoeMLP:
             group_best=2 if experts.sigmoid else 1,
         )
         hidden, count = config.hidden_size, experts.count
-        self.gate = Router(hidden, count, routing, experts.corrected, experts.sigmoid, build)
-        self.experts = Experts(hidden, experts.intermediate_size, count, config.activation, build.within("experts"))
+        self.gate = Router(hidden, count, routing, experts.biased, experts.corrected, experts.sigmoid, build)
+        gate = Gate("clamped_swiglu", experts.clamp) if experts.clamp else Gate(config.activation)
+        self.experts = Experts(hidden, experts.intermediate_size, count, gate, experts.biased, build.within("experts"))
         self._shared_name, self.shared = experts.shared_name, None
         if experts.shared_size:
             as_dense = msgspec.structs.replace(config, intermediate_size=experts.shared_size)

@@ -18,7 +18,8 @@ class Family(NamedTuple):
     model: str
     """`module:Class`."""
     assumes: Mapping[str, Any] = {}
-    """Fields of config.json where it is silent. `qkv_bias` is ours: whether these three projections have one."""
+    """Fields of config.json where it is silent. Two are ours: `qkv_bias` says whether these three projections have one, and
+    `experts_bias` whether routers and experts do."""
     qk_norm: bool = False
     """Whether each head's queries and keys are normalised."""
     norm_offset: float = 0.0
@@ -27,6 +28,8 @@ class Family(NamedTuple):
     norm_eps: str = "rms_norm_eps"
     """The field that holds it."""
     gated_mlp: bool = True
+    sinks: bool = False
+    """Whether each head has a learned score that takes part in its softmax, without a value."""
     has_experts: bool = False
     rotates: Literal["all", "windowed", "listed"] = "all"
     """The layers with a rotary embedding: all, those with a window if there are any, or those that `no_rope_layers` lists."""
@@ -54,6 +57,21 @@ _GLM = {
     "attention_bias": True,
     "attention_out_bias": False,
     "partial_rotary_factor": 0.5,
+}
+_GPT_OSS = {
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "sliding_window_pattern": 2,
+    "rope_theta": 150000.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "experts_bias": True,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
 }
 _MODELS = "penstock.engine.models"
 
@@ -101,6 +119,7 @@ FAMILIES = {
         | {"scoring_func": "sigmoid", "norm_topk_prob": True, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
         has_experts=True,
     ),
+    "GptOssForCausalLM": Family(f"{_MODELS}.gpt_oss:GptOssForCausalLM", _GPT_OSS, sinks=True, has_experts=True),
     "GraniteForCausalLM": Family(f"{_MODELS}.granite:GraniteForCausalLM", _NO_WINDOW | {"attention_multiplier": 1.0}),
     "LlamaForCausalLM": Family(_LLAMA, _NO_WINDOW),
     "MinistralForCausalLM": Family(_LLAMA, {"sliding_window": 4096}),
@@ -144,7 +163,6 @@ FAMILIES = {
 MISSING = {
     "DeepseekV2ForCausalLM": "latent attention",
     "DeepseekV3ForCausalLM": "latent attention",
-    "GptOssForCausalLM": "attention sinks on CPUs, and the clamped activation of its experts",
     "KimiK2ForCausalLM": "latent attention",
     "Llama4ForCausalLM": "chunked attention and temperature scaling of queries",
     "Llama4ForConditionalGeneration": "chunked attention, temperature scaling of queries, and images",

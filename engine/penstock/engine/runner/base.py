@@ -183,7 +183,7 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
             block_sizes=tuple({group.block_size for group in self._layout.groups}),
             scale=config.attention_scale,
             softcap=config.attention_softcap,
-            sinks=False,
+            sinks=config.sinks,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
             max_model_len=self.config.model.max_model_len,

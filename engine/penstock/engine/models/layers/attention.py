@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from penstock.kernels.prepare_kv.reference import QKNorm
 
 
@@ -18,3 +20,5 @@ class Attention:
     softcap: float
     """Of the scores; 0 where there is none."""
     qk_norm: QKNorm | None
+    sinks: torch.Tensor | None = None
+    """[heads], float32: the score of one more key a head, whose value is zero."""

@@ -1,17 +1,21 @@
 """A router and the experts that it sends tokens to."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from penstock.engine.models.build import Build
-from penstock.engine.models.config import Activation
+from penstock.engine.models.layers.linear import once_in_sum
 from penstock.engine.models.layers.linear_method import DeviceLinearMethod, FusableMethod, LinearMethod, UnquantizedLinearMethod
 from penstock.engine.models.layers.projection import LinearLayer, Projection
 from penstock.engine.models.layers.shard import Span
 from penstock.engine.models.layers.weight import Weight, Weights
 from penstock.kernels.experts.routing import Routing
 from penstock.kernels.experts.table import ExpertTable
+from penstock.kernels.experts.table import Gate as GateKind
+from penstock.kernels.ops import Ops
 
 
 class Router:
@@ -21,17 +25,25 @@ class Router:
         hidden_size: Of a token.
         num_experts: To choose from.
         routing: The rule.
+        biased: Whether logits have a bias.
         corrected: Whether the checkpoint holds a bias for the choice.
         in_float32: Whether logits are computed in float32 whatever the model's dtype.
         build: See Build.
     """
 
     def __init__(
-        self, hidden_size: int, num_experts: int, routing: Routing, corrected: bool, in_float32: bool, build: Build
+        self,
+        hidden_size: int,
+        num_experts: int,
+        routing: Routing,
+        biased: bool,
+        corrected: bool,
+        in_float32: bool,
+        build: Build,
     ) -> None:
         projection = Projection("gate", _whole(hidden_size), _whole(num_experts), 0)
         self._dtype = torch.float32 if in_float32 else build.dtype
-        layer = LinearLayer(build.name("gate"), (projection,), bias=False, dtype=self._dtype, routed=True)
+        layer = LinearLayer(build.name("gate"), (projection,), biased, self._dtype, routed=True)
         if self._dtype is build.dtype:
             self._method = build.linear_method(layer)
         else:
@@ -61,6 +73,20 @@ class Router:
         return self._ops.route(self._method.apply(hidden.to(self._dtype)), self._bias, self._routing)
 
 
+class Gate(NamedTuple):
+    """What an expert makes of its gate and its up projection."""
+
+    kind: GateKind
+    clamp: tuple[float, float] = (0.0, 0.0)
+    """Slope and limit of the clamped one."""
+
+    def product(self, ops: Ops) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The operation by itself."""
+        if self.kind == "clamped_swiglu":
+            return lambda gate_up: ops.clamped_swiglu(gate_up, *self.clamp)
+        return {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_tanh_mul}[self.kind]
+
+
 class Experts:
     """Gated MLPs, each in the hands of linear methods of its own and cut among the ranks by its inner features.
 
@@ -70,25 +96,26 @@ class Experts:
         hidden_size: Of a token.
         inner_size: Of an expert, whole.
         num_experts: How many.
-        activation: Of the gate.
+        gate: See Gate.
+        biased: Whether both layers of an expert have biases.
         build: See Build.
     """
 
-    def __init__(self, hidden_size: int, inner_size: int, num_experts: int, activation: Activation, build: Build) -> None:
+    def __init__(self, hidden_size: int, inner_size: int, num_experts: int, gate: Gate, biased: bool, build: Build) -> None:
         inner, hidden = build.shard.span(inner_size, "moe_intermediate_size"), _whole(hidden_size)
-        gate, up = Projection("gate_proj", hidden, inner, 0), Projection("up_proj", hidden, inner, inner.size)
+        first, up = Projection("gate_proj", hidden, inner, 0), Projection("up_proj", hidden, inner, inner.size)
         down = Projection("down_proj", inner, hidden, 0)
         self._gate_up, self._down = list[LinearMethod](), list[LinearMethod]()
         for expert in range(num_experts):
             own = build.within(str(expert))
-            layer = LinearLayer(own.name("gate_up_proj"), (gate, up), bias=False, dtype=build.dtype, routed=True)
+            layer = LinearLayer(own.name("gate_up_proj"), (first, up), biased, build.dtype, routed=True)
             self._gate_up.append(build.linear_method(layer))
-            layer = LinearLayer(own.name("down_proj"), (down,), bias=False, dtype=build.dtype, routed=True)
+            layer = LinearLayer(own.name("down_proj"), (down,), biased, build.dtype, routed=True)
             self._down.append(build.linear_method(layer))
-        self._projections, self._sizes = (gate, up, down), (hidden_size, inner.size)
-        self._activation: Activation = activation
-        self._ops, self._comm = build.ops, build.comm
-        self._gated_mul = {"silu": build.ops.silu_mul, "gelu_tanh": build.ops.gelu_tanh_mul}[activation]
+        self._projections, self._sizes = (first, up, down), (hidden_size, inner.size)
+        self._gate, self._biased = gate, biased
+        self._ops, self._comm, self._rank = build.ops, build.comm, build.shard.rank
+        self._gated_mul = gate.product(build.ops)
         self._mlps = [partial(self._mlp, *methods) for methods in zip(self._gate_up, self._down, strict=True)]
         self._table: ExpertTable | None = None
 
@@ -102,7 +129,7 @@ class Experts:
         gate, up, down = self._projections
         found: Weights = {}
         for expert, (gate_up, last) in enumerate(zip(self._gate_up, self._down, strict=True)):
-            own = _stored(gate_up, gate) | _stored(gate_up, up) | _stored(last, down)
+            own = _stored(gate_up, gate) | _stored(gate_up, up) | _stored(last, down, self._rank)
             found |= {f"{expert}.{name}": weight for name, weight in own.items()}
         return found
 
@@ -113,7 +140,9 @@ class Experts:
         fused = [method for method in (*self._gate_up, *self._down) if isinstance(method, FusableMethod)]
         if self._ops.experts is not None and len(fused) == 2 * len(self._gate_up):
             weights, count = [method.kernel_weight for method in fused], len(self._gate_up)
-            self._table = ExpertTable(weights[:count], weights[count:], *self._sizes, self._activation)
+            biases = [method.bias for method in fused if method.bias is not None]
+            own = (biases[:count], biases[count:]) if self._biased else None
+            self._table = ExpertTable(weights[:count], weights[count:], *self._sizes, *self._gate, own)
 
     def __call__(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """[n, hidden] and each token's choices → [n, hidden]."""
@@ -129,11 +158,21 @@ def _whole(size: int) -> Span:
     return Span(size, 0, size)
 
 
-def _stored(method: LinearMethod, projection: Projection) -> Weights:
-    """What a method asks for, with no place for adapters."""
+def _stored(method: LinearMethod, projection: Projection, rank: int = 0) -> Weights:
+    """What a method asks for, with no place for adapters.
+
+    Args:
+        method: Of the layer.
+        projection: Of it.
+        rank: Of a layer whose results are added up over the ranks.
+    """
+
+    def load(kind: str, value: torch.Tensor) -> None:
+        method.load(projection, kind, once_in_sum(kind, value, rank))
+
     found: Weights = {}
     for kind, spec in method.tensors(projection).items():
         spec.check(projection, f"{projection.name}.{kind}")
         dim = None if spec.outputs is None else spec.outputs.dim
-        found[f"{projection.name}.{kind}"] = Weight(spec.shape, partial(method.load, projection, kind), None, spec.dtypes, dim)
+        found[f"{projection.name}.{kind}"] = Weight(spec.shape, partial(load, kind), None, spec.dtypes, dim)
     return found

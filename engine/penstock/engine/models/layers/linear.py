@@ -96,12 +96,16 @@ class RowParallelLinear(_Linear):
 
     def __init__(self, name: str, inputs: Span, out_features: int, bias: bool, build: Build) -> None:
         super().__init__(name, inputs, {name: Span(out_features, 0, out_features)}, bias, build)
-        self._comm, self._adds_bias = build.comm, build.shard.rank == 0
+        self._comm, self._rank = build.comm, build.shard.rank
 
     def _load(self, projection: Projection, kind: str, value: torch.Tensor) -> None:
-        # Once in the sum.
-        super()._load(projection, kind, torch.zeros_like(value) if kind == "bias" and not self._adds_bias else value)
+        super()._load(projection, kind, once_in_sum(kind, value, self._rank))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[n, the rank's inputs] → [n, out], the same on all ranks."""
         return self._comm.all_reduce(self._method.apply(x))
+
+
+def once_in_sum(kind: str, value: torch.Tensor, rank: int) -> torch.Tensor:
+    """What a rank loads of a tensor of a layer whose results are added up over the ranks: the bias counts on the first alone."""
+    return torch.zeros_like(value) if kind == "bias" and rank else value

@@ -55,7 +55,9 @@ LinearKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], 
 
 @runtime_checkable
 class FusableMethod(Protocol):
-    """A linear method whose weight the kernels of a layer of experts read by themselves."""
+    """A linear method whose weight and bias the kernels of a layer of experts read by themselves."""
+
+    bias: torch.Tensor | None
 
     @property
     def kernel_weight(self) -> torch.Tensor:
