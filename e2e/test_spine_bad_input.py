@@ -26,7 +26,7 @@ def test_field_that_nothing_honours_is_named_and_nothing_runs(system: System, na
         found = eventually(refused)
         assert found["Accepted"]["reason"] == "UnsupportedField"
         for field in (
-            "spec.engine.speculative.method (medusa; ngram, suffix, draft_model, eagle, eagle3, auto work)",
+            "spec.engine.speculative.method (medusa; ngram, suffix, draft_model, eagle, eagle3, mtp, auto work)",
             "spec.engine.quantization.weights (fp8_per_tensor_static; int8_per_channel_weight_only, int8_per_group_32",
         ):
             assert field in found["Accepted"]["message"]

@@ -141,7 +141,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         )
         self._check_ranks(folder, model.architecture, device)
         source = self.model.removeprefix("hf://").removeprefix("file://")
-        speculative = speculative_config(self.speculative_config, self.spec_method, self.spec_tokens, self.spec_model)
+        speculative = speculative_config(self.speculative_config, self.spec_method, self.spec_tokens, self.spec_model, model)
         if speculative is not None and device == "cuda":
             raise ConfigError("--speculative-config: drafts are verified on a CPU alone so far (--device cpu)")
         if model.pooling is not None:

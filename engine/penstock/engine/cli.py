@@ -278,7 +278,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     backends = ["triton", "flash_attn", "flashinfer", "torch"]
     what = 'speculative decoding, with vLLM\'s keys: \'{"method": "ngram", "num_speculative_tokens": 4}\''
     add("--speculative-config", type=_object, metavar="JSON", help=what)
-    what = "source of draft tokens: ngram, suffix, draft_model, eagle, eagle3 or auto (None: no speculative decoding)"
+    what = "source of draft tokens: ngram, suffix, draft_model, eagle, eagle3, mtp or auto (None: no speculative decoding)"
     add("--spec-method", metavar="METHOD", help=what)
     add("--spec-model", metavar="MODEL", help="draft model with the same tokenizer, or EAGLE head, named as MODEL is")
     add("--spec-tokens", type=positive, help="largest number of draft tokens of a request in a step (None: 4)")

@@ -26,8 +26,8 @@ CudagraphMode = Literal["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"]
 requests have equally many new tokens, and parts for the others."""
 
 
-SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "eagle", "eagle3"]
-"""Where drafts come from: the request's own text; that and the outputs of earlier requests."""
+SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"]
+"""Where drafts come from: the request's own text; that and the outputs of earlier requests; a smaller model; a head."""
 
 
 class ConfigError(ValueError):

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from draft_heads import AUX, DRAFT_VOCAB, ReferenceHead, save_head
+from draft_heads import AUX, DRAFT_VOCAB, ReferenceHead, Told, save_head
 from test_core_with_runner import OUTPUTS, SCHEDULER, Engine, requests
 from test_draft_model import PAYS
 from test_drafts_in_core import K, Watched
@@ -80,31 +80,15 @@ def test_a_head_drafts_what_plain_torch_does_and_changes_no_token(
     batch = [it for it in requests(False) if it.index % 3 == 0 or it.index == 1]
     reference, folder = head
     target = transformers.LlamaForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32).eval()
-    told: list[tuple[list[int], list[int]]] = []
-    propose = HeadProposer.propose
-
-    def watched(proposer, table, rows, most):
-        drafts = propose(proposer, table, rows, most)
-        for at, row in enumerate(rows.tolist()):
-            told.append((table.token_ids[row, : table.num_tokens[row]].tolist(), drafts[at][drafts[at] >= 0].tolist()))
-        return drafts
-
-    monkeypatch.setattr(HeadProposer, "propose", watched)
+    told = Told(monkeypatch)
     engine = drafting(checkpoint, build_runner, monkeypatch, folder, depth, 22 if crowded else 100)
     try:
-        told.clear()
+        told.seen.clear()
         assert engine.run(batch) == {it.index: alone[it.index] for it in batch}
         assert (engine.core.stats().preemptions > 0) == crowded
     finally:
         engine.executor.close()
-    assert len(told) > 100
-    compared = 0
-    for known, drafts in told[:: max(len(told) // 60, 1)]:
-        expected, lead = reference.drafts(target, known, len(drafts))
-        if lead > 1e-3:
-            assert drafts == expected, len(known)
-            compared += len(drafts)
-    assert compared > 100
+    told.compare(reference, target)
 
 
 def test_drafts_of_a_head_are_tokens_of_its_own_vocabulary(checkpoint, build_runner, monkeypatch, tmp_path):

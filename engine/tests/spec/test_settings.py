@@ -32,12 +32,12 @@ def test_flags_of_their_own():
 @pytest.mark.parametrize(
     ("config", "method", "tokens", "words"),
     [
-        ({"num_speculative_tokens": 4}, None, None, "method is missing: ngram, suffix, draft_model, eagle, eagle3 or auto"),
+        ({"num_speculative_tokens": 4}, None, None, "method is missing: ngram, suffix, draft_model, eagle, eagle3, mtp or auto"),
         (
             {"method": "ngam"},
             None,
             None,
-            "there is no method 'ngam' (ngram, suffix, draft_model, eagle, eagle3, auto); did you mean ngram?",
+            "there is no method 'ngam' (ngram, suffix, draft_model, eagle, eagle3, mtp, auto); did you mean ngram?",
         ),
         ({"method": "ngram", "num_speculative_token": 4}, None, None, "did you mean num_speculative_tokens?"),
         ({"method": "ngram", "num_speculative_tokens": 33}, None, None, "num_speculative_tokens: must be at most 32"),

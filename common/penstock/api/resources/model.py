@@ -171,8 +171,9 @@ class Speculative(Part):
     )
 
     method: Annotated[Word, Flag("--spec-method")]
-    """Where drafts come from: `ngram`, the request's own text; `suffix`, that and earlier outputs; `auto`; `draft_model`,
-    `eagle` or `eagle3`, the checkpoint that `model` names."""
+    """Where drafts come from: `ngram`, the request's own text; `suffix`, that and earlier outputs; `mtp`, a layer of the model's
+    own checkpoint; `auto`, `mtp` if there is such a layer, else `suffix`; `draft_model`, `eagle` or `eagle3`, the checkpoint
+    that `model` names."""
     tokens: Annotated[int, Flag("--spec-tokens")] = Field(default=4, ge=1, le=32)
     """Drafts of a request in one step at most."""
     model: Annotated[Uri | None, Flag("--spec-model")] = None

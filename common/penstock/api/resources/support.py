@@ -6,7 +6,7 @@ from typing import Final
 from penstock.api.resources.model import InferenceModelSpec
 from penstock.api.resources.pools import Pool
 
-DRAFTS: Final = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "auto")
+DRAFTS: Final = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "auto")
 """Methods of speculative decoding that engines have."""
 
 

@@ -20,6 +20,7 @@ Norm = Literal["rms", "layer", "layer_bias"]
 """RMSNorm, or LayerNorm without and with a bias."""
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_FURTHER = "num_nextn_predict_layers"
 
 
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +67,8 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Longest sequence in tokens, after rope scaling."""
     experts: ExpertsConfig | None = None
     """None: every layer has a plain MLP."""
+    further_layers: int = 0
+    """Layers of the checkpoint after the last, which predict further tokens (MTP)."""
 
 
 def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -118,6 +121,7 @@ def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         interleaved_rope=served.interleaved_rope,
         max_position_embeddings=ropes.max_positions,
         experts=parse_experts(raw, len(windows)) if served.has_experts else None,
+        further_layers=whole_number(raw, _FURTHER) if raw.get(_FURTHER) else 0,
     )
 
 

@@ -39,8 +39,6 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     shared_gate: bool
     """Whether that expert's result is multiplied by a gate of its own."""
     shared_name: str
-    further_layers: int
-    """Layers of the checkpoint after the last, which predict further tokens and are not loaded."""
 
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -85,7 +83,6 @@ def parse_experts(raw: Mapping[str, Any], num_layers: int) -> ExpertsConfig:
         clamp=_clamp(raw),
         shared_gate=bool(gated),
         shared_name="shared_expert" if gated else "shared_experts",
-        further_layers=int(raw.get("num_nextn_predict_layers") or 0),
     )
 
 

@@ -1,12 +1,14 @@
-"""What the checkpoint of a draft head says: EAGLE-1, EAGLE-3, and EAGLE-3 as speculators saves it. No torch."""
+"""What the checkpoint of a draft head says: EAGLE-1, EAGLE-3, EAGLE-3 as speculators saves it, and MTP layers. No torch."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
+import msgspec
+
 from penstock.engine.config import ConfigError
 from penstock.engine.models.config import DecoderConfig, parse_decoder_config
 
-HeadKind = Literal["eagle", "eagle3"]
+HeadKind = Literal["eagle", "eagle3", "mtp"]
 SPECULATORS: Final = "speculators_model_type"
 
 
@@ -31,6 +33,10 @@ class HeadConfig(NamedTuple):
     """EAGLE-3: whether the residual stream begins with the normalised state."""
     norm_before_fc: bool
     """EAGLE-3: whether the target's states are normalised first."""
+    architecture: str = ""
+    """MTP: the target's, whose kind of decoder layer it has."""
+    recycles_normed: bool = False
+    """MTP: whether a further draft starts from the state after the norm; otherwise from the one before it."""
 
     @property
     def states_size(self) -> int:
@@ -84,6 +90,48 @@ def parse_head_config(raw: Mapping[str, Any], tensors: Collection[str], target: 
         fc_bias="fc.bias" in tensors,
         norm_before_residual=bool(raw.get("norm_before_residual", SPECULATORS in raw)),
         norm_before_fc=bool(raw.get("norm_before_fc", eagle.get("norm_before_fc", False))),
+    )
+
+
+def parse_mtp_config(raw: Mapping[str, Any], tensors: Collection[str] | None) -> HeadConfig | None:
+    """Reads the `config.json` of a target for its MTP layer, the first one if there are several.
+
+    Args:
+        raw: The object.
+        tensors: Names of the checkpoint's tensors; None: it has no files.
+
+    Returns:
+        None if the checkpoint has no such layer.
+
+    Raises:
+        ConfigError: As `parse_decoder_config`.
+    """
+    target, architecture = parse_decoder_config(raw), str(raw["architectures"][0])
+    name = f"model.layers.{target.num_layers}"
+    if not target.further_layers or (tensors is not None and f"{name}.eh_proj.weight" not in tensors):
+        return None
+    experts = target.experts
+    return HeadConfig(
+        kind="mtp",
+        decoder=msgspec.structs.replace(
+            target,
+            num_layers=1,
+            windows=target.windows[-1:],
+            ropes=target.ropes[-1:],
+            experts=None if experts is None else msgspec.structs.replace(experts, layers=experts.layers[-1:]),
+            further_layers=0,
+        ),
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=target.vocab_size,
+        aux_layers=(),
+        layer_name=name,
+        has_embedding=False,
+        has_lm_head=False,
+        fc_bias=False,
+        norm_before_residual=False,
+        norm_before_fc=False,
+        architecture=architecture,
+        recycles_normed=not architecture.startswith("Glm"),
     )
 
 

@@ -193,17 +193,18 @@ class LlamaForCausalLM:
         return found if self.lm_head is None or tied else found | self.lm_head.weights()
 
     def ignores(self, name: str) -> bool:
-        """Angles that we compute, the copy of a tied weight, an LM head that nobody asks, what other stages have, and scales for
-        keys and values, which the KV cache holds in a dtype that needs none."""
+        """Angles that we compute, the copy of a tied weight, an LM head that nobody asks, MTP layers, what other stages have, and
+        scales for keys and values, which the KV cache holds in a dtype that needs none."""
         unused = self.lm_head is None or self.config.tie_word_embeddings
         if name.endswith(".rotary_emb.inv_freq") or _KV_SCALE.search(name) or (name == "lm_head.weight" and unused):
             return True
-        return self._stage.world > 1 and self._is_other_stages(name)
-
-    def _is_other_stages(self, name: str) -> bool:
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        layer, last = re.match(r"model\.layers\.(\d+)\.", name), self.config.num_layers
+        if layer is not None and last <= int(layer[1]) < last + self.config.further_layers:
+            return True
+        if self._stage.world == 1:
+            return False
         if layer is not None:
-            return int(layer[1]) < self.config.num_layers and int(layer[1]) not in self._indices
+            return int(layer[1]) < last and int(layer[1]) not in self._indices
         return name in ("model.embed_tokens.weight", "model.norm.weight")
 
     def finish(self) -> None:

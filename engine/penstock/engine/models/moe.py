@@ -100,14 +100,6 @@ class MoeForCausalLM(LlamaForCausalLM):
         if one_by_one:
             log.warning("experts of %d layers run one by one, more slowly: no fused kernel takes these weights", len(one_by_one))
 
-    def ignores(self, name: str) -> bool:
-        """Also the layers after the last, which predict further tokens."""
-        layer, experts = re.match(r"model\.layers\.(\d+)\.", name), self.config.experts
-        further = 0 if experts is None else experts.further_layers
-        if layer is not None and 0 <= int(layer[1]) - self.config.num_layers < further:
-            return True
-        return super().ignores(name)
-
 
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 

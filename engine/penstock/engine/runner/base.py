@@ -28,7 +28,8 @@ from penstock.engine.loading.stream import Uploader
 from penstock.engine.lora.runner import lora_runner
 from penstock.engine.models.build import Build
 from penstock.engine.models.config import DecoderConfig, parse_decoder_config
-from penstock.engine.models.eagle import DraftHead, draft_head
+from penstock.engine.models.draft_head import DraftHead
+from penstock.engine.models.heads import draft_head
 from penstock.engine.models.kv import kv_layers
 from penstock.engine.models.layers.comm import Comm, OneRank
 from penstock.engine.models.layers.linear_method import CPU, linear_method
@@ -163,7 +164,8 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
         else:
             self.draft_model = draft_head(drafter.head, build)
         with torch.inference_mode():
-            fill(self.draft_model, Source(drafter.path, self.config.model.load_format), self._dtype, self._uploader())
+            source = self._source if drafter.in_target else Source(drafter.path, self.config.model.load_format)
+            fill(self.draft_model, source, self._dtype, self._uploader())
             self.draft_model.finish()
 
     def _choose_attention(self, config: DecoderConfig) -> AttentionBackend:
@@ -211,6 +213,8 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
             self._adopt(fresh)
             return_free_memory()
         self._fill(source)
+        if self._drafter is not None and self._drafter.in_target:
+            self._load_draft_model(self._drafter)
 
     def _check_checkpoint(self, path: str | None) -> tuple[Source, Model]:
         """Weights that fit, and a model to be filled with them; any error where they do not."""
@@ -221,6 +225,8 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
         if pooling is not None and read_pooling(source.path, raw, pooling.size, "pooling") != pooling:
             raise ConfigError(f"{source.path}: its embeddings are pooled otherwise than those of the model that is served")
         check(fresh, source)
+        if self._drafter is not None and self._drafter.in_target:
+            check(self.draft_model, source)
         return source, fresh
 
     def _new_model(self) -> Model:

@@ -1,4 +1,4 @@
-"""Drafts from a head: a layer or a few that guess on from the target model's hidden states (EAGLE).
+"""Drafts from a head: a layer or a few that guess on from the target model's hidden states (EAGLE, MTP).
 
 After each step of the target the head reads the step's tokens with the target's states, so that its keys and values rest on true
 states alone. The states that it makes up while it drafts are forgotten.
@@ -15,7 +15,7 @@ from penstock.engine.attention.context import AttentionContext, ForwardContext
 from penstock.engine.cache.layout import KVGroup
 from penstock.engine.core.plan import NONE, Bool, Int32
 from penstock.engine.core.row_table import RowTable
-from penstock.engine.models.eagle import DraftHead
+from penstock.engine.models.draft_head import DraftHead
 from penstock.engine.models.model import Model
 from penstock.engine.runner.input_batch import StepArrays, StepInputs
 from penstock.engine.runner.step_tapes import StepTapes

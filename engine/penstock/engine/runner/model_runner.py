@@ -15,7 +15,7 @@ from penstock.engine.config import EngineConfig, SpeculativeConfig
 from penstock.engine.core.memory import Memory, measure_memory
 from penstock.engine.core.plan import Admission, Int32, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS
-from penstock.engine.models.eagle import DraftHead
+from penstock.engine.models.draft_head import DraftHead
 from penstock.engine.models.model import Model
 from penstock.engine.parallel.group import Group
 from penstock.engine.runner.base import RunnerBase

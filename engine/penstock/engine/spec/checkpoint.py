@@ -10,7 +10,7 @@ from penstock.engine.config import ConfigError, ModelConfig, SpeculativeConfig
 from penstock.engine.loading.checkpoint import tensor_dtypes
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.config import DecoderConfig, parse_decoder_config
-from penstock.engine.models.head_config import SPECULATORS, HeadConfig, head_kind, parse_head_config
+from penstock.engine.models.head_config import SPECULATORS, HeadConfig, head_kind, parse_head_config, parse_mtp_config
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +28,11 @@ class DraftCheckpoint(NamedTuple):
     head: HeadConfig | None
     """None: a draft model."""
 
+    @property
+    def in_target(self) -> bool:
+        """Whether the weights are in the target's checkpoint, and change with it."""
+        return self.head is not None and self.head.kind == "mtp"
+
     @classmethod
     def read(cls, speculative: SpeculativeConfig | None, target: ModelConfig) -> "DraftCheckpoint | None":
         """What `speculative` names; None: drafts come from elsewhere.
@@ -35,6 +40,8 @@ class DraftCheckpoint(NamedTuple):
         Raises:
             ConfigError: It cannot be served, or is not what the method says.
         """
+        if speculative is not None and speculative.method == "mtp":
+            return cls._in(target)
         if speculative is None or speculative.model is None:
             return None
         path, method = speculative.model, speculative.method
@@ -55,6 +62,24 @@ class DraftCheckpoint(NamedTuple):
             return cls(path, kind, head.decoder, head)
         except ConfigError as error:
             raise ConfigError(f"{_FLAG} {path}: {error}") from None
+
+    @classmethod
+    def _in(cls, target: ModelConfig) -> "DraftCheckpoint":
+        head = mtp_head(target)
+        if head is None:
+            raise ConfigError(
+                f"--speculative-config: the method mtp needs a checkpoint with an MTP layer, and {target.path} has none: "
+                "num_nextn_predict_layers in config.json, and eh_proj.weight in the layer after the last"
+            )
+        return cls(target.path, head.kind, head.decoder, head)
+
+
+def mtp_head(target: ModelConfig) -> HeadConfig | None:
+    """The MTP layer of a model's checkpoint; None: it has none, or it is quantized, as drafters must not be."""
+    if target.stored_quantization is not None:
+        return None
+    tensors = None if target.load_format == "dummy" else set(tensor_dtypes(target.path))
+    return parse_mtp_config(read_object(target.path / "config.json"), tensors)
 
 
 def verifier(folder: Path) -> str | None:

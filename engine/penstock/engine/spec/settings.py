@@ -6,10 +6,11 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 
-from penstock.engine.config import ConfigError, SpeculativeConfig, SpeculativeMethod
+from penstock.engine.config import ConfigError, ModelConfig, SpeculativeConfig, SpeculativeMethod
 from penstock.engine.loading.checkpoint import resolve, tensor_dtypes
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.head_config import head_kind, proposed_tokens
+from penstock.engine.spec.checkpoint import mtp_head
 from penstock.plain_errors import explained
 from penstock.suggest import suggestion
 
@@ -18,7 +19,8 @@ NUM_TOKENS: Final = 4
 LOOKUP: Final = (3, 5)
 """Fewest and most tokens that are compared, where nobody says."""
 _METHODS: Final = get_args(SpeculativeMethod)
-_NOT_SERVED: Final = ("mtp", "medusa", "mlp_speculator", "deepseek_mtp", "dflash", "dspark")
+_NOT_SERVED: Final = ("medusa", "mlp_speculator", "dflash", "dspark")
+_ALIASES: Final = {"deepseek_mtp": "mtp"}
 _MODELS: Final = ("draft_model", "eagle", "eagle3")
 """Methods that need a checkpoint."""
 _PREFIXES: Final = {"ngram": "prompt_lookup_", "suffix": "suffix_decoding_"}
@@ -43,7 +45,11 @@ class SpeculativeArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def speculative_config(
-    config: Mapping[str, Any] | None, method: str | None, tokens: int | None, model: str | None = None
+    config: Mapping[str, Any] | None,
+    method: str | None,
+    tokens: int | None,
+    model: str | None = None,
+    target: ModelConfig | None = None,
 ) -> SpeculativeConfig | None:
     """The typed form of the four flags; None where none of them is given. A draft model is looked for, and downloaded.
 
@@ -52,6 +58,7 @@ def speculative_config(
         method: `--spec-method`.
         tokens: `--spec-tokens`.
         model: `--spec-model`.
+        target: The model that is served, which may have an MTP layer.
 
     Raises:
         ConfigError: An unknown key, a wrong value, a contradiction, or a method that there is not; it names the flag and the key.
@@ -64,7 +71,7 @@ def speculative_config(
             raise ConfigError(f"{flag} and {key} in --speculative-config exclude each other; remove one")
     source, tokens = args.model or model, args.num_speculative_tokens or tokens
     folder = None if source is None else resolve(source, args.revision, what="draft model")
-    chosen = _method(args.method or method, folder)
+    chosen = _method(args.method or method, folder, target)
     lookup = _lookup(args.prompt_lookup_min, args.prompt_lookup_max)
     fields = {name: value for name, value in msgspec.structs.asdict(args).items() if value is not None}
     for name in fields:
@@ -105,14 +112,17 @@ def _proposed(folder: Path | None) -> int | None:
     return proposed_tokens(read_object(config)) if config is not None and config.is_file() else None
 
 
-def _method(method: str | None, model: Path | None) -> SpeculativeMethod:
+def _method(method: str | None, model: Path | None, target: ModelConfig | None) -> SpeculativeMethod:
+    method = _ALIASES.get(method or "", method)
     if method in _NOT_SERVED:
         raise ConfigError(f"--speculative-config: the method {method} is not served yet; use {', '.join(_METHODS)}")
-    if method is None and model is not None:
-        return head_kind(set(tensor_dtypes(model))) or "draft_model"
-    if method is None:
-        raise ConfigError(f"--speculative-config: method is missing: {', '.join(_METHODS)} or auto")
-    if method == "auto":
+    if method in (None, "auto"):
+        if model is not None:
+            return head_kind(set(tensor_dtypes(model))) or "draft_model"
+        if target is not None and mtp_head(target) is not None:
+            return "mtp"
+        if method is None:
+            raise ConfigError(f"--speculative-config: method is missing: {', '.join(_METHODS)} or auto")
         return "suffix"
     for known in _METHODS:
         if method == known:
