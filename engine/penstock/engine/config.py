@@ -30,6 +30,9 @@ SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "eagle", "eagle3",
 """Where drafts come from: the request's own text; that and the outputs of earlier requests; a smaller model; a head."""
 
 
+DraftSampleMethod = Literal["greedy", "probabilistic"]
+
+
 class ConfigError(ValueError):
     """A setting that cannot work; the message names the flag and what to change."""
 
@@ -181,6 +184,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Drafts of a request in a step at most."""
     model: Path | None = None
     """draft_model, eagle, eagle3: local folder of the draft model or the head."""
+    draft_sample_method: DraftSampleMethod = "greedy"
+    """draft_model, eagle, eagle3, mtp: whether drafts are the likeliest tokens, or are drawn (`probabilistic`)."""
     prompt_lookup_min: int = 3
     """ngram: tokens that must have stood earlier at least."""
     prompt_lookup_max: int = 5

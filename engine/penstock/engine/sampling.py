@@ -71,6 +71,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """None: the output may repeat itself."""
     speculative_decoding: bool = True
     """False: the engine makes no drafts for the request, where it makes any."""
+    seeded: bool = True
+    """Whether the client has given `seed`: then no token may depend on drafts. Else only what tokens are likely to come."""
     extra_args: dict[str, Any] = {}
     """For logits processors of one's own."""
 

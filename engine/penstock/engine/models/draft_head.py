@@ -63,8 +63,9 @@ class DraftHead(Protocol):
         """[n, hidden] → [n, draft vocabulary], float32."""
         ...
 
-    def token_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """The target's ids of the head's, [m] each."""
+    @property
+    def vocabulary(self) -> torch.Tensor | None:
+        """[draft vocabulary], int64: the target's ids of the head's; None: the same. Once loaded."""
         ...
 
 
@@ -130,9 +131,10 @@ class FusingHead(Generic[LayerT]):
         """See DraftHead."""
         return self._target.compute_logits(hidden) if self.lm_head is None else self.lm_head(hidden).float()
 
-    def token_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+    @property
+    def vocabulary(self) -> torch.Tensor | None:
         """See DraftHead."""
-        return draft_ids if self._offsets is None else draft_ids + self._offsets[draft_ids]
+        return None if self._offsets is None else self._offsets + torch.arange(len(self._offsets), device=self._offsets.device)
 
     def angles(self, positions: torch.Tensor) -> Rotary:
         """Of n positions."""

@@ -17,6 +17,7 @@ from penstock.engine.core.plan import NONE, Bool, Int32
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.models.draft_head import DraftHead
 from penstock.engine.models.model import Model
+from penstock.engine.runner.draft_sampler import DraftSampler
 from penstock.engine.runner.input_batch import StepArrays, StepInputs
 from penstock.engine.runner.step_tapes import StepTapes
 from penstock.engine.spec.proposer import Proposer
@@ -76,10 +77,12 @@ class _Bound(NamedTuple):
     """Reads a step's tokens."""
     later: _Runs
     """Reads a draft of each row."""
+    vocabulary: torch.Tensor | None
+    """See `DraftHead`."""
 
 
 class HeadProposer(Proposer):
-    """Proposes the tokens that are likeliest by the head.
+    """Proposes the tokens that are likeliest by the head, or draws them.
 
     Args:
         ops: The head's operations.
@@ -90,6 +93,7 @@ class HeadProposer(Proposer):
         max_num_seqs: Rows.
         max_model_len: Tokens of a row at most.
         num_drafts: K.
+        sampler: Chooses the drafts.
     """
 
     def __init__(
@@ -103,8 +107,9 @@ class HeadProposer(Proposer):
         max_num_seqs: int,
         max_model_len: int,
         num_drafts: int,
+        sampler: DraftSampler,
     ) -> None:
-        self._ops, self._layer_groups, self._states = ops, layer_groups, states
+        self._ops, self._layer_groups, self._states, self._sampler = ops, layer_groups, states, sampler
         self._max_model_len, self._num_drafts = max_model_len, num_drafts
         most = len(states)
         self._arrays = StepArrays(most, max_num_seqs, max_model_len, groups, max_num_seqs)
@@ -126,13 +131,11 @@ class HeadProposer(Proposer):
         for source, out, combines in ((self._states, self._read, True), (self._guessed, self._guessed, False)):
             model = _Pass(head, source, out, combines=combines)
             runs.append(_Runs(model, StepTapes(model, self._ops) if self._ops.tape is not None else None))
-        self._head, self._bound = head, _Bound(kv_caches, *runs)
+        self._bound = _Bound(kv_caches, runs[0], runs[1], head.vocabulary)
 
     def release(self) -> None:
         """Lets go of both, whose memory is wanted back."""
         self._bound = None
-        if hasattr(self, "_head"):
-            del self._head
 
     def follow(self, table: RowTable, rows: Int32, step: StepInputs, asked: Bool) -> None:
         """Reads the tokens of a step. Those of rejected drafts too, so that steps that are alike run from a tape: the next step
@@ -147,7 +150,9 @@ class HeadProposer(Proposer):
         wanted = self._last.numpy()[: np.count_nonzero(asked)]
         wanted[:] = self._place[rows[asked]]
         inputs = replace(step, input_ids=self._ids[:count], logits_indices=self._last[: len(wanted)])
-        self._first[rows[asked]] = self._likeliest(self._bound.first, inputs)
+        logits = self._logits(self._bound.first, inputs)
+        if len(wanted):
+            self._first[rows[asked]] = self._choose(logits, rows[asked], table.num_tokens[rows[asked]], 0)
 
     def propose(self, table: RowTable, rows: Int32, most: int) -> Int32:
         """See Proposer. Drafts end where a row's blocks end."""
@@ -161,18 +166,20 @@ class HeadProposer(Proposer):
             at = np.minimum(ends + np.int32(place - 1), self._max_model_len - 1)
             placed = self._arrays.place(table, rows, at, np.ones(len(rows), np.int32))
             step = self._arrays.inputs(placed, found, np.arange(len(rows), dtype=np.int32), NONE, NONE)
-            found = self._likeliest(self._bound.later, step)
+            found = self._choose(self._logits(self._bound.later, step), rows, ends + np.int32(1 + place), place)
             drafts[:, place] = np.where(place <= has_room, found, -1)
         return drafts
 
-    def _likeliest(self, run: _Runs, step: StepInputs) -> Int32:
-        """[m]: the likeliest token of each row of logits."""
+    def _choose(self, logits: torch.Tensor, rows: Int32, positions: Int32, place: int) -> Int32:
+        assert self._bound is not None
+        return self._sampler.choose(logits, rows, positions, place, self._bound.vocabulary)
+
+    def _logits(self, run: _Runs, step: StepInputs) -> torch.Tensor:
+        """[m, draft vocabulary]: of the step's rows of logits, of which there may be none."""
         assert self._bound is not None
         ctx = ForwardContext(self._ops, self._bound.kv_caches, [step.groups[number] for number in self._layer_groups])
         logits = run.tapes.logits(step, ctx) if run.tapes is not None else None
-        if logits is None:
-            hidden = run.model.forward(step.input_ids, step.positions, ctx)
-            if not len(step.logits_indices):
-                return NONE
-            logits = run.model.compute_logits(hidden[step.logits_indices])
-        return self._head.token_ids(logits.argmax(dim=-1)).to(torch.int32).numpy()
+        if logits is not None:
+            return logits
+        hidden = run.model.forward(step.input_ids, step.positions, ctx)
+        return run.model.compute_logits(hidden[step.logits_indices]) if len(step.logits_indices) else hidden[:0]

@@ -15,6 +15,7 @@ from penstock.engine.cache.layout import KVGroup
 from penstock.engine.core.plan import NONE, Bool, Int32
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.models.model import Model
+from penstock.engine.runner.draft_sampler import DraftSampler
 from penstock.engine.runner.input_batch import StepArrays, StepInputs
 from penstock.engine.runner.step_tapes import StepTapes
 from penstock.engine.spec.proposer import Proposer
@@ -30,7 +31,7 @@ class _Bound(NamedTuple):
 
 
 class DraftModel(Proposer):
-    """Proposes the tokens that are likeliest by the draft model.
+    """Proposes the tokens that are likeliest by the draft model, or draws them.
 
     Args:
         ops: The draft model's operations.
@@ -40,6 +41,7 @@ class DraftModel(Proposer):
         max_model_len: Tokens of a row at most.
         max_num_tokens: Tokens of a step at most.
         num_drafts: K.
+        sampler: Chooses the drafts.
     """
 
     def __init__(
@@ -52,8 +54,9 @@ class DraftModel(Proposer):
         max_model_len: int,
         max_num_tokens: int,
         num_drafts: int,
+        sampler: DraftSampler,
     ) -> None:
-        self._ops, self._layer_groups = ops, layer_groups
+        self._ops, self._layer_groups, self._sampler = ops, layer_groups, sampler
         self._max_model_len, self._num_drafts = max_model_len, num_drafts
         self._block_size = min(group.block_size for group in groups)
         # A row that has rested is behind by less than a block, or by a step's tokens.
@@ -103,13 +106,14 @@ class DraftModel(Proposer):
         for place in range(1, most):
             placed = self._arrays.place(table, rows, ends + np.int32(place - 1), np.ones(len(rows), np.int32))
             step = self._arrays.inputs(placed, found, np.arange(len(rows), dtype=np.int32), NONE, NONE)
-            proposed[:, place] = found = self._likeliest(step)
+            logits = self._logits(step)
+            proposed[:, place] = found = self._sampler.choose(logits, rows, ends + np.int32(place), place)
         self._drafts[rows], self._written[rows] = proposed, most - 1
         drafts[fits] = proposed
         return drafts
 
     def _catch_up(self, table: RowTable, rows: Int32, ends: Int32, *, wanted: bool) -> Int32:
-        """Reads the tokens of rows, [m], up to `ends`, [m]; returns the likeliest next ones, [m], where they are wanted."""
+        """Reads the tokens of rows, [m], up to `ends`, [m]; returns the first drafts, [m], where they are wanted."""
         starts = self._keep_accepted(table, rows, ends)
         counts = ends - starts
         if wanted and (most := int(counts.max())) <= self._num_drafts + 1:
@@ -120,7 +124,8 @@ class DraftModel(Proposer):
         last = placed.query_start_loc[1:] - 1 if wanted else NONE
         step = self._arrays.inputs(placed, table.token_ids[placed.token_rows, placed.positions], last)
         self._computed[rows] = ends
-        return self._likeliest(step)
+        logits = self._logits(step)
+        return self._sampler.choose(logits, rows, ends, 0) if wanted else NONE
 
     def _keep_accepted(self, table: RowTable, rows: Int32, ends: Int32) -> Int32:
         """Counts drafts that were accepted as read, since they were; returns how far each row is, [m], before its last token."""
@@ -132,15 +137,13 @@ class DraftModel(Proposer):
         self._written[rows] = 0
         return np.minimum(self._computed[rows] + accepted, ends - 1)
 
-    def _likeliest(self, step: StepInputs) -> Int32:
-        """[m]: the likeliest token of each row of logits."""
+    def _logits(self, step: StepInputs) -> torch.Tensor:
+        """[m, vocab]: of the step's rows of logits, of which there may be none."""
         assert self._bound is not None, "the draft model sleeps"
         model, kv_caches, tapes = self._bound
         ctx = ForwardContext(self._ops, kv_caches, [step.groups[number] for number in self._layer_groups])
         logits = tapes.logits(step, ctx) if tapes is not None else None
-        if logits is None:
-            hidden = model.forward(step.input_ids, step.positions, ctx)
-            if not len(step.logits_indices):
-                return NONE
-            logits = model.compute_logits(hidden[step.logits_indices])
-        return logits.argmax(dim=-1).to(torch.int32).numpy()
+        if logits is not None:
+            return logits
+        hidden = model.forward(step.input_ids, step.positions, ctx)
+        return model.compute_logits(hidden[step.logits_indices]) if len(step.logits_indices) else hidden[:0]

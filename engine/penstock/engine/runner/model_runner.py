@@ -22,6 +22,7 @@ from penstock.engine.runner.base import RunnerBase
 from penstock.engine.runner.device.host import HostRuntime
 from penstock.engine.runner.draft_head import HeadProposer, TappedModel
 from penstock.engine.runner.draft_model import DraftModel
+from penstock.engine.runner.draft_sampler import DraftSampler
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.input_batch import InputBatch, StepArrays, StepInputs
 from penstock.engine.runner.memory_profile import peak_activation_bytes
@@ -80,6 +81,7 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
             self._states = torch.zeros(most, self._drafter.head.states_size, dtype=self._dtype)
         self._proposer: Proposer | None = None
         self._own_drafts: OwnDrafts | None = None
+        self._draft_sampler: DraftSampler | None = None
         self._pooler = Pooler(pooling.tokens, pooling.size) if pooling is not None else None
         self._reset()
 
@@ -152,7 +154,8 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
             self._proposer = self._make_proposer(config)
             self._bind_drafter()
             timings = measure_steps(self._time_decodes, fits, most)
-            self._own_drafts = OwnDrafts(config, self._proposer, timings, rows, self.decoder_config.vocab_size)
+            vocab_size = self.decoder_config.vocab_size
+            self._own_drafts = OwnDrafts(config, self._proposer, timings, rows, vocab_size, self._draft_sampler)
             pairs = zip(timings[::2], timings[1::2], strict=True)
             told = ", ".join(f"{after.seconds / before.seconds:.2f} at {before.rows} requests" for before, after in pairs)
             log.info("steps with %d drafts take, as multiple of those without: %s", most, told)
@@ -162,7 +165,9 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
             return lookup_proposer(config, self.config.cpu_isa)
         groups = self._layer_groups[self.decoder_config.num_layers :], self._layout.groups
         rows, longest, drafts = self.config.scheduler.max_num_seqs, self.config.model.max_model_len, config.num_speculative_tokens
-        limits = {"max_num_seqs": rows, "max_model_len": longest, "num_drafts": drafts}
+        draws, vocab_size = config.draft_sample_method == "probabilistic", self.decoder_config.vocab_size
+        self._draft_sampler = sampler = DraftSampler(rows, vocab_size, draws=draws)
+        limits = {"max_num_seqs": rows, "max_model_len": longest, "num_drafts": drafts, "sampler": sampler}
         if self._states is None:
             return DraftModel(self.draft_ops, *groups, max_num_tokens=self._max_num_tokens, **limits)
         return HeadProposer(self.draft_ops, *groups, self._states, hidden_size=self._drafter.config.hidden_size, **limits)
@@ -254,7 +259,8 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
                 choosing = self._requests.choosing(plan, step)
                 rows = choosing.rows
                 given = logits, torch.from_numpy(rows.request_rows), torch.from_numpy(rows.positions)
-                choice = self._requests.chooser.choose(choosing, *given, inputs)
+                drawn = None if drafts is None or self._own_drafts is None else self._own_drafts.drawn(plan, drafts)
+                choice = self._requests.chooser.choose(choosing, *given, inputs, drawn)
                 scores, failed, sampled = choice.scores, failed | choice.failed, choice.result.numpy()
                 if drafts is None:
                     self._requests.write_sampled(rows, sampled[:, Column.TOKEN])

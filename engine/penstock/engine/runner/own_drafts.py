@@ -8,8 +8,10 @@ import numpy as np
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.plan import Bool, Int32, StepPlan
 from penstock.engine.core.row_table import RowTable
+from penstock.engine.runner.draft_sampler import DraftSampler
 from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS, StepInputs
-from penstock.engine.runner.verification import Verified
+from penstock.engine.runner.sampler.choice import Drawn
+from penstock.engine.runner.verification import Verified, choices_given
 from penstock.engine.spec.depth import DraftDepth, Timing
 from penstock.engine.spec.proposer import Proposer
 
@@ -30,6 +32,7 @@ class OwnDrafts:
         timings: As `DraftDepth` takes them.
         max_num_seqs: Rows.
         vocab_size: A draft outside is none.
+        sampler: Of a proposer that may draw its drafts; None: it never does.
     """
 
     def __init__(
@@ -39,13 +42,16 @@ class OwnDrafts:
         timings: Sequence[Timing],
         max_num_seqs: int,
         vocab_size: int,
+        sampler: DraftSampler | None = None,
     ) -> None:
-        self._proposer, self._vocab_size = proposer, vocab_size
+        self._proposer, self._vocab_size, self._sampler = proposer, vocab_size, sampler
         self._depth = DraftDepth(max_num_seqs, config.num_speculative_tokens, timings)
         self.drafts: Int32 = np.full((max_num_seqs, config.num_speculative_tokens), _PAD, np.int32)
         """[rows, K]: of each row's next step, -1 pads."""
         self._num_proposed: Int32 = np.zeros(max_num_seqs, np.int32)
         """[rows]: how many of them are the proposer's; those after them only keep a step's rows alike."""
+        self._own: Bool = np.zeros(self.drafts.shape, np.bool_)
+        """[rows, K]: which of `drafts` these are."""
         self._wanted: Bool = np.ones(max_num_seqs, np.bool_)
         """[rows]: whether the request lets itself be drafted for."""
         self._last: tuple[float, int, int] | None = None
@@ -55,10 +61,14 @@ class OwnDrafts:
         """Takes in who leaves and who comes, before the plan is applied to the rows; `now` in seconds."""
         for row in plan.released.tolist():
             self._proposer.ended(rows.token_ids[row, rows.num_prompt_tokens[row] : rows.num_tokens[row]])
+            if self._sampler is not None:
+                self._sampler.release(row)
         for admission in plan.admissions:
             self._depth.admit(admission.row)
             self._proposer.begins(admission.row, admission.num_computed_tokens)
-            self.drafts[admission.row] = _PAD
+            self.drafts[admission.row], self._own[admission.row] = _PAD, False
+            if self._sampler is not None:
+                self._sampler.admit(admission.row, admission.sampling)
             self._wanted[admission.row] = admission.sampling.speculative_decoding
         if self._last is not None:
             began, count, drafts = self._last
@@ -66,6 +76,23 @@ class OwnDrafts:
         drafts = int(plan.num_drafts[0]) if len(plan.num_drafts) else 0
         decodes = len(plan.rows) and np.count_nonzero(plan.num_new_tokens == 1 + drafts) == len(plan.rows)
         self._last = (now, len(plan.rows), drafts) if decodes and drafts in self._depth.depths else None
+
+    def drawn(self, plan: StepPlan, drafts: Int32) -> Drawn | None:
+        """What the sampler must know of a step's drafts, [r, most of a row], as of `planned_drafts`; None: none was drawn."""
+        if self._sampler is None or not self._sampler.draws.any():
+            return None
+        given, known = choices_given(plan, drafts.shape[1]), min(drafts.shape[1], self._own.shape[1])
+        judged = np.zeros_like(given)
+        judged[:, :known] = self._own[plan.rows, :known] & (np.arange(known) < plan.num_drafts[:, None])
+        judged[plan.draft_rows] = False  # these are a guide's
+        judged &= given & self._sampler.draws[plan.rows][:, None]
+        owners, places = judged.nonzero()
+        if not len(owners):
+            return None
+        at = np.cumsum(given).reshape(given.shape) - 1
+        return Drawn(
+            at[owners, places], drafts[owners, places], self._sampler.left_of(plan.rows[owners], places.astype(np.int32))
+        )
 
     def propose(self, plan: StepPlan, step: StepInputs, verified: Verified | None, goes_on: Bool, rows: RowTable) -> Int32 | None:
         """Makes the drafts of the next step, once the tokens of this one are in their rows.
@@ -87,7 +114,7 @@ class OwnDrafts:
             drafted = np.minimum(plan.num_drafts[own], self._num_proposed[of])
             self._depth.observe(of, drafted, np.minimum(verified.accepted[own], drafted))
         # The host knows of no drafts but those that it is told of: masks are for these alone.
-        self.drafts[plan.rows] = _PAD
+        self.drafts[plan.rows], self._own[plan.rows] = _PAD, False
         asked = np.zeros(len(plan.rows), np.bool_) if self._depth.rests else goes_on & self._wanted[plan.rows]
         of = plan.rows[asked]
         most = self._depth.most(of) if len(of) else 0
@@ -115,6 +142,7 @@ class OwnDrafts:
         if not depth:
             return None
         found[:, depth:] = _PAD
+        self._own[of] = found >= 0
         if len(of) * (1 + depth) <= MAX_TAPED_TOKENS:
             # Rows that are alike run from a tape. What they are filled up with is a guess like any other.
             last = rows.token_ids[of, rows.num_tokens[of] - 1]

@@ -2,7 +2,8 @@
 
 A token is chosen at every position with the request's own random number of that position, as if there were no drafts. So a
 stream does not depend on its drafts, whether greedy or sampled (Leviathan et al., arXiv 2211.17192, where a draft's distribution
-is a single token).
+is a single token). In the place of a draft that was drawn, the sampler chooses the draft where it accepts it and another token
+where it does not (`rejection.settle`): here both kinds are alike.
 """
 
 from typing import NamedTuple
@@ -69,6 +70,11 @@ def choices(plan: StepPlan) -> tuple[Int32, Int32]:
     return np.repeat(sampled, each), back.astype(np.int32)
 
 
+def choices_given(plan: StepPlan, width: int) -> Bool:
+    """[r, 1 + width]: which rows of a step choose a token in which place. Row by row these are the step's rows of logits."""
+    return plan.samples[:, None] & (np.arange(width + 1) <= plan.num_drafts[:, None])
+
+
 def verify(plan: StepPlan, drafts: Int32, sampled: Int32) -> Verified:
     """Compares drafts with what was chosen.
 
@@ -78,8 +84,7 @@ def verify(plan: StepPlan, drafts: Int32, sampled: Int32) -> Verified:
         sampled: [m, RESULT]: of each row that samples 1 + `num_drafts`, one row after the other.
     """
     rows, width = len(plan.rows), drafts.shape[1]
-    chosen = np.full((rows, width + 1), _NEVER, np.int32)
-    given = plan.samples[:, None] & (np.arange(width + 1) <= plan.num_drafts[:, None])
+    chosen, given = np.full((rows, width + 1), _NEVER, np.int32), choices_given(plan, width)
     chosen[given] = sampled[:, Column.TOKEN]
     agree = (chosen[:, :width] == drafts) & (drafts != _NEVER) & given[:, :width]
     accepted = np.cumprod(agree, axis=1, dtype=np.int32).sum(axis=1, dtype=np.int32)

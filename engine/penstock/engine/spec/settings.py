@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, get_args
 
 import msgspec
 
-from penstock.engine.config import ConfigError, ModelConfig, SpeculativeConfig, SpeculativeMethod
+from penstock.engine.config import ConfigError, DraftSampleMethod, ModelConfig, SpeculativeConfig, SpeculativeMethod
 from penstock.engine.loading.checkpoint import resolve, tensor_dtypes
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.head_config import head_kind, proposed_tokens
@@ -34,7 +34,7 @@ class SpeculativeArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     method: str | None = None
     model: str | None = None
     revision: str | None = None
-    draft_sample_method: Literal["greedy"] | None = None
+    draft_sample_method: DraftSampleMethod | None = None
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
     prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1)] | None = None
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -78,7 +78,11 @@ def speculative_config(
         for other, prefix in _PREFIXES.items():
             if name.startswith(prefix) and other != chosen:
                 raise ConfigError(f"--speculative-config: {name} is for the method {other}, not for {chosen}; remove it")
-    for name in ("method", "model", "revision", "draft_sample_method"):
+    if args.draft_sample_method == "probabilistic" and chosen in _PREFIXES:
+        raise ConfigError(
+            f"--speculative-config: draft_sample_method probabilistic: the method {chosen} draws no drafts; remove it"
+        )
+    for name in ("method", "model", "revision"):
         fields.pop(name, None)
     fields |= {
         "num_speculative_tokens": tokens or _proposed(folder) or NUM_TOKENS,

@@ -47,10 +47,8 @@ def sample(
         random = (of.temperature > 0).nonzero().squeeze(-1)
         if random.numel():
             of = RowParams(*(column[random] for column in of))
-            left = _filtered(x[random], of)
-            drawn = draw(left, uniform(of.seed, positions[random].long(), Purpose.SAMPLE))
-            # A row of which nothing is left has no number below its sum.
-            told[random.numpy(), Column.TOKEN] = drawn.clamp(max=logits.shape[1] - 1)
+            left = filtered(x[random], of)
+            told[random.numpy(), Column.TOKEN] = draw(left, uniform(of.seed, positions[random].long(), Purpose.SAMPLE))
     return result
 
 
@@ -64,9 +62,16 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     Returns:
         [m], int64.
     """
-    cumulative = torch.softmax(logits, dim=-1, dtype=torch.float64).cumsum(-1)
-    # The first token whose cumulative probability is above the number: it has a probability of its own above 0.
-    return torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True).squeeze(-1)
+    return pick(torch.softmax(logits, dim=-1, dtype=torch.float64), uniforms)
+
+
+def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Draws one token a row; arguments as of `draw`, but for weights, [m, vocab] in float64, in place of logits."""
+    cumulative = weights.cumsum(-1)
+    # The first token whose cumulative weight is above the number: it has a weight of its own above 0.
+    drawn = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True).squeeze(-1)
+    # A row of which nothing is left has no number below its sum.
+    return drawn.clamp(max=weights.shape[1] - 1)
 
 
 def processed(
@@ -77,7 +82,7 @@ def processed(
     found, of = logits[at], columns(params.index_select(0, rows))
     random = (of.temperature > 0).nonzero().squeeze(-1)
     if random.numel():
-        found[random] = _filtered(found[random], RowParams(*(column[random] for column in of)))
+        found[random] = filtered(found[random], RowParams(*(column[random] for column in of)))
     return found
 
 
@@ -180,7 +185,7 @@ def _count_bad(logits: torch.Tensor, masked: bool) -> torch.Tensor:
     return torch.stack((logits.isnan().sum(-1), infinite.sum(-1)), dim=1).int()
 
 
-def _filtered(logits: torch.Tensor, of: RowParams) -> torch.Tensor:
+def filtered(logits: torch.Tensor, of: RowParams) -> torch.Tensor:
     """Temperature, min-p, top-k and top-p of [m, vocab], none of which is greedy; what goes is -inf."""
     scaled = logits / of.temperature[:, None]
     if bool((of.log_min_p > _NOTHING).any()):

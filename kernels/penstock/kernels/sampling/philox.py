@@ -18,6 +18,12 @@ class Purpose(IntEnum):
     """What a number is drawn for, so that two draws at one position are independent."""
 
     SAMPLE = 0
+    DRAFT = 1
+    """A draft, from a draft model's distribution."""
+    ACCEPT = 2
+    """Whether such a draft is accepted."""
+    RESIDUAL = 3
+    """The token in place of one that is not."""
 
 
 def philox(

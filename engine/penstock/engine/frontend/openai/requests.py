@@ -99,6 +99,7 @@ def sampling_params(
         allowed_token_ids=allowed,
         repetition_detection=_repetition(request),
         speculative_decoding=request.speculative_decoding,
+        seeded=request.seed is not None,
         extra_args=request.vllm_xargs,
     )
     _check_something_left(params)

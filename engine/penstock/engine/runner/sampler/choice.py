@@ -21,6 +21,7 @@ from penstock.engine.runner.sampler.scores import Download, SampledScores
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.sampling.buffers import Column, Path
 from penstock.kernels.sampling.params import columns
+from penstock.kernels.sampling.rejection import settle
 
 _PATHS = tuple(Path)
 _PARTICULAR = len(_PATHS)
@@ -41,6 +42,17 @@ class Choosing(NamedTuple):
     def take(self, which: Int64) -> "Choosing":
         """Those at some indexes."""
         return Choosing(self.at[which], self.plan_rows[which], self.rows.take(which))
+
+
+class Drawn(NamedTuple):
+    """The d drafts among a step's choices that were drawn; others are compared with what is chosen in their place."""
+
+    at: Int64
+    """[d]: which of the m rows of logits judges each."""
+    ids: Int32
+    """[d]."""
+    left: torch.Tensor
+    """[d, vocab]: what they were drawn from, as of `rejection.draw_drafts`."""
 
 
 class Choice(NamedTuple):
@@ -95,6 +107,7 @@ class Chooser:
         request_rows: torch.Tensor,
         positions: torch.Tensor,
         inputs: SampleInputs,
+        drawn: Drawn | None = None,
     ) -> Choice:
         """Chooses the step's tokens.
 
@@ -104,6 +117,7 @@ class Chooser:
             request_rows: [m], int32, on the device.
             positions: [m], int32, on the device: of the tokens that are chosen.
             inputs: With the masks of the step.
+            drawn: Drafts, of which those that are accepted are chosen; None: none was drawn.
 
         Raises:
             ValueError: There are not as many masks as choices under a mask.
@@ -111,7 +125,9 @@ class Chooser:
         of = choosing.rows.request_rows
         masked = _masked(choosing, inputs)
         if not len(masked) and (path := self.plain(of)) is not None:
-            return Choice(self._sampler.sample(logits, request_rows, positions, path))
+            result = self._sampler.sample(logits, request_rows, positions, path)
+            self._settle(result, logits, self._sampler.params, drawn, request_rows, positions)
+            return Choice(result)
         path = self._sampler.path(of)
         adjusted, params = logits, self._sampler.params
         if len(masked) or self._adjusted[of].any():
@@ -125,9 +141,28 @@ class Chooser:
             result[:, Column.NANS : Column.INFINITIES + 1] = bad
         else:
             result = self._sampler.sample(logits, request_rows, positions, path)
+        self._settle(result, adjusted, params, drawn, request_rows, positions)
         scores = self._scores(logits, adjusted, params, result, choosing)
         failures = self._adjustments.failures(choosing.rows)
         return Choice(result, scores, {int(choosing.plan_rows[index]): message for index, message in failures.items()})
+
+    def _settle(
+        self,
+        result: torch.Tensor,
+        adjusted: torch.Tensor,
+        params: torch.Tensor,
+        drawn: Drawn | None,
+        request_rows: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        """Chooses anew in the place of drafts that were drawn, by what the sampler has just left of the logits."""
+        if drawn is None:
+            return
+        at, ids = upload(self._runtime, drawn.at, drawn.ids.astype(np.int64))
+        rows = request_rows.index_select(0, at)
+        left = self._sampler.ops.processed(adjusted, at, rows, params, self._sampler.buffers)
+        seeds = columns(params.index_select(0, rows)).seed
+        result[at, Column.TOKEN] = settle(left, drawn.left, ids, seeds, positions.index_select(0, at).long()).int()
 
     def _change_invariant(self, adjusted: torch.Tensor, choosing: Choosing, positions: torch.Tensor) -> torch.Tensor:
         """Lets processors see what temperature and min-p leave. Returns parameters with which these happen once."""

@@ -43,8 +43,7 @@ class Sampler:
 
     def admit(self, row: int, params: SamplingParams) -> None:
         """Takes in what a row's new request asks for; the device learns of it with the next changes."""
-        temperature = 0.0 if params.greedy else params.temperature
-        self._host[row] = pack(params.seed, temperature, params.top_k, params.top_p, params.min_p)
+        self._host[row] = param_words(params)
         self._paths[row] = path_of(params)
         self._changed[row] = None
 
@@ -81,6 +80,11 @@ class Sampler:
             [m, RESULT], int32: see `Column`; the same memory in every call.
         """
         return self.ops.sample(logits, rows, positions, self.params if params is None else params, self.buffers, path, masked)
+
+
+def param_words(params: SamplingParams) -> Int32:
+    """A request's row of the table, [WORDS]."""
+    return pack(params.seed, 0.0 if params.greedy else params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 def path_of(params: SamplingParams) -> Path:
