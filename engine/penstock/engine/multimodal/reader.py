@@ -1,0 +1,79 @@
+"""From the image parts of a request to what the engine takes, away from the event loop."""
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final, NamedTuple, Protocol
+
+from PIL import Image
+
+from penstock.engine.multimodal.data_url import SCHEME, read_data_url
+from penstock.engine.multimodal.decode import decode_image
+from penstock.engine.multimodal.fetch import Fetcher
+from penstock.engine.multimodal.pixels import Pixels
+from penstock.prompt.errors import PromptError
+from penstock.prompt.images import ImagePart
+
+WORKERS: Final = 2
+"""Images that are decoded at once: each takes up to half a gigabyte and a core."""
+
+
+class ImageProcessor(Protocol):
+    """Makes of an image what the model's tower reads."""
+
+    def pixels(self, image: Image.Image) -> Pixels:
+        """The resized image."""
+        ...
+
+
+class ReadImage(NamedTuple):
+    """An image that is ready for the engine."""
+
+    identifier: str
+    """SHA-256 of its file, hexadecimal: equal ones mean equal embeddings."""
+    pixels: Pixels
+
+
+class ImageReader:
+    """Fetches, decodes and resizes. To be closed.
+
+    Args:
+        processor: Of the model.
+        fetcher: Gets what URLs name.
+        most: Images of a request.
+    """
+
+    def __init__(self, processor: ImageProcessor, fetcher: Fetcher, most: int) -> None:
+        self._processor, self._fetcher, self._most = processor, fetcher, most
+        self._pool = ThreadPoolExecutor(WORKERS, "images")
+
+    def close(self) -> None:
+        """Ends the threads; images that no thread has begun with are given up."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, parts: Sequence[ImagePart]) -> list[ReadImage]:
+        """The images, in the order of the parts. An image that a request holds several times is read once.
+
+        Raises:
+            PromptError: There are too many, or one cannot be read; the message names its part.
+        """
+        if len(parts) > self._most:
+            message = f"{parts[self._most].param}: a request has at most {self._most} images (--limit-mm-per-prompt)"
+            raise PromptError(message, parts[self._most].param)
+        found: dict[str, ReadImage] = {}
+        for part in parts:  # one after another, so that a request with many does not keep others waiting
+            if part.url not in found:
+                found[part.url] = await self._read(part)
+        return [found[part.url] for part in parts]
+
+    async def _read(self, part: ImagePart) -> ReadImage:
+        data = None if part.url.startswith(SCHEME) else await self._fetcher.fetch(part.url, part.param)
+        work = partial(self._decode, part, data)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _decode(self, part: ImagePart, fetched: bytes | None) -> ReadImage:
+        data = read_data_url(part.url, part.param) if fetched is None else fetched
+        pixels = self._processor.pixels(decode_image(data, part.param))
+        return ReadImage(hashlib.sha256(data).hexdigest(), pixels)

@@ -1,0 +1,184 @@
+"""The server fetches images for strangers: from allowed names at public addresses alone, and nothing makes it go elsewhere."""
+
+import asyncio
+import base64
+import io
+import ssl
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+from PIL import Image
+
+from penstock.engine.multimodal.addresses import is_public
+from penstock.engine.multimodal.clip_pixels import read_clip_pixels
+from penstock.engine.multimodal.data_url import MAX_IMAGE_BYTES
+from penstock.engine.multimodal.fetch import Fetcher
+from penstock.engine.multimodal.reader import ImageReader
+from penstock.prompt.errors import PromptError
+from penstock.prompt.images import ImagePart
+
+HOST, PARAM = "images.example", "messages[0].content[0].image_url.url"
+
+
+def picture() -> bytes:
+    data = io.BytesIO()
+    Image.new("RGB", (40, 50), (200, 30, 60)).save(data, "PNG")
+    return data.getvalue()
+
+
+@pytest.fixture(scope="module")
+def certificates(make_authority, tmp_path_factory):
+    return make_authority().mount(tmp_path_factory.mktemp("tls"), name=HOST)
+
+
+class Site:
+    """An HTTPS server on this machine, which answers to HOST."""
+
+    def __init__(self) -> None:
+        self.asked: list[web.Request] = []
+        self.answer = web.Response(body=picture(), content_type="image/png")
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(request)
+        if request.path == "/slow":
+            await asyncio.sleep(30)
+        if request.path == "/endless":
+            response = web.StreamResponse()
+            await response.prepare(request)
+            try:
+                while True:
+                    await response.write(b"x" * 2**20)
+            except ConnectionError:
+                return response
+        return self.answer
+
+
+@asynccontextmanager
+async def serving(certificates):
+    site, server = Site(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(certificates / "tls.crt", certificates / "tls.key")
+    runner = web.ServerRunner(web.Server(site.handle), shutdown_timeout=0.1)
+    await runner.setup()
+    tcp = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server)
+    await tcp.start()
+    yield site, tcp._server.sockets[0].getsockname()[1]
+    await runner.cleanup()
+
+
+def fetcher_for(certificates, port, resolved=("127.0.0.1",), permits=lambda address: True, **options):
+    async def resolve(_host: str, _port: int) -> list[str]:
+        lookups.append(_host)
+        return list(resolved)
+
+    lookups: list[str] = []
+    tls = ssl.create_default_context(cafile=certificates / "ca.crt")
+    fetcher = Fetcher([HOST], resolve=resolve, permits=permits, tls=tls, port=port, **options)
+    return fetcher, lookups
+
+
+async def refused(fetcher: Fetcher, url: str) -> str:
+    with pytest.raises(PromptError) as caught:
+        await fetcher.fetch(url, PARAM)
+    assert caught.value.param == PARAM
+    assert str(caught.value).startswith(PARAM)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("93.184.216.34", True),
+        ("2606:2800:220:1::1", True),
+        ("::ffff:93.184.216.34", True),
+        ("64:ff9b::5db8:d822", True),
+        *((address, False) for address in ("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254")),
+        *((address, False) for address in ("100.64.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1", "240.0.0.1", "192.0.2.1")),
+        *((address, False) for address in ("::1", "::", "fe80::1%eth0", "fc00::1", "ff02::1", "2001:db8::1", "::7f00:1")),
+        *((address, False) for address in ("::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::1")),
+    ],
+)
+def test_public_addresses(address, public):
+    assert is_public(address) is public
+
+
+async def test_a_file_comes_from_the_address_that_was_checked_and_nothing_of_ours_goes_there(certificates, monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    checked = []
+    async with serving(certificates) as (site, port):
+        permits = lambda address: checked.append(address) or True  # noqa: E731
+        fetcher, lookups = fetcher_for(certificates, port, permits=permits)
+        assert await fetcher.fetch(f"https://{HOST}:{port}/a.png?x=1#y", PARAM) == picture()
+        assert (lookups, checked) == ([HOST], ["127.0.0.1"])
+        [request] = site.asked
+        assert request.path_qs == "/a.png?x=1"
+        assert not {"authorization", "cookie", "referer"} & {name.lower() for name in request.headers}
+
+
+async def test_a_name_with_any_private_address_is_refused_and_nothing_is_sent(certificates):
+    async with serving(certificates) as (site, port):
+        for addresses in (["127.0.0.1"], ["93.184.216.34", "127.0.0.1"], ["::ffff:127.0.0.1"]):
+            fetcher, _ = fetcher_for(certificates, port, addresses, permits=is_public)
+            assert "outside the public internet" in await refused(fetcher, f"https://{HOST}:{port}/a.png")
+        for host in ("127.0.0.1", "[::1]"):
+            fetcher = Fetcher([host.strip("[]")], port=port)
+            assert "outside the public internet" in await refused(fetcher, f"https://{host}:{port}/a.png")
+        assert not site.asked
+
+
+async def test_urls_that_name_something_else_are_refused(certificates):
+    fetcher, lookups = fetcher_for(certificates, 443)
+    for url, why in (
+        (f"http://{HOST}/a.png", "https"),
+        ("file:///etc/passwd", "https"),
+        ("ftp://images.example/a", "https"),
+        ("nonsense", "https"),
+        ("https://", ""),
+        ("https://other.example/a.png", "--allowed-media-domains"),
+        (f"https://{HOST}.other.example/a.png", "--allowed-media-domains"),
+        (f"https://{HOST}@other.example/a.png", ""),
+        (f"https://user:secret@{HOST}/a.png", "user name"),
+        (f"https://{HOST}:22/a.png", "port 22"),
+        (f"https://{HOST}:99999/a.png", ""),
+    ):
+        assert why in await refused(fetcher, url)
+    assert not lookups
+    assert "--allowed-media-domains" in await refused(Fetcher([]), f"https://{HOST}/a.png")
+
+
+async def test_answers_other_than_a_file_are_refused(certificates):
+    async with serving(certificates) as (site, port):
+        fetcher, lookups = fetcher_for(certificates, port, timeout_s=1.0)
+        for answer, why in (
+            (web.Response(status=302, headers={"location": f"https://{HOST}:{port}/b.png"}), "redirect"),
+            (web.Response(status=404), "404"),
+            (web.Response(body=b"x", headers={"content-encoding": "gzip"}), "compressed"),
+            (web.Response(body=b"x" * (MAX_IMAGE_BYTES + 1)), "bytes"),
+        ):
+            site.answer = answer
+            assert why in await refused(fetcher, f"https://{HOST}:{port}/a.png")
+        assert len(site.asked) == 4  # nobody followed the redirect
+        assert "within 1 s" in await refused(fetcher, f"https://{HOST}:{port}/slow")
+        assert "more than" in await refused(fetcher, f"https://{HOST}:{port}/endless")
+        assert len(lookups) == 6
+    assert "could not be fetched" in await refused(fetcher, f"https://{HOST}:{port}/a.png")
+
+
+async def test_images_are_read_in_order_and_equal_ones_once(certificates):
+    processor = read_clip_pixels({}, 28)
+    data = "data:image/png;base64," + base64.b64encode(picture()).decode()
+    async with serving(certificates) as (site, port):
+        fetcher, _ = fetcher_for(certificates, port)
+        reader = ImageReader(processor, fetcher, most=3)
+        url = f"https://{HOST}:{port}/a.png"
+        images = await reader.read([ImagePart(url, "a"), ImagePart(data, "b"), ImagePart(url, "c")])
+        assert len(site.asked) == 1
+        assert len({image.identifier for image in images}) == 1  # by content, wherever it came from
+        assert images[0].pixels == images[1].pixels
+        assert (images[0].pixels.height, len(images[0].pixels.data)) == (28, 28 * 28 * 3)
+        with pytest.raises(PromptError, match="at most 3 images") as caught:
+            await reader.read([ImagePart(data, str(at)) for at in range(4)])
+        assert caught.value.param == "3"
+        with pytest.raises(PromptError, match=r"^b is not an image"):
+            await reader.read([ImagePart(data, "a"), ImagePart("data:image/png;base64,AAAA", "b")])
+        reader.close()
