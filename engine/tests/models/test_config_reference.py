@@ -84,7 +84,8 @@ def rotates(config, kinds: list[str]) -> list[bool]:
 
 
 def test_every_family_is_compared():
-    assert VARIANTS.keys() == FAMILIES.keys()
+    """Those around another family's decoder: by the tests of their towers."""
+    assert VARIANTS.keys() == {name for name, family in FAMILIES.items() if not family.reads_images}
 
 
 @pytest.mark.parametrize(

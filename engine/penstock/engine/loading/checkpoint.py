@@ -15,6 +15,7 @@ from penstock.engine.loading.json_files import read_object
 from penstock.engine.loading.pooling import read_max_length, read_pooling
 from penstock.engine.models.config import parse_decoder_config
 from penstock.engine.models.cost import model_cost
+from penstock.engine.models.nested import text_fields
 from penstock.engine.quant.parse.config import parse_quantization
 from penstock.engine.quant.scheme import QuantizationName
 from penstock.sources import SourceError, local_folder
@@ -138,7 +139,7 @@ def read_model_config(
         dtype=chosen,
         kv_dtype=cached,
         max_model_len=max_model_len or longest,
-        eos_token_ids=read_eos_token_ids(path, generation_config, raw),
+        eos_token_ids=read_eos_token_ids(path, generation_config, raw if decoder.vision is None else text_fields(raw)),
         generation_defaults=defaults,
         cost=cost,
         load_format=load_format,

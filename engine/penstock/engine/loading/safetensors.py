@@ -35,6 +35,8 @@ DTYPES: dict[str, torch.dtype] = {
 """As safetensors spells them; each tensor takes some of them."""
 BODY = "model."
 """Before the names of all tensors but the LM head's; a decoder that was saved without one may lack it (`Qwen3-Embedding`)."""
+_OLD_TOWER, _TOWER = "vision_tower.vision_model.", "vision_tower."
+"""Before the names of a vision tower's tensors: until transformers 5, and since."""
 _SHOWN = 5
 _ALL_EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 
@@ -106,7 +108,7 @@ def check_weights(model: Loadable, path: Path) -> list[StoredTensor]:
             not take; the message names it.
     """
     wanted = model.weights()
-    stored = _with_body([tensor for file in _files(path) for tensor in _header(file)], wanted)
+    stored = _with_body([_renamed(tensor) for file in _files(path) for tensor in _header(file)], wanted)
     stored = [part for tensor in stored for part in _by_expert(tensor, wanted)]
     found = [tensor for tensor in stored if tensor.name in wanted]
     unexpected = [tensor.name for tensor in stored if tensor.name not in wanted and not model.ignores(tensor.name)]
@@ -114,6 +116,11 @@ def check_weights(model: Loadable, path: Path) -> list[StoredTensor]:
         _check(tensor, wanted)
     _check_complete(path, sorted(wanted.keys() - {tensor.name for tensor in found}), sorted(unexpected))
     return found
+
+
+def _renamed(tensor: StoredTensor) -> StoredTensor:
+    """The tensor by its name of today."""
+    return tensor._replace(name=_TOWER + tensor.name.removeprefix(_OLD_TOWER)) if tensor.name.startswith(_OLD_TOWER) else tensor
 
 
 def _with_body(stored: list[StoredTensor], wanted: Weights) -> list[StoredTensor]:

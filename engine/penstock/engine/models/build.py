@@ -27,6 +27,8 @@ class Build:
     """Where weights and tables lie; `meta`: nowhere, to compile without a device."""
     lm_head: bool = True
     """Whether the whole model has one: without, it gives hidden states alone."""
+    plain_method: LinearMethodFactory | None = None
+    """For layers that no adapter and no quantization changes; None: `linear_method`."""
     prefix: str = ""
     """Full name of the module that is being built."""
 

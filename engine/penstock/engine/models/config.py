@@ -12,8 +12,10 @@ import msgspec
 from penstock.engine.config import ConfigError
 from penstock.engine.models.expert_config import ExpertsConfig, parse_experts
 from penstock.engine.models.fields import whole_number
+from penstock.engine.models.nested import text_fields
 from penstock.engine.models.registry import Family, family
 from penstock.engine.models.rope import RopeConfig, Ropes, parse_ropes
+from penstock.engine.models.vision.config import VisionConfig, parse_llava
 
 Activation = Literal["silu", "gelu_tanh"]
 Norm = Literal["rms", "layer", "layer_bias"]
@@ -69,6 +71,8 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None: every layer has a plain MLP."""
     further_layers: int = 0
     """Layers of the checkpoint after the last, which predict further tokens (MTP)."""
+    vision: VisionConfig | None = None
+    """None: the model reads text alone."""
 
 
 def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -80,7 +84,11 @@ def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     architectures = raw.get("architectures") or []
     if not architectures:
         raise ConfigError("config.json: architectures is missing")
-    served = family(architectures[0])
+    served, vision = family(architectures[0]), None
+    if served.reads_images:
+        text = text_fields(raw)
+        [architecture] = text["architectures"]
+        served, vision, raw = family(architecture), parse_llava(raw, architecture), text
     raw = {**served.assumes, **raw}
     _refuse_unsupported(raw, served)
     hidden_size, num_heads = whole_number(raw, "hidden_size"), whole_number(raw, "num_attention_heads")
@@ -122,6 +130,7 @@ def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         max_position_embeddings=ropes.max_positions,
         experts=parse_experts(raw, len(windows)) if served.has_experts else None,
         further_layers=whole_number(raw, _FURTHER) if raw.get(_FURTHER) else 0,
+        vision=vision,
     )
 
 

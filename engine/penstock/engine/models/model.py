@@ -72,6 +72,10 @@ class Model(Protocol):
         """After loading."""
         ...
 
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[n] → [n, hidden]: what `forward` makes of token ids first."""
+        ...
+
     def forward(
         self,
         inputs: torch.Tensor,
@@ -113,4 +117,19 @@ class Model(Protocol):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] → [n, vocab]: in float32 on the CPU, elsewhere in the model's dtype, which samplers widen as they read."""
+        ...
+
+
+class VisionModel(Model, Protocol):
+    """A decoder with a tower, for which an image is some tokens' embeddings."""
+
+    def encode_image(self, image: torch.Tensor) -> torch.Tensor:
+        """The embeddings that take the places of an image's placeholders.
+
+        Args:
+            image: [height, width, 3], normalised, float32.
+
+        Returns:
+            [tokens, hidden].
+        """
         ...

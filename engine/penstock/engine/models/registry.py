@@ -35,6 +35,8 @@ class Family(NamedTuple):
     """The layers with a rotary embedding: all, those with a window if there are any, or those that `no_rope_layers` lists."""
     interleaved_rope: bool = False
     """Whether checkpoints rotate neighbouring elements, not those half a head apart."""
+    reads_images: bool = False
+    """Whether the decoder is one part of the checkpoint, by its `text_config`, beside a vision tower."""
 
 
 _LLAMA = "penstock.engine.models.llama:LlamaForCausalLM"
@@ -122,6 +124,7 @@ FAMILIES = {
     "GptOssForCausalLM": Family(f"{_MODELS}.gpt_oss:GptOssForCausalLM", _GPT_OSS, sinks=True, has_experts=True),
     "GraniteForCausalLM": Family(f"{_MODELS}.granite:GraniteForCausalLM", _NO_WINDOW | {"attention_multiplier": 1.0}),
     "LlamaForCausalLM": Family(_LLAMA, _NO_WINDOW),
+    "LlavaForConditionalGeneration": Family(f"{_MODELS}.llava:LlavaForConditionalGeneration", reads_images=True),
     "MinistralForCausalLM": Family(_LLAMA, {"sliding_window": 4096}),
     "MixtralForCausalLM": Family(
         f"{_MODELS}.moe:MixtralForCausalLM",

@@ -138,8 +138,8 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
         self.ops = self.attention.bind(ops)
         if self._group is not None:
             self._comm = self._group.connect(self.ops)
-        method = linear_method(self._dtype, self.ops, self.config.threads, self._device)
-        method = quantized(method, self.config.model.quantization, self.ops, self.config.threads)
+        self._plain_method = linear_method(self._dtype, self.ops, self.config.threads, self._device)
+        method = quantized(self._plain_method, self.config.model.quantization, self.ops, self.config.threads)
         if (found := self.config.model.stored_quantization) is not None:
             method = stored(method, found, packed_modules(self.config.model.path), self.ops)
         self._linear_method = self._lora.wrap(method, self.ops)
@@ -243,6 +243,7 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
             comm=self._comm,
             device=self._device,
             lm_head=self.config.model.pooling is None,
+            plain_method=self._plain_method,
         )
 
     def _adopt(self, model: Model) -> None:
