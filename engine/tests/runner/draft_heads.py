@@ -123,6 +123,12 @@ class ReferenceMtp(torch.nn.Module):
         save_file({before + name: value.contiguous() for name, value in own.items()}, folder / "mtp.safetensors")
         return folder
 
+    def read(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes the layer's weights from a whole checkpoint."""
+        (before,) = (name.removesuffix("enorm.weight") for name in tensors if name.endswith("enorm.weight"))
+        for name, parameter in self.named_parameters():
+            parameter.data = tensors[before + name.removeprefix("layer.").replace("shared_norm", "shared_head.norm")]
+
     @torch.inference_mode()
     def drafts(self, target, known: list[int], count: int) -> tuple[list[int], float]:
         """See ReferenceHead."""

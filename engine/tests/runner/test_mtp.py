@@ -7,6 +7,8 @@ import msgspec
 import pytest
 import torch
 from draft_heads import ReferenceMtp, Told
+from quantized_checkpoints import LAYERS as QUANTIZED
+from quantized_checkpoints import awq
 from safetensors.torch import load_file, save_file
 from test_core_with_runner import SCHEDULER, Engine, requests
 from test_draft_model import PAYS
@@ -88,6 +90,25 @@ def test_other_weights_come_with_another_mtp_layer(build_runner, monkeypatch, ma
     (other / "mtp.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"lacks the tensors model\.layers\..*eh_proj"):
         runner.reload_weights(str(other))
+
+
+def test_a_quantized_checkpoint_has_a_quantized_mtp_layer(build_runner, monkeypatch, made, tmp_path):
+    if "glm" in made.folder.name:
+        pytest.skip("of experts the helper makes no such checkpoint")
+    whole = tmp_path / "whole"
+    shutil.copytree(made.folder, whole)
+    tensors = load_file(whole / "model.safetensors") | load_file(whole / "mtp.safetensors")
+    (whole / "mtp.safetensors").unlink()
+    save_file(tensors, whole / "model.safetensors")
+    plain = awq(whole, tmp_path / "awq", group=16, layers=(*QUANTIZED, "eh_proj"))
+    target = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
+    reference = ReferenceMtp(target, *LAYERS["llama"], recycles_normed=True)
+    reference.read(load_file(plain / "model.safetensors"))
+    told = Told(monkeypatch)
+    engine = drafting(build_runner, monkeypatch, tmp_path / "awq")
+    told.seen.clear()
+    engine.run(BATCH)
+    told.compare(reference, target)
 
 
 @pytest.mark.parametrize("asked", [{"spec_tokens": 3}, {"spec_method": "auto"}, {"spec_method": "deepseek_mtp"}])

@@ -78,10 +78,11 @@ class FusingHead(Generic[LayerT]):
     def __init__(self, config: HeadConfig, layer: type[LayerT], fc_inputs: int, build: Build, fc: str = "fc") -> None:
         self.config, decoder = config, config.decoder
         hidden = decoder.hidden_size
-        width = {fc: Span(hidden, 0, hidden)}  # whole on every rank: it is small, and its input is
+        width = {fc.rpartition(".")[2]: Span(hidden, 0, hidden)}  # whole on every rank: it is small, and its input is
         self.fc = ColumnParallelLinear(fc, fc_inputs, width, config.fc_bias, build)
         self._rotaries = [RotaryEmbedding(rope, build.max_model_len, build.ops, build.device) for rope in decoder.ropes[:1]]
-        self.layers = [layer(decoder, build.within(f"layers.{at}"), at) for at in range(decoder.num_layers)]
+        names = [config.layer_name.format(at) for at in range(decoder.num_layers)]
+        self.layers = [layer(decoder, build.within(name), at) for at, name in enumerate(names)]
         self.embed_tokens = VocabEmbedding(decoder.vocab_size, hidden, build) if config.has_embedding else None
         self.lm_head = LMHead(hidden, config.draft_vocab_size, build) if config.has_lm_head else None
         self._offsets: torch.Tensor | None = None

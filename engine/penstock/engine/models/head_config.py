@@ -108,7 +108,7 @@ def parse_mtp_config(raw: Mapping[str, Any], tensors: Collection[str] | None) ->
     """
     target, architecture = parse_decoder_config(raw), str(raw["architectures"][0])
     name = f"model.layers.{target.num_layers}"
-    if not target.further_layers or (tensors is not None and f"{name}.eh_proj.weight" not in tensors):
+    if not target.further_layers or (tensors is not None and f"{name}.enorm.weight" not in tensors):
         return None
     experts = target.experts
     return HeadConfig(

@@ -26,7 +26,7 @@ class MtpHead(FusingHead[LlamaDecoderLayer]):
     def __init__(self, config: HeadConfig, build: Build) -> None:
         layer = cast("type[LlamaForCausalLM]", model_class(config.architecture)).decoder_layer
         decoder, hidden = config.decoder, config.decoder.hidden_size
-        super().__init__(config, layer, 2 * hidden, build, fc="eh_proj")
+        super().__init__(config, layer, 2 * hidden, build, fc=f"{config.layer_name}.eh_proj")
         self.enorm, self.hnorm, self.norm = (make_norm(name, hidden, decoder, build) for name in ("enorm", "hnorm", "norm"))
 
     def weights(self) -> Weights:

@@ -32,7 +32,7 @@ from penstock.engine.models.draft_head import DraftHead
 from penstock.engine.models.heads import draft_head
 from penstock.engine.models.kv import kv_layers
 from penstock.engine.models.layers.comm import Comm, OneRank
-from penstock.engine.models.layers.linear_method import CPU, linear_method
+from penstock.engine.models.layers.linear_method import CPU, LinearMethodFactory, linear_method
 from penstock.engine.models.layers.shard import Shard
 from penstock.engine.models.model import Model
 from penstock.engine.models.registry import model_class
@@ -140,11 +140,9 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
             self._comm = self._group.connect(self.ops)
         self._plain_method = linear_method(self._dtype, self.ops, self.config.threads, self._device)
         method = quantized(self._plain_method, self.config.model.quantization, self.ops, self.config.threads)
-        if (found := self.config.model.stored_quantization) is not None:
-            method = stored(method, found, packed_modules(self.config.model.path), self.ops)
-        self._linear_method = self._lora.wrap(method, self.ops)
+        self._linear_method = self._lora.wrap(self._as_stored(method), self.ops)
         self._adopt(self._new_model())
-        if found is not None:
+        if (found := self.config.model.stored_quantization) is not None:
             warn_of_ignored(found, {name.rpartition(".")[0] for name in self.model.weights()})
         self._fill(Source(self.config.model.path, self.config.model.load_format))
         if self._drafter is not None:
@@ -152,11 +150,18 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
             self._load_draft_model(self._drafter)
         log.info("kernels: %s; threads: %d", self.ops.form, self.config.threads)
 
+    def _as_stored(self, method: LinearMethodFactory) -> LinearMethodFactory:
+        """The same for layers that the checkpoint holds in few bits."""
+        found, path = self.config.model.stored_quantization, self.config.model.path
+        return method if found is None else stored(method, found, packed_modules(path), self.ops)
+
     draft_model: Model | DraftHead
 
     def _load_draft_model(self, drafter: DraftCheckpoint) -> None:
         """Builds the draft model or the head, and reads its weights. Adapters do not apply to it. Every rank has all of it."""
         method = linear_method(self._dtype, self.draft_ops, self.config.threads, self._device)
+        if drafter.in_target:
+            method = self._as_stored(method)
         alone = {"shard": Shard(), "comm": OneRank()}
         build = dataclasses.replace(self._build(), ops=self.draft_ops, linear_method=method, lm_head=True, **alone)
         if drafter.head is None:

@@ -69,15 +69,13 @@ class DraftCheckpoint(NamedTuple):
         if head is None:
             raise ConfigError(
                 f"--speculative-config: the method mtp needs a checkpoint with an MTP layer, and {target.path} has none: "
-                "num_nextn_predict_layers in config.json, and eh_proj.weight in the layer after the last"
+                "num_nextn_predict_layers in config.json, and enorm.weight in the layer after the last"
             )
         return cls(target.path, head.kind, head.decoder, head)
 
 
 def mtp_head(target: ModelConfig) -> HeadConfig | None:
-    """The MTP layer of a model's checkpoint; None: it has none, or it is quantized, as drafters must not be."""
-    if target.stored_quantization is not None:
-        return None
+    """The MTP layer of a model's checkpoint; None: it has none."""
     tensors = None if target.load_format == "dummy" else set(tensor_dtypes(target.path))
     return parse_mtp_config(read_object(target.path / "config.json"), tensors)
 
