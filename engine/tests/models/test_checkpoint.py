@@ -141,10 +141,6 @@ def test_yarns_attention_factor():
         ),
         ({"rope_parameters": {"rope_type": "llama3"}}, "lacks factor, low_freq_factor"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        (
-            {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}},
-            "quant_method is 'mxfp4'",
-        ),
         ({"architectures": ["GptOssForCausalLM"], "swiglu_limit": 0}, "swiglu_limit must be above 0, not 0"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types has chunked_attention"),

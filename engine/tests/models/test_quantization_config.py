@@ -75,7 +75,10 @@ def test_schemes(raw, expected):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, r"quant_method is 'bitsandbytes' \(supported: awq, compressed-tensors, fp8, gptq\)"),
+        (
+            {"quant_method": "bitsandbytes"},
+            r"quant_method is 'bitsandbytes' \(supported: awq, compressed-tensors, fp8, gptq, mxfp4\)",
+        ),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"quant_method is 'modelopt'"),
         ({"bits": 4}, r"quant_method is None"),
         (AWQ | {"bits": 3}, r"quantization_config.bits is 3 \(supported: 4\)"),

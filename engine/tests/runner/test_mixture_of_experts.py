@@ -12,6 +12,7 @@ from penstock.engine.config import ConfigError
 from penstock.engine.loading.safetensors import check_weights
 from penstock.engine.models.layers.experts import Experts
 from penstock.engine.sampling import SamplingParams
+from penstock.kernels.quantized_linear.reference import E2M1
 
 FILE = "model.safetensors"
 
@@ -113,7 +114,7 @@ def test_gpt_oss_lacks_no_expert(checkpoint, build_runner, tmp_path):
 
     path = changed(checkpoint("gpt-oss"), tmp_path / "cut", cut)
     with pytest.raises(
-        ConfigError, match=r"layers\.1\.mlp\.experts\.gate_up_proj: shape \[5, 64, 224\], expected \[6, 64, 224\]"
+        ConfigError, match=r"layers\.1\.mlp\.experts\.gate_up_proj: shape \[5, 64, 192\], expected \[6, 64, 192\]"
     ):
         build_runner(path)
 
@@ -132,3 +133,63 @@ def test_each_addition_of_gpt_oss_changes_what_it_says(name, checkpoint, build_r
     sampling = SamplingParams(max_tokens=5, temperature=0.0, logprobs=5)
     less, whole = (one.step([(one.admit(list(range(60)), sampling), 60)]).logprobs.top_logprobs for one in (play, plain))
     assert abs(less - whole).max() > 0.01
+
+
+def pack_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks and scales of weights [experts, outputs, inputs]: the nearest E2M1 numbers under the least power of two that holds
+    each 32 of them."""
+    blocks = weight.unflatten(-1, (-1, 32))
+    exponents = (blocks.abs().amax(-1) / 6).log2().ceil()
+    scaled = blocks / torch.exp2(exponents)[..., None]
+    codes = (scaled[..., None] - E2M1).abs().argmin(-1).to(torch.uint8)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), (exponents + 127).to(torch.uint8)
+
+
+@pytest.fixture
+def mxfp4(checkpoint, tmp_path) -> Path:
+    """gpt-oss as OpenAI publishes it: experts in MXFP4."""
+
+    def pack(tensors):
+        for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+            blocks, scales = pack_mxfp4(tensors.pop(name).transpose(1, 2))
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+    path = changed(checkpoint("gpt-oss"), tmp_path / "mxfp4", pack)
+    config = json.loads((path / "config.json").read_text())
+    said = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+    }
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    return path
+
+
+def test_gpt_oss_in_mxfp4_equals_transformers(mxfp4, build_runner, driver, caplog):
+    transformers = pytest.importorskip("transformers")
+    whole = transformers.Mxfp4Config(dequantize=True)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(mxfp4, quantization_config=whole, attn_implementation="eager")
+    reference = reference.float().eval()
+    tokens = torch.arange(150).mul(7).remainder(257).tolist()
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+    runner = build_runner(mxfp4)
+    play = driver(runner)
+    result = play.step([(play.admit(tokens, SamplingParams(max_tokens=5, temperature=0.0, logprobs=257)), 150)]).logprobs
+    ids = torch.tensor(result.top_ids[0]).long()
+    torch.testing.assert_close(torch.tensor(result.top_logprobs[0]), expected[ids], rtol=0, atol=3e-5)
+    experts = runner.model.layers[0].mlp.experts
+    held = sum(method.weight.nbytes for method in (*experts._gate_up, *experts._down))
+    assert held <= 0.30 * 2 * sum(
+        reference.model.layers[0].mlp.experts.get_parameter(f"{name}_proj").numel() for name in ("gate_up", "down")
+    )
+    assert "leaves out what no layer is called" not in caplog.text
+
+
+def test_a_damaged_scale_of_an_expert_is_named(mxfp4, build_runner, tmp_path):
+    def spoil(tensors):
+        tensors["model.layers.1.mlp.experts.down_proj_scales"][4, 3, 1] = 255
+
+    with pytest.raises(
+        ConfigError, match=r"layers\.1\.mlp\.experts\.4\.down_proj\.weight_scale holds a scale that is not finite"
+    ):
+        build_runner(changed(mxfp4, tmp_path / "spoilt", spoil))

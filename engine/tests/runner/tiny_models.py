@@ -148,7 +148,8 @@ CONFIGS = {
     "gpt-oss": (
         "GptOss",
         HEADS
-        | {"num_hidden_layers": 3, "head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 40}
+        | {"num_hidden_layers": 3, "head_dim": 32, "intermediate_size": 96, "num_local_experts": 6}
+        | {"num_experts_per_tok": 3, "sliding_window": 40}
         | {"swiglu_limit": 0.8, "rope_parameters": YARN | {"truncate": False}},
     ),
 }

@@ -71,11 +71,10 @@ def tensor_dtypes(path: Path) -> dict[str, str]:
 
 def packed_modules(path: Path) -> frozenset[str]:
     """Modules whose weight a checkpoint holds in few bits."""
-    return frozenset(
-        name.rpartition(".")[0]
-        for name, dtype in tensor_dtypes(path).items()
-        if name.rpartition(".")[2] in ("weight", "weight_packed", "qweight") and dtype not in ("BF16", "F16", "F32", "F64")
-    )
+    packed = [name for name, dtype in tensor_dtypes(path).items() if dtype not in ("BF16", "F16", "F32", "F64")]
+    by_layer = {name.rpartition(".")[0] for name in packed if name.rpartition(".")[2] in ("weight", "weight_packed", "qweight")}
+    # gpt-oss has a tensor for all experts of a layer.
+    return frozenset(by_layer | {name.removesuffix("_blocks") for name in packed if name.endswith("_blocks")})
 
 
 def read_model_config(

@@ -1,6 +1,7 @@
 """gpt-oss (OpenAI, 2025): experts with biases and a clamped gate, a sink in every softmax, windows in every other layer.
 
-The checkpoint holds one tensor for all experts of a layer, inputs before outputs, gate and up projection in turn.
+The checkpoint holds one tensor for all experts of a layer, with the outputs of gate and up projection in turn. Weights in
+ordinary dtypes have inputs before outputs; in MXFP4 (`_blocks`) it is the other way round.
 """
 
 import re
@@ -11,7 +12,10 @@ import torch
 from penstock.engine.models.layers.weight import Weight, Weights
 from penstock.engine.models.moe import MoeForCausalLM
 
-_EXPERT = re.compile(r"(.+\.experts)\.0\.gate_proj\.weight")
+_EXPERT = re.compile(r"(.+\.experts\.)\d+\.(gate|up|down)_proj(?:\.(\w+))?")
+_SUFFIXES = {"weight": "", "bias": "_bias", "weight_packed": "_blocks", "weight_scale": "_scales"}
+_BLOCK_BYTES = 16
+"""Of 32 weights that share a scale."""
 
 
 class GptOssForCausalLM(MoeForCausalLM):
@@ -19,34 +23,48 @@ class GptOssForCausalLM(MoeForCausalLM):
 
     def weights(self) -> Weights:
         """See LlamaForCausalLM."""
-        found = {name.replace(".mlp.gate.", ".mlp.router."): weight for name, weight in super().weights().items()}
-        for layer in [match[1] for name in found if (match := _EXPERT.fullmatch(name))]:
-            own = {name: found.pop(name) for name in list(found) if name.startswith(f"{layer}.")}
-            for kind, suffix in (("weight", ""), ("bias", "_bias")):
-                gates, ups, downs = (
-                    [weight for name, weight in own.items() if name.endswith(f".{part}.{kind}")]
-                    for part in ("gate_proj", "up_proj", "down_proj")
-                )
-                found[f"{layer}.gate_up_proj{suffix}"] = _together(gates, ups)
-                found[f"{layer}.down_proj{suffix}"] = _together(downs)
+        found: Weights = {}
+        together: dict[tuple[str, str], dict[str, list[Weight]]] = {}
+        for name, weight in super().weights().items():
+            expert = _EXPERT.fullmatch(name)
+            if expert is None:
+                found[name.replace(".mlp.gate.", ".mlp.router.")] = weight
+            else:
+                own = together.setdefault((gpt_oss_name(name.rpartition(".")[0]), expert[3]), {})
+                own.setdefault(expert[2], []).append(weight)
+        for (name, kind), parts in together.items():
+            found[name + _SUFFIXES[kind]] = _together(kind, list(parts.values()))
         return found
 
 
-def _together(*parts: list[Weight]) -> Weight:
+def gpt_oss_name(module: str) -> str:
+    """Returns what gpt-oss's checkpoints call a projection of an expert; any other module keeps its name."""
+    found = _EXPERT.fullmatch(module)
+    if found is None:
+        return module
+    return found[1] + ("down_proj" if found[2] == "down" else "gate_up_proj")
+
+
+def _together(kind: str, parts: list[list[Weight]]) -> Weight:
     """The tensor that holds those of all experts.
 
     Args:
-        parts: By expert each. An output of the first is followed by the same output of the next.
+        kind: As the linear method calls each.
+        parts: Gate and up projection, or the one that there is, by expert each.
     """
     outputs, *inputs = parts[0][0].shape
-    shape = (len(parts[0]), *inputs, outputs * len(parts))
-    return Weight(shape, _load_each(parts), None, parts[0][0].dtypes, len(shape) - 1)
+    experts, outputs = len(parts[0]), outputs * len(parts)
+    if kind == "weight_packed":
+        inputs = [inputs[0] // _BLOCK_BYTES, _BLOCK_BYTES]
+    shape = (experts, *inputs, outputs) if kind == "weight" else (experts, outputs, *inputs)
+    return Weight(shape, _load_each(kind, parts), None, parts[0][0].dtypes, None)
 
 
-def _load_each(parts: tuple[list[Weight], ...]) -> Callable[[torch.Tensor], None]:
+def _load_each(kind: str, parts: list[list[Weight]]) -> Callable[[torch.Tensor], None]:
     def load(value: torch.Tensor) -> None:
+        by_output = value.transpose(1, 2) if kind == "weight" else value
         for at, experts in enumerate(parts):
-            for weight, tensor in zip(experts, value[..., at :: len(parts)], strict=True):
-                weight.load(tensor.T if tensor.dim() == 2 else tensor)
+            for weight, tensor in zip(experts, by_output[:, at :: len(parts)], strict=True):
+                weight.load(tensor.reshape(weight.shape))
 
     return load

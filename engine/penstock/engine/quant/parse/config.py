@@ -6,7 +6,7 @@ from typing import Any
 from penstock.engine.config import ConfigError
 from penstock.engine.quant.parse import compressed_tensors, fp8
 from penstock.engine.quant.parse.fields import FIELD, refuse
-from penstock.engine.quant.parse.four_bits import parse_awq, parse_gptq
+from penstock.engine.quant.parse.four_bits import parse_awq, parse_gptq, parse_mxfp4
 from penstock.engine.quant.scheme import CheckpointQuantization
 
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], CheckpointQuantization]] = {
@@ -14,6 +14,7 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], CheckpointQuantization]] = {
     "compressed-tensors": compressed_tensors.parse,
     "fp8": fp8.parse,
     "gptq": parse_gptq,
+    "mxfp4": parse_mxfp4,
 }
 """By `quant_method`."""
 

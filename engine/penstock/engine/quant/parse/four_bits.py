@@ -1,4 +1,4 @@
-"""`quant_method: awq` and `gptq`: whole numbers of four bits, of GPTQ also eight, packed into words."""
+"""`quant_method: awq` and `gptq`: whole numbers of four bits, of GPTQ also eight, packed into words; `mxfp4` of gpt-oss."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -45,3 +45,10 @@ def parse_gptq(raw: Mapping[str, Any]) -> CheckpointQuantization:
     )
     ignore = names({"dynamic": [f"re:{pattern[2:]}" for pattern in left_out]}, "dynamic")
     return CheckpointQuantization(method="gptq", rules=(Rule(("Linear",), scheme),), ignore=ignore)
+
+
+def parse_mxfp4(raw: Mapping[str, Any]) -> CheckpointQuantization:
+    """Returns the one scheme that there is. `modules_to_not_convert` adds nothing to what the tensors themselves say."""
+    names(raw, "modules_to_not_convert")
+    scheme = WeightScheme(form="mxfp4-pack-quantized", bits=4, group=32)
+    return CheckpointQuantization(method="mxfp4", rules=(Rule(("Linear",), scheme),))
