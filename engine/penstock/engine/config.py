@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.engine.cost import ModelCost
+from penstock.engine.multimodal.settings import ImageSettings
 from penstock.engine.quant.scheme import CheckpointQuantization, QuantizationName
 from penstock.kernels.cpu.isa import IsaName
 
@@ -106,6 +107,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A folder, or a name on the Hub, as whoever started it gave it; None: `path`."""
     kv_dtype: DType | None = None
     """Of keys and values; None: `dtype`."""
+    images: ImageSettings | None = None
+    """None: it reads text alone."""
     vocab_size: int | None = None
     """Logits of a row; None: as many as the tokenizer has tokens."""
 
@@ -152,6 +155,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Drafts that the runner proposes for a row's next step at most."""
     num_lookahead_tokens: int = 0
     """Tokens beyond a step's own for which it gets blocks: a draft model writes keys and values of what it proposes."""
+    max_encoder_tokens: int = 0
+    """Embeddings of images that a step makes at most; 0: the model reads text alone."""
+    encoder_cache_size: int = 0
+    """Embeddings of images that are kept for further requests."""
     tenant_weights: dict[str, float] = {}
     """Shares of tenants in comparison with the others; 1 for those that are not named."""
 

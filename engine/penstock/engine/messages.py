@@ -16,6 +16,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core.plan import GraphReport
 from penstock.engine.cost import StepCost
 from penstock.engine.grammar import Grammar
+from penstock.engine.multimodal.inputs import ImageInput
 from penstock.engine.roofline import Ceilings
 from penstock.engine.sampling import SamplingParams
 
@@ -104,6 +105,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     """False: more of the prompt comes with `ExtendPrompt`; until its last part is here the request waits."""
     grammar: Grammar | None = None
     """What its output must look like; None: anything. It needs the whole prompt at once."""
+    images: list[ImageInput] = []
+    """In the order of their placeholders."""
 
 
 class ExtendPrompt(msgspec.Struct, frozen=True, tag="extend_prompt"):

@@ -19,6 +19,7 @@ from penstock.engine.core.memory import Memory, measure_memory
 from penstock.engine.core.plan import GraphReport, Pooled, SampledLogprobs, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.sampling import RepetitionDetection
+from penstock.prompt.hashing import PromptItem
 
 VOCAB = 50
 FAILING_TOKEN = 999
@@ -28,6 +29,11 @@ SLOW_TOKEN = 777
 SLOWER_TOKEN = 778
 HANGING_TOKEN = 555
 COUGHING_TOKENS = (666, 667)
+
+
+def image_value(identifier: str, offset: int) -> int:
+    """What stands in a KV cache for one of an image's embeddings: no token's number."""
+    return 10_000 + zlib.crc32(f"{identifier}/{offset}".encode()) % 10**6
 
 
 def next_token(tokens: Sequence[int], adapter: str | None = None) -> int:
@@ -95,6 +101,10 @@ class FakeRunner:
         self._config = config
         self._random = random.Random(1)
         self._drafts: dict[int, list[int]] = {}
+        self.embeddings: dict[str, int] = {}
+        """By image, how many: an image of the tests is as wide as that."""
+        self.encoded: list[str] = []
+        self._items: dict[int, tuple[PromptItem, ...]] = {}
 
     def kernels(self) -> str:
         return "fake"
@@ -194,17 +204,41 @@ class FakeRunner:
         self._apply_adapters(plan)
         starts = self.table.apply(plan)
         self._transfer(plan)
+        self._apply_images(plan)
         self._plan, self._starts = plan, starts
         self._verifies = self._take_drafts(plan)
         for row, start, count, adapter in zip(plan.rows, starts, plan.num_new_tokens, self.adapters(plan), strict=True):
             positions = np.arange(start, start + count)
-            tokens = self.table.token_ids[row, positions]
+            tokens = self._values(row, int(start), int(start + count))
             for number, group in enumerate(self._groups):
                 blocks = self.table.block_tables[number][row, positions // group.block_size]
                 assert blocks.all(), "a token would be written to the null block"
                 content = np.stack([tokens, positions, np.full(count, number), np.full(count, _name(adapter))], axis=1)
                 self._kv[blocks, positions % group.block_size] = content
             self.prefilled += int(count)
+
+    def _apply_images(self, plan: StepPlan) -> None:
+        for name in plan.encoder_frees:
+            self.embeddings.pop(name, None)
+        for row in plan.released.tolist():
+            self._items.pop(row, None)
+        for admission in plan.admissions:
+            self._items[admission.row] = admission.items
+        for run in plan.encoder_runs:
+            assert run.identifier not in self.embeddings, "an image is encoded that is there"
+            self.embeddings[run.identifier] = run.pixels.width
+            self.encoded.append(run.identifier)
+
+    def _values(self, row: int, start: int, end: int, there: int | None = None) -> np.ndarray:
+        """What a row has from `start` to `end`: its tokens, and embeddings in the places of images. Before `there` they were
+        needed once, and may be gone."""
+        found = self.table.token_ids[row, start:end].copy()
+        for item in self._items.get(int(row), ()):
+            for position in range(max(start, item.start), min(end, item.start + item.length)):
+                if there is None or position >= there:
+                    assert self.embeddings.get(item.identifier) == item.length, f"row {row} lacks {item.identifier}"
+                found[position - start] = image_value(item.identifier, position - item.start)
+        return found
 
     def _take_drafts(self, plan: StepPlan) -> list[int]:
         """Puts the rows' drafts behind their last tokens; how many of each row are drafts and not there to fill up."""
@@ -289,7 +323,7 @@ class FakeRunner:
 
     def _read(self, row: int, start: int, end: int, adapter: str | None) -> np.ndarray:
         """The row's first `end` tokens, as the step that begins at `start` sees them."""
-        found = self.table.token_ids[row, :end].copy()
+        found = self._values(row, 0, end, there=start)
         for number, group in enumerate(self._groups):
             positions = np.arange(0 if group.window is None else max(0, start - group.window + 1), end)
             blocks = self.table.block_tables[number][row, positions // group.block_size]

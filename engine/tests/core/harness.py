@@ -32,8 +32,10 @@ from penstock.engine.core.scheduling.outputs import RequestOutputs
 from penstock.engine.core.scheduling.request import RequestStatus
 from penstock.engine.core.scheduling.scheduler import Scheduler
 from penstock.engine.messages import AddRequest, Finished, LifecycleEvent
+from penstock.engine.multimodal.inputs import ImageInput
+from penstock.engine.multimodal.pixels import Pixels
 from penstock.engine.sampling import RepetitionDetection, SamplingParams
-from penstock.prompt.hashing import BlockHasher
+from penstock.prompt.hashing import BlockHasher, PromptItem
 
 
 def make_config(
@@ -54,7 +56,9 @@ def make_config(
     loras: tuple[int, int] | None = None,
     pooling: PoolingConfig | None = None,
     drafts: int = 0,
+    images: tuple[int, int] = (0, 0),
 ) -> EngineConfig:
+    """`images`: embeddings that a step makes, and that are kept."""
     return EngineConfig(
         lora=LoraConfig(max_loras=loras[0], max_cpu_loras=loras[1]) if loras else None,
         model=ModelConfig(
@@ -77,6 +81,8 @@ def make_config(
             max_num_waiting=max_num_waiting,
             watermark=watermark,
             num_speculative_tokens=drafts,
+            max_encoder_tokens=images[0],
+            encoder_cache_size=images[1],
         ),
         depth=depth,
     )
@@ -110,6 +116,7 @@ def make_request(
     complete: bool = True,
     repetition: RepetitionDetection | None = None,
     lora_id: int = 0,
+    images: Sequence[PromptItem] = (),
 ) -> AddRequest:
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stop, repetition_detection=repetition)
     return AddRequest(
@@ -124,6 +131,7 @@ def make_request(
         deadline=deadline,
         input_complete=complete,
         lora_id=lora_id,
+        images=[ImageInput(item, Pixels(1, item.length, b"")) for item in images],
     )
 
 
@@ -215,6 +223,7 @@ class Machine:
         assert pool.num_used == 0 and not any(pool.ref_counts)
         assert self.scheduler.num_running == 0 and not self.scheduler.indexes()
         assert sorted(self.scheduler._tenancy.free_rows) == list(range(self.config.scheduler.max_num_seqs))
+        assert self.scheduler.encoder.cache.held == 0 and not self.scheduler.encoder.rows
         assert {event.request_id for event in self.ended.values()} == {f"r{index}" for index in self.finished}
 
     def _take(self, outputs: RequestOutputs) -> None:
@@ -294,12 +303,23 @@ class Machine:
                 assert scheduler.table.num_settled[row] <= scheduler.table.num_computed[row] <= scheduler.table.num_tokens[row]
                 assert scheduler.table.num_tokens[request.row] <= scheduler._tenancy.limits[request.row]
         self._check_adapters()
+        self._check_images()
         assert {block: count for block, count in enumerate(pool.ref_counts) if count} == dict(holders)
         free = list(pool.free_list)
         assert len(free) == len(set(free)) == pool.num_free
         assert not set(free) & set(holders) and len(free) + len(holders) == pool.num_blocks - 1
         self._take_events()
         assert self.live_hashes == set(pool.cached_hashes()), "the event stream tells another story than the cache"
+
+    def _check_images(self) -> None:
+        """The cache's account is right, and the runner has what it says but for what the next plan drops."""
+        cache, running = self.scheduler.encoder.cache, {r.index for r in self.scheduler._tenancy.running}
+        lengths = cache._lengths
+        assert cache.used == sum(lengths.values()) <= cache.size
+        assert cache.held == sum(lengths[name] for name, holders in cache._holders.items() if holders)
+        assert set(cache._idle) == {name for name, holders in cache._holders.items() if not holders}
+        assert running.issuperset(set().union(*cache._holders.values()))
+        assert self.runner.embeddings == lengths | {name: self.runner.embeddings[name] for name in cache._evicted}
 
     def _check_adapters(self) -> None:
         table, live = self.scheduler.adapters.table, self.scheduler._book._live.values()

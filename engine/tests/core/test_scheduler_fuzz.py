@@ -6,7 +6,7 @@ Every example also passes the machine's invariants at every step.
 from collections.abc import Sequence
 
 import pytest
-from fake_runner import FAILING_TOKEN, VOCAB, reference
+from fake_runner import FAILING_TOKEN, VOCAB, image_value, reference
 from harness import Machine, make_config, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from penstock.engine.cache.layout import KVGroup, full_attention, max_blocks
 from penstock.engine.messages import ExtendPrompt, FinishReason
 from penstock.engine.sampling import RepetitionDetection
+from penstock.prompt.hashing import PromptItem
 
 BLOCK, MAX_LEN = 4, 48
+PLACEHOLDER = 7
 
 configs = st.fixed_dictionaries(
     {
@@ -29,6 +31,8 @@ configs = st.fixed_dictionaries(
         "depth": st.integers(1, 3),
         "drafts": st.sampled_from([0, 0, 1, 3, 6]),
         "host_pages": st.sampled_from([0, 0, 1, 7, 200]),
+        # No less than the largest image.
+        "images": st.tuples(st.sampled_from([9, 16, 64]), st.sampled_from([9, 12, 20, 64])),
     }
 )
 layouts = st.sampled_from(
@@ -61,6 +65,8 @@ requests = st.lists(
             "tenant": st.sampled_from(["", "", "a", "b"]),
             "in_parts": st.none() | st.none() | st.integers(0, 20),
             "parked": st.sampled_from([False] * 4 + [True]),
+            # Which, and tokens before it.
+            "images": st.just([]) | st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=3),
         }
     ),
     min_size=1,
@@ -79,16 +85,37 @@ def make_machine(config: dict, layout: Sequence[KVGroup]) -> Machine:
     )
 
 
+def place_images(one: dict) -> list[PromptItem]:
+    """Puts placeholders into a prompt as far as there is room; where the images lie."""
+    items: list[PromptItem] = []
+    at = 0
+    for kind, gap in one["images"]:
+        at, length = min(at + gap, len(one["prompt"])), 1 + 2 * kind
+        if len(one["prompt"]) + length > MAX_LEN - 2:
+            break
+        one["prompt"][at:at] = [PLACEHOLDER] * length
+        items.append(PromptItem(f"image {kind}", at, length))
+        at += length
+    return items
+
+
 def live(machine: Machine, wanted: list[dict]) -> None:
     """Has requests come, wait, arrive in parts and be aborted as they say, and runs those that are left to their end."""
     for one in wanted:
         one["prompt"] = one["prompt"][: MAX_LEN - 2] + ([FAILING_TOKEN] if one["fails"] else [])
+        one["items"] = items = place_images(one) if one["in_parts"] is None else []
+        one["sees"] = list(one["prompt"])
+        for item in items:
+            values = [image_value(item.identifier, offset) for offset in range(item.length)]
+            one["sees"][item.start : item.start + item.length] = values
     for step in range(31):
         for index, one in enumerate(wanted):
             first = one["prompt"][: one["in_parts"]]
             if one["arrives"] == step:
                 terms = {name: one[name] for name in ("stop", "priority", "tenant", "repetition")}
-                machine.add(make_request(index, first, one["max_tokens"], complete=one["in_parts"] is None, **terms))
+                machine.add(
+                    make_request(index, first, one["max_tokens"], complete=one["in_parts"] is None, images=one["items"], **terms)
+                )
                 if one["parked"] and one["in_parts"] is None:
                     machine.scheduler.park(index, "remote_kv", machine.now)
             if one["arrives"] + 2 == step and one["in_parts"] is not None:
@@ -114,7 +141,7 @@ def test_every_stream_is_that_of_the_request_alone(config, layout, wanted):
     machine.check_no_leak()
     for index, one in enumerate(wanted):
         stream, finished = machine.streams.get(index, []), machine.finished[index]
-        expected = reference(one["prompt"], one["max_tokens"], one["stop"], MAX_LEN, repetition=one["repetition"])
+        expected = reference(one["sees"], one["max_tokens"], one["stop"], MAX_LEN, repetition=one["repetition"])
         assert machine.ended[f"r{index}"].output_tokens == len(stream)
         assert machine.logprobs.get(index, []) == [-float(token) for token in stream]
         if one["fails"] and finished.reason is not FinishReason.ABORT:

@@ -11,9 +11,10 @@ from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from penstock.engine.config import ConfigError
-from penstock.engine.multimodal.clip_pixels import read_clip_pixels
+from penstock.engine.multimodal.clip import MEAN, STD, clip_pixels, read_clip
 from penstock.engine.multimodal.data_url import MAX_IMAGE_BYTES, read_data_url
 from penstock.engine.multimodal.decode import MAX_PIXELS, decode_image
+from penstock.engine.multimodal.normalization import normalized, read_normalization
 from penstock.prompt.errors import PromptError
 
 PARAM = "messages[0].content[1].image_url.url"
@@ -135,8 +136,8 @@ def test_clip_pixels_are_those_of_transformers(size, edge):
     image = Image.fromarray(np.random.default_rng(2).integers(0, 256, (size[1], size[0], 3), np.uint8))
     raw = {"size": {"shortest_edge": edge}, "crop_size": {"height": 30, "width": 30}}
     reference = CLIPImageProcessorPil(**raw)(image, return_tensors="np")["pixel_values"][0]
-    processor = read_clip_pixels(raw, 30)
-    ours = processor.normalization.apply(processor.pixels(image).array()).transpose(2, 0, 1)
+    pixels = clip_pixels(image, read_clip(raw, 30)).array()
+    ours = normalized(pixels, read_normalization(raw, MEAN, STD)).transpose(2, 0, 1)
     assert np.abs(ours - reference).max() < 5e-7
 
 
@@ -148,9 +149,11 @@ def test_an_image_processor_for_another_tower_is_refused():
         ({"do_resize": False}, "do_resize"),
         ({"do_center_crop": False}, "do_center_crop"),
         ({"do_pad": True}, "do_pad"),
-        ({"image_mean": [1, 2]}, "image_mean"),
-        ({"image_std": [1, 0, 1]}, "image_std"),
     ):
         with pytest.raises(ConfigError, match=field):
-            read_clip_pixels(raw, 30)
-    assert read_clip_pixels({"do_normalize": False, "do_rescale": False}, 30).normalization.mean == (0, 0, 0)
+            read_clip(raw, 30)
+    for raw, field in (({"image_mean": [1, 2]}, "image_mean"), ({"image_std": [1, 0, 1]}, "image_std")):
+        with pytest.raises(ConfigError, match=field):
+            read_normalization(raw, MEAN, STD)
+    plain = read_normalization({"do_normalize": False, "do_rescale": False}, MEAN, STD)
+    assert normalized(np.full((1, 1, 3), 200, np.uint8), plain).tolist() == [[[200.0] * 3]]

@@ -11,10 +11,11 @@ from aiohttp import web
 from PIL import Image
 
 from penstock.engine.multimodal.addresses import is_public
-from penstock.engine.multimodal.clip_pixels import read_clip_pixels
+from penstock.engine.multimodal.clip import MEAN, STD
 from penstock.engine.multimodal.data_url import MAX_IMAGE_BYTES
 from penstock.engine.multimodal.fetch import Fetcher
 from penstock.engine.multimodal.reader import ImageReader
+from penstock.engine.multimodal.settings import ClipSettings, ImageSettings, Normalization
 from penstock.prompt.errors import PromptError
 from penstock.prompt.images import ImagePart
 
@@ -165,11 +166,12 @@ async def test_answers_other_than_a_file_are_refused(certificates):
 
 
 async def test_images_are_read_in_order_and_equal_ones_once(certificates):
-    processor = read_clip_pixels({}, 28)
+    clip = ClipSettings(size=28, shortest_edge=28, resample=3)
+    settings = ImageSettings(token_id=0, tokens=4, normalization=Normalization(1 / 255, MEAN, STD), clip=clip)
     data = "data:image/png;base64," + base64.b64encode(picture()).decode()
     async with serving(certificates) as (site, port):
         fetcher, _ = fetcher_for(certificates, port)
-        reader = ImageReader(processor, fetcher, most=3)
+        reader = ImageReader(settings, fetcher, most=3)
         url = f"https://{HOST}:{port}/a.png"
         images = await reader.read([ImagePart(url, "a"), ImagePart(data, "b"), ImagePart(url, "c")])
         assert len(site.asked) == 1

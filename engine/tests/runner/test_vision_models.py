@@ -8,11 +8,12 @@ import safetensors.torch
 import torch
 import transformers
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from vision_models import IMAGE_TOKEN, SIZE, TOKENS, make_llava, picture
+from vision_models import IMAGE_TOKEN, TOKENS, make_llava, picture
 
 from penstock.engine.config import ConfigError
 from penstock.engine.loading.checkpoint import read_model_config
-from penstock.engine.multimodal.clip_pixels import read_clip_pixels
+from penstock.engine.multimodal.clip import clip_pixels
+from penstock.engine.multimodal.normalization import normalized
 
 KINDS = {
     "llava": {},
@@ -35,9 +36,9 @@ def llava(tmp_path_factory):
     return make
 
 
-def embeddings(runner, path, image):
-    processor = read_clip_pixels(json.loads((path / "preprocessor_config.json").read_text()), SIZE)
-    pixels = processor.normalization.apply(processor.pixels(image).array())
+def embeddings(runner, image):
+    settings = runner.config.model.images
+    pixels = normalized(clip_pixels(image, settings.clip).array(), settings.normalization)
     with torch.inference_mode():
         return runner.model.encode_image(torch.from_numpy(pixels))
 
@@ -53,7 +54,7 @@ def test_embeddings_are_those_of_transformers(llava, build_runner, kind):
         with torch.inference_mode():
             pixels = processor(image, return_tensors="pt")["pixel_values"]
             [expected] = reference.get_image_features(pixel_values=pixels).pooler_output
-        ours = embeddings(runner, path, image)
+        ours = embeddings(runner, image)
         assert ours.shape == (TOKENS + (kind == "llava-class"), 64)
         torch.testing.assert_close(ours, expected, atol=2e-4, rtol=2e-4)
 
@@ -80,8 +81,8 @@ def test_towers_under_their_old_name_are_read(llava, build_runner, tmp_path):
     renamed["vision_tower.vision_model.embeddings.position_ids"] = torch.arange(TOKENS + 1)[None]
     safetensors.torch.save_file(renamed, path / "model.safetensors")
     image = picture(0)
-    expected = embeddings(build_runner(llava("llava")), path, image)
-    assert torch.equal(embeddings(build_runner(path), path, image), expected)
+    expected = embeddings(build_runner(llava("llava")), image)
+    assert torch.equal(embeddings(build_runner(path), image), expected)
 
 
 def test_what_is_not_supported_is_refused_by_its_field(llava, tmp_path):

@@ -15,7 +15,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from penstock.engine.multimodal.inputs import EncoderRun
 from penstock.engine.sampling import SamplingParams
+from penstock.prompt.hashing import PromptItem
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -51,6 +53,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     """Where its adapter is; -1: it has none."""
     guided: bool = False
     """Whether masks may come with its steps: none of them may choose a token before `SampleInputs` are there."""
+    items: tuple[PromptItem, ...] = ()
+    """Where embeddings take the places of tokens, in their order."""
 
 
 class SlotLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -105,6 +109,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """[d]: the drafts of `draft_rows`, one row after the other."""
     transfers: Transfers | None = None
     """Carried out before the rows run, which may write to the blocks stored and read those loaded."""
+    encoder_frees: list[str] = []
+    """Images whose embeddings the runner drops, before anything else."""
+    encoder_runs: list[EncoderRun] = []
+    """Images whose embeddings it makes and keeps, before the rows run."""
 
 
 class SampleInputs(msgspec.Struct, frozen=True, array_like=True):

@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.engine.config import ConfigError, DType, GenerationDefaults, LoadFormat, ModelConfig, RunnerType
 from penstock.engine.loading.generation_config import read_defaults, read_eos_token_ids
+from penstock.engine.loading.images import read_image_settings
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.loading.pooling import read_max_length, read_pooling
 from penstock.engine.models.config import parse_decoder_config
@@ -145,6 +146,7 @@ def read_model_config(
         quantization=quantization,
         stored_quantization=stored,
         pooling=pooling,
+        images=read_image_settings(path, decoder.vision) if pooling is None else None,
         vocab_size=decoder.vocab_size,
     )
 

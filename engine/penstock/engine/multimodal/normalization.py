@@ -1,30 +1,25 @@
 """From 8-bit channels to what a tower was trained on."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from penstock.engine.config import ConfigError
+from penstock.engine.multimodal.settings import Normalization
+
+FILE: Final = "preprocessor_config.json"
 
 
-class Normalization(msgspec.Struct, frozen=True):
-    """`(channel · factor − mean) / std`, in transformers' order."""
-
-    factor: float
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-
-    def apply(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-        """[height, width, 3] → the same in float32."""
-        scaled = (pixels.astype(np.float64) * self.factor).astype(np.float32)
-        return (scaled - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
+def normalized(pixels: npt.NDArray[np.uint8], by: Normalization) -> npt.NDArray[np.float32]:
+    """[height, width, 3] → the same in float32."""
+    scaled = (pixels.astype(np.float64) * by.factor).astype(np.float32)
+    return (scaled - np.asarray(by.mean, np.float32)) / np.asarray(by.std, np.float32)
 
 
 def read_normalization(raw: Mapping[str, Any], mean: Sequence[float], std: Sequence[float]) -> Normalization:
-    """Reads preprocessor_config.json's object; `ConfigError` names a field that makes no sense.
+    """Reads the object of `FILE`; `ConfigError` names a field that makes no sense.
 
     Args:
         raw: The object.
@@ -41,7 +36,7 @@ def _three(raw: Mapping[str, Any], field: str, default: Sequence[float]) -> tupl
     try:
         red, green, blue = map(float, raw.get(field) or default)
     except (TypeError, ValueError):
-        raise ConfigError(f"preprocessor_config.json: {field} must be three numbers") from None
+        raise ConfigError(f"{FILE}: {field} must be three numbers") from None
     if field == "image_std" and not red * green * blue:
-        raise ConfigError(f"preprocessor_config.json: {field} must not be 0")
+        raise ConfigError(f"{FILE}: {field} must not be 0")
     return red, green, blue

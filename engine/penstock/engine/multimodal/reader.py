@@ -5,27 +5,19 @@ import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
-from PIL import Image
-
+from penstock.engine.multimodal.clip import clip_pixels
 from penstock.engine.multimodal.data_url import SCHEME, read_data_url
 from penstock.engine.multimodal.decode import decode_image
 from penstock.engine.multimodal.fetch import Fetcher
 from penstock.engine.multimodal.pixels import Pixels
+from penstock.engine.multimodal.settings import ImageSettings
 from penstock.prompt.errors import PromptError
 from penstock.prompt.images import ImagePart
 
 WORKERS: Final = 2
 """Images that are decoded at once: each takes up to half a gigabyte and a core."""
-
-
-class ImageProcessor(Protocol):
-    """Makes of an image what the model's tower reads."""
-
-    def pixels(self, image: Image.Image) -> Pixels:
-        """The resized image."""
-        ...
 
 
 class ReadImage(NamedTuple):
@@ -40,13 +32,13 @@ class ImageReader:
     """Fetches, decodes and resizes. To be closed.
 
     Args:
-        processor: Of the model.
+        settings: Of the model.
         fetcher: Gets what URLs name.
         most: Images of a request.
     """
 
-    def __init__(self, processor: ImageProcessor, fetcher: Fetcher, most: int) -> None:
-        self._processor, self._fetcher, self._most = processor, fetcher, most
+    def __init__(self, settings: ImageSettings, fetcher: Fetcher, most: int) -> None:
+        self._settings, self._fetcher, self._most = settings, fetcher, most
         self._pool = ThreadPoolExecutor(WORKERS, "images")
 
     def close(self) -> None:
@@ -75,5 +67,5 @@ class ImageReader:
 
     def _decode(self, part: ImagePart, fetched: bytes | None) -> ReadImage:
         data = read_data_url(part.url, part.param) if fetched is None else fetched
-        pixels = self._processor.pixels(decode_image(data, part.param))
+        pixels = clip_pixels(decode_image(data, part.param), self._settings.clip)
         return ReadImage(hashlib.sha256(data).hexdigest(), pixels)

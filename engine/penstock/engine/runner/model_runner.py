@@ -16,7 +16,9 @@ from penstock.engine.core.memory import Memory, measure_memory
 from penstock.engine.core.plan import Admission, Int32, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS
 from penstock.engine.models.draft_head import DraftHead
-from penstock.engine.models.model import Model
+from penstock.engine.models.model import Model, VisionModel
+from penstock.engine.multimodal.normalization import normalized
+from penstock.engine.multimodal.pixels import Pixels
 from penstock.engine.parallel.group import Group
 from penstock.engine.runner.base import RunnerBase
 from penstock.engine.runner.device.host import HostRuntime
@@ -24,8 +26,9 @@ from penstock.engine.runner.draft_head import HeadProposer, TappedModel
 from penstock.engine.runner.draft_model import DraftModel
 from penstock.engine.runner.draft_sampler import DraftSampler
 from penstock.engine.runner.host_memory import return_free_memory
+from penstock.engine.runner.images import Images
 from penstock.engine.runner.input_batch import InputBatch, StepArrays, StepInputs
-from penstock.engine.runner.memory_profile import peak_activation_bytes
+from penstock.engine.runner.memory_profile import PeakMemory, peak_activation_bytes
 from penstock.engine.runner.not_finite import Again, Suspect
 from penstock.engine.runner.own_drafts import OwnDrafts, measure_steps
 from penstock.engine.runner.pending import PendingStep
@@ -62,6 +65,8 @@ class ExecuteState(NamedTuple):
     """[r, K]: as of `planned_drafts`; None: the step has none."""
     transfer_s: tuple[float, float] = (0.0, 0.0)
     """Seconds that stores and loads of pages took."""
+    failed: dict[int, str] = {}  # noqa: RUF012 - of a tuple, and nobody writes to it
+    """Index into the plan's rows → why that row's images cannot be computed."""
 
 
 class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
@@ -82,6 +87,7 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
         self._proposer: Proposer | None = None
         self._own_drafts: OwnDrafts | None = None
         self._draft_sampler: DraftSampler | None = None
+        self._images = Images(self._encode)
         self._pooler = Pooler(pooling.tokens, pooling.size) if pooling is not None else None
         self._reset()
 
@@ -99,6 +105,7 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
     def _reset(self) -> None:
         super()._reset()
         self._requests = self._new_batch()
+        self._images.reset()
 
     def _new_batch(self) -> InputBatch:
         scheduler, model = self.config.scheduler, self.config.model
@@ -112,6 +119,7 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
         """Gives the KV cache's memory back to the system; at level 2 the model's too. Where the weights are in the host's memory
         anyway, level 1 has nowhere to move them and leaves them there."""
         self._drop_pages()
+        self._images.forget()
         self._tapes = None
         if isinstance(self._proposer, DraftModel | HeadProposer):
             self._proposer.release()
@@ -141,12 +149,18 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
     def reload_weights(self, path: str | None) -> None:
         """See the base class."""
         self._tapes = None
+        self._images.forget()
         super().reload_weights(path)
         self._bind_drafter()
 
     def warm_up(self) -> None:
         """See the base class. From then on steps are what they will be."""
         super().warm_up()
+        if self.config.model.images is not None:
+            with torch.inference_mode():
+                finite = bool(self._encode_blank().isfinite().all())
+            if not finite:
+                raise RuntimeError("warm-up: an image's embeddings are not finite; are the checkpoint's weights?")
         self._warm = True
         if (config := self.config.speculative) is not None:
             rows, most = self.config.scheduler.max_num_seqs, config.num_speculative_tokens
@@ -224,7 +238,24 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
         scheduler = self.config.scheduler
         self.initialize_kv_cache(1)
         self._reset()
-        return peak_activation_bytes(self._dummy_step, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        step = peak_activation_bytes(self._dummy_step, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        return step + self._image_bytes()
+
+    @torch.inference_mode()
+    def _image_bytes(self) -> int:
+        """What the tower takes for an image, and the embeddings that are kept."""
+        if self.config.model.images is None:
+            return 0
+        with PeakMemory() as memory:
+            row = self._encode_blank()[0]
+        return memory.peak + row.nbytes * self.config.scheduler.encoder_cache_size
+
+    def _encode_blank(self) -> torch.Tensor:
+        """The embeddings of a black image."""
+        settings = self.config.model.images
+        assert settings is not None
+        size = settings.clip.size
+        return self._encode(Pixels(size, size, bytes(3 * size * size)))
 
     def _execute(self, plan: StepPlan) -> ExecuteState:
         """See Turns: the forward pass is over when this returns."""
@@ -237,24 +268,40 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
         inputs = self._requests.apply(plan, drafts)
         self._lora.apply(plan)
         ctx = ForwardContext(self.ops, self.kv_caches, [inputs.groups[number] for number in self._layer_groups])
-        suspect = self._not_finite.watch(plan, partial(self._again, plan, inputs, ctx))
+        self._images.take_in(plan)
         with self._failing(plan):
             seconds = self._transfer(plan)
-            state = ExecuteState(plan, inputs, suspect, *self._forward(plan, inputs, ctx), drafts, seconds)
+            given, failed = self._given(plan, inputs)
+            suspect = self._not_finite.watch(plan, partial(self._again, plan, inputs, given, ctx))
+            state = ExecuteState(plan, inputs, suspect, *self._forward(plan, inputs, given, ctx), drafts, seconds, failed)
         self._comm.check()
         return state
 
-    def _again(self, plan: StepPlan, inputs: StepInputs, ctx: ForwardContext, at: list[int]) -> Again:
+    def _given(self, plan: StepPlan, inputs: StepInputs) -> tuple[torch.Tensor, dict[int, str]]:
+        """What the model reads: token ids, or embeddings where images are; and which rows lack theirs, and why."""
+        self._images.encode(plan)
+        starts = self._requests.rows.num_computed[plan.rows] - plan.num_new_tokens
+        merged, failed = self._images.merge(plan, starts, lambda: self.model.embed(inputs.input_ids))
+        return inputs.input_ids if merged is None else merged, failed
+
+    def _encode(self, pixels: Pixels) -> torch.Tensor:
+        """An image's embeddings."""
+        settings = self.config.model.images
+        assert settings is not None, "an image for a model that reads text alone"
+        image = torch.from_numpy(normalized(pixels.array(), settings.normalization))
+        return cast("VisionModel", self.model).encode_image(image)
+
+    def _again(self, plan: StepPlan, inputs: StepInputs, given: torch.Tensor, ctx: ForwardContext, at: list[int]) -> Again:
         """The whole step once more; it writes the same keys and values to the same places."""
         starts = np.cumsum(plan.num_new_tokens) - plan.num_new_tokens
         tokens = {row: slice(starts[row], starts[row] + plan.num_new_tokens[row]) for row in at}
-        return Again(self.model, inputs.input_ids, inputs.positions, ctx, tokens)
+        return Again(self.model, given, inputs.positions, ctx, tokens)
 
     def _sample(self, launched: ExecuteState, inputs: SampleInputs) -> StepResult:
         """See Turns: the step is over when this returns."""
-        plan, step, suspect, logits, prompts, pooled, drafts, seconds = launched
+        plan, step, suspect, logits, prompts, pooled, drafts, seconds, lacking = launched
         with self._failing(plan):
-            sampled, scores, failed, verified = _NOTHING_SAMPLED, None, self._requests.refusals.of(plan), None
+            sampled, scores, failed, verified = _NOTHING_SAMPLED, None, self._requests.refusals.of(plan) | lacking, None
             if logits is not None:
                 choosing = self._requests.choosing(plan, step)
                 rows = choosing.rows
@@ -297,22 +344,22 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
             return result if own is None else msgspec.structs.replace(result, drafts=own)
 
     def _forward(
-        self, plan: StepPlan, inputs: StepInputs, ctx: ForwardContext
+        self, plan: StepPlan, inputs: StepInputs, given: torch.Tensor, ctx: ForwardContext
     ) -> tuple[torch.Tensor | None, PromptParts | None, PooledStep | None]:
-        """Logits of the rows that sample, and the prompts' scores; or their embeddings."""
+        """Logits of the rows that sample, and the prompts' scores; or their embeddings. `given`: what the model reads."""
         if self._pooler is not None:
-            hidden = self.model.forward(inputs.input_ids, inputs.positions, ctx) if len(plan.rows) else torch.empty(0)
+            hidden = self.model.forward(given, inputs.positions, ctx) if len(plan.rows) else torch.empty(0)
             starts = self._requests.rows.num_computed[plan.rows] - plan.num_new_tokens
             return None, None, self._pooler.pool(plan, starts, hidden)
         rows, scored = len(plan.rows), None
         if len(inputs.input_ids) > rows or len(inputs.sampled_rows) < rows:  # decodes alone score no prompt
             scored = prompt_rows(plan, self._requests.rows, self._requests.chooser.prompt_logprobs)
-        tapes = self._step_tapes() if scored is None else None
+        tapes = self._step_tapes() if scored is None and given is inputs.input_ids else None
         if tapes is not None and (taped := tapes.logits(inputs, ctx)) is not None:
             return (taped if len(inputs.sampled_rows) else None), None, None
         if not rows:
             return None, None, None
-        hidden = self._target().forward(inputs.input_ids, inputs.positions, ctx)
+        hidden = self._target().forward(given, inputs.positions, ctx)
         return *self._score(
             self._requests.sampler, hidden, inputs.logits_indices if len(inputs.sampled_rows) else None, scored
         ), None

@@ -7,6 +7,7 @@ from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.plan import Int64, ints
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.core.scheduling.guides import most_forced
+from penstock.engine.core.scheduling.images.encoder import Encoder
 from penstock.engine.core.scheduling.in_flight import InFlight
 from penstock.engine.core.scheduling.request import Request
 from penstock.engine.core.scheduling.request_book import RequestBook
@@ -24,6 +25,7 @@ class Grants:
         tenancy: Who has them.
         in_flight: Plans that are under way.
         book: Preempts.
+        encoder: Limits chunks to images whose embeddings can be there.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Grants:
         tenancy: Tenancy,
         in_flight: InFlight,
         book: RequestBook,
+        encoder: Encoder,
     ) -> None:
         self._num_speculative_tokens, self._num_lookahead_tokens = config.num_speculative_tokens, config.num_lookahead_tokens
         self._kv = kv
@@ -41,6 +44,7 @@ class Grants:
         self._tenancy = tenancy
         self._in_flight = in_flight
         self._book = book
+        self._encoder = encoder
 
     def grant(self, step: StepBuilder) -> None:
         """Closes the gaps of running requests as far as the step's budget goes."""
@@ -48,8 +52,12 @@ class Grants:
         known = self._table.num_tokens[rows]
         gaps = known - self._table.num_computed[rows]
         # A row at its limit ends when the tokens in flight are known: they need no step of their own.
-        self._grant_decodes(step, rows[(gaps == 1) & (known < self._tenancy.limits[rows])])
-        self._grant_chunks(step, rows[gaps > 1])
+        decodes, chunks = (gaps == 1) & (known < self._tenancy.limits[rows]), gaps > 1
+        if with_images := self._encoder.rows:  # the last token that such a row lacks may be an image's
+            held = np.isin(rows, with_images) & (gaps == 1)
+            decodes, chunks = decodes & ~held, chunks | held
+        self._grant_decodes(step, rows[decodes])
+        self._grant_chunks(step, rows[chunks])
 
     def _grant_decodes(self, step: StepBuilder, rows: Int64) -> None:
         """A token for each, its drafts, and a block where its blocks are all full."""
@@ -95,7 +103,12 @@ class Grants:
                 continue
             computed, known = int(self._table.num_computed[row]), int(self._table.num_tokens[row])
             end = computed + step.chunk(known - computed)
+            reach = self._encoder.reach(request, computed, end) if request.images else None
+            if reach is not None and (end := reach.end) == computed:
+                continue
             if self._grow(step, request, end):
+                if reach is not None:
+                    self._encoder.take(request, reach)
                 step.grant_chunk(row, end - computed, samples=end == known)
                 step.reserved_blocks += self._kv.blocks_for(known) - self._kv.blocks_for(end)
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from penstock.api.load_report import WaitingReason
 from penstock.engine.core.scheduling.guides import Guide
 from penstock.engine.messages import AddRequest, FinishReason
@@ -67,6 +69,7 @@ class Request:
         "deadline",
         "first_token_at",
         "guide",
+        "images",
         "index",
         "key",
         "num_cached_tokens",
@@ -95,6 +98,8 @@ class Request:
         self.tenant = message.tenant
         self.adapter = adapter
         self.deadline = message.deadline
+        self.images = message.images
+        """In the order of their places in the prompt."""
         self.guide: Guide | None = None
         """What its next tokens may be; None: any."""
         self.key = (message.priority, message.arrival_time, ordinal)
@@ -118,7 +123,10 @@ class Request:
         self.block_hashes: list[bytes] = []
         """Of its full blocks, as far as anybody asked."""
         self._extra_keys = ExtraKeys(
-            lora=adapter.info.name if adapter is not None else None, cache_salt=message.cache_salt, tenant=message.tenant
+            lora=adapter.info.name if adapter is not None else None,
+            cache_salt=message.cache_salt,
+            tenant=message.tenant,
+            items=tuple(image.item for image in message.images),
         )
 
     @property
@@ -148,7 +156,7 @@ class Request:
 
     def rename_chain(self, lora: str) -> None:
         """Blocks that it fills from now on are found under this name of its adapter alone: another one has its old name."""
-        self._extra_keys = ExtraKeys(lora=lora, cache_salt=self._extra_keys.cache_salt, tenant=self.tenant)
+        self._extra_keys = msgspec.structs.replace(self._extra_keys, lora=lora)
         self.block_hashes.clear()
 
 

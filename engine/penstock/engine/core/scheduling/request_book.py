@@ -12,6 +12,7 @@ from penstock.engine.core.plan import Int32, Int64
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.core.scheduling.deadlines import Deadlines
 from penstock.engine.core.scheduling.guides import Guide
+from penstock.engine.core.scheduling.images.encoder import Encoder
 from penstock.engine.core.scheduling.journal import Journal
 from penstock.engine.core.scheduling.lora.adapter import Adapter
 from penstock.engine.core.scheduling.lora.adapters import Adapters
@@ -63,6 +64,7 @@ class RequestBook:
         counters: What each tenant has had.
         adapters: What requests can ask for.
         totals: What is counted.
+        encoder: Holds the embeddings of running requests' images.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class RequestBook:
         counters: TokenCounters,
         adapters: Adapters,
         totals: Totals,
+        encoder: Encoder,
     ) -> None:
         self._policy = config.policy
         self._max_num_waiting = config.max_num_waiting
@@ -91,6 +94,7 @@ class RequestBook:
         self._counters = counters
         self._adapters = adapters
         self._totals = totals
+        self._encoder = encoder
         self._live: dict[int, Request] = {}
         self._journal = Journal()
         self._deadlines = Deadlines()
@@ -179,6 +183,8 @@ class RequestBook:
         elif length > self._longest_prompt:
             error = f"the prompt has {length} tokens; the context is {self._max_model_len}, output included"
             self.finish(request, FinishReason.IGNORED, error=error)
+        elif (problem := self._encoder.problem(request)) is not None:
+            self.finish(request, FinishReason.ERROR, error=problem)
         elif self._kv.enable_prefix_caching:
             request.extend_hashes(self._hasher, request.token_ids)
         return not request.status.is_finished
@@ -307,6 +313,8 @@ class RequestBook:
             self._adapters.note_blocks(request)
             self._adapters.table.move_out(request.adapter)
         self._kv.free(request)
+        if request.images:
+            self._encoder.left(request)
         self._released.append(request.row)
         self._tenancy.move_out(request)
 

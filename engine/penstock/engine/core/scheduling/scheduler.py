@@ -18,6 +18,7 @@ from penstock.engine.connectors.offload import Offload
 from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.core.scheduling.admission.admissions import Admissions
+from penstock.engine.core.scheduling.admission.encoder_room import EncoderRoom
 from penstock.engine.core.scheduling.admission.kv_blocks import KVBlocks
 from penstock.engine.core.scheduling.admission.lora_slots import LoraSlots
 from penstock.engine.core.scheduling.admission.max_num_seqs import MaxNumSeqs
@@ -25,6 +26,8 @@ from penstock.engine.core.scheduling.admission.rule import AdmissionRule
 from penstock.engine.core.scheduling.admission.token_budget import TokenBudget
 from penstock.engine.core.scheduling.grants import Grants
 from penstock.engine.core.scheduling.guides import Guide
+from penstock.engine.core.scheduling.images.encoder import Encoder
+from penstock.engine.core.scheduling.images.encoder_cache import EncoderCache
 from penstock.engine.core.scheduling.in_flight import InFlight
 from penstock.engine.core.scheduling.lora.adapter import Adapter
 from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
@@ -75,11 +78,13 @@ class Scheduler:
         """Why no request is taken; None: they are."""
         adapter_table = table or AdapterTable()
         self.adapters = Adapters(adapter_table, kv)
+        self.encoder = Encoder(config.max_encoder_tokens, EncoderCache(config.encoder_cache_size))
         self.rules: list[AdmissionRule] = [
             MaxNumSeqs(config.max_num_seqs),
             TokenBudget(chunked=config.enable_chunked_prefill),
             # Before what counts blocks: whoever waits for an adapter must not hold up those who wait for nothing.
             LoraSlots(adapter_table),
+            EncoderRoom(self.encoder),
             KVBlocks(kv),
         ]
         if offload is not None:
@@ -105,10 +110,13 @@ class Scheduler:
             counters,
             self.adapters,
             self.totals,
+            self.encoder,
         )
-        self._grants = Grants(config, kv, self.table, tenancy, in_flight, book)
+        self._grants = Grants(config, kv, self.table, tenancy, in_flight, book, self.encoder)
         computes_all = pooling is not None and pooling.computes_all
-        self._admissions = Admissions(self.rules, kv, tenancy, waiting, adapter_table, book, computes_all=computes_all)
+        self._admissions = Admissions(
+            self.rules, kv, tenancy, waiting, adapter_table, book, self.encoder, computes_all=computes_all
+        )
         proposes = config.num_speculative_tokens > 0
         self._retirement = Retirement(kv, self.table, tenancy, in_flight, book, hasher, proposes=proposes)
 
@@ -244,6 +252,7 @@ class Scheduler:
         if self.pause_state is PauseState.PAUSED_ALL:
             return None
         step = StepBuilder(self.config, now)
+        self.encoder.begin()
         if self._offload is not None:
             self._offload.store()
         self._grants.grant(step)
@@ -257,7 +266,8 @@ class Scheduler:
         adapters = self.adapters.table
         step.lora_loads, step.lora_drops = adapters.take_loads(), adapters.take_drops()
         transfers = None if self._offload is None else self._offload.take(self._next_step_id)
-        plan = step.build(self._next_step_id, self._book.take_released(), self.kv.num_groups, transfers)
+        encoder = self.encoder.take_plan()
+        plan = step.build(self._next_step_id, self._book.take_released(), self.kv.num_groups, transfers, encoder)
         self._next_step_id += 1
         self.table.apply(plan)
         if self.config.num_speculative_tokens:
@@ -299,6 +309,7 @@ class Scheduler:
         flight = self._in_flight.retire()
         if self._offload is not None:
             self._offload.retire(flight.plan.step_id, self._book, now, None)
+        self.encoder.failed(flight.plan.encoder_runs)
         return self._retirement.fail(flight, error, code)
 
     # --- what there is to tell ---

@@ -4,6 +4,7 @@ import numpy as np
 
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.plan import NONE, Admission, Int32, Int64, SlotLoad, StepPlan, Transfers, ints
+from penstock.engine.multimodal.inputs import EncoderRun
 
 
 class StepBuilder:
@@ -89,8 +90,15 @@ class StepBuilder:
         if self.num_drafts is not None:
             self.num_drafts = self.num_drafts[kept]
 
-    def build(self, step_id: int, released: list[int], num_groups: int, transfers: Transfers | None = None) -> StepPlan:
-        """The plan: decodes first, then chunks, running ones before new ones."""
+    def build(
+        self,
+        step_id: int,
+        released: list[int],
+        num_groups: int,
+        transfers: Transfers | None = None,
+        encoder: tuple[list[EncoderRun], list[str]] = ([], []),
+    ) -> StepPlan:
+        """The plan: decodes first, then chunks, running ones before new ones. `encoder`: images to encode, and to drop."""
         decodes, count = len(self.decodes), len(self.decodes) + len(self.chunks)
         rows, num_new_tokens, samples = self.decodes.astype(np.int32), np.ones(count, np.int32), np.ones(count, np.bool_)
         if self.chunks:
@@ -118,6 +126,8 @@ class StepBuilder:
             draft_rows=draft_rows,
             draft_ids=draft_ids,
             transfers=transfers,
+            encoder_runs=encoder[0],
+            encoder_frees=encoder[1],
         )
 
     def _given_drafts(self) -> tuple[Int32, Int32]:

@@ -8,6 +8,7 @@ from penstock.api.load_report import WaitingReason
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.core.plan import Admission
 from penstock.engine.core.scheduling.admission.rule import AdmissionRule, Candidate
+from penstock.engine.core.scheduling.images.encoder import Encoder
 from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
 from penstock.engine.core.scheduling.request_book import RequestBook
 from penstock.engine.core.scheduling.step_builder import StepBuilder
@@ -25,6 +26,7 @@ class Admissions:
         waiting: Who waits.
         adapters: Where adapters are.
         book: Starts requests.
+        encoder: Limits chunks to images whose embeddings can be there.
         computes_all: Whether every request needs more of each token of its prompt than the cache supplies.
     """
 
@@ -36,6 +38,7 @@ class Admissions:
         waiting: WaitingRoom,
         adapters: AdapterTable,
         book: RequestBook,
+        encoder: Encoder,
         *,
         computes_all: bool,
     ) -> None:
@@ -45,6 +48,7 @@ class Admissions:
         self._waiting = waiting
         self._adapters = adapters
         self._book = book
+        self._encoder = encoder
         self._computes_all = computes_all
 
     def admit(self, step: StepBuilder) -> None:
@@ -85,13 +89,18 @@ class Admissions:
         """Gives the request a row, its cached prefix and its first chunk."""
         request, hit, known = candidate.request, candidate.hit, candidate.num_tokens
         end = hit.num_tokens + step.chunk(known - hit.num_tokens)
+        reach = self._encoder.reach(request, hit.num_tokens, end) if request.images else None
+        end = end if reach is None else reach.end
         blocks = self._kv.allocate(request, end, local=hit)
         assert blocks is not None, "the admission rule counted blocks that are not there"
         row = self._book.start(request, hit.num_tokens, step.now)
+        if reach is not None:
+            self._encoder.take(request, reach)
         slot = -1 if request.adapter is None else self._adapters.move_in(request.adapter, step.now)
         tokens = np.array(request.token_ids, np.int32)
         sampling, guided = request.sampling, request.guide is not None
-        step.admissions.append(Admission(row, tokens, request.num_prompt_tokens, hit.num_tokens, sampling, slot, guided))
+        items = tuple(image.item for image in request.images)
+        step.admissions.append(Admission(row, tokens, request.num_prompt_tokens, hit.num_tokens, sampling, slot, guided, items))
         step.appends[row] = blocks
         step.grant_chunk(row, end - hit.num_tokens, samples=end == known)
         step.reserved_blocks += self._kv.blocks_for(known) - self._kv.blocks_for(end)

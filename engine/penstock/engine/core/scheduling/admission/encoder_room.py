@@ -1,0 +1,19 @@
+"""The image with which a request begins must have room in the tower's budget and in the cache of embeddings."""
+
+from penstock.api.load_report import WaitingReason
+from penstock.engine.core.scheduling.admission.rule import Candidate
+from penstock.engine.core.scheduling.images.encoder import Encoder
+
+
+class EncoderRoom:
+    """Refuses a request that could not compute a single token before an image for which this step has no room."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+
+    def refuses(self, candidate: Candidate) -> WaitingReason | None:
+        """Why the candidate must wait."""
+        if not candidate.request.images:
+            return None
+        start = candidate.hit.num_tokens
+        return "capacity" if self._encoder.reach(candidate.request, start, start + 1).end == start else None

@@ -1,0 +1,129 @@
+"""When a tower runs: in the step whose chunk reaches an image, once for equal images, under a budget of its own.
+
+A chunk never reaches into an image whose embeddings are not there: where the budget or the cache has no room for it, the chunk
+ends before it. Nothing is taken before the chunk has its KV blocks, so that a chunk which is not granted leaves no trace.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from penstock.engine.core.scheduling.images.encoder_cache import EncoderCache
+from penstock.engine.core.scheduling.request import Request
+from penstock.engine.multimodal.inputs import EncoderRun, ImageInput
+
+
+class Reach(NamedTuple):
+    """How far a chunk gets, and with which images."""
+
+    end: int
+    """Position after its last token."""
+    there: list[ImageInput]
+    """Whose embeddings the runner has."""
+    missing: list[ImageInput]
+    """Whose embeddings the step makes."""
+
+
+class Encoder:
+    """The tower as the scheduler sees it.
+
+    Args:
+        budget: Embeddings that a step makes at most; at least those of the largest image.
+        cache: What the runner holds.
+    """
+
+    def __init__(self, budget: int, cache: EncoderCache) -> None:
+        self._budget, self._cache = budget, cache
+        self._left = budget
+        self._runs: dict[str, EncoderRun] = {}
+        self._reached: dict[int, int] = {}
+        self._requests: dict[int, Request] = {}
+        self.num_runs = self.num_hits = self.num_embeddings = 0
+        """Images that were encoded, images that were there already, and embeddings that were made, since the start."""
+
+    @property
+    def cache(self) -> EncoderCache:
+        """What the runner holds."""
+        return self._cache
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows whose images are not all computed."""
+        return list(self._requests)
+
+    def problem(self, request: Request) -> str | None:
+        """Why a request's images can never be computed; None: they can."""
+        end, most = 0, min(self._budget, self._cache.size)
+        for image in request.images:
+            if image.item.start < end or image.item.length < 1 or image.end > request.num_prompt_tokens:
+                return f"the image at token {image.item.start} overlaps another one or the end of the prompt"
+            if image.item.length > most:
+                return f"an image of {image.item.length} embeddings does not fit: the engine makes at most {most} in a step"
+            end = image.end
+        return None
+
+    def begin(self) -> None:
+        """A new step is planned."""
+        self._left = self._budget
+
+    def reach(self, request: Request, start: int, end: int) -> Reach:
+        """How far a chunk of a request's tokens from `start` to `end` gets; `start` itself where it must wait."""
+        there: list[ImageInput] = []
+        missing: dict[str, ImageInput] = {}
+        length = 0
+        for image in request.images:
+            name = image.item.identifier
+            if image.end <= start or name in missing:
+                continue
+            if image.item.start >= end:
+                break
+            found = name in self._cache
+            kept = [*there, image] if found else there
+            needed = length if found else length + image.item.length
+            # An image that is there may keep the room that one before it was to get.
+            if needed > min(self._left, self._cache.room(one.item.identifier for one in kept)):
+                end = max(start, image.item.start)
+                break
+            there, length = kept, needed
+            if not found:
+                missing[name] = image
+        return Reach(end, there, list(missing.values()))
+
+    def take(self, request: Request, reach: Reach) -> None:
+        """A chunk is granted: its request holds the images until it is beyond them."""
+        for image in reach.there:
+            self.num_hits += self._cache.hold(image.item.identifier, request.index)
+        for image in reach.missing:
+            name, length = image.item.identifier, image.item.length
+            self._cache.add(name, length, request.index)
+            self._runs[name] = EncoderRun(name, image.pixels)
+            self._left -= length
+            self.num_embeddings += length
+            self.num_runs += 1
+        self._reached[request.row] = reach.end
+        self._requests[request.row] = request
+
+    def left(self, request: Request) -> None:
+        """A request loses its row."""
+        self._reached.pop(request.row, None)
+        self._requests.pop(request.row, None)
+        for image in request.images:
+            self._cache.release(image.item.identifier, request.index)
+
+    def take_plan(self) -> tuple[list[EncoderRun], list[str]]:
+        """What the next plan makes, and what it drops before. From then on its rows need no image that they are beyond."""
+        for row, end in self._reached.items():
+            request = self._requests[row]
+            for image in request.images:
+                if image.end <= end:
+                    self._cache.release(image.item.identifier, request.index)
+            if request.images[-1].end <= end:
+                del self._requests[row]
+        self._reached.clear()
+        # One may be gone again: its request lost its row in this step, and another one took the room.
+        runs = [run for name, run in self._runs.items() if name in self._cache]
+        self._runs = {}
+        return runs, self._cache.take_evicted()
+
+    def failed(self, runs: Iterable[EncoderRun]) -> None:
+        """A step came to nothing: what it was to make may not be there."""
+        self._cache.forget(run.identifier for run in runs)
