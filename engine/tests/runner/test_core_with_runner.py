@@ -67,7 +67,7 @@ class Engine:
         tokens: dict[int, list[int]] = {request.index: [] for request in batch}
         for request in batch:
             self.core.handle(request)
-        while self.core.has_work:
+        while self.core.has_work or self.core.is_reading:
             frame = self.core.step()
             if self.depth == 1:
                 self._check_mirror()
