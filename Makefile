@@ -131,6 +131,10 @@ bench-schemas: setup ## JSON schemas as grammars: refused ones, instances taken 
 bench-structured: setup ## what grammars cost a batch of 32, and what a new schema costs the first token (ARGS=--quick)
 	@$(BIN)/python benchmarks/bench_structured.py $(ARGS)
 
+.PHONY: bench-quantization
+bench-quantization: setup ## what weights of eight and four bits save and cost on a CPU (ARGS=--quick)
+	@$(BIN)/python benchmarks/bench_quantization.py $(ARGS)
+
 .PHONY: bench-lora
 bench-lora: setup ## what LoRA adapters cost a batch on a CPU, with 0, 1, 4 and 8 of them mixed (ARGS=--quick)
 	@$(BIN)/python benchmarks/bench_lora.py $(ARGS)
