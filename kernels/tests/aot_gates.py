@@ -65,11 +65,19 @@ def attention(
     return launch
 
 
+def latent_attention() -> None:
+    """DeepSeek V3's: 16 heads of a rank, 64 rotated elements and a latent of 512."""
+    lens, starts, blocks = (empty(*size, dtype=torch.int32) for size in ((64,), (65,), (257, 2048)))
+    batch = DeviceBatch(16, lens, starts, lens, blocks, None, 1, 64)
+    paged_attention(empty(64, 16, 576), empty(64, 1, 1, 16, 576), batch, 0.1, value_size=512)
+
+
 EIGHT_B = (32, 8, 128)
 LAUNCHES: list[Callable[[], None]] = [
     *aot_dense.LAUNCHES,
     *aot_sampling.LAUNCHES,
     steps,
+    latent_attention,
     attention(EIGHT_B, 512, 1, 512),
     attention(EIGHT_B, 9, 2048, 2048),
     attention(EIGHT_B, 9, 2048, 2048, table=invariant_launches),

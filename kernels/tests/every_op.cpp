@@ -16,11 +16,12 @@ void penstock_prepare_kv(int, const void*, const void*, const void*, int64_t, in
                          const float*, const float*, int64_t, const float*, const float*, float, int64_t, int64_t, int64_t, int64_t,
                          int64_t, int64_t);
 void penstock_linear(int, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t);
+void penstock_head_linear(int, const void*, int64_t, int64_t, const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t);
 void penstock_route(int, const void*, const float*, int32_t*, float*, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, int64_t, float);
 void penstock_experts(int, const void*, const int32_t*, const float*, const int64_t*, const int64_t*, const int64_t*, const int64_t*, void*,
                       int64_t, int64_t, int64_t, int64_t, int64_t, int, float, float);
 void penstock_paged_attention(int, const void*, void*, const void*, int64_t, const int32_t*, const int32_t*, const int32_t*, const float*,
-                              int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
+                              int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
 void penstock_add_lora(int, void*, const void*, const int64_t*, const int64_t*, int64_t, const void*, int64_t, const int64_t*, int64_t,
                        const int64_t*, int64_t, int64_t);
 }
@@ -121,8 +122,15 @@ void run(int dtype) {
     const int32_t starts[] = {0, 1, 5}, lens[] = {90, 30}, table[] = {1, 2, 3, 4, 5, 6, 7, 1, 0, 0, 0, 0};
     const std::vector<float> sinks = floats(kHeads);
     penstock_paged_attention(dtype, rotated.data(), out.data(), cache.data(), stride, starts, lens, table, sinks.data(), 6, 2, kHeads,
-                             kKeyHeads, kBlock, kSize, 70, 0.2f, 5.0f);
+                             kKeyHeads, kBlock, kSize, 70, 0, 0.2f, 5.0f);
     out.print("attention");
+    constexpr int64_t kRank = 24;
+    Array latent(dtype, kTokens * kHeads * kRank), weight(dtype, kHeads * 48 * kRank), heads(dtype, kTokens * kHeads * 40);
+    penstock_paged_attention(dtype, rotated.data(), latent.data(), cache.data(), stride, starts, lens, table, nullptr, 6, 2, kHeads, 1, kBlock,
+                             kSize, 0, kRank, 0.2f, 0.0f);
+    penstock_head_linear(dtype, latent.data(), kHeads * kRank, kRank, weight.data(), 48 * kRank * weight.size(), heads.data(), kTokens, kHeads,
+                         40, kRank);
+    latent.print("latent"), heads.print("heads");
   }
   {
     constexpr int64_t kRank = 5, kInputs = 33, kOutputs = 40, kTokens = 9;

@@ -121,7 +121,6 @@ def test_yarns_attention_factor():
         ),
         ({"architectures": None}, "architectures is missing"),
         ({"architectures": ["Qwen3NextForCausalLM"]}, "the engine lacks gated delta net layers"),
-        ({"architectures": ["DeepseekV3ForCausalLM"]}, "the engine lacks latent attention"),
         (
             {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
             "num_experts_per_tok 9 exceeds num_local_experts 8",

@@ -1,5 +1,6 @@
 """A configuration that says little is read as transformers reads it."""
 
+import msgspec
 import pytest
 
 from penstock.engine.models.config import DecoderConfig, parse_decoder_config
@@ -46,6 +47,16 @@ VARIANTS = {
     "Qwen2MoeForCausalLM": [{}, {"mlp_only_layers": [1], "decoder_sparse_step": 2, "norm_topk_prob": True}],
     "Qwen3MoeForCausalLM": [{"head_dim": 32}, {"num_experts": 9, "num_experts_per_tok": 2, "moe_intermediate_size": 40}],
     "Glm4MoeForCausalLM": [{}, {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}],
+    "DeepseekV2ForCausalLM": [
+        {"num_experts_per_tok": 2},
+        {"num_experts_per_tok": 2, "q_lora_rank": None, "kv_lora_rank": 32, "n_group": 4, "topk_group": 2}
+        | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0, "first_k_dense_replace": 1},
+    ],
+    "DeepseekV3ForCausalLM": [
+        {},
+        {"q_lora_rank": None, "v_head_dim": 32, "n_routed_experts": 16, "n_group": 4, "topk_group": 2, "rope_interleave": False},
+    ],
+    "KimiK2ForCausalLM": [{"n_routed_experts": 384, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}],
     "GptOssForCausalLM": [
         {},
         {"head_dim": 32, "sliding_window": 64, "num_local_experts": 8, "attention_bias": False, "swiglu_limit": 5.0},
@@ -59,7 +70,8 @@ VARIANTS = {
 
 def theirs(transformers, architecture: str, fields: dict):
     family = architecture.removesuffix("ForCausalLM")
-    name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    # Kimi K2 is DeepSeek V3 under its own name.
+    name = {"Gemma3": "Gemma3TextConfig", "KimiK2": "DeepseekV3Config"}.get(family, f"{family}Config")
     return getattr(transformers, name)(**SIZES, **fields, pad_token_id=0)
 
 
@@ -97,13 +109,20 @@ def test_is_read_as_transformers_reads_it(architecture, fields):
     ours: DecoderConfig = parse_decoder_config(SIZES | {"architectures": [architecture]} | fields)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     eps = next(getattr(config, name) for name in ("rms_norm_eps", "layer_norm_eps", "norm_epsilon") if hasattr(config, name))
-    assert (ours.head_size, ours.rms_norm_eps) == (head_size, eps)
+    assert ours.rms_norm_eps == eps
+    if ours.latent is None:
+        assert ours.head_size == head_size
+    else:
+        fields = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank")
+        assert msgspec.structs.astuple(ours.latent)[:5] == tuple(getattr(config, name) for name in fields)
+        assert ours.latent.interleaved == getattr(config, "rope_interleave", True)
+        assert ours.head_size == config.kv_lora_rank + head_size and ours.num_kv_heads == 1
     assert ours.tie_word_embeddings == config.tie_word_embeddings
     assert (
         ours.activation
         == {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}[getattr(config, "hidden_activation", None) or config.hidden_act]
     )
-    scale = (getattr(config, "query_pre_attn_scalar", None) or head_size) ** -0.5
+    scale = (getattr(config, "query_pre_attn_scalar", None) or getattr(config, "qk_head_dim", None) or head_size) ** -0.5
     assert ours.attention_scale == pytest.approx(getattr(config, "attention_multiplier", scale))
     assert ours.residual_scale == getattr(config, "residual_multiplier", 1.0)
     assert ours.embedding_scale == getattr(config, "embedding_multiplier", 1.0)
@@ -138,6 +157,8 @@ def test_experts_are_read_as_transformers_reads_them(architecture):
         assert (ours.count, ours.top_k) == (count, config.num_experts_per_tok)
         assert ours.intermediate_size == getattr(config, "moe_intermediate_size", config.intermediate_size)
         assert ours.renormalise == getattr(config, "norm_topk_prob", True)
+        if getattr(config, "topk_method", None) == "greedy":
+            config.n_group = config.topk_group = 1
         assert ours.scale == getattr(config, "routed_scaling_factor", 1.0)
         assert (ours.groups, ours.top_groups) == (getattr(config, "n_group", 1), getattr(config, "topk_group", 1))
         plain, step = getattr(config, "mlp_only_layers", []), getattr(config, "decoder_sparse_step", 1)

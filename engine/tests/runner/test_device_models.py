@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lora_adapters import ALL, make_adapter, merged
+from tiny_models import LATENT
 
 from penstock.engine.attention.context import ForwardContext, GroupInputs
 from penstock.engine.config import LoraConfig
@@ -18,6 +19,7 @@ from penstock.engine.loading.loader import Source, fill
 from penstock.engine.lora.runner import device_lora_runner
 from penstock.engine.models.build import Build
 from penstock.engine.models.config import parse_decoder_config
+from penstock.engine.models.kv import kv_layers
 from penstock.engine.models.layers.comm import Comm, OneRank
 from penstock.engine.models.layers.linear_method import CPU, DeviceLinearMethod, linear_method
 from penstock.engine.models.layers.projection import LinearLayer, Projection
@@ -31,7 +33,7 @@ from penstock.kernels.paged_attention.device_reference import paged_attention_de
 from penstock.kernels.prepare_kv.reference import PAD_SLOT_ID
 
 NAMES = ["llama", "llama-7to1-llama3-tied", "llama-mha-linear-bias", "qwen3-windows", "qwen2-yarn", "mistral-7to1-window"]
-NAMES += ["gemma2", "gemma3", "phi3-longrope", "olmo2", "gpt-oss"]
+NAMES += ["gemma2", "gemma3", "phi3-longrope", "olmo2", "gpt-oss", *LATENT]
 SHARDED = ["llama", "qwen3-windows", "gemma2", "phi3-longrope", "olmo2"]
 ALONE, WHOLE = Shard(), Stage()
 BLOCK_SIZE, VOCAB = 16, 257
@@ -65,8 +67,9 @@ class DeviceModel:
             device=device,
         )
         self.model = model_class(raw["architectures"][0])(self.config, build)
-        shape = (32, 2, shard.kv_heads(self.config.num_kv_heads).size, BLOCK_SIZE, self.config.head_size)
-        self.caches = [torch.full(shape, float("nan"), device=device) for _ in range(self.config.num_layers)]
+        kept = kv_layers(self.config, shard.kv_heads(self.config.num_kv_heads).size, "float32", 320)
+        shapes = [(32, *layer.planes[0].of(BLOCK_SIZE)) for layer in kept]
+        self.caches = [torch.full(shape, float("nan"), device=device) for shape in shapes]
 
     def load(self, path) -> "DeviceModel":
         with torch.inference_mode():

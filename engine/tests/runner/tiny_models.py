@@ -144,6 +144,20 @@ CONFIGS = {
         | {"n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True}
         | {"attention_bias": True, "pad_token_id": 0},
     ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {"num_hidden_layers": 3, "num_attention_heads": 4, "q_lora_rank": None, "kv_lora_rank": 24, "qk_rope_head_dim": 16}
+        | {"qk_nope_head_dim": 20, "v_head_dim": 28, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+        | {"routed_scaling_factor": 1.3, "pad_token_id": 0},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {"num_hidden_layers": 3, "num_attention_heads": 3, "num_key_value_heads": 3, "q_lora_rank": 20, "kv_lora_rank": 40}
+        | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 40, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "pad_token_id": 0}
+        | {"attention_bias": True, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
     # Gates and projections reach the limit.
     "gpt-oss": (
         "GptOss",
@@ -153,6 +167,7 @@ CONFIGS = {
         | {"swiglu_limit": 0.8, "rope_parameters": YARN | {"truncate": False}},
     ),
 }
-MOE = ["mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe", "gpt-oss"]
+LATENT = ["deepseek-v2", "deepseek-v3"]
+MOE = ["mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe", "gpt-oss", *LATENT]
 DENSE = ["exaone4", "smollm3", "granite", "glm4", "cohere2", "starcoder2"]
 """One for each way to differ from Llama."""

@@ -19,6 +19,7 @@ from penstock.kernels.experts.reference import MLP, experts, experts_on_device
 from penstock.kernels.experts.routing import Routing, route
 from penstock.kernels.experts.table import ExpertTable
 from penstock.kernels.gated_mul.reference import clamped_swiglu, gelu_tanh_mul, silu_mul
+from penstock.kernels.head_linear.reference import HeadWeight, head_linear, pack_heads
 from penstock.kernels.lora import device_reference as device_lora
 from penstock.kernels.lora.batch import lora_shelves
 from penstock.kernels.lora.device import DeviceLoraShelves
@@ -50,7 +51,7 @@ class Ops:
     gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
     clamped_swiglu: Callable[[torch.Tensor, float, float], torch.Tensor]
     prepare_kv: Callable[
-        [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Rotary, QKNorm | None], torch.Tensor
+        [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, Rotary, QKNorm | None], torch.Tensor
     ]
     paged_attention: Callable[..., torch.Tensor]
     """Over a `PagedBatch` on the CPU; over a `DeviceBatch` on a device, where it also takes `out`."""
@@ -59,6 +60,9 @@ class Ops:
     """With what `lora_shelves` made, and a `LoraBatch` on the CPU, a `DeviceLoraBatch` on a device."""
     quantized_linear: Callable[[torch.Tensor, QuantizedWeight, torch.Tensor | None], torch.Tensor] = quantized_linear
     """Over a weight of few bits. The compiled form has one thread; the reference dequantizes the weight at each call."""
+    head_linear: Callable[[torch.Tensor, HeadWeight], torch.Tensor] = head_linear
+    pack_heads: Callable[[torch.Tensor], HeadWeight] = pack_heads
+    """Makes the weight for `head_linear`."""
     route: Callable[[torch.Tensor, torch.Tensor | None, Routing], tuple[torch.Tensor, torch.Tensor]] = route
     any_experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[MLP]], torch.Tensor] = experts
     """Over MLPs of any kind, each run by itself."""
@@ -105,6 +109,8 @@ def native_ops(dtype: torch.dtype, isa: Isa, cache: Path) -> Ops:
         paged_attention=native.paged_attention,
         lora_shelves=PackedLoraShelves,
         add_lora=native.add_lora,
+        head_linear=native.head_linear,
+        pack_heads=native.pack_heads,
         route=native.route,
         experts=native.experts,
         linear=native.linear,

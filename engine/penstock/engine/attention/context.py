@@ -1,7 +1,7 @@
 """What a step's forward pass carries besides tokens: where each request's keys and values lie. Passed on explicitly."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -35,7 +35,7 @@ class ForwardContext:
 
     ops: Ops
     kv_caches: list[torch.Tensor]
-    """Per layer, [blocks, 2, kv_heads, block_size, head_size]."""
+    """Per layer, [blocks, 2, kv_heads, block_size, head_size]; of latent attention, [blocks, 1, 1, block_size, head_size]."""
     layer_groups: list[GroupInputs]
     """Per layer, its group's."""
 
@@ -54,17 +54,20 @@ class ForwardContext:
             layer: Whose cache.
             q: [n, heads · head_size].
             k: [n, kv_heads · head_size].
-            v: [n, kv_heads · head_size].
+            v: [n, kv_heads · head_size]; of latent attention [n, value_size], which is a part of `k` as well.
             rotary: The angles of the n tokens.
-            out: [n, heads · head_size], contiguous: where the result goes, on a device. None: into new memory.
+            out: As the result, contiguous: where it goes, on a device. None: into new memory.
 
         Returns:
-            [n, heads · head_size].
+            [n, heads · head_size]; of latent attention [n, heads · value_size].
         """
         q = q.view(-1, layer.num_heads, layer.head_size)
-        k, v = (x.view(-1, layer.num_kv_heads, layer.head_size) for x in (k, v))
+        k = k.view(-1, layer.num_kv_heads, layer.head_size)
+        values = None if layer.value_size else v.view(k.shape)
         cache, group = self.kv_caches[layer.index], self.layer_groups[layer.index]
         # The write comes first: a token attends to itself and to its chunk's earlier tokens through the cache.
-        q = self.ops.prepare_kv(q, k, v, cache, group.slot_mapping, rotary, layer.qk_norm)
-        place = {} if out is None else {"out": out.view(q.shape)}
-        return self.ops.paged_attention(q, cache, group.batch, layer.scale, layer.softcap, layer.sinks, **place).flatten(1)
+        q = self.ops.prepare_kv(q, k, values, cache, group.slot_mapping, rotary, layer.qk_norm)
+        options: dict[str, Any] = {} if out is None else {"out": out.view(len(q), layer.num_heads, -1)}
+        if layer.value_size:
+            options["value_size"] = layer.value_size
+        return self.ops.paged_attention(q, cache, group.batch, layer.scale, layer.softcap, layer.sinks, **options).flatten(1)

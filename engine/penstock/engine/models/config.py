@@ -12,6 +12,7 @@ import msgspec
 from penstock.engine.config import ConfigError
 from penstock.engine.models.expert_config import ExpertsConfig, parse_experts
 from penstock.engine.models.fields import whole_number
+from penstock.engine.models.latent_config import LatentConfig, parse_latent
 from penstock.engine.models.nested import text_fields
 from penstock.engine.models.registry import Family, family
 from penstock.engine.models.rope import RopeConfig, Ropes, parse_ropes
@@ -53,6 +54,9 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Multiplies what each sublayer adds to the residual stream."""
     logits_scale: float = 1.0
     attention_scale: float
+    latent: LatentConfig | None = None
+    """None: keys and values of their own. Otherwise `num_kv_heads` and `head_size` are those of what the cache holds: one head of
+    the rotated key and the latent."""
     attention_softcap: float
     """Of the scores; 0 where there is none."""
     sinks: bool = False
@@ -96,7 +100,9 @@ def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     if num_heads % num_kv_heads:
         raise ConfigError(f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
     head_size = whole_number(raw, "head_dim", default=hidden_size // num_heads)
-    ropes = parse_ropes(raw, head_size, whole_number(raw, "max_position_embeddings"))
+    latent = parse_latent(raw) if served.has_latent else None
+    rotating = head_size if latent is None else latent.rope_size
+    ropes = parse_ropes(raw, rotating, whole_number(raw, "max_position_embeddings"))
     attention_bias = bool(raw.get("use_bias", raw.get("attention_bias", False)))
     windows = _windows(raw, whole_number(raw, "num_hidden_layers"))
     return DecoderConfig(
@@ -105,8 +111,8 @@ def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         intermediate_size=whole_number(raw, "intermediate_size"),
         num_layers=len(windows),
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
+        num_kv_heads=num_kv_heads if latent is None else 1,
+        head_size=head_size if latent is None else latent.key_size,
         rms_norm_eps=float(raw.get(served.norm_eps, 1e-6)),
         norm_offset=served.norm_offset,
         norm=served.norm,
@@ -120,7 +126,9 @@ def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         embedding_scale=float(raw.get("embedding_multiplier", 1.0)),
         residual_scale=float(raw.get("residual_multiplier", 1.0)),
         logits_scale=_logits_scale(raw),
-        attention_scale=_attention_scale(raw, head_size),
+        attention_scale=_attention_scale(raw, head_size if latent is None else latent.head_size)
+        * (1.0 if latent is None else ropes.whole.latent_factor),
+        latent=latent,
         attention_softcap=float(raw.get("attn_logit_softcapping") or 0.0),
         sinks=served.sinks,
         logits_softcap=float(raw.get("final_logit_softcapping") or 0.0),

@@ -20,7 +20,9 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[bool, ...]
     """By layer, whether it has experts; otherwise it has a plain MLP."""
     sigmoid: bool
-    """Whether scores are sigmoids of the logits, which are then computed in float32; otherwise a softmax."""
+    """Whether scores are sigmoids of the logits; otherwise a softmax."""
+    in_float32: bool
+    """Whether logits are computed in float32 whatever the model's dtype."""
     corrected: bool
     """Whether the choice adds a bias of the checkpoint to the scores."""
     renormalise: bool
@@ -55,6 +57,8 @@ def parse_experts(raw: Mapping[str, Any], num_layers: int) -> ExpertsConfig:
     if top_k > count:
         raise ConfigError(f"config.json: num_experts_per_tok {top_k} exceeds {named} {count}")
     groups, top_groups = whole_number(raw, "n_group", 1), whole_number(raw, "topk_group", 1)
+    if raw.get("topk_method") == "greedy":
+        groups = top_groups = 1
     if count % groups:
         raise ConfigError(f"config.json: {named} {count} cannot be divided into {groups} groups (n_group)")
     if top_groups > groups or top_groups * (count // groups) < top_k:
@@ -63,6 +67,7 @@ def parse_experts(raw: Mapping[str, Any], num_layers: int) -> ExpertsConfig:
         )
     size = whole_number(raw, "moe_intermediate_size" if raw.get("moe_intermediate_size") is not None else "intermediate_size")
     sigmoid = raw.get("scoring_func", "softmax") == "sigmoid"
+    _refuse_unsupported(raw, sigmoid)
     if sigmoid and groups > 1 and count // groups < 2:
         raise ConfigError(f"config.json: n_group {groups}: a group needs two experts to be ranked by, and has one")
     gated = raw.get("shared_expert_intermediate_size")
@@ -73,6 +78,7 @@ def parse_experts(raw: Mapping[str, Any], num_layers: int) -> ExpertsConfig:
         intermediate_size=size,
         layers=_layers(raw, num_layers),
         sigmoid=sigmoid,
+        in_float32=sigmoid or bool(raw.get("router_in_float32", False)),
         corrected=sigmoid,
         renormalise=bool(raw.get("norm_topk_prob", False)),
         scale=float(raw.get("routed_scaling_factor") or 1.0),
@@ -84,6 +90,19 @@ def parse_experts(raw: Mapping[str, Any], num_layers: int) -> ExpertsConfig:
         shared_gate=bool(gated),
         shared_name="shared_expert" if gated else "shared_experts",
     )
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], sigmoid: bool) -> None:
+    method = raw.get("topk_method")
+    allowed = ("noaux_tc",) if sigmoid else ("greedy", "group_limited_greedy")
+    if method is not None and method not in allowed:
+        raise ConfigError(f"config.json: topk_method {method!r} is not supported here (supported: {', '.join(allowed)})")
+    if method in ("greedy", "group_limited_greedy") and raw.get("norm_topk_prob"):
+        raise ConfigError("config.json: norm_topk_prob is set, and this family's weights are not divided by their sum")
+    if raw.get("moe_layer_freq") not in (None, 1):
+        raise ConfigError(
+            f"config.json: moe_layer_freq is {raw['moe_layer_freq']!r}, and only experts in every layer are supported"
+        )
 
 
 def _clamp(raw: Mapping[str, Any]) -> tuple[float, float] | None:

@@ -1,6 +1,6 @@
 """What a decoder's layers keep in the KV cache. No torch."""
 
-from penstock.engine.cache.layout import KVLayer, attention_plane
+from penstock.engine.cache.layout import TOKENS, KVLayer, Plane, attention_plane
 from penstock.engine.models.config import DecoderConfig
 
 
@@ -14,5 +14,8 @@ def kv_layers(config: DecoderConfig, num_kv_heads: int, dtype: str, longest: int
         longest: Tokens of a sequence at most. A window over all of them is none, and caches prefixes better.
     """
     plane = attention_plane(num_kv_heads, config.head_size, dtype)
+    if config.latent is not None:
+        # Values are a part of the keys, and every rank has the whole latent.
+        plane = Plane(plane.name, dtype, (1, 1, TOKENS, config.latent.key_size))
     windows = (window if window is not None and window < longest else None for window in config.windows)
     return [KVLayer(planes=(plane,), window=window) for window in windows]

@@ -38,7 +38,7 @@ class MoeMLP:
             group_best=2 if experts.sigmoid else 1,
         )
         hidden, count = config.hidden_size, experts.count
-        self.gate = Router(hidden, count, routing, experts.biased, experts.corrected, experts.sigmoid, build)
+        self.gate = Router(hidden, count, routing, experts.biased, experts.corrected, experts.in_float32, build)
         gate = Gate("clamped_swiglu", experts.clamp) if experts.clamp else Gate(config.activation)
         self.experts = Experts(hidden, experts.intermediate_size, count, gate, experts.biased, build.within("experts"))
         self._shared_name, self.shared = experts.shared_name, None

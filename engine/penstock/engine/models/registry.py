@@ -18,8 +18,8 @@ class Family(NamedTuple):
     model: str
     """`module:Class`."""
     assumes: Mapping[str, Any] = {}
-    """Fields of config.json where it is silent. Two are ours: `qkv_bias` says whether these three projections have one, and
-    `experts_bias` whether routers and experts do."""
+    """Fields of config.json where it is silent. Three are ours: `qkv_bias` says whether these three projections have one,
+    `experts_bias` whether routers and experts do, and `router_in_float32` whether logits of a softmax are computed in float32."""
     qk_norm: bool = False
     """Whether each head's queries and keys are normalised."""
     norm_offset: float = 0.0
@@ -31,6 +31,8 @@ class Family(NamedTuple):
     sinks: bool = False
     """Whether each head has a learned score that takes part in its softmax, without a value."""
     has_experts: bool = False
+    has_latent: bool = False
+    """Whether keys and values of all heads follow from one latent of each token."""
     rotates: Literal["all", "windowed", "listed"] = "all"
     """The layers with a rotary embedding: all, those with a window if there are any, or those that `no_rope_layers` lists."""
     interleaved_rope: bool = False
@@ -75,7 +77,28 @@ _GPT_OSS = {
     "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
 }
+_LATENT = _NO_WINDOW | {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+_DEEPSEEK_V3 = {
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 3,
+    "num_nextn_predict_layers": 1,
+}
 _MODELS = "penstock.engine.models"
+_DEEPSEEK = f"{_MODELS}.deepseek:DeepseekForCausalLM"
 
 FAMILIES = {
     "CohereForCausalLM": Family(
@@ -93,6 +116,15 @@ FAMILIES = {
         rotates="windowed",
         interleaved_rope=True,
     ),
+    "DeepseekV2ForCausalLM": Family(
+        _DEEPSEEK,
+        _LATENT
+        | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "topk_method": "greedy"}
+        | {"router_in_float32": True},
+        has_experts=True,
+        has_latent=True,
+    ),
+    "DeepseekV3ForCausalLM": Family(_DEEPSEEK, _LATENT | _DEEPSEEK_V3, has_experts=True, has_latent=True),
     "Ernie4_5ForCausalLM": Family(
         _LLAMA,
         _NO_WINDOW | {"rms_norm_eps": 1e-5, "head_dim": 128, "rope_theta": 5e5, "tie_word_embeddings": True},
@@ -123,6 +155,7 @@ FAMILIES = {
     ),
     "GptOssForCausalLM": Family(f"{_MODELS}.gpt_oss:GptOssForCausalLM", _GPT_OSS, sinks=True, has_experts=True),
     "GraniteForCausalLM": Family(f"{_MODELS}.granite:GraniteForCausalLM", _NO_WINDOW | {"attention_multiplier": 1.0}),
+    "KimiK2ForCausalLM": Family(_DEEPSEEK, _LATENT | _DEEPSEEK_V3, has_experts=True, has_latent=True),
     "LlamaForCausalLM": Family(_LLAMA, _NO_WINDOW),
     "LlavaForConditionalGeneration": Family(f"{_MODELS}.llava:LlavaForConditionalGeneration", reads_images=True),
     "MinistralForCausalLM": Family(_LLAMA, {"sliding_window": 4096}),
@@ -164,9 +197,6 @@ FAMILIES = {
     ),
 }
 MISSING = {
-    "DeepseekV2ForCausalLM": "latent attention",
-    "DeepseekV3ForCausalLM": "latent attention",
-    "KimiK2ForCausalLM": "latent attention",
     "Llama4ForCausalLM": "chunked attention and temperature scaling of queries",
     "Llama4ForConditionalGeneration": "chunked attention, temperature scaling of queries, and images",
     "Ministral3ForCausalLM": "scaling of queries by their position (llama_4_scaling_beta)",

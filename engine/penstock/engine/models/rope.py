@@ -34,6 +34,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The length that the model was trained with before it was stretched."""
     attention_factor: float = 1.0
     """Scales cosine and sine, so its square scales the scores."""
+    latent_factor: float = 1.0
+    """Scales the scores of latent attention, also those of what does not rotate."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     beta_fast: float = 32.0
@@ -125,13 +127,14 @@ def _parse_yarn(base: RopeConfig, scaling: Mapping[str, Any]) -> RopeConfig:
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(base.factor) + 1.0 if base.factor > 1 else 1.0
 
-    attention = scaling.get("attention_factor")
+    attention, over = scaling.get("attention_factor"), scaling.get("mscale_all_dim")
     if attention is None:
-        of, over = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        of = scaling.get("mscale")
         attention = mscale(of) / mscale(over) if of and over else mscale(1.0)
     return msgspec.structs.replace(
         base,
         attention_factor=float(attention),
+        latent_factor=mscale(over) ** 2 if over else 1.0,
         beta_fast=float(scaling.get("beta_fast") or 32),
         beta_slow=float(scaling.get("beta_slow") or 1),
         truncate=bool(scaling.get("truncate", True)),

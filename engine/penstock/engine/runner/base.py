@@ -191,6 +191,7 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
             scale=config.attention_scale,
             softcap=config.attention_softcap,
             sinks=config.sinks,
+            value_size=0 if config.latent is None else config.latent.rank,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
             max_model_len=self.config.model.max_model_len,

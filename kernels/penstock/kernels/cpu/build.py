@@ -11,6 +11,7 @@ from penstock.kernels.cpu.isa import Isa
 _NAMES = (
     "ops.cpp",
     "linear.cpp",
+    "head_linear.cpp",
     "quantized_linear.cpp",
     "experts.cpp",
     "lora.cpp",

@@ -13,6 +13,8 @@ from penstock.kernels.collective.native import SIGNATURES, NativeCollectives
 from penstock.kernels.cpu.tape import Listener, Pool, Recording, Tape, Watch
 from penstock.kernels.experts.routing import Routing
 from penstock.kernels.experts.table import ExpertTable
+from penstock.kernels.head_linear.reference import HeadWeight
+from penstock.kernels.linear.reference import pack_weight
 from penstock.kernels.lora.batch import LoraBatch
 from penstock.kernels.lora.packed import PackedLoraShelves
 from penstock.kernels.paged_attention.batch import PagedBatch
@@ -40,7 +42,7 @@ _SIGNATURES = {
         *[*[c_void_p] * 3, c_int64, *[c_void_p] * 2, c_float, *[c_int64] * 6],
     ],
     "penstock_linear": [c_int, *[c_void_p] * 4, *[c_int64] * 3],
-    "penstock_paged_attention": [c_int, *[c_void_p] * 3, c_int64, *[c_void_p] * 4, *[c_int64] * 7, *[c_float] * 2],
+    "penstock_paged_attention": [c_int, *[c_void_p] * 3, c_int64, *[c_void_p] * 4, *[c_int64] * 8, *[c_float] * 2],
     "penstock_gather_rows": [*[c_void_p] * 3, *[c_int64] * 2],
     "penstock_add_lora": [
         *[c_int, *[c_void_p] * 4, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p],
@@ -51,6 +53,7 @@ _SIGNATURES = {
     **SIGNATURES,
     "penstock_quantized_linear": [*[c_int] * 3, *[c_void_p] * 6, *[c_int64] * 4],
     "penstock_clamped_swiglu": [c_int, *[c_void_p] * 2, *[c_int64] * 2, *[c_float] * 2],
+    "penstock_head_linear": [c_int, c_void_p, *[c_int64] * 2, c_void_p, c_int64, c_void_p, *[c_int64] * 4],
     "penstock_replay": [c_void_p, c_int64],
 }
 _NUMBERS = tuple(_SIGNATURES)
@@ -116,6 +119,22 @@ class NativeOps:
         self._library.penstock_quantized_linear(*codes, *pointers, *sizes)
         return out
 
+    @staticmethod
+    def pack_heads(weight: torch.Tensor) -> HeadWeight:
+        """[heads, out, in], each head's for the kernel of linear layers."""
+        return HeadWeight(torch.stack([pack_weight(own) for own in weight]), weight.shape[1])
+
+    def head_linear(self, x: torch.Tensor, weight: HeadWeight) -> torch.Tensor:
+        """See the reference."""
+        if x.dtype != self._dtype or weight.tensor.dtype != self._dtype:
+            raise TypeError(f"these operations are for {self._dtype}, not {x.dtype} and {weight.tensor.dtype}")
+        x = x if x.stride(2) == 1 else x.contiguous()
+        out = torch.empty((x.shape[0], x.shape[1], weight.out_features), dtype=self._dtype)
+        weights = (weight.tensor.data_ptr(), weight.tensor.stride(0) * weight.tensor.element_size(), out.data_ptr())
+        sizes = (x.shape[0], x.shape[1], weight.out_features, x.shape[2])
+        self._library.penstock_head_linear(self._code, x.data_ptr(), x.stride(0), x.stride(1), *weights, *sizes)
+        return out
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See the reference."""
         x = self._checked(x)
@@ -158,7 +177,7 @@ class NativeOps:
         self,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
         rotary: Rotary,
@@ -166,14 +185,16 @@ class NativeOps:
     ) -> torch.Tensor:
         """See the reference."""
         # Slices of one projection's result: rows may lie apart, a row's heads side by side.
-        q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
+        q, k = (x if _has_rows(x) else x.contiguous() for x in (q, k))
+        v = v if v is None or _has_rows(v) else v.contiguous()
         out = torch.empty(q.shape, dtype=self._dtype)
         code, block_stride, kv_heads, block_size = self._cache_layout(kv_cache)
         weights = (
             (None, None) if qk_norm is None else tuple(_norm_weight(x).data_ptr() for x in (qk_norm.q_weight, qk_norm.k_weight))
         )
         self._library.penstock_prepare_kv(
-            *(code, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0)),
+            *(code, q.data_ptr(), k.data_ptr(), None if v is None else v.data_ptr()),
+            *(q.stride(0), k.stride(0), 0 if v is None else v.stride(0)),
             *(out.data_ptr(), kv_cache.data_ptr(), block_stride, slot_mapping.data_ptr()),
             *(
                 rotary.cos.data_ptr(),
@@ -194,10 +215,11 @@ class NativeOps:
         scale: float,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        value_size: int = 0,
     ) -> torch.Tensor:
         """See the reference."""
         q = self._checked(q)
-        out = torch.empty_like(q)
+        out = torch.empty((q.shape[0], q.shape[1], value_size or q.shape[2]), dtype=self._dtype)
         code, block_stride, kv_heads, block_size = self._cache_layout(kv_cache)
         starts, lens, table = np.ascontiguousarray(batch.query_start_loc), np.ascontiguousarray(batch.seq_lens), batch.block_table
         if table.strides[1] != table.itemsize:
@@ -205,17 +227,8 @@ class NativeOps:
         self._library.penstock_paged_attention(
             *(code, q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), block_stride),
             *(starts.ctypes.data, lens.ctypes.data, table.ctypes.data, None if sinks is None else sinks.data_ptr()),
-            *(
-                table.strides[0] // table.itemsize,
-                len(lens),
-                q.shape[1],
-                kv_heads,
-                block_size,
-                q.shape[2],
-                batch.window or 0,
-                scale,
-                softcap,
-            ),
+            *(table.strides[0] // table.itemsize, len(lens), q.shape[1], kv_heads, block_size, q.shape[2]),
+            *(batch.window or 0, value_size, scale, softcap),
         )
         return out
 
@@ -266,6 +279,11 @@ class NativeOps:
                 f"a cache of {kv_cache.dtype} has no compiled form for {self._dtype}, or its blocks are not in one piece"
             )
         return code, kv_cache.stride(0), kv_cache.shape[2], kv_cache.shape[3]
+
+
+def _has_rows(x: torch.Tensor) -> bool:
+    """Whether a token's heads lie side by side."""
+    return x.stride()[1:] == (x.shape[2], 1)
 
 
 def _norm_weight(weight: torch.Tensor) -> torch.Tensor:

@@ -206,6 +206,7 @@ void prepare_kv(const T* q, const T* k, const T* v, int64_t q_stride, int64_t k_
     const int64_t block = slots[t] / shape.block_size, token = slots[t] % shape.block_size;
     for (int64_t h = 0; h < shape.kv_heads; ++h) {
       rotate(k + t * k_stride + h * d, k_weight, eps, cos, sin, d, half, row.data(), cache + shape.offset(block, 0, h, token));
+      if (v == nullptr) continue;  // latent attention: values are a part of the keys
       write(v + t * v_stride + h * d, d, row.data(), cache + shape.offset(block, 1, h, token));
     }
   }
@@ -260,9 +261,10 @@ inline void soft_cap(float* scores, float cap) {
   }
 }
 
-// Takes in the keys [begin, count) of a tile, rows of `width` floats in `keys` and `values`; `query` is scaled.
-inline void attend_tile(const float* query, const float* keys, const float* values, int64_t width, int64_t begin, int64_t count,
-                        float softcap, State* state, float* acc) {
+// Takes in the keys [begin, count) of a tile, rows of `width` floats in `keys` and `values`, of which those of a value are the first
+// `value_width`; `query` is scaled.
+inline void attend_tile(const float* query, const float* keys, const float* values, int64_t width, int64_t value_width, int64_t begin,
+                        int64_t count, float softcap, State* state, float* acc) {
   alignas(64) float scores[kKeyTile];
   score(query, keys, width, begin, count, scores);
   if (softcap != 0.0f) {
@@ -283,9 +285,9 @@ inline void attend_tile(const float* query, const float* keys, const float* valu
   state->maximum = maximum;
   state->total = state->total * shrink + sum(total);
   int64_t i = 0;
-  for (; i + kWide * kLanes <= width; i += kWide * kLanes)
+  for (; i + kWide * kLanes <= value_width; i += kWide * kLanes)
     accumulate<kWide>(scores, values + i, width, begin, count, shrink, acc + i);
-  for (; i < width; i += kLanes) accumulate<1>(scores, values + i, width, begin, count, shrink, acc + i);
+  for (; i < value_width; i += kLanes) accumulate<1>(scores, values + i, width, begin, count, shrink, acc + i);
 }
 
 template <typename T, typename C>
@@ -297,16 +299,18 @@ struct Attention {
   int64_t heads;
   const float* sinks;  // by head, the score of one more key, whose value is zero; nullptr: there is none
   float scale, softcap;
-  int64_t window;  // keys that a query sees, itself included; 0: all before it
+  int64_t window;      // keys that a query sees, itself included; 0: all before it
+  int64_t value_size;  // elements of a value that are the last of its key (latent attention); 0: values lie in the cache
   int64_t width, group;
   std::vector<float> queries, keys, values, acc;
   std::vector<State> states;
 
   // `tile`: tokens of a run at most.
   Attention(const T* q, T* out, const C* cache, CacheShape shape, int64_t tile, int64_t heads, const float* sinks, int64_t window,
-            float scale, float softcap)
-      : q(q), out(out), cache(cache), shape(shape), heads(heads), sinks(sinks), scale(scale), softcap(softcap), window(window), width(round_up(shape.d)),
-        group(heads / shape.kv_heads), queries(tile * group * width), keys(kKeyTile * width), values(kKeyTile * width),
+            int64_t value_size, float scale, float softcap)
+      : q(q), out(out), cache(cache), shape(shape), heads(heads), sinks(sinks), scale(scale), softcap(softcap), window(window),
+        value_size(value_size), width(round_up(shape.d)), group(heads / shape.kv_heads), queries(tile * group * width),
+        keys(kKeyTile * width + kLanes), values(value_size ? 0 : kKeyTile * width),
         acc(queries.size()), states(tile * group) {}
 
   // The first key that a query at this position sees.
@@ -322,6 +326,8 @@ struct Attention {
         states[t * group + g] = {kMinusInfinity, 0.0f};
       }
     std::fill(acc.begin(), acc.begin() + count * group * width, 0.0f);
+    const int64_t out_size = value_size ? value_size : shape.d, value_width = round_up(out_size);
+    const float* tile_values = value_size ? keys.data() + (shape.d - value_size) : values.data();
     // Tiles begin at multiples of their size, wherever the window does, so that a query's tiles are the same in every chunk.
     const int64_t oldest = window_begin(position);
     for (int64_t start = oldest / kKeyTile * kKeyTile; start < position + count; start += kKeyTile) {
@@ -332,15 +338,16 @@ struct Attention {
         const int64_t end = std::min<int64_t>(present, position + t + 1 - start);
         if (begin >= end) break;  // this query's window has left the tile behind, and so have those after it
         for (int64_t row = t * group; row < (t + 1) * group; ++row)
-          attend_tile(&queries[row * width], keys.data(), values.data(), width, begin, end, softcap, &states[row], &acc[row * width]);
+          attend_tile(&queries[row * width], keys.data(), tile_values, width, value_width, begin, end, softcap, &states[row],
+                      &acc[row * width]);
       }
     }
     for (int64_t row = 0; row < count * group; ++row) {
-      T* target = out + ((first + row / group) * heads + head * group + row % group) * shape.d;
+      T* target = out + ((first + row / group) * heads + head * group + row % group) * out_size;
       float* result = &acc[row * width];
       if (sinks != nullptr) add_sink(sinks[head * group + row % group], &states[row], result);
-      for (int64_t i = 0; i < shape.d; ++i) result[i] /= states[row].total;
-      narrow_row(result, shape.d, target);
+      for (int64_t i = 0; i < out_size; ++i) result[i] /= states[row].total;
+      narrow_row(result, out_size, target);
     }
   }
 
@@ -355,7 +362,7 @@ struct Attention {
     for (int64_t j = begin; j < count; ++j) {
       const int64_t block = blocks[(start + j) / shape.block_size], token = (start + j) % shape.block_size;
       widen_row(cache + shape.offset(block, 0, head, token), shape.d, &keys[j * width]);
-      widen_row(cache + shape.offset(block, 1, head, token), shape.d, &values[j * width]);
+      if (!value_size) widen_row(cache + shape.offset(block, 1, head, token), shape.d, &values[j * width]);
     }
   }
 };
@@ -363,10 +370,10 @@ struct Attention {
 template <typename T, typename C>
 void paged_attention(const T* q, T* out, const C* cache, CacheShape shape, const int32_t* query_start_loc, const int32_t* seq_lens,
                      const int32_t* block_table, const float* sinks, int64_t table_width, int64_t requests, int64_t heads,
-                     int64_t window, float scale, float softcap) {
+                     int64_t window, int64_t value_size, float scale, float softcap) {
   int64_t longest = 0;
   for (int64_t r = 0; r < requests; ++r) longest = std::max<int64_t>(longest, query_start_loc[r + 1] - query_start_loc[r]);
-  Attention<T, C> attention(q, out, cache, shape, std::min<int64_t>(kQueryTile, longest), heads, sinks, window, scale, softcap);
+  Attention<T, C> attention(q, out, cache, shape, std::min<int64_t>(kQueryTile, longest), heads, sinks, window, value_size, scale, softcap);
   for (int64_t r = 0; r < requests; ++r) {
     const int64_t begin = query_start_loc[r], end = query_start_loc[r + 1], computed = seq_lens[r] - (end - begin);
     for (int64_t head = 0; head < shape.kv_heads; ++head)
@@ -447,10 +454,10 @@ void penstock_prepare_kv(int dtype, const void* q, const void* k, const void* v,
 void penstock_paged_attention(int dtype, const void* q, void* out, const void* cache, int64_t block_stride,
                               const int32_t* query_start_loc, const int32_t* seq_lens, const int32_t* block_table, const float* sinks,
                               int64_t table_width, int64_t requests, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d,
-                              int64_t window, float scale, float softcap) {
+                              int64_t window, int64_t value_size, float scale, float softcap) {
   const CacheShape shape{block_stride, kv_heads, block_size, d};
   PENSTOCK_WITH_CACHE((paged_attention<T, C>(IN(q), OUT(out), static_cast<const C*>(cache), shape, query_start_loc, seq_lens, block_table,
-                                             sinks, table_width, requests, heads, window, scale, softcap)))
+                                             sinks, table_width, requests, heads, window, value_size, scale, softcap)))
 }
 
 }  // extern "C"

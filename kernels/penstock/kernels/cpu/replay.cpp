@@ -15,10 +15,11 @@ void penstock_prepare_kv(int, const void*, const void*, const void*, int64_t, in
                          const float*, const float*, int64_t, const float*, const float*, float, int64_t, int64_t, int64_t, int64_t,
                          int64_t, int64_t);
 void penstock_linear(int, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t);
+void penstock_head_linear(int, const void*, int64_t, int64_t, const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t);
 void penstock_quantized_linear(int, int, int, const void*, const void*, const void*, const int8_t*, const void*, void*, int64_t, int64_t,
                                int64_t, int64_t);
 void penstock_paged_attention(int, const void*, void*, const void*, int64_t, const int32_t*, const int32_t*, const int32_t*, const float*,
-                              int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
+                              int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
 void penstock_gather_rows(const void*, const int64_t*, void*, int64_t, int64_t);
 void penstock_add_lora(int, void*, const void*, const int64_t*, const int64_t*, int64_t, const void*, int64_t, const int64_t*, int64_t,
                        const int64_t*, int64_t, int64_t);
@@ -92,6 +93,7 @@ void penstock_replay(const void* calls, int64_t count) {
       case 12: call(penstock_all_gather, one->arguments); break;
       case 13: call(penstock_quantized_linear, one->arguments); break;
       case 14: call(penstock_clamped_swiglu, one->arguments); break;
+      case 15: call(penstock_head_linear, one->arguments); break;
     }
 }
 

@@ -16,6 +16,7 @@ def paged_attention_device(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    value_size: int = 0,
 ) -> torch.Tensor:
     """Attends each query to the keys of its request up to its own position, from the first or as far back as the batch's window.
 
@@ -27,18 +28,20 @@ def paged_attention_device(
         scale: Of the scores, 1/√d as a rule.
         softcap: Where not 0, a score s becomes softcap · tanh(s / softcap), as in Gemma 2.
         sinks: [heads]: the score of one more key a head, whose value is zero (gpt-oss). None: there is none.
-        out: [n, heads, d] in q's dtype, contiguous: where the result goes. None: into new memory.
+        out: As the result, contiguous: where it goes. None: into new memory.
+        value_size: Where not 0, so many last elements of a key are its value (latent attention), and the cache is
+            [blocks, 1, kv_heads, block_size, d].
 
     Returns:
-        [n, heads, d] in q's dtype; zeros for padding.
+        [n, heads, d], or [n, heads, value_size], in q's dtype; zeros for padding.
     """
     request, local, real = _places(batch)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    keys, values, seen = _gather(kv_cache, batch, dtype)
+    keys, values, seen = _gather(kv_cache, batch, dtype, value_size)
     query_lens = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
     at = torch.arange(batch.max_query_len, device=q.device)
     tokens = (batch.query_start_loc[:-1, None] + at).clamp(max=max(batch.num_tokens - 1, 0))
-    kv_heads, head_size = kv_cache.shape[2], kv_cache.shape[4]
+    kv_heads = kv_cache.shape[2]
     grouped = q[tokens].to(dtype).unflatten(2, (kv_heads, -1))  # [r, queries, kv_heads, group, d]
     scores = torch.einsum("rqhgd,rhkd->rqhgk", grouped, keys) * scale
     if softcap:
@@ -51,7 +54,7 @@ def paged_attention_device(
     scores = scores.masked_fill(~visible[:, :, None, None], float("-inf"))
     weights = _softmax(scores, None if sinks is None else sinks.to(dtype).view(kv_heads, -1, 1))
     found = torch.einsum("rqhgk,rhkd->rqhgd", weights, values).flatten(2, 3)[request, local]
-    found = found.masked_fill(~real[:, None, None], 0.0).to(q.dtype).view(-1, q.shape[1], head_size)
+    found = found.masked_fill(~real[:, None, None], 0.0).to(q.dtype)
     return found if out is None else out.copy_(found)
 
 
@@ -65,10 +68,13 @@ def _places(batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return request, local, inside & (batch.seq_lens[request] > 0)
 
 
-def _gather(kv_cache: torch.Tensor, batch: DeviceBatch, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gather(
+    kv_cache: torch.Tensor, batch: DeviceBatch, dtype: torch.dtype, value_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Each request's keys and values, [r, kv_heads, keys, d], zeros where nobody sees them; where somebody does: [r, keys]."""
     blocks = kv_cache[batch.block_table[batch.rows]]  # [r, max_blocks, 2, kv_heads, block_size, d]
-    keys, values = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).to(dtype)
+    found = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).to(dtype)
+    keys, values = found[0], found[0, ..., -value_size:] if value_size else found[1]
     at = torch.arange(keys.shape[2], device=keys.device)
     seen = at < batch.seq_lens[:, None]
     if batch.window is not None:

@@ -18,6 +18,7 @@ def paged_attention(
     scale: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    value_size: int = 0,
 ) -> torch.Tensor:
     """Attends each query to the keys of its request up to its own position, from the first or as far back as the batch's window.
 
@@ -29,45 +30,48 @@ def paged_attention(
         scale: Of the scores, 1/√d as a rule.
         softcap: Where not 0, a score s becomes softcap · tanh(s / softcap), as in Gemma 2.
         sinks: [heads], float32: the score of one more key a head, whose value is zero (gpt-oss). None: there is none.
+        value_size: Where not 0, so many last elements of a key are its value (latent attention), and the cache is
+            [blocks, 1, kv_heads, block_size, d].
 
     Returns:
-        [n, heads, d] in q's dtype.
+        [n, heads, d], or [n, heads, value_size], in q's dtype.
     """
     kv_heads, head_size = kv_cache.shape[2], kv_cache.shape[4]
     grouped = (q.float() * scale).view(q.shape[0], kv_heads, -1, head_size)
     of_key_heads = None if sinks is None else sinks.view(kv_heads, -1)
-    out = torch.empty_like(grouped)
+    out = grouped.new_empty(*grouped.shape[:3], value_size or head_size)
     if batch.decode_tokens.numel():
-        out[batch.decode_tokens] = _decode(grouped[batch.decode_tokens], kv_cache, batch.decode_tiles, softcap, of_key_heads)
+        queries = grouped[batch.decode_tokens]
+        out[batch.decode_tokens] = _decode(queries, kv_cache, batch.decode_tiles, softcap, of_key_heads, value_size)
     for prefill in batch.prefills:
         chunk = slice(prefill.start, prefill.start + prefill.length)
-        out[chunk] = _prefill(grouped[chunk], kv_cache, prefill, softcap, of_key_heads)
-    return out.to(q.dtype).view(q.shape)
+        out[chunk] = _prefill(grouped[chunk], kv_cache, prefill, softcap, of_key_heads, value_size)
+    return out.to(q.dtype).flatten(1, 2)
 
 
 def _decode(
-    q: torch.Tensor, kv_cache: torch.Tensor, tiles: list[DecodeTile], softcap: float, sinks: torch.Tensor | None
+    q: torch.Tensor, kv_cache: torch.Tensor, tiles: list[DecodeTile], softcap: float, sinks: torch.Tensor | None, value_size: int
 ) -> torch.Tensor:
     """One query a request: each item has keys of its own. q, result: [n, kv_heads, group, d]; sinks: [kv_heads, group]."""
     kv_heads, group, head_size = q.shape[1:]
-    state = _Softmax(q.reshape(-1, group, head_size), softcap)
+    state = _Softmax(q.reshape(-1, group, head_size), softcap, value_size)
     for tile in tiles:
-        keys, values = _gather(kv_cache, tile.block_ids, tile.rows.stop - tile.rows.start)
+        keys, values = _gather(kv_cache, tile.block_ids, tile.rows.stop - tile.rows.start, value_size)
         if tile.unseen is not None:
             values.masked_fill_(tile.unseen[:, None, :, None], 0.0)
         masked = None if tile.unseen is None else tile.unseen.repeat_interleave(kv_heads, 0)[:, None]
         items = slice(tile.rows.start * kv_heads, tile.rows.stop * kv_heads)
         state.add(items, keys.flatten(0, 1), values.flatten(0, 1), masked)
-    return state.result(None if sinks is None else sinks.repeat(len(q), 1)).view(q.shape)
+    return state.result(None if sinks is None else sinks.repeat(len(q), 1)).view(*q.shape[:3], -1)
 
 
 def _prefill(
-    q: torch.Tensor, kv_cache: torch.Tensor, prefill: Prefill, softcap: float, sinks: torch.Tensor | None
+    q: torch.Tensor, kv_cache: torch.Tensor, prefill: Prefill, softcap: float, sinks: torch.Tensor | None, value_size: int
 ) -> torch.Tensor:
     """Several queries of one request share its keys. q, result: [n, kv_heads, group, d]; sinks: [kv_heads, group]."""
-    heads = [_Softmax(q[:, head].contiguous(), softcap) for head in range(q.shape[1])]
+    heads = [_Softmax(q[:, head].contiguous(), softcap, value_size) for head in range(q.shape[1])]
     for tile in prefill.tiles:
-        keys, values = _gather(kv_cache, tile.block_ids, 1)
+        keys, values = _gather(kv_cache, tile.block_ids, 1, value_size)
         if tile.foreign is not None:
             values.masked_fill_(tile.foreign[:, None], 0.0)
         masked = None if tile.unseen is None else tile.unseen[:, None]
@@ -79,25 +83,25 @@ def _prefill(
     return torch.stack(results, dim=1)
 
 
-def _gather(kv_cache: torch.Tensor, block_ids: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(kv_cache: torch.Tensor, block_ids: torch.Tensor, rows: int, value_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a tile, each [rows, kv_heads, keys, d] float32."""
-    _, _, kv_heads, block_size, head_size = kv_cache.shape
-    blocks = kv_cache.index_select(0, block_ids).view(rows, -1, 2, kv_heads, block_size, head_size)
-    both = torch.empty(2, rows, kv_heads, blocks.shape[1], block_size, head_size)
+    _, kinds, kv_heads, block_size, head_size = kv_cache.shape
+    blocks = kv_cache.index_select(0, block_ids).view(rows, -1, kinds, kv_heads, block_size, head_size)
+    both = torch.empty(kinds, rows, kv_heads, blocks.shape[1], block_size, head_size)
     both.copy_(blocks.permute(2, 0, 3, 1, 4, 5))
-    keys, values = both.flatten(3, 4)
-    return keys, values
+    found = both.flatten(3, 4)
+    return found[0], found[0, ..., -value_size:].contiguous() if value_size else found[1]
 
 
 class _Softmax:
     """Online softmax of items [i, group, d]: running maximum, sum and weighted values."""
 
-    def __init__(self, q: torch.Tensor, softcap: float) -> None:
+    def __init__(self, q: torch.Tensor, softcap: float, value_size: int) -> None:
         self.q = q
         self.softcap = softcap
         self.maximum = q.new_full(q.shape[:2], float("-inf"))
         self.total = q.new_zeros(q.shape[:2])
-        self.values = torch.zeros_like(q)
+        self.values = q.new_zeros(*q.shape[:2], value_size or q.shape[2])
 
     def add(self, items: slice, keys: torch.Tensor, values: torch.Tensor, masked: torch.Tensor | None) -> None:
         """Takes in a tile: keys and values [i, keys, d], masked [i, 1, keys], but never all keys of an item's first tile."""

@@ -30,7 +30,7 @@ _SMALL = ["rows", "query_start_loc", "seq_lens", "block_table", "sinks"]
 
 
 @triton.jit
-def _request_of(query_start_loc, num_requests, at, BLOCK_Q: tl.constexpr):
+def request_of(query_start_loc, num_requests, at, BLOCK_Q: tl.constexpr):
     """The request that tile `at` of BLOCK_Q queries belongs to: request i begins at tile start_i / BLOCK_Q + i, which leaves room
     for a last tile that is not full. With BLOCK_Q 0, `at` is a token."""
     low = 0
@@ -127,7 +127,7 @@ def _paged_attention_kernel(
     if SEARCH:
         # A prompt's last queries see most keys, and begin first.
         block = tl.num_programs(0) - 1 - tl.program_id(0)
-        request = _request_of(query_start_loc, num_requests + PADS, block, BLOCK_Q)
+        request = request_of(query_start_loc, num_requests + PADS, block, BLOCK_Q)
         first = (block - tl.load(query_start_loc + request) // BLOCK_Q - request) * BLOCK_Q
     begin = tl.load(query_start_loc + request)
     if PADS and request == num_requests:
@@ -228,7 +228,7 @@ def _merge_splits_kernel(
     slot = tl.program_id(0)
     head = tl.program_id(1)
     if SEARCH:
-        request = _request_of(query_start_loc, num_requests, slot, 0)
+        request = request_of(query_start_loc, num_requests, slot, 0)
         begin = tl.load(query_start_loc + request)
         local = slot - begin
     else:
@@ -271,6 +271,7 @@ def paged_attention(
     table: LaunchTable = fast_launches,
     workspace: AttentionWorkspace | None = None,
     out: torch.Tensor | None = None,
+    value_size: int = 0,
 ) -> torch.Tensor:
     """See the reference for arguments and result; in q a head's elements lie side by side, in the cache those of a block's head.
 
@@ -284,7 +285,13 @@ def paged_attention(
         table: How to launch.
         workspace: For what the table asks, ValueError where it is too small; None: allocated for the call.
         out: See the reference.
+        value_size: See the reference.
     """
+    if value_size:
+        # Imported late: it needs what is above.
+        from penstock.kernels.paged_attention.latent_triton import latent_attention
+
+        return latent_attention(q, kv_cache, batch, scale, value_size, out)
     num_heads, head_size = q.shape[1], q.shape[2]
     kv_heads, requests, tokens = kv_cache.shape[2], batch.num_requests, batch.num_tokens
     shape = AttentionShape(num_heads, kv_heads, head_size, q.element_size())

@@ -35,7 +35,7 @@ class Rotary:
 def prepare_kv(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     rotary: Rotary,
@@ -46,8 +46,9 @@ def prepare_kv(
     Args:
         q: [n, heads, d].
         k: [n, kv_heads, d].
-        v: [n, kv_heads, d].
-        kv_cache: [blocks, 2, kv_heads, block_size, d]: keys at 0, values at 1 of the second dimension. Changed.
+        v: [n, kv_heads, d]. None: values are a part of the keys (latent attention).
+        kv_cache: [blocks, 2, kv_heads, block_size, d]: keys at 0, values at 1 of the second dimension, which is 1 without values.
+            Changed.
         slot_mapping: [n], int64 (on a device int32 too): block · block_size + offset in the block, of each token; no slot twice
             but PAD_SLOT_ID: such a token is written nowhere, or, in this form, to the first slot of block 0, the null block,
             whose content nobody reads.
@@ -65,5 +66,6 @@ def prepare_kv(
     block = torch.div(slots, block_size, rounding_mode="floor")
     offset = slots - block * block_size
     kv_cache[block, 0, :, offset] = rope(k, rotary.cos, rotary.sin).to(kv_cache.dtype)
-    kv_cache[block, 1, :, offset] = v.to(kv_cache.dtype)
+    if v is not None:
+        kv_cache[block, 1, :, offset] = v.to(kv_cache.dtype)
     return rope(q, rotary.cos, rotary.sin)

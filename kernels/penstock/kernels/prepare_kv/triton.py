@@ -71,16 +71,17 @@ def _prepare_kv_kernel(
             target = cache + slot // BLOCK_SIZE * page_stride + slot % BLOCK_SIZE * D + head * (BLOCK_SIZE * D)
             source = k + token * k_stride + head * D
             _rotate(source, target, head < KV_HEADS, cos, sin, k_weight, eps, D, HALF, HALF_BLOCK, REST_BLOCK, NORM)
-            at = tl.arange(0, D_BLOCK)[None, :]
-            inside = (head < KV_HEADS) & (at < D)
-            value = tl.load(v + token * v_stride + head * D + at, inside, 0.0)
-            tl.store(target + KV_HEADS * BLOCK_SIZE * D + at, value.to(cache.dtype.element_ty), inside)
+            if v is not None:
+                at = tl.arange(0, D_BLOCK)[None, :]
+                inside = (head < KV_HEADS) & (at < D)
+                value = tl.load(v + token * v_stride + head * D + at, inside, 0.0)
+                tl.store(target + KV_HEADS * BLOCK_SIZE * D + at, value.to(cache.dtype.element_ty), inside)
 
 
 def prepare_kv(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     rotary: Rotary,
@@ -97,7 +98,7 @@ def prepare_kv(
     warps = 4 if half_block <= 64 else 8
     tile = min(triton.next_power_of_2(max(heads, kv_heads)), max(1, warps * _PAIRS // half_block))
     weights = (rotary.cos, rotary.cos, 0.0) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight, qk_norm.eps)
-    strides = (q.stride(0), k.stride(0), v.stride(0), kv_cache.stride(0), rotary.cos.stride(0))
+    strides = (q.stride(0), k.stride(0), 0 if v is None else v.stride(0), kv_cache.stride(0), rotary.cos.stride(0))
     grid = (tokens, triton.cdiv(heads, tile) + triton.cdiv(kv_heads, tile))
     _prepare_kv_kernel[grid](
         *(q, k, v, out, kv_cache, slot_mapping, rotary.cos, rotary.sin, *weights, *strides),

@@ -80,6 +80,8 @@ class FlashAttentionBackend(AttentionBackend):
         reasons += [f"block size {size} is no multiple of {multiple}" for size in needs.block_sizes if size % multiple]
         if needs.sinks:
             reasons.append("attention sinks are not in its interface")
+        if needs.value_size:
+            reasons.append("latent attention is not in the calls that are used here")
         return reasons
 
     @classmethod
@@ -114,9 +116,10 @@ class FlashAttentionBackend(AttentionBackend):
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        value_size: int = 0,
     ) -> torch.Tensor:
-        if sinks is not None:
-            raise ValueError("flash_attn has no attention sinks")
+        if sinks is not None or value_size:
+            raise ValueError("flash_attn has no attention sinks and no latent attention here")
         cache = tuple(kv_cache[:, which].transpose(1, 2) for which in (0, 1))
         common = {
             "softmax_scale": scale,

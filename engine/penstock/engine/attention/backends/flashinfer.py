@@ -71,6 +71,8 @@ class FlashInferBackend(AttentionBackend):
             reasons += outside(size, (16, 32, 64), "block size")
         if needs.sinks:
             reasons.append("attention sinks are not in the wrappers that are used here")
+        if needs.value_size:
+            reasons.append("latent attention is not in the wrappers that are used here")
         return reasons
 
     @classmethod
@@ -122,9 +124,10 @@ class FlashInferBackend(AttentionBackend):
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        value_size: int = 0,
     ) -> torch.Tensor:
-        if sinks is not None or (scale, softcap) != (self.needs.scale, self.needs.softcap):
-            raise ValueError("flashinfer was planned for another scale or soft cap, or without attention sinks")
+        if sinks is not None or value_size or (scale, softcap) != (self.needs.scale, self.needs.softcap):
+            raise ValueError("flashinfer was planned for another scale or soft cap, or without attention sinks and latents")
         step = self._metadata.of(batch, kv_cache)
         ordered, parts = q.index_select(0, step.order), []
         if step.num_decodes:

@@ -43,6 +43,8 @@ class AttentionNeeds:
     softcap: float
     """0 where there is none."""
     sinks: bool
+    value_size: int
+    """Elements of a value that are the last of its key, as in latent attention; 0: values are as large as keys, beside them."""
     max_num_seqs: int
     """Requests of a step, padding included."""
     max_num_tokens: int
@@ -103,6 +105,7 @@ class AttentionBackend(ABC):
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        value_size: int = 0,
     ) -> torch.Tensor:
         """As `paged_attention_device` has it."""
 

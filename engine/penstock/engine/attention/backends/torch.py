@@ -34,5 +34,6 @@ class TorchBackend(AttentionBackend):
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        value_size: int = 0,
     ) -> torch.Tensor:
-        return paged_attention_device(q, kv_cache, batch, scale, softcap, sinks, out)
+        return paged_attention_device(q, kv_cache, batch, scale, softcap, sinks, out, value_size)

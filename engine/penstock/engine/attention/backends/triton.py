@@ -39,7 +39,7 @@ class TritonBackend(AttentionBackend):
     def refusals(cls, needs: AttentionNeeds) -> list[str]:
         reasons = below(needs, (8, 0))
         reasons += outside(needs.dtype, (torch.bfloat16, torch.float16, torch.float32), "dtype")
-        if needs.head_size > MAX_HEAD_SIZE or needs.head_size % 8:
+        if not needs.value_size and (needs.head_size > MAX_HEAD_SIZE or needs.head_size % 8):
             reasons.append(f"head size {needs.head_size} is no multiple of 8 up to {MAX_HEAD_SIZE}")
         reasons += [f"block size {size} is no multiple of 8" for size in needs.block_sizes if size % 8]
         return reasons
@@ -57,7 +57,7 @@ class TritonBackend(AttentionBackend):
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        value_size: int = 0,
     ) -> torch.Tensor:
-        return paged_attention(
-            q, kv_cache, batch, scale, softcap, sinks, table=self._table, workspace=self._workspace, out=out
-        )  # fmt: skip
+        options = {"table": self._table, "workspace": self._workspace, "out": out, "value_size": value_size}
+        return paged_attention(q, kv_cache, batch, scale, softcap, sinks, **options)

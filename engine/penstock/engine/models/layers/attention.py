@@ -22,3 +22,10 @@ class Attention:
     qk_norm: QKNorm | None
     sinks: torch.Tensor | None = None
     """[heads], float32: the score of one more key a head, whose value is zero."""
+    value_size: int = 0
+    """Elements of a value that are the last of its key, as in latent attention; 0: values are as large as keys, beside them."""
+
+    @property
+    def out_size(self) -> int:
+        """Of a token's result."""
+        return self.num_heads * (self.value_size or self.head_size)

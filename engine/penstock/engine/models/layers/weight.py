@@ -61,7 +61,7 @@ def fused(weights: Weights, parts: tuple[str, ...], name: str) -> Weights:
     return found
 
 
-def halves_from_pairs(name: str, weight: Weight, head_size: int, size: int) -> Weight:
+def halves_from_pairs(name: str, weight: Weight, head_size: int, size: int, start: int = 0) -> Weight:
     """Queries' or keys' weight of a checkpoint that rotates neighbouring elements, for kernels that rotate elements `size` / 2
     apart: each head's even elements move before its odd ones. Queries and keys move alike, so that scores stay the same.
 
@@ -69,7 +69,8 @@ def halves_from_pairs(name: str, weight: Weight, head_size: int, size: int) -> W
         name: Of the tensor, for the error.
         weight: Its outputs are those of whole heads.
         head_size: Elements of a head.
-        size: The first elements of each head, which rotate.
+        size: Elements of each head that rotate.
+        start: Of the first of them in the head.
 
     Raises:
         ValueError: The tensor does not hold one entry for each output.
@@ -81,7 +82,8 @@ def halves_from_pairs(name: str, weight: Weight, head_size: int, size: int) -> W
     outputs, dim = part.shape[0], weight.output_dim
     if weight.shape[dim] != outputs:
         raise ValueError(f"{name}: packed outputs of queries and keys cannot be reordered for the rotary embedding")
-    within = [*range(0, size, 2), *range(1, size, 2), *range(size, head_size)]
+    end = start + size
+    within = [*range(start), *range(start, end, 2), *range(start + 1, end, 2), *range(end, head_size)]
     order = (torch.arange(0, outputs, head_size)[:, None] + torch.tensor(within)).flatten()
 
     def load(value: torch.Tensor) -> None:

@@ -71,8 +71,8 @@ class AttentionOutputs:
         self._buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def of(self, layer: Attention, q: torch.Tensor) -> torch.Tensor:
-        """[n, heads · head_size] for the n queries."""
-        width = layer.num_heads * layer.head_size
+        """[n, the layer's `out_size`] for the n queries."""
+        width = layer.out_size
         if (width, q.dtype) not in self._buffers:
             raise RuntimeError(f"no buffer for attention of width {width} in {q.dtype}: the model was not run before its capture")
         return self._buffers[width, q.dtype][: q.shape[0]]
@@ -80,7 +80,7 @@ class AttentionOutputs:
     def provide(self, layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         """In place of attention: allocates what `of` gives, and gives it as it is; not while a graph is captured, whose pool it
         would come from."""
-        key = (layer.num_heads * layer.head_size, q.dtype)
+        key = (layer.out_size, q.dtype)
         if key not in self._buffers:
             self._buffers[key] = torch.zeros(self._max_num_tokens, key[0], dtype=q.dtype, device=q.device)
         return self.of(layer, q)

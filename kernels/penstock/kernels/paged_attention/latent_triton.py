@@ -1,0 +1,101 @@
+"""Latent attention over a paged cache on a GPU: all heads of a query meet the same keys, whose last elements are the values.
+
+A program takes one query and 16 of its heads, and meets the keys up to its position tile by tile with an online softmax. It holds
+the rotated part and the latent part of queries and keys apart, since together they would be padded to twice their size. Simple
+rather than fast: keys are read again for each query of a prompt, and long requests are not split.
+"""
+
+# pyright: reportCallIssue=false
+# Triton types a launch without its options.
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.kernels.paged_attention.device_batch import DeviceBatch
+from penstock.kernels.paged_attention.launch import power_of_two
+from penstock.kernels.paged_attention.triton import UPCAST, request_of
+
+_HEADS, _TILE = 16, 32
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _part(pointers, there, UPCAST: tl.constexpr):
+    found = tl.load(pointers, there, 0.0)
+    return found.to(tl.float32) if UPCAST else found
+
+
+@triton.jit
+def _latent_attention_kernel(
+    out, q, kv_cache, rows, query_start_loc, seq_lens, block_table, num_requests, scale,
+    q_token, q_head, block_stride, table_stride,
+    HEADS: tl.constexpr, ROTATED: tl.constexpr, RANK: tl.constexpr, ROTATED_BLOCK: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    turned, dims = tl.arange(0, ROTATED_BLOCK), tl.arange(0, RANK_BLOCK)
+    is_head, is_turned, is_dim = head < HEADS, turned < ROTATED, dims < RANK
+    target = out + (token.to(tl.int64) * HEADS + head)[:, None] * RANK + dims[None, :]
+    real = is_head[:, None] & is_dim[None, :]
+    acc = tl.zeros([BLOCK_H, RANK_BLOCK], tl.float32)
+    if token >= tl.load(query_start_loc + num_requests):
+        tl.store(target, acc, real)
+        return
+    request = request_of(query_start_loc, num_requests, token, 0)
+    seq_len = tl.load(seq_lens + request)
+    if seq_len == 0:
+        tl.store(target, acc, real)
+        return
+    position = seq_len - tl.load(query_start_loc + request + 1) + token
+    source = q + (token.to(tl.int64) * q_token + head * q_head)[:, None]
+    query = _part(source + ROTATED + dims[None, :], real, UPCAST)
+    rotated = _part(source + turned[None, :], is_head[:, None] & is_turned[None, :], UPCAST)
+    table = block_table + tl.load(rows + request).to(tl.int64) * table_stride
+    maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    for tile in range(tl.cdiv(position + 1, TILE)):
+        keys = tile * TILE + tl.arange(0, TILE)
+        seen = keys <= position
+        block = tl.load(table + keys // PAGE, seen, 0)
+        at = (block.to(tl.int64) * block_stride + (keys % PAGE) * (ROTATED + RANK))[:, None]
+        latent = _part(kv_cache + at + ROTATED + dims[None, :], seen[:, None] & is_dim[None, :], UPCAST)
+        key = _part(kv_cache + at + turned[None, :], seen[:, None] & is_turned[None, :], UPCAST)
+        score = tl.dot(query, tl.trans(latent), input_precision="tf32x3")
+        score = tl.dot(rotated, tl.trans(key), score, input_precision="tf32x3") * scale
+        score = tl.where(seen[None, :], score, float("-inf"))
+        highest = tl.maximum(maximum, tl.max(score, 1))
+        weight = tl.exp2(score - highest[:, None])
+        shrink = tl.exp2(maximum - highest)
+        maximum = highest
+        total = total * shrink + tl.sum(weight, 1)
+        acc = tl.dot(weight.to(latent.dtype), latent, acc * shrink[:, None], input_precision="tf32x3")
+    tl.store(target, acc / total[:, None], real)
+
+
+def latent_attention(
+    q: torch.Tensor, kv_cache: torch.Tensor, batch: DeviceBatch, scale: float, value_size: int, out: torch.Tensor | None
+) -> torch.Tensor:
+    """See `paged_attention_device`, where `value_size` is not 0; of windows, soft caps and sinks there is none."""
+    tokens, heads, size = q.shape
+    if out is None:
+        out = torch.empty(tokens, heads, value_size, dtype=q.dtype, device=q.device)
+    if not tokens:
+        return out
+    rotated = size - value_size
+    _latent_attention_kernel[tokens, triton.cdiv(heads, _HEADS)](
+        *(out, q, kv_cache, batch.rows, batch.query_start_loc, batch.seq_lens, batch.block_table, batch.num_requests),
+        *(scale * _LOG2E, q.stride(0), q.stride(1), kv_cache.stride(0), batch.block_table.stride(0)),
+        HEADS=heads,
+        ROTATED=rotated,
+        RANK=value_size,
+        ROTATED_BLOCK=power_of_two(max(rotated, 16)),
+        RANK_BLOCK=power_of_two(max(value_size, 16)),
+        PAGE=batch.block_size,
+        BLOCK_H=_HEADS,
+        TILE=_TILE,
+        UPCAST=UPCAST,
+        num_warps=8,
+    )
+    return out
