@@ -1,5 +1,7 @@
 """Tiny random checkpoints that read images, and images for them."""
 
+import base64
+import io
 import json
 import zlib
 from pathlib import Path
@@ -16,14 +18,19 @@ TOKENS = (SIZE // PATCH) ** 2
 LONGEST = 320
 
 
-def make_llava(folder: Path, text: str = "Llama", strategy: str = "default", layer: int = -2, **fields) -> Path:
+def make_llava(
+    folder: Path, text: str = "Llama", strategy: str = "default", layer: int = -2, image_token: int = IMAGE_TOKEN, **fields
+) -> Path:
     """Saves a LLaVA 1.5 with random weights."""
     import transformers
 
     sizes = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "initializer_range": 0.2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     language = getattr(transformers, f"{text}Config")(
-        vocab_size=VOCAB, **sizes, **heads, max_position_embeddings=LONGEST, eos_token_id=None, bos_token_id=None, **fields
+        **{"vocab_size": VOCAB, "max_position_embeddings": LONGEST, "eos_token_id": None, "bos_token_id": None}
+        | sizes
+        | heads
+        | fields
     )
     vision = transformers.CLIPVisionConfig(
         hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=3, image_size=SIZE, patch_size=PATCH
@@ -31,7 +38,7 @@ def make_llava(folder: Path, text: str = "Llama", strategy: str = "default", lay
     config = transformers.LlavaConfig(
         vision_config=vision,
         text_config=language,
-        image_token_index=IMAGE_TOKEN,
+        image_token_index=image_token,
         image_seq_length=TOKENS + (strategy == "full"),
         vision_feature_select_strategy=strategy,
         vision_feature_layer=layer,
@@ -47,6 +54,13 @@ def make_llava(folder: Path, text: str = "Llama", strategy: str = "default", lay
     processor = {"size": {"shortest_edge": SIZE}, "crop_size": {"height": SIZE, "width": SIZE}}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
+
+
+def data_url(image: Image.Image) -> str:
+    """As a client sends it."""
+    data = io.BytesIO()
+    image.save(data, "PNG")
+    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
 
 
 def picture(seed: int, width: int = 40, height: int = 50) -> Image.Image:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from penstock.prompt.errors import BundleError
+from penstock.prompt.images import ImageRules
 
 SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The names under which tokenizer_config.json has them and templates see them."""
@@ -31,6 +32,8 @@ class PromptBundle(msgspec.Struct, frozen=True, kw_only=True):
     hash_seed: str
     max_model_len: int
     """Tokens of prompt and output together."""
+    images: ImageRules | None = None
+    """None: the model reads text alone."""
 
     @property
     def digest(self) -> str:
@@ -51,7 +54,13 @@ class PromptBundle(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def from_checkpoint(
-        path: Path, *, served_names: tuple[str, ...], block_size: int, hash_seed: str, max_model_len: int
+        path: Path,
+        *,
+        served_names: tuple[str, ...],
+        block_size: int,
+        hash_seed: str,
+        max_model_len: int,
+        images: ImageRules | None = None,
     ) -> "PromptBundle":
         """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja of a folder in Hugging Face format.
 
@@ -66,6 +75,7 @@ class PromptBundle(msgspec.Struct, frozen=True, kw_only=True):
             block_size=block_size,
             hash_seed=hash_seed,
             max_model_len=max_model_len,
+            images=images,
         )
 
 

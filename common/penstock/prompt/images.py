@@ -1,6 +1,26 @@
-"""Images in requests, as engine and picker see them before anybody decodes one."""
+"""Images in requests, as engine and picker see them before anybody decodes one: the parts that hold them, their names, and their
+places among a prompt's tokens."""
 
-from typing import NamedTuple
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from penstock.prompt.errors import PromptError
+from penstock.prompt.hashing import PromptItem
+
+_DETAILS: Final = ("auto", "low", "high")
+_OTHERS: Final = {"video_url": "videos", "input_audio": "audio", "audio_url": "audio", "image_embeds": "embeddings of images"}
+
+
+class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model's prompts show images."""
+
+    token_id: int
+    """The placeholder: a template writes one for an image."""
+    tokens: int
+    """Placeholders of an image in the end, one for each of its embeddings."""
 
 
 class ImagePart(NamedTuple):
@@ -10,3 +30,75 @@ class ImagePart(NamedTuple):
     """`data:` and the file itself, or where the file is."""
     param: str
     """The request's field, such as `messages[0].content[1].image_url.url`."""
+
+
+class PlacedPrompt(NamedTuple):
+    """A prompt with room for its images."""
+
+    token_ids: list[int]
+    items: tuple[PromptItem, ...]
+    """Where the images lie, in their order."""
+
+
+def image_name(data: bytes) -> str:
+    """An image's name by the content of its file: equal names mean equal embeddings."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_image_part(part: dict[str, Any], where: str) -> ImagePart:
+    """A part of a chat's message with the type `image_url`; raises `PromptError` naming the field."""
+    _only(part, ("type", "image_url"), where)
+    image = part.get("image_url")
+    if not isinstance(image, dict) or not isinstance(image.get("url"), str):
+        raise PromptError(f"{where}.image_url must be an object with url", f"{where}.image_url")
+    _only(image, ("url", "detail"), f"{where}.image_url")
+    check_detail(image.get("detail"), f"{where}.image_url.detail")
+    return ImagePart(image["url"], f"{where}.image_url.url")
+
+
+def check_detail(detail: Any, where: str) -> None:
+    """Images are read as the model was trained to, whatever of these is asked for; raises `PromptError` for anything else."""
+    if detail is not None and detail not in _DETAILS:
+        raise PromptError(f"{where} must be one of {', '.join(_DETAILS)}", where)
+
+
+def refuse_part(kind: Any, where: str, text_kind: str, reads_images: bool) -> PromptError:
+    """What is wrong with a part that no model here reads, or not this one."""
+    if isinstance(kind, str) and kind in _OTHERS:
+        return PromptError(f"{where} is of type {kind}: {_OTHERS[kind]} are not supported", where)
+    reads = "text and images" if reads_images else "text"
+    return PromptError(f"{where} must be {text_kind} part; this model reads {reads} alone", where)
+
+
+def _only(given: dict[str, Any], fields: Sequence[str], where: str) -> None:
+    for field in given:
+        if field not in fields:
+            raise PromptError(f"{where}.{field} is not supported", f"{where}.{field}")
+
+
+def place(token_ids: list[int], token_id: int, images: Sequence[tuple[str, int]], param: str) -> PlacedPrompt:
+    """Puts as many placeholders in the place of each as its image has embeddings.
+
+    Args:
+        token_ids: Of the prompt, with one placeholder an image.
+        token_id: The placeholder.
+        images: Name and embeddings of each.
+        param: The field that holds the prompt.
+
+    Raises:
+        PromptError: There are more or fewer placeholders than images: a text holds one, or the template has left one out.
+    """
+    found = token_ids.count(token_id)
+    if found != len(images):
+        message = f"{param}: the prompt has {found} placeholders for {len(images)} images; a text must not hold a placeholder"
+        raise PromptError(message, param)
+    placed: list[int] = []
+    items: list[PromptItem] = []
+    start = 0
+    for name, count in images:
+        end = token_ids.index(token_id, start)
+        placed += token_ids[start:end]
+        items.append(PromptItem(name, len(placed), count))
+        placed += [token_id] * count
+        start = end + 1
+    return PlacedPrompt(placed + token_ids[start:], tuple(items))

@@ -16,7 +16,9 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from penstock.prompt.cuts import Cutter
+from penstock.prompt.data_url import SCHEME, read_data_url
 from penstock.prompt.hashing import DIGEST_BYTES, BlockHasher, ExtraKeys
+from penstock.prompt.images import ImagePart, image_name
 from penstock.prompt.processor import PromptProcessor, TextPrompt, refuse_empty
 
 MAX_BYTES: Final = 128 * 2**20
@@ -70,6 +72,9 @@ class PrefixMemo:
         """Token counts and block hashes of the prompts in a request's body; raises as `PromptProcessor.tokens_of` does."""
         if body.get("truncate_prompt_tokens") is not None:  # what is kept begins elsewhere each time
             return [self._ids(ids, extra) for ids in self.processor.tokens_of(path, body)]
+        if images := self.processor.images_of(path, body):
+            [ids] = self.processor.tokens_of(path, body)
+            return [self._with_images(path, ids, images, extra)]
         given = self.processor.prompts_of(path, body)
         prompts = [self._text(prompt, extra) if isinstance(prompt, TextPrompt) else self._ids(prompt, extra) for prompt in given]
         refuse_empty(path, [prompt.tokens for prompt in prompts])
@@ -98,6 +103,15 @@ class PrefixMemo:
             ids[-1] += after
             nodes += self._add(nodes, keys, ids, extra)
         return _joined(nodes)
+
+    def _with_images(self, path: str, ids: list[int], images: Sequence[ImagePart], extra: ExtraKeys) -> HashedPrompt:
+        """The content of an image that has yet to be fetched is not known, and with it nothing that follows."""
+        names = [image_name(read_data_url(part.url, part.param)) if part.url.startswith(SCHEME) else "" for part in images]
+        placed = self.processor.place(path, ids, names)
+        known = next((item.start for item in placed.items if not item.identifier), len(placed.token_ids))
+        items = tuple(item for item in placed.items if item.start < known)
+        hashed = self._ids(placed.token_ids[:known], msgspec.structs.replace(extra, items=items))
+        return hashed._replace(tokens=len(placed.token_ids))
 
     def _ids(self, ids: list[int], extra: ExtraKeys) -> HashedPrompt:
         pieces = [ids[start : start + IDS_PIECE] for start in range(0, len(ids), IDS_PIECE)]

@@ -2,9 +2,10 @@
 objects."""
 
 import json
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from penstock.prompt.errors import PromptError
+from penstock.prompt.images import ImagePart, read_image_part, refuse_part
 from penstock.prompt.tools import check_depth
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
@@ -20,20 +21,31 @@ _PLAIN_FIELDS: Final = ("role", "content", "name")
 _EMPTY_IN_ANSWERS: Final = ("tool_calls", "function_call", "refusal", "audio", "annotations", "reasoning_content", "reasoning")
 
 
-def normalize(messages: Any) -> list[dict[str, Any]]:
+class Conversation(NamedTuple):
+    """Messages that a template can read."""
+
+    messages: list[dict[str, Any]]
+    images: list[ImagePart]
+    """In the order of their parts."""
+
+
+def normalize(messages: Any, *, reads_images: bool = False) -> Conversation:
     """`role` and `content`; `name`, `tool_calls`, `tool_call_id` and `reasoning_content` where given. The content's text parts
     are joined by line feeds as vLLM joins them; arguments of calls become objects, as templates in Hugging Face format expect.
+    A content with images is a list of `{"type": "text", "text": …}` and `{"type": "image"}`.
 
-    Raises `PromptError` naming the field for anything that a text model cannot read.
+    Raises `PromptError` naming the field for anything that the model cannot read.
     """
     if not isinstance(messages, list) or not messages:
         raise PromptError("messages must be a list with at least one message", "messages")
     if len(messages) > MAX_MESSAGES:
         raise PromptError(f"messages has {len(messages)} messages; at most {MAX_MESSAGES}", "messages")
-    return [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    images: list[ImagePart] | None = [] if reads_images else None
+    return Conversation([_message(message, f"messages[{at}]", images) for at, message in enumerate(messages)], images or [])
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def _message(message: Any, where: str, images: list[ImagePart] | None) -> dict[str, Any]:
+    """`images`: takes those of the message; None: there must be none."""
     if not isinstance(message, dict):
         raise PromptError(f"{where} must be an object with role and content", where)
     role = message.get("role")
@@ -50,7 +62,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if content is None and (calls or (reasoning and role == "assistant")):  # calls alone, or an answer cut while it reasoned
         out: dict[str, Any] = {"role": role, "content": ""}
     else:
-        out = {"role": role, "content": _text(content, f"{where}.content")}
+        out = {"role": role, "content": _content(content, f"{where}.content", images)}
     for field in ("name", "tool_call_id"):
         if field in known and message.get(field) is not None:
             out[field] = _string(message[field], f"{where}.{field}")
@@ -105,21 +117,24 @@ def _arguments(arguments: Any, where: str) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-def _text(content: Any, where: str) -> str:
+def _content(content: Any, where: str, images: list[ImagePart] | None) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         raise PromptError(f"{where} must be a string or a list of text parts", where)
-    texts: list[str] = []
+    parts: list[dict[str, str]] = []
     for at, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "image_url" and images is not None:
+            images.append(read_image_part(part, f"{where}[{at}]"))
+            parts.append({"type": "image"})
+            continue
         if kind != "text":
-            raise PromptError(f"{where}[{at}] must be a text part; this model reads text alone", f"{where}[{at}]")
+            raise refuse_part(kind, f"{where}[{at}]", "a text", images is not None)
         for field in part:
             if field not in ("type", "text"):
                 raise PromptError(f"{where}[{at}].{field} is not supported", f"{where}[{at}].{field}")
-        text = part.get("text")
-        if not isinstance(text, str):
+        if not isinstance(part.get("text"), str):
             raise PromptError(f"{where}[{at}].text must be a string", f"{where}[{at}].text")
-        texts.append(text)
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": part["text"]})
+    return parts if any(part["type"] == "image" for part in parts) else "\n".join(part["text"] for part in parts)

@@ -7,8 +7,9 @@ from tokenizers import Tokenizer
 
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import BundleError, PromptError
-from penstock.prompt.messages import normalize
-from penstock.prompt.responses import as_chat, in_own_words
+from penstock.prompt.images import ImagePart, PlacedPrompt, place
+from penstock.prompt.messages import Conversation, normalize
+from penstock.prompt.responses import as_chat, image_params, in_own_words
 from penstock.prompt.template import ChatTemplate
 from penstock.prompt.tools import read_tools, template_variables
 from penstock.prompt.truncation import Truncation, read_truncation
@@ -27,7 +28,7 @@ COMPLETION_DEFAULT_TOKENS: Final = 16
 
 
 class TextPrompt(NamedTuple):
-    """A prompt as text; the arguments of `PromptProcessor.encode`."""
+    """A prompt as text."""
 
     text: str
     add_special_tokens: bool
@@ -62,6 +63,11 @@ class PromptProcessor:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """One more than the largest token id that the tokenizer knows."""
         self._longest_token = max(map(len, vocabulary), default=1)
+        self._image_token = ""
+        if bundle.images is not None:
+            self._image_token = self.tokenizer.id_to_token(bundle.images.token_id) or ""
+            if not self._image_token:
+                raise BundleError(f"tokenizer.json has no token {bundle.images.token_id}, which is the placeholder of images")
 
     def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
         """Token ids of a text; raises `PromptError` on text that is not Unicode or is certainly longer than the context."""
@@ -95,7 +101,7 @@ class PromptProcessor:
         """
         if self._template is None:
             raise PromptError("the model has no chat template; use /v1/completions", "messages")
-        messages = normalize(body.get("messages"))
+        messages = self._in_form(self._conversation(body).messages)
         tools = read_tools(body.get("tools"))
         if tools and "tools" not in self._template.variables:
             raise PromptError("tools are not supported: the model's chat template has none", "tools", "unsupported_parameter")
@@ -106,10 +112,47 @@ class PromptProcessor:
             raise PromptError(message, "continue_final_message")
         begin = not continued if generation is None else generation
         text = self._template.render(messages, tools=tools or None, add_generation_prompt=begin, **variables)
-        return _continued(text, messages[-1]["content"]) if continued else text
+        return _continued(text, _last_text(messages[-1]["content"])) if continued else text
+
+    def _as_chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return as_chat(body, reads_images=self.bundle.images is not None)
+
+    def _conversation(self, body: Mapping[str, Any]) -> Conversation:
+        return normalize(body.get("messages"), reads_images=self.bundle.images is not None)
+
+    def _in_form(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Contents as the template of a model with images reads them: lists of parts, or texts with placeholders."""
+        assert self._template is not None
+        if self.bundle.images is None:
+            return messages
+        return [message | {"content": self._content(message["content"])} for message in messages]
+
+    def _content(self, content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
+        assert self._template is not None
+        if self._template.takes_parts:
+            return [{"type": "text", "text": content}] if isinstance(content, str) else content
+        return content if isinstance(content, str) else "\n".join(part.get("text", self._image_token) for part in content)
+
+    def images_of(self, path: str, body: Mapping[str, Any]) -> list[ImagePart]:
+        """The images in a request's body, in the order of their placeholders; raises `PromptError` naming the field."""
+        if self.bundle.images is None or path not in (CHAT_PATH, RESPONSES_PATH):
+            return []
+        if path == CHAT_PATH:
+            return self._conversation(body).images
+        try:
+            found = self._conversation(self._as_chat(body)).images
+        except PromptError as error:
+            raise in_own_words(error) from None
+        return [part._replace(param=param) for part, param in zip(found, image_params(body), strict=True)]
+
+    def place(self, path: str, token_ids: list[int], names: Sequence[str]) -> PlacedPrompt:
+        """A prompt with images, given its tokens as `tokens_of` has them and the names of its images."""
+        rules = self.bundle.images
+        assert rules is not None, "a model that reads text alone has no images to place"
+        return place(token_ids, rules.token_id, [(name, rules.tokens) for name in names], PARAMS[path])
 
     def tokens_of(self, path: str, body: Mapping[str, Any]) -> list[list[int]]:
-        """Token ids of each prompt in the body of a request to one of `PROMPT_PATHS`.
+        """Token ids of each prompt in the body of a request to one of `PROMPT_PATHS`. An image is one placeholder; see `place`.
 
         Raises `PromptError` naming the field for prompts that are missing, empty or of a wrong type, and `ValueError` for
         another path.
@@ -117,6 +160,8 @@ class PromptProcessor:
         given = self.prompts_of(path, body)
         cut = self._truncation(path, body)
         if cut is not None:
+            if self.images_of(path, body):
+                raise PromptError("truncate_prompt_tokens: a prompt with images cannot be cut", "truncate_prompt_tokens")
             prompts = [self._truncated(prompt, cut) for prompt in given]
         else:
             prompts = [self.encode(*prompt) if isinstance(prompt, TextPrompt) else prompt for prompt in given]
@@ -135,7 +180,7 @@ class PromptProcessor:
         if path == RESPONSES_PATH:
             special = bool(_flag(body, "add_special_tokens"))
             try:
-                return [TextPrompt(self.render_chat(as_chat(body)), special, PARAMS[path])]
+                return [TextPrompt(self.render_chat(self._as_chat(body)), special, PARAMS[path])]
             except PromptError as error:
                 raise in_own_words(error) from None
         if path in (COMPLETIONS_PATH, EMBEDDINGS_PATH):
@@ -188,6 +233,11 @@ def _flag(body: Mapping[str, Any], name: str) -> bool | None:
     if value is not None and not isinstance(value, bool):
         raise PromptError(f"{name} must be true or false", name)
     return value
+
+
+def _last_text(content: str | list[dict[str, str]]) -> str:
+    """A content, or its last text part."""
+    return content if isinstance(content, str) else next((part["text"] for part in reversed(content) if "text" in part), "")
 
 
 def _continued(text: str, last: str) -> str:

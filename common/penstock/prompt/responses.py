@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from penstock.prompt.errors import PromptError
+from penstock.prompt.images import check_detail, refuse_part
 
 _PART_TYPES: Final = ("input_text", "output_text", "text")
+_IMAGE_FIELDS: Final = ("type", "image_url", "detail", "file_id")
 _PART_FIELDS: Final = ("type", "text", "annotations", "logprobs")
 """The latter two are those of an answer that comes back."""
 _ITEM_FIELDS: Final = {
@@ -20,7 +22,7 @@ _OWN_NAMES: Final = (("reasoning_effort", "reasoning.effort"), (".function.", ".
 """What a chat calls a field, and what a response does."""
 
 
-def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+def as_chat(body: Mapping[str, Any], *, reads_images: bool = False) -> dict[str, Any]:
     """The body of a chat request with the same prompt; raises `PromptError` naming the field of this one."""
     messages: list[dict[str, Any]] = []
     instructions = body.get("instructions")
@@ -33,7 +35,7 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         messages.append({"role": "user", "content": given})
     elif isinstance(given, list) and given:
         for at, item in enumerate(given):
-            _add(messages, item, f"input[{at}]")
+            _add(messages, item, f"input[{at}]", reads_images)
         if not messages:
             raise PromptError("input holds nothing that the model could read", "input")
     else:
@@ -62,7 +64,7 @@ def chat_tools(tools: Any) -> list[dict[str, Any]]:
     return out
 
 
-def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
+def _add(messages: list[dict[str, Any]], item: Any, where: str, reads_images: bool) -> None:
     if not isinstance(item, dict):
         raise PromptError(f"{where} must be an object", where)
     kind = item.get("type", "message")
@@ -78,7 +80,7 @@ def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
     if kind == "message":
         if item.get("role") not in _ROLES:
             raise PromptError(f"{where}.role must be one of {', '.join(_ROLES)}", f"{where}.role")
-        content = _content(item.get("content"), f"{where}.content")
+        content = _content(item.get("content"), f"{where}.content", reads_images)
         last = messages[-1] if messages else {}
         if item.get("role") == "assistant" and last.get("role") == "assistant" and "content" not in last:
             last["content"] = content  # the answer to the reasoning before it
@@ -89,7 +91,7 @@ def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         _open_turn(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        output = _content(item.get("output"), f"{where}.output")
+        output = _content(item.get("output"), f"{where}.output", reads_images)
         messages.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id")})
     elif text := _reasoning(item.get("content"), f"{where}.content"):
         messages.append({"role": "assistant", "reasoning_content": text})
@@ -112,24 +114,50 @@ def in_own_words(error: PromptError) -> PromptError:
     return PromptError(message, param, error.code)
 
 
-def _content(content: Any, where: str) -> Any:
-    """Text parts as a chat has them; a text is itself."""
+def image_params(body: Mapping[str, Any]) -> list[str]:
+    """The fields of a sound body that hold images, in the order in which its chat has them."""
+    given = body.get("input")
+    return [
+        f"input[{at}].{field}[{place}].image_url"
+        for at, item in enumerate(given if isinstance(given, list) else ())
+        for field in ("content", "output")
+        if isinstance(item.get(field), list)
+        for place, part in enumerate(item[field])
+        if part.get("type") == "input_image"
+    ]
+
+
+def _content(content: Any, where: str, reads_images: bool) -> Any:
+    """Parts as a chat has them; a text is itself."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         raise PromptError(f"{where} must be a string or a list of text parts", where)
-    parts: list[Any] = []
-    for at, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _PART_TYPES:
-            raise PromptError(f"{where}[{at}] must be an input_text part; this model reads text alone", f"{where}[{at}]")
-        if not isinstance(part.get("text"), str):
-            raise PromptError(f"{where}[{at}].text must be a string", f"{where}[{at}].text")
-        for field in part:
-            if field not in _PART_FIELDS:
-                raise PromptError(f"{where}[{at}].{field} is not supported", f"{where}[{at}].{field}")
-        parts.append({"type": "text", "text": part["text"]})
-    return parts
+    return [_part(part, f"{where}[{at}]", reads_images) for at, part in enumerate(content)]
+
+
+def _part(part: Any, where: str, reads_images: bool) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "input_image" and reads_images:
+        return _image(part, where)
+    if kind not in _PART_TYPES:
+        raise refuse_part(kind, where, "an input_text", reads_images)
+    if not isinstance(part.get("text"), str):
+        raise PromptError(f"{where}.text must be a string", f"{where}.text")
+    for field in part:
+        if field not in _PART_FIELDS:
+            raise PromptError(f"{where}.{field} is not supported", f"{where}.{field}")
+    return {"type": "text", "text": part["text"]}
+
+
+def _image(part: dict[str, Any], where: str) -> dict[str, Any]:
+    for field in part:
+        if field not in _IMAGE_FIELDS or (field == "file_id" and part[field] is not None):
+            raise PromptError(f"{where}.{field} is not supported", f"{where}.{field}")
+    if not isinstance(part.get("image_url"), str):
+        raise PromptError(f"{where}.image_url must be a string", f"{where}.image_url")
+    check_detail(part.get("detail"), f"{where}.detail")
+    return {"type": "image_url", "image_url": {"url": part["image_url"]}}
 
 
 def _reasoning(content: Any, where: str) -> str:

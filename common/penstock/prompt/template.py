@@ -6,9 +6,9 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
-from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -23,7 +23,7 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012 - typed by Jinja
 
-    def parse(self, parser: Parser) -> list[Node]:
+    def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -48,6 +48,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             self.variables = frozenset(find_undeclared_variables(environment.parse(source)) - environment.globals.keys())
             """The names that it reads and does not set."""
+            self.takes_parts = _takes_parts(environment.parse(source))
+            """Whether it reads a content that is a list of parts."""
         except jinja2.TemplateError as error:
             raise BundleError(f"the chat template does not compile: {error}") from None
         self._special_tokens = dict(special_tokens)
@@ -58,6 +60,19 @@ class ChatTemplate:
             return self._template.render(**self._special_tokens, messages=messages, **variables)
         except _RENDER_ERRORS as error:
             raise PromptError(f"the model's chat template refuses these messages: {error}", "messages") from None
+
+
+def _takes_parts(tree: nodes.Node) -> bool:
+    """Whether a loop goes over something's `content`, filtered or not."""
+    for loop in tree.find_all(nodes.For):
+        over = loop.iter
+        while isinstance(over, nodes.Filter) and over.node is not None:
+            over = over.node
+        if isinstance(over, nodes.Getattr) and over.attr == "content":
+            return True
+        if isinstance(over, nodes.Getitem) and isinstance(over.arg, nodes.Const) and over.arg.value == "content":
+            return True
+    return False
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -1,6 +1,7 @@
 """The engine's settings as people give them: the flags of `penstock serve` and the keyword arguments of `LLM` alike."""
 
 import logging
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,7 @@ from penstock.engine.config import (
     SchedulingPolicy,
 )
 from penstock.engine.devices import choose_device
+from penstock.engine.multimodal.settings import ImageSettings
 from penstock.engine.quant.scheme import QuantizationName
 from penstock.engine.runner.device.graphs.settings import graph_config
 from penstock.kernels.cpu.isa import IsaName, choose
@@ -107,6 +109,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     max_cpu_loras: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
     """None: `max_loras`."""
     max_lora_rank: Annotated[int, msgspec.Meta(ge=1, le=512)] = 16
+    limit_mm_per_prompt: dict[str, Count] = {}
+    """`image`: how many a request may have; 0: none."""
+    allowed_media_domains: list[str] | None = None
+    """Host names from which images are fetched, by HTTPS."""
 
     def config(self, device: Literal["cpu", "cuda"] | None = None) -> EngineConfig:
         """The typed tree that they are a view of; reads the checkpoint's configuration.
@@ -140,6 +146,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             override_generation_config=self.override_generation_config,
         )
         self._check_ranks(folder, model.architecture, device)
+        images = self._images(model.images, device)
         source = self.model.removeprefix("hf://").removeprefix("file://")
         speculative = speculative_config(self.speculative_config, self.spec_method, self.spec_tokens, self.spec_model, model)
         if speculative is not None and device == "cuda":
@@ -160,6 +167,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             model=msgspec.structs.replace(
                 model,
                 logits_processors=tuple(self.logits_processors or ()),
+                images=images,
                 source=source,
                 tokenizer=None if self.tokenizer is None else Path(self.tokenizer),
             ),
@@ -183,6 +191,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
                 num_lookahead_tokens=0 if drafter is None or speculative is None else speculative.num_speculative_tokens,
                 tenant_weights=self.tenant_weights,
+                max_encoder_tokens=0 if images is None else max(self.max_num_batched_tokens, images.tokens),
+                encoder_cache_size=0 if images is None else max(self.max_num_batched_tokens, images.tokens),
             ),
             lora=self._lora(names),
             speculative=speculative,
@@ -206,6 +216,30 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             )
         _log.info("%s is a draft head: serving its target %s", self.model, target)
         return msgspec.structs.replace(self, model=target, revision=None, served_model_name=names, spec_model=self.model)
+
+    def _images(self, settings: ImageSettings | None, device: Literal["cpu", "cuda"]) -> ImageSettings | None:
+        """How images are taken; None: requests with images are refused."""
+        limits = dict(self.limit_mm_per_prompt)
+        limit = limits.pop("image", None)
+        if others := [kind for kind, most in limits.items() if most]:
+            raise ConfigError(f"--limit-mm-per-prompt: {', '.join(others)} cannot be read; image is the only kind")
+        if settings is None:
+            if limit or self.allowed_media_domains:
+                raise ConfigError("--limit-mm-per-prompt and --allowed-media-domains: this model reads text alone")
+            return None
+        if device == "cuda":
+            _log.warning("images are read on a CPU alone so far (--device cpu): requests with images are refused")
+            return None
+        if limit == 0:
+            return None
+        if not self.enable_chunked_prefill:
+            raise ConfigError(
+                "--no-enable-chunked-prefill: prompts with images need chunks (--limit-mm-per-prompt '{\"image\": 0}')"
+            )
+        domains = tuple(domain.lower() for domain in self.allowed_media_domains or ())
+        if wrong := [domain for domain in domains if not re.fullmatch(r"[a-z0-9.-]+", domain)]:
+            raise ConfigError(f"--allowed-media-domains {wrong[0]!r} is not a host name such as images.example")
+        return msgspec.structs.replace(settings, limit=limit or settings.limit, allowed_domains=domains)
 
     def _check_quantization(self, model: ModelConfig, device: Literal["cpu", "cuda"]) -> None:
         """Refuses quantized weights where there is no kernel for them."""

@@ -275,6 +275,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="overrides fields of --generation-config: '{\"temperature\": 0.5}'",
     )
+    what = "largest number of images in a request: '{\"image\": 4}'; 0: none (unset: 16)"
+    add("--limit-mm-per-prompt", type=_object, default={}, metavar="JSON", help=what)
+    what = "host names from which images are fetched by HTTPS (None: images come inside requests alone)"
+    add("--allowed-media-domains", nargs="+", metavar="HOST", help=what)
     backends = ["triton", "flash_attn", "flashinfer", "torch"]
     what = 'speculative decoding, with vLLM\'s keys: \'{"method": "ngram", "num_speculative_tokens": 4}\''
     add("--speculative-config", type=_object, metavar="JSON", help=what)

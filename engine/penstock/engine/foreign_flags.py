@@ -14,7 +14,6 @@ _NO_CODE: Final = "code in checkpoints never runs; leave it out"
 _TEMPLATE: Final = "put the template into the model's folder as chat_template.jinja"
 _ALWAYS: Final = "this is always on; leave it out"
 _GRAMMARS: Final = "llguidance enforces grammars, and each request says how: docs/engine/structured-output.md"
-_NO_MEDIA: Final = "models take text alone; leave it out"
 _DOWNLOADS: Final = "set the environment variable HF_HOME"
 _LOG: Final = "the log has a line for each request; --disable-log-stats ends the line every ten seconds"
 _OPEN: Final = "methods, headers and credentials are not limited: --allowed-origins alone"
@@ -40,7 +39,9 @@ FOREIGN: Final[Mapping[str, str]] = {
     **_all("--guided-decoding-backend --structured-outputs-config --grammar-backend --disable-grammar-support", _GRAMMARS),
     **_all("--speculative-algorithm --speculative-model", "--spec-method, and --spec-model for a draft model"),
     **_all("--speculate --num-speculative-tokens --speculative-num-draft-tokens", "--spec-tokens, with --spec-method"),
-    **_all("--limit-mm-per-prompt --mm-processor-kwargs --allowed-local-media-path --enable-multimodal", _NO_MEDIA),
+    **_all("--mm-processor-kwargs", "images are prepared as the checkpoint says; leave it out"),
+    **_all("--allowed-local-media-path", "images come inside requests, or from --allowed-media-domains"),
+    **_all("--enable-multimodal", _ALWAYS),
     **_all("--download-dir --huggingface-hub-cache", _DOWNLOADS),
     **_all("--disable-log-requests --enable-log-requests --no-enable-log-requests --log-requests --log-level", _LOG),
     **_all("--uvicorn-log-level --disable-uvicorn-access-log", _LOG),

@@ -12,9 +12,9 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from penstock.engine.config import ConfigError
 from penstock.engine.multimodal.clip import MEAN, STD, clip_pixels, read_clip
-from penstock.engine.multimodal.data_url import MAX_IMAGE_BYTES, read_data_url
 from penstock.engine.multimodal.decode import MAX_PIXELS, decode_image
 from penstock.engine.multimodal.normalization import normalized, read_normalization
+from penstock.prompt.data_url import MAX_IMAGE_BYTES, read_data_url
 from penstock.prompt.errors import PromptError
 
 PARAM = "messages[0].content[1].image_url.url"

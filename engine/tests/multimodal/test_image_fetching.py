@@ -12,10 +12,10 @@ from PIL import Image
 
 from penstock.engine.multimodal.addresses import is_public
 from penstock.engine.multimodal.clip import MEAN, STD
-from penstock.engine.multimodal.data_url import MAX_IMAGE_BYTES
 from penstock.engine.multimodal.fetch import Fetcher
 from penstock.engine.multimodal.reader import ImageReader
 from penstock.engine.multimodal.settings import ClipSettings, ImageSettings, Normalization
+from penstock.prompt.data_url import MAX_IMAGE_BYTES
 from penstock.prompt.errors import PromptError
 from penstock.prompt.images import ImagePart
 
@@ -167,11 +167,11 @@ async def test_answers_other_than_a_file_are_refused(certificates):
 
 async def test_images_are_read_in_order_and_equal_ones_once(certificates):
     clip = ClipSettings(size=28, shortest_edge=28, resample=3)
-    settings = ImageSettings(token_id=0, tokens=4, normalization=Normalization(1 / 255, MEAN, STD), clip=clip)
+    settings = ImageSettings(token_id=0, tokens=4, normalization=Normalization(1 / 255, MEAN, STD), clip=clip, limit=3)
     data = "data:image/png;base64," + base64.b64encode(picture()).decode()
     async with serving(certificates) as (site, port):
         fetcher, _ = fetcher_for(certificates, port)
-        reader = ImageReader(settings, fetcher, most=3)
+        reader = ImageReader(settings, fetcher)
         url = f"https://{HOST}:{port}/a.png"
         images = await reader.read([ImagePart(url, "a"), ImagePart(data, "b"), ImagePart(url, "c")])
         assert len(site.asked) == 1

@@ -38,6 +38,7 @@ from penstock.engine.frontend.python.prompts import (
     load_processor,
     python_embedding_specs,
     python_spec,
+    read_chat,
     tokenize,
     tokenize_chat,
 )
@@ -45,6 +46,8 @@ from penstock.engine.frontend.python.request_output import OutputBuilder, Reques
 from penstock.engine.frontend.spec import GenerationSpec
 from penstock.engine.frontend.vocabulary import Vocabulary
 from penstock.engine.messages import AdapterInfo, AdaptersChanged, AddRequest, CoreReady, CoreStats, EventPorts, StepOutputs
+from penstock.engine.multimodal.fetch import Fetcher
+from penstock.engine.multimodal.reader import ImageReader
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, PromptProcessor
 
 log = logging.getLogger(__name__)
@@ -99,6 +102,8 @@ class AsyncLLM:
     ) -> None:
         self.model = model
         self.processor = processor
+        self.images = None if model.images is None else ImageReader(model.images, Fetcher(model.images.allowed_domains))
+        """None: the model reads text alone."""
         self.vocabulary = Vocabulary(processor.tokenizer)
         self.metrics = EngineMetrics(model.served_names[0])
         self.kernels = ""
@@ -184,6 +189,8 @@ class AsyncLLM:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.images is not None:
+            self.images.close()
         await self._core.close()
 
     @property
@@ -264,6 +271,10 @@ class AsyncLLM:
         """What `generate` takes for a conversation, by the model's chat template; `ValueError` says what is wrong with it."""
         return tokenize_chat(messages, self.processor)
 
+    async def read_chat(self, messages: Sequence[Message]) -> Tokens:
+        """`chat_prompt` for a conversation that may hold images."""
+        return await read_chat(messages, self.processor, self.images)
+
     async def generate(
         self,
         prompt: Prompt | Tokens,
@@ -307,7 +318,9 @@ class AsyncLLM:
         )
         try:
             async with self.running(spec) as generation:
-                builder = OutputBuilder(request_id, *tokens, params.output_kind, generation, self.vocabulary)
+                builder = OutputBuilder(
+                    request_id, tokens.text, tokens.token_ids, params.output_kind, generation, self.vocabulary
+                )
                 while not generation.finished:
                     await generation.changed()
                     if (output := builder.take()) is not None:
@@ -413,9 +426,10 @@ class AsyncLLM:
                         tenant=spec.tenant,
                         deadline=spec.deadline,
                         grammar=spec.grammar,
+                        images=list(spec.images),
                     )
                 )
-        return Generation(choices, spec.n, spec.stream, spec.arrival), adds
+        return Generation(choices, spec.n, spec.stream, spec.arrival, spec.image_tokens), adds
 
     def _abort(self, indexes: list[int]) -> None:
         """One message for all that have gathered when the task gets its turn."""

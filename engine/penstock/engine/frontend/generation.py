@@ -203,6 +203,8 @@ class Usage(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    image_tokens: int = 0
+    """Of the prompt's tokens."""
 
 
 class Generation:
@@ -213,12 +215,14 @@ class Generation:
         n: Choices a prompt.
         stream: Whether the handler wants to know of every token, or of the end alone.
         arrival: Unix time in seconds.
+        image_tokens: Of the prompt.
     """
 
-    __slots__ = ("_error", "_follower", "_n", "_stream", "_wake", "arrival", "choices")
+    __slots__ = ("_error", "_follower", "_image_tokens", "_n", "_stream", "_wake", "arrival", "choices")
 
-    def __init__(self, choices: list[Choice], n: int, stream: bool, arrival: float) -> None:
+    def __init__(self, choices: list[Choice], n: int, stream: bool, arrival: float, image_tokens: int = 0) -> None:
         self.choices = choices
+        self._image_tokens = image_tokens
         self.arrival = arrival
         self._n = n
         self._stream = stream
@@ -243,6 +247,7 @@ class Generation:
             prompt_tokens=sum(choice.prompt_tokens for choice in firsts),
             completion_tokens=sum(choice.num_tokens for choice in self.choices),
             cached_tokens=sum(choice.cached_tokens for choice in firsts),
+            image_tokens=self._image_tokens,
         )
 
     def concerns(self, choice: Choice) -> bool:

@@ -7,6 +7,7 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.frontend.openai.protocol import ChatRequest, CompletionRequest
 from penstock.engine.frontend.openai.requests import bad_word_tokens, check_prompts, sampling_params
 from penstock.engine.grammar import Grammar, ReasoningMarkers
+from penstock.engine.multimodal.inputs import ImageInput
 from penstock.engine.sampling import SamplingParams
 from penstock.prompt.processor import PromptProcessor
 
@@ -40,6 +41,13 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Special tokens that are part of the text."""
     grammar: Grammar | None = None
     """What each answer must look like; None: anything."""
+    images: tuple[ImageInput, ...] = ()
+    """Of the prompt, where there is one alone."""
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of the prompt that are images'."""
+        return sum(image.item.length for image in self.images)
 
 
 def generation_spec(
@@ -58,6 +66,7 @@ def generation_spec(
     markers: tuple[str, ...] = (),
     grammar: Grammar | None = None,
     reasoning: ReasoningMarkers | None = None,
+    images: tuple[ImageInput, ...] = (),
 ) -> GenerationSpec:
     """What the engine runs for a checked body and its tokens; `ApiError` 400 for what cannot be served.
 
@@ -76,6 +85,7 @@ def generation_spec(
         markers: Special tokens that whoever reads the text must see.
         grammar: What each answer must look like; None: anything.
         reasoning: What comes before that which follows a grammar.
+        images: Of the prompt.
     """
     check_prompts(prompts, request, model.max_model_len)
     bad_words = bad_word_tokens(request.bad_words, processor.tokenizer)
@@ -100,6 +110,7 @@ def generation_spec(
         lora_id=lora_id,
         include_stop=request.include_stop_str_in_output,
         shown_tokens=_shown(processor.tokenizer, None if not request.skip_special_tokens else markers),
+        images=images,
         grammar=None if grammar is None else msgspec.structs.replace(grammar, reasoning=reasoning),
     )
 

@@ -15,7 +15,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from penstock.engine.multimodal.addresses import is_public
-from penstock.engine.multimodal.data_url import MAX_IMAGE_BYTES
+from penstock.prompt.data_url import MAX_IMAGE_BYTES
 from penstock.prompt.errors import PromptError
 
 TIMEOUT_S: Final = 10.0

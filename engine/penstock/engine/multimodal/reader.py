@@ -1,20 +1,19 @@
 """From the image parts of a request to what the engine takes, away from the event loop."""
 
 import asyncio
-import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, NamedTuple
 
 from penstock.engine.multimodal.clip import clip_pixels
-from penstock.engine.multimodal.data_url import SCHEME, read_data_url
 from penstock.engine.multimodal.decode import decode_image
 from penstock.engine.multimodal.fetch import Fetcher
 from penstock.engine.multimodal.pixels import Pixels
 from penstock.engine.multimodal.settings import ImageSettings
+from penstock.prompt.data_url import SCHEME, read_data_url
 from penstock.prompt.errors import PromptError
-from penstock.prompt.images import ImagePart
+from penstock.prompt.images import ImagePart, image_name
 
 WORKERS: Final = 2
 """Images that are decoded at once: each takes up to half a gigabyte and a core."""
@@ -24,7 +23,7 @@ class ReadImage(NamedTuple):
     """An image that is ready for the engine."""
 
     identifier: str
-    """SHA-256 of its file, hexadecimal: equal ones mean equal embeddings."""
+    """By the content of its file; see `image_name`."""
     pixels: Pixels
 
 
@@ -34,11 +33,10 @@ class ImageReader:
     Args:
         settings: Of the model.
         fetcher: Gets what URLs name.
-        most: Images of a request.
     """
 
-    def __init__(self, settings: ImageSettings, fetcher: Fetcher, most: int) -> None:
-        self._settings, self._fetcher, self._most = settings, fetcher, most
+    def __init__(self, settings: ImageSettings, fetcher: Fetcher) -> None:
+        self._settings, self._fetcher = settings, fetcher
         self._pool = ThreadPoolExecutor(WORKERS, "images")
 
     def close(self) -> None:
@@ -51,9 +49,10 @@ class ImageReader:
         Raises:
             PromptError: There are too many, or one cannot be read; the message names its part.
         """
-        if len(parts) > self._most:
-            message = f"{parts[self._most].param}: a request has at most {self._most} images (--limit-mm-per-prompt)"
-            raise PromptError(message, parts[self._most].param)
+        limit = self._settings.limit
+        if len(parts) > limit:
+            message = f"{parts[limit].param}: a request has at most {limit} images (--limit-mm-per-prompt)"
+            raise PromptError(message, parts[limit].param)
         found: dict[str, ReadImage] = {}
         for part in parts:  # one after another, so that a request with many does not keep others waiting
             if part.url not in found:
@@ -68,4 +67,4 @@ class ImageReader:
     def _decode(self, part: ImagePart, fetched: bytes | None) -> ReadImage:
         data = read_data_url(part.url, part.param) if fetched is None else fetched
         pixels = clip_pixels(decode_image(data, part.param), self._settings.clip)
-        return ReadImage(hashlib.sha256(data).hexdigest(), pixels)
+        return ReadImage(image_name(data), pixels)

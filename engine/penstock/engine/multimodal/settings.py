@@ -31,3 +31,7 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Embeddings of an image."""
     normalization: Normalization
     clip: ClipSettings
+    limit: int = 16
+    """Images of a request at most."""
+    allowed_domains: tuple[str, ...] = ()
+    """Host names from which images are fetched."""

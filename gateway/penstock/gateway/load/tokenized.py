@@ -38,7 +38,14 @@ class TokenizedPrompts(msgspec.Struct, frozen=True, kw_only=True):
 def space_of(bundle: PromptBundle) -> bytes:
     """What decides on tokens and hashes: bundles that agree in it are of one hash space, whatever names they serve."""
     return msgspec.msgpack.encode(
-        (bundle.tokenizer, bundle.chat_template, sorted(bundle.special_tokens.items()), bundle.block_size, bundle.hash_seed)
+        (
+            bundle.tokenizer,
+            bundle.chat_template,
+            sorted(bundle.special_tokens.items()),
+            bundle.block_size,
+            bundle.hash_seed,
+            bundle.images,
+        )
     )
 
 

@@ -10,6 +10,7 @@ from aiohttp import web
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.http.exchange import REQUEST_ID_KEY, deadline, name_request, priority, read_json, tenant
+from penstock.engine.frontend.images import Placed, place_images, read_images
 from penstock.engine.frontend.openai.chat_grammar import chat_grammar, wants_calls
 from penstock.engine.frontend.openai.parsing.assembly import Assembler
 from penstock.engine.frontend.openai.parsing.pieces import Parser
@@ -19,6 +20,7 @@ from penstock.engine.frontend.openai.structured import grammar_of
 from penstock.engine.frontend.spec import GenerationSpec, generation_spec
 from penstock.engine.grammar import ReasoningMarkers
 from penstock.prompt.errors import PromptError
+from penstock.prompt.processor import CHAT_PATH, RESPONSES_PATH
 
 # Longer bodies are tokenized in a thread, where the streams of others do not wait for them.
 _INLINE_BYTES: Final = 4096
@@ -65,29 +67,35 @@ class Intake:
 
         return await self.read(request, parse_whole)
 
-    async def tokens(self, path: str, body: Mapping[str, Any], size: int) -> list[list[int]]:
-        """The prompts of a body; `ApiError` 400 names the field.
+    async def prompts(self, path: str, body: Mapping[str, Any], size: int) -> list[Placed]:
+        """The prompts of a body with their images; `ApiError` 400 names the field.
 
         Args:
             path: Of the API whose body it is.
             body: As it came.
             size: Its bytes: long ones are tokenized in a thread.
         """
+        processor = self._llm.processor
         try:
+            images = await read_images(path, body, processor, self._llm.images)
             if size > _INLINE_BYTES:
-                return await asyncio.to_thread(self._llm.processor.tokens_of, path, body)
-            return self._llm.processor.tokens_of(path, body)
+                prompts = await asyncio.to_thread(processor.tokens_of, path, body)
+            else:
+                prompts = processor.tokens_of(path, body)
+            if path in (CHAT_PATH, RESPONSES_PATH):
+                return [place_images(path, prompt, images, processor) for prompt in prompts]
+            return [Placed(prompt, ()) for prompt in prompts]
         except PromptError as error:
             raise ApiError.from_prompt(error) from None
 
     def spec(
-        self, request: web.Request, prompts: list[list[int]], params: ChatRequest | CompletionRequest, arrival: float
+        self, request: web.Request, prompts: list[Placed], params: ChatRequest | CompletionRequest, arrival: float
     ) -> GenerationSpec:
         """What the engine runs; `ApiError` 400 for what it cannot, 404 where the adapter has been unloaded meanwhile.
 
         Args:
             request: The HTTP request, for its headers.
-            prompts: Token ids.
+            prompts: As `prompts` gives them.
             params: The checked body.
             arrival: Unix time in seconds.
         """
@@ -100,8 +108,9 @@ class Intake:
         adapter = self._llm.adapters.get(params.model)
         if adapter is None and params.model not in self._llm.model.served_names:
             raise _no_model(params.model)
+        token_ids = [prompt.token_ids for prompt in prompts]
         return generation_spec(
-            prompts,
+            token_ids,
             params,
             self._llm.model,
             self._llm.processor,
@@ -114,7 +123,8 @@ class Intake:
             lora_id=0 if adapter is None else adapter.lora_id,
             markers=parsers.markers(wants_calls(chat)) if chat is not None else (),
             grammar=grammar,
-            reasoning=self._reasoning(chat, parsers, prompts[0]) if chat is not None and grammar is not None else None,
+            reasoning=self._reasoning(chat, parsers, token_ids[0]) if chat is not None and grammar is not None else None,
+            images=prompts[0].images if chat is not None else (),
         )
 
     async def chat_or_completion(
@@ -128,7 +138,7 @@ class Intake:
         assert isinstance(params, ChatRequest | CompletionRequest)
         name_request(request, params.request_id)
         await self.served(params.model)
-        prompts = await self.tokens(path, body, size)
+        prompts = await self.prompts(path, body, size)
         return params, self.spec(request, prompts, params, arrival)
 
     def parser(self, params: ChatRequest, spec: GenerationSpec) -> Callable[[], Parser] | None:

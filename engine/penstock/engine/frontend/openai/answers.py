@@ -16,6 +16,8 @@ class PromptTokensDetails(_Shape, frozen=True, kw_only=True):
     """Of the prompt's tokens."""
 
     cached_tokens: _Count
+    image_tokens: _Count | msgspec.UnsetType = msgspec.UNSET
+    """Where there are any."""
 
 
 class Usage(_Shape, frozen=True, kw_only=True):

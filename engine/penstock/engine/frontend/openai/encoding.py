@@ -100,7 +100,7 @@ class ChunkFormat:
         """
         suffix = self._suffix
         if more or self._options.continuous_usage_stats:
-            counts = Usage(choice.prompt_tokens, choice.num_tokens, choice.cached_tokens)
+            counts = Usage(choice.prompt_tokens, choice.num_tokens, choice.cached_tokens, self._spec.image_tokens)
             usage = b',"usage":' + orjson.dumps(usage_of(counts)) if self._options.continuous_usage_stats else suffix[2:-3]
             suffix = b"}]" + usage + more + b"}\n\n"
         return self._prefix + b"%d," % choice.number + middle + suffix
@@ -120,11 +120,12 @@ class ChunkFormat:
 
 def usage_of(usage: Usage) -> dict[str, Any]:
     """The counts as chats and completions say them."""
+    details = {"cached_tokens": usage.cached_tokens} | ({"image_tokens": usage.image_tokens} if usage.image_tokens else {})
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": details,
     }
 
 

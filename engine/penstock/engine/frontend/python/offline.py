@@ -24,7 +24,6 @@ from penstock.engine.frontend.python.prompts import (
     python_embedding_specs,
     python_spec,
     tokenize,
-    tokenize_chat,
 )
 from penstock.engine.frontend.python.request_output import OutputBuilder, RequestOutput, python_error, python_errors
 from penstock.engine.frontend.spec import GenerationSpec
@@ -147,9 +146,11 @@ class LLM:
         cache_salt: str | None = None,
         adapter: str | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation or many, rendered by the model's chat template; otherwise as `generate`."""
+        """Answers one conversation or many, rendered by the model's chat template; otherwise as `generate`. Messages may
+        hold images, as over HTTP."""
         many = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        tokens = [tokenize_chat(one, self._llm.processor) for one in many]  # type: ignore[arg-type]
+        self._require_open()
+        tokens = [self._loop.run(self._llm.read_chat(one)) for one in many]  # type: ignore[arg-type]
         return self._run(tokens, sampling_params, progress, adapter=adapter, priority=priority, cache_salt=cache_salt)
 
     def _run(
@@ -214,7 +215,9 @@ class LLM:
 
     async def _answer(self, prompt: Tokens, spec: GenerationSpec) -> RequestOutput:
         async with self._llm.running(spec) as generation:
-            builder = OutputBuilder(spec.request_id, *prompt, "final_only", generation, self._llm.vocabulary)
+            builder = OutputBuilder(
+                spec.request_id, prompt.text, prompt.token_ids, "final_only", generation, self._llm.vocabulary
+            )
             while not generation.finished:
                 await generation.changed()
             output = builder.take()

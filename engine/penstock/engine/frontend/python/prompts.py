@@ -9,14 +9,18 @@ import msgspec
 
 from penstock.engine.config import ConfigError, EngineConfig, GenerationDefaults, ModelConfig
 from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.images import place_images, read_images
 from penstock.engine.frontend.openai.embeddings import check_embeddings, embedding_spec, parse_embeddings
 from penstock.engine.frontend.openai.structured import grammar_of
 from penstock.engine.frontend.python.params import SamplingParams
 from penstock.engine.frontend.python.request_output import python_errors
 from penstock.engine.frontend.spec import GenerationSpec, generation_spec
 from penstock.engine.loading.json_files import read_object
+from penstock.engine.multimodal.inputs import ImageInput
+from penstock.engine.multimodal.reader import ImageReader
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import BundleError, PromptError
+from penstock.prompt.images import ImageRules
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, PromptProcessor
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -29,11 +33,12 @@ class Tokens(NamedTuple):
 
     text: str | None
     token_ids: list[int]
+    images: tuple[ImageInput, ...] = ()
 
 
 def load_processor(engine: EngineConfig) -> PromptProcessor:
     """The tokenizer and chat template of the checkpoint; `ConfigError` where they cannot be used."""
-    folder = engine.model.tokenizer or engine.model.path
+    folder, images = engine.model.tokenizer or engine.model.path, engine.model.images
     try:
         bundle = PromptBundle.from_checkpoint(
             folder,
@@ -41,6 +46,7 @@ def load_processor(engine: EngineConfig) -> PromptProcessor:
             block_size=engine.cache.block_size,
             hash_seed=engine.cache.hash_seed,
             max_model_len=engine.model.max_model_len,
+            images=None if images is None else ImageRules(token_id=images.token_id, tokens=images.tokens),
         )
         processor = PromptProcessor(bundle)
     except BundleError as error:
@@ -82,10 +88,29 @@ def tokenize_chat(messages: Sequence[Message], processor: PromptProcessor, **opt
         processor: Has the template.
         options: Further fields of a chat body that change the prompt.
     """
+    body = {"messages": list(messages), **options}
     try:
-        [ids] = processor.tokens_of(CHAT_PATH, {"messages": list(messages), **options})
+        if processor.images_of(CHAT_PATH, body):
+            raise ValueError("messages hold images, which take time to read: use read_chat")
+        [ids] = processor.tokens_of(CHAT_PATH, body)
     except PromptError as error:
         raise ValueError(str(error)) from None
+    return _chat_tokens(ids, processor)
+
+
+async def read_chat(messages: Sequence[Message], processor: PromptProcessor, images: ImageReader | None) -> Tokens:
+    """The same, of a conversation that may hold images."""
+    body = {"messages": list(messages)}
+    try:
+        found = await read_images(CHAT_PATH, body, processor, images)
+        [ids] = processor.tokens_of(CHAT_PATH, body)
+        placed = place_images(CHAT_PATH, ids, found, processor)
+    except PromptError as error:
+        raise ValueError(str(error)) from None
+    return _chat_tokens(placed.token_ids, processor)._replace(images=placed.images)
+
+
+def _chat_tokens(ids: list[int], processor: PromptProcessor) -> Tokens:
     return Tokens(processor.tokenizer.decode(ids, skip_special_tokens=False), ids)
 
 
@@ -120,7 +145,7 @@ def python_spec(
         spec = generation_spec([tokens.token_ids], request, model, processor, grammar=grammar, **given)
     except ApiError as error:
         raise ValueError(error.message) from None
-    return msgspec.structs.replace(spec, stream=params.output_kind != "final_only", lora_id=lora_id)
+    return msgspec.structs.replace(spec, images=tokens.images, stream=params.output_kind != "final_only", lora_id=lora_id)
 
 
 def python_embedding_specs(
