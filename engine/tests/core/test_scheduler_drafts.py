@@ -40,7 +40,7 @@ def test_rejected_drafts_are_as_if_they_had_never_run():
     assert table.num_computed[0] == table.num_settled[0] == 8 and table.num_tokens[0] == 9
 
 
-@pytest.mark.req("SCH-24")
+@pytest.mark.req("SCH-24", "SD-24")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_follows_a_stop_within_a_step_is_neither_sent_nor_counted_nor_found(depth):
     prompt = [1] * 7
@@ -81,6 +81,32 @@ def test_each_row_has_the_drafts_that_it_may_still_use():
         assert plan is not None and plan.num_new_tokens.sum() <= 12
     machine.run()
     assert all(machine.streams[index] == reference([index + 1], {0: 2, 1: 4}.get(index, 40)) for index in range(5))
+
+
+@pytest.mark.req("SD-19")
+def test_drafts_and_a_chunk_of_a_prompt_share_the_budget_of_a_step():
+    machine = eager(drafts=5, budget=12)
+    machine.add(make_request(0, [1], 40))
+    machine.step()
+    machine.add(make_request(1, [2] * 30, 3))
+    shares = []
+    while 1 not in machine.streams or not machine.streams[1]:
+        plan = machine.step()
+        assert plan is not None and plan.num_new_tokens.sum() <= 12
+        shares.append(dict(zip(machine.planned, plan.num_new_tokens.tolist(), strict=True)))
+    assert shares[:4] == [{0: 6, 1: 6}] * 4, "a token and five drafts of the one, a chunk of the other"
+    machine.run()
+    assert machine.streams == {0: reference([1], 40), 1: reference([2] * 30, 3)}
+
+
+@pytest.mark.req("SD-13")
+@pytest.mark.parametrize("depth", [1, 2])
+def test_drafts_end_where_the_context_does(depth):
+    machine = eager(drafts=6, max_model_len=16, num_blocks=5, block_size=4, depth=depth)
+    machine.add(make_request(0, [1] * 9, 7))
+    machine.run().check_no_leak()
+    assert all(plan.num_new_tokens.sum() <= 9 for plan in machine.plans)
+    assert machine.streams[0] == reference([1] * 9, 7)
 
 
 def test_drafts_push_nobody_out():

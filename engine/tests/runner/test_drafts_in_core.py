@@ -127,6 +127,32 @@ def test_drafts_change_no_token(checkpoint, build_runner, asked, alone, depth, n
         engine.executor.close()
 
 
+@pytest.mark.req("SD-26", "SD-27", "SPV-08")
+def test_steps_give_as_many_tokens_as_the_shares_of_the_positions_say(checkpoint, build_runner, asked, alone):
+    """Drafts that are right with probability a, each by itself: (1 - a^(k + 1)) / (1 - a) tokens a step."""
+    tokens, _ = alone
+    right, rows = 0.7, 0
+    drafted, accepted = np.zeros(K, np.int64), np.zeros(K, np.int64)
+    for seed in range(6):
+        proposer = Guesses(tokens, right)
+        proposer.rng = np.random.default_rng(seed)
+        engine = drafting(checkpoint, build_runner, 1, 100, NGRAM, proposer)
+        assert engine.run(asked) == tokens
+        drafts = engine.core.stats().step.drafts
+        rows += drafts.rows
+        drafted += drafts.drafted
+        accepted += drafts.accepted
+    assert (np.diff(drafted) <= 0).all() and (np.diff(accepted) < 0).all()
+    due = right ** np.arange(1, K + 1)
+    shares = accepted / drafted
+    assert (np.abs(shares - due) < 4 * np.sqrt(due * (1 - due) / drafted)).all()
+    mean = 1 + accepted.sum() / rows
+    formula = (1 - right ** (K + 1)) / (1 - right)
+    # Towards their ends requests have fewer drafts than K.
+    assert 0.8 * formula < mean < formula + 4 / np.sqrt(rows)
+    assert mean == pytest.approx(1 + (shares * drafted).sum() / rows)
+
+
 def test_a_request_may_do_without(checkpoint, build_runner, asked, alone):
     tokens, _ = alone
     engine = drafting(checkpoint, build_runner, 1, 100, NGRAM, Guesses(tokens, 1.0))

@@ -12,7 +12,7 @@ from test_drafts_in_core import K, Watched
 from test_sampler import chi_square_accepts
 
 from penstock.engine.config import ConfigError, SpeculativeConfig
-from penstock.engine.core.plan import SampleInputs
+from penstock.engine.core.plan import SampleInputs, StepPlan, empty
 from penstock.engine.messages import AddRequest
 from penstock.engine.runner import model_runner
 from penstock.engine.runner.device.host import HostRuntime
@@ -21,6 +21,7 @@ from penstock.engine.runner.requests import Requests
 from penstock.engine.runner.sampler import choice
 from penstock.engine.runner.sampler.choice import Choosing, Drawn
 from penstock.engine.runner.sampler.sampler import Sampler
+from penstock.engine.runner.verification import verify
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.settings import speculative_config
 from penstock.kernels.sampling.buffers import Column
@@ -142,6 +143,28 @@ def test_what_breaks_breaks_its_row_alone():
     drawn = torch.stack((TARGET, TARGET, bad[0], TARGET))
     found = settle(left, drawn, ids, torch.arange(4), torch.arange(4))
     assert ((found >= 0) & (found < VOCAB)).all() and found[3] == 2
+
+
+@pytest.mark.parametrize("draft", [0, 3, 7])
+@pytest.mark.req("SD-08")
+def test_a_draft_without_probabilities_biases_nothing(draft):
+    """As lookups make them: it is accepted as often as it is likely, and another token comes in its place."""
+    sampler, rows = Sampler(1, DRAWS, VOCAB, torch.device("cpu"), CPU), np.arange(DRAWS, dtype=np.int32)
+    sampler.admit(0, SamplingParams(max_tokens=9, seed=17, temperature=1.0))
+    changes = sampler.take_changes()
+    sampler.params[changes.rows] = torch.from_numpy(changes.words)
+    of, positions = torch.zeros(DRAWS, dtype=torch.int32), torch.from_numpy(rows)
+    sampled = sampler.sample(TARGET.expand(DRAWS, -1), of, positions).numpy()
+    count = DRAWS // 2
+    ones = np.ones(count, np.int32)
+    plan = StepPlan(0, empty(), [], [], [], rows[:count], 2 * ones, np.ones(count, np.bool_), num_drafts=ones)
+    verified = verify(plan, np.full((count, 1), draft, np.int32), sampled)
+    p = target_of(SamplingParams(max_tokens=9, temperature=1.0))
+    assert fits(np.bincount(verified.token_ids[:, 0], minlength=VOCAB), p)
+    assert verified.accepted.mean() == pytest.approx(p[draft], abs=0.01)
+    after = verified.token_ids[verified.accepted == 1, 1]
+    assert fits(np.bincount(after, minlength=VOCAB), p), "the token after it"
+    assert (verified.token_ids[verified.accepted == 0, 1] == -1).all(), "none after a rejected one"
 
 
 @pytest.mark.req("SD-07")
