@@ -128,6 +128,23 @@ def test_a_cache_of_another_dtype_is_written_as_in_the_reference(native, dtype, 
     torch.testing.assert_close(found, expected, rtol=2 * TOLERANCE[cached], atol=TOLERANCE[cached])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_cache_in_e4m3_is_rounded_as_by_torch(native, dtype):
+    """Every code, all middles between two, numbers beyond the greatest, tails of vectors, and NaN."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = codes[codes.isfinite()].sort().values.unique()
+    middles = (codes[1:] + codes[:-1]) / 2
+    numbers = torch.cat((codes, middles, middles * 1.01, middles * 0.99, torch.tensor([1e9, -1e9, 449.0, 1e-9, float("nan")])))
+    numbers = torch.cat((numbers, torch.randn(-len(numbers) % 37) * 10)).to(dtype).view(-1, 1, 37)
+    rotary, slots = Rotary(torch.ones(len(numbers), 4), torch.zeros(len(numbers), 4)), torch.arange(len(numbers)) + 8
+    found, expected = (torch.zeros(-(-len(numbers) // 8) + 1, 2, 1, 8, 37, dtype=torch.float8_e4m3fn) for _ in range(2))
+    native(dtype).prepare_kv(numbers[..., :37], numbers, numbers, found, slots, rotary, None)
+    REFERENCE.prepare_kv(numbers[..., :37], numbers, numbers, expected, slots, rotary, None)
+    placed = found[1:, 1].transpose(1, 2).reshape(-1, 37)[: len(numbers)].float()
+    assert torch.equal(placed.nan_to_num(777.0), numbers[:, 0].to(torch.float8_e4m3fn).float().nan_to_num(777.0))
+    assert torch.equal(found.float().nan_to_num(777.0), expected.float().nan_to_num(777.0))
+
+
 def test_a_cache_that_nothing_reads_is_refused(native):
     x = torch.zeros(1, 2, 8)
     rotary, cache = Rotary(torch.ones(1, 4), torch.zeros(1, 4)), torch.zeros(2, 2, 2, 4, 8, dtype=torch.float16)

@@ -114,7 +114,8 @@ def test_a_sink_takes_its_share_of_the_weights(ops_in):
     assert out[0, 1].abs().max() < 1e-6
 
 
-@pytest.mark.parametrize(("dtype", "cached"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cache_of_another_dtype_is_read_as_it_is(ops_in, dtype, cached):
     case = Case((2, 2, 72), [(40, 3), (300, 1), (0, 37)], 16, 0)
     case.queries = [x.to(dtype) for x in case.queries]

@@ -15,6 +15,7 @@ from penstock.engine.config import (
     DType,
     EngineConfig,
     GraphConfig,
+    KVDType,
     LoadFormat,
     LogprobsMode,
     LoraConfig,
@@ -70,7 +71,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     async_scheduling: bool | None = None
     """Whether the next step is planned while one runs. None: on a GPU, and not on a CPU, whose cores the model needs."""
     block_size: Positive = 16
-    kv_cache_dtype: DType | Literal["auto"] = "auto"
+    kv_cache_dtype: KVDType | Literal["auto", "fp8"] = "auto"
     """Of keys and values; `auto` is the model's."""
     num_gpu_blocks_override: Positive | None = None
     kv_cache_memory_bytes: Positive | None = None
@@ -137,7 +138,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             folder,
             served_names=names,
             dtype=self.dtype,
-            kv_dtype=self.kv_cache_dtype,
+            kv_dtype="fp8_e4m3" if self.kv_cache_dtype == "fp8" else self.kv_cache_dtype,
             max_model_len=self.max_model_len,
             load_format=self.load_format,
             quantization=self.quantization,
@@ -258,8 +259,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--kv-cache-dtype {asked}: on a GPU the cache has the model's dtype so far, {model.dtype}")
         if asked == "float16":
             raise ConfigError(
-                f"--kv-cache-dtype float16: no kernel reads it beside --dtype {model.dtype}; use bfloat16 or float32"
+                f"--kv-cache-dtype float16: no kernel reads it beside --dtype {model.dtype}; use bfloat16, float32 or fp8_e4m3"
             )
+        if model.kv_dtype == "fp8_e4m3":
+            _log.warning("keys and values are stored in E4M3 as they are, with a scale of 1.0: those beyond 448 are cut")
 
     def _check_ranks(self, folder: Path, architecture: str, device: Literal["cpu", "cuda"]) -> None:
         """Refuses a number of ranks among which the model cannot be divided."""

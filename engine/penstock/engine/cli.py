@@ -234,9 +234,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=positive, default=16, help="tokens in a KV block")
     add(
         "--kv-cache-dtype",
-        choices=["auto", "bfloat16", "float32", "float16"],
+        choices=["auto", "bfloat16", "float32", "float16", "fp8", "fp8_e4m3"],
         default="auto",
-        help="number type of the KV cache; auto: that of the weights",
+        help="number type of the KV cache; auto: that of the weights; fp8 is fp8_e4m3",
     )
     add("--num-gpu-blocks-override", type=positive, help="number of KV blocks (None: computed from the memory)")
     add("--kv-cache-memory-bytes", type=positive, help="memory for the KV cache (None: by --gpu-memory-utilization)")

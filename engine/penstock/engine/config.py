@@ -11,6 +11,8 @@ from penstock.engine.quant.scheme import CheckpointQuantization, QuantizationNam
 from penstock.kernels.cpu.isa import IsaName
 
 DType = Literal["bfloat16", "float16", "float32"]
+KVDType = Literal["bfloat16", "float16", "float32", "fp8_e4m3"]
+"""Of keys and values; `fp8_e4m3` has eight bits."""
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 """Where weights come from: `auto` is `safetensors`; `dummy` makes them up."""
 AttentionBackendName = Literal["triton", "flash_attn", "flashinfer", "torch"]
@@ -105,7 +107,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the tokenizer and the chat template; None: `path`."""
     source: str | None = None
     """A folder, or a name on the Hub, as whoever started it gave it; None: `path`."""
-    kv_dtype: DType | None = None
+    kv_dtype: KVDType | None = None
     """Of keys and values; None: `dtype`."""
     images: ImageSettings | None = None
     """None: it reads text alone."""

@@ -5,17 +5,20 @@ import pytest
 import torch
 from test_core_with_runner import SCHEDULER, Engine, requests
 
+from penstock.engine.args import EngineArgs
 from penstock.engine.cache.pages import kv_dtypes
+from penstock.engine.config import ConfigError
+from penstock.engine.core.ipc.process import build_executor
 
 
 @pytest.mark.parametrize("form", ["best", "reference"])
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "fp8_e4m3")])
 def test_a_crowd_gets_what_each_gets_alone(checkpoint, build_runner, dtype, kv_dtype, form):
-    """Chunked, cached and preempted, with half or twice the bytes a token."""
+    """Chunked, cached and preempted, with other bytes a token."""
     runner = build_runner(checkpoint("llama"), dtype=dtype, kv_dtype=kv_dtype, scheduler=SCHEDULER, form=form)
     plain = build_runner(checkpoint("llama"), dtype=dtype, scheduler=SCHEDULER, form=form)
-    assert {cache.dtype for cache in runner.kv_caches} == {getattr(torch, kv_dtype)}
-    sizes = {"bfloat16": 2, "float32": 4}
+    assert {cache.dtype for cache in runner.kv_caches} == {getattr(torch, {"fp8_e4m3": "float8_e4m3fn"}.get(kv_dtype, kv_dtype))}
+    sizes = {"bfloat16": 2, "float32": 4, "fp8_e4m3": 1}
     assert runner.kv_layout().page_bytes * sizes[dtype] == plain.kv_layout().page_bytes * sizes[kv_dtype]
     assert kv_dtypes(runner._kv_layers) != kv_dtypes(plain._kv_layers), "pages of one are not read by the other"
     wanted = requests(adjusted=False)[:5]
@@ -31,9 +34,28 @@ def test_a_finer_cache_changes_little_and_a_coarser_one_rounds(checkpoint, build
     found = {}
     (request,) = [one for one in requests(adjusted=False) if one.index == 1]
     request = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=1))
-    for kv_dtype in ("auto", "bfloat16"):
+    for kv_dtype in ("auto", "bfloat16", "fp8_e4m3"):
         engine = Engine(build_runner(checkpoint("llama"), kv_dtype=kv_dtype, scheduler=SCHEDULER), 1, 100)
         engine.run([request])
         found[kv_dtype] = torch.tensor(list(engine.scores[1].values()))
     assert not torch.equal(found["auto"], found["bfloat16"])
     torch.testing.assert_close(found["auto"], found["bfloat16"], rtol=0, atol=0.05)
+    errors = {name: (found[name] - found["auto"]).abs().mean() for name in ("bfloat16", "fp8_e4m3")}
+    assert 4 * errors["bfloat16"] < errors["fp8_e4m3"] < 64 * errors["bfloat16"], "four bits fewer"
+
+
+def test_eight_bits_hold_twice_the_tokens(checkpoint):
+    """Of the same memory."""
+    model, blocks = str(checkpoint("llama")), {}
+    for kv_dtype in ("bfloat16", "fp8"):
+        config = EngineArgs(model=model, dtype="bfloat16", kv_cache_dtype=kv_dtype, kv_cache_memory_bytes=2**20).config("cpu")
+        _, blocks[kv_dtype] = build_executor(config)
+    assert 1.9 <= blocks["fp8"] / blocks["bfloat16"] <= 2.1
+
+
+def test_a_cache_that_no_kernel_reads_is_refused(checkpoint):
+    model = str(checkpoint("llama"))
+    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8: on a GPU the cache has the model's dtype so far"):
+        EngineArgs(model=model, kv_cache_dtype="fp8").config("cuda")
+    with pytest.raises(ConfigError, match="kv_cache_dtype"):
+        EngineArgs(model=model, kv_cache_dtype="fp8_e5m2").config("cpu")  # type: ignore[arg-type]

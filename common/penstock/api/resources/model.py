@@ -128,7 +128,7 @@ class Quantization(Part):
     weights: Annotated[Word | None, Flag("--quantization")] = None
     """Scheme by which the weights of an ordinary checkpoint are quantized while they load, such as `int4_per_group_32`."""
     kv_cache: Annotated[Word | None, Flag("--kv-cache-dtype")] = None
-    """Type of the KV cache, such as `bfloat16` with `dtype: float32`."""
+    """Type of the KV cache, such as `fp8_e4m3`."""
     activations: Word | None = None
     """Scheme of the activations, such as `dynamic`."""
 

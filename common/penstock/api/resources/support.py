@@ -12,7 +12,7 @@ DRAFTS: Final = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "au
 
 WEIGHTS: Final = ("int8_per_channel_weight_only", "int8_per_group_32", "int4_per_group_32")
 """Schemes by which engines quantize weights while they load them."""
-KV_CACHES: Final = ("auto", "bfloat16", "float16", "float32")
+KV_CACHES: Final = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3")
 """Types of KV caches that engines have."""
 
 
@@ -47,6 +47,8 @@ def _quantization(spec: InferenceModelSpec) -> Iterator[str]:
         yield f"{path}.weights (pool {devices[0]} has an accelerator; quantized weights run on CPUs alone)"
     if found.kv_cache is not None and found.kv_cache not in KV_CACHES:
         yield f"{path}.kvCache ({found.kv_cache}; {', '.join(KV_CACHES)} work)"
+    elif found.kv_cache is not None and found.kv_cache.startswith("fp8") and devices:
+        yield f"{path}.kvCache (pool {devices[0]} has an accelerator; {found.kv_cache} works on CPUs alone)"
     if found.activations is not None:
         yield f"{path}.activations (a checkpoint's own scheme is followed; there is no other)"
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.engine.config import ConfigError, DType, GenerationDefaults, LoadFormat, ModelConfig, RunnerType
+from penstock.engine.config import ConfigError, DType, GenerationDefaults, KVDType, LoadFormat, ModelConfig, RunnerType
 from penstock.engine.loading.generation_config import read_defaults, read_eos_token_ids
 from penstock.engine.loading.images import read_image_settings
 from penstock.engine.loading.json_files import read_object
@@ -83,7 +83,7 @@ def read_model_config(
     *,
     served_names: Sequence[str],
     dtype: DType | Literal["auto"] = "auto",
-    kv_dtype: DType | Literal["auto"] = "auto",
+    kv_dtype: KVDType | Literal["auto"] = "auto",
     max_model_len: int | None = None,
     load_format: LoadFormat = "auto",
     quantization: QuantizationName | None = None,

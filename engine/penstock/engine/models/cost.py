@@ -2,12 +2,12 @@
 
 from collections import Counter
 
-from penstock.engine.config import DType
+from penstock.engine.config import DType, KVDType
 from penstock.engine.cost import ModelCost, WindowCost
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.quant.scheme import CheckpointQuantization, QuantizationName
 
-_BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+_BYTES: dict[KVDType, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1}
 _QUANTIZED_BYTES: dict[QuantizationName, float] = {
     "int8_per_channel_weight_only": 1.0,
     "int8_per_group_32": 1.0 + 2 / 32,
@@ -17,7 +17,7 @@ _QUANTIZED_BYTES: dict[QuantizationName, float] = {
 
 
 def model_cost(
-    config: DecoderConfig, dtype: DType, kv_dtype: DType, quantization: QuantizationName | CheckpointQuantization | None = None
+    config: DecoderConfig, dtype: DType, kv_dtype: KVDType, quantization: QuantizationName | CheckpointQuantization | None = None
 ) -> ModelCost:
     """For activations of one type, keys and values of the same or another one, and weights as `quantization` stores them."""
     if isinstance(quantization, CheckpointQuantization):

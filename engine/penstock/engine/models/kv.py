@@ -3,6 +3,9 @@
 from penstock.engine.cache.layout import TOKENS, KVLayer, Plane, attention_plane
 from penstock.engine.models.config import DecoderConfig
 
+_TORCH = {"fp8_e4m3": "float8_e4m3fn"}
+"""Names that torch spells otherwise."""
+
 
 def kv_layers(config: DecoderConfig, num_kv_heads: int, dtype: str, longest: int) -> list[KVLayer]:
     """By layer.
@@ -13,9 +16,10 @@ def kv_layers(config: DecoderConfig, num_kv_heads: int, dtype: str, longest: int
         dtype: Of the cache, which need not be the model's.
         longest: Tokens of a sequence at most. A window over all of them is none, and caches prefixes better.
     """
-    plane = attention_plane(num_kv_heads, config.head_size, dtype)
+    stored = _TORCH.get(dtype, dtype)
+    plane = attention_plane(num_kv_heads, config.head_size, stored)
     if config.latent is not None:
         # Values are a part of the keys, and every rank has the whole latent.
-        plane = Plane(plane.name, dtype, (1, 1, TOKENS, config.latent.key_size))
+        plane = Plane(plane.name, stored, (1, 1, TOKENS, config.latent.key_size))
     windows = (window if window is not None and window < longest else None for window in config.windows)
     return [KVLayer(planes=(plane,), window=window) for window in windows]

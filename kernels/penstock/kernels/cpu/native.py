@@ -29,6 +29,8 @@ _WITH_CACHE = {
     (torch.bfloat16, torch.bfloat16): 1,
     (torch.float32, torch.bfloat16): 2,
     (torch.bfloat16, torch.float32): 3,
+    (torch.float32, torch.float8_e4m3fn): 4,
+    (torch.bfloat16, torch.float8_e4m3fn): 5,
 }
 """Of a model and its KV cache."""
 

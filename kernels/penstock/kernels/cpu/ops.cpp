@@ -392,7 +392,7 @@ void paged_attention(const T* q, T* out, const C* cache, CacheShape shape, const
     using T = BFloat16;      \
     call;                    \
   }
-// The same of a model and its cache, T and C: their dtypes are equal, or the cache has the other one.
+// The same of a model and its cache, T and C: their dtypes are equal, or the cache has the other one, or E4M3.
 #define PENSTOCK_WITH_CACHE(call) \
   switch (dtype) {                \
     case 0: {                     \
@@ -410,9 +410,19 @@ void paged_attention(const T* q, T* out, const C* cache, CacheShape shape, const
       using C = BFloat16;         \
       call;                       \
     } break;                      \
-    default: {                    \
+    case 3: {                     \
       using T = BFloat16;         \
       using C = float;            \
+      call;                       \
+    } break;                      \
+    case 4: {                     \
+      using T = float;            \
+      using C = E4m3;             \
+      call;                       \
+    } break;                      \
+    default: {                    \
+      using T = BFloat16;         \
+      using C = E4m3;             \
       call;                       \
     }                             \
   }

@@ -42,40 +42,12 @@ constexpr int vectors(int rows) {
   return found;
 }
 
-// kLanes signed bytes as integers.
-inline IntVec load_bytes(const int8_t* at) {
-#if defined(__AVX512F__)
-  return (IntVec)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-#elif defined(__AVX2__)
-  return (IntVec)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
-#else
-  typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
-  ByteVec bytes;
-  std::memcpy(&bytes, at, sizeof bytes);
-  return __builtin_convertvector(bytes, IntVec);
-#endif
-}
-
 // As `reference.NUMBERS` numbers them.
 enum Number { kInt8, kInt4, kE4m3, kE2m1 };
 constexpr int bits(Number number) { return number == kInt8 || number == kE4m3 ? 8 : 4; }
 
-// An E4M3 number is read as a float16 of the same sign, exponent and mantissa, whose bias is greater by 8.
-constexpr float unit(Number number) { return number == kE4m3 ? 256.0f : 1.0f; }
-
-// kLanes numbers in E4M3, each divided by 256. Their NaN is not told apart: whoever packs a weight refuses it.
-inline Vec load_e4m3(const int8_t* at) {
-#if defined(__AVX512F__)
-  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-  return (Vec)_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80))));
-#elif defined(__AVX2__)
-  const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
-  return (Vec)_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(static_cast<int16_t>(0xbf80))));
-#else
-  const IntVec bytes = load_bytes(at);
-  return bit_cast<Vec>((bytes & static_cast<int32_t>(0x80000000u)) | ((bytes & 0x7f) << 20)) * 0x1p112f;
-#endif
-}
+// What a number is multiplied by when it has been read.
+constexpr float unit(Number number) { return number == kE4m3 ? kE4m3Unit : 1.0f; }
 
 // kLanes numbers in E2M1, in the lower four bits of each word.
 inline Vec from_e2m1(IntVec codes) {

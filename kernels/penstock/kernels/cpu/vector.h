@@ -36,6 +36,9 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+struct E4m3 {
+  uint8_t bits;
+};
 
 // Elements of T in a word of 32 bits.
 template <typename T>
@@ -144,6 +147,37 @@ inline Vec load(const Float16* p) {
 #endif
 }
 
+// kLanes signed bytes as integers.
+inline IntVec load_bytes(const int8_t* at) {
+#if defined(__AVX512F__)
+  return (IntVec)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+#elif defined(__AVX2__)
+  return (IntVec)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+#else
+  typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
+  ByteVec bytes;
+  std::memcpy(&bytes, at, sizeof bytes);
+  return __builtin_convertvector(bytes, IntVec);
+#endif
+}
+
+// kLanes numbers in E4M3, each divided by kE4m3Unit: they are read as float16 of the same sign, exponent and mantissa. A NaN becomes 480.
+constexpr float kE4m3Unit = 256.0f;
+inline Vec load_e4m3(const int8_t* at) {
+#if defined(__AVX512F__)
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+  return (Vec)_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80))));
+#elif defined(__AVX2__)
+  const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+  return (Vec)_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(static_cast<int16_t>(0xbf80))));
+#else
+  const IntVec bytes = load_bytes(at);
+  return bit_cast<Vec>((bytes & static_cast<int32_t>(0x80000000u)) | ((bytes & 0x7f) << 20)) * 0x1p112f;
+#endif
+}
+
+inline Vec load(const E4m3* p) { return load_e4m3(reinterpret_cast<const int8_t*>(p)) * kE4m3Unit; }
+
 inline void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
 inline void store(BFloat16* p, Vec x) {
 #if defined(__AVX512BF16__)
@@ -160,6 +194,33 @@ inline void store(BFloat16* p, Vec x) {
 #endif
 #endif
   std::memcpy(p, &half, sizeof half);
+}
+
+
+// To nearest, ties to even; what is beyond the greatest number becomes it, and NaN stays.
+inline void store(E4m3* p, Vec x) {
+  const IntVec sign = (bit_cast<IntVec>(x) >> 24) & 0x80;
+  Vec magnitude = bit_cast<Vec>(bit_cast<IntVec>(x) & 0x7fffffff);
+  magnitude = magnitude < 448.0f ? magnitude : splat(448.0f);
+  const IntVec bits = bit_cast<IntVec>(magnitude);
+  // Eight exponents of the smaller bias are 960 codes. Below the smallest normal number a code counts 2^-9.
+  const IntVec normal = ((bits + 0x7ffff + ((bits >> 20) & 1)) >> 20) - 960;
+  const IntVec small = bit_cast<IntVec>(magnitude + 16384.0f) - bit_cast<int32_t>(16384.0f);
+  const IntVec code = magnitude < 0x1p-6f ? small : normal, nan = IntVec{} + 0x7f;
+  typedef uint8_t ByteVec __attribute__((vector_size(kLanes)));
+  const ByteVec bytes = __builtin_convertvector((x == x ? code : nan) | sign, ByteVec);
+  std::memcpy(p, &bytes, sizeof bytes);
+}
+
+// One number, by way of a vector.
+inline float widen(E4m3 x) {
+  E4m3 all[kLanes] = {x};
+  return load(all)[0];
+}
+inline void narrow(float x, E4m3* out) {
+  E4m3 all[kLanes];
+  store(all, splat(x));
+  *out = all[0];
 }
 
 }  // namespace penstock

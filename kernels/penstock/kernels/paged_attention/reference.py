@@ -85,8 +85,10 @@ def _prefill(
 
 def _gather(kv_cache: torch.Tensor, block_ids: torch.Tensor, rows: int, value_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a tile, each [rows, kv_heads, keys, d] float32."""
+    # torch gathers no numbers of eight bits, but bytes.
+    stored = kv_cache if kv_cache.itemsize > 1 else kv_cache.view(torch.uint8)
     _, kinds, kv_heads, block_size, head_size = kv_cache.shape
-    blocks = kv_cache.index_select(0, block_ids).view(rows, -1, kinds, kv_heads, block_size, head_size)
+    blocks = stored.index_select(0, block_ids).view(kv_cache.dtype).view(rows, -1, kinds, kv_heads, block_size, head_size)
     both = torch.empty(kinds, rows, kv_heads, blocks.shape[1], block_size, head_size)
     both.copy_(blocks.permute(2, 0, 3, 1, 4, 5))
     found = both.flatten(3, 4)

@@ -65,7 +65,9 @@ def prepare_kv(
     slots = slot_mapping.clamp(min=0)
     block = torch.div(slots, block_size, rounding_mode="floor")
     offset = slots - block * block_size
-    kv_cache[block, 0, :, offset] = rope(k, rotary.cos, rotary.sin).to(kv_cache.dtype)
+    # torch places no numbers of eight bits, but bytes.
+    stored = kv_cache if kv_cache.itemsize > 1 else kv_cache.view(torch.uint8)
+    stored[block, 0, :, offset] = rope(k, rotary.cos, rotary.sin).to(kv_cache.dtype).view(stored.dtype)
     if v is not None:
-        kv_cache[block, 1, :, offset] = v.to(kv_cache.dtype)
+        stored[block, 1, :, offset] = v.to(kv_cache.dtype).view(stored.dtype)
     return rope(q, rotary.cos, rotary.sin)
