@@ -6,8 +6,6 @@ from typing import Any, Final
 
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.vision.config import VisionConfig
-from penstock.engine.multimodal.clip import MEAN, STD, read_clip
-from penstock.engine.multimodal.normalization import FILE, read_normalization
 from penstock.engine.multimodal.settings import ImageSettings
 
 _PROCESSOR: Final = "processor_config.json"
@@ -28,7 +26,11 @@ def read_image_settings(path: Path, vision: VisionConfig | None) -> ImageSetting
     """
     if vision is None:
         return None
-    raw = _image_processor(path)
+    # They import numpy and pillow, which models for text alone do without.
+    from penstock.engine.multimodal.clip import MEAN, STD, read_clip
+    from penstock.engine.multimodal.normalization import FILE, read_normalization
+
+    raw = _image_processor(path, FILE)
     if raw is None:
         _log.warning("%s has neither %s nor %s: images are refused", path, FILE, _PROCESSOR)
         return None
@@ -40,8 +42,8 @@ def read_image_settings(path: Path, vision: VisionConfig | None) -> ImageSetting
     )
 
 
-def _image_processor(path: Path) -> dict[str, Any] | None:
-    if (path / FILE).is_file():
-        return read_object(path / FILE)
+def _image_processor(path: Path, name: str) -> dict[str, Any] | None:
+    if (path / name).is_file():
+        return read_object(path / name)
     found = read_object(path / _PROCESSOR).get("image_processor") if (path / _PROCESSOR).is_file() else None
     return found if isinstance(found, dict) else None
