@@ -29,6 +29,7 @@ VARIANTS += [
     ("qwen3", "bfloat16", "reference"),
     ("llama-7to1-llama3-tied", "float32", "reference"),
 ]
+FAMILY_NAMES = ["qwen2-yarn", "mistral-7to1-window", "gemma2", "gemma3", "phi3-longrope", "olmo2", *DENSE, *MOE]
 OF_EACH_ISA = [("llama", "float32"), ("llama", "bfloat16"), ("qwen3", "bfloat16")]
 VARIANTS += [(*variant, isa.name) for isa in available()[1:] for variant in OF_EACH_ISA]
 
@@ -135,9 +136,7 @@ def test_resumes_after_preemption(runner, driver, params, expected):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "name", ["qwen2-yarn", "mistral-7to1-window", "gemma2", "gemma3", "phi3-longrope", "olmo2", *DENSE, *MOE]
-)
+@pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_every_family(name, dtype, loaded, driver):
     """In chunks beside others, after a cached prefix."""
     runner, tokens = loaded(name, dtype), prompt(1, 150)

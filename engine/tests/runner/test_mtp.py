@@ -19,10 +19,15 @@ from penstock.engine.config import ConfigError, SpeculativeConfig
 from penstock.engine.runner import model_runner
 
 transformers = pytest.importorskip("transformers")
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm  # noqa: E402
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm  # noqa: E402
 
-LAYERS = {"llama": (LlamaDecoderLayer, LlamaRMSNorm), "glm4-moe": (Glm4MoeDecoderLayer, Glm4MoeRMSNorm)}
+LAYERS = {
+    "llama": (LlamaDecoderLayer, LlamaRMSNorm),
+    "glm4-moe": (Glm4MoeDecoderLayer, Glm4MoeRMSNorm),
+    "deepseek-v3": (DeepseekV3DecoderLayer, DeepseekV3RMSNorm),
+}
 BATCH = [it for it in requests(False) if it.index % 3 == 0 or it.index == 1]
 """Of requests with a common prefix one alone: the last entry of a shared block may rest on another one's next token."""
 
@@ -35,7 +40,7 @@ class Made:
         self.target = transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint(name), dtype=torch.float32, attn_implementation="eager"
         ).eval()
-        self.reference = ReferenceMtp(self.target, layer, norm, recycles_normed=name == "llama")
+        self.reference = ReferenceMtp(self.target, layer, norm, recycles_normed=name != "glm4-moe")
         self.folder = self.reference.save(checkpoint(name), folder / name)
         runner, self.answers = build_runner(checkpoint(name), scheduler=SCHEDULER), {}
         for request in BATCH:
@@ -92,6 +97,7 @@ def test_other_weights_come_with_another_mtp_layer(build_runner, monkeypatch, ma
         runner.reload_weights(str(other))
 
 
+@pytest.mark.parametrize("made", ["llama", "glm4-moe"], indirect=True)  # latent attention has no quantized form
 def test_a_quantized_checkpoint_has_a_quantized_mtp_layer(build_runner, monkeypatch, made, tmp_path):
     if "glm" in made.folder.name:
         pytest.skip("of experts the helper makes no such checkpoint")
