@@ -143,6 +143,10 @@ bench-quantization: setup ## what weights of eight and four bits save and cost o
 bench-lora: setup ## what LoRA adapters cost a batch on a CPU, with 0, 1, 4 and 8 of them mixed (ARGS=--quick)
 	@$(BIN)/python benchmarks/bench_lora.py $(ARGS)
 
+.PHONY: bench-experts
+bench-experts: setup ## a mixture of experts on a CPU beside transformers, and what routing and sorting cost (ARGS=--quick)
+	@$(BIN)/python benchmarks/bench_experts.py $(ARGS)
+
 .PHONY: bench-speculation
 bench-speculation: setup ## what drafts from earlier text gain on a CPU, by workload and number of streams (ARGS=--quick)
 	@$(BIN)/python benchmarks/bench_speculation.py $(ARGS)
