@@ -13,6 +13,7 @@ _LORA_NEEDS: Final = "an engine with --enable-lora"
 _hits, _queries = (rate(it, REPLICA, by="pod") for it in (metrics.PREFIX_CACHE_HITS, metrics.PREFIX_CACHE_QUERIES))
 _DRAFT_NEEDS: Final = "an engine with --spec-method"
 _GRAMMAR_NEEDS: Final = "requests with structured output"
+_IMAGE_NEEDS: Final = "requests with images"
 _OFFLOAD_NEEDS: Final = "an engine with --kv-offload-memory-bytes"
 _accepted, _drafted = (rate(it, REPLICA, by="pod") for it in (metrics.SPEC_ACCEPTED_TOKENS, metrics.SPEC_DRAFT_TOKENS))
 _accepted_here, _drafted_here = (
@@ -204,6 +205,12 @@ _GRAMMARS = Row(
             [Query(rate(metrics.KV_OFFLOAD_BYTES, REPLICA, by="transfer_type"), "{{transfer_type}}")],
             unit="Bps",
             needs=_OFFLOAD_NEEDS,
+        ),
+        Panel(
+            "Images",
+            "Images per second: encoded, or found in the cache of embeddings.",
+            [Query(rate(metrics.ENCODER_IMAGES, REPLICA, by="result"), "{{result}}")],
+            needs=_IMAGE_NEEDS,
         ),
     ],
 )

@@ -40,6 +40,7 @@ NEEDS = {
     "Grammars": GRAMMARS,
     "Time to compile a grammar, p99": GRAMMARS,
     "KV pages to and from the host's memory": OFFLOAD,
+    "Images": "requests with images",
     "PenstockGpuErrors": GPU,
     "PenstockAuditLinesLost": "an audit log",
     "Requests by tenant": TENANTS,

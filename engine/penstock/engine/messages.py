@@ -350,6 +350,25 @@ class OffloadStats(msgspec.Struct, frozen=True, array_like=True):
     """Of those, loaded."""
 
 
+class EncoderStats(msgspec.Struct, frozen=True, array_like=True):
+    """What became of images; counts are since the start."""
+
+    encoded: int
+    """Images that a tower has run for."""
+    cached: int
+    """Images of requests whose embeddings were there."""
+    tokens: int
+    """Embeddings that were made."""
+    seconds: float
+    """Spent on that."""
+    size: int
+    """Embeddings that are kept at most."""
+    used: int
+    """Of them, those that are there."""
+    held: int
+    """Of those, the ones that running requests need."""
+
+
 class Buckets(msgspec.Struct, frozen=True, array_like=True):
     """A histogram; its bounds are those of `core.measure.step_meter`."""
 
@@ -450,6 +469,8 @@ class CoreStats(msgspec.Struct, frozen=True, tag="stats"):
     command: str | None = None
     """What the core does next, saying nothing until it is done; None: steps."""
     grammars: GrammarStats | None = None
+    encoder: EncoderStats | None = None
+    """None: the model reads text alone."""
     offload: OffloadStats | None = None
     """None: no pages are kept in the host's memory."""
     """None: no request has had one."""

@@ -23,6 +23,7 @@ from penstock.engine.frontend.vocabulary import Vocabulary
 from penstock.engine.messages import (
     Buckets,
     CoreStats,
+    EncoderStats,
     Finished,
     FinishReason,
     Lifecycle,
@@ -234,6 +235,19 @@ def test_what_the_hosts_memory_keeps_is_told_where_it_keeps_anything():
     assert found["penstock_kv_offload_lost_pages_total reason=evicted"] == 2
     text = generate_latest(Metrics([engine], vllm_names=True).registry()).decode()
     assert "vllm:external_prefix_cache_hits_total" in text
+
+
+@pytest.mark.req("MM-25")
+def test_what_became_of_images_is_told_where_there_can_be_any():
+    engine = EngineMetrics("m", engine=0)
+    engine.stats = stats()
+    assert not any("encoder" in name for name in scrape(engine))
+    engine.stats = msgspec.structs.replace(stats(), encoder=EncoderStats(3, 2, 75, 0.5, 100, 75, 25))
+    found = scrape(engine)
+    assert (found["penstock_encoder_images_total result=encoded"], found["penstock_encoder_images_total result=cached"]) == (3, 2)
+    assert (found["penstock_encoder_tokens_total"], found["penstock_encoder_seconds_total"]) == (75, 0.5)
+    kept = [found[f"penstock_encoder_cache_tokens state={state}"] for state in ("held", "idle", "free")]
+    assert kept == [25, 50, 25]
 
 
 @pytest.mark.req("MET-04")

@@ -10,7 +10,17 @@ from penstock.api.load_report import LoadReport
 from penstock.engine.core.plan import GraphReport
 from penstock.engine.cost import StepCost
 from penstock.engine.frontend.observe.metrics import EngineMetrics, Metrics
-from penstock.engine.messages import Buckets, CoreStats, DraftStats, GrammarStats, GraphSteps, OffloadStats, Roofline, StepStats
+from penstock.engine.messages import (
+    Buckets,
+    CoreStats,
+    DraftStats,
+    EncoderStats,
+    GrammarStats,
+    GraphSteps,
+    OffloadStats,
+    Roofline,
+    StepStats,
+)
 from penstock.engine.roofline import Ceilings
 
 PAGE = Path(__file__).parents[3] / "docs/engine/metrics.md"
@@ -30,7 +40,7 @@ def test_the_table_names_every_metric_with_its_type_and_labels():
     engine.stats = msgspec.structs.replace(
         engine.stats, waits={"capacity": Buckets([0] * 17, 0.0)}, grammars=GrammarStats(1, 0, 0, 0.1)
     )
-    engine.stats = msgspec.structs.replace(engine.stats, offload=OffloadStats(*[0] * 10))
+    engine.stats = msgspec.structs.replace(engine.stats, offload=OffloadStats(*[0] * 10), encoder=EncoderStats(*[0] * 7))
     base = {"model_name", "engine", "le"}
     told = {
         family.name: (family.type, {label for sample in family.samples for label in sample.labels} - base)

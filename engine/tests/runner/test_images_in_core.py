@@ -8,11 +8,13 @@ import pytest
 import torch
 import transformers
 from test_core_with_runner import Engine
+from test_tensor_parallel_core import DividedEngine, build_executor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from vision_models import IMAGE_TOKEN, TOKENS, make_llava, picture
 
-from penstock.engine.config import LoraConfig, SchedulerConfig, SpeculativeConfig
+from penstock.engine.config import CacheConfig, EngineConfig, LoraConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.plan import SampleInputs
+from penstock.engine.loading.checkpoint import read_model_config
 from penstock.engine.messages import AddRequest
 from penstock.engine.multimodal.clip import clip_pixels
 from penstock.engine.multimodal.inputs import ImageInput
@@ -99,8 +101,6 @@ SETTINGS: list = []
 
 @pytest.fixture(scope="module", autouse=True)
 def settings(path):
-    from penstock.engine.loading.checkpoint import read_model_config
-
     SETTINGS[:] = [read_model_config(path, served_names=()).images]
     return SETTINGS[0]
 
@@ -203,3 +203,22 @@ def test_the_memory_of_images_is_counted(build_runner, path):
     with_images = build_runner(path, scheduler=SCHEDULER).profile_memory()
     plain = msgspec.structs.replace(SCHEDULER, encoder_cache_size=0)
     assert with_images - build_runner(path, scheduler=plain).profile_memory() == 4 * TOKENS * 64 * 4
+
+
+def test_ranks_divide_the_decoder_and_each_has_the_tower(settings, expected, path):
+    config = EngineConfig(
+        model=read_model_config(path, served_names=(), dtype="float32", max_model_len=320),
+        cache=CacheConfig(block_size=16, num_blocks=200),
+        scheduler=SCHEDULER,
+        parallel=ParallelConfig(tensor_parallel_size=2),
+    )
+    executor, _ = build_executor(config)
+    try:
+        engine = DividedEngine(config, executor, 200)
+        outputs = engine.run([request(at, layout, settings) for at, layout in enumerate(LAYOUTS)])
+    finally:
+        executor.close()
+    assert outputs == {at: tokens for at, (tokens, _) in expected.items()}
+    stats = engine.core.stats().encoder
+    assert stats.encoded >= 7
+    assert stats.seconds > 0

@@ -171,7 +171,9 @@ def test_ranks_answer_as_one_does_and_with_the_same_bits_in_any_batch(name, chec
 
 
 def test_every_architecture_that_is_divided_is_shown_here():
-    assert {f"{CONFIGS[name][0]}ForCausalLM" for name in WORLDS} == DIVIDED
+    assert {f"{CONFIGS[name][0]}ForCausalLM" for name in WORLDS} == DIVIDED - {
+        "LlavaForConditionalGeneration"
+    }  # its test is with those of images
 
 
 def test_others_are_refused_by_name(checkpoint):

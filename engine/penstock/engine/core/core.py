@@ -292,6 +292,7 @@ class EngineCore:
             command=self.next_command,
             waits=scheduler.totals.waits.buckets(),
             grammars=self._grammars.stats(),
+            encoder=scheduler.encoder.stats(),
             offload=None if self._offload is None else self._offload.stats(),
         )
 

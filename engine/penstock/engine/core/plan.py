@@ -218,6 +218,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """[r, K]: what the runner will have verified in each row's next step, -1 pads. None: the host need not know."""
     transfer_s: tuple[float, float] = (0.0, 0.0)
     """Seconds that the plan's stores and loads took."""
+    encoder_s: float = 0.0
+    """Seconds that the plan's images took."""
 
     @property
     def num_not_finite(self) -> int:

@@ -11,7 +11,7 @@ _FAMILIES: Final = (
     *("Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Gemma", "Gemma2", "Gemma3", "Glm", "Glm4", "Granite", "Llama", "Ministral"),
     *("Mistral", "Olmo2", "Olmo3", "Phi3", "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Starcoder2"),
 )
-DIVIDED: Final = frozenset(f"{family}ForCausalLM" for family in _FAMILIES)
+DIVIDED: Final = frozenset(f"{family}ForCausalLM" for family in _FAMILIES) | {"LlavaForConditionalGeneration"}
 """Architectures whose every layer is known to give the same on several ranks as on one."""
 
 

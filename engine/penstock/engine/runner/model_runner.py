@@ -67,6 +67,8 @@ class ExecuteState(NamedTuple):
     """Seconds that stores and loads of pages took."""
     failed: dict[int, str] = {}  # noqa: RUF012 - of a tuple, and nobody writes to it
     """Index into the plan's rows → why that row's images cannot be computed."""
+    encoder_s: float = 0.0
+    """Seconds that the plan's images took."""
 
 
 class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
@@ -271,15 +273,19 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
         self._images.take_in(plan)
         with self._failing(plan):
             seconds = self._transfer(plan)
+            began = time.perf_counter()
+            self._images.encode(plan)
+            encoder_s = time.perf_counter() - began if plan.encoder_runs else 0.0
             given, failed = self._given(plan, inputs)
             suspect = self._not_finite.watch(plan, partial(self._again, plan, inputs, given, ctx))
-            state = ExecuteState(plan, inputs, suspect, *self._forward(plan, inputs, given, ctx), drafts, seconds, failed)
+            state = ExecuteState(
+                plan, inputs, suspect, *self._forward(plan, inputs, given, ctx), drafts, seconds, failed, encoder_s
+            )
         self._comm.check()
         return state
 
     def _given(self, plan: StepPlan, inputs: StepInputs) -> tuple[torch.Tensor, dict[int, str]]:
         """What the model reads: token ids, or embeddings where images are; and which rows lack theirs, and why."""
-        self._images.encode(plan)
         starts = self._requests.rows.num_computed[plan.rows] - plan.num_new_tokens
         merged, failed = self._images.merge(plan, starts, lambda: self.model.embed(inputs.input_ids))
         return inputs.input_ids if merged is None else merged, failed
@@ -299,7 +305,7 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
 
     def _sample(self, launched: ExecuteState, inputs: SampleInputs) -> StepResult:
         """See Turns: the step is over when this returns."""
-        plan, step, suspect, logits, prompts, pooled, drafts, seconds, lacking = launched
+        plan, step, suspect, logits, prompts, pooled, drafts, seconds, lacking, encoder_s = launched
         with self._failing(plan):
             sampled, scores, failed, verified = _NOTHING_SAMPLED, None, self._requests.refusals.of(plan) | lacking, None
             if logits is not None:
@@ -333,8 +339,8 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
                 pooled=pooled,
                 verified=verified,
             ).result()
-            if plan.transfers is not None:
-                result = msgspec.structs.replace(result, transfer_s=seconds)
+            if plan.transfers is not None or plan.encoder_runs:
+                result = msgspec.structs.replace(result, transfer_s=seconds, encoder_s=encoder_s)
             if drafts is not None:
                 self._requests.rows.reject(plan, result.counts)
             if self._own_drafts is None:

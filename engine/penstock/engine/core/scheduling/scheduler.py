@@ -301,6 +301,7 @@ class Scheduler:
             raise ValueError(f"the result of step {result.step_id} came while step {flight.plan.step_id} was awaited")
         if self._offload is not None:
             self._offload.retire(result.step_id, self._book, now, result.transfer_s)
+        self.encoder.seconds += result.encoder_s
         return self._retirement.take(flight, result, now)
 
     def fail_step(self, error: str, code: str, now: float) -> RequestOutputs:

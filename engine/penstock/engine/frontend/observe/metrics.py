@@ -20,7 +20,7 @@ from penstock.engine.frontend.generation import Choice, Generation
 from penstock.engine.frontend.observe.series import Family, SeriesTable, histogram_family
 from penstock.engine.frontend.observe.timeline import intervals
 from penstock.engine.frontend.observe.vllm_names import vllm_families
-from penstock.engine.messages import FINISH_REASONS, Buckets, CoreStats, DraftStats, GraphSteps, OffloadStats
+from penstock.engine.messages import FINISH_REASONS, Buckets, CoreStats, DraftStats, EncoderStats, GraphSteps, OffloadStats
 from penstock.engine.sampling import SamplingParams
 
 # Seconds. Coarse enough for a large model on a busy device, fine enough for a small one on a CPU.
@@ -161,6 +161,17 @@ def _offload(offload: OffloadStats, labels: dict[str, str]) -> Iterator[Family]:
     yield counter(names.KV_OFFLOAD_LOST_PAGES, "KV pages that were evicted, or whose load failed.", lost, "reason")
 
 
+def _encoder(encoder: EncoderStats, labels: dict[str, str]) -> Iterator[Family]:
+    gauge, counter = partial(_samples, GaugeMetricFamily, labels), partial(_samples, CounterMetricFamily, labels)
+    images = {"encoded": encoder.encoded, "cached": encoder.cached}
+    yield counter(names.ENCODER_IMAGES, "Images of requests: encoded, or found in the cache of embeddings.", images, "result")
+    yield counter(names.ENCODER_TOKENS, "Embeddings of images that were computed.", encoder.tokens)
+    yield counter(names.ENCODER_SECONDS, "Seconds spent on encoding images.", encoder.seconds)
+    idle = encoder.used - encoder.held
+    cache = {"held": encoder.held, "idle": idle, "free": encoder.size - encoder.used}
+    yield gauge(names.ENCODER_CACHE_TOKENS, "Embeddings of images in the cache, by state.", cache, "state")
+
+
 def _core(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
     report = stats.report
     waiting = {reason: report.num_requests_waiting.get(reason, 0) for reason in WAITING_REASONS}
@@ -179,6 +190,8 @@ def _core(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
         yield from _lora(stats, labels)
     if stats.offload is not None:
         yield from _offload(stats.offload, labels)
+    if stats.encoder is not None:
+        yield from _encoder(stats.encoder, labels)
     if (grammars := stats.grammars) is not None:
         results = {"compiled": grammars.compiled, "failed": grammars.failed, "cached": grammars.cached}
         yield counter(names.GRAMMARS, "Grammars of requests by result; cached ones were compiled before.", results, "result")

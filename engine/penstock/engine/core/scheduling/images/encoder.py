@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from penstock.engine.core.scheduling.images.encoder_cache import EncoderCache
 from penstock.engine.core.scheduling.request import Request
+from penstock.engine.messages import EncoderStats
 from penstock.engine.multimodal.inputs import EncoderRun, ImageInput
 
 
@@ -37,6 +38,8 @@ class Encoder:
         self._runs: dict[str, EncoderRun] = {}
         self._reached: dict[int, int] = {}
         self._requests: dict[int, Request] = {}
+        self.seconds = 0.0
+        """That the tower took, since the start."""
         self.num_runs = self.num_hits = self.num_embeddings = 0
         """Images that were encoded, images that were there already, and embeddings that were made, since the start."""
 
@@ -44,6 +47,14 @@ class Encoder:
     def cache(self) -> EncoderCache:
         """What the runner holds."""
         return self._cache
+
+    def stats(self) -> EncoderStats | None:
+        """What became of images; None: there can be none."""
+        cache = self._cache
+        if not cache.size:
+            return None
+        counts = self.num_runs, self.num_hits, self.num_embeddings
+        return EncoderStats(*counts, self.seconds, cache.size, cache.used, cache.held)
 
     @property
     def rows(self) -> list[int]:
