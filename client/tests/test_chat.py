@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 from client_servers import Script, begin, event, stream_words, usage
 
-from penstock.client.chat import Answer, Conversation
+from penstock.client.chat import Answer, Conversation, image_url
 from penstock.client.server import ServerError
 
 COMMAND = [sys.executable, "-m", "penstock.cli", "chat"]
@@ -98,6 +99,33 @@ async def test_flags_of_a_chat_that_make_no_sense_are_refused(flags: list[str]) 
 def test_what_is_no_text_is_a_sentence() -> None:
     with pytest.raises(ServerError, match="not UTF-8 text"):
         Conversation("m").body(b"\xff".decode(errors="surrogateescape"))
+
+
+def test_images_go_with_the_next_question_and_stay_in_the_conversation(tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(b"not looked into")
+    talk = Conversation("m")
+    talk.images = [image_url(str(file)), image_url("https://example.com/b.png")]
+    content = json.loads(talk.body("what?"))["messages"][0]["content"]
+    assert content == [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,bm90IGxvb2tlZCBpbnRv"}},
+        {"type": "image_url", "image_url": {"url": "https://example.com/b.png"}},
+        {"type": "text", "text": "what?"},
+    ]
+    talk.keep("what?", "a thing")
+    messages = json.loads(talk.body("and now?"))["messages"]
+    assert [message["content"] for message in messages] == [content, "a thing", "and now?"]
+
+
+async def test_an_image_is_a_flag(script: Script, tmp_path: Path) -> None:
+    file = tmp_path / "a.jpg"
+    file.write_bytes(b"x")
+    status, *_ = await piped("what?", "--base-url", script.url, "--image", str(file))
+    assert status == 0
+    assert script.bodies[0]["messages"][0]["content"][0]["image_url"]["url"].startswith("data:image/jpeg;base64,")
+    for name, word in ((str(tmp_path / "none.png"), "No such file"), (str(tmp_path), "not named as an image")):
+        status, _, err = await piped("what?", "--base-url", script.url, "--image", name)
+        assert status == 1 and word in err
 
 
 def test_the_real_engine_answers(engine: str) -> None:

@@ -1,10 +1,13 @@
 """`penstock chat`: a conversation with a server, token by token."""
 
 import asyncio
+import base64
+import mimetypes
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
@@ -16,6 +19,7 @@ from penstock.client.server import Server, ServerError, check, unreachable
 from penstock.client.stream import DONE, EventDecoder, decode_chunk, error_message
 
 HELP: Final = """\
+/image FILE   show the model an image with the next question: a file, or an https:// URL
 /reset   forget the conversation
 /help    this list
 /quit    leave, as Ctrl-D does
@@ -62,7 +66,9 @@ class Conversation:
     model: str
     system: str | None = None
     fields: dict[str, Any] = field(default_factory=dict)
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
+    """URLs of the images that go with the next question."""
 
     def __post_init__(self) -> None:
         self.reset()
@@ -70,10 +76,11 @@ class Conversation:
     def reset(self) -> None:
         """Forgets everything but the system message."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.images = []
 
     def body(self, question: str) -> bytes:
         """The request that asks `question` next; raises `ServerError` for what is no text."""
-        messages = [*self.messages, {"role": "user", "content": question}]
+        messages = [*self.messages, {"role": "user", "content": self._content(question)}]
         options = {"stream": True, "stream_options": {"include_usage": True}}
         try:
             return msgspec.json.encode({"model": self.model, "messages": messages, **options, **self.fields})
@@ -83,7 +90,28 @@ class Conversation:
     def keep(self, question: str, answer: str) -> None:
         """What has been said; an answer of which nothing came leaves no trace."""
         if answer:
-            self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            self.messages += [{"role": "user", "content": self._content(question)}, {"role": "assistant", "content": answer}]
+            self.images = []
+
+    def _content(self, question: str) -> str | list[dict[str, Any]]:
+        if not self.images:
+            return question
+        images: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        return [*images, {"type": "text", "text": question}]
+
+
+def image_url(name: str) -> str:
+    """A file as a `data:` URL, and a URL as it is; raises `ServerError` for what is neither."""
+    if name.startswith("https://"):
+        return name
+    kind, _ = mimetypes.guess_type(name)
+    if kind is None or not kind.startswith("image/"):
+        raise ServerError("input", f"{name} is not named as an image, such as picture.png")
+    try:
+        data = Path(name).expanduser().read_bytes()
+    except OSError as error:
+        raise ServerError("input", f"{name} cannot be read: {error.strerror}") from None
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 async def ask(server: Server, body: bytes, answer: Answer, write: Callable[[str, bool], None]) -> None:
@@ -123,8 +151,16 @@ def _take(payload: bytes, answer: Answer, write: Callable[[str, bool], None]) ->
         answer.ended = choice.finish_reason or answer.ended
 
 
-def run(base_url: str, model: str | None, system: str | None, max_tokens: int | None, temperature: float | None) -> int:
-    """Talks until the input ends. Without a terminal on standard input, all of it is one question."""
+def run(
+    base_url: str,
+    model: str | None,
+    system: str | None,
+    max_tokens: int | None,
+    temperature: float | None,
+    images: Sequence[str] = (),
+) -> int:
+    """Talks until the input ends. Without a terminal on standard input, all of it is one question. `images` go with the first."""
+    urls = [image_url(name) for name in images]
     given = {"max_completion_tokens": max_tokens, "temperature": temperature}
     fields = {name: value for name, value in given.items() if value is not None}
     with asyncio.Runner() as runner:
@@ -132,6 +168,7 @@ def run(base_url: str, model: str | None, system: str | None, max_tokens: int | 
         runner.run(server.__aenter__())
         try:
             conversation = Conversation(model or runner.run(server.first_model()), system, fields)
+            conversation.images = urls
             if not sys.stdin.isatty():
                 return _pipe(runner, server, conversation)
             return _converse(runner, server, conversation)
@@ -182,10 +219,19 @@ def _converse(runner: asyncio.Runner, server: Server, conversation: Conversation
             conversation.reset()
         elif question == "/help":
             console.print(HELP, style="dim", markup=False)
+        elif question.startswith("/image "):
+            _show(conversation, question.removeprefix("/image ").strip(), console)
         elif question.startswith("/"):
             console.print(f"there is no command {question}; /help lists them", style="red", markup=False)
         elif question:
             _turn(runner, server, conversation, question, console)
+
+
+def _show(conversation: Conversation, name: str, console: Console) -> None:
+    try:
+        conversation.images.append(image_url(name))
+    except ServerError as error:
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
 
 
 def _turn(runner: asyncio.Runner, server: Server, conversation: Conversation, question: str, console: Console) -> None:

@@ -48,7 +48,7 @@ def chat(argv: list[str]) -> int:
     from penstock.client.server import ServerError
 
     try:
-        return run(args.base_url, args.model, args.system, args.max_tokens, args.temperature)
+        return run(args.base_url, args.model, args.system, args.max_tokens, args.temperature, args.image)
     except ServerError as error:
         sys.stderr.write(f"penstock chat: {error}\n")
         return 1
@@ -80,6 +80,7 @@ def _chat_parser() -> argparse.ArgumentParser:
     add("--base-url", help=f"address of any OpenAI-compatible server (default: what `penstock up` serves, else {BASE_URL})")
     add("--model", help="name of the model (default: the first in the server's list)")
     add("--system", metavar="TEXT", help="a system message")
+    add("--image", action="append", default=[], metavar="FILE", help="image for the first question; may be given several times")
     add("--max-tokens", type=positive, metavar="N", help="largest number of tokens in an answer (default: the server's)")
     add("--temperature", type=not_negative, metavar="T", help="sampling temperature (default: the server's)")
     return parser
