@@ -200,9 +200,9 @@ _GRAMMARS = Row(
             needs=_GRAMMAR_NEEDS,
         ),
         Panel(
-            "KV pages to and from the host's memory",
+            "KV pages to and from the host's memory and the disk",
             "Bytes per second. Many stores and few loads: the pages are not used again.",
-            [Query(rate(metrics.KV_OFFLOAD_BYTES, REPLICA, by="transfer_type"), "{{transfer_type}}")],
+            [Query(rate(metrics.KV_OFFLOAD_BYTES, REPLICA, by="tier, transfer_type"), "{{tier}} {{transfer_type}}")],
             unit="Bps",
             needs=_OFFLOAD_NEEDS,
         ),

@@ -39,7 +39,7 @@ NEEDS = {
     "Draft tokens": DRAFTS,
     "Grammars": GRAMMARS,
     "Time to compile a grammar, p99": GRAMMARS,
-    "KV pages to and from the host's memory": OFFLOAD,
+    "KV pages to and from the host's memory and the disk": OFFLOAD,
     "Images": "requests with images",
     "PenstockGpuErrors": GPU,
     "PenstockAuditLinesLost": "an audit log",

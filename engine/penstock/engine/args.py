@@ -79,6 +79,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     kv_offload_memory_bytes: Count = 0
     """Of the host's memory, for pages that leave the KV cache."""
+    kv_offload_directory: str | None = None
+    kv_offload_disk_bytes: Count = 0
+    """Of the disk, for copies of these pages."""
     hash_seed: str = "penstock"
     seed: Count = 0
     generation_config: str = "auto"
@@ -159,6 +162,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--kv-offload-memory-bytes: pages are kept on a CPU alone so far (--device cpu)")
         if self.kv_offload_memory_bytes and not self.enable_prefix_caching:
             raise ConfigError("--kv-offload-memory-bytes keeps what the prefix cache finds: it needs --enable-prefix-caching")
+        self._check_disk()
         self._check_quantization(model, device)
         drafter = DraftCheckpoint.read(speculative, model)
         if drafter is not None:
@@ -180,6 +184,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 enable_prefix_caching=self.enable_prefix_caching,
                 hash_seed=self.hash_seed,
                 offload_bytes=self.kv_offload_memory_bytes,
+                disk_folder=None if self.kv_offload_directory is None else Path(self.kv_offload_directory).absolute(),
+                disk_bytes=self.kv_offload_disk_bytes,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
@@ -241,6 +247,16 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         if wrong := [domain for domain in domains if not re.fullmatch(r"[a-z0-9.-]+", domain)]:
             raise ConfigError(f"--allowed-media-domains {wrong[0]!r} is not a host name such as images.example")
         return msgspec.structs.replace(settings, limit=limit or settings.limit, allowed_domains=domains)
+
+    def _check_disk(self) -> None:
+        if self.kv_offload_directory is None and not self.kv_offload_disk_bytes:
+            return
+        if self.kv_offload_directory is None:
+            raise ConfigError("--kv-offload-disk-bytes needs --kv-offload-directory: the folder of the files")
+        if not self.kv_offload_disk_bytes:
+            raise ConfigError("--kv-offload-directory needs --kv-offload-disk-bytes: how much its files may take")
+        if not self.kv_offload_memory_bytes:
+            raise ConfigError("--kv-offload-directory keeps copies of what is in host memory: it needs --kv-offload-memory-bytes")
 
     def _check_quantization(self, model: ModelConfig, device: Literal["cpu", "cuda"]) -> None:
         """Refuses quantized weights where there is no kernel for them."""

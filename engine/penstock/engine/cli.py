@@ -246,6 +246,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="host memory that keeps KV pages when they leave the KV cache; 0: none",
     )
+    add("--kv-offload-directory", metavar="FOLDER", help="folder that keeps copies of the KV pages in host memory (None: none)")
+    add("--kv-offload-disk-bytes", type=count, default=0, help="disk space for the files in --kv-offload-directory")
     add(
         "--gpu-memory-utilization",
         type=_utilization,

@@ -136,6 +136,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     hash_seed: str = "penstock"
     offload_bytes: int = 0
     """Of the host's memory, on each rank, for pages that leave the cache; 0: they are gone then."""
+    disk_folder: Path | None = None
+    """Where copies of the pages in the host's memory are kept; None: nowhere."""
+    disk_bytes: int = 0
+    """Of the files there, on each rank."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -331,8 +331,8 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
     pooled: Pooled | None = None
 
 
-class OffloadStats(msgspec.Struct, frozen=True, array_like=True):
-    """KV pages in the host's memory; counts are since the start."""
+class TierStats(msgspec.Struct, frozen=True, array_like=True):
+    """KV pages in the host's memory or on the disk; counts are since the start."""
 
     pages: int
     """That fit."""
@@ -344,6 +344,13 @@ class OffloadStats(msgspec.Struct, frozen=True, array_like=True):
     evicted_pages: int
     failed_pages: int
     """Of loads that came to nothing: their tokens were computed."""
+
+
+class OffloadStats(msgspec.Struct, frozen=True, array_like=True):
+    """KV pages beyond the KV cache."""
+
+    memory: TierStats
+    disk: TierStats | None
     queried_tokens: int
     """Looked for, beyond what the KV cache held."""
     loaded_tokens: int

@@ -57,7 +57,11 @@ def test_what_the_cache_has_lost_comes_back_from_the_hosts_memory(groups, depth)
     assert machine.streams[50] == machine.streams[0] == reference(PROMPT, 6)
     assert machine.cached_tokens[50] == 28 and machine.runner.prefilled - prefilled <= 1 + 6, "no token that came is computed"
     found = stats(machine)
-    assert found.loaded_tokens == 28 and found.loaded_bytes == len(plan.transfers.load_blocks) and found.failed_pages == 0
+    assert (
+        found.loaded_tokens == 28
+        and found.memory.loaded_bytes == len(plan.transfers.load_blocks)
+        and found.memory.failed_pages == 0
+    )
     machine.check_no_leak()
 
 
@@ -68,7 +72,7 @@ def test_without_room_in_the_hosts_memory_everything_is_computed():
         machine.run()
         flood(machine, index + 1)
     assert machine.cached_tokens[50] == 0 and machine.streams[50] == machine.streams[0]
-    assert stats(machine).evicted_pages > 0 and stats(machine).pages_used == 3
+    assert stats(machine).memory.evicted_pages > 0 and stats(machine).memory.pages_used == 3
 
 
 def test_others_run_while_a_request_waits_for_its_pages():
@@ -119,7 +123,7 @@ def test_a_step_that_fails_costs_the_computation_of_what_it_was_to_bring():
     assert machine.scheduler.waiting() == {"capacity": 1}, "the request is none of that step's"
     machine.run()
     assert machine.streams[50] == machine.streams[0] and machine.cached_tokens[50] == 0
-    assert stats(machine).failed_pages == 7 and stats(machine).loaded_tokens == 0
+    assert stats(machine).memory.failed_pages == 7 and stats(machine).loaded_tokens == 0
     machine.check_no_leak()
 
 
@@ -141,7 +145,7 @@ def test_a_reset_forgets_the_hosts_memory_too():
     machine.add(make_request(0, PROMPT, 6))
     machine.run()
     flood(machine, 1)
-    assert stats(machine).pages_used and machine.scheduler.kv.reset() and not stats(machine).pages_used
+    assert stats(machine).memory.pages_used and machine.scheduler.kv.reset() and not stats(machine).memory.pages_used
     machine.add(make_request(50, PROMPT, 6))
     machine.run()
     assert machine.cached_tokens[50] == 0 and machine.streams[50] == machine.streams[0]

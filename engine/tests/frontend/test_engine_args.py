@@ -206,3 +206,15 @@ def test_pages_in_the_hosts_memory_need_a_prefix_cache_on_a_cpu() -> None:
         EngineArgs(model=TINY, device="cpu", kv_offload_memory_bytes=1 << 20, enable_prefix_caching=False).config()
     with pytest.raises(ConfigError, match="--kv-offload-memory-bytes: pages are kept on a CPU alone so far"):
         EngineArgs(model=TINY, kv_offload_memory_bytes=1 << 20).config(device="cuda")
+
+
+def test_pages_on_the_disk_need_a_folder_a_size_and_a_tier_in_front(tmp_path) -> None:
+    folder, memory = str(tmp_path), {"model": TINY, "device": "cpu", "kv_offload_memory_bytes": 1 << 20}
+    cache = EngineArgs(**memory, kv_offload_directory=folder, kv_offload_disk_bytes=5).config().cache
+    assert (cache.disk_folder, cache.disk_bytes) == (tmp_path, 5)
+    with pytest.raises(ConfigError, match="--kv-offload-disk-bytes needs --kv-offload-directory"):
+        EngineArgs(**memory, kv_offload_disk_bytes=5).config()
+    with pytest.raises(ConfigError, match="--kv-offload-directory needs --kv-offload-disk-bytes"):
+        EngineArgs(**memory, kv_offload_directory=folder).config()
+    with pytest.raises(ConfigError, match=r"--kv-offload-directory .* needs --kv-offload-memory-bytes"):
+        EngineArgs(model=TINY, device="cpu", kv_offload_directory=folder, kv_offload_disk_bytes=5).config()

@@ -31,6 +31,7 @@ from penstock.engine.messages import (
     OffloadStats,
     Started,
     StepStats,
+    TierStats,
 )
 
 QUEUED, SCHEDULED, PREEMPTED = LifecycleEvent.QUEUED, LifecycleEvent.SCHEDULED, LifecycleEvent.PREEMPTED
@@ -224,15 +225,18 @@ def test_what_the_hosts_memory_keeps_is_told_where_it_keeps_anything():
     engine = EngineMetrics("m", engine=0)
     engine.stats = stats()
     assert not any("offload" in name or "external" in name for name in scrape(engine))
-    offload = OffloadStats(10, 4, 800, 300, 0.5, 0.25, 2, 1, 64, 48)
+    offload = OffloadStats(TierStats(10, 4, 800, 300, 0.5, 0.25, 2, 1), TierStats(20, 9, 700, 70, 1.5, 0.5, 3, 1), 64, 48)
     engine.stats = msgspec.structs.replace(stats(), offload=offload)
     found = scrape(engine)
     assert found["penstock_external_prefix_cache_queries_total"] == 64
     assert found["penstock_external_prefix_cache_hits_total"] == 48
-    moved = {kind: found[f"penstock_kv_offload_bytes_total transfer_type={kind}"] for kind in ("store", "load")}
-    assert moved == {"store": 800, "load": 300} and found["penstock_kv_offload_seconds_total transfer_type=load"] == 0.25
-    assert found["penstock_kv_offload_pages state=used"] == 4 and found["penstock_kv_offload_pages state=free"] == 6
-    assert found["penstock_kv_offload_lost_pages_total reason=evicted"] == 2
+    moved = {kind: found[f"penstock_kv_offload_bytes_total tier=memory transfer_type={kind}"] for kind in ("store", "load")}
+    assert moved == {"store": 800, "load": 300}
+    assert found["penstock_kv_offload_seconds_total tier=memory transfer_type=load"] == 0.25
+    assert found["penstock_kv_offload_bytes_total tier=disk transfer_type=store"] == 700
+    assert found["penstock_kv_offload_pages state=used tier=memory"] == 4
+    assert found["penstock_kv_offload_pages state=free tier=disk"] == 11
+    assert found["penstock_kv_offload_lost_pages_total reason=evicted tier=memory"] == 2
     text = generate_latest(Metrics([engine], vllm_names=True).registry()).decode()
     assert "vllm:external_prefix_cache_hits_total" in text
 

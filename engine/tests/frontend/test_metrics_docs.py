@@ -20,6 +20,7 @@ from penstock.engine.messages import (
     OffloadStats,
     Roofline,
     StepStats,
+    TierStats,
 )
 from penstock.engine.roofline import Ceilings
 
@@ -40,7 +41,8 @@ def test_the_table_names_every_metric_with_its_type_and_labels():
     engine.stats = msgspec.structs.replace(
         engine.stats, waits={"capacity": Buckets([0] * 17, 0.0)}, grammars=GrammarStats(1, 0, 0, 0.1)
     )
-    engine.stats = msgspec.structs.replace(engine.stats, offload=OffloadStats(*[0] * 10), encoder=EncoderStats(*[0] * 7))
+    tiers = OffloadStats(TierStats(*[0] * 8), TierStats(*[0] * 8), 0, 0)
+    engine.stats = msgspec.structs.replace(engine.stats, offload=tiers, encoder=EncoderStats(*[0] * 7))
     base = {"model_name", "engine", "le"}
     told = {
         family.name: (family.type, {label for sample in family.samples for label in sample.labels} - base)

@@ -50,8 +50,8 @@ def test_prompts_that_left_the_cache_come_back_with_the_same_tokens(checkpoint, 
         expected = plain.run(batch)
         assert engine.run(batch) == expected and engine.run(batch) == expected
         found = engine.core.stats().offload
-        assert found is not None and found.loaded_bytes > 0 and found.load_s > 0 and found.failed_pages == 0
-        assert found.stored_bytes % engine.core._offload._page_bytes == 0 and found.pages_used > num_blocks
+        assert found is not None and found.memory.loaded_bytes > 0 and found.memory.load_s > 0 and found.memory.failed_pages == 0
+        assert found.memory.stored_bytes % engine.core._offload._page_bytes == 0 and found.memory.pages_used > num_blocks
     finally:
         plain.core.close()
         engine.core.close()
@@ -90,7 +90,7 @@ def test_an_engine_is_built_with_as_many_pages_as_the_setting_holds(checkpoint, 
     core = build_core(msgspec.structs.replace(config, cache=cache), executor, num_blocks, 1)
     try:
         found = core.stats().offload
-        assert found is not None and (found.pages, found.pages_used) == (9, 0)
+        assert found is not None and (found.memory.pages, found.memory.pages_used) == (9, 0)
     finally:
         core.close()
     with pytest.raises(ConfigError, match=f"--kv-offload-memory-bytes {page - 1} holds no page"):
@@ -107,5 +107,5 @@ def test_pages_are_forgotten_when_the_cache_sleeps_and_come_again_afterwards(che
     runner.sleep(1)
     assert not runner._pages.numel(), "the cache's memory is given back"
     runner.wake_up(["kv_cache"])
-    assert engine.core.stats().offload.pages_used == 0
-    assert engine.run(batch) == expected and engine.core.stats().offload.stored_bytes > 0
+    assert engine.core.stats().offload.memory.pages_used == 0
+    assert engine.run(batch) == expected and engine.core.stats().offload.memory.stored_bytes > 0

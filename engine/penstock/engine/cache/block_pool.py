@@ -26,8 +26,8 @@ class CacheListener(Protocol):
         """Of the content that it has."""
         ...
 
-    def published(self, group: int, block: int, block_hash: bytes) -> None:
-        """The block can be found by this name from now on."""
+    def published(self, group: int, block: int, block_hash: bytes, *, lasting: bool) -> None:
+        """The block can be found by this name from now on; `lasting`: in another process the name stands for the same content."""
         ...
 
     def forgotten(self, block_hash: bytes) -> None:
@@ -115,7 +115,7 @@ class BlockPool:
         """How many of these nobody holds: touching them uses up free blocks."""
         return sum(self.ref_counts[block] == 0 for block in blocks)
 
-    def cache(self, group: int, block: int, hashes: Sequence[bytes]) -> None:
+    def cache(self, group: int, block: int, hashes: Sequence[bytes], *, lasting: bool = True) -> None:
         """Publishes a full block, once.
 
         Args:
@@ -123,13 +123,14 @@ class BlockPool:
             block: It.
             hashes: Of its tokens, in their order: several where the block is larger than what a hash stands for. The last one,
                 which stands for all tokens before its end, is the name that `lookup` finds.
+            lasting: Whether the names stand for the same content in another process.
         """
         if self._names[block] is not None:
             raise ValueError(f"block {block} is cached already")
         self._names[block] = (group, hashes)
         self._cached[group].setdefault(hashes[-1], []).append(block)
         if self.listener is not None:
-            self.listener.published(group, block, hashes[-1])
+            self.listener.published(group, block, hashes[-1], lasting=lasting)
         if group == 0:
             for block_hash in hashes:
                 if (count := self._told.get(block_hash, 0)) == 0:

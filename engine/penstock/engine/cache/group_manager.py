@@ -76,12 +76,12 @@ class GroupManager:
         self._tables[request].extend(blocks)
         return blocks
 
-    def publish(self, request: int, block_hashes: Sequence[bytes], upto: int) -> None:
-        """Publishes the request's blocks that token `upto` - 1 has filled, or one before it; each once."""
+    def publish(self, request: int, block_hashes: Sequence[bytes], upto: int, *, lasting: bool) -> None:
+        """Publishes the request's blocks that token `upto` - 1 has filled, or one before it; each once. See `BlockPool.cache`."""
         table = self._tables[request]
         for at in range(self._num_cached[request], upto // self.block_size):
             first = at * self._hashes_per_block
-            self._pool.cache(self._number, table[at], block_hashes[first : first + self._hashes_per_block])
+            self._pool.cache(self._number, table[at], block_hashes[first : first + self._hashes_per_block], lasting=lasting)
             self._num_cached[request] = at + 1
 
     def free(self, request: int) -> None:

@@ -250,12 +250,12 @@ class KVCacheManager:
         assert grown is not None
         return [first + appended for first, appended in zip(firsts, grown, strict=True)]
 
-    def commit(self, request: CachedSequence, upto: int) -> None:
+    def commit(self, request: CachedSequence, upto: int, *, lasting: bool = True) -> None:
         """The request's tokens below `upto` are computed, retired and accepted: full blocks of them are published, and those
-        that no later token sees are given back."""
+        that no later token sees are given back. `lasting`: the blocks' names stand for the same content in another process."""
         for group in self._groups:
             if self.enable_prefix_caching:
-                group.publish(request.index, request.block_hashes, upto)
+                group.publish(request.index, request.block_hashes, upto, lasting=lasting)
             group.retire(request.index, upto)
 
     def tables(self, request: CachedSequence) -> list[Sequence[int]]:

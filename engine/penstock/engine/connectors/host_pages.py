@@ -2,6 +2,8 @@
 
 import time
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.engine.core.plan import Transfers, ints
@@ -18,6 +20,11 @@ class HostPages:
     def __init__(self, pages: torch.Tensor, num_slots: int) -> None:
         self._pages = pages.flatten(1)
         self._slots = torch.empty(num_slots, self._pages.shape[1], dtype=torch.uint8, pin_memory=pages.is_cuda)
+
+    @property
+    def slots(self) -> npt.NDArray[np.uint8]:
+        """[slots, bytes of a page]."""
+        return self._slots.numpy()
 
     def move_to(self, pages: torch.Tensor) -> None:
         """The cache is elsewhere now: it was allocated anew, or given back, and then there is none."""

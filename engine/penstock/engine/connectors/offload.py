@@ -4,6 +4,8 @@ A block is copied when it has been published, that is when its tokens are retire
 and the page can be found when that plan has retired. A request whose prefix goes on in the host's memory is parked while its
 pages are copied into blocks of its own. They are published then, and the request waits for its turn like any other that finds its
 prefix cached: so nothing is held by a request that waits, and a copy that fails costs nothing but the computation.
+
+A disk may stand behind the host's memory; see `disk_tier`.
 """
 
 from collections.abc import Iterable
@@ -15,11 +17,12 @@ import numpy as np
 from penstock.api.load_report import WaitingReason
 from penstock.engine.cache.kv_manager import CacheHit, KVCacheManager
 from penstock.engine.cache.pins import Owner
-from penstock.engine.connectors.host_tier import HostTier, Key
+from penstock.engine.connectors.disk_tier import DiskTier
+from penstock.engine.connectors.tier_index import Key, TierIndex
 from penstock.engine.core.plan import Int32, Transfers
 from penstock.engine.core.scheduling.admission.rule import Candidate
 from penstock.engine.core.scheduling.request import Request
-from penstock.engine.messages import OffloadStats
+from penstock.engine.messages import OffloadStats, TierStats
 
 _STORE, _LOAD = "store", "load"
 
@@ -36,6 +39,8 @@ class _Store(msgspec.Struct, frozen=True):
     key: Key
     slot: int
     block: int
+    lasting: bool
+    """See `CacheListener.published`."""
 
 
 class _Load(msgspec.Struct, frozen=True):
@@ -67,13 +72,15 @@ class Offload:
         kv: The cache, of which it hears.
         num_slots: Pages that fit into the host's memory.
         page_bytes: Of a page, on each rank.
+        disk_pages: That fit on the disk; 0: there is none.
     """
 
-    def __init__(self, kv: KVCacheManager, num_slots: int, page_bytes: int) -> None:
-        self.tier = HostTier(num_slots)
+    def __init__(self, kv: KVCacheManager, num_slots: int, page_bytes: int, disk_pages: int = 0) -> None:
+        self.tier = TierIndex(num_slots)
+        self.disk = DiskTier(self.tier, disk_pages, page_bytes) if disk_pages else None
         self._kv = kv
         self._page_bytes = page_bytes
-        self._published: dict[Key, int] = {}
+        self._published: dict[Key, tuple[int, bool]] = {}
         self._job = _Job()
         self._in_flight: dict[int, _Job] = {}
         self._stored = self._loaded = self._failed = 0
@@ -90,11 +97,11 @@ class Offload:
 
     def names(self) -> Iterable[bytes]:
         """Of the pages that are there or on their way."""
-        return [key.block_hash for key in [*self.tier.keys(), *self._published]]
+        return [key.block_hash for key in [*self.tier.known(), *self._published]]
 
-    def published(self, group: int, block: int, block_hash: bytes) -> None:
+    def published(self, group: int, block: int, block_hash: bytes, *, lasting: bool) -> None:
         """The block can be found from now on."""
-        self._published[Key(group, block_hash)] = block
+        self._published[Key(group, block_hash)] = block, lasting
 
     def forgotten(self, block_hash: bytes) -> None:
         """This content must not be found any more."""
@@ -102,30 +109,59 @@ class Offload:
             key = Key(group, block_hash)
             self._published.pop(key, None)
             self.tier.forget(key)
+            if self.disk is not None:
+                self.disk.forget(key)
 
     def cleared(self) -> None:
         """No content may be found any more: there may be other weights."""
         self._published.clear()
         self.tier.clear()
+        if self.disk is not None:
+            self.disk.clear()
 
     # --- the step ---
 
     def store(self) -> None:
         """Has blocks copied that have been published since the last step; before any block changes hands."""
         published, self._published = self._published, {}
-        for key, block in published.items():
+        for key, (block, lasting) in published.items():
             if (slot := self.tier.reserve(key)) is not None:
                 self._kv.pin([block], Owner(_STORE, slot))
-                self._job.stores.append(_Store(key, slot, block))
+                self._job.stores.append(_Store(key, slot, block, lasting))
 
     def refuses(self, candidate: Candidate) -> WaitingReason | None:
         """The rule by which a request waits for pages that are in the host's memory: once for each time that it waits."""
         request, local = candidate.request, candidate.hit
         if not candidate.uses_cache or request.asked_elsewhere_at == request.num_preemptions:
             return None
+        if self._stage(request, candidate.num_tokens, local, candidate.now):
+            return "remote_kv"
         request.asked_elsewhere_at = request.num_preemptions
         self._queried_tokens += candidate.num_tokens - local.num_tokens
         return "remote_kv" if self._load(request, candidate.num_tokens, local) else None
+
+    def _stage(self, request: Request, num_tokens: int, local: CacheHit, now: float) -> bool:
+        """Begins to read pages of the request's prefix from the disk, once for each time that it waits."""
+        if self.disk is None or request.awaited_disk_at == request.num_preemptions:
+            return False
+        disk, limit = self.disk, num_tokens
+        while True:
+            upto, missing = self._kv.elsewhere(request, limit, local, lambda group, name: disk.has(Key(group, name)))
+            keys = [Key(group, name) for group, _, name in missing]
+            there = [self.tier.slot(key) for key in keys if key in self.tier]
+            if len(there) == len(keys):
+                return False
+            # They must not make room for the others.
+            self.tier.pin(there)
+            lacking = len(keys) - len(there) - self.tier.num_room
+            if lacking <= 0:
+                request.awaited_disk_at = request.num_preemptions
+                began = disk.stage(request.index, keys, now)
+                self.tier.unpin(there)
+                return began
+            self.tier.unpin(there)
+            # The host's memory cannot take them all: as many of the first as it can.
+            limit = upto - -(-lacking // self._kv.num_groups) * self._kv.block_size + 1
 
     def _load(self, request: Request, num_tokens: int, local: CacheHit) -> bool:
         """Begins to load what goes on where the local prefix ends, if anything does and there is room for it."""
@@ -155,6 +191,11 @@ class Offload:
             load_slots=_array(slot for load in job.loads for slot in load.slots),
         )
 
+    def resume(self, book: Resumes, now: float) -> None:
+        """Lets requests go on whose pages have come from the disk."""
+        for index in [] if self.disk is None else self.disk.take_waits(now):
+            book.unpark(index, now)
+
     @property
     def has_errands(self) -> bool:
         """Whether the next plan has something to copy."""
@@ -173,6 +214,8 @@ class Offload:
             self._kv.unpin([store.block], Owner(_STORE, store.slot))
             self.tier.written(store.key, store.slot, ok=seconds is not None)
             self._stored += seconds is not None
+            if self.disk is not None and store.lasting and store.key in self.tier:
+                self.disk.offer(store.key)
         for load in job.loads:
             self._retire_load(load, book, now, ok=seconds is not None)
 
@@ -183,7 +226,7 @@ class Offload:
         self.tier.unpin(load.slots)
         held = self._kv.holds(request)
         if held and ok and len(request.block_hashes) * self._kv.block_size >= load.upto:
-            self._kv.commit(request, load.upto)
+            self._kv.commit(request, load.upto, lasting=request.adapter is None)
             self._loaded += len(load.blocks)
             self._loaded_tokens += load.external
         else:
@@ -196,7 +239,7 @@ class Offload:
 
     def stats(self) -> OffloadStats:
         """Everything since the start."""
-        return OffloadStats(
+        memory = TierStats(
             pages=self.tier.num_slots,
             pages_used=self.tier.num_ready,
             stored_bytes=self._stored * self._page_bytes,
@@ -205,9 +248,9 @@ class Offload:
             load_s=self._seconds[1],
             evicted_pages=self.tier.num_evicted,
             failed_pages=self._failed,
-            queried_tokens=self._queried_tokens,
-            loaded_tokens=self._loaded_tokens,
         )
+        disk = None if self.disk is None else self.disk.stats()
+        return OffloadStats(memory, disk, queried_tokens=self._queried_tokens, loaded_tokens=self._loaded_tokens)
 
 
 def _array(values: Iterable[int]) -> Int32:

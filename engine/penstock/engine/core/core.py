@@ -13,6 +13,7 @@ from penstock.api.load_report import LoadReport
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.cache.layout import KVGroup, full_attention
 from penstock.engine.config import EngineConfig, LoraModule
+from penstock.engine.connectors.disk_pump import DiskPump
 from penstock.engine.connectors.offload import Offload
 from penstock.engine.core.control.controls import Controls
 from penstock.engine.core.executor import Executor, StepFailed
@@ -91,12 +92,15 @@ class EngineCore:
         )
         hasher, lora = BlockHasher(cache.block_size, cache.hash_seed), config.lora
         table = AdapterTable(lora.max_loras, lora.max_cpu_loras) if lora is not None else AdapterTable()
-        self._offload = None if offload is None else Offload(kv, offload.pages, offload.page_bytes)
+        self._offload = None if offload is None else Offload(kv, offload.pages, offload.page_bytes, offload.disk_pages)
         self.scheduler = Scheduler(
             config.scheduler, config.model.max_model_len, kv, hasher, table, config.model.pooling, self._offload
         )
         self.num_steps = 0
-        self._controls = Controls(self.scheduler, executor, config.profile_dir, config.model.served_names)
+        disk = None if self._offload is None else self._offload.disk
+        self._disk = None if disk is None else DiskPump(disk, executor)
+        served = config.model.served_names
+        self._controls = Controls(self.scheduler, executor, config.profile_dir, served, self._disk)
         self._grammars = Grammars(self.scheduler, Compiler(config.model), forces=config.device == "cpu")
         self._depth = config.depth
         self._executor = executor
@@ -120,8 +124,9 @@ class EngineCore:
 
     @property
     def is_reading(self) -> bool:
-        """Whether adapters are being read or grammars compiled: a step takes in those that have been."""
-        return self._controls.adapters.is_reading or self._grammars.is_compiling
+        """Whether adapters are being read, grammars compiled or pages moved: a step takes in those that have been."""
+        moving = self._disk is not None and self._disk.is_moving
+        return moving or self._controls.adapters.is_reading or self._grammars.is_compiling
 
     @property
     def may_capture(self) -> bool:
@@ -161,6 +166,9 @@ class EngineCore:
         """
         self._controls.adapters.pump()
         self._grammars.pump(time.time())
+        if self._disk is not None and self._offload is not None:
+            self._disk.pump(time.time())
+            self._offload.resume(self.scheduler, time.time())
         if self.next_command is not None:
             self._controls.carry_out(time.time())
             self._may_capture = self._has_graphs  # with other weights or another cache there are other graphs
@@ -228,6 +236,11 @@ class EngineCore:
                 self._executor.collect()
         self._grammars.close()
         self._executor.close()
+
+    def open_disk(self) -> None:
+        """Opens the folder of the pages on the disk, if there is one; `ConfigError` where it cannot be used."""
+        if self._disk is not None:
+            self._disk.open(time.time())
 
     def load_adapters(self, modules: Sequence[LoraModule]) -> None:
         """Loads adapters before the first request; `ConfigError` names the first that cannot be."""

@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.engine.cache.layout import KVLayout
 from penstock.engine.config import EngineConfig
+from penstock.engine.connectors.moves import Move, Moved, PageFile
 from penstock.engine.core.memory import Memory
 from penstock.engine.core.plan import GraphReport, SampleInputs, StepPlan, StepResult
 from penstock.engine.roofline import Ceilings
@@ -70,6 +71,19 @@ class Runner(Protocol):
 
     def initialize_offload(self, num_pages: int) -> None:
         """Allocates the host's memory for so many pages of the cache."""
+        ...
+
+    def open_disk(self) -> list[PageFile]:
+        """Opens the folder of the weights that are loaded, for pages in the host's memory; the pages that it has, the least
+        recently used first. Raises `ConfigError` where it cannot be used."""
+        ...
+
+    def move_pages(self, moves: list[Move]) -> None:
+        """Begins to move pages between the host's memory and the disk; safe beside a step."""
+        ...
+
+    def take_moved(self) -> dict[int, Moved]:
+        """Moves that have ended since the last call, by number; safe beside a step."""
         ...
 
     def warm_up(self) -> None:

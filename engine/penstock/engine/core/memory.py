@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.engine.cache.layout import KVLayout, longest_sequence, max_blocks
 from penstock.engine.config import CacheConfig, ConfigError, EngineConfig
+from penstock.engine.connectors.moves import file_bytes
 
 CPU_MEMORY_SHARE = 0.1
 DEVICE_UTILIZATION = 0.9
@@ -96,6 +97,8 @@ class OffloadSize(msgspec.Struct, frozen=True):
 
     pages: int
     page_bytes: int
+    disk_pages: int = 0
+    """Pages that fit on the disk."""
 
 
 def num_kv_blocks(config: EngineConfig, layout: KVLayout, memory: Memory, step_bytes: int) -> int:
@@ -174,10 +177,13 @@ def _arithmetic(layout: KVLayout, config: EngineConfig, needed: int) -> str:
 
 
 def offload_size(config: EngineConfig, layout: KVLayout) -> OffloadSize | None:
-    """What of the KV cache the host's memory holds beside it; None: nothing. Raises `ConfigError` where no page fits."""
-    wanted = config.cache.offload_bytes
+    """Pages of the KV cache that host memory and disk hold; None: none. Raises `ConfigError` where not one fits."""
+    wanted, disk = config.cache.offload_bytes, config.cache.disk_bytes
     if not wanted:
         return None
     if wanted < layout.page_bytes:
         raise ConfigError(f"--kv-offload-memory-bytes {wanted} holds no page, which has {layout.page_bytes:,} bytes")
-    return OffloadSize(wanted // layout.page_bytes, layout.page_bytes)
+    file = file_bytes(layout.page_bytes)
+    if config.cache.disk_folder is not None and disk < file:
+        raise ConfigError(f"--kv-offload-disk-bytes {disk} holds no page, whose file has {file:,} bytes")
+    return OffloadSize(wanted // layout.page_bytes, layout.page_bytes, disk // file)

@@ -6,6 +6,7 @@ import logging
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ from penstock.engine.attention.backends.interface import AttentionBackend, Atten
 from penstock.engine.attention.backends.registry import choose_backend
 from penstock.engine.attention.pages import plane_views
 from penstock.engine.cache.layout import KVLayout, kv_layout
+from penstock.engine.cache.pages import PageGeometry, PageIdentity, kv_dtypes
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.connectors.host_pages import HostPages
+from penstock.engine.connectors.moves import Move, Moved, PageFile
+from penstock.engine.connectors.namespace import Namespace, weights_digest
+from penstock.engine.connectors.page_files import PageFiles
 from penstock.engine.core.executor import AdapterRead
 from penstock.engine.core.plan import NONE, Admission, Bool, GraphReport, Int32, StepPlan, StepResult, empty
 from penstock.engine.loading.checkpoint import packed_modules, resolve
@@ -77,6 +82,8 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
         self._dtype = _DTYPES[config.model.dtype]
         self._profile: RunnerProfile | None = None
         self._host_pages: HostPages | None = None
+        self._page_files: PageFiles | None = None
+        self._moved: dict[int, Moved] = {}
         self._thread: int | None = None
         heads, model = self._shard.kv_heads(self.decoder_config.num_kv_heads).size, config.model
         kv_dtype = model.kv_dtype or model.dtype
@@ -333,6 +340,46 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
     def initialize_offload(self, num_pages: int) -> None:
         """Allocates the host's memory for so many pages."""
         self._host_pages = HostPages(self._pages, num_pages)
+
+    def open_disk(self) -> list[PageFile]:
+        """Opens the folder of pages of these weights."""
+        cache, files, self._page_files = self.config.cache, self._page_files, None
+        assert cache.disk_folder is not None and self._host_pages is not None, "there is no disk tier"
+        if files is not None:
+            files.close()
+            self._moved |= files.take()
+        slots, world = self._host_pages.slots, self._shard.world
+        self._page_files = PageFiles(cache.disk_folder, self._namespace(), slots, cache.disk_bytes, world)
+        return self._page_files.found
+
+    def _namespace(self) -> Namespace:
+        model, cache, source = self.config.model, self.config.cache, self._source
+        commits = [weights_digest(source.path)] + ([] if self._drafter is None else [weights_digest(self._drafter.path)])
+        return Namespace(
+            version=version("penstock"),
+            hash_seed=cache.hash_seed,
+            identity=PageIdentity(
+                commit=" ".join([*commits, *(["made up"] if source.format == "dummy" else [])]),
+                quantization=model.quantization or "",
+                kv_dtypes=kv_dtypes(self._kv_layers),
+                scales="",
+            ),
+            geometry=PageGeometry(
+                layers=tuple(self._kv_layers), layout=self._layout, rank=self._shard.rank, world=self._shard.world
+            ),
+        )
+
+    def move_pages(self, moves: list[Move]) -> None:
+        """Begins to move pages; without a folder none of them comes to anything."""
+        if self._page_files is None:
+            self._moved |= {move.number: Moved(0.0, "the folder could not be opened") for move in moves}
+        else:
+            self._page_files.begin(moves)
+
+    def take_moved(self) -> dict[int, Moved]:
+        """Moves that have ended since the last call."""
+        moved, self._moved = self._moved, {}
+        return moved if self._page_files is None else moved | self._page_files.take()
 
     def _transfer(self, plan: StepPlan) -> tuple[float, float]:
         """Copies what the plan says, before its rows run; the seconds that stores and loads took."""

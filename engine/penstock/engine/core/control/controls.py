@@ -29,6 +29,7 @@ from penstock.engine.commands import (
     WakeUp,
 )
 from penstock.engine.config import ConfigError
+from penstock.engine.connectors.disk_pump import DiskPump
 from penstock.engine.core.control.adapters import AdapterControl
 from penstock.engine.core.control.control_error import ControlError
 from penstock.engine.core.control.profiles import Profiles
@@ -54,6 +55,7 @@ class Controls:
         executor: Of the core.
         profile_dir: Where profiles are written; None: none are made.
         served_names: Of the model.
+        disk: Of pages that belong to the weights; None: there is none.
     """
 
     def __init__(
@@ -62,9 +64,11 @@ class Controls:
         executor: Executor,
         profile_dir: Path | None = None,
         served_names: Sequence[str] = (),
+        disk: DiskPump | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
+        self._disk = disk
         self._open: list[Control] = []
         self._replies: list[ControlDone] = []
         self._sleeping: set[Tag] = set()
@@ -239,6 +243,11 @@ class Controls:
             self._take_requests_if_awake()
             raise ControlError(f"the weights could not be read, and there are none now: {error}") from error
         self._weights_lost = False
+        if self._disk is not None:
+            try:
+                self._disk.open(now)
+            except ConfigError:
+                _log.exception("the pages of the new weights are not kept on the disk")
         if was_asleep:
             self._go_on_if_awake()
 

@@ -200,6 +200,7 @@ def build_core(config: EngineConfig, executor: Executor, num_blocks: int, epoch:
     """The core of an engine, with the adapters that it starts with."""
     (layout, *_), (ceilings, *_) = executor.call("kv_layout"), executor.call("ceilings")
     core = EngineCore(config, executor, num_blocks, epoch, engine_index, layout.groups, ceilings, offload_size(config, layout))
+    core.open_disk()
     if config.lora is not None:
         core.load_adapters(config.lora.modules)
     if core.may_capture:

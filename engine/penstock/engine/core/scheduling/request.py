@@ -65,6 +65,7 @@ class Request:
         "_extra_keys",
         "adapter",
         "asked_elsewhere_at",
+        "awaited_disk_at",
         "block_hashes",
         "deadline",
         "first_token_at",
@@ -118,6 +119,8 @@ class Request:
         self.num_preemptions = 0
         self.asked_elsewhere_at = -1
         """`num_preemptions` when KV was last looked for beyond the local cache."""
+        self.awaited_disk_at = -1
+        """`num_preemptions` when pages were last read from the disk for it."""
         self.first_token_at = 0.0
         """Unix time in seconds; 0 before."""
         self.block_hashes: list[bytes] = []

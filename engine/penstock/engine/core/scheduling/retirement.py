@@ -142,4 +142,5 @@ class Retirement:
             assert request is not None
             if self._kv.enable_prefix_caching:
                 request.extend_hashes(self._hasher, self._table.token_ids[row, :upto].data)
-            self._kv.commit(request, upto)
+            # An adapter is known by a name, under which another process may have another one.
+            self._kv.commit(request, upto, lasting=request.adapter is None)

@@ -20,7 +20,16 @@ from penstock.engine.frontend.generation import Choice, Generation
 from penstock.engine.frontend.observe.series import Family, SeriesTable, histogram_family
 from penstock.engine.frontend.observe.timeline import intervals
 from penstock.engine.frontend.observe.vllm_names import vllm_families
-from penstock.engine.messages import FINISH_REASONS, Buckets, CoreStats, DraftStats, EncoderStats, GraphSteps, OffloadStats
+from penstock.engine.messages import (
+    FINISH_REASONS,
+    Buckets,
+    CoreStats,
+    DraftStats,
+    EncoderStats,
+    GraphSteps,
+    OffloadStats,
+    TierStats,
+)
 from penstock.engine.sampling import SamplingParams
 
 # Seconds. Coarse enough for a large model on a busy device, fine enough for a small one on a CPU.
@@ -148,16 +157,23 @@ class Metrics(Collector):
 
 
 def _offload(offload: OffloadStats, labels: dict[str, str]) -> Iterator[Family]:
-    gauge, counter = partial(_samples, GaugeMetricFamily, labels), partial(_samples, CounterMetricFamily, labels)
+    counter = partial(_samples, CounterMetricFamily, labels)
     yield counter(names.EXTERNAL_CACHE_QUERIES, "Tokens looked up beyond the KV cache.", offload.queried_tokens)
     yield counter(names.EXTERNAL_CACHE_HITS, "Tokens whose KV pages were loaded into the KV cache.", offload.loaded_tokens)
-    moved = {"store": offload.stored_bytes, "load": offload.loaded_bytes}
-    yield counter(names.KV_OFFLOAD_BYTES, "Bytes of KV pages that were copied, by direction.", moved, "transfer_type")
-    seconds = {"store": offload.store_s, "load": offload.load_s}
-    yield counter(names.KV_OFFLOAD_SECONDS, "Seconds spent on copies of KV pages, by direction.", seconds, "transfer_type")
-    pages = {"used": offload.pages_used, "free": offload.pages - offload.pages_used}
-    yield gauge(names.KV_OFFLOAD_PAGES, "Places for KV pages in the host's memory.", pages, "state")
-    lost = {"evicted": offload.evicted_pages, "failed": offload.failed_pages}
+    yield from _tier(offload.memory, labels | {"tier": "memory"})
+    if offload.disk is not None:
+        yield from _tier(offload.disk, labels | {"tier": "disk"})
+
+
+def _tier(tier: TierStats, labels: dict[str, str]) -> Iterator[Family]:
+    gauge, counter = partial(_samples, GaugeMetricFamily, labels), partial(_samples, CounterMetricFamily, labels)
+    moved = {"store": tier.stored_bytes, "load": tier.loaded_bytes}
+    yield counter(names.KV_OFFLOAD_BYTES, "Bytes of KV pages that were copied, by tier and direction.", moved, "transfer_type")
+    seconds = {"store": tier.store_s, "load": tier.load_s}
+    yield counter(names.KV_OFFLOAD_SECONDS, "Seconds spent on copies of KV pages.", seconds, "transfer_type")
+    pages = {"used": tier.pages_used, "free": tier.pages - tier.pages_used}
+    yield gauge(names.KV_OFFLOAD_PAGES, "Places for KV pages in the host's memory and on the disk.", pages, "state")
+    lost = {"evicted": tier.evicted_pages, "failed": tier.failed_pages}
     yield counter(names.KV_OFFLOAD_LOST_PAGES, "KV pages that were evicted, or whose load failed.", lost, "reason")
 
 

@@ -1,11 +1,11 @@
-"""Which pages the host's memory holds beside the KV cache: an index without the bytes, which every rank has for itself.
+"""Which pages a tier holds, the host's memory or a disk: an index without the bytes, which every rank has for itself.
 
 A slot is free, being written, ready or forgotten. Only a ready one is found. A pinned slot is being read: it is not evicted, and
 is free again only when the reader has let it go.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 
@@ -18,20 +18,24 @@ class Key(NamedTuple):
     """By which the prefix cache finds it, too."""
 
 
-class HostTier:
+class TierIndex:
     """Slots of one page each, the least recently used evicted first.
 
     Args:
         num_slots: Pages that fit.
+        on_evict: Told of each page that makes room for another.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, on_evict: Callable[[Key], None] | None = None) -> None:
+        self._on_evict = on_evict
         self.num_slots = num_slots
         self.num_evicted = 0
         """Pages that made room for others."""
         self._ready = OrderedDict[Key, int]()
         self._writing: dict[Key, int] = {}
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free: list[int] = []
+        self._num_touched = 0
+        """Slots from here on have never been used: a large disk has many."""
         self._readers = Counter[int]()
         self._forgotten: set[int] = set()
 
@@ -40,12 +44,25 @@ class HostTier:
         """Pages that can be found."""
         return len(self._ready)
 
+    @property
+    def num_room(self) -> int:
+        """Pages that can be reserved now, those included that must evict another."""
+        return self._num_free + len(self._ready) - len(self._readers.keys() - self._forgotten)
+
+    @property
+    def _num_free(self) -> int:
+        return len(self._free) + self.num_slots - self._num_touched
+
     def __contains__(self, key: Key) -> bool:
         """Whether the page is there, completely written."""
         return key in self._ready
 
-    def keys(self) -> list[Key]:
-        """Of pages that are there or being written."""
+    def knows(self, key: Key) -> bool:
+        """Whether the page is there or being written."""
+        return key in self._ready or key in self._writing
+
+    def known(self) -> list[Key]:
+        """Names of pages that are there or being written."""
         return [*self._ready, *self._writing]
 
     def slot(self, key: Key) -> int:
@@ -60,9 +77,13 @@ class HostTier:
 
     def reserve(self, key: Key) -> int | None:
         """A slot for a page to be written, evicting another if need be; None where it is here already, or nothing can go."""
-        if key in self._ready or key in self._writing or not (self._free or self._evict()):
+        if self.knows(key) or not (self._num_free or self._evict()):
             return None
-        slot = self._writing[key] = self._free.pop()
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot, self._num_touched = self._num_touched, self._num_touched + 1
+        self._writing[key] = slot
         return slot
 
     def written(self, key: Key, slot: int, *, ok: bool) -> None:
@@ -98,7 +119,7 @@ class HostTier:
 
     def clear(self) -> None:
         """None is to be found any more."""
-        for key in self.keys():
+        for key in self.known():
             self.forget(key)
 
     def _evict(self) -> bool:
@@ -106,6 +127,8 @@ class HostTier:
             if slot not in self._readers:
                 self.forget(key)
                 self.num_evicted += 1
+                if self._on_evict is not None:
+                    self._on_evict(key)
                 return True
         return False
 

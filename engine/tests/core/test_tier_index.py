@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.connectors.host_tier import HostTier, Key
+from penstock.engine.connectors.tier_index import Key, TierIndex
 
 VERBS = ["reserve", "reserve", "written", "written", "lost", "pin", "unpin", "forget", "touch", "clear"]
 
@@ -15,7 +15,7 @@ def key(number: int) -> Key:
     return Key(number % 2, bytes([number // 2]))
 
 
-def stored(tier: HostTier, *numbers: int) -> None:
+def stored(tier: TierIndex, *numbers: int) -> None:
     for number in numbers:
         slot = tier.reserve(key(number))
         assert slot is not None
@@ -24,7 +24,7 @@ def stored(tier: HostTier, *numbers: int) -> None:
 
 @pytest.mark.req("KO-08")
 def test_the_least_recently_used_page_makes_room_and_a_pinned_one_never_does():
-    tier = HostTier(2)
+    tier = TierIndex(2)
     stored(tier, 1, 2)
     tier.touch([key(1)])
     slot = tier.slot(key(1))
@@ -42,7 +42,7 @@ def test_the_least_recently_used_page_makes_room_and_a_pinned_one_never_does():
 
 @pytest.mark.req("KO-06")
 def test_a_page_is_found_when_it_is_written_and_not_before():
-    tier = HostTier(2)
+    tier = TierIndex(2)
     slot = tier.reserve(key(1))
     assert slot is not None and key(1) not in tier and tier.reserve(key(1)) is None
     tier.written(key(1), slot, ok=True)
@@ -54,7 +54,7 @@ def test_a_page_is_found_when_it_is_written_and_not_before():
 
 
 def test_what_is_forgotten_while_it_is_read_or_written_is_neither_found_nor_overwritten():
-    tier = HostTier(2)
+    tier = TierIndex(2)
     stored(tier, 1)
     slot = tier.slot(key(1))
     tier.pin([slot])
@@ -71,7 +71,7 @@ def test_what_is_forgotten_while_it_is_read_or_written_is_neither_found_nor_over
 @settings(max_examples=300)
 @given(st.integers(1, 4), st.lists(st.tuples(st.sampled_from(VERBS), st.integers(0, 7)), max_size=60))
 def test_in_any_order_a_slot_has_one_use_at_a_time(num_slots, steps):
-    tier, writing, read = HostTier(num_slots), dict[int, int](), Counter[int]()
+    tier, writing, read = TierIndex(num_slots), dict[int, int](), Counter[int]()
     holds: dict[int, int] = {}
     for verb, number in steps:
         if verb == "reserve" and number not in writing and (slot := tier.reserve(key(number))) is not None:

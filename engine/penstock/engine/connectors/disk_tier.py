@@ -1,0 +1,197 @@
+"""Pages on the disk, as the scheduler sees them: copies of what the host's memory holds, which outlive it.
+
+Every page that comes to the host's memory is written to the disk, too, as long as it is still there when its turn comes. A
+request whose prefix goes on there is parked while the pages are read into the host's memory; it then loads them from there.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from penstock.engine.connectors.moves import Move, Moved, PageFile
+from penstock.engine.connectors.tier_index import Key, TierIndex
+from penstock.engine.messages import TierStats
+
+MAX_WRITES = 8
+"""In flight: so many may be ahead of a read."""
+PAUSE_S = 30.0
+"""Without writes, after one has failed: the disk is full, say."""
+PATIENCE_S = 10.0
+"""That a request waits for reads; a disk that hangs must not hold it up for ever."""
+
+_log = logging.getLogger(__name__)
+
+
+class _Under(msgspec.Struct, frozen=True):
+    """A move under way."""
+
+    move: Move
+    key: Key
+    host_slot: int
+    disk_slot: int
+
+
+class _Wait(msgspec.Struct):
+    """A request that waits for reads."""
+
+    index: int
+    until: float
+    keys: set[Key]
+
+
+class DiskTier:
+    """The scheduler's half.
+
+    Args:
+        host: The tier in front, which all pages pass through.
+        num_pages: That fit.
+        page_bytes: Of a page.
+    """
+
+    def __init__(self, host: TierIndex, num_pages: int, page_bytes: int) -> None:
+        self.index = TierIndex(num_pages, on_evict=self._delete)
+        self._host = host
+        self._page_bytes = page_bytes
+        self._wanted: dict[Key, None] = {}
+        self._due: list[Move] = []
+        self._under: dict[int, _Under] = {}
+        self._reading: set[Key] = set()
+        self._waits: list[_Wait] = []
+        self._number = 0
+        self._paused_until = 0.0
+        self._written = self._read = self._failed = 0
+        self._seconds = {"write": 0.0, "read": 0.0}
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether there is something to begin, or under way, of whose end nobody tells."""
+        return bool(self._due or self._under or self._wanted)
+
+    def open(self, pages: Iterable[PageFile]) -> None:
+        """The folder has been opened with these pages in it, the least recently used first."""
+        for page in pages:
+            key = Key(page.group, page.block_hash)
+            if (slot := self.index.reserve(key)) is not None:
+                self.index.written(key, slot, ok=True)
+
+    def offer(self, key: Key) -> None:
+        """The host's memory has a page."""
+        if key not in self.index:
+            self._wanted[key] = None
+
+    def has(self, key: Key) -> bool:
+        """Whether the page is in the host's memory, or can be read into it."""
+        return key in self._host or key in self.index
+
+    def stage(self, index: int, keys: Sequence[Key], now: float) -> bool:
+        """Begins to read what the host's memory lacks of these pages, for a request; False: nothing is on its way."""
+        coming: set[Key] = set()
+        for key in keys:
+            if key in self._host:
+                continue
+            if key not in self._reading and not self._begin_read(key):
+                break
+            coming.add(key)
+        if not coming:
+            return False
+        self.index.touch(keys)
+        self._waits.append(_Wait(index, now + PATIENCE_S, coming))
+        return True
+
+    def _begin_read(self, key: Key) -> bool:
+        if key not in self.index or (host_slot := self._host.reserve(key)) is None:
+            return False
+        disk_slot = self.index.slot(key)
+        self.index.pin([disk_slot])
+        self._reading.add(key)
+        self._begin("read", key, host_slot, disk_slot)
+        return True
+
+    def _begin(self, action: str, key: Key, host_slot: int, disk_slot: int) -> None:
+        self._number += 1
+        move = msgspec.convert((self._number, action, key.group, key.block_hash, host_slot), Move)
+        self._under[self._number] = _Under(move, key, host_slot, disk_slot)
+        self._due.append(move)
+
+    def _delete(self, key: Key) -> None:
+        self._begin("delete", key, -1, -1)
+
+    def forget(self, key: Key) -> None:
+        """This content must not be found any more, now or by another process."""
+        self._wanted.pop(key, None)
+        if self.index.knows(key):
+            self.index.forget(key)
+            self._delete(key)
+
+    def clear(self) -> None:
+        """No content may be found any more."""
+        self._wanted.clear()
+        for key in self.index.known():
+            self.index.forget(key)
+            self._delete(key)
+
+    def take(self, now: float) -> list[Move]:
+        """What the ranks must begin now; `now` is Unix time in seconds."""
+        if now >= self._paused_until:
+            writes = sum(under.move.action == "write" for under in self._under.values())
+            while self._wanted and writes < MAX_WRITES:
+                key = next(iter(self._wanted))
+                del self._wanted[key]
+                writes += self._begin_write(key)
+        due, self._due = self._due, []
+        return due
+
+    def _begin_write(self, key: Key) -> bool:
+        if key not in self._host or (disk_slot := self.index.reserve(key)) is None:
+            return False  # it has left the host's memory before its turn
+        host_slot = self._host.slot(key)
+        self._host.pin([host_slot])
+        self._begin("write", key, host_slot, disk_slot)
+        return True
+
+    def moved(self, number: int, moved: Moved, now: float) -> None:
+        """A move has ended on all ranks."""
+        under = self._under.pop(number)
+        ok, key, action = moved.error is None, under.key, under.move.action
+        if action == "delete":
+            return
+        self._seconds[action] += moved.seconds
+        if action == "write":
+            self._host.unpin([under.host_slot])
+            self.index.written(key, under.disk_slot, ok=ok)
+            self._written += ok
+            if not ok:
+                self._paused_until = now + PAUSE_S
+                self._wanted.clear()
+                _log.warning("KV pages are not written to the disk for %g seconds: %s", PAUSE_S, moved.error)
+            return
+        self._reading.discard(key)
+        self.index.unpin([under.disk_slot])
+        self._host.written(key, under.host_slot, ok=ok)
+        self._read += ok
+        if not ok:
+            self._failed += 1
+            self.forget(key)
+            _log.warning("a KV page could not be read from the disk, and is computed again: %s", moved.error)
+        for wait in self._waits:
+            wait.keys.discard(key)
+
+    def take_waits(self, now: float) -> list[int]:
+        """Requests that need wait no longer: their pages are there, or do not come."""
+        over = [wait for wait in self._waits if not wait.keys or now >= wait.until]
+        self._waits = [wait for wait in self._waits if wait not in over]
+        return [wait.index for wait in over]
+
+    def stats(self) -> TierStats:
+        """Everything since the start."""
+        return TierStats(
+            pages=self.index.num_slots,
+            pages_used=self.index.num_ready,
+            stored_bytes=self._written * self._page_bytes,
+            loaded_bytes=self._read * self._page_bytes,
+            store_s=self._seconds["write"],
+            load_s=self._seconds["read"],
+            evicted_pages=self.index.num_evicted,
+            failed_pages=self._failed,
+        )

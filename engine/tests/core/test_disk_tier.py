@@ -1,0 +1,161 @@
+"""Pages on the disk as the scheduler sees them, with moves that end when the test says so."""
+
+import pytest
+from fake_runner import reference
+from harness import make_request
+from test_kv_offload import PROMPT, flood, make
+
+from penstock.engine.connectors.disk_tier import MAX_WRITES, PATIENCE_S, PAUSE_S, DiskTier
+from penstock.engine.connectors.moves import Moved, PageFile
+from penstock.engine.connectors.tier_index import Key, TierIndex
+from penstock.engine.core.scheduling.request import RequestStatus
+
+
+def key(number: int) -> Key:
+    return Key(0, bytes([number]))
+
+
+def stored(host: TierIndex, tier: DiskTier, *numbers: int) -> None:
+    for number in numbers:
+        slot = host.reserve(key(number))
+        assert slot is not None
+        host.written(key(number), slot, ok=True)
+        tier.offer(key(number))
+
+
+def test_no_more_writes_are_in_flight_than_a_read_may_wait_for():
+    host = TierIndex(40)
+    tier = DiskTier(host, 40, 10)
+    stored(host, tier, *range(20))
+    first = tier.take(0.0)
+    assert len(first) == MAX_WRITES and not tier.take(0.0)
+    tier.moved(first[0].number, Moved(0.5), 0.0)
+    assert len(tier.take(0.0)) == 1 and tier.stats().stored_bytes == 10 and tier.stats().store_s == 0.5
+
+
+def test_a_failed_write_stops_others_for_a_while():
+    host = TierIndex(9)
+    tier = DiskTier(host, 9, 10)
+    stored(host, tier, 1)
+    [move] = tier.take(0.0)
+    tier.moved(move.number, Moved(0.0, "No space left on device"), 0.0)
+    stored(host, tier, 2)
+    assert not tier.take(PAUSE_S - 1) and key(1) not in tier.index
+    assert [move.block_hash for move in tier.take(PAUSE_S)] == [key(2).block_hash]
+
+
+def test_a_page_being_written_is_not_evicted_from_memory_and_one_that_left_is_not_written():
+    host = TierIndex(1)
+    tier = DiskTier(host, 9, 10)
+    stored(host, tier, 1)
+    [move] = tier.take(0.0)
+    assert host.reserve(key(2)) is None, "its slot is being read"
+    tier.moved(move.number, Moved(0.0), 0.0)
+    stored(host, tier, 2, 3)
+    assert [move.block_hash for move in tier.take(0.0)] == [key(3).block_hash]
+
+
+def test_what_is_forgotten_while_it_is_written_is_deleted_after_it():
+    host = TierIndex(4)
+    tier = DiskTier(host, 4, 10)
+    stored(host, tier, 1)
+    [write] = tier.take(0.0)
+    tier.forget(key(1))
+    [delete] = tier.take(0.0)
+    assert delete.action == "delete" and delete.number > write.number
+    tier.moved(write.number, Moved(0.0), 0.0)
+    assert key(1) not in tier.index and tier.index.num_room == 4
+
+
+@pytest.mark.req("KO-06")
+def test_two_requests_wait_for_one_read():
+    host = TierIndex(4)
+    tier = DiskTier(host, 4, 10)
+    tier.open([PageFile(*key(1))])
+    assert tier.stage(7, [key(1)], 0.0) and tier.stage(8, [key(1)], 0.0)
+    [move] = tier.take(0.0)
+    assert move.action == "read" and key(1) not in host and not tier.take_waits(0.0)
+    tier.moved(move.number, Moved(0.0), 0.0)
+    assert tier.take_waits(0.0) == [7, 8] and key(1) in host
+
+
+def parked(host_pages: int = 200):
+    """A machine with a request that waits for the seven pages of its prompt, which are on the disk alone."""
+    machine = make(host_pages=host_pages, depth=2)
+    offload = machine.scheduler._offload
+    assert offload is not None
+    disk = offload.disk = DiskTier(offload.tier, 100, 1)
+    machine.add(make_request(0, PROMPT, 6))
+    machine.run()
+    names = [name for name in offload.names() if Key(0, name) in offload.tier][:7]
+    disk.open(PageFile(0, name) for name in names)
+    flood(machine, 1)
+    offload.tier.clear()
+    disk._wanted.clear()
+    machine.add(make_request(50, PROMPT, 6))
+    machine.step()
+    return machine, offload, disk
+
+
+@pytest.mark.req("KO-12", "KO-26")
+def test_a_request_waits_for_the_disk_and_then_loads_from_memory():
+    machine, offload, disk = parked()
+    assert machine.scheduler._book._live[50].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert not machine.scheduler.kv.holds(machine.scheduler._book._live[50]), "it waits without blocks"
+    moves = disk.take(machine.now)
+    assert [move.action for move in moves] == ["read"] * 7
+    machine.add(make_request(60, [7, 7], 12))
+    while 60 not in machine.finished:
+        machine.step()
+    assert machine.streams[60] == reference([7, 7], 12), "others run"
+    disk.moved(moves[-1].number, Moved(0.1, "damaged"), machine.now)
+    for move in moves[:-1]:
+        disk.moved(move.number, Moved(0.1), machine.now)
+    offload.resume(machine.scheduler, machine.now)
+    machine.step()
+    plan = machine.plans[-1]
+    assert plan.transfers is not None and len(plan.transfers.load_blocks) == 6, "all but the damaged one"
+    assert Key(0, moves[-1].block_hash) not in disk.index and disk.stats().failed_pages == 1
+
+
+@pytest.mark.req("KO-12")
+def test_a_disk_that_hangs_holds_a_request_up_for_so_long_and_no_longer():
+    machine, offload, disk = parked()
+    assert disk.take(machine.now)
+    offload.resume(machine.scheduler, machine.now + PATIENCE_S - 1)
+    assert machine.scheduler.waiting() == {"remote_kv": 1}
+    offload.resume(machine.scheduler, machine.now + PATIENCE_S + 1)
+    machine.run()
+    assert machine.streams[50] == reference(PROMPT, 6) and machine.cached_tokens[50] == 0
+
+
+def test_an_abort_while_the_disk_reads_leaves_nothing_behind():
+    machine, offload, disk = parked()
+    machine.abort(50)
+    for move in disk.take(machine.now):
+        disk.moved(move.number, Moved(0.1), machine.now)
+    offload.resume(machine.scheduler, machine.now)
+    machine.run().check_no_leak()
+    assert offload.tier.num_room == offload.tier.num_slots
+
+
+def test_as_many_of_the_first_pages_are_read_as_memory_can_take():
+    _, _, disk = parked(host_pages=3)
+    assert [move.action for move in disk.take(0.0)].count("read") <= 3
+
+
+def test_pages_of_adapters_stay_in_memory():
+    """Another process may have another adapter under the name."""
+    machine = make(loras=(1, 1))
+    offload = machine.scheduler._offload
+    assert offload is not None
+    disk = offload.disk = DiskTier(offload.tier, 100, 1)
+    assert machine.load("a", "/first") is None
+    machine.ask(0, PROMPT, 6, "a")
+    machine.run()
+    from_adapter = list(disk._wanted)
+    machine.add(make_request(1, PROMPT, 6))
+    machine.run()
+    machine.add(make_request(2, [9], 2))
+    machine.run()
+    assert offload.tier.num_ready > len(disk._wanted) > 0 and not from_adapter

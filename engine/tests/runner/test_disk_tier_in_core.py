@@ -1,0 +1,226 @@
+"""Pages on the disk with a real model: they outlive the process, and a damaged, foreign or absent file is computed anew."""
+
+import errno
+import os
+import time
+
+import msgspec
+import pytest
+from test_core_with_runner import SCHEDULER, requests
+
+from penstock.engine.config import ConfigError
+from penstock.engine.connectors import page_files
+from penstock.engine.connectors.disk_tier import PAUSE_S
+from penstock.engine.connectors.moves import Move, file_bytes
+from penstock.engine.connectors.namespace import weights_digest
+from penstock.engine.core.ipc.process import build_core, build_executor
+
+
+@pytest.fixture
+def start(checkpoint, build_runner):
+    """Starts engines whose KV cache has room for about two of ten requests."""
+    cores = []
+
+    def started(folder, family="llama", pages=400, disk=400, **model):
+        runner = build_runner(checkpoint(family), scheduler=SCHEDULER)
+        config, page = runner.config, runner.kv_layout().page_bytes
+        sizes = {"num_blocks": 24 if family == "llama" else 44, "offload_bytes": pages * page, "disk_folder": folder}
+        cache = msgspec.structs.replace(config.cache, **sizes, disk_bytes=disk * file_bytes(page))
+        model = msgspec.structs.replace(config.model, **model)
+        config = msgspec.structs.replace(config, cache=cache, model=model)
+        executor, blocks = build_executor(config)
+        try:
+            core = build_core(config, executor, blocks, 1)
+        except ConfigError:
+            executor.close()
+            raise
+        cores.append(core)
+        return core
+
+    yield started
+    for core in cores:
+        core.close()
+
+
+def run(core, batch) -> dict[int, list[int]]:
+    tokens = {request.index: [] for request in batch}
+    for request in batch:
+        core.handle(request)
+    deadline = time.monotonic() + 60
+    while core.has_work or core.is_reading:
+        assert time.monotonic() < deadline
+        if (frame := core.step()) is not None:
+            offsets, ids = memoryview(frame.offsets).cast("i"), memoryview(frame.token_ids).cast("i")
+            for at, index in enumerate(memoryview(frame.indexes).cast("q")):
+                tokens[index] += ids[offsets[at] : offsets[at + 1]]
+    return tokens
+
+
+def files(folder):
+    return sorted(folder.rglob("*.page"))
+
+
+@pytest.mark.req("KO-26", "KO-27")
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_new_process_finds_what_the_one_before_has_written(start, tmp_path, family):
+    batch = requests(adjusted=False)
+    first = start(tmp_path, family)
+    expected = run(first, batch)
+    told = first.stats().offload
+    assert told.disk.pages_used == len(files(tmp_path)) > 0 and told.disk.stored_bytes > 0 and told.disk.loaded_bytes == 0
+    second = start(tmp_path, family)
+    assert second.stats().offload.disk.pages_used == told.disk.pages_used
+    assert run(second, batch) == expected
+    told = second.stats().offload
+    assert told.disk.loaded_bytes > 0 and told.loaded_tokens > 0 and told.disk.failed_pages == 0
+    assert second.scheduler.totals.prefix_hits > first.scheduler.totals.prefix_hits
+    assert second.scheduler.kv.pool.num_used == 0 and not list(tmp_path.rglob("*.part"))
+
+
+@pytest.mark.req("KO-27", "KO-31")
+@pytest.mark.parametrize("damage", ["flipped", "short", "gone", "foreign"])
+def test_a_file_that_is_not_what_was_written_is_a_miss(start, tmp_path, damage):
+    batch = requests(adjusted=False)
+    expected = run(start(tmp_path), batch)
+    core = start(tmp_path)  # it has seen the files whole
+    pages = files(tmp_path)
+    for page, other in zip(pages, [*pages[1:], pages[0]], strict=True):
+        content = page.read_bytes()
+        match damage:
+            case "flipped":
+                page.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+            case "short":
+                page.write_bytes(content[: len(content) // 2])
+            case "gone":
+                page.unlink()
+            case _:
+                page.write_bytes(other.read_bytes())
+    assert run(core, batch) == expected
+    told = core.stats().offload
+    assert told.disk.failed_pages > 0
+    assert told.disk.loaded_bytes == 0
+    assert core.scheduler.kv.pool.num_used == 0
+
+
+@pytest.mark.req("KO-27")
+def test_replicas_with_other_weights_share_a_disk_and_no_page(start, tmp_path, checkpoint):
+    batch = requests(adjusted=False)
+    run(start(tmp_path), batch)
+    before = files(tmp_path)
+    other = start(tmp_path, load_format="dummy")
+    assert other.stats().offload.disk.pages_used == 0
+    run(other, batch)
+    assert other.stats().offload.disk.loaded_bytes == 0
+    assert set(before) < set(files(tmp_path)) and len({page.parents[1] for page in files(tmp_path)}) == 2
+    assert weights_digest(checkpoint("llama")) != weights_digest(checkpoint("gemma2"))
+
+
+def test_one_changed_tensor_is_other_weights(checkpoint, tmp_path):
+    for file in checkpoint("llama").iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert weights_digest(tmp_path) == weights_digest(checkpoint("llama"))
+    weights = next(tmp_path.glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert weights_digest(tmp_path) != weights_digest(checkpoint("llama"))
+
+
+@pytest.mark.req("KO-27")
+def test_the_quota_is_kept_and_the_oldest_file_goes_first(start, tmp_path):
+    core = start(tmp_path, disk=20)
+    run(core, requests(adjusted=False))
+    told = core.stats().offload
+    assert len(files(tmp_path)) <= 20 and told.disk.pages_used <= 20 and told.disk.evicted_pages > 0
+    smaller = start(tmp_path, disk=5)
+    while smaller.is_reading:
+        smaller.step()
+    assert len(files(tmp_path)) == smaller.stats().offload.disk.pages_used == 5
+
+
+def test_a_reset_removes_the_files(start, tmp_path):
+    core = start(tmp_path)
+    run(core, requests(adjusted=False))
+    assert files(tmp_path) and core.scheduler.kv.reset()
+    while core.is_reading:
+        core.step()
+    assert not files(tmp_path) and core.stats().offload.disk.pages_used == 0
+
+
+def test_a_disk_without_room_costs_writes_and_no_request(start, tmp_path, monkeypatch, caplog):
+    batch = requests(adjusted=False)
+    core, real = start(tmp_path), os.write
+
+    def full(fd, data):
+        if len(data) > 4096:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data)
+
+    monkeypatch.setattr(page_files.os, "write", full)
+    tokens = run(core, batch)
+    told = core.stats().offload
+    assert told.disk.stored_bytes == 0 and not files(tmp_path) and not list(tmp_path.rglob("*.part"))
+    assert f"not written to the disk for {PAUSE_S:g} seconds" in caplog.text and "No space left" in caplog.text
+    monkeypatch.undo()
+    assert tokens == run(start(tmp_path), batch)
+
+
+def test_a_folder_that_cannot_be_used_stops_the_start_by_name(start, tmp_path):
+    taken = tmp_path / "file"
+    taken.write_text("")
+    with pytest.raises(ConfigError, match=rf"--kv-offload-directory {taken} cannot be used: (Not a directory|File exists)"):
+        start(taken)
+    with pytest.raises(ConfigError, match=r"--kv-offload-disk-bytes \d+ does not fit into .* are free"):
+        start(tmp_path, disk=1 << 40)
+    with pytest.raises(ConfigError, match=r"--kv-offload-disk-bytes 0 holds no page, whose file has"):
+        start(tmp_path, disk=0)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_rights_stops_the_start(start, tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="cannot be used: Permission denied"):
+        start(tmp_path)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EACCES])
+def test_direct_io_is_probed_and_other_errors_are_told(start, tmp_path, monkeypatch, code):
+    real = os.open
+
+    def refusing(path, flags, *more, **rest):
+        if flags & os.O_DIRECT:
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, flags, *more, **rest)
+
+    monkeypatch.setattr(page_files.os, "open", refusing)
+    if code == errno.EACCES:
+        with pytest.raises(ConfigError, match="cannot be used: Permission denied"):
+            start(tmp_path)
+        return
+    batch = requests(adjusted=False)
+    expected = run(start(tmp_path), batch)
+    second = start(tmp_path)
+    assert run(second, batch) == expected and second.stats().offload.disk.loaded_bytes > 0
+
+
+def test_what_a_dead_process_has_begun_is_removed_and_what_a_live_one_writes_is_not(start, tmp_path):
+    run(start(tmp_path), requests(adjusted=False))
+    folder = files(tmp_path)[0].parent
+    old, new = folder / "old.part", folder / "new.part"
+    for part in (old, new):
+        part.write_bytes(b"begun")
+    os.utime(old, (0, 0))
+    start(tmp_path)
+    assert new.exists() and not old.exists()
+
+
+def test_a_move_of_a_strange_name_is_told_as_failed(start, tmp_path):
+    core = start(tmp_path)
+    runner = core._executor._runner
+    runner.move_pages([Move(1, "read", 0, b"\1\2", 0)])
+    ended = {}
+    deadline = time.monotonic() + 10
+    while not ended and time.monotonic() < deadline:
+        ended = runner.take_moved()
+    assert "FileNotFoundError" in ended[1].error
