@@ -135,6 +135,10 @@ bench-schemas: setup ## JSON schemas as grammars: refused ones, instances taken 
 bench-structured: setup ## what grammars cost a batch of 32, and what a new schema costs the first token (ARGS=--quick)
 	@$(BIN)/python benchmarks/bench_structured.py $(ARGS)
 
+.PHONY: bench-images
+bench-images: setup ## the tower of images beside transformers', and the second question about an image (ARGS=--quick)
+	@$(BIN)/python benchmarks/bench_images.py $(ARGS)
+
 .PHONY: bench-quantization
 bench-quantization: setup ## what weights of eight and four bits save and cost on a CPU (ARGS=--quick)
 	@$(BIN)/python benchmarks/bench_quantization.py $(ARGS)
