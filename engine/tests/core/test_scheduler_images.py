@@ -106,6 +106,16 @@ def test_a_chunk_may_cut_an_image_which_is_encoded_whole_and_kept_until_it_is_ov
     assert (machine.streams[0], machine.runner.encoded) == (expected, ["a"])
 
 
+def test_an_image_that_a_prompt_holds_twice_is_kept_until_the_second_one_is_over():
+    machine = Machine(make_config(images=(16, 16), budget=12))
+    machine.add(seen(0, [1, ("a", 9), ("a", 9), 3])[0])
+    machine.step()
+    assert machine.scheduler.encoder.cache.held == 9
+    machine.step()
+    assert machine.scheduler.encoder.cache.held == 0
+    assert machine.runner.encoded == ["a"]
+
+
 @pytest.mark.req("MM-09", "MM-11", "MM-14")
 def test_entries_that_nobody_holds_leave_when_their_room_is_needed_oldest_first():
     machine = Machine(make_config(images=(16, 10), budget=40, caching=False))

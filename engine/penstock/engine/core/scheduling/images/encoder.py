@@ -124,8 +124,10 @@ class Encoder:
         """What the next plan makes, and what it drops before. From then on its rows need no image that they are beyond."""
         for row, end in self._reached.items():
             request = self._requests[row]
+            # A prompt may hold an image twice, and be within the second one.
+            within = {image.item.identifier for image in request.images if image.item.start < end < image.end}
             for image in request.images:
-                if image.end <= end:
+                if image.end <= end and image.item.identifier not in within:
                     self._cache.release(image.item.identifier, request.index)
             if request.images[-1].end <= end:
                 del self._requests[row]
