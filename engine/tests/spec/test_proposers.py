@@ -106,12 +106,37 @@ def test_without_drafts_it_rests_longer_and_longer_and_then_tries_again():
     assert rests[:7] == [1, 2, 4, 8, 16, 32, 32]
 
 
-def test_a_new_request_does_not_inherit_and_ends_the_rest():
+def test_a_new_request_ends_the_rest_where_drafts_pay_for_most():
     depth = DraftDepth(4, 8, CHEAP)
-    observed(depth, [4, 4], [0, 0], 30)
+    observed(depth, [1, 1], [0, 0], 14)  # these two are bad, which does not say much of others
     assert depth.most(ROWS) == 0
     depth.admit(2)
     assert not depth.rests
+
+
+def test_a_new_request_does_not_end_the_rest_where_drafts_pay_for_nobody():
+    depth = DraftDepth(4, 8, CHEAP)
+    observed(depth, [4, 4], [0, 0], 100)
+    assert depth.most(ROWS) == 0
+    depth.admit(2)
+    assert depth.rests
+
+
+def test_a_proposer_that_finds_nothing_is_soon_asked_again():
+    depth, waits = DraftDepth(4, 8, CHEAP), []
+    for _ in range(7):
+        assert depth.most(ROWS) > 0 and depth.choose(ROWS, counts(0, 0)) == 0
+        waits.append(sum(1 for _ in iter(lambda: depth.rests, False)))
+    assert waits == [1, 2, 4, 8, 8, 8, 8]
+    assert depth.choose(ROWS, counts(3, 0)) > 0
+    assert depth.choose(ROWS, counts(0, 0)) == 0
+    assert [depth.rests, depth.rests] == [True, False], "what was found begins anew"
+
+
+def test_each_number_of_drafts_has_its_own_time():
+    """Where four drafts leave the tape, one and two do not cost a part of that."""
+    timings = [Timing(1, 0, 1.0), Timing(1, 1, 1.1), Timing(1, 2, 1.2), Timing(1, 4, 9.0)]
+    assert DraftDepth(4, 4, timings).most(ROWS) == 2
 
 
 def test_a_new_request_is_believed_to_be_like_those_before_it():

@@ -172,7 +172,8 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
             timings = measure_steps(self._time_decodes, fits, most)
             vocab_size = self.decoder_config.vocab_size
             self._own_drafts = OwnDrafts(config, self._proposer, timings, rows, vocab_size, self._draft_sampler)
-            pairs = zip(timings[::2], timings[1::2], strict=True)
+            ends = ([it for it in timings if it.drafts == drafts] for drafts in (0, most))
+            pairs = zip(*ends, strict=True)
             told = ", ".join(f"{after.seconds / before.seconds:.2f} at {before.rows} requests" for before, after in pairs)
             log.info("steps with %d drafts take, as multiple of those without: %s", most, told)
 

@@ -12,7 +12,7 @@ from penstock.engine.runner.draft_sampler import DraftSampler
 from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS, StepInputs
 from penstock.engine.runner.sampler.choice import Drawn
 from penstock.engine.runner.verification import Verified, choices_given
-from penstock.engine.spec.depth import DraftDepth, Timing
+from penstock.engine.spec.depth import DraftDepth, Timing, depths
 from penstock.engine.spec.proposer import Proposer
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ class OwnDrafts:
         """[rows, K]: of each row's next step, -1 pads."""
         self._num_proposed: Int32 = np.zeros(max_num_seqs, np.int32)
         """[rows]: how many of them are the proposer's; those after them only keep a step's rows alike."""
+        self._has_any = False
+        """Whether `drafts` has a draft."""
         self._own: Bool = np.zeros(self.drafts.shape, np.bool_)
         """[rows, K]: which of `drafts` these are."""
         self._wanted: Bool = np.ones(max_num_seqs, np.bool_)
@@ -73,9 +75,11 @@ class OwnDrafts:
         if self._last is not None:
             began, count, drafts = self._last
             self._depth.observe_step(count, drafts, now - began)
-        drafts = int(plan.num_drafts[0]) if len(plan.num_drafts) else 0
-        decodes = len(plan.rows) and np.count_nonzero(plan.num_new_tokens == 1 + drafts) == len(plan.rows)
-        self._last = (now, len(plan.rows), drafts) if decodes and drafts in self._depth.depths else None
+        count, drafts, tokens = len(plan.rows), 0, plan.num_new_tokens
+        if len(plan.num_drafts):
+            drafts, tokens = int(plan.num_drafts.max(initial=0)), tokens - plan.num_drafts
+        learns = count and self._depth.learns_from(drafts)
+        self._last = (now, count, drafts) if learns and np.count_nonzero(tokens == 1) == count else None
 
     def drawn(self, plan: StepPlan, drafts: Int32) -> Drawn | None:
         """What the sampler must know of a step's drafts, [r, most of a row], as of `planned_drafts`; None: none was drawn."""
@@ -114,8 +118,13 @@ class OwnDrafts:
             drafted = np.minimum(plan.num_drafts[own], self._num_proposed[of])
             self._depth.observe(of, drafted, np.minimum(verified.accepted[own], drafted))
         # The host knows of no drafts but those that it is told of: masks are for these alone.
-        self.drafts[plan.rows], self._own[plan.rows] = _PAD, False
-        asked = np.zeros(len(plan.rows), np.bool_) if self._depth.rests else goes_on & self._wanted[plan.rows]
+        if self._has_any:
+            self.drafts[plan.rows], self._own[plan.rows] = _PAD, False
+            self._has_any = bool((self.drafts != _PAD).any())
+        if self._depth.rests:
+            self._follow(rows, plan.rows, step, np.zeros(len(plan.rows), np.bool_))
+            return None
+        asked = goes_on & self._wanted[plan.rows]
         of = plan.rows[asked]
         most = self._depth.most(of) if len(of) else 0
         found = self._proposed(rows, plan.rows, step, asked if most else np.zeros_like(asked), most)
@@ -124,16 +133,24 @@ class OwnDrafts:
     def _proposed(self, rows: RowTable, stepped: Int32, step: StepInputs, asked: Bool, most: int) -> Int32 | None:
         """[m, K]: what the proposer says of the rows that are asked for, up to the first that is no token, and no more than
         `most`; None: nothing. A step does without drafts where the proposer fails."""
+        if not self._follow(rows, stepped, step, asked) or not most:
+            return None
         try:
-            self._proposer.follow(rows, stepped, step, asked)
-            if not most:
-                return None
             drafts = self._proposer.propose(rows, stepped[asked], most)
         except Exception:
             log.exception("no drafts: the proposer failed")
             return None
         fits = (drafts >= 0) & (drafts < self._vocab_size) & (np.arange(drafts.shape[1]) < most)
         return np.where(np.logical_and.accumulate(fits, axis=1), drafts, np.int32(_PAD))
+
+    def _follow(self, rows: RowTable, stepped: Int32, step: StepInputs, asked: Bool) -> bool:
+        """Lets the proposer take in the step; False: it has failed."""
+        try:
+            self._proposer.follow(rows, stepped, step, asked)
+        except Exception:
+            log.exception("no drafts: the proposer failed")
+            return False
+        return True
 
     def _kept(self, plan: StepPlan, of: Int32, found: Int32, rows: RowTable) -> Int32 | None:
         """Keeps as many drafts of the rows `of`, [m], as pay."""
@@ -142,7 +159,7 @@ class OwnDrafts:
         if not depth:
             return None
         found[:, depth:] = _PAD
-        self._own[of] = found >= 0
+        self._own[of], self._has_any = found >= 0, True
         if len(of) * (1 + depth) <= MAX_TAPED_TOKENS:
             # Rows that are alike run from a tape. What they are filled up with is a guess like any other.
             last = rows.token_ids[of, rows.num_tokens[of] - 1]
@@ -161,7 +178,7 @@ def measure_steps(run: Callable[[int, int], float], max_num_seqs: int, num_draft
     """
     found: list[Timing] = []
     for size in sorted({min(size, max_num_seqs) for size in (1, 4, 16, 64)}):
-        for drafts in (0, num_drafts):
+        for drafts in depths(num_drafts):
             run(size, drafts)  # the first runs of a shape do more than the later ones
             run(size, drafts)
             found.append(Timing(size, drafts, min(run(size, drafts) for _ in range(_REPEATS))))

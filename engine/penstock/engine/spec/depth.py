@@ -22,11 +22,15 @@ _RETURN: Final = 0.01
 """How far a row's acceptance goes back to what new requests have, in a step without drafts."""
 _NEWEST: Final = 0.1
 """Weight of a step's seconds."""
+_SEEN_OF_REST: Final = 4
+"""Of so many steps of a rest one is timed."""
 _OUTLIER: Final = 3.0
 """Times the usual, above which a step's seconds are taken for somebody else's doing."""
 _MARGIN: Final = 1.02
 """Times the tokens a second without drafts that are wanted of drafts."""
 _LONGEST_REST: Final = 32
+_LONGEST_WAIT: Final = 8
+"""Steps for which a proposer that has found nothing is not asked again, at most: its text may begin to repeat at any token."""
 
 
 class Timing(NamedTuple):
@@ -43,20 +47,28 @@ class DraftDepth:
     Args:
         max_num_seqs: Rows.
         num_drafts: K, drafts of a row at most.
-        timings: For several numbers of rows, ascending, steps with 0 and with K drafts.
+        timings: For several numbers of rows, ascending, steps with several numbers of drafts, 0 and K among them.
     """
 
     def __init__(self, max_num_seqs: int, num_drafts: int, timings: Sequence[Timing]) -> None:
         self._acceptance: Float64 = np.full(max_num_seqs, _HOPE)
         self._usual = _HOPE
-        self.depths = np.array(sorted({0, *(2**power for power in range(6) if 2**power < num_drafts), num_drafts}))
-        self._seconds = self._table(max_num_seqs, num_drafts, timings)
+        self.depths = np.array(depths(num_drafts))
+        self._places = {depth: at for at, depth in enumerate(self.depths.tolist())}
+        self._seconds = self._table(max_num_seqs, timings)
         self._rest, self._rested, self._next_rest = 0, 0, 1
+        self._num_rows = 1
+        """Of the last choice."""
+
+    def learns_from(self, drafts: int) -> bool:
+        """Whether the time of a step with so many drafts is to be observed; of a rest every few steps are enough."""
+        return drafts in self._places and (drafts > 0 or self._rested % _SEEN_OF_REST == 0)
 
     def admit(self, row: int) -> None:
-        """Another request has the row."""
+        """Another request has the row, which ends the rest if drafts pay for requests like the last ones."""
         self._acceptance[row] = self._usual
-        self._rest, self._next_rest = 0, 1
+        if self._rest and self._best(self._tokens(np.array([self._usual]), self.depths[None, -1:]), self._num_rows):
+            self._rest, self._next_rest = 0, 1
 
     @property
     def rests(self) -> bool:
@@ -80,8 +92,8 @@ class DraftDepth:
 
     def observe_step(self, num_rows: int, drafts: int, seconds: float) -> None:
         """Takes in how long a step of decodes with so many drafts each took, all told."""
-        at = _size(num_rows), int(np.searchsorted(self.depths, drafts))
-        usual = self._seconds[at]
+        at = _size(num_rows), self._places[drafts]
+        usual = float(self._seconds[at])
         if seconds < _OUTLIER * usual:
             self._seconds[at] = usual + _NEWEST * (seconds - usual)
 
@@ -89,28 +101,49 @@ class DraftDepth:
         """The most drafts that can pay for these rows, [m], however many a proposer has."""
         self._usual += min(_FORGOTTEN * self._rested, 1) * (_HOPE - self._usual)
         self._acceptance[rows] += min(_RETURN * self._rested, 1) * (self._usual - self._acceptance[rows])
-        self._rested = 0
-        return self.choose(rows, np.full(len(rows), self.depths[-1], np.int32))
+        self._rested, self._num_rows = 0, len(rows)
+        best = self._best(self._tokens(self._acceptance[rows], self.depths[None, -1:]), len(rows))
+        if not best:
+            self._begin_rest(_LONGEST_REST)
+        return best
 
     def choose(self, rows: Int32, proposed: Int32) -> int:
         """How many drafts of each row make the most tokens a second, given how many the proposer has, [m]."""
-        acceptance = np.minimum(self._acceptance[rows], 0.99)[:, None]
-        counts = np.minimum(self.depths, proposed[:, None])
-        tokens = ((1 - acceptance ** (counts + 1)) / (1 - acceptance)).sum(axis=0)
-        rates = tokens / self._seconds[_size(len(rows))]
-        best = int(np.argmax(rates))
-        if best and rates[best] > _MARGIN * rates[0]:
+        best = self._best(self._tokens(self._acceptance[rows], proposed[:, None]), len(rows)) if proposed.any() else 0
+        if best:
             self._next_rest = 1
-            return int(self.depths[best])
-        self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
-        return 0
+        else:
+            self._begin_rest(_LONGEST_REST if proposed.any() else _LONGEST_WAIT)
+        return best
 
-    def _table(self, max_num_seqs: int, num_drafts: int, timings: Sequence[Timing]) -> Float64:
+    def _begin_rest(self, most: int) -> None:
+        self._rest = min(self._next_rest, most)
+        self._next_rest = min(2 * self._rest, most)
+
+    def _tokens(self, acceptance: Float64, proposed: Int32) -> Float64:
+        """[depths]: of a step, given the acceptance of its rows, [m], and their drafts, [m or 1, 1]."""
+        acceptance = np.minimum(acceptance, 0.99)[:, None]
+        return ((1 - acceptance ** (np.minimum(self.depths, proposed) + 1)) / (1 - acceptance)).sum(axis=0)
+
+    def _best(self, tokens: Float64, num_rows: int) -> int:
+        """The depth that makes the most tokens a second; 0: no depth makes clearly more than no drafts."""
+        rates = tokens / self._seconds[_size(num_rows)]
+        best = int(np.argmax(rates))
+        return int(self.depths[best]) if rates[best] > _MARGIN * rates[0] else 0
+
+    def _table(self, max_num_seqs: int, timings: Sequence[Timing]) -> Float64:
         """[sizes, depths]: seconds of a step, interpolated."""
-        sizes = 2.0 ** np.arange(_size(max_num_seqs) + 1)
-        measured = [[it for it in timings if it.drafts == drafts] for drafts in (0, num_drafts)]
-        plain, verifying = (np.interp(sizes, [it.rows for it in points], [it.seconds for it in points]) for points in measured)
-        return plain[:, None] + (verifying - plain)[:, None] * self.depths / num_drafts
+        sizes, measured = 2.0 ** np.arange(_size(max_num_seqs) + 1), sorted({it.drafts for it in timings})
+        columns: list[Float64] = []
+        for drafts in measured:
+            points = [it for it in timings if it.drafts == drafts]
+            columns.append(np.interp(sizes, [it.rows for it in points], [it.seconds for it in points]))
+        return np.array([np.interp(self.depths, measured, seconds) for seconds in zip(*columns, strict=True)])
+
+
+def depths(num_drafts: int) -> list[int]:
+    """The numbers of drafts that are chosen from, up to `num_drafts`."""
+    return sorted({0, *(2**power for power in range(6) if 2**power < num_drafts), num_drafts})
 
 
 def _size(num_rows: int) -> int:

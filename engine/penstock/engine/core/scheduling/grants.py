@@ -86,6 +86,9 @@ class Grants:
             ready = np.array([guides.forced(row) is None for row in ints(rows)], np.bool_)
             rows = rows[ready | ~self._in_flight.holds(rows)]
         wanted = self._tenancy.num_proposed[rows]
+        if not guides and not wanted.any():
+            step.grant_decodes(rows)
+            return
         room = most_forced(len(self._table.num_tokens))
         for at, row in enumerate(ints(rows) if guides else ()):
             if room and (forced := guides.forced(row)) is not None:

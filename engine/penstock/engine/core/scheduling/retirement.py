@@ -112,7 +112,9 @@ class Retirement:
     def _take_drafts(self, result: StepResult, rows: Int64, tokens: Tokens, endings: Sequence[Ending]) -> None:
         """What comes next in rows whose requests go on: as the runner proposes, and as guides allow."""
         tenancy = self._tenancy
-        if self._proposes:
+        if self._proposes and result.drafts is None and not self._in_flight:
+            tenancy.num_proposed[rows] = 0
+        elif self._proposes:
             goes_on = tokens.counts > 0
             # A row in flight has drafts by then that nobody has been told of.
             goes_on &= ~self._in_flight.holds(rows)
