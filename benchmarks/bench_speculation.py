@@ -3,10 +3,11 @@
     make bench-speculation
     make bench-speculation ARGS=--quick
 
-The demo model answers questions about Python's standard library, so many at a time. Three workloads: questions that the engine
-has answered before, new questions, and new questions sampled at temperature 1. Each method has a core of its own in this process.
+The demo model answers questions about Python's standard library, so many at a time. Four workloads: prompts that hold their
+answer already (echo), questions that the engine has answered before, new questions, and new questions sampled at temperature 1.
+Each method has a core of its own in this process.
 The cores take turns, several times over, and what counts is the ratio to the core without drafts in the same turn: a machine that
-others use too slows all alike. Answers must be equal, token by token.
+others use too slows all alike. Answers must be equal, token by token. At the end it judges the gates of `GATES`.
 """
 
 import argparse
@@ -33,7 +34,9 @@ from penstock.engine.sampling import SamplingParams
 MODEL = Path(__file__).parents[1] / "examples/models/penstock-tiny"
 METHODS = (None, "ngram", "suffix")
 STREAMS = (1, 4, 16, 32)
-WORKLOADS = ("asked before", "new", "new, sampled")
+WORKLOADS = ("echo", "asked before", "new", "new, sampled")
+GATES = (("echo", "ngram", (1,), 1.8), ("new, sampled", "ngram", STREAMS, 0.98), ("new, sampled", "suffix", STREAMS, 0.98))
+"""Workload, method, numbers of streams, and the least ratio to no drafts, by the median of the rounds."""
 MODULES = ("json", "os.path", "itertools", "functools", "collections", "re", "math", "random", "shutil", "statistics", "textwrap")
 ROUNDS, QUICK_ROUNDS = 5, 2
 QUESTIONS, QUICK_QUESTIONS = 32, 16
@@ -119,8 +122,9 @@ def measure(rounds: int, count: int) -> list[Row]:
     engines = {method: Engine(method) for method in METHODS}
     source = questions()
     known = prompts(count, source, tokenizer)
-    for engine in engines.values():
-        engine.answer(known, 16, 0.0)
+    answers = next(iter([engine.answer(known, 16, 0.0)[0] for engine in engines.values()]))
+    echo = [[*prompt, *answer, *prompt] for prompt, answer in zip(known, answers, strict=True)]
+    sources = {"echo": echo, "asked before": known}
     return [
         row
         for workload in WORKLOADS
@@ -128,9 +132,9 @@ def measure(rounds: int, count: int) -> list[Row]:
         for row in _compare(
             engines,
             # Each round has questions of its own, but for those that have been answered.
-            [known if workload == WORKLOADS[0] else prompts(count, source, tokenizer) for _ in range(rounds)],
+            [sources.get(workload) or prompts(count, source, tokenizer) for _ in range(rounds)],
             streams,
-            1.0 if workload == WORKLOADS[2] else 0.0,
+            1.0 if workload == "new, sampled" else 0.0,
             workload,
         )
     ]
@@ -161,6 +165,18 @@ def _compare(
         }
 
 
+def judge(rows: list[Row]) -> list[Row]:
+    """Each gate, what was found, and whether it holds."""
+    found: list[Row] = []
+    for workload, method, streams, least in GATES:
+        for row in rows:
+            if (row["workload"], row["method"]) == (workload, method) and row["streams"] in streams:
+                ratio = row["of_none"]
+                gate = {"workload": workload, "method": method, "streams": row["streams"], "least": least, "of_none": ratio}
+                found.append({**gate, "holds": ratio >= least})
+    return found
+
+
 def show(rows: list[Row], console: Console) -> None:
     """The table."""
     title = f"speculative decoding: penstock-tiny, bf16, up to {OUTPUT} tokens out"
@@ -181,8 +197,16 @@ def main() -> int:
     rounds, count = (QUICK_ROUNDS, QUICK_QUESTIONS) if args.quick else (ROUNDS, QUESTIONS)
     rows = measure(rounds, count)
     show(rows, console)
+    gates = judge(rows)
+    for gate in gates:
+        word = "holds" if gate["holds"] else "FAILS"
+        console.print(
+            f"{word}: {gate['workload']}, {gate['streams']} streams, {gate['method']}: {gate['of_none']} ≥ {gate['least']}"
+        )
     if not args.quick:
-        path = write_results("speculation", {"output": OUTPUT, "rounds": rounds, "questions": count, "rows": rows})
+        path = write_results(
+            "speculation", {"output": OUTPUT, "rounds": rounds, "questions": count, "gates": gates, "rows": rows}
+        )
         console.print(f"written to {path}")
     return 0
 
