@@ -104,6 +104,29 @@ def test_numbers_are_the_nearest_and_within_their_bits(size, group):
     assert values.min() >= -(2 ** (size - 1)) and values.max() == 2 ** (size - 1) - 1
 
 
+@pytest.mark.req("Q-04")
+def test_finer_scales_lose_less_of_a_weight_with_outliers():
+    weight = torch.randn(64, 256)
+    weight[5, 7], weight[40] = 60.0, weight[40] * 8
+
+    def error(scaled: torch.Tensor, group: int) -> float:
+        values, scales = quantize(scaled, 8, group, torch.float32)
+        return float((values * scales.repeat_interleave(group, 1) - scaled).square().mean())
+
+    tensor, channel, groups = error(weight.view(1, -1), weight.numel()), error(weight, 256), error(weight, 32)
+    assert groups < channel < tensor
+
+
+@pytest.mark.req("Q-07")
+def test_zero_points_stand_for_exact_zeros_and_packing_is_undone():
+    codes, zeros = torch.randint(-8, 8, (20, 64), dtype=torch.int8), torch.randint(-8, 8, (20, 2), dtype=torch.int8)
+    codes[:, ::3] = zeros.repeat_interleave(32, 1)[:, ::3]
+    packed = pack_quantized(pair_up(codes, "int4"), torch.full((20, 2), 0.3), zeros, "int4", 32, 64)
+    found = dequantized(packed)
+    assert not found[:, ::3].any()
+    assert torch.equal((found / torch.tensor(0.3)).round().to(torch.int8) + zeros.repeat_interleave(32, 1), codes)
+
+
 def test_packing_loses_nothing(scheme):
     packed, weight = made(torch.randn(37, 96), scheme)
     assert torch.equal(dequantized(packed).double(), weight.float().double())

@@ -112,6 +112,7 @@ def test_what_is_not_supported_is_refused_by_field(raw, message):
         parsed(raw)
 
 
+@pytest.mark.req("Q-14")
 def test_groups_of_layers_have_schemes_of_their_own():
     raw = compressed(INT4)
     raw["config_groups"]["group_1"] = {"targets": ["re:.*down_proj$", "model.layers.0.self_attn.o_proj"]} | {

@@ -9,6 +9,7 @@ from penstock.engine.args import EngineArgs
 from penstock.engine.cache.pages import kv_dtypes
 from penstock.engine.config import ConfigError
 from penstock.engine.core.ipc.process import build_executor
+from penstock.engine.quant.online import QuantizedLinearMethod
 
 
 @pytest.mark.parametrize("form", ["best", "reference"])
@@ -44,6 +45,7 @@ def test_a_finer_cache_changes_little_and_a_coarser_one_rounds(checkpoint, build
     assert 4 * errors["bfloat16"] < errors["fp8_e4m3"] < 64 * errors["bfloat16"], "four bits fewer"
 
 
+@pytest.mark.req("Q-16")
 def test_eight_bits_hold_twice_the_tokens(checkpoint):
     """Of the same memory."""
     model, blocks = str(checkpoint("llama")), {}
@@ -59,3 +61,22 @@ def test_a_cache_that_no_kernel_reads_is_refused(checkpoint):
         EngineArgs(model=model, kv_cache_dtype="fp8").config("cuda")
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
         EngineArgs(model=model, kv_cache_dtype="fp8_e5m2").config("cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.req("Q-01")
+@pytest.mark.parametrize("weights", [None, "int8_per_channel_weight_only"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "fp8_e4m3"])
+def test_weights_and_cache_are_separate_choices(checkpoint, build_runner, weights, kv_dtype):
+    """Each combination answers; activations keep the model's dtype."""
+    runner = build_runner(checkpoint("llama"), "bfloat16", kv_dtype=kv_dtype, quantization=weights, scheduler=SCHEDULER)
+    assert len(Engine(runner, 1, 100).run([requests(adjusted=False)[0]])) == 1
+    method = runner.model.layers[0].mlp.down_proj._method
+    assert isinstance(method, QuantizedLinearMethod) is (weights is not None)
+    assert {cache.dtype for cache in runner.kv_caches} == {getattr(torch, {"fp8_e4m3": "float8_e4m3fn"}.get(kv_dtype, kv_dtype))}
+    assert runner.model.embed_tokens.weight.dtype is torch.bfloat16
+
+
+def test_a_cache_of_eight_bits_without_scales_is_warned_of_once(checkpoint, caplog):
+    for kv_dtype in ("fp8", "bfloat16"):
+        EngineArgs(model=str(checkpoint("llama")), dtype="bfloat16", kv_cache_dtype=kv_dtype).config("cpu")
+    assert caplog.text.count("with a scale of 1.0") == 1

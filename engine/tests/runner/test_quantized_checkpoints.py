@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from quantized_checkpoints import awq, compressed, fp8, gptq
+from quantized_checkpoints import AWQ_COLUMNS, awq, compressed, fp8, gptq, whole_numbers, words
 from safetensors.torch import load_file, save_file
 from tiny_models import MAX_MODEL_LEN
 
@@ -16,11 +16,12 @@ from penstock.engine.loading.checkpoint import packed_modules
 from penstock.engine.models.build import Build
 from penstock.engine.models.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.engine.models.layers.linear_method import UnquantizedLinearMethod
-from penstock.engine.models.layers.shard import Shard
+from penstock.engine.models.layers.projection import LinearLayer, Projection
+from penstock.engine.models.layers.shard import Shard, Span
 from penstock.engine.quant.activations import rounded_inputs
 from penstock.engine.quant.checkpoint import StoredLinearMethod, stored
 from penstock.engine.quant.parse.config import parse_quantization
-from penstock.engine.quant.scheme import ActivationScheme
+from penstock.engine.quant.scheme import ActivationScheme, WeightScheme
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.cpu.isa import available
 from penstock.kernels.ops import REFERENCE
@@ -137,6 +138,7 @@ def widen(source, target):
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
 
 
+@pytest.mark.req("Q-27")
 @pytest.mark.parametrize("form", [*(isa.name for isa in available()), "reference"])
 @pytest.mark.parametrize("name", BY_HAND)
 def test_packed_by_hand(name, form, by_hand, build_runner, driver):
@@ -177,6 +179,7 @@ def decompressed(path, rounds):
     return model
 
 
+@pytest.mark.req("Q-14", "Q-27")
 @pytest.mark.parametrize("name", [*PRESETS, *ROUNDED])
 def test_by_compressed_tensors(name, by_library, build_runner, driver):
     """Held to transformers with the library's own decompression of weights and rounding of activations."""
@@ -197,6 +200,7 @@ def expected_logprobs(model, tokens):
     return logits.log_softmax(1).numpy()
 
 
+@pytest.mark.req("Q-23")
 @pytest.mark.parametrize("name", ROUNDED)
 def test_activations_are_rounded_bit_by_bit_as_by_compressed_tensors(name):
     lifecycle = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward", reason="`make setup` installs it")
@@ -210,6 +214,18 @@ def test_activations_are_rounded_bit_by_bit_as_by_compressed_tensors(name):
     scale, zero = compute_dynamic_scales_and_zp(x[None], args, None) if args.dynamic else (torch.tensor([0.01]), torch.zeros(1))
     expected = lifecycle.fake_quantize(x[None], scale, zero, args)[0]
     assert torch.equal(rounded_inputs(x, scheme, torch.tensor([0.01])), expected)
+
+
+@pytest.mark.req("Q-05")
+@pytest.mark.parametrize("number", ["int8", "float8"])
+def test_dynamic_scales_follow_the_inputs_and_static_ones_look_at_none(number, monkeypatch):
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(4))
+    dynamic = ActivationScheme(number=number, dynamic=True)
+    assert torch.equal(rounded_inputs(8 * x, dynamic), 8 * rounded_inputs(x, dynamic))
+    static, scale = ActivationScheme(number=number, dynamic=False), torch.tensor([0.01])
+    assert not torch.equal(rounded_inputs(8 * x, static, scale), 8 * rounded_inputs(x, static, scale))
+    monkeypatch.setattr(torch.Tensor, "amax", None, raising=False)
+    rounded_inputs(x, static, scale)
 
 
 def test_a_static_zero_point_moves_the_range():
@@ -230,8 +246,9 @@ def test_fp8_with_rounded_activations(block, source, tmp_path, build_runner, dri
     assert 1e-4 < difference < 0.5, "rounded, and not more"
 
 
-def test_fp8_blocks_are_those_of_transformers(source, tmp_path, build_runner, driver):
-    """transformers dequantizes the blocks by itself; activations of a checkpoint with none to round are not rounded."""
+@pytest.mark.req("Q-24")
+def test_fp8_weights_stand_for_the_numbers_times_their_blocks_scales(source, tmp_path, build_runner, driver):
+    """Without rounded activations the model is that of the dequantized weights, on CPUs that know no FP8."""
     quantized = tmp_path / "fp8"
     plain = fp8(source, quantized)
     runner = build_runner(quantized)
@@ -264,6 +281,7 @@ def test_rounded_activations_do_not_depend_on_chunks(name, by_library, build_run
         assert again == tokens and np.array_equal(others, logprobs), chunk
 
 
+@pytest.mark.req("Q-08")
 def test_weights_stay_packed_in_memory(by_hand, build_runner):
     """Four bits with scales and zero points for each 32 take less than 0.30 of bfloat16."""
     runner = build_runner(by_hand("awq")[0], "bfloat16")
@@ -297,6 +315,43 @@ def test_experts_of_a_mixture(checkpoint, tmp_path, build_runner, driver):
     expected_tokens, expected = played(driver(build_runner(plain)))
     assert tokens == expected_tokens
     np.testing.assert_allclose(logprobs, expected, atol=2e-4)
+
+
+@pytest.mark.req("Q-13")
+def test_formats_that_hold_the_same_numbers_become_the_same_weight(source):
+    """AWQ's, GPTQ's and compressed-tensors' order of packed numbers end as one."""
+    weight = load_file(source / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+    numbers, zeros, scales = whole_numbers(weight, 4, 32, symmetric=False)
+    of_scales = torch.from_numpy(scales)
+    along_outputs = words(zeros.T, 4).T
+    formats = {
+        "awq": {"qweight": words(numbers.T, 4, AWQ_COLUMNS), "qzeros": words(zeros.T, 4, AWQ_COLUMNS), "scales": of_scales.T},
+        "gptq": {"qweight": words(numbers, 4).T, "qzeros": words(zeros.T, 4), "scales": of_scales.T},
+        "pack-quantized": {"weight_packed": words(numbers, 4), "weight_zero_point": along_outputs, "weight_scale": of_scales},
+    }
+    projection = Projection("down_proj", Span(320, 0, 320), Span(256, 0, 256), 0)
+    linear = LinearLayer("mlp.down_proj", (projection,), bias=False, dtype=torch.float32)
+    made = []
+    for form, tensors in formats.items():
+        scale = "weight_scale" if form == "pack-quantized" else "scales"
+        method = StoredLinearMethod(linear, WeightScheme(form=form, bits=4, group=32, symmetric=False, scale=scale), REFERENCE)
+        for name, value in tensors.items():
+            method.load(projection, name, value.contiguous())
+        method.finish()
+        made.append(method.weight)
+    for other in made[1:]:
+        assert all(torch.equal(getattr(other, field), getattr(made[0], field)) for field in ("values", "scales", "zeros"))
+
+
+@pytest.mark.req("Q-12")
+def test_layers_choose_their_method_once(by_hand, build_runner, driver, monkeypatch):
+    chosen = []
+    original = StoredLinearMethod.__init__
+    monkeypatch.setattr(
+        StoredLinearMethod, "__init__", lambda self, *args: (chosen.append(args[0].name), original(self, *args))[1]
+    )
+    played(driver(build_runner(by_hand("awq")[0])))
+    assert len(chosen) == len(set(chosen)) == 2 * 4
 
 
 def layer(kind: str, folder, shard: Shard) -> torch.Tensor:
