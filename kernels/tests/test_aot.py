@@ -29,6 +29,7 @@ REGISTERS = {
     "paged_attention_short_split": 255,
     "paged_attention_long": 255,  # of 256 threads: one
     "paged_attention_long_split": 255,
+    "_latent_attention_kernel": 128,  # of 256 threads: two
     "_apply_changes_kernel": 40,
     "_prepare_inputs_kernel": 32,
     "_commit_step_kernel": 32,

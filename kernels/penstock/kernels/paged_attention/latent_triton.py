@@ -18,6 +18,7 @@ from penstock.kernels.paged_attention.triton import UPCAST, request_of
 
 _HEADS, _TILE = 16, 32
 _LOG2E = 1.4426950408889634
+_SMALL = ["rows", "query_start_loc", "seq_lens", "block_table"]
 
 
 @triton.jit
@@ -26,7 +27,7 @@ def _part(pointers, there, UPCAST: tl.constexpr):
     return found.to(tl.float32) if UPCAST else found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=_SMALL)
 def _latent_attention_kernel(
     out, q, kv_cache, rows, query_start_loc, seq_lens, block_table, num_requests, scale,
     q_token, q_head, block_stride, table_stride,
