@@ -21,13 +21,14 @@ def start(checkpoint, build_runner):
     """Starts engines whose KV cache has room for about two of ten requests."""
     cores = []
 
-    def started(folder, family="llama", pages=400, disk=400, **model):
+    def started(folder, family="llama", pages=400, disk=400, worker=False, **model):
         runner = build_runner(checkpoint(family), scheduler=SCHEDULER)
         config, page = runner.config, runner.kv_layout().page_bytes
         sizes = {"num_blocks": 24 if family == "llama" else 44, "offload_bytes": pages * page, "disk_folder": folder}
         cache = msgspec.structs.replace(config.cache, **sizes, disk_bytes=disk * file_bytes(page))
         model = msgspec.structs.replace(config.model, **model)
-        config = msgspec.structs.replace(config, cache=cache, model=model)
+        parallel = msgspec.structs.replace(config.parallel, worker_process=worker)
+        config = msgspec.structs.replace(config, cache=cache, model=model, parallel=parallel)
         executor, blocks = build_executor(config)
         try:
             core = build_core(config, executor, blocks, 1)
@@ -75,6 +76,17 @@ def test_a_new_process_finds_what_the_one_before_has_written(start, tmp_path, fa
     assert told.disk.loaded_bytes > 0 and told.loaded_tokens > 0 and told.disk.failed_pages == 0
     assert second.scheduler.totals.prefix_hits > first.scheduler.totals.prefix_hits
     assert second.scheduler.kv.pool.num_used == 0 and not list(tmp_path.rglob("*.part"))
+
+
+def test_a_process_of_its_own_keeps_the_same_files(start, tmp_path):
+    """What the core and a rank say to each other crosses a socket."""
+    batch = requests(adjusted=False)
+    expected = run(start(tmp_path), batch)
+    core = start(tmp_path, worker=True)
+    assert core.stats().offload.disk.pages_used == len(files(tmp_path)) and run(core, batch) == expected
+    assert core.stats().offload.disk.loaded_bytes > 0 and core.stats().offload.disk.failed_pages == 0
+    with pytest.raises(ConfigError, match=r"--kv-offload-disk-bytes .* does not fit"):
+        start(tmp_path, worker=True, disk=1 << 40)
 
 
 @pytest.mark.req("KO-27", "KO-31")
