@@ -42,7 +42,7 @@ def test_async_scheduling_is_a_depth(device, unsaid, flags, depth, caplog, monke
 @pytest.mark.parametrize("given", ["avx512_bf16", "avx2", "neon", "portable"])
 def test_an_instruction_set_is_taken_where_the_cpu_has_it(given, monkeypatch) -> None:
     monkeypatch.setattr(isa.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(isa, "cpu_features", lambda: frozenset({"avx2", "fma"}))
+    monkeypatch.setattr(isa, "cpu_features", lambda: frozenset({"avx2", "fma", "f16c"}))
     args = EngineArgs(model=str(TINY), device="cpu", cpu_isa=given)
     if given in ("avx2", "portable"):
         assert args.config().cpu_isa == given
