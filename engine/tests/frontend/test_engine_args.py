@@ -154,7 +154,7 @@ def test_the_tokenizer_may_come_from_another_folder(tmp_path: Path) -> None:
             {"kv_cache_dtype": "float16", "dtype": "bfloat16"},
             "--kv-cache-dtype float16: no kernel reads it beside --dtype bfloat16",
         ),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: must be auto, bfloat16, float16 or float32, not 'fp8'"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype: must be auto, bfloat16, float16, float32, fp8 or fp8_e4m3, not 'int8'"),
     ],
 )
 def test_a_kv_cache_that_no_kernel_reads_is_refused_by_name(given: dict[str, Any], words: str) -> None:
@@ -173,8 +173,8 @@ def test_keys_and_values_have_the_models_dtype_or_one_of_their_own(capsys: pytes
     (same, plain), (other, half) = sizes(), sizes(kv_cache_dtype="bfloat16")
     assert (same, other) == ("float32", "bfloat16") and half * 2 == plain
     with pytest.raises(SystemExit):
-        _parser().parse_args(["m", "--kv-cache-dtype", "fp8"])
-    assert "--kv-cache-dtype: invalid choice: 'fp8'" in capsys.readouterr().err
+        _parser().parse_args(["m", "--kv-cache-dtype", "int8"])
+    assert "--kv-cache-dtype: invalid choice: 'int8'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
