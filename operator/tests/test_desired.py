@@ -214,6 +214,15 @@ def test_every_honoured_field_reaches_the_engine(make: Any) -> None:
     assert environment[1] == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "HF_TOKEN"}}}
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_ranks_on_cpus_are_processes_of_one_pod(make: Any, ranks: int) -> None:
+    model = make.model(pools=[{"name": "cpu", "parallelism": {"tensor": ranks}}])
+    (engine,) = by_kind(model)["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert engine["resources"]["requests"] == {"cpu": str(ranks), "memory": "2Gi"}
+    assert [it for it in engine["args"] if "parallel" in it] == ([] if ranks == 1 else [f"--tensor-parallel-size={ranks}"])
+    assert "--device=cpu" in engine["args"] and "volumeMounts" not in engine
+
+
 def test_an_accelerator_becomes_requests_and_limits(make: Any) -> None:
     def pod(**pool: Any) -> Any:
         accelerated = {"name": "main", "accelerator": {"resource": "nvidia.com/gpu"}, **pool}

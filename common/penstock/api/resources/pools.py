@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from penstock.api.resources.base import RFC1123, Duration, ObjectName, Part, Rule, Share, lasting, unchangeable
+from penstock.api.resources.base import RFC1123, Duration, Flag, ObjectName, Part, Rule, Share, lasting, unchangeable
 from penstock.api.resources.scaling import Scaling
 
 MAX_POOLS = 8
@@ -31,8 +31,10 @@ class ExpertParallelism(Part):
 class Parallelism(Part):
     """How one replica spans devices. The whole group is the unit of readiness, failure and scaling."""
 
-    tensor: int = Field(default=1, ge=1, le=64)
-    """Devices over which each layer is sliced."""
+    tensor: Annotated[int, Flag("--tensor-parallel-size", lambda ranks: None if ranks == 1 else ranks)] = Field(
+        default=1, ge=1, le=64
+    )
+    """Devices over which each layer is sliced; without an accelerator, processes."""
     pipeline: int = Field(default=1, ge=1, le=64)
     """Stages of consecutive layers."""
     data: int = Field(default=1, ge=1, le=64)

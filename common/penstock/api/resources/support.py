@@ -68,7 +68,9 @@ def _pool(pool: Pool) -> Iterator[str]:
     path = f"spec.pools[{pool.name}]"
     if pool.role != "Both":
         yield f"{path}.role ({pool.role}; only Both works)"
-    for name in ("tensor", "pipeline", "data"):
+    if pool.parallelism.tensor != 1 and (pool.accelerator is not None or pool.resource_claims):
+        yield f"{path}.parallelism.tensor (only 1 works with devices; more work on CPUs)"
+    for name in ("pipeline", "data"):
         if getattr(pool.parallelism, name) != 1:
             yield f"{path}.parallelism.{name} (only 1 works)"
     if pool.parallelism.expert.enabled or pool.parallelism.expert.redundant:

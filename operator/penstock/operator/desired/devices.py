@@ -13,7 +13,7 @@ SHARED_MEMORY_GIB = 1
 
 
 CPU_ENGINE: Final[Mapping[str, str]] = {"cpu": "1", "memory": "2Gi"}
-"""Requests of an engine on the CPU: the core computes in one thread. Real models need more memory, which their template says."""
+"""Requests of an engine on the CPU: each rank computes in one thread. Real models need more memory, which their template says."""
 CPUS_A_DEVICE: Final = 2
 """The core and the frontend each keep a CPU busy."""
 MEMORY_A_DEVICE_GIB: Final = 8
@@ -59,7 +59,7 @@ def nodes(pool: Pool) -> int:
 def engine_requests(pool: Pool) -> dict[str, str]:
     """The CPU and memory that an engine requests unless its template says otherwise."""
     if not _has_devices(pool):
-        return dict(CPU_ENGINE)
+        return {**CPU_ENGINE, "cpu": str(pool.parallelism.devices)}
     count = _a_node(pool)
     return {"cpu": str(count * CPUS_A_DEVICE), "memory": f"{count * MEMORY_A_DEVICE_GIB}Gi"}
 

@@ -96,7 +96,7 @@ def pod_template(model: InferenceModel, pool: Pool, rendering: Rendering) -> Obj
             "terminationGracePeriodSeconds": math.ceil(seconds(model.spec.drain_timeout)) + DRAIN_MARGIN_S,
             "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
             "tolerations": [],
-            "containers": [_engine(model, rendering)],
+            "containers": [_engine(model, pool, rendering)],
         },
     }
     template = merge(
@@ -168,7 +168,7 @@ def kv_layout(model: InferenceModel, pool: Pool, fetched: Fetched | None = None)
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _engine(model: InferenceModel, rendering: Rendering) -> Object:
+def _engine(model: InferenceModel, pool: Pool, rendering: Rendering) -> Object:
     """The engine's container. Its flags name the pod's own address, so that it runs as a plain process just the same."""
     started = math.ceil(seconds(model.spec.rollout.progress_deadline) / STARTUP_PERIOD_S)
     image = model.spec.engine.image or rendering.image
@@ -177,7 +177,7 @@ def _engine(model: InferenceModel, rendering: Rendering) -> Object:
         "image": image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["penstock", "serve"],
-        "args": engine_args(model, rendering.fetched),
+        "args": engine_args(model, rendering.fetched, pool.parallelism),
         "env": _environment(model),
         "ports": [
             {"name": labels.HTTP_PORT, "containerPort": HTTP, "protocol": "TCP"},
