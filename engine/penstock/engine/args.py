@@ -28,7 +28,7 @@ from penstock.engine.config import (
 )
 from penstock.engine.devices import choose_device
 from penstock.engine.multimodal.settings import ImageSettings
-from penstock.engine.quant.scheme import QuantizationName
+from penstock.engine.quant.scheme import QuantizationName, StoredMethod
 from penstock.engine.runner.device.graphs.settings import graph_config
 from penstock.kernels.cpu.isa import IsaName, choose
 from penstock.plain_errors import explained
@@ -52,7 +52,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     """None: the model as it was given."""
     dtype: DType | Literal["auto"] = "auto"
     load_format: LoadFormat = "auto"
-    quantization: QuantizationName | None = None
+    quantization: QuantizationName | StoredMethod | None = None
     """None: weights stay as the checkpoint has them."""
     runner: RunnerType = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"

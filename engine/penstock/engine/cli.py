@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from penstock.engine.foreign_flags import FlagParser
-from penstock.engine.quant.scheme import QuantizationName
+from penstock.engine.quant.scheme import QuantizationName, StoredMethod
 from penstock.flag_values import count, not_negative, number, port, positive, share
 from penstock.kernels.cpu.isa import IsaName
 
@@ -183,8 +183,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="number type of the weights; auto: the checkpoint's",
     )
     add("--load-format", choices=["auto", "safetensors", "dummy"], default="auto", help="dummy: random weights, for benchmarks")
-    schemes = get_args(QuantizationName)
-    add("--quantization", choices=schemes, help="store the weights in fewer bits, computed while loading (None: as they are)")
+    schemes = [*get_args(QuantizationName), *get_args(StoredMethod)]
+    add(
+        "--quantization",
+        choices=schemes,
+        help="store the weights in fewer bits, computed while loading; a quantized checkpoint needs none, or its method's name",
+    )
     runners = ["auto", "generate", "pooling"]
     add("--runner", choices=runners, default="auto", help="generate: text; pooling: embeddings; auto: by the checkpoint")
     add(

@@ -496,6 +496,11 @@ def test_what_does_not_go_together_is_refused(by_hand):
     model = str(by_hand("awq")[0])
     with pytest.raises(ConfigError, match=r"--quantization int4_per_group_32: the checkpoint is quantized already \(awq\)"):
         EngineArgs(model=model, quantization="int4_per_group_32").config("cpu")
+    assert EngineArgs(model=model, quantization="awq").config("cpu").model.quantization is None, "as other engines' users say it"
+    with pytest.raises(ConfigError, match=r"--quantization gptq: the checkpoint is quantized already \(awq\)"):
+        EngineArgs(model=model, quantization="gptq").config("cpu")
+    with pytest.raises(ConfigError, match="--quantization awq: the checkpoint is not quantized; int8_per_channel_weight_only, "):
+        EngineArgs(model=str(by_hand("awq")[1]), quantization="awq").config("cpu")
     with pytest.raises(ConfigError, match=r"is quantized \(awq\): quantized weights run on a CPU alone"):
         EngineArgs(model=model).config("cuda")
     with pytest.raises(ConfigError, match="--load-format dummy makes no quantized weights"):

@@ -5,7 +5,7 @@ Weights are read from safetensors alone: a pickle file can run code when it is o
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -18,7 +18,7 @@ from penstock.engine.models.config import parse_decoder_config
 from penstock.engine.models.cost import model_cost
 from penstock.engine.models.nested import text_fields
 from penstock.engine.quant.parse.config import parse_quantization
-from penstock.engine.quant.scheme import QuantizationName
+from penstock.engine.quant.scheme import CheckpointQuantization, QuantizationName, StoredMethod
 from penstock.sources import SourceError, local_folder
 
 DTYPES: tuple[DType, ...] = ("bfloat16", "float16", "float32")
@@ -86,7 +86,7 @@ def read_model_config(
     kv_dtype: KVDType | Literal["auto"] = "auto",
     max_model_len: int | None = None,
     load_format: LoadFormat = "auto",
-    quantization: QuantizationName | None = None,
+    quantization: QuantizationName | StoredMethod | None = None,
     runner: RunnerType = "auto",
     generation_config: str = "auto",
     override_generation_config: Mapping[str, Any] | None = None,
@@ -101,7 +101,7 @@ def read_model_config(
         max_model_len: Tokens of prompt and output together; None is the checkpoint's, which for a model that embeds may be less
             than its positions.
         load_format: `dummy` needs no file of weights.
-        quantization: How weights are stored; None is as the checkpoint has them.
+        quantization: How weights are stored; None is as the checkpoint has them, and so is the method of a quantized one.
         runner: Whether it generates or embeds; `auto` is what the checkpoint is made for.
         generation_config: Whose sampling is the default: `auto` is the checkpoint's, `vllm` OpenAI's; else a folder.
         override_generation_config: Fields that win over it.
@@ -113,8 +113,7 @@ def read_model_config(
         raise ConfigError(f"{path} has no config.json: it is not a model in Hugging Face's format")
     raw = read_object(path / "config.json")
     decoder, stored = parse_decoder_config(raw), parse_quantization(raw)
-    if stored is not None and quantization is not None:
-        raise ConfigError(f"--quantization {quantization}: the checkpoint is quantized already ({stored.method}); leave it out")
+    online = _online(quantization, stored)
     if stored is not None and load_format == "dummy":
         raise ConfigError(f"--load-format dummy makes no quantized weights, and the checkpoint's are ({stored.method})")
     longest = decoder.max_position_embeddings
@@ -125,7 +124,7 @@ def read_model_config(
     chosen = _dtype(raw) if dtype == "auto" else dtype
     cached = chosen if kv_dtype == "auto" else kv_dtype
     pooling = read_pooling(path, raw, decoder.hidden_size, runner)
-    cost = model_cost(decoder, chosen, cached, quantization if stored is None else stored)
+    cost = model_cost(decoder, chosen, cached, online if stored is None else stored)
     if pooling is not None:
         cost = msgspec.structs.replace(cost, lm_head_flops_per_row=0, lm_head_bytes=0)
         defaults = GenerationDefaults()
@@ -143,12 +142,28 @@ def read_model_config(
         generation_defaults=defaults,
         cost=cost,
         load_format=load_format,
-        quantization=quantization,
+        quantization=online,
         stored_quantization=stored,
         pooling=pooling,
         images=read_image_settings(path, decoder.vision) if pooling is None else None,
         vocab_size=decoder.vocab_size,
     )
+
+
+def _online(asked: QuantizationName | StoredMethod | None, stored: CheckpointQuantization | None) -> QuantizationName | None:
+    """The scheme by which weights are quantized while they are loaded."""
+    if stored is not None:
+        if asked in (None, stored.method):
+            return None
+        raise ConfigError(f"--quantization {asked}: the checkpoint is quantized already ({stored.method}); leave it out")
+    for scheme in get_args(QuantizationName):
+        if asked == scheme:
+            return scheme
+    if asked is not None:
+        raise ConfigError(
+            f"--quantization {asked}: the checkpoint is not quantized; {', '.join(get_args(QuantizationName))} quantize it"
+        )
+    return None
 
 
 def _dtype(raw: dict[str, Any]) -> DType:

@@ -8,6 +8,8 @@ import msgspec
 
 QuantizationName = Literal["int8_per_channel_weight_only", "int8_per_group_32", "int4_per_group_32"]
 """How weights are quantized while they are loaded; see `docs/engine/quantization.md`."""
+StoredMethod = Literal["awq", "compressed-tensors", "fp8", "gptq", "mxfp4"]
+"""`quant_method` of checkpoints that are quantized already."""
 StoredForm = Literal["pack-quantized", "int-quantized", "float-quantized", "mxfp4-pack-quantized", "awq", "gptq"]
 """Which tensors a checkpoint holds for a weight; the formats of compressed-tensors by their own names."""
 SCALE_BYTES = 2
@@ -60,7 +62,7 @@ class Rule(msgspec.Struct, frozen=True):
 class CheckpointQuantization(msgspec.Struct, frozen=True, kw_only=True):
     """What `quantization_config` of a checkpoint says of each linear layer."""
 
-    method: str
+    method: StoredMethod
     """`quant_method`."""
     rules: tuple[Rule, ...]
     ignore: tuple[str, ...] = ()
