@@ -8,21 +8,22 @@ import torch
 
 from penstock.engine.config import ConfigError
 from penstock.engine.models.gpt_oss import gpt_oss_name
-from penstock.engine.models.layers.linear_method import CPU, LinearMethod, LinearMethodFactory
-from penstock.engine.models.layers.projection import FLOATS, Axis, LinearLayer, Projection, TensorSpec
+from penstock.engine.models.layers.linear_method import LinearMethod, LinearMethodFactory
+from penstock.engine.models.layers.projection import FLOATS, LinearLayer, Projection, TensorSpec
 from penstock.engine.models.moe import mixtral_name
 from penstock.engine.quant.activations import rounded_inputs
+from penstock.engine.quant.packed import NAME_OF_BIAS, PackedWeight, rows_of
 from penstock.engine.quant.scheme import CheckpointQuantization, WeightScheme
 from penstock.engine.quant.stored import Role, number, stored_tensors
 from penstock.kernels.ops import Ops
-from penstock.kernels.quantized_linear.reference import Number, pack_quantized, pair_up
+from penstock.kernels.quantized_linear.reference import pair_up
 
 log = logging.getLogger(__name__)
 
 BODY = "model."
 
 
-class StoredLinearMethod:
+class StoredLinearMethod(PackedWeight):
     """A weight as a quantized checkpoint holds it.
 
     Each projection of a fused layer keeps its own scales. Inputs that have a static scale take the largest of the projections'.
@@ -33,32 +34,20 @@ class StoredLinearMethod:
         ops: The kernels.
     """
 
-    device = CPU
-
     def __init__(self, layer: LinearLayer, scheme: WeightScheme, ops: Ops) -> None:
-        self._layer, self._scheme, self._linear = layer, scheme, ops.quantized_linear
-        self._number: Number = number(scheme)
-        rows, inputs = layer.out_features, layer.in_features
-        self._group = scheme.group or inputs + inputs % 2
-        self._pairs = torch.zeros(rows, (inputs + 1) // 2, scheme.bits // 4, dtype=torch.int8)
-        self._scales = torch.empty(rows, -(-inputs // self._group), dtype=torch.bfloat16)
-        self._zeros = None if scheme.symmetric else torch.zeros(self._scales.shape, dtype=torch.int8)
+        super().__init__(layer, number(scheme), scheme.group, None, not scheme.symmetric, ops)
+        self._scheme = scheme
         self._input_scale, self._input_zero = (None if scheme.activations is None else torch.zeros(1)), None
-        self.bias = torch.empty(rows, dtype=layer.dtype) if layer.bias else None
 
     def tensors(self, projection: Projection) -> Mapping[str, TensorSpec]:
         """See LinearMethod."""
         found = {name: stored.spec for name, stored in stored_tensors(self._scheme, projection).items()}
-        if self.bias is not None:
-            found["bias"] = TensorSpec(projection.shape[:1], outputs=Axis(0))
-        return found
+        return found | self.bias_of(projection)
 
     def load(self, projection: Projection, name: str, value: torch.Tensor) -> None:
         """See LinearMethod."""
-        rows = slice(projection.offset, projection.offset + projection.outputs.size)
-        if name == "bias":
-            assert self.bias is not None, "the layer has no bias"
-            self.bias[rows].copy_(self.tensors(projection)[name].cut(value, projection))
+        if name == NAME_OF_BIAS:
+            self.load_bias(projection, value)
             return
         stored, tensor = stored_tensors(self._scheme, projection)[name], f"{self._module(projection)}.{name}"
         if stored.role in ("scales", "input_scale"):
@@ -70,15 +59,14 @@ class StoredLinearMethod:
             part = stored.decode(value if stored.role == "check" else stored.spec.cut(value, projection))
         except ValueError as error:
             raise ConfigError(f"{tensor} {error}") from None
-        self._keep(stored.role, rows, part)
+        self._keep(stored.role, rows_of(projection), part)
 
     def _keep(self, role: Role, rows: slice, part: torch.Tensor) -> None:
         match role:
             case "values":
                 self._pairs[rows].copy_(pair_up(part, self._number))
             case "scales":
-                self._scales = self._scales.to(torch.promote_types(self._scales.dtype, part.dtype) if rows.start else part.dtype)
-                self._scales[rows].copy_(part)
+                self.keep_scales(rows, part)
             case "zeros":
                 assert self._zeros is not None, "the scheme has no zero points"
                 self._zeros[rows].copy_(part)
@@ -94,17 +82,11 @@ class StoredLinearMethod:
         """ConfigError: the embedding's weight is not quantized."""
         raise ConfigError(f"{self._layer.name} is quantized, and tie_word_embeddings is set: it has no weight of its own")
 
-    def finish(self) -> None:
-        """Brings the weight into the kernels' order, a layer at a time."""
-        inputs = self._layer.in_features
-        self.weight = pack_quantized(self._pairs, self._scales, self._zeros, self._number, self._group, inputs)
-        del self._pairs, self._scales, self._zeros
-
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
         if self._scheme.activations is not None:
             x = rounded_inputs(x, self._scheme.activations, self._input_scale, self._input_zero)
-        return self._linear(x, self.weight, self.bias)
+        return super().apply(x)
 
     def _module(self, projection: Projection) -> str:
         return self._layer.modules[self._layer.projections.index(projection)]

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 
 from penstock.engine.config import ConfigError
-from penstock.engine.models.layers.linear_method import CPU, LinearMethod, LinearMethodFactory
+from penstock.engine.models.layers.linear_method import LinearMethod, LinearMethodFactory
 from penstock.engine.models.layers.projection import Axis, LinearLayer, Projection, TensorSpec
+from penstock.engine.quant.packed import NAME_OF_BIAS, PackedWeight, rows_of
 from penstock.engine.quant.scheme import QuantizationName
 from penstock.kernels.ops import Ops
-from penstock.kernels.quantized_linear.reference import Number, bits, pack_quantized, pair_up, quantize
+from penstock.kernels.quantized_linear.reference import Number, bits, pair_up, quantize
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ SCHEMES: Mapping[QuantizationName, Scheme] = {
 }
 
 
-class QuantizedLinearMethod:
+class QuantizedLinearMethod(PackedWeight):
     """A weight of few bits with scales; activations keep the model's dtype.
 
     Each projection is quantized whole and then cut, so that ranks hold the same numbers as one process does.
@@ -48,53 +49,35 @@ class QuantizedLinearMethod:
         ops: The kernels.
     """
 
-    device = CPU
-
     def __init__(self, layer: LinearLayer, scheme: Scheme, ops: Ops) -> None:
-        self._layer, self._scheme, self._linear = layer, scheme, ops.quantized_linear
-        inputs, group = layer.projections[0].inputs, scheme.group or layer.projections[0].inputs.total
+        inputs, group = layer.projections[0].inputs, scheme.group
         for what, count in (("has", inputs.total), ("has a rank that begins at", inputs.start), ("has a rank of", inputs.size)):
-            if scheme.group is not None and count % group:
+            if group is not None and count % group:
                 raise ConfigError(f"--quantization: {layer.name} {what} {count} inputs, no multiple of a group's {group}")
-        rows = layer.out_features
-        self._pairs = torch.zeros(rows, (inputs.size + 1) // 2, bits(scheme.number) // 4, dtype=torch.int8)
-        self._scales = torch.ones(rows, inputs.size // group if scheme.group else 1, dtype=scheme.scale_dtype)
-        self.bias = torch.empty(rows, dtype=layer.dtype) if layer.bias else None
+        super().__init__(layer, scheme.number, group, scheme.scale_dtype, False, ops)
+        self._scheme = scheme
 
     def tensors(self, projection: Projection) -> Mapping[str, TensorSpec]:
         """See LinearMethod."""
-        weight = TensorSpec(projection.shape, outputs=Axis(0), inputs=Axis(1))
-        bias = TensorSpec(projection.shape[:1], outputs=Axis(0))
-        return {"weight": weight} if self.bias is None else {"weight": weight, "bias": bias}
+        return {"weight": TensorSpec(projection.shape, outputs=Axis(0), inputs=Axis(1))} | self.bias_of(projection)
 
     def load(self, projection: Projection, name: str, value: torch.Tensor) -> None:
         """See LinearMethod."""
-        rows = slice(projection.offset, projection.offset + projection.outputs.size)
-        if name == "bias":
-            assert self.bias is not None, "the layer has no bias"
-            self.bias[rows].copy_(self.tensors(projection)[name].cut(value, projection))
+        if name == NAME_OF_BIAS:
+            self.load_bias(projection, value)
             return
         scheme, spec = self._scheme, self.tensors(projection)[name]
         values, scales = quantize(value, bits(scheme.number), scheme.group or value.shape[1], scheme.scale_dtype)
         if not scales.isfinite().all():
             raise ConfigError(f"--quantization: {self._layer.name}: {projection.name}.weight holds a value that is not finite")
-        self._pairs[rows].copy_(pair_up(spec.cut(values, projection), scheme.number))
+        self._pairs[rows_of(projection)].copy_(pair_up(spec.cut(values, projection), scheme.number))
         groups = Axis(1, scheme.group) if scheme.group else None
-        self._scales[rows].copy_(TensorSpec(tuple(scales.shape), outputs=Axis(0), inputs=groups).cut(scales, projection))
+        spec = TensorSpec(tuple(scales.shape), outputs=Axis(0), inputs=groups)
+        self.keep_scales(rows_of(projection), spec.cut(scales, projection))
 
     def tie(self, weight: torch.Tensor) -> None:
         """No layer that may be tied is quantized."""
         raise NotImplementedError(f"{self._layer.name} cannot share another layer's weight")
-
-    def finish(self) -> None:
-        """Brings the weight into the kernels' order, a layer at a time."""
-        group = self._scheme.group or self._layer.in_features + self._layer.in_features % 2
-        self.weight = pack_quantized(self._pairs, self._scales, None, self._scheme.number, group, self._layer.in_features)
-        del self._pairs, self._scales
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """See LinearMethod."""
-        return self._linear(x, self.weight, self.bias)
 
 
 def quantized(plain: LinearMethodFactory, name: QuantizationName | None, ops: Ops, threads: int) -> LinearMethodFactory:
