@@ -236,15 +236,15 @@ async def test_an_adapter_that_goes_while_its_prompt_becomes_tokens_leaves_no_re
         core.say(CoreStats(LoadReport(epoch=1, seq=1, lora_slots=1), 0, 0, 0, 0))
         while llm.load is None:
             await asyncio.sleep(0)
-        tokens = Intake.tokens
+        prompts = Intake.prompts
 
-        async def meanwhile(intake: Intake, *body: Any) -> list[list[int]]:
+        async def meanwhile(intake: Intake, *body: Any) -> list[Any]:
             core.say(AdaptersChanged([]))
             while "sql" in llm.adapters:
                 await asyncio.sleep(0)
-            return await tokens(intake, *body)
+            return await prompts(intake, *body)
 
-        monkeypatch.setattr(Intake, "tokens", meanwhile)
+        monkeypatch.setattr(Intake, "prompts", meanwhile)
         async with TestClient(TestServer(ApiServer(llm).app())) as client:
             answer = await client.post("/v1/completions", json={"model": "sql", "prompt": PROMPT, "max_tokens": 1})
             assert (answer.status, (await answer.json())["error"]["code"]) == (404, "model_not_found")

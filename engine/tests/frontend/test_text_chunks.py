@@ -25,7 +25,7 @@ OPTIONS = st.sampled_from(({}, {"include_usage": True}, {"include_usage": True, 
 
 def format_of(api: str, options: dict[str, bool], **more: Any) -> ChunkFormat:
     body = {"model": "m", "stream": True, "n": 4, "stream_options": options, **more}
-    spec: Any = SimpleNamespace(request_id="r%d", n=4, prompts=[[0]])
+    spec: Any = SimpleNamespace(request_id="r%d", n=4, prompts=[[0]], image_tokens=0)
     vocabulary: Any = None  # for logprobs, which these chunks do not have
     if api == "chat":
         return ChatFormat(parse_chat(body | {"messages": []}), spec, MODEL, vocabulary)
