@@ -170,7 +170,7 @@ class Exchange:
         return self._answered(answers.refusal(refused))
 
     def told(self) -> None:
-        """All answers so far are on their way."""
+        """The answers so far are about to be sent."""
         if self._apart and self._routed is not None and not self.over:
             self._director.passed_on(self._routed)
             self._routed, self.over = None, True

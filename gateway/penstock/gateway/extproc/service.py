@@ -79,9 +79,10 @@ class ExtProcService(ExternalProcessorServicer):
                     # A mistake of ours in one request must not look like a dead picker, which Envoy would retry.
                     log.exception("a request could not be decided")
                     said = [exchange.failed()]
+                # Before the answers are sent: Envoy may have read them, and ended the stream, before `write` returns.
+                exchange.told()
                 for answer in said:
                     await context.write(answer)
-                exchange.told()
                 if exchange.over and _goes_on(message):
                     exchange.close()
                     await _hear_out(context, HEARD_OUT_S)
