@@ -9,6 +9,7 @@ from penstock.engine.quant.scheme import ActivationScheme, CheckpointQuantizatio
 _INTEGERS: tuple[StoredForm, ...] = ("pack-quantized", "int-quantized")
 _FORMS: tuple[StoredForm, ...] = (*_INTEGERS, "float-quantized", "mxfp4-pack-quantized")
 BLOCK = [128, 128]
+MXFP4_GROUP = 32
 
 
 def parse(raw: Mapping[str, Any]) -> CheckpointQuantization:
@@ -41,8 +42,8 @@ def _rule(raw: Mapping[str, Any], name: str, group: Mapping[str, Any]) -> Rule:
     if not isinstance(weights, Mapping):
         raise refuse(f"{where}.weights", f"is {weights!r}; activations alone cannot be quantized")
     inputs = group.get("input_activations")
-    activations = None if inputs is None else _activations(inputs, f"{where}.input_activations")
-    return Rule(targets, _weights(weights, form, f"{where}.weights", activations))
+    activations = None if inputs is None else _activations(inputs, f"{where}.input_activations.")
+    return Rule(targets, _weights(weights, form, f"{where}.weights.", activations))
 
 
 def _form(raw: Mapping[str, Any], where: str) -> StoredForm:
@@ -54,27 +55,22 @@ def _form(raw: Mapping[str, Any], where: str) -> StoredForm:
 
 
 def _weights(raw: Mapping[str, Any], form: StoredForm, where: str, activations: ActivationScheme | None) -> WeightScheme:
-    try:
-        kind = choice(raw, "type", ("int", "float"), "int")
-        if kind == "int" and form == "float-quantized":
-            form = "int-quantized"  # `naive-quantized`, of either kind
-        if (kind == "int") is not (form in _INTEGERS):
-            raise refuse("type", f"is {kind!r}, which {form} does not hold")
-        bits = choice(raw, "num_bits", {"pack-quantized": (4, 8), "mxfp4-pack-quantized": (4,)}.get(form, (8,)))
-        choice(raw, "dynamic", (False,), False)
-        choice(raw, "actorder", (None, False, "static", "weight"))
-        strategy = choice(raw, "strategy", _strategies(form))
-        symmetric = choice(raw, "symmetric", (True, False) if kind == "int" else (True,), True)
-        if strategy == "block" and _block(raw.get("block_structure")) != BLOCK:
-            raise refuse("block_structure", f"is {raw.get('block_structure')!r} (supported: {BLOCK})")
-        group = 32 if form == "mxfp4-pack-quantized" else 128 if strategy == "block" else None
-        if strategy == "group":
-            group = group_size(raw)
-        if form == "mxfp4-pack-quantized" and group != 32:
-            raise refuse("group_size", f"is {group}; MXFP4 has groups of 32")
-    except ValueError as error:
-        raise type(error)(str(error).replace("quantization_config.", f"quantization_config.{where}.", 1)) from None
-    outputs = {"tensor": None, "block": 128}.get(strategy, 1)
+    kind = choice(raw, "type", ("int", "float"), "int", where)
+    if kind == "int" and form == "float-quantized":
+        form = "int-quantized"  # `naive-quantized`, of either kind
+    if (kind == "int") is not (form in _INTEGERS):
+        raise refuse(f"{where}type", f"is {kind!r}, which {form} does not hold")
+    bits = choice(raw, "num_bits", {"pack-quantized": (4, 8), "mxfp4-pack-quantized": (4,)}.get(form, (8,)), where=where)
+    choice(raw, "dynamic", (False,), False, where)
+    choice(raw, "actorder", (None, False, "static", "weight"), where=where)
+    strategy = choice(raw, "strategy", _strategies(form), where=where)
+    symmetric = choice(raw, "symmetric", (True, False) if kind == "int" else (True,), True, where)
+    if strategy == "block" and _block(raw.get("block_structure")) != BLOCK:
+        raise refuse(f"{where}block_structure", f"is {raw.get('block_structure')!r} (supported: {BLOCK})")
+    group = group_size(raw, where) if strategy == "group" else BLOCK[1] if strategy == "block" else None
+    if form == "mxfp4-pack-quantized" and group != MXFP4_GROUP:
+        raise refuse(f"{where}group_size", f"is {group}; MXFP4 has groups of {MXFP4_GROUP}")
+    outputs = {"tensor": None, "block": BLOCK[0]}.get(strategy, 1)
     return WeightScheme(form=form, bits=bits, group=group, outputs=outputs, symmetric=symmetric, activations=activations)
 
 
@@ -91,14 +87,11 @@ def _block(raw: Any) -> Any:
 
 def _activations(raw: Any, where: str) -> ActivationScheme:
     if not isinstance(raw, Mapping):
-        raise refuse(where, f"is {raw!r}")
-    try:
-        kind = choice(raw, "type", ("int", "float"), "int")
-        choice(raw, "num_bits", (8,))
-        dynamic = choice(raw, "dynamic", (True, False), False)
-        strategy = choice(raw, "strategy", ("tensor", "token", "group") if dynamic else ("tensor",))
-        symmetric = choice(raw, "symmetric", (True,) if dynamic or kind == "float" else (True, False), True)
-        group = group_size(raw) if strategy == "group" else None
-    except ValueError as error:
-        raise type(error)(str(error).replace("quantization_config.", f"quantization_config.{where}.", 1)) from None
+        raise refuse(where.removesuffix("."), f"is {raw!r}")
+    kind = choice(raw, "type", ("int", "float"), "int", where)
+    choice(raw, "num_bits", (8,), where=where)
+    dynamic = choice(raw, "dynamic", (True, False), False, where)
+    strategy = choice(raw, "strategy", ("tensor", "token", "group") if dynamic else ("tensor",), where=where)
+    symmetric = choice(raw, "symmetric", (True,) if dynamic or kind == "float" else (True, False), True, where)
+    group = group_size(raw, where) if strategy == "group" else None
     return ActivationScheme(number="int8" if kind == "int" else "float8", dynamic=dynamic, group=group, symmetric=symmetric)

@@ -15,12 +15,20 @@ def refuse(field: str, why: str) -> ConfigError:
     return ConfigError(f"{FIELD}.{field} {why}")
 
 
-def choice(raw: Mapping[str, Any], field: str, allowed: Sequence[T], default: T | None = None) -> T:
-    """Returns a field's value, which must be one of some; ConfigError names the field, its value and those."""
+def choice(raw: Mapping[str, Any], field: str, allowed: Sequence[T], default: T | None = None, where: str = "") -> T:
+    """Returns a field's value, which must be one of some; ConfigError names the field, its value and those.
+
+    Args:
+        raw: What has the field.
+        field: Its name.
+        allowed: Values.
+        default: Where it is absent.
+        where: What goes before the name in the error, such as `config_groups.group_0.weights.`
+    """
     value = raw.get(field, default)
     found = [each for each in allowed if each == value and isinstance(value, bool) == isinstance(each, bool)]
     if not found:
-        raise refuse(field, f"is {value!r} (supported: {', '.join(map(str, allowed))})")
+        raise refuse(where + field, f"is {value!r} (supported: {', '.join(map(str, allowed))})")
     return found[0]
 
 
@@ -37,11 +45,11 @@ def names(raw: Mapping[str, Any], field: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def group_size(raw: Mapping[str, Any], field: str = "group_size") -> int | None:
+def group_size(raw: Mapping[str, Any], where: str = "") -> int | None:
     """Returns how many inputs share a scale; None: all (-1). Kernels read pairs of inputs, so the number must be even."""
-    size = raw.get(field)
+    size = raw.get("group_size")
     if size == -1:
         return None
     if not isinstance(size, int) or isinstance(size, bool) or size <= 0 or size % 2:
-        raise refuse(field, f"is {size!r} (supported: -1 and even numbers, such as 128)")
+        raise refuse(f"{where}group_size", f"is {size!r} (supported: -1 and even numbers, such as 128)")
     return size
