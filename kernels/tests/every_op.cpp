@@ -20,7 +20,7 @@ void penstock_head_linear(int, const void*, int64_t, int64_t, const void*, int64
 void penstock_route(int, const void*, const float*, int32_t*, float*, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, int64_t, float);
 void penstock_experts(int, const void*, const int32_t*, const float*, const int64_t*, const int64_t*, const int64_t*, const int64_t*, void*,
                       int64_t, int64_t, int64_t, int64_t, int64_t, int, float, float);
-void penstock_paged_attention(int, const void*, void*, const void*, int64_t, const int32_t*, const int32_t*, const int32_t*, const float*,
+void penstock_paged_attention(int, const void*, void*, const void*, int64_t, const int32_t*, const int32_t*, const int32_t*, const float*, const int32_t*,
                               int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
 void penstock_add_lora(int, void*, const void*, const int64_t*, const int64_t*, int64_t, const void*, int64_t, const int64_t*, int64_t,
                        const int64_t*, int64_t, int64_t);
@@ -121,12 +121,12 @@ void run(int dtype) {
     rotated.print("rotated"), cache.print("cache");
     const int32_t starts[] = {0, 1, 5}, lens[] = {90, 30}, table[] = {1, 2, 3, 4, 5, 6, 7, 1, 0, 0, 0, 0};
     const std::vector<float> sinks = floats(kHeads);
-    penstock_paged_attention(dtype, rotated.data(), out.data(), cache.data(), stride, starts, lens, table, sinks.data(), 6, 2, kHeads,
+    penstock_paged_attention(dtype, rotated.data(), out.data(), cache.data(), stride, starts, lens, table, sinks.data(), nullptr, 6, 2, kHeads,
                              kKeyHeads, kBlock, kSize, 70, 0, 0.2f, 5.0f);
     out.print("attention");
     constexpr int64_t kRank = 24;
     Array latent(dtype, kTokens * kHeads * kRank), weight(dtype, kHeads * 48 * kRank), heads(dtype, kTokens * kHeads * 40);
-    penstock_paged_attention(dtype, rotated.data(), latent.data(), cache.data(), stride, starts, lens, table, nullptr, 6, 2, kHeads, 1, kBlock,
+    penstock_paged_attention(dtype, rotated.data(), latent.data(), cache.data(), stride, starts, lens, table, nullptr, nullptr, 6, 2, kHeads, 1, kBlock,
                              kSize, 0, kRank, 0.2f, 0.0f);
     penstock_head_linear(dtype, latent.data(), kHeads * kRank, kRank, weight.data(), 48 * kRank * weight.size(), heads.data(), kTokens, kHeads,
                          40, kRank);

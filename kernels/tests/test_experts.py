@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from penstock.kernels.cpu.tape import Pool
 from penstock.kernels.experts.reference import experts, experts_on_device
 from penstock.kernels.experts.routing import Routing, route
-from penstock.kernels.experts.table import ExpertTable
+from penstock.kernels.experts.table import ExpertTable, PackedExpertTable, PackedLayer, alike
 from penstock.kernels.gated_mul.reference import clamped_swiglu, silu_mul
 from penstock.kernels.linear.reference import pack_weight
+from penstock.kernels.quantized_linear.reference import pack_quantized, pair_up
+from penstock.kernels.quantized_linear.rounding import Rounding
 
 HIDDEN, INNER, EXPERTS = 70, 42, 5
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
@@ -164,3 +167,99 @@ def test_routing_what_is_not_finite_gives_experts_that_exist(ops_in):
 def test_no_tokens_have_no_experts(ops_in):
     ids, weights = ops_in(torch.float32).route(torch.empty(0, 6), None, Routing(3))
     assert ids.shape == weights.shape == (0, 3)
+
+
+# --- weights of few bits ---
+
+PACKED = {
+    "int8": ("int8", None, None),
+    "int4-groups": ("int4", 14, None),
+    "e4m3-rounded": ("e4m3", 14, Rounding("float8", True, 14)),
+    "e2m1": ("e2m1", 14, None),
+    "int8-fixed": ("int8", None, Rounding("int8", False)),
+}
+
+
+class PackedExperts:
+    """Random experts of few bits: with biases, zero points in some, and a scale of their own for fixed roundings."""
+
+    def __init__(self, dtype: torch.dtype, number, group: int | None, rounding: Rounding | None) -> None:
+        self.layers = [
+            [self._layer(dtype, *shape, number, group, rounding, expert) for expert in range(EXPERTS)]
+            for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
+        ]
+        self.table = PackedExpertTable(self.layers[0], self.layers[1], HIDDEN, INNER, "silu")
+
+    def _layer(self, dtype, outputs, inputs, number, group, rounding, expert) -> PackedLayer:
+        size = group or inputs
+        values = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8)
+        if number == "e4m3":
+            values = torch.randn(outputs, inputs).to(torch.float8_e4m3fn).view(torch.int8)
+        scales = (torch.rand(outputs, inputs // size) + 0.5) / 20
+        zeros = torch.randint(-3, 3, scales.shape, dtype=torch.int8) if number == "int4" and expert % 2 else None
+        weight = pack_quantized(pair_up(values, number), scales, zeros, number, size, inputs)
+        fixed = rounding is not None and not rounding.dynamic
+        scale, zero = (torch.tensor([0.02 + expert / 100]), torch.tensor([-4.0])) if fixed else (None, None)
+        return PackedLayer(weight, torch.randn(outputs).to(dtype), rounding, scale, zero)
+
+    def mlps(self, ops):
+        def linear(layer: PackedLayer, x: torch.Tensor) -> torch.Tensor:
+            if layer.rounding is not None:
+                x = ops.rounded_inputs(x, layer.rounding, layer.input_scale, layer.input_zero)
+            return ops.quantized_linear(x, layer.weight, layer.bias)
+
+        return [
+            lambda x, first=first, last=last: linear(last, ops.silu_mul(linear(first, x)))
+            for first, last in zip(*self.layers, strict=True)
+        ]
+
+
+@pytest.fixture(params=PACKED)
+def packed(request, dtype):
+    return PackedExperts(dtype, *PACKED[request.param])
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 37])
+@pytest.mark.parametrize("k", [1, 3])
+def test_packed_experts_are_their_layers_one_after_the_other(native, dtype, packed, tokens, k):
+    """Of the same compiled layers, each of which is held to float64 by itself: only the order of a sum may round otherwise."""
+    ops, x = native(dtype), torch.randn(tokens, HIDDEN).to(dtype)
+    ids, weights = choices(tokens, k)
+    found, expected = ops.packed_experts(x, ids, weights, packed.table), experts(x, ids, weights, packed.mlps(ops))
+    assert found.dtype is dtype and found.shape == x.shape
+    tolerance = 1e-6 if dtype is torch.float32 else 2**-7
+    torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+def test_packed_experts_without_tokens_are_not_multiplied(native, dtype, packed):
+    ops, x = native(dtype), torch.randn(20, HIDDEN).to(dtype)
+    ids, weights = torch.full((20, 1), 3, dtype=torch.int32), torch.rand(20, 1)
+    expected = ops.packed_experts(x, ids, weights, packed.table)
+    for expert in (0, 1, 2, 4):
+        packed.table.gate_up_at[expert] = packed.table.down_at[expert] = 8  # to read from there ends the process
+    assert torch.equal(ops.packed_experts(x, ids, weights, packed.table), expected)
+
+
+def test_a_tokens_bits_are_the_same_among_any_others_of_packed_experts(native, dtype, packed):
+    form, x = native(dtype).packed_experts, torch.randn(60, HIDDEN).to(dtype)
+    ids, weights = choices(60, 3)
+    whole = form(x, ids, weights, packed.table)
+    for first, count in ((0, 1), (7, 2), (31, 29)):
+        rows = slice(first, first + count)
+        assert torch.equal(form(x[rows], ids[rows], weights[rows], packed.table), whole[rows])
+    order = torch.randperm(60)
+    assert torch.equal(form(x[order], ids[order], weights[order], packed.table), whole[order])
+
+
+def test_a_tape_runs_packed_experts_again(native):
+    ops, layer = native(torch.float32), PackedExperts(torch.float32, *PACKED["e4m3-rounded"])
+    x, (ids, weights) = torch.randn(4, HIDDEN), choices(4, 2)
+    tape = ops.tape(lambda: ops.packed_experts(x, ids, weights, layer.table), Pool())
+    x.copy_(torch.randn(4, HIDDEN))
+    assert torch.equal(tape.run(), ops.packed_experts(x, ids, weights, layer.table))
+
+
+def test_experts_of_several_forms_are_told_apart():
+    layers = PackedExperts(torch.float32, *PACKED["int4-groups"]).layers[0]
+    other = PackedExperts(torch.float32, *PACKED["int8"]).layers[0]
+    assert alike(layers) and not alike([*layers[:-1], other[-1]])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.kernels.ops import Ops
 from penstock.kernels.paged_attention.batch import PagedBatch
+from penstock.kernels.paged_attention.launch import AttentionShape, Launch, attention_steps, fast_launches
 
 shapes = st.sampled_from([(1, 1, 64), (2, 1, 32), (7, 1, 80), (2, 4, 96), (3, 2, 128)])
 """Queries a key head, key heads, head size."""
@@ -22,7 +23,7 @@ class Case:
     """Requests with random queries, keys and values in random blocks of a cache that is NaN elsewhere: also in blocks that lie
     outside the window of a request's first query."""
 
-    def __init__(self, shape, lengths, block_size, seed, window=None, softcap=0.0, has_sinks=False) -> None:
+    def __init__(self, shape, lengths, block_size, seed, window=None, softcap=0.0, has_sinks=False, two_way=False) -> None:
         self.softcap = softcap
         self.group, self.kv_heads, self.head_size = shape
         self.lengths, self.block_size, self.window = lengths, block_size, window
@@ -30,6 +31,14 @@ class Case:
         self.keys, self.values = ([self._random(a + b, self.kv_heads) for a, b in lengths] for _ in range(2))
         self.queries = [self._random(new, self.group * self.kv_heads) for _, new in lengths]
         self.sinks = self._random(1, self.group * self.kv_heads)[0, :, 0].mul(3).contiguous() if has_sinks else None
+        self.ends = [self._ends(computed, new) for computed, new in lengths] if two_way else None
+
+    def _ends(self, computed: int, new: int) -> np.ndarray:
+        """Some neighbours among the new tokens see each other."""
+        ends = np.arange(computed + 1, computed + new + 1, dtype=np.int32)
+        first, last = sorted(self.rng.integers(0, new + 1, 2))
+        ends[first:last] = computed + last
+        return ends
 
     def _random(self, length: int, heads: int) -> torch.Tensor:
         return torch.from_numpy(self.rng.standard_normal((length, heads, self.head_size), np.float32))
@@ -58,7 +67,10 @@ class Case:
         for row, table in enumerate(tables):
             block_table[row, : len(table)] = table
         starts = np.concatenate(([0], np.cumsum([len(part) for part in parts]))).astype(np.int32)
-        batch = PagedBatch(self.block_size, starts, np.array(lens, np.int32), block_table, self.window)
+        ends = (
+            None if self.ends is None else np.concatenate([self.ends[i][-len(q) :] for i, q in zip(chosen, parts, strict=True)])
+        )
+        batch = PagedBatch(self.block_size, starts, np.array(lens, np.int32), block_table, self.window, ends)
         out = ops.paged_attention(torch.cat(parts), cache, batch, self.head_size**-0.5, self.softcap, self.sinks)
         return list(out.split([len(part) for part in parts]))
 
@@ -69,8 +81,10 @@ class Case:
         scores = torch.einsum("qhd,khd->hqk", self.queries[i].double(), keys) * self.head_size**-0.5
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        back = torch.arange(computed, computed + new)[:, None] - torch.arange(computed + new)
-        unseen = (back < 0) | (back >= (self.window or computed + new))
+        keys_at = torch.arange(computed + new)
+        back = torch.arange(computed, computed + new)[:, None] - keys_at
+        unseen = (back < 0) if self.ends is None else keys_at >= torch.from_numpy(self.ends[i])[:, None]
+        unseen |= back >= (self.window or computed + new)
         scores = scores.masked_fill(unseen, float("-inf"))
         if self.sinks is not None:
             scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, new, 1)), -1)
@@ -79,7 +93,7 @@ class Case:
 
 softcaps = st.sampled_from([0.0, 0.7, 50.0])
 block_sizes = st.sampled_from([8, 16, 32, 256])
-cases = st.builds(Case, shapes, requests, block_sizes, st.integers(0, 2**32), windows, softcaps, st.booleans())
+cases = st.builds(Case, shapes, requests, block_sizes, st.integers(0, 2**32), windows, softcaps, st.booleans(), st.booleans())
 
 
 @pytest.mark.req("ATT-06", "ATT-07", "ATT-08", "ATT-29")
@@ -102,6 +116,17 @@ def test_bits_depend_on_the_request_alone(ops_in, case, which, skip):
     (later,) = case.run(ops, [which], skip=skip)
     assert torch.equal(crowd, alone)
     assert torch.equal(alone[-len(later) :], later)
+
+
+def test_a_query_sees_keys_after_its_own_as_far_as_it_is_told(ops_in):
+    case = Case((2, 2, 64), [(200, 150), (0, 17)], 16, 5, window=100, two_way=True)
+    case.ends = [np.full(150, 350, np.int32), np.arange(1, 18, dtype=np.int32)]
+    causal = Case((2, 2, 64), [(200, 150), (0, 17)], 16, 5, window=100)
+    seen, unseen = (one.run(ops_in(torch.float32), [0, 1]) for one in (case, causal))
+    torch.testing.assert_close(seen[0].double(), case.dense(0), rtol=1e-4, atol=1e-5)
+    assert (seen[0][:-1] - unseen[0][:-1]).abs().amax((1, 2)).min() > 1e-4
+    assert torch.equal(seen[0][-1], unseen[0][-1])
+    assert torch.equal(seen[1], unseen[1])
 
 
 def test_a_sink_takes_its_share_of_the_weights(ops_in):
@@ -133,3 +158,23 @@ def test_bfloat16_is_rounded_once(ops_in):
     (out,) = case.run(ops_in(torch.bfloat16), [0])
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), case.dense(0), rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "heads", [(32, 8, 128), (16, 8, 128), (8, 1, 256), (14, 2, 128), (16, 4, 256), (40, 8, 128), (16, 16, 64)]
+)
+@pytest.mark.parametrize("most", [1, 7, 256, 1000])
+def test_the_warm_ups_steps_launch_what_decodes_and_long_prompts_launch(heads: tuple[int, int, int], most: int) -> None:
+    shape, keys = AttentionShape(*heads, 2), 40960
+
+    def launches(requests: int, longest: int) -> set[Launch]:
+        return set(fast_launches(shape, requests, longest, keys))
+
+    warm = {launch for step in attention_steps(most, 2048, keys) for launch in launches(len(step), max(step))}
+    assert warm == {launch for n in range(1, most + 1) for longest in (1, 2048) for launch in launches(n, longest)}
+
+
+def test_the_warm_ups_steps_fit_an_engines_limits() -> None:
+    steps = list(attention_steps(max_num_requests=16, max_num_tokens=6, max_query_len=4))
+    assert [1] * 5 in steps and [4] in steps
+    assert all(sum(step) <= 6 and max(step) <= 4 for step in steps)

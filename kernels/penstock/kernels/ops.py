@@ -17,7 +17,7 @@ from penstock.kernels.cpu.tape import Pool, Tape
 from penstock.kernels.embedding.reference import embedding
 from penstock.kernels.experts.reference import MLP, experts, experts_on_device
 from penstock.kernels.experts.routing import Routing, route
-from penstock.kernels.experts.table import ExpertTable
+from penstock.kernels.experts.table import ExpertTable, PackedExpertTable
 from penstock.kernels.gated_mul.reference import clamped_swiglu, gelu_tanh_mul, silu_mul
 from penstock.kernels.head_linear.reference import HeadWeight, head_linear, pack_heads
 from penstock.kernels.lora import device_reference as device_lora
@@ -29,6 +29,7 @@ from penstock.kernels.paged_attention.device_reference import paged_attention_de
 from penstock.kernels.paged_attention.reference import paged_attention
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary, prepare_kv
 from penstock.kernels.quantized_linear.reference import QuantizedWeight, quantized_linear
+from penstock.kernels.quantized_linear.rounding import Rounding, rounded_inputs
 from penstock.kernels.rms_norm.reference import add_rms_norm, rms_norm
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class Ops:
     """With what `lora_shelves` made, and a `LoraBatch` on the CPU, a `DeviceLoraBatch` on a device."""
     quantized_linear: Callable[[torch.Tensor, QuantizedWeight, torch.Tensor | None], torch.Tensor] = quantized_linear
     """Over a weight of few bits. The compiled form has one thread; the reference dequantizes the weight at each call."""
+    rounded_inputs: Callable[[torch.Tensor, Rounding, torch.Tensor | None, torch.Tensor | None], torch.Tensor] = rounded_inputs
+    """What some quantized layers multiply in place of their inputs."""
     head_linear: Callable[[torch.Tensor, HeadWeight], torch.Tensor] = head_linear
     pack_heads: Callable[[torch.Tensor], HeadWeight] = pack_heads
     """Makes the weight for `head_linear`."""
@@ -68,6 +71,8 @@ class Ops:
     """Over MLPs of any kind, each run by itself."""
     experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertTable], torch.Tensor] | None = None
     """Over weights as `linear` or, on a device, torch has them; None: this form has `any_experts` alone."""
+    packed_experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedExpertTable], torch.Tensor] | None = None
+    """Over weights of few bits, in one thread; None: this form has `any_experts` alone."""
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor] | None = None
     """Over a weight from `linear.reference.pack_weight`, in one thread; None: this form leaves it to torch."""
     tape: Callable[[Callable[[], torch.Tensor], Pool], Tape] | None = None
@@ -113,8 +118,10 @@ def native_ops(dtype: torch.dtype, isa: Isa, cache: Path) -> Ops:
         pack_heads=native.pack_heads,
         route=native.route,
         experts=native.experts,
+        packed_experts=native.packed_experts,
         linear=native.linear,
         quantized_linear=native.quantized_linear,
+        rounded_inputs=native.rounded_inputs,
         tape=native.tape,
         collectives=native.collectives,
     )

@@ -13,6 +13,7 @@ _NAMES = (
     "linear.cpp",
     "head_linear.cpp",
     "quantized_linear.cpp",
+    "rounding.cpp",
     "experts.cpp",
     "lora.cpp",
     "replay.cpp",

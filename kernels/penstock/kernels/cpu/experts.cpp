@@ -13,6 +13,9 @@
 
 extern "C" {
 void penstock_linear(int, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t);
+void penstock_quantized_linear(int, int, int, const void*, const void*, const void*, const int8_t*, const void*, void*, int64_t, int64_t,
+                               int64_t, int64_t);
+void penstock_rounded_inputs(int, const void*, const float*, const float*, void*, int64_t, int64_t, int64_t, int, int);
 void penstock_silu_mul(int, const void*, void*, int64_t, int64_t);
 void penstock_gelu_tanh_mul(int, const void*, void*, int64_t, int64_t);
 void penstock_clamped_swiglu(int, const void*, void*, int64_t, int64_t, float, float);
@@ -93,9 +96,40 @@ const void* of_expert(const int64_t* addresses, int64_t expert) {
   return addresses == nullptr ? nullptr : reinterpret_cast<const void*>(addresses[expert]);
 }
 
-// The addresses of each expert's weights and biases; the biases' are nullptr where there are none.
-struct Weights {
-  const int64_t *gate_up, *down, *gate_up_bias, *down_bias;
+// An expert's linear layer in the model's dtype: the addresses of all experts' weights and biases; `biases` is nullptr where there are none.
+struct Plain {
+  const int64_t *weights, *biases;
+
+  template <typename T>
+  void operator()(int dtype, int64_t expert, const T* x, T*, T* out, int64_t rows, int64_t outputs, int64_t inputs) const {
+    penstock_linear(dtype, x, of_expert(weights, expert), of_expert(biases, expert), out, rows, outputs, inputs);
+  }
+};
+
+// An expert's linear layer in few bits, as `experts/table.py` lays out what all experts have in common, and what each has.
+struct Form {
+  int64_t number, scale_dtype, group, rounds, rounds_group, float8, powers;
+};
+struct Tensors {
+  int64_t values, scales, zeros, bias, input_scale, input_zero;
+};
+struct Packed {
+  const Form* form;
+  const Tensors* experts;
+
+  // `own` has room for the rows, and may be where they are: rounded inputs go there.
+  template <typename T>
+  void operator()(int dtype, int64_t expert, const T* x, T* own, T* out, int64_t rows, int64_t outputs, int64_t inputs) const {
+    const auto at = [](int64_t address) { return reinterpret_cast<const void*>(address); };
+    const Tensors& of = experts[expert];
+    if (form->rounds) {
+      const auto *scale = static_cast<const float*>(at(of.input_scale)), *zero = static_cast<const float*>(at(of.input_zero));
+      penstock_rounded_inputs(dtype, x, scale, zero, own, rows, inputs, form->rounds_group, form->float8 != 0, form->powers != 0);
+      x = own;
+    }
+    penstock_quantized_linear(dtype, static_cast<int>(form->scale_dtype), static_cast<int>(form->number), x, at(of.values), at(of.scales),
+                              static_cast<const int8_t*>(at(of.zeros)), at(of.bias), out, rows, outputs, inputs, form->group);
+  }
 };
 
 struct Gate {
@@ -109,9 +143,9 @@ struct Gate {
   }
 };
 
-template <typename T>
-void run_experts(int dtype, const T* x, const int32_t* ids, const float* weights, const Weights& of, T* out, int64_t tokens, int64_t k,
-                 int64_t experts, int64_t hidden, int64_t inner, const Gate& gate) {
+template <typename T, typename Linear>
+void run_experts(int dtype, const T* x, const int32_t* ids, const float* weights, const Linear& gate_up, const Linear& down, T* out,
+                 int64_t tokens, int64_t k, int64_t experts, int64_t hidden, int64_t inner, const Gate& gate) {
   const int64_t choices = tokens * k;
   std::vector<int64_t> starts(experts + 1, 0), places(choices), order(choices);
   for (int64_t i = 0; i < choices; ++i) ++starts[ids[i] + 1];
@@ -129,10 +163,9 @@ void run_experts(int dtype, const T* x, const int32_t* ids, const float* weights
       rows = x + order[first] / k * hidden;
     else
       for (int64_t r = 0; r < count; ++r) std::memcpy(inputs.get() + r * hidden, x + order[first + r] / k * hidden, hidden * sizeof(T));
-    penstock_linear(dtype, rows, of_expert(of.gate_up, e), of_expert(of.gate_up_bias, e), projected.get(), count, 2 * inner, hidden);
+    gate_up(dtype, e, rows, inputs.get(), projected.get(), count, 2 * inner, hidden);
     gate(dtype, projected.get(), gated.get(), count, inner);
-    T* found = results.get() + first * hidden;
-    penstock_linear(dtype, gated.get(), of_expert(of.down, e), of_expert(of.down_bias, e), found, count, hidden, inner);
+    down(dtype, e, gated.get(), gated.get(), results.get() + first * hidden, count, hidden, inner);
   }
   for (int64_t t = 0; t < tokens; ++t)
     combine(results.get(), places.data() + t * k, weights + t * k, k, hidden, out + t * hidden);
@@ -158,8 +191,24 @@ void penstock_experts(int dtype, const void* x, const int32_t* ids, const float*
                       int64_t hidden, int64_t inner, int gate, float slope, float limit) {
   const auto run = [&](auto* to) {
     using T = std::remove_pointer_t<decltype(to)>;
-    const Weights of{gate_up, down, gate_up_bias, down_bias};
-    run_experts(dtype, static_cast<const T*>(x), ids, weights, of, to, tokens, k, experts, hidden, inner, Gate{gate, slope, limit});
+    const Plain first{gate_up, gate_up_bias}, second{down, down_bias};
+    run_experts(dtype, static_cast<const T*>(x), ids, weights, first, second, to, tokens, k, experts, hidden, inner, Gate{gate, slope, limit});
+  };
+  if (dtype == 0)
+    run(static_cast<float*>(out));
+  else
+    run(static_cast<BFloat16*>(out));
+}
+
+// `forms`: of both layers. `gate_up` and `down`: Tensors by expert.
+void penstock_packed_experts(int dtype, const void* x, const int32_t* ids, const float* weights, const int64_t* forms, const int64_t* gate_up,
+                             const int64_t* down, void* out, int64_t tokens, int64_t k, int64_t experts, int64_t hidden, int64_t inner,
+                             int gate, float slope, float limit) {
+  const Form* form = reinterpret_cast<const Form*>(forms);
+  const Packed first{form, reinterpret_cast<const Tensors*>(gate_up)}, second{form + 1, reinterpret_cast<const Tensors*>(down)};
+  const auto run = [&](auto* to) {
+    using T = std::remove_pointer_t<decltype(to)>;
+    run_experts(dtype, static_cast<const T*>(x), ids, weights, first, second, to, tokens, k, experts, hidden, inner, Gate{gate, slope, limit});
   };
   if (dtype == 0)
     run(static_cast<float*>(out));

@@ -12,18 +12,19 @@ import torch
 from penstock.kernels.collective.native import SIGNATURES, NativeCollectives
 from penstock.kernels.cpu.tape import Listener, Pool, Recording, Tape, Watch
 from penstock.kernels.experts.routing import Routing
-from penstock.kernels.experts.table import ExpertTable
+from penstock.kernels.experts.table import ExpertTable, PackedExpertTable
 from penstock.kernels.head_linear.reference import HeadWeight
 from penstock.kernels.linear.reference import pack_weight
 from penstock.kernels.lora.batch import LoraBatch
 from penstock.kernels.lora.packed import PackedLoraShelves
 from penstock.kernels.paged_attention.batch import PagedBatch
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
-from penstock.kernels.quantized_linear.reference import NUMBERS, QuantizedWeight
+from penstock.kernels.quantized_linear.reference import NUMBERS, SCALES, QuantizedWeight
+from penstock.kernels.quantized_linear.rounding import Rounding
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-_SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Of quantized weights."""
+_GATES = ("silu", "gelu_tanh", "clamped_swiglu")
+"""As the compiled kernel of experts numbers them."""
 _WITH_CACHE = {
     (torch.float32, torch.float32): 0,
     (torch.bfloat16, torch.bfloat16): 1,
@@ -44,7 +45,7 @@ _SIGNATURES = {
         *[*[c_void_p] * 3, c_int64, *[c_void_p] * 2, c_float, *[c_int64] * 6],
     ],
     "penstock_linear": [c_int, *[c_void_p] * 4, *[c_int64] * 3],
-    "penstock_paged_attention": [c_int, *[c_void_p] * 3, c_int64, *[c_void_p] * 4, *[c_int64] * 8, *[c_float] * 2],
+    "penstock_paged_attention": [c_int, *[c_void_p] * 3, c_int64, *[c_void_p] * 5, *[c_int64] * 8, *[c_float] * 2],
     "penstock_gather_rows": [*[c_void_p] * 3, *[c_int64] * 2],
     "penstock_add_lora": [
         *[c_int, *[c_void_p] * 4, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p],
@@ -56,6 +57,8 @@ _SIGNATURES = {
     "penstock_quantized_linear": [*[c_int] * 3, *[c_void_p] * 6, *[c_int64] * 4],
     "penstock_clamped_swiglu": [c_int, *[c_void_p] * 2, *[c_int64] * 2, *[c_float] * 2],
     "penstock_head_linear": [c_int, c_void_p, *[c_int64] * 2, c_void_p, c_int64, c_void_p, *[c_int64] * 4],
+    "penstock_rounded_inputs": [c_int, *[c_void_p] * 4, *[c_int64] * 3, *[c_int] * 2],
+    "penstock_packed_experts": [c_int, *[c_void_p] * 7, *[c_int64] * 5, c_int, *[c_float] * 2],
     "penstock_replay": [c_void_p, c_int64],
 }
 _NUMBERS = tuple(_SIGNATURES)
@@ -117,8 +120,21 @@ class NativeOps:
         zeros_pointer = None if weight.zeros is None else weight.zeros.data_ptr()
         pointers = (x.data_ptr(), weight.values.data_ptr(), weight.scales.data_ptr(), zeros_pointer, bias_pointer, out.data_ptr())
         sizes = (x.shape[0], weight.out_features, weight.in_features, weight.group)
-        codes = (self._code, _SCALES[weight.scales.dtype], NUMBERS.index(weight.number))
+        codes = (self._code, SCALES[weight.scales.dtype], NUMBERS.index(weight.number))
         self._library.penstock_quantized_linear(*codes, *pointers, *sizes)
+        return out
+
+    def rounded_inputs(
+        self, x: torch.Tensor, rule: Rounding, scale: torch.Tensor | None = None, zero: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See the reference."""
+        if rule.dynamic != (scale is None):
+            raise ValueError("dynamic scales are found here, others are given")
+        x = self._checked(x)
+        out = torch.empty_like(x)
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in (x, scale, zero, out))
+        codes = (rule.number == "float8", rule.power_of_two)
+        self._library.penstock_rounded_inputs(self._code, *pointers, *x.shape, rule.group or 0, *map(int, codes))
         return out
 
     @staticmethod
@@ -229,6 +245,7 @@ class NativeOps:
         self._library.penstock_paged_attention(
             *(code, q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), block_stride),
             *(starts.ctypes.data, lens.ctypes.data, table.ctypes.data, None if sinks is None else sinks.data_ptr()),
+            None if batch.ends is None else batch.ends.ctypes.data,
             *(table.strides[0] // table.itemsize, len(lens), q.shape[1], kv_heads, block_size, q.shape[2]),
             *(batch.window or 0, value_size, scale, softcap),
         )
@@ -255,8 +272,17 @@ class NativeOps:
         tensors = (x, ids.contiguous(), weights.contiguous(), *addresses, out)
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         sizes = (*ids.shape, len(table.gate_up), table.hidden, table.inner)
-        gate = ("silu", "gelu_tanh", "clamped_swiglu").index(table.gate)
-        self._library.penstock_experts(self._code, *pointers, *sizes, gate, *table.clamp)
+        self._library.penstock_experts(self._code, *pointers, *sizes, _GATES.index(table.gate), *table.clamp)
+        return out
+
+    def packed_experts(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, table: PackedExpertTable) -> torch.Tensor:
+        """See the reference, of whose MLPs the table holds the weights in few bits; `ids` are those of experts in it."""
+        x = self._checked(x)
+        out = torch.empty_like(x)
+        tensors = (x, ids.contiguous(), weights.contiguous(), table.forms, table.gate_up_at, table.down_at, out)
+        pointers = (tensor.data_ptr() for tensor in tensors)
+        sizes = (*ids.shape, len(table.gate_up), table.hidden, table.inner)
+        self._library.penstock_packed_experts(self._code, *pointers, *sizes, _GATES.index(table.gate), *table.clamp)
         return out
 
     def add_lora(self, y: torch.Tensor, x: torch.Tensor, shelves: PackedLoraShelves, batch: LoraBatch) -> None:

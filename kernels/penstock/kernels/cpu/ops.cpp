@@ -298,6 +298,7 @@ struct Attention {
   CacheShape shape;
   int64_t heads;
   const float* sinks;  // by head, the score of one more key, whose value is zero; nullptr: there is none
+  const int32_t* ends;  // by query, the position after the last key that it sees; nullptr: each sees up to itself
   float scale, softcap;
   int64_t window;      // keys that a query sees, itself included; 0: all before it
   int64_t value_size;  // elements of a value that are the last of its key (latent attention); 0: values lie in the cache
@@ -306,15 +307,18 @@ struct Attention {
   std::vector<State> states;
 
   // `tile`: tokens of a run at most.
-  Attention(const T* q, T* out, const C* cache, CacheShape shape, int64_t tile, int64_t heads, const float* sinks, int64_t window,
-            int64_t value_size, float scale, float softcap)
-      : q(q), out(out), cache(cache), shape(shape), heads(heads), sinks(sinks), scale(scale), softcap(softcap), window(window),
-        value_size(value_size), width(round_up(shape.d)), group(heads / shape.kv_heads), queries(tile * group * width),
+  Attention(const T* q, T* out, const C* cache, CacheShape shape, int64_t tile, int64_t heads, const float* sinks,
+            const int32_t* ends, int64_t window, int64_t value_size, float scale, float softcap)
+      : q(q), out(out), cache(cache), shape(shape), heads(heads), sinks(sinks), ends(ends), scale(scale), softcap(softcap),
+        window(window), value_size(value_size), width(round_up(shape.d)), group(heads / shape.kv_heads), queries(tile * group * width),
         keys(kKeyTile * width + kLanes), values(value_size ? 0 : kKeyTile * width),
         acc(queries.size()), states(tile * group) {}
 
   // The first key that a query at this position sees.
   int64_t window_begin(int64_t position) const { return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0; }
+
+  // The position after the last key that query `first + t` of the batch sees, which stands at `position + t`.
+  int64_t seen_end(int64_t first, int64_t position, int64_t t) const { return ends != nullptr ? ends[first + t] : position + t + 1; }
 
   // Queries [first, first + count) of the batch, at positions from `position` on, against one key head.
   void run(int64_t first, int64_t count, int64_t position, const int32_t* blocks, int64_t head) {
@@ -329,13 +333,15 @@ struct Attention {
     const int64_t out_size = value_size ? value_size : shape.d, value_width = round_up(out_size);
     const float* tile_values = value_size ? keys.data() + (shape.d - value_size) : values.data();
     // Tiles begin at multiples of their size, wherever the window does, so that a query's tiles are the same in every chunk.
-    const int64_t oldest = window_begin(position);
-    for (int64_t start = oldest / kKeyTile * kKeyTile; start < position + count; start += kKeyTile) {
-      const int64_t present = std::min<int64_t>(kKeyTile, position + count - start);
+    // Neither the first nor the last key that a query sees lies before those of the query before it.
+    const int64_t oldest = window_begin(position), last = seen_end(first, position, count - 1);
+    for (int64_t start = oldest / kKeyTile * kKeyTile; start < last; start += kKeyTile) {
+      const int64_t present = std::min<int64_t>(kKeyTile, last - start);
       convert(start, std::max<int64_t>(0, oldest - start), present, blocks, head);
-      for (int64_t t = std::max<int64_t>(0, start - position); t < count; ++t) {
+      for (int64_t t = ends != nullptr ? 0 : std::max<int64_t>(0, start - position); t < count; ++t) {
         const int64_t begin = std::max<int64_t>(0, window_begin(position + t) - start);
-        const int64_t end = std::min<int64_t>(present, position + t + 1 - start);
+        const int64_t end = std::min<int64_t>(present, seen_end(first, position, t) - start);
+        if (end <= 0) continue;  // this query sees nothing of the tile yet
         if (begin >= end) break;  // this query's window has left the tile behind, and so have those after it
         for (int64_t row = t * group; row < (t + 1) * group; ++row)
           attend_tile(&queries[row * width], keys.data(), tile_values, width, value_width, begin, end, softcap, &states[row],
@@ -369,11 +375,12 @@ struct Attention {
 
 template <typename T, typename C>
 void paged_attention(const T* q, T* out, const C* cache, CacheShape shape, const int32_t* query_start_loc, const int32_t* seq_lens,
-                     const int32_t* block_table, const float* sinks, int64_t table_width, int64_t requests, int64_t heads,
-                     int64_t window, int64_t value_size, float scale, float softcap) {
+                     const int32_t* block_table, const float* sinks, const int32_t* ends, int64_t table_width, int64_t requests,
+                     int64_t heads, int64_t window, int64_t value_size, float scale, float softcap) {
   int64_t longest = 0;
   for (int64_t r = 0; r < requests; ++r) longest = std::max<int64_t>(longest, query_start_loc[r + 1] - query_start_loc[r]);
-  Attention<T, C> attention(q, out, cache, shape, std::min<int64_t>(kQueryTile, longest), heads, sinks, window, value_size, scale, softcap);
+  Attention<T, C> attention(q, out, cache, shape, std::min<int64_t>(kQueryTile, longest), heads, sinks, ends, window, value_size, scale,
+                            softcap);
   for (int64_t r = 0; r < requests; ++r) {
     const int64_t begin = query_start_loc[r], end = query_start_loc[r + 1], computed = seq_lens[r] - (end - begin);
     for (int64_t head = 0; head < shape.kv_heads; ++head)
@@ -463,11 +470,11 @@ void penstock_prepare_kv(int dtype, const void* q, const void* k, const void* v,
 
 void penstock_paged_attention(int dtype, const void* q, void* out, const void* cache, int64_t block_stride,
                               const int32_t* query_start_loc, const int32_t* seq_lens, const int32_t* block_table, const float* sinks,
-                              int64_t table_width, int64_t requests, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d,
+                              const int32_t* ends, int64_t table_width, int64_t requests, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d,
                               int64_t window, int64_t value_size, float scale, float softcap) {
   const CacheShape shape{block_stride, kv_heads, block_size, d};
   PENSTOCK_WITH_CACHE((paged_attention<T, C>(IN(q), OUT(out), static_cast<const C*>(cache), shape, query_start_loc, seq_lens, block_table,
-                                             sinks, table_width, requests, heads, window, value_size, scale, softcap)))
+                                             sinks, ends, table_width, requests, heads, window, value_size, scale, softcap)))
 }
 
 }  // extern "C"

@@ -18,7 +18,8 @@ void penstock_linear(int, const void*, const void*, const void*, void*, int64_t,
 void penstock_head_linear(int, const void*, int64_t, int64_t, const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t);
 void penstock_quantized_linear(int, int, int, const void*, const void*, const void*, const int8_t*, const void*, void*, int64_t, int64_t,
                                int64_t, int64_t);
-void penstock_paged_attention(int, const void*, void*, const void*, int64_t, const int32_t*, const int32_t*, const int32_t*, const float*,
+void penstock_rounded_inputs(int, const void*, const float*, const float*, void*, int64_t, int64_t, int64_t, int, int);
+void penstock_paged_attention(int, const void*, void*, const void*, int64_t, const int32_t*, const int32_t*, const int32_t*, const float*, const int32_t*,
                               int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
 void penstock_gather_rows(const void*, const int64_t*, void*, int64_t, int64_t);
 void penstock_add_lora(int, void*, const void*, const int64_t*, const int64_t*, int64_t, const void*, int64_t, const int64_t*, int64_t,
@@ -26,6 +27,8 @@ void penstock_add_lora(int, void*, const void*, const int64_t*, const int64_t*, 
 void penstock_route(int, const void*, const float*, int32_t*, float*, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, int64_t, float);
 void penstock_experts(int, const void*, const int32_t*, const float*, const int64_t*, const int64_t*, const int64_t*, const int64_t*, void*,
                       int64_t, int64_t, int64_t, int64_t, int64_t, int, float, float);
+void penstock_packed_experts(int, const void*, const int32_t*, const float*, const int64_t*, const int64_t*, const int64_t*, void*, int64_t,
+                             int64_t, int64_t, int64_t, int64_t, int, float, float);
 void penstock_all_reduce(int, void*, const void*, void*, int64_t);
 void penstock_all_gather(int, void*, const void*, void*, int64_t, int64_t);
 
@@ -94,6 +97,8 @@ void penstock_replay(const void* calls, int64_t count) {
       case 13: call(penstock_quantized_linear, one->arguments); break;
       case 14: call(penstock_clamped_swiglu, one->arguments); break;
       case 15: call(penstock_head_linear, one->arguments); break;
+      case 16: call(penstock_rounded_inputs, one->arguments); break;
+      case 17: call(penstock_packed_experts, one->arguments); break;
     }
 }
 

@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
+
+from penstock.kernels.quantized_linear.reference import NUMBERS, SCALES, QuantizedWeight
+from penstock.kernels.quantized_linear.rounding import Rounding
 
 Gate = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
@@ -36,3 +39,61 @@ class ExpertTable:
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64).to(tensors[0].device)
+
+
+class PackedLayer(NamedTuple):
+    """One linear layer of one expert, in few bits."""
+
+    weight: QuantizedWeight
+    bias: torch.Tensor | None = None
+    rounding: Rounding | None = None
+    """Of its inputs; None: they are multiplied as they are."""
+    input_scale: torch.Tensor | None = None
+    """[1] float32, of a rounding that is not dynamic."""
+    input_zero: torch.Tensor | None = None
+    """The same, of one that is not symmetric."""
+
+    @property
+    def form(self) -> tuple[int, ...]:
+        """What all experts must have in common, in the compiled kernel's numbers."""
+        weight, rule = self.weight, self.rounding
+        how = (0, 0, 0, 0) if rule is None else (1, rule.group or 0, rule.number == "float8", rule.power_of_two)
+        return NUMBERS.index(weight.number), SCALES[weight.scales.dtype], weight.group, *map(int, how)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What each expert has of its own, in the compiled kernel's order."""
+        weight = self.weight
+        return weight.values, weight.scales, weight.zeros, self.bias, self.input_scale, self.input_zero
+
+
+@dataclass
+class PackedExpertTable:
+    """Where each expert's weights of few bits lie. The experts of a layer have one form; `alike` says whether they do."""
+
+    gate_up: Sequence[PackedLayer]
+    """By expert, [2 · inner, hidden]."""
+    down: Sequence[PackedLayer]
+    """By expert, [hidden, inner]."""
+    hidden: int
+    inner: int
+    gate: Gate
+    clamp: tuple[float, float] = (0.0, 0.0)
+    """Slope and limit of a clamped gate."""
+    forms: torch.Tensor = field(init=False)
+    """[2, 7], int64: of both layers."""
+    gate_up_at: torch.Tensor = field(init=False)
+    """[experts, 6], int64: the addresses; 0 for what there is not."""
+    down_at: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.forms = torch.tensor([self.gate_up[0].form, self.down[0].form])
+        self.gate_up_at, self.down_at = (
+            torch.tensor([[0 if tensor is None else tensor.data_ptr() for tensor in one.tensors] for one in layers])
+            for layers in (self.gate_up, self.down)
+        )
+
+
+def alike(layers: Sequence[PackedLayer]) -> bool:
+    """Whether one kernel takes the same layer of all experts."""
+    return len({layer.form for layer in layers}) == 1

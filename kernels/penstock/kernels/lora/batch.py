@@ -37,7 +37,7 @@ class LoraBatch:
             self.order[:total] = np.argsort(token_slots, kind="stable")[counts[0] :]
 
     def clear(self) -> None:
-        """No token has an adapter."""
+        """Reset all tokens to no adapter."""
         self.starts[:] = 0
 
     def segments(self) -> list[tuple[int, torch.Tensor]]:

@@ -62,6 +62,9 @@ class PagedBatch:
     window are any valid block, whose content is never seen."""
     window: int | None = None
     """Keys that a query sees, itself included: the one at position i those of (i - window, i]. None: all before it."""
+    ends: npt.NDArray[np.int32] | None = None
+    """[n]: by query, the position after the last key that it sees, at least its own and never less than that of the query before
+    it; all keys before it must be in the cache. The window's beginning stays. None: each query sees up to itself."""
 
     @cached_property
     def tile_blocks(self) -> int:
@@ -94,19 +97,20 @@ class PagedBatch:
         """The requests with several queries."""
         query_lens = np.diff(self.query_start_loc)
         return [
-            Prefill(int(self.query_start_loc[row]), int(query_lens[row]), self._prefill_tiles(row, int(query_lens[row])))
+            Prefill(int(self.query_start_loc[row]), int(query_lens[row]), self._prefill_tiles(int(row), int(query_lens[row])))
             for row in np.flatnonzero(query_lens > 1)
         ]
 
-    def _prefill_tiles(self, row: np.intp, length: int) -> list[PrefillTile]:
+    def _prefill_tiles(self, row: int, length: int) -> list[PrefillTile]:
         keys, seq_len = self.tile_blocks * self.block_size, int(self.seq_lens[row])
         positions, table = np.arange(seq_len - length, seq_len), self._padded_table(np.array([row]))
-        begins = self._window_begins(positions)
+        begins, first = self._window_begins(positions), int(self.query_start_loc[row])
+        ends = positions + 1 if self.ends is None else self.ends[first : first + length]
         tiles: list[PrefillTile] = []
         for start in range(int(begins[0]) // keys * keys, seq_len, keys):
-            queries = slice(max(0, start - int(positions[0])), int(np.count_nonzero(begins < start + keys)))
+            queries = slice(int(np.count_nonzero(ends <= start)), int(np.count_nonzero(begins < start + keys)))
             at = np.arange(start, start + keys)
-            unseen = (at > positions[queries, None]) | (at < begins[queries, None])
+            unseen = (at >= ends[queries, None]) | (at < begins[queries, None])
             foreign = (at >= seq_len) | (at < begins[0])
             tiles.append(PrefillTile(queries, self._ids(table, start), _mask(unseen), _mask(foreign)))
         return tiles

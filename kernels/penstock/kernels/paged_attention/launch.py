@@ -5,7 +5,7 @@ each program finds its request's share of keys when it runs. Where few requests 
 split over several programs, and a second, small kernel merges what those found.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -144,6 +144,23 @@ def _prefill_tile(shape: AttentionShape) -> tuple[int, int, int, int]:
     if shape.padded_head_size <= 128:
         return 128, 64, 8, 3
     return 128, 32, 8, 2
+
+
+def attention_steps(max_num_requests: int, max_num_tokens: int, max_query_len: int) -> Iterator[list[int]]:
+    """The lengths of requests in steps that between them launch every kernel variant of decode steps, and of steps with a prompt
+    that is too long for a launch of short requests: alone and beside decodes.
+
+    Args:
+        max_num_requests: Of a step.
+        max_num_tokens: Of a step.
+        max_query_len: Of a request.
+    """
+    most = min(max_num_requests, max_num_tokens)
+    powers = [1 << power for power in range(most.bit_length())]
+    # A launch's numbers change at powers of two, some of them just after.
+    for requests in sorted({number for power in powers for number in (power, power + 1) if number <= most}):
+        prompt = min(SMALL_ROWS + 1, max_query_len, max_num_tokens - requests + 1)
+        yield from ([1] * (requests - 1) + [last] for last in sorted({1, prompt}))
 
 
 LaunchTable = Callable[[AttentionShape, int, int, int], tuple[Launch, ...]]

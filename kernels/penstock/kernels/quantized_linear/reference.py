@@ -12,6 +12,8 @@ Number = Literal["int8", "int4", "e4m3", "e2m1"]
 """What a weight's numbers are: signed whole numbers, or floating-point numbers of OCP's formats E4M3 (FP8) and E2M1 (MXFP4)."""
 NUMBERS: tuple[Number, ...] = ("int8", "int4", "e4m3", "e2m1")
 """In the order in which the compiled kernel numbers them."""
+SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The compiled kernel's numbers for the dtypes of scales."""
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 """The value of each E2M1 code."""
 

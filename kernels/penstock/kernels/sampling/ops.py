@@ -40,7 +40,7 @@ CPU = SamplingOps("cpu", cpu.sample, cpu.processed, cpu.logprobs, cpu.clean, cpu
 
 
 def triton_sampling_ops() -> SamplingOps:
-    """Those of a GPU."""
+    """Return the operations for a GPU."""
     from penstock.kernels.sampling.logprobs import logprobs
     from penstock.kernels.sampling.penalties import penalise
     from penstock.kernels.sampling.triton import sample
