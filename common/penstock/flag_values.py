@@ -7,7 +7,7 @@ DAY_S = 86_400
 
 
 def number(text: str, least: float, most: float = math.inf, *, above: bool = False) -> float:
-    """From `least`, or above it, to `most`; infinity is one."""
+    """Parse a number from `least` (or above it, if `above`) to `most`. Infinity is allowed where `most` is infinite."""
     try:
         value = float(text)
     except ValueError:
@@ -40,7 +40,7 @@ def rate(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """From 0 to below 1."""
+    """Parse a share: at least 0 and below 1."""
     if (ratio := number(text, 0)) >= 1:
         raise argparse.ArgumentTypeError(f"{text} is not below 1")
     return ratio

@@ -17,13 +17,13 @@ class LocalSystem(msgspec.Struct, frozen=True, kw_only=True):
     gateway: str
     """The gateway's HTTP address."""
     own: str
-    """Where `penstock up` itself answers: `/metrics` and `/models`."""
+    """URL of `penstock up` itself, with `/metrics` and `/models`."""
     sources: dict[str, str]
-    """Where each model comes from, by served name, in the order of the file."""
+    """The source of each model by served name, in the order of the file."""
 
 
 def state_folder() -> Path:
-    """Where the state files are: the user's runtime folder, else the user's cache."""
+    """Return the folder of the state files: the user's runtime folder, else the user's cache."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and Path(runtime).is_dir():
         return Path(runtime) / "penstock"

@@ -45,14 +45,15 @@ class RequestFinished(msgspec.Struct, frozen=True, tag="RequestFinished"):
     """Prompt tokens that the prefix cache supplied."""
     output_tokens: int
     ttft_s: float = 0.0
-    """From its arrival at the engine to its first token; 0 where there was none or nobody measured."""
+    """Seconds from the request's arrival at the engine to its first token. 0 if there was no first token or it was not
+    measured."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared | RequestFinished | LoadReport
 
 
 class EventBatch(msgspec.Struct, frozen=True):
-    """Everything that one engine step, or one moment between steps, has to say."""
+    """All events of one engine step, or of one moment between steps."""
 
     epoch: int
     """Start of the engine, milliseconds since the Unix epoch; the same number as in its load reports."""

@@ -97,10 +97,10 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the `WeightedScore` policy."""
+    """Weights of the `WeightedScore` policy."""
 
     prefix: float = 3.0
-    """For the resident share of the prompt."""
+    """Weight of the resident share of the prompt."""
     queue: float = 2.0
     """Against waiting requests, as a share of the replica's rows."""
     kv: float = 2.0
@@ -119,7 +119,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     policy: str = "Cost"
     weights: Weights = Weights()
     priority: int = 0
-    """Of its requests against those of other models where room for waiting runs out; smaller is more important."""
+    """Priority of this model's requests when room for waiting requests runs out. A smaller number is more important."""
     hold_timeout_s: float = 300.0
     canary: Canary | None = None
 
@@ -162,11 +162,11 @@ class InferencePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     models: list[str] = []
     """`Model.id`s of what its pods serve; an open one for pods that belong to no InferenceModel."""
     members: list[str] = []
-    """`Replica.id`s: a request that comes by this pool goes to nobody else."""
+    """`Replica.id`s. Requests that come by this pool go to no other replica."""
     picker: str = ""
     """`endpointPickerRef`, as `NAME` or `NAME:PORT`; empty where it has none."""
     fails_open: bool = False
-    """Where the picker cannot be reached, the gateway shall choose by itself."""
+    """If true, the gateway chooses an endpoint itself while the picker cannot be reached."""
 
 
 class NameConflict(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,13 +174,13 @@ class NameConflict(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     claimant: str
-    """Who does not get it, as `InferenceModel namespace/name` or `LoraAdapter namespace/name`."""
+    """The resource that does not get the name, as `InferenceModel namespace/name` or `LoraAdapter namespace/name`."""
     holder: str
-    """Who has it, likewise."""
+    """The resource that has the name, in the same form."""
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that exists, at one moment."""
+    """Every model, pool and replica at one moment."""
 
     models: list[Model] = []
     pools: list[Pool] = []
@@ -234,7 +234,7 @@ class ModelOutcomes(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     """All that it was to answer."""
     failures: int
-    """Those of them that ended with a status of 500 or above, or before there was one."""
+    """Requests that ended with a status of 500 or above, or that failed before there was a status."""
     ttft_counts: list[int] = []
     """Streamed answers by the time from the complete request to their first token, one number for each of `LATENCY_EDGES_S`
     and one for all that took longer."""
@@ -252,6 +252,6 @@ class PoolsView(msgspec.Struct, frozen=True, kw_only=True):
     conflicts: list[NameConflict] = []
     """Claims to names that lost, for the conditions of those who made them."""
     epoch: str = ""
-    """Another one in each gateway process, also of one name: what is counted begins anew with it."""
+    """Differs between gateway processes, also between two of one name. A new epoch restarts all counts."""
     models: list[ModelOutcomes] = []
-    """Those that have had requests."""
+    """The models that have had requests."""

@@ -18,7 +18,8 @@ import msgspec
 
 Format = Literal["TEXT", "JSON", "BIN"]
 WaitingReason = Literal["capacity", "lora", "grammar", "remote_kv", "streaming", "paused"]
-"""For room, a LoRA slot, a compiled grammar, KV from elsewhere, the rest of the prompt, or the end of a pause."""
+"""Why a request waits: for room, a LoRA slot, a compiled grammar, KV from elsewhere, the rest of its prompt, or the end of a
+pause."""
 WAITING_REASONS: tuple[WaitingReason, ...] = get_args(WaitingReason)
 
 MAX_REPORT_BYTES = 16_384

@@ -1,5 +1,4 @@
-"""Traces: spans as OpenTelemetry has them, the W3C trace context that joins them, and how a collector is told of them (OTLP in
-JSON)."""
+"""Traces: OpenTelemetry spans, the W3C trace context that joins them, and their form for a collector (OTLP in JSON)."""
 
 import random
 import secrets
@@ -10,7 +9,7 @@ import msgspec
 
 TRACEPARENT: Final = "traceparent"
 SAMPLED: Final = 1
-"""The flag of W3C's by which whoever began a trace says that it is recorded."""
+"""The flag of the W3C trace context that says that the trace is recorded."""
 
 Value = str | int | float | bool | Sequence[str]
 Kind = Literal["internal", "server"]
@@ -37,7 +36,7 @@ class TraceContext(msgspec.Struct, frozen=True):
         return TraceContext(self.trace_id, secrets.token_hex(8), self.sampled)
 
     def traceparent(self) -> str:
-        """As a header."""
+        """Return the `traceparent` header."""
         return f"00-{self.trace_id}-{self.span_id}-{SAMPLED if self.sampled else 0:02x}"
 
 
@@ -55,8 +54,11 @@ def parse_traceparent(value: str | None) -> TraceContext | None:
 
 
 def begin(traceparent: str | None, percent: float = 100.0) -> tuple[TraceContext, str | None]:
-    """A new span's place, and its parent's id: below what a header says; the first of a trace where it says nothing, of which
-    `percent` are recorded."""
+    """Return a new span's context and its parent's span id.
+
+    With a valid `traceparent` the span is a child. Otherwise it is the root of a new trace, and `percent` of such traces are
+    recorded.
+    """
     parent = parse_traceparent(traceparent)
     if parent is None:
         return TraceContext.root(sampled=random.random() * 100 < percent), None

@@ -5,7 +5,7 @@ from typing import Final
 import aiohttp
 
 UNREADABLE: Final = (aiohttp.ClientError, ValueError, ArithmeticError, RecursionError)
-"""What reading an answer raises, whatever stands in it: broken text, figures beyond all bounds, lists in lists without end."""
+"""Exceptions that reading an unreadable answer can raise: broken text, numbers out of range, lists nested too deeply."""
 
 
 async def body_of(response: aiohttp.ClientResponse, limit: int) -> bytes:

@@ -1,4 +1,4 @@
-"""TLS to replicas: which files say whom to believe and who we are, for Envoy, the gateway and the operator."""
+"""TLS to replicas: the files with the CA to trust and our own certificate, for Envoy, the gateway and the operator."""
 
 import logging
 import ssl
@@ -30,7 +30,11 @@ class ReplicaTls:
 
     @staticmethod
     def of(folder: Path, name: str | None) -> "ReplicaTls":
-        """With a certificate of our own where the folder has one; raises `TlsError` for files that cannot be used now."""
+        """Read the folder. It presents a certificate of our own if the folder has one.
+
+        Raises:
+            TlsError: a file cannot be used now.
+        """
         presents = any((folder / file).exists() for file in (CERTIFICATE, KEY))
         found = ReplicaTls(folder=folder.absolute(), name=name, presents=presents)
         found.context()
@@ -38,7 +42,7 @@ class ReplicaTls:
 
     @property
     def files(self) -> list[Path]:
-        """Those that count."""
+        """The files that are in use."""
         return [self.folder / file for file in (CA, *((CERTIFICATE, KEY) if self.presents else ()))]
 
     def context(self) -> ssl.SSLContext:

@@ -1,6 +1,7 @@
-"""Spans' way to a collector (OTLP, JSON over HTTP).
+"""Export of spans to a collector (OTLP, JSON over HTTP).
 
-Nothing waits for a collector: spans gather within a bound, go in batches, and are dropped where nobody takes them.
+No caller waits for the collector: spans are queued up to a bound, sent in batches, and dropped if the collector does not accept
+them.
 """
 
 import asyncio

@@ -19,5 +19,5 @@ class Backoff:
         return delay
 
     def reset(self) -> None:
-        """Something worked: begin anew."""
+        """Start again with the first delay, after a success."""
         self._step = self._first

@@ -94,7 +94,7 @@ class Cache:
         self._objects: dict[Key, Object] = {}
         self._callbacks: list[Callable[[Change], None]] = []
         self._version: str | None = None
-        """Where the next watch begins; None: list first."""
+        """Resource version from which the next watch starts. None: list first."""
         self._trouble = ""
         """What was last said of the server."""
         self._absent = False

@@ -35,7 +35,7 @@ class Caches:
         ]
 
     def values(self) -> Iterator[Object]:
-        """Everything the caches hold, read-only."""
+        """All objects in the caches, read-only."""
         return chain.from_iterable(part.objects.values() for part in self._parts)
 
     def subscribe(self, callback: Callable[[Change], None]) -> None:

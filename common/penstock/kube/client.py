@@ -81,8 +81,7 @@ async def connect(kubeconfig: str | None = None, context: str | None = None) -> 
 
 
 def usual_namespace(kubeconfig: str | None = None, context: str | None = None) -> str:
-    """The namespace where a command looks that is told none, as kubectl does: the context's, or the pod's where `connect` uses
-    its ServiceAccount."""
+    """Return the default namespace, as kubectl does: the context's, or the pod's where `connect` uses its ServiceAccount."""
     if kubeconfig is None and context is None and POD_NAMESPACE.is_file() and "KUBERNETES_SERVICE_HOST" in os.environ:
         return POD_NAMESPACE.read_text().strip()
     place = kubeconfig or KUBE_CONFIG_DEFAULT_LOCATION
@@ -126,7 +125,7 @@ async def get(api: ApiClient, path: str, query: dict[str, str], limits: aiohttp.
 
 
 def asked_to_wait(error: ApiException) -> float | None:
-    """After how many seconds the server wants to be asked again that has too much to do; None where it does not say."""
+    """Return the seconds after which an overloaded server asks to be called again, or None if it does not say."""
     after = (error.headers or {}).get("Retry-After", "")
     return min(float(after), LONGEST_PAUSE_S) if error.status in (429, 503) and after.isdecimal() else None
 

@@ -2,4 +2,4 @@
 
 
 class NoApiServer(Exception):
-    """No way to an API server is configured; the message says where one was looked for."""
+    """No API server is configured. The message lists the places that were searched."""

@@ -1,4 +1,4 @@
-"""Which API groups the server serves: one question for all who wait for CRDs that are not installed."""
+"""Which API groups the server serves: one cached query for all callers that wait for CRDs that are not installed."""
 
 import asyncio
 import json
@@ -11,12 +11,12 @@ from kubernetes.aio.client import ApiClient, ApiException
 from penstock.kube.client import get
 
 FRESH_S: Final = 2.5
-"""For so long an answer holds, for everybody who asks meanwhile."""
+"""Seconds for which an answer is reused, by all callers."""
 _LIMITS: Final = aiohttp.ClientTimeout(total=10)
 
 
 class Groups:
-    """Of one server. Every user may ask for them."""
+    """The API groups of one server. Every user may list them."""
 
     def __init__(self, api: ApiClient, *, fresh_s: float = FRESH_S) -> None:
         self._api = api
@@ -26,7 +26,8 @@ class Groups:
         self._lock = asyncio.Lock()
 
     async def may_have(self, group: str) -> bool:
-        """Whether a group is served; True too where the server does not say, since whoever asks it for an object hears why."""
+        """Return whether a group is served. True if the server does not say: a request for one of its objects then gets the
+        reason."""
         async with self._lock:
             if time.monotonic() - self._asked >= self._fresh_s:
                 try:

@@ -1,7 +1,7 @@
-"""Everything that decides how a request's body becomes token ids and block hashes, in one JSON document.
+"""The prompt bundle: all that decides how the body of a request becomes token ids and block hashes, in one JSON document.
 
-The engine reads it from the checkpoint and serves it under `/prompt-bundle`; the picker fetches it from there, so that both count
-the same tokens by construction.
+The engine reads it from the checkpoint and serves it under `/prompt-bundle`. The picker fetches it from there, so both count the
+same tokens by construction.
 """
 
 import hashlib

@@ -7,7 +7,7 @@ from typing import Final
 from penstock.prompt.errors import PromptError
 
 MAX_IMAGE_BYTES: Final = 20 * 2**20
-"""Of an image's file."""
+"""Largest file of an image, in bytes."""
 SCHEME: Final = "data:"
 _SHOWN: Final = 40
 

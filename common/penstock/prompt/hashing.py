@@ -19,7 +19,7 @@ class PromptItem(msgspec.Struct, frozen=True, array_like=True):
     """Something other than text that stands where the prompt has placeholder tokens: an image, or embeddings."""
 
     identifier: str
-    """Of its content: equal ones mean equal embeddings."""
+    """Hash of the item's content. Equal identifiers mean equal embeddings."""
     start: int
     """Position of its first token."""
     length: int
@@ -32,11 +32,11 @@ class ExtraKeys(msgspec.Struct, frozen=True, array_like=True):
     lora: str | None = None
     """Adapter name: in every block, so that no KV is shared between adapters."""
     cache_salt: str | None = None
-    """In the first block only, which forks the whole chain after it."""
+    """Hashed into the first block only, which forks the whole chain after it."""
     tenant: str = ""
-    """In the first block too: nobody can tell by the time to the first token what another tenant has sent."""
+    """Hashed into the first block too, so that the time to the first token does not reveal another tenant's prompts."""
     items: tuple[PromptItem, ...] = ()
-    """In every block that they reach into, with where they begin as seen from there."""
+    """Hashed into every block that they reach into, with their start relative to that block."""
 
 
 def root_hash(seed: str) -> bytes:

@@ -9,18 +9,41 @@ import msgspec
 
 from penstock.prompt.errors import PromptError
 from penstock.prompt.hashing import PromptItem
+from penstock.prompt.image_size import DynamicSize, image_size
 
 _DETAILS: Final = ("auto", "low", "high")
 _OTHERS: Final = {"video_url": "videos", "input_audio": "audio", "audio_url": "audio", "image_embeds": "embeddings of images"}
+
+
+_USUAL: Final = (1024, 1024)
+"""Height and width where nobody knows."""
 
 
 class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     """How a model's prompts show images."""
 
     token_id: int
-    """The placeholder: a template writes one for an image."""
+    """The placeholder."""
+    begin_id: int | None = None
+    """What a template writes for an image, as Gemma's do. None: it writes the placeholder."""
+    end_id: int | None = None
+    """What ends an image, where there is a `begin_id`: the prompt has the placeholders between both, and empty lines around."""
     tokens: int
-    """Placeholders of an image in the end, one for each of its embeddings."""
+    """Placeholders of an image in the end, one for each of its embeddings; of the largest, where that depends on its size."""
+    size: DynamicSize | None = None
+    """None: all images have as many."""
+
+    def tokens_of(self, data: bytes) -> int | None:
+        """Placeholders of the image in a file; None where its header does not tell."""
+        if self.size is None:
+            return self.tokens
+        stated = image_size(data)
+        return None if stated is None else self.size.tokens(*stated)
+
+    @property
+    def usual(self) -> int:
+        """Placeholders of an image that nobody has seen."""
+        return self.tokens if self.size is None else min(self.tokens, self.size.tokens(*_USUAL))
 
 
 class ImagePart(NamedTuple):
@@ -37,7 +60,7 @@ class PlacedPrompt(NamedTuple):
 
     token_ids: list[int]
     items: tuple[PromptItem, ...]
-    """Where the images lie, in their order."""
+    """The images, in prompt order."""
 
 
 def image_name(data: bytes) -> str:

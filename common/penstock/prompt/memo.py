@@ -40,9 +40,9 @@ class _Node(NamedTuple):
     """What is known at the end of a piece."""
 
     tokens: int
-    """From the beginning of the prompt."""
+    """Tokens from the start of the prompt to the end of the piece."""
     hashes: bytes
-    """Of the blocks that the piece has completed, one after another."""
+    """Hashes of the blocks that this piece completes, concatenated."""
     parent: bytes | None
     """Hash of the last complete block of all."""
     tail: tuple[int, ...]
@@ -106,8 +106,14 @@ class PrefixMemo:
 
     def _with_images(self, path: str, ids: list[int], images: Sequence[ImagePart], extra: ExtraKeys) -> HashedPrompt:
         """The content of an image that has yet to be fetched is not known, and with it nothing that follows."""
-        names = [image_name(read_data_url(part.url, part.param)) if part.url.startswith(SCHEME) else "" for part in images]
-        placed = self.processor.place(path, ids, names)
+        rules = self.processor.bundle.images
+        assert rules is not None, "images in a prompt for a model that reads text alone"
+        found: list[tuple[str, int]] = []
+        for part in images:
+            data = read_data_url(part.url, part.param) if part.url.startswith(SCHEME) else None
+            count = None if data is None else rules.tokens_of(data)
+            found.append(("", rules.usual) if data is None or count is None else (image_name(data), count))
+        placed = self.processor.place(path, ids, found)
         known = next((item.start for item in placed.items if not item.identifier), len(placed.token_ids))
         items = tuple(item for item in placed.items if item.start < known)
         hashed = self._ids(placed.token_ids[:known], msgspec.structs.replace(extra, items=items))

@@ -26,7 +26,7 @@ class Conversation(NamedTuple):
 
     messages: list[dict[str, Any]]
     images: list[ImagePart]
-    """In the order of their parts."""
+    """The images, in the order of their parts."""
 
 
 def normalize(messages: Any, *, reads_images: bool = False) -> Conversation:

@@ -1,4 +1,4 @@
-"""From the body of a request to token ids: the one way, called by the engine and by the picker in front of it."""
+"""From the body of a request to token ids. The engine and the picker in front of it both call this module."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -22,9 +22,9 @@ PROMPT_PATHS: Final = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, EMBEDDINGS_P
 PARAMS: Final = {CHAT_PATH: "messages", COMPLETIONS_PATH: "prompt", RESPONSES_PATH: "input", EMBEDDINGS_PATH: "input"}
 """The field that holds the prompt."""
 MAX_PROMPTS: Final = {COMPLETIONS_PATH: 128, EMBEDDINGS_PATH: 2048}
-"""In one request; a body has room for millions, whose tokens would be counted for minutes only to be refused."""
+"""Most prompts in one request. A body has room for millions, whose tokens would take minutes to count before they are refused."""
 COMPLETION_DEFAULT_TOKENS: Final = 16
-"""Of output, where a completion has no `max_tokens`: OpenAI's."""
+"""`max_tokens` of a completion that gives none, as in OpenAI's API."""
 
 
 class TextPrompt(NamedTuple):
@@ -63,11 +63,18 @@ class PromptProcessor:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """One more than the largest token id that the tokenizer knows."""
         self._longest_token = max(map(len, vocabulary), default=1)
-        self._image_token = ""
-        if bundle.images is not None:
-            self._image_token = self.tokenizer.id_to_token(bundle.images.token_id) or ""
-            if not self._image_token:
-                raise BundleError(f"tokenizer.json has no token {bundle.images.token_id}, which is the placeholder of images")
+        self._image_token = self._in_full = ""
+        if (images := bundle.images) is not None:
+            self._image_token = self._in_full = self._word(images.token_id, "is the placeholder of images")
+            if images.begin_id is not None and images.end_id is not None:
+                begin, end = self._word(images.begin_id, "begins an image"), self._word(images.end_id, "ends an image")
+                self._image_token, self._in_full = begin, f"\n\n{begin}{self._image_token}{end}\n\n"
+
+    def _word(self, token_id: int, role: str) -> str:
+        found = self.tokenizer.id_to_token(token_id)
+        if not found:
+            raise BundleError(f"tokenizer.json has no token {token_id}, which {role}")
+        return found
 
     def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
         """Token ids of a text; raises `PromptError` on text that is not Unicode or is certainly longer than the context."""
@@ -75,7 +82,8 @@ class PromptProcessor:
         return self.encode_pieces([text], add_special_tokens, param)[0]
 
     def check_length(self, text: str, param: str) -> None:
-        """Refuses hopeless texts before the costly encode: a token stands for so many characters at most."""
+        """Refuse texts that are too long for any tokenization, before the costly encoding: each token stands for a bounded number
+        of characters."""
         if len(text) > self.bundle.max_model_len * self._longest_token:
             raise PromptError(
                 f"{param} has {len(text)} characters; at most {self._longest_token} a token, that is more than "
@@ -112,7 +120,8 @@ class PromptProcessor:
             raise PromptError(message, "continue_final_message")
         begin = not continued if generation is None else generation
         text = self._template.render(messages, tools=tools or None, add_generation_prompt=begin, **variables)
-        return _continued(text, _last_text(messages[-1]["content"])) if continued else text
+        text = _continued(text, _last_text(messages[-1]["content"])) if continued else text
+        return text.replace(self._image_token, self._in_full) if self._in_full != self._image_token else text
 
     def _as_chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return as_chat(body, reads_images=self.bundle.images is not None)
@@ -145,11 +154,11 @@ class PromptProcessor:
             raise in_own_words(error) from None
         return [part._replace(param=param) for part, param in zip(found, image_params(body), strict=True)]
 
-    def place(self, path: str, token_ids: list[int], names: Sequence[str]) -> PlacedPrompt:
-        """A prompt with images, given its tokens as `tokens_of` has them and the names of its images."""
+    def place(self, path: str, token_ids: list[int], images: Sequence[tuple[str, int]]) -> PlacedPrompt:
+        """A prompt with images, given its tokens as `tokens_of` has them, and name and number of embeddings of each image."""
         rules = self.bundle.images
         assert rules is not None, "a model that reads text alone has no images to place"
-        return place(token_ids, rules.token_id, [(name, rules.tokens) for name in names], PARAMS[path])
+        return place(token_ids, rules.token_id, images, PARAMS[path])
 
     def tokens_of(self, path: str, body: Mapping[str, Any]) -> list[list[int]]:
         """Token ids of each prompt in the body of a request to one of `PROMPT_PATHS`. An image is one placeholder; see `place`.
@@ -194,7 +203,7 @@ class PromptProcessor:
         return read_truncation(body, self.bundle.max_model_len, COMPLETION_DEFAULT_TOKENS if path == COMPLETIONS_PATH else 1)
 
     def _truncated(self, prompt: TextPrompt | list[int], cut: Truncation) -> list[int]:
-        """No text is too long here."""
+        """Truncate a prompt. No text is too long here."""
         if not isinstance(prompt, TextPrompt):
             return cut.ids(prompt)
         try:

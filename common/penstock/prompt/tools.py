@@ -9,7 +9,7 @@ from penstock.prompt.errors import PromptError
 
 MAX_TOOLS: Final = 128
 MAX_DEPTH: Final = 64
-"""Of objects and lists within each other, in what templates see: they write it with a recursive function."""
+"""Deepest nesting of objects and lists that a template gets: templates write them with a recursive function."""
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh")
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")

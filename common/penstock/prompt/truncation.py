@@ -20,14 +20,15 @@ class Truncation(NamedTuple):
     length: int
     """Tokens at most."""
     side: Side
-    """Where the others are cut off."""
+    """The side on which tokens are cut off."""
 
     def ids(self, ids: list[int]) -> list[int]:
-        """Of token ids."""
+        """Truncate token ids."""
         return ids[-self.length :] if self.side == "left" else ids[: self.length]
 
     def text(self, text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:
-        """Of a text: the special tokens that the tokenizer adds stay, as transformers has it, unless they alone are too many."""
+        """Encode and truncate a text. The special tokens of the tokenizer stay, as in transformers, unless they alone are too
+        many."""
         encoding = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
         special = tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
         if self.length > special:

@@ -1,6 +1,6 @@
-"""Where models come from: `hf://`, `s3://`, `pvc://`, `file://` and plain paths, and how they come here.
+"""Sources of models: `hf://`, `s3://`, `pvc://`, `file://` and plain paths, and their download.
 
-Light to import: the clients are loaded with the first source that needs them.
+Light to import: a client library is loaded with the first source that needs it.
 """
 
 import os
@@ -90,6 +90,6 @@ def _no_revision(uri: str, revision: str | None) -> None:
 
 
 def _path(uri: str) -> Path:
-    """Of `file:///absolute` or, as people write it, `file://relative/to/the/working/directory`."""
+    """Return the path of `file:///absolute` or, as people write it, `file://relative/to/the/working/directory`."""
     parts = urlsplit(uri)
     return Path(unquote(parts.path if parts.netloc in ("", "localhost") else parts.netloc + parts.path))

@@ -86,6 +86,6 @@ def _serve(progress: Progress, host: str, port: int) -> None:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """A line for each question would drown what is said."""
+            """Log no line for each request."""
 
     threading.Thread(target=ThreadingHTTPServer((host, port), Handler).serve_forever, daemon=True).start()

@@ -1,7 +1,7 @@
 """`hf://ORG/NAME`: the Hugging Face Hub, or a mirror of it (`HF_ENDPOINT`). Credentials: `HF_TOKEN`.
 
-Names, commits and access are huggingface_hub's business. The bytes are read by range here: its own download begins a file anew
-after a restart.
+huggingface_hub resolves names, commits and access. The bytes are read by range here, because its own download starts a file from
+the beginning after a restart.
 """
 
 from collections.abc import Callable

@@ -63,7 +63,7 @@ class Source(Protocol):
 
 
 def wanted(uri: str, files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
-    """Those that serving reads, by path.
+    """Return the files that serving reads, sorted by path.
 
     Raises:
         SourceError: There are none, or a path leads out of the folder.

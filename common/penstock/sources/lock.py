@@ -1,7 +1,8 @@
-"""Who of several fills a folder: a lock file with its owner, on any file system, also one that several machines mount.
+"""Decide which of several processes fills a folder: a lock file with its owner, on any file system, also one mounted by several
+machines.
 
-It does not lean on the machines' clocks: the owner writes a new count every few seconds, and who sees none for long enough takes
-it for dead.
+The lock does not depend on the machines' clocks: the owner writes a new count every few seconds, and a waiting process that sees
+no new count for long enough takes the owner for dead.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from penstock.sources.errors import SourceError
 
 BEAT_S: Final = 2.0
 DEAD_S: Final = 20.0
-"""So long without a beat: its owner is gone."""
+"""Seconds without a new count after which the owner is taken for dead."""
 
 
 class Lock:

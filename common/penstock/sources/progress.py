@@ -1,4 +1,4 @@
-"""How far a download is, for whoever asks meanwhile."""
+"""Progress of a download, for other threads to read."""
 
 import threading
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ Phase = Literal["resolving", "waiting", "downloading", "verifying", "done"]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """At one moment."""
+    """Progress at one moment."""
 
     phase: Phase
     done: int
@@ -17,7 +17,7 @@ class Snapshot:
     total: int
     """Bytes in all; 0 before that is known."""
     waits_for: str = ""
-    """Who fills the folder, where another does."""
+    """The process that fills the folder, if it is another one."""
 
 
 class Progress:
@@ -38,7 +38,7 @@ class Progress:
             self._now = Snapshot(phase, 0, total, waits_for)
 
     def add(self, count: int) -> None:
-        """So many bytes more."""
+        """Count more bytes as done."""
         with self._lock:
             now = self._now
             self._now = Snapshot(now.phase, now.done + count, now.total, now.waits_for)

@@ -25,7 +25,7 @@ class Fetched:
     """A model that is there."""
 
     folder: str
-    """Its name below the store."""
+    """Name of the model's folder in the store."""
     version: str
     """A commit of the Hub, or a hash of what a bucket held."""
     size: int

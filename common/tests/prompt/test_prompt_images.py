@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import BundleError, PromptError
 from penstock.prompt.hashing import BlockHasher, ExtraKeys
+from penstock.prompt.image_size import DynamicSize
 from penstock.prompt.images import ImagePart, ImageRules, image_name, place
 from penstock.prompt.memo import PrefixMemo
 from penstock.prompt.processor import CHAT_PATH, RESPONSES_PATH, PromptProcessor
@@ -38,13 +39,17 @@ def text(words: str) -> dict:
     return {"type": "text", "text": words}
 
 
-def processor(template: str = MIXED, tokens: int = 5, images: bool = True) -> PromptProcessor:
+def processor(
+    template: str = MIXED, tokens: int = 5, images: bool = True, ends: tuple[str, str] | None = None, **fields
+) -> PromptProcessor:
+    """`ends`: what a template writes for an image, and what ends one in the prompt."""
     tokenizer = Tokenizer(
         models.BPE(vocab={char: at for at, char in enumerate(sorted(set(map(chr, range(10, 127)))))}, merges=[])
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.add_special_tokens(["<image>", *(ends or ())])
     token_id = tokenizer.token_to_id("<image>")
+    begin, end = (None, None) if ends is None else map(tokenizer.token_to_id, ends)
     return PromptProcessor(
         PromptBundle(
             served_names=("m",),
@@ -54,7 +59,7 @@ def processor(template: str = MIXED, tokens: int = 5, images: bool = True) -> Pr
             block_size=4,
             hash_seed="s",
             max_model_len=4096,
-            images=ImageRules(token_id=token_id, tokens=tokens) if images else None,
+            images=ImageRules(token_id=token_id, tokens=tokens, begin_id=begin, end_id=end, **fields) if images else None,
         )
     )
 
@@ -149,6 +154,23 @@ def test_bad_parts_of_responses_are_refused_by_their_field():
         assert caught.value.param == f"input[0].content[0]{param}"
 
 
+def test_a_template_may_write_the_beginning_of_an_image_alone():
+    one = processor(MIXED.replace("<image>", "<begin>"), ends=("<begin>", "<end>"))
+    body = user(text("a\n"), image(), text("c"))
+    assert one.render_chat(body) == "a\n\n\n<begin><image><end>\n\nc;"
+    [ids] = one.tokens_of(CHAT_PATH, body)
+    placed = one.place(CHAT_PATH, ids, [("x", 5)])
+    assert (placed.items[0].start, placed.items[0].length) == (5, 5)
+    for words in ("<image>", "<begin>"):
+        [ids] = one.tokens_of(CHAT_PATH, user(text(words), image()))
+        with pytest.raises(PromptError, match="2 placeholders for 1 images"):
+            one.place(CHAT_PATH, ids, [("x", 5)])
+    bundle = one.bundle
+    assert bundle.images is not None
+    with pytest.raises(BundleError, match="no token 5000, which ends an image"):
+        PromptProcessor(msgspec.structs.replace(bundle, images=msgspec.structs.replace(bundle.images, end_id=5000)))
+
+
 @pytest.mark.req("MM-02")
 def test_each_placeholder_becomes_as_many_as_its_image_has_embeddings():
     placed = place([1, 9, 2, 9, 9], 9, [("a", 3), ("b", 1), ("a", 2)], "messages")
@@ -164,7 +186,7 @@ def test_a_text_that_holds_a_placeholder_is_refused():
     body = user(text("see <image> here"), image())
     [ids] = one.tokens_of(CHAT_PATH, body)
     with pytest.raises(PromptError, match="2 placeholders for 1 images"):
-        one.place(CHAT_PATH, ids, ["x"])
+        one.place(CHAT_PATH, ids, [("x", 5)])
 
 
 def test_prompts_with_images_are_not_cut():
@@ -188,7 +210,7 @@ def test_the_picker_hashes_what_the_engine_hashes_without_decoding():
     [ids] = one.tokens_of(CHAT_PATH, body)
     names = [image_name(b"1"), image_name(b"2")]
     assert names[0] == hashlib.sha256(b"1").hexdigest()
-    placed = one.place(CHAT_PATH, ids, names)
+    placed = one.place(CHAT_PATH, ids, [(name, 6) for name in names])
     [hashed] = memo.hashed(CHAT_PATH, body, extra)
     expected = tuple(hasher.hash(placed.token_ids, msgspec.structs.replace(extra, items=placed.items)))
     assert hashed == (len(placed.token_ids), expected)
@@ -203,3 +225,16 @@ def test_the_picker_hashes_what_the_engine_hashes_without_decoding():
     assert (fetched.tokens, fetched.block_hashes) == (21, hashed.block_hashes[:3])
     with pytest.raises(PromptError, match="base64"):
         memo.hashed(CHAT_PATH, user({"type": "image_url", "image_url": {"url": "data:image/png;base64,?"}}), extra)
+
+
+def test_images_of_any_size_are_counted_by_their_headers():
+    """The picker reads no further, and knows nothing from an image on whose header says nothing."""
+    one = processor(tokens=64, size=DynamicSize(factor=8, min_pixels=64, max_pixels=4096))
+    memo, hasher, extra = PrefixMemo(one), BlockHasher(4, "s"), ExtraKeys(tenant="t")
+    header = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (24).to_bytes(4, "big") + (32).to_bytes(4, "big") + b"no pixels"
+    body = user(text("abc"), image(header), text("defgh"), image(b"nothing"), text("ijk"))
+    [ids] = one.tokens_of(CHAT_PATH, body)
+    placed = one.place(CHAT_PATH, ids, [(image_name(header), 12), ("", 64)])
+    expected = hasher.hash(placed.token_ids[:20], msgspec.structs.replace(extra, items=placed.items[:1]))
+    assert memo.hashed(CHAT_PATH, body, extra) == [(len(placed.token_ids), tuple(expected))]
+    assert placed.items[1].start == 20

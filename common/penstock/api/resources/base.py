@@ -84,7 +84,7 @@ class Flag:
 
     name: str
     given: Callable[[Any], Any] = lambda value: value
-    """From the field's value to the flag's; None: the flag is left out."""
+    """Maps the field's value to the flag's value. None leaves the flag out."""
 
 
 def flags(part: "Part") -> Iterator[str]:

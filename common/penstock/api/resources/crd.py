@@ -31,7 +31,7 @@ AGE_COLUMN = {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTime
 
 
 def crds() -> list[dict[str, Any]]:
-    """Both CRDs, ready to apply."""
+    """The CRDs of InferenceModel and LoraAdapter, ready to apply."""
     model_columns = [
         {"name": "Model", "type": "string", "jsonPath": ".spec.served.name", "description": "What clients put in `model`"},
         {"name": "Ready", "type": "string", "jsonPath": ".status.ready", "description": "Ready replicas / wanted ones"},

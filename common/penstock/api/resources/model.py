@@ -39,7 +39,7 @@ OWNED_FLAGS = r"^--(host|port|admin-port|events-port|replay-port|served-model-na
 TYPED_FLAGS = (
     r"^--(revision|load-format|dtype|quantization|kv-cache-dtype|max-model-len|max-num-seqs|max-num-batched-tokens"
     r"|long-prefill-token-threshold|block-size|gpu-memory-utilization|speculative-config"
-    r"|spec-method|spec-model|spec-tokens|kv-transfer-config|device"
+    r"|spec-method|spec-model|spec-tokens|kv-transfer-config|kv-transfer-secret-file|kv-offload-memory-bytes|device"
     r"|enable-lora|allow-runtime-lora-updating|lora-modules|max-loras|max-cpu-loras|max-lora-rank"
     r"|(tensor|pipeline|data)-parallel-size|enable-expert-parallel|num-redundant-experts)(=.*)?$"
 )
@@ -180,11 +180,38 @@ class Speculative(Part):
     """The draft model or head, which each replica loads: hf://org/name, file:// or an absolute path in the pods."""
 
 
+def _bytes(size: str) -> int:
+    """The bytes of a size such as `8Gi`, which has been checked."""
+    return int(size[:-2]) << {"Mi": 20, "Gi": 30, "Ti": 40}[size[-2:]]
+
+
 class Connector(Part):
     """How KV cache leaves a replica."""
 
+    RULES = (
+        Rule(
+            "(self.type in ['offload', 'transfer']) == has(self.memory)",
+            "engine: connector: memory goes with the types offload and transfer, and with no other",
+            lambda connector: (connector.type in ("offload", "transfer")) == (connector.memory is not None),
+        ),
+        Rule(
+            "(self.type == 'transfer') == has(self.secretRef)",
+            "engine: connector: secretRef goes with the type transfer, and with no other",
+            lambda connector: (connector.type == "transfer") == (connector.secret_ref is not None),
+        ),
+    )
+
     type: Word = "none"
-    """`none`: it does not."""
+    """`none`: it does not. `offload`: pages that leave the KV cache stay in the memory of the replica's host. `transfer`: the
+    same, and Prefill replicas lend pages to Decode replicas."""
+    memory: Annotated[
+        Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}(Mi|Gi|Ti)$", max_length=8)] | None,
+        Flag("--kv-offload-memory-bytes", _bytes),
+    ] = None
+    """Memory of the host, on each rank, for these pages."""
+    secret_ref: LocalReference | None = None
+    """Secret of which the key `secret` has 16 bytes at least: the replicas of a model prove to each other that they know it.
+    Penstock never reads it: the pods mount it."""
 
 
 class Engine(Part):

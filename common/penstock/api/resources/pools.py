@@ -8,7 +8,7 @@ from penstock.api.resources.base import RFC1123, Duration, Flag, ObjectName, Par
 from penstock.api.resources.scaling import Scaling
 
 MAX_POOLS = 8
-"""Of a model; and of its status, which has those that leave too."""
+"""Most pools of a model. Its status can also hold pools that are being removed."""
 
 
 class ExpertParallelism(Part):

@@ -35,7 +35,7 @@ def reference(kind: str) -> str:
 
 
 def refused(example: Path) -> str:
-    """Which fields of an InferenceModel in a file the operator refuses."""
+    """List the fields of an example InferenceModel that the operator refuses."""
     model = InferenceModel.parse(yaml.safe_load(example.read_text()))
     return "\n".join(f"- {re.sub(_PATH, _without_names, line)}" for line in unsupported(model.spec))
 
@@ -45,7 +45,7 @@ def _without_names(path: re.Match[str]) -> str:
 
 
 def with_references(text: str, folder: Path) -> str:
-    """A document, which lies in `folder`, with its sections written anew."""
+    """Return a document of `folder` with its generated sections renewed."""
 
     def written(found: re.Match[str]) -> str:
         said = reference(found[3]) if found[2] == "reference" else refused(folder / found[3])

@@ -1,4 +1,4 @@
-"""Which fields nothing implements yet. They are part of the API, and refused by name until something honours them."""
+"""Fields of the API that are not implemented yet. The operator refuses them by name."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -12,13 +12,17 @@ DRAFTS: Final = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "au
 
 WEIGHTS: Final = ("int8_per_channel_weight_only", "int8_per_group_32", "int4_per_group_32")
 """Schemes by which engines quantize weights while they load them."""
+CONNECTORS: Final = ("none", "offload", "transfer")
+"""Ways in which KV cache leaves a replica."""
 KV_CACHES: Final = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3")
 """Types of KV caches that engines have."""
 
 
 def unsupported(spec: InferenceModelSpec) -> list[str]:
     """Paths of the fields that are set and that this version cannot honour, with a word on what works; empty: all is honoured."""
-    return [*_source(spec), *_engine(spec), *_rest(spec), *(path for pool in spec.pools for path in _pool(pool))]
+    transfers = spec.engine.connector.type == "transfer"
+    pools = (path for pool in spec.pools for path in _pool(pool, transfers=transfers))
+    return [*_source(spec), *_engine(spec), *_rest(spec), *pools]
 
 
 def _source(spec: InferenceModelSpec) -> Iterator[str]:
@@ -32,8 +36,20 @@ def _engine(spec: InferenceModelSpec) -> Iterator[str]:
     yield from _quantization(spec)
     if engine.speculative is not None and engine.speculative.method not in DRAFTS:
         yield f"spec.engine.speculative.method ({engine.speculative.method}; {', '.join(DRAFTS)} work)"
-    if engine.connector.type != "none":
-        yield f"spec.engine.connector.type ({engine.connector.type}; only none works)"
+    yield from _connector(spec)
+
+
+def _connector(spec: InferenceModelSpec) -> Iterator[str]:
+    kind, path = spec.engine.connector.type, "spec.engine.connector.type"
+    devices = [pool.name for pool in spec.pools if pool.accelerator is not None or pool.resource_claims]
+    if kind not in CONNECTORS:
+        yield f"{path} ({kind}; {', '.join(CONNECTORS)} work)"
+    elif kind != "none" and devices:
+        yield f"{path} (pool {devices[0]} has devices; {kind} works on CPUs alone)"
+    elif kind == "transfer" and all(pool.role == "Both" for pool in spec.pools):
+        yield f"{path} (transfer is for pools of the roles Prefill and Decode)"
+    elif kind == "transfer" and any(argument.partition("=")[0] == "--ssl-certfile" for argument in spec.engine.extra_args):
+        yield f"{path} (transfer does not go with --ssl-certfile)"
 
 
 def _quantization(spec: InferenceModelSpec) -> Iterator[str]:
@@ -64,10 +80,10 @@ def _rest(spec: InferenceModelSpec) -> Iterator[str]:
                 yield f"{path}.secretRef"
 
 
-def _pool(pool: Pool) -> Iterator[str]:
+def _pool(pool: Pool, *, transfers: bool) -> Iterator[str]:
     path = f"spec.pools[{pool.name}]"
-    if pool.role != "Both":
-        yield f"{path}.role ({pool.role}; only Both works)"
+    if pool.role != "Both" and not transfers:
+        yield f"{path}.role ({pool.role}; it needs engine.connector of type transfer)"
     if pool.parallelism.tensor != 1 and (pool.accelerator is not None or pool.resource_claims):
         yield f"{path}.parallelism.tensor (only 1 works with devices; more work on CPUs)"
     for name in ("pipeline", "data"):
