@@ -25,9 +25,13 @@ from penstock.engine.config import (
     RunnerType,
     SchedulerConfig,
     SchedulingPolicy,
+    SpeculativeConfig,
+    TransferConfig,
 )
+from penstock.engine.connectors.transfer.config import transfer_config
 from penstock.engine.devices import choose_device
-from penstock.engine.multimodal.settings import ImageSettings
+from penstock.engine.grammar import GrammarSettings, is_installed
+from penstock.engine.multimodal.settings import ImageSettings, PatchSettings
 from penstock.engine.quant.scheme import QuantizationName, StoredMethod
 from penstock.engine.runner.device.graphs.settings import graph_config
 from penstock.kernels.cpu.isa import IsaName, choose
@@ -82,6 +86,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     kv_offload_directory: str | None = None
     kv_offload_disk_bytes: Count = 0
     """Of the disk, for copies of these pages."""
+    kv_transfer_config: dict[str, Any] | None = None
+    """vLLM's keys; None: no pages go to other replicas."""
+    kv_transfer_secret_file: str | None = None
     hash_seed: str = "penstock"
     seed: Count = 0
     generation_config: str = "auto"
@@ -98,12 +105,15 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     """None: `FULL_AND_PIECEWISE` on a GPU."""
     cudagraph_capture_sizes: list[Positive] | None = None
     max_cudagraph_capture_size: Positive | None = None
+    structured_outputs_config: dict[str, Any] = {}
+    """vLLM's keys, as `GrammarSettings` has them."""
     speculative_config: dict[str, Any] | None = None
     """vLLM's keys; None: no drafts, unless one of the next three asks for them."""
     spec_method: str | None = None
     spec_model: str | None = None
     spec_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
     tensor_parallel_size: Positive = 1
+    pipeline_parallel_size: Positive = 1
     worker_process: bool = False
     distributed_timeout_seconds: Annotated[int, msgspec.Meta(ge=1)] = 30
     enable_lora: bool = False
@@ -115,6 +125,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     max_lora_rank: Annotated[int, msgspec.Meta(ge=1, le=512)] = 16
     limit_mm_per_prompt: dict[str, Count] = {}
     """`image`: how many a request may have; 0: none."""
+    mm_processor_kwargs: dict[str, Any] = {}
+    """Over `preprocessor_config.json`: `min_pixels` and `max_pixels` of models that read images in about their own size."""
     allowed_media_domains: list[str] | None = None
     """Host names from which images are fetched, by HTTPS."""
 
@@ -148,6 +160,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             runner=self.runner,
             generation_config=self.generation_config,
             override_generation_config=self.override_generation_config,
+            mm_processor_kwargs=self.mm_processor_kwargs,
         )
         self._check_ranks(folder, model.architecture, device)
         images = self._images(model.images, device)
@@ -165,12 +178,17 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         self._check_disk()
         self._check_quantization(model, device)
         drafter = DraftCheckpoint.read(speculative, model)
+        if speculative is not None and images is not None:
+            _check_draft_positions(images, speculative)
+        if images is not None and images.two_way:
+            self._check_whole_images(images.tokens, 0 if speculative is None else speculative.num_speculative_tokens)
         if drafter is not None:
             tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
             check_drafter(drafter, msgspec.structs.replace(model, tokenizer=tokenizer))
         return EngineConfig(
             model=msgspec.structs.replace(
                 model,
+                grammars=self._grammars(),
                 logits_processors=tuple(self.logits_processors or ()),
                 images=images,
                 source=source,
@@ -197,10 +215,13 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 watermark=self.watermark,
                 num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
                 num_lookahead_tokens=0 if drafter is None or speculative is None else speculative.num_speculative_tokens,
+                pipeline_stages=self.pipeline_parallel_size,
                 tenant_weights=self.tenant_weights,
                 max_encoder_tokens=0 if images is None else max(self.max_num_batched_tokens, images.tokens),
                 encoder_cache_size=0 if images is None else max(self.max_num_batched_tokens, images.tokens),
+                whole_images=images is not None and images.two_way,
             ),
+            transfer=self._transfer(model),
             lora=self._lora(names),
             speculative=speculative,
             parallel=self._parallel(),
@@ -248,6 +269,34 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--allowed-media-domains {wrong[0]!r} is not a host name such as images.example")
         return msgspec.structs.replace(settings, limit=limit or settings.limit, allowed_domains=domains)
 
+    def _check_whole_images(self, tokens: int, drafts: int) -> None:
+        """Refuses limits under which an image might never have a step with room for all its tokens."""
+        if 0 < self.long_prefill_token_threshold < tokens:
+            raise ConfigError(
+                f"--long-prefill-token-threshold {self.long_prefill_token_threshold}: this model reads the {tokens} tokens of an "
+                f"image in one step; it must be 0, or {tokens} at least"
+            )
+        needed = tokens + (self.max_num_seqs - 1) * (1 + drafts)
+        if self.max_num_batched_tokens < needed:
+            raise ConfigError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens}: this model reads the {tokens} tokens of an image in "
+                f"one step, and {self.max_num_seqs - 1} other requests decode in it; it must be at least {needed}, or "
+                "--max-num-seqs less"
+            )
+
+    def _grammars(self) -> GrammarSettings:
+        """How grammars are enforced where a request says nothing."""
+        given = self.structured_outputs_config
+        if given.get("backend") == "auto":
+            given = {name: value for name, value in given.items() if name != "backend"}
+        try:
+            settings = msgspec.convert(given, GrammarSettings)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"--structured-outputs-config: {explained(error, GrammarSettings)}") from None
+        if settings.backend == "xgrammar" and not is_installed("xgrammar"):
+            raise ConfigError("--structured-outputs-config: xgrammar is not installed: pip install penstock[xgrammar]")
+        return settings
+
     def _check_disk(self) -> None:
         if self.kv_offload_directory is None and not self.kv_offload_disk_bytes:
             return
@@ -257,6 +306,18 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--kv-offload-directory needs --kv-offload-disk-bytes: how much its files may take")
         if not self.kv_offload_memory_bytes:
             raise ConfigError("--kv-offload-directory keeps copies of what is in host memory: it needs --kv-offload-memory-bytes")
+
+    def _transfer(self, model: ModelConfig) -> TransferConfig | None:
+        """How pages go to other replicas; None: they do not."""
+        if self.kv_transfer_config is None:
+            if self.kv_transfer_secret_file is not None:
+                raise ConfigError("--kv-transfer-secret-file needs --kv-transfer-config")
+            return None
+        if model.pooling is not None:
+            raise ConfigError("--kv-transfer-config: an engine that embeds lends no pages")
+        if not self.kv_offload_memory_bytes:
+            raise ConfigError("--kv-transfer-config: pages travel through host memory; it needs --kv-offload-memory-bytes")
+        return transfer_config(self.kv_transfer_config, self.kv_transfer_secret_file)
 
     def _check_quantization(self, model: ModelConfig, device: Literal["cpu", "cuda"]) -> None:
         """Refuses quantized weights where there is no kernel for them."""
@@ -282,15 +343,38 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_ranks(self, folder: Path, architecture: str, device: Literal["cpu", "cuda"]) -> None:
         """Refuses a number of ranks among which the model cannot be divided."""
-        if (world := self.tensor_parallel_size) == 1:
+        world, stages = self.tensor_parallel_size, self.pipeline_parallel_size
+        if world == stages == 1:
             return
         from penstock.engine.loading.json_files import read_object
         from penstock.engine.models.config import parse_decoder_config
-        from penstock.engine.parallel.sizes import check_sizes
+        from penstock.engine.parallel.sizes import check_sizes, check_stages
 
         if device == "cuda":
-            raise ConfigError(f"--tensor-parallel-size {world}: several ranks run on a CPU alone so far (--device cpu)")
-        check_sizes(architecture, parse_decoder_config(read_object(folder / "config.json")), world)
+            flag = f"--tensor-parallel-size {world}" if world > 1 else f"--pipeline-parallel-size {stages}"
+            raise ConfigError(f"{flag}: several ranks run on a CPU alone so far (--device cpu)")
+        config = parse_decoder_config(read_object(folder / "config.json"))
+        if world > 1:
+            check_sizes(architecture, config, world)
+        if stages > 1:
+            check_stages(architecture, config, stages)
+            self._check_pipeline(stages)
+
+    def _check_pipeline(self, stages: int) -> None:
+        """Refuses what the stages of a pipeline cannot do so far."""
+        speculative = self.speculative_config or {}
+        method = self.spec_method or speculative.get("method")
+        for flag, given in (
+            ("--enable-lora", self.enable_lora),
+            ("--runner pooling", self.runner == "pooling"),
+            ("--kv-offload-memory-bytes", self.kv_offload_memory_bytes),
+            ("--spec-model", self.spec_model or "model" in speculative),
+            (f"--speculative-config: method {method}", method not in (None, "ngram", "suffix")),
+        ):
+            if given:
+                raise ConfigError(f"{flag} does not go with --pipeline-parallel-size {stages} so far")
+        if self.async_scheduling is False:
+            raise ConfigError(f"--no-async-scheduling: --pipeline-parallel-size {stages} keeps a plan in flight for each stage")
 
     def _check_pooling(self, device: Literal["cpu", "cuda"]) -> None:
         """Refuses what an engine that embeds cannot do."""
@@ -318,6 +402,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
 
     def _depth(self, device: Literal["cpu", "cuda"]) -> int:
         """Plans in flight."""
+        if self.pipeline_parallel_size > 1:
+            return self.pipeline_parallel_size
         if self.async_scheduling is not None:
             return 2 if self.async_scheduling else 1
         if device == "cuda":
@@ -339,6 +425,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     def _parallel(self) -> ParallelConfig:
         return ParallelConfig(
             tensor_parallel_size=self.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
             worker_process=self.worker_process,
             timeout=self.distributed_timeout_seconds,
         )
@@ -364,10 +451,19 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _check(self) -> None:
-        """As the flags' parser does; types and limits are those of the fields."""
+        """Check types and limits of the fields, as the flags' parser does."""
         for field in msgspec.structs.fields(EngineArgs):
             try:
                 msgspec.convert(getattr(self, field.name), field.type)
             except msgspec.ValidationError as error:
                 wrong = explained(error, field.type)
                 raise ConfigError(f"{field.name}{wrong.field}: {wrong.problem}") from None
+
+
+def _check_draft_positions(images: ImageSettings, speculative: SpeculativeConfig) -> None:
+    """Heads read the target's states, and follow its positions: they have one a token so far."""
+    if isinstance(images.resize, PatchSettings) and speculative.method in ("eagle", "eagle3", "mtp"):
+        raise ConfigError(
+            f"--speculative-config: {speculative.method} drafts text alone, and this model's images have positions in rows and "
+            "columns (--limit-mm-per-prompt '{\"image\": 0}')"
+        )

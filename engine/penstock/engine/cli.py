@@ -63,6 +63,8 @@ def _config(args: argparse.Namespace) -> "ServeConfig":
     for flag in ("port", "events_port", "replay_port"):
         if args.admin_port is not None and args.admin_port == getattr(args, flag):
             raise ConfigError(f"--admin-port {args.admin_port} is the --{flag.replace('_', '-')} too")
+    if engine.kv_transfer_config is not None and args.ssl_certfile is not None:
+        raise ConfigError("--kv-transfer-config: replicas ask each other by plain HTTP; it does not go with --ssl-certfile")
     return ServeConfig(
         engine=engine.config(),
         host=args.host,
@@ -252,6 +254,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--kv-offload-directory", metavar="FOLDER", help="folder that keeps copies of the KV pages in host memory (None: none)")
     add("--kv-offload-disk-bytes", type=count, default=0, help="disk space for the files in --kv-offload-directory")
+    what = 'lend KV pages to other replicas or read theirs: \'{"kv_connector": "transfer", "kv_role": "kv_both"}\''
+    add("--kv-transfer-config", type=_object, metavar="JSON", help=what)
+    what = "file with a secret that all replicas of the model share (with --kv-transfer-config)"
+    add("--kv-transfer-secret-file", metavar="FILE", help=what)
     add(
         "--gpu-memory-utilization",
         type=_utilization,
@@ -267,6 +273,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--watchdog-timeout", type=positive, default=120, help="the engine counts as hung after this many seconds without a step")
     what = "number of processes among which every layer of the model is divided"
     add("--tensor-parallel-size", "-tp", type=positive, default=1, metavar="RANKS", help=what)
+    what = "number of pipeline stages: each has some of the model's layers, on processes of its own"
+    add("--pipeline-parallel-size", "-pp", type=positive, default=1, metavar="STAGES", help=what)
     what = "run the model in a process of its own, apart from the scheduler, even where there is one rank"
     add("--worker-process", action="store_true", help=what)
     what = "largest number of seconds that one process of the model may keep the others waiting"
@@ -283,9 +291,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     what = "largest number of images in a request: '{\"image\": 4}'; 0: none (unset: 16)"
     add("--limit-mm-per-prompt", type=_object, default={}, metavar="JSON", help=what)
+    what = "size of images for models that read any: '{\"max_pixels\": 1003520}', and min_pixels"
+    add("--mm-processor-kwargs", type=_object, default={}, metavar="JSON", help=what)
     what = "host names from which images are fetched by HTTPS (None: images come inside requests alone)"
     add("--allowed-media-domains", nargs="+", metavar="HOST", help=what)
     backends = ["triton", "flash_attn", "flashinfer", "torch"]
+    what = 'enforcement of grammars, with vLLM\'s keys: \'{"backend": "xgrammar"}\''
+    add("--structured-outputs-config", type=_object, default={}, metavar="JSON", help=what)
     what = 'speculative decoding, with vLLM\'s keys: \'{"method": "ngram", "num_speculative_tokens": 4}\''
     add("--speculative-config", type=_object, metavar="JSON", help=what)
     what = "source of draft tokens: ngram, suffix, draft_model, eagle, eagle3, mtp or auto (None: no speculative decoding)"

@@ -9,7 +9,7 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
     """Forget every cached block; refused while requests hold any."""
 
     reset_running_requests: bool = False
-    """Take the blocks from those that hold them; they compute their tokens anew."""
+    """Take the blocks from the requests that hold them. Those requests compute their tokens again."""
 
 
 class PinPrefix(msgspec.Struct, frozen=True, tag="pin_prefix"):
@@ -20,7 +20,7 @@ class PinPrefix(msgspec.Struct, frozen=True, tag="pin_prefix"):
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(min_length=1)]
     cache_salt: str | None = None
-    """As the requests that are to find them say it."""
+    """The salt of the requests that should find them."""
     tenant: str = ""
 
 
@@ -68,7 +68,7 @@ class WakeUp(msgspec.Struct, frozen=True, tag="wake_up"):
 
 
 class ReloadWeights(msgspec.Struct, frozen=True, tag="reload_weights"):
-    """Read the weights again, between two steps. Running requests go on with the new ones and compute their tokens anew."""
+    """Read the weights again, between two steps. Running requests continue with the new ones and compute their tokens again."""
 
     path: str | None = None
     """A checkpoint of the same architecture and shapes; None: the one that was read last."""
@@ -103,7 +103,7 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
 
 
 class SyncAdapters(msgspec.Struct, frozen=True, tag="sync_adapters"):
-    """Do nothing. The answer comes after all that was said of adapters before: whoever has it knows them."""
+    """Do nothing. The answer comes after all earlier messages about adapters, so a caller that has it knows them."""
 
 
 Command = (

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.engine.cost import ModelCost
+from penstock.engine.grammar import GrammarSettings
 from penstock.engine.multimodal.settings import ImageSettings
 from penstock.engine.quant.scheme import CheckpointQuantization, QuantizationName
 from penstock.kernels.cpu.isa import IsaName
@@ -58,7 +59,7 @@ class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What requests get that leave it out. As it is here: OpenAI's defaults."""
+    """Defaults of requests. The values here are OpenAI's."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -67,9 +68,9 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     max_tokens: int | None = None
-    """Of requests that would else fill the context; None: they do."""
+    """Limit for requests that would otherwise fill the context. None: no limit."""
     max_tokens_limit: int | None = None
-    """To which requests over HTTP are cut that ask for more; None: to the context alone."""
+    """Most tokens that a request over HTTP gets, if it asks for more. None: the context is the only limit."""
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -87,7 +88,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     """`architectures[0]` of config.json."""
     dtype: DType
-    """Of weights and activations."""
+    """Dtype of weights and activations."""
     max_model_len: int
     """Tokens of prompt and output together."""
     eos_token_ids: tuple[int, ...]
@@ -101,14 +102,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the checkpoint itself was quantized; None: it was not."""
     pooling: PoolingConfig | None = None
     """None: the engine generates; else it embeds, and that alone."""
+    grammars: GrammarSettings = GrammarSettings()
     logits_processors: tuple[str, ...] = ()
     """`module:Class` of each, as `runner.sampler.custom` has it."""
     tokenizer: Path | None = None
     """Folder of the tokenizer and the chat template; None: `path`."""
     source: str | None = None
-    """A folder, or a name on the Hub, as whoever started it gave it; None: `path`."""
+    """The folder or Hub name that the user gave. None: `path`."""
     kv_dtype: KVDType | None = None
-    """Of keys and values; None: `dtype`."""
+    """Dtype of keys and values. None: `dtype`."""
     images: ImageSettings | None = None
     """None: it reads text alone."""
     vocab_size: int | None = None
@@ -135,18 +137,49 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     hash_seed: str = "penstock"
     offload_bytes: int = 0
-    """Of the host's memory, on each rank, for pages that leave the cache; 0: they are gone then."""
+    """Bytes of host memory, on each rank, for pages that leave the cache. 0: such pages are dropped."""
     disk_folder: Path | None = None
-    """Where copies of the pages in the host's memory are kept; None: nowhere."""
+    """Folder for copies of the pages in host memory. None: no copies."""
     disk_bytes: int = 0
-    """Of the files there, on each rank."""
+    """Bytes of the files in it, on each rank."""
+
+
+TransferRole = Literal["kv_producer", "kv_consumer", "kv_both"]
+
+
+class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """KV pages between replicas, with vLLM's names of roles; see `docs/engine/kv-transfer.md`."""
+
+    role: TransferRole
+    engine_id: str
+    """This start of the replica: another one has another id."""
+    secret: Path
+    """File with what all replicas of the model know, and nobody else."""
+    host: str = "127.0.0.1"
+    """Address on which this replica lends pages, and by which others reach it."""
+    port: int = 14579
+    """Port of rank 0; rank r has the r-th port after it."""
+    lease_s: float = 30.0
+    """Seconds that lent pages wait for their reader."""
+    prefill_timeout_s: float = 30.0
+    """Seconds that a prefill replica gets to compute a prompt."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether other replicas read its pages."""
+        return self.role != "kv_consumer"
+
+    @property
+    def reads(self) -> bool:
+        """Whether it reads pages of other replicas."""
+        return self.role != "kv_producer"
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a step."""
 
     policy: SchedulingPolicy = "fcfs"
-    """Who is served first among a tenant's requests: by arrival alone, or by `priority` and then arrival."""
+    """Order of service among a tenant's requests: by arrival, or by `priority` and then arrival."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     long_prefill_token_threshold: int = 0
@@ -165,6 +198,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Embeddings of images that a step makes at most; 0: the model reads text alone."""
     encoder_cache_size: int = 0
     """Embeddings of images that are kept for further requests."""
+    whole_images: bool = False
+    """Whether a step computes all tokens of an image or none: no chunk may cut one."""
+    pipeline_stages: int = 1
+    """Plans among which running requests are distributed; with more than one, a request samples in one plan in flight at most."""
     tenant_weights: dict[str, float] = {}
     """Shares of tenants in comparison with the others; 1 for those that are not named."""
 
@@ -190,7 +227,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where drafts come from, named as vLLM's `--speculative-config` names it; see `docs/engine/speculation.md`."""
+    """Source of drafts, with the names of vLLM's `--speculative-config`; see `docs/engine/speculation.md`."""
 
     method: SpeculativeMethod
     num_speculative_tokens: int
@@ -218,7 +255,7 @@ class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     mode: CudagraphMode = "NONE"
     capture_sizes: tuple[int, ...] = ()
-    """To which steps are padded, ascending: tokens, or requests where all have equally many new tokens."""
+    """Sizes to which steps are padded, ascending: tokens, or requests if all have equally many new tokens."""
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,6 +263,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     tensor_parallel_size: int = 1
     """Ranks among which every layer is divided."""
+    pipeline_parallel_size: int = 1
+    """Stages among which the layers are distributed; each is so many ranks."""
     worker_process: bool = False
     """Whether the model runs in a process of its own even where there is one rank."""
     timeout: float = 30.0
@@ -234,15 +273,17 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def world(self) -> int:
         """Ranks."""
-        return self.tensor_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the core process needs; travels to it as msgpack."""
+    """Configuration of the core process. It is sent to that process as msgpack."""
 
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
+    transfer: TransferConfig | None = None
+    """None: no pages are lent or read."""
     lora: LoraConfig | None = None
     """None: the engine serves no adapters."""
     speculative: SpeculativeConfig | None = None
@@ -257,13 +298,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     depth: int = 1
     """Plans in flight: 1 waits for each step's result, 2 plans the next step while one runs."""
     threads: int = 1
-    """OpenMP threads of the core; more than one pays only on cores that nobody else uses."""
+    """OpenMP threads of the core. More than one pays only on idle cores."""
     seed: int = 0
     watchdog_timeout: float = 120.0
     """Seconds without a step, while there is work, after which the engine counts as hung."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
     profile_dir: Path | None = None
-    """Where profiles are written; None: none are made."""
+    """Folder of profiles. None: no profiles."""
 
     @property
     def max_in_flight(self) -> int:

@@ -12,7 +12,7 @@ class WindowCost(msgspec.Struct, frozen=True):
     window: int | None
     """Tokens that one attends to, itself included; None: all before it."""
     flops_per_pair: int
-    """Of one query with one key and its value, over these layers and all heads."""
+    """FLOPs of one query with one key and its value, over these layers and all heads."""
     kv_bytes_per_token: int
     """Keys and values of one token in these layers."""
 
@@ -21,7 +21,7 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
     """A model's shape as far as it decides the cost."""
 
     linear_flops_per_token: int
-    """Of all layers' matrix products."""
+    """FLOPs of all layers' matrix products, for each token."""
     lm_head_flops_per_row: int
     layer_weight_bytes: int
     lm_head_bytes: int
@@ -29,7 +29,7 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepCost(msgspec.Struct, frozen=True, array_like=True):
-    """Of one step, or the sum over many; floats, since a year of steps exceeds 64 bits."""
+    """Cost of one step, or the sum over many. Floats, since a year of steps exceeds 64 bits."""
 
     linear_flops: float = 0.0
     attention_flops: float = 0.0
@@ -40,7 +40,7 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
     kv_write_bytes: float = 0.0
 
     def __add__(self, other: "StepCost") -> "StepCost":
-        """Both together."""
+        """Return the sum."""
         return StepCost(
             self.linear_flops + other.linear_flops,
             self.attention_flops + other.attention_flops,

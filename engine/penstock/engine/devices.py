@@ -1,7 +1,7 @@
-"""Which device an engine runs on, found out without torch: the frontend asks too.
+"""The device of an engine, found without torch, since the frontend asks too.
 
-CUDA's driver is asked itself, which heeds CUDA_VISIBLE_DEVICES and makes no context; whether torch can use what it says, by
-torch's own note of what it was built for.
+CUDA's driver is queried directly: it respects CUDA_VISIBLE_DEVICES and makes no context. Whether torch can use the device follows
+from torch's own record of its build.
 """
 
 import ctypes
@@ -28,10 +28,10 @@ class CudaDevice(NamedTuple):
 
 
 def choose_device(asked: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
-    """Where the model runs; `auto`: on a CUDA device where one serves.
+    """Choose the device of the model. `auto`: a CUDA device if one works.
 
     Raises:
-        ConfigError: A CUDA device is asked for and none serves; the message says why.
+        ConfigError: A CUDA device is requested and none works. The message says why.
     """
     if asked == "cpu":
         return "cpu"

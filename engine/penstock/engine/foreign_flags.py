@@ -6,14 +6,14 @@ from typing import Final, NoReturn
 
 from penstock.suggest import suggestion
 
-_RANKS: Final = "ranks divide a model by --tensor-parallel-size alone so far; leave it out"
+_RANKS: Final = "ranks divide a model by --tensor-parallel-size and --pipeline-parallel-size alone so far; leave it out"
 _REPLICAS: Final = "start one engine for each replica, behind penstock gateway"
 _MODEL: Final = "give the model first: penstock serve MODEL"
 _TOKENIZER: Final = "the tokenizer is read as its files say; leave it out"
 _NO_CODE: Final = "code in checkpoints never runs; leave it out"
 _TEMPLATE: Final = "put the template into the model's folder as chat_template.jinja"
 _ALWAYS: Final = "this is always on; leave it out"
-_GRAMMARS: Final = "llguidance enforces grammars, and each request says how: docs/engine/structured-output.md"
+_GRAMMARS: Final = '--structured-outputs-config, as in --structured-outputs-config \'{"backend": "xgrammar"}\''
 _DOWNLOADS: Final = "set the environment variable HF_HOME"
 _LOG: Final = "the log has a line for each request; --disable-log-stats ends the line every ten seconds"
 _OPEN: Final = "methods, headers and credentials are not limited: --allowed-origins alone"
@@ -25,7 +25,8 @@ def _all(names: str, advice: str) -> dict[str, str]:
 
 FOREIGN: Final[Mapping[str, str]] = {
     **_all("--tp --tp-size --num-shard --sharded", "--tensor-parallel-size"),
-    **_all("--pipeline-parallel-size -pp --pp --pp-size --expert-parallel-size --ep --ep-size", _RANKS),
+    **_all("--expert-parallel-size --ep --ep-size", _RANKS),
+    **_all("--pp --pp-size", "--pipeline-parallel-size"),
     **_all("--enable-expert-parallel -ep --distributed-executor-backend --nnodes --node-rank", _RANKS),
     **_all("--data-parallel-size -dp --dp --dp-size", _REPLICAS),
     **_all("--model --model-path --model-id", _MODEL),
@@ -36,10 +37,9 @@ FOREIGN: Final[Mapping[str, str]] = {
     **_all("--chat-template --chat-template-content-format", _TEMPLATE),
     **_all("--enable-metrics --enable-cache-report --enable-prompt-tokens-details --enable-request-id-headers", _ALWAYS),
     **_all("--enable-ssl-refresh --enable-server-load-tracking", _ALWAYS),
-    **_all("--guided-decoding-backend --structured-outputs-config --grammar-backend --disable-grammar-support", _GRAMMARS),
+    **_all("--guided-decoding-backend --grammar-backend --disable-grammar-support", _GRAMMARS),
     **_all("--speculative-algorithm --speculative-model", "--spec-method, and --spec-model for a draft model"),
     **_all("--speculate --num-speculative-tokens --speculative-num-draft-tokens", "--spec-tokens, with --spec-method"),
-    **_all("--mm-processor-kwargs", "images are prepared as the checkpoint says; leave it out"),
     **_all("--allowed-local-media-path", "images come inside requests, or from --allowed-media-domains"),
     **_all("--enable-multimodal", _ALWAYS),
     **_all("--download-dir --huggingface-hub-cache", _DOWNLOADS),
@@ -76,14 +76,14 @@ FOREIGN: Final[Mapping[str, str]] = {
     **_all("--kv-events-config", "--events-port and --replay-port; events are always published"),
     **_all("--tool-server --enable-auto-tools", "--enable-auto-tool-choice"),
 }
-"""By flag: a flag of ours, or what to do."""
+"""By flag: our flag for it, or what to do instead."""
 
 
 class FlagParser(argparse.ArgumentParser):
     """Refuses a flag that it does not know with the nearest one that it has, and without a page of usage."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):  # type: ignore[no-untyped-def]
-        """As argparse has it, but what is not known is refused first: it would be taken for a missing MODEL."""
+        """Parse as argparse does, but refuse unknown flags first. Otherwise argparse would report a missing MODEL."""
         known = self._option_string_actions
         unknown = [name for word in args or () if _is_flag(name := word.partition("=")[0]) and name not in known]
         if unknown:

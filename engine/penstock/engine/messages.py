@@ -29,7 +29,7 @@ class FinishReason(IntEnum):
     ABORT = 2
     ERROR = 3
     IGNORED = 4
-    """It could never run, since its prompt fills the context; to clients that is an output of no tokens cut by its length."""
+    """It can never run, since its prompt fills the context. Clients see an output of no tokens that was cut by its length."""
     REPETITION = 5
 
 
@@ -55,9 +55,9 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     """The path of the Unix socket of the frontend that starts it, in a folder of its own."""
     events_addresses: list[str]
-    """Where the event stream is published: the first that is free; empty: nowhere."""
+    """Addresses of the event stream: the first free one is used. Empty: no event stream."""
     replay_addresses: list[str]
-    """Where batches are replayed: the first that is free."""
+    """Addresses of the replay of batches: the first free one is used."""
     runner: str | None
     """`module:Class` of the model runner; None: the device's."""
     frontends_address: str | None = None
@@ -76,9 +76,26 @@ class FrontendJoined(msgspec.Struct, frozen=True, tag="joined"):
 
 
 class FrontendLeft(msgspec.Struct, frozen=True, tag="left"):
-    """A further frontend has died: its requests end, and what it said last is not heard. Said by whoever started the core."""
+    """A further frontend has died: its requests end, and its last messages are dropped. Sent by the process that started the
+    core."""
 
     frontend: int
+
+
+class RemotePrefix(msgspec.Struct, frozen=True, array_like=True):
+    """The beginning of a prompt whose KV pages another replica lends; see `kv_transfer_params`."""
+
+    lease: str
+    engine_id: str
+    host: str
+    port: int
+    fingerprint: str
+    """What decides about the bytes of the pages there."""
+    num_tokens: int
+    num_blocks: list[int]
+    """Blocks of each KV group."""
+    optional: bool = False
+    """Pages that do not fit are ignored. False: the request is refused."""
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
@@ -96,7 +113,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     """Smaller is served first; ties by arrival."""
     cache_salt: str | None = None
     tenant: str = ""
-    """Among whom service is shared fairly; requests that name none are one tenant together."""
+    """The tenant for fair sharing. Requests without a tenant share as one."""
     deadline: float | None = None
     """Unix time in seconds at which the answer is of no use any more."""
     lora_id: int = 0
@@ -106,11 +123,15 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     grammar: Grammar | None = None
     """What its output must look like; None: anything. It needs the whole prompt at once."""
     images: list[ImageInput] = []
-    """In the order of their placeholders."""
+    """Images in the order of their placeholders."""
+    remote: RemotePrefix | None = None
+    """Pages that another replica lends; None: none."""
+    lends: bool = False
+    """Whether its prompt's pages are lent to another replica when it has ended."""
 
 
 class ExtendPrompt(msgspec.Struct, frozen=True, tag="extend_prompt"):
-    """More of a prompt that is still arriving; of no effect where the request has ended."""
+    """More of a prompt that is still arriving. Ignored if the request has ended."""
 
     index: int
     token_ids: list[int]
@@ -142,15 +163,15 @@ class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
     """An adapter that requests can ask for."""
 
     lora_id: int
-    """From 1 on; another one each time that one is loaded."""
+    """From 1 on. A reloaded adapter gets a new one."""
     name: str
     uri: str
-    """Where it was read, as it was given."""
+    """Where it was read, as given."""
     revision: str | None
 
 
 class AdaptersChanged(msgspec.Struct, frozen=True, tag="adapters"):
-    """Which adapters requests can ask for from now on."""
+    """The adapters that requests can use from now on."""
 
     adapters: list[AdapterInfo]
 
@@ -169,11 +190,11 @@ class CoreReady(msgspec.Struct, frozen=True, tag="ready"):
     max_model_len: int
     num_blocks: int
     load_seconds: dict[str, float]
-    """By what it was spent on, in the order of a start: `imports`, `weights`, `memory`, `cache`, `warm_up`, `adapters`."""
+    """Seconds of each phase of the start, in order: `imports`, `weights`, `memory`, `cache`, `warm_up`, `adapters`."""
     load_floor_s: float = 0.0
     """Seconds that reading the weights takes at least, at the bandwidth of their storage; 0: unknown, or nothing was read."""
     kernels: str = ""
-    """Which form of the model's operations runs."""
+    """The form of the model's operations in use."""
     adapters: list[AdapterInfo] = []
     event_ports: EventPorts | None = None
     """None: no event stream, or one that has no ports."""
@@ -184,7 +205,7 @@ class CoreFailed(msgspec.Struct, frozen=True, tag="failed"):
 
     message: str
     refused: bool = False
-    """It was asked for what cannot be: a `ConfigError` there."""
+    """The start was refused by a `ConfigError`."""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
@@ -199,26 +220,39 @@ QUEUE_FULL = "queue_full"
 """`Finished.code` of a request that the core refused at once because `max_num_waiting` others wait."""
 
 TENANT_QUEUE_FULL = "tenant_queue_full"
-"""Of one that was refused, or sent away before it ran, because the queue is full and its tenant has the most in it."""
+"""The queue is full and its tenant has the most in it: the request was refused, or evicted before it ran."""
 
 QUEUE_TIMEOUT = "queue_timeout"
-"""Of one that had not run when its deadline came."""
+"""It had not run at its deadline."""
 
 REQUEST_TIMEOUT = "request_timeout"
-"""Of one that had begun to run by then."""
+"""It was running at its deadline."""
 
 
 ADAPTER_GONE = "model_not_found"
-"""Of one whose adapter has been unloaded meanwhile."""
+"""Its adapter was unloaded."""
 
 ADAPTER_FAILED = "adapter_failed"
-"""Of one whose adapter had to be read again and could not be."""
+"""Its adapter had to be read again, and that failed."""
 
 GRAMMAR_REFUSED = "invalid_grammar"
-"""Of one whose grammar cannot be enforced."""
+"""Its grammar cannot be enforced."""
+
+TRANSFER_REFUSED = "invalid_kv_transfer_params"
+"""The pages that another replica lends do not fit."""
 
 GRAMMAR_OPEN = "grammar_open"
 """`Finished.stop_reason` of an output that its limit cut before its grammar was at an end."""
+
+
+class Lent(msgspec.Struct, frozen=True, array_like=True):
+    """Pages of a prompt that another replica may read."""
+
+    lease: str
+    num_tokens: int
+    blocks: list[list[int]]
+    """Slots of the host's memory, of each KV group."""
+    fingerprint: str
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
@@ -234,14 +268,16 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     param: str | None = None
     """The request's field at fault."""
     stop_reason: str | None = None
-    """More about the reason, for the client: `GRAMMAR_OPEN`."""
+    """Details of the reason, for the client: `GRAMMAR_OPEN`."""
+    lent: Lent | None = None
+    """Pages of its prompt that another replica may read."""
 
 
 class LifecycleEvent(IntEnum):
     """A turn in a request's life, stamped in the core."""
 
     QUEUED = 1
-    """It came; queue time begins."""
+    """It arrived. Its queue time begins."""
     SCHEDULED = 2
     """It took a row, for the first time or again after a preemption."""
     PREEMPTED = 3
@@ -343,7 +379,23 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     load_s: float
     evicted_pages: int
     failed_pages: int
-    """Of loads that came to nothing: their tokens were computed."""
+    """Pages of failed loads, whose tokens were computed."""
+
+
+class TransferStats(msgspec.Struct, frozen=True, array_like=True):
+    """KV pages between replicas; counts are since the start."""
+
+    leases: int
+    """Held now."""
+    leased_pages: int
+    """Held now."""
+    expired_leases: int
+    pulls: int
+    pulled_bytes: int
+    """Of one rank."""
+    pull_s: float
+    failed_pages: int
+    """Pages that did not come, whose tokens were computed."""
 
 
 class OffloadStats(msgspec.Struct, frozen=True, array_like=True):
@@ -354,7 +406,9 @@ class OffloadStats(msgspec.Struct, frozen=True, array_like=True):
     queried_tokens: int
     """Looked for, beyond what the KV cache held."""
     loaded_tokens: int
-    """Of those, loaded."""
+    """Tokens of those that were loaded."""
+    transfer: TransferStats | None = None
+    """None: this replica neither lends nor reads pages."""
 
 
 class EncoderStats(msgspec.Struct, frozen=True, array_like=True):
@@ -371,9 +425,9 @@ class EncoderStats(msgspec.Struct, frozen=True, array_like=True):
     size: int
     """Embeddings that are kept at most."""
     used: int
-    """Of them, those that are there."""
+    """Embeddings of those that are in the cache."""
     held: int
-    """Of those, the ones that running requests need."""
+    """Embeddings of those that running requests need."""
 
 
 class Buckets(msgspec.Struct, frozen=True, array_like=True):
@@ -390,7 +444,7 @@ class Roofline(msgspec.Struct, frozen=True, array_like=True):
 
     ceilings: Ceilings
     floor_s: float
-    """Of all steps together, each at the ceiling that it meets."""
+    """Seconds of all steps together, each at the ceiling that it meets."""
 
 
 class GraphSteps(msgspec.Struct, frozen=True, array_like=True):
@@ -401,7 +455,7 @@ class GraphSteps(msgspec.Struct, frozen=True, array_like=True):
     steps: int
     tokens: int
     padding: int
-    """Tokens that were computed for nobody."""
+    """Padding tokens that were computed."""
 
 
 class DraftStats(msgspec.Struct, frozen=True, array_like=True):
@@ -410,9 +464,9 @@ class DraftStats(msgspec.Struct, frozen=True, array_like=True):
     rows: int
     """Rows with drafts that steps have verified, a row once in each step."""
     drafted: list[int]
-    """By position in a row's drafts: how many were verified."""
+    """Verified drafts, by position in a row's drafts."""
     accepted: list[int]
-    """By position: how many of these were accepted."""
+    """Accepted drafts, by position."""
 
 
 class GrammarStats(msgspec.Struct, frozen=True, array_like=True):
@@ -442,7 +496,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     roofline: Roofline | None = None
     """None: the device's ceilings are not known."""
     graphs: list[GraphSteps] = []
-    """Of a device that has CUDA graphs."""
+    """Steps by CUDA graph, for a device that has them."""
     drafts: DraftStats | None = None
     """None: the engine makes no drafts."""
 
@@ -464,7 +518,7 @@ class CoreStats(msgspec.Struct, frozen=True, tag="stats"):
     """Tokens that the prefix cache supplied to those requests when they ran again."""
     step: StepStats | None = None
     paused: bool = False
-    """Requests wait until somebody resumes."""
+    """Requests wait for a resume."""
     asleep: str | None = None
     """Why no request is taken, and what ends that; None: awake."""
     lora_loads: int = 0
@@ -509,7 +563,7 @@ def enc_hook(value: Any) -> Any:
 
 
 def dec_hook(kind: type, value: Any) -> Any:
-    """Its inverse."""
+    """Decode what `enc_hook` encodes."""
     if kind is Path:
         return Path(value)
     raise TypeError(f"{kind.__name__} has no place in a message")

@@ -15,9 +15,9 @@ class Ceilings(msgspec.Struct, frozen=True):
     """What a device reaches when it does one thing alone."""
 
     bytes_per_s: float
-    """Of its memory, read and written."""
+    """Bytes per second of its memory, read and written."""
     flops_per_s: float
-    """Of matrix products in the model's type."""
+    """FLOPs per second of matrix products in the model's type."""
 
     @property
     def balance_point(self) -> float:
@@ -35,12 +35,12 @@ def floor_s(cost: StepCost, ceilings: Ceilings) -> float:
 
 
 def binding(cost: StepCost, ceilings: Ceilings) -> Literal["bandwidth", "compute"]:
-    """Which of the two a step meets."""
+    """Return which of the two bounds a step."""
     return "bandwidth" if cost.bytes / ceilings.bytes_per_s >= cost.flops / ceilings.flops_per_s else "compute"
 
 
 def max_sequences(model: ModelCost, context: int, kv_bytes: int) -> int:
-    """Sequences of `context` tokens whose keys and values fit into so many bytes."""
+    """Return how many sequences of `context` tokens fit into `kv_bytes` with their keys and values."""
     tokens = sum(context_of(context, group.window) * group.kv_bytes_per_token for group in model.windows)
     return kv_bytes // tokens
 

@@ -234,6 +234,8 @@ class FakeRunner:
         needed once, and may be gone."""
         found = self.table.token_ids[row, start:end].copy()
         for item in self._items.get(int(row), ()):
+            if self._config.scheduler.whole_images and there is None and start < (last := item.start + item.length):
+                assert end <= item.start or last <= end, f"a chunk of row {row} ends within {item.identifier}"
             for position in range(max(start, item.start), min(end, item.start + item.length)):
                 if there is None or position >= there:
                     assert self.embeddings.get(item.identifier) == item.length, f"row {row} lacks {item.identifier}"

@@ -57,6 +57,7 @@ def make_config(
     pooling: PoolingConfig | None = None,
     drafts: int = 0,
     images: tuple[int, int] = (0, 0),
+    whole_images: bool = False,
 ) -> EngineConfig:
     """`images`: embeddings that a step makes, and that are kept."""
     return EngineConfig(
@@ -83,6 +84,7 @@ def make_config(
             num_speculative_tokens=drafts,
             max_encoder_tokens=images[0],
             encoder_cache_size=images[1],
+            whole_images=whole_images,
         ),
         depth=depth,
     )

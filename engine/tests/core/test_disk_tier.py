@@ -72,7 +72,7 @@ def test_two_requests_wait_for_one_read():
     host = TierIndex(4)
     tier = DiskTier(host, 4, 10)
     tier.open([PageFile(*key(1))])
-    assert tier.stage(7, [key(1)], 0.0) and tier.stage(8, [key(1)], 0.0)
+    assert tier.begin(7, [key(1)], 0.0) and tier.begin(8, [key(1)], 0.0)
     [move] = tier.take(0.0)
     assert move.action == "read" and key(1) not in host and not tier.take_waits(0.0)
     tier.moved(move.number, Moved(0.0), 0.0)

@@ -1,18 +1,20 @@
-"""One request in its grammar, over the demo model's tokenizer: masks, ends, reasoning, and what cannot be enforced."""
+"""One request in its grammar, by each library, over the demo model's tokenizer: masks, ends, reasoning, what is refused."""
 
 import json
 import random
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.core.grammar.compiler import Compiler, GrammarError, GrammarsUnavailable
+from penstock.engine.core.grammar.compiler import Compiler
 from penstock.engine.core.grammar.guide import GrammarGuide
-from penstock.engine.grammar import Grammar, ReasoningMarkers
+from penstock.engine.core.grammar.libraries import GrammarError, GrammarsUnavailable
+from penstock.engine.grammar import Grammar, ReasoningMarkers, Tag, Tags
 
 MODEL = Path(__file__).parents[3] / "examples/models/penstock-tiny"
 EOT, USER, VOCAB = 2, 4, 4096
@@ -36,15 +38,30 @@ def model(vocab_size: int | None = VOCAB, path: Path = MODEL) -> ModelConfig:
     )
 
 
-COMPILER = Compiler(model())
+@pytest.fixture(scope="module")
+def compiler():
+    """Of the demo model; the process of xgrammar takes seconds to start."""
+    compiler = Compiler(model())
+    yield compiler
+    compiler.close()
+
+
+BACKENDS = ("guidance", "xgrammar")
+
+
+@pytest.fixture(params=BACKENDS)
+def guide_of(request, compiler):
+    """Makes guides by each library."""
+
+    def make(grammar: Grammar, stops=(EOT,), compiler=compiler) -> GrammarGuide:
+        source = msgspec.structs.replace(grammar.source, backend=request.param)
+        return GrammarGuide(compiler.compile(source), stops, compiler.eos_token_ids, grammar.reasoning)
+
+    return make
 
 
 def schema(what, **options) -> Grammar:
     return Grammar("json_schema", json.dumps(what), "response_format", **options)
-
-
-def guide_of(grammar: Grammar, stops=(EOT,), compiler=COMPILER) -> GrammarGuide:
-    return GrammarGuide(compiler.compile(grammar.source), stops, compiler.eos_token_ids, grammar.reasoning)
 
 
 def masks(guide: GrammarGuide, drafts=()) -> list[set[int]]:
@@ -63,7 +80,7 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @pytest.mark.req("SO-01", "SO-02")
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_is_drawn_from_the_masks_is_an_instance(tokenizer, seed):
+def test_whatever_is_drawn_from_the_masks_is_an_instance(tokenizer, seed, guide_of):
     dice = random.Random(seed)
     kinds = [
         {"type": "integer"},
@@ -92,11 +109,12 @@ def test_whatever_is_drawn_from_the_masks_is_an_instance(tokenizer, seed):
     assert guide.error is None and set(names[:2]) <= set(found) <= set(names)
 
 
-def test_no_special_token_passes_for_text():
+def test_no_special_token_passes_for_text(guide_of):
     assert not allowed(guide_of(Grammar("regex", ".*", "r"))) & {0, 1, 3, 4, 5}
 
 
-@pytest.mark.req("SO-26")
+@pytest.mark.req("SO-24", "SO-26")
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("grammar", "good", "bad"),
     [
@@ -111,15 +129,19 @@ def test_no_special_token_passes_for_text():
         (schema(OBJECT, whitespace_pattern="[ ]?"), ['{ "a": 1 }'], ['{\n"a":1}']),
     ],
 )
-def test_each_kind_of_grammar_takes_what_it_describes(tokenizer, grammar, good, bad):
-    prototype = COMPILER.compile(grammar.source)
+def test_each_kind_of_grammar_takes_what_it_describes(tokenizer, compiler, backend, grammar, good, bad):
+    if grammar.whitespace_pattern is not None and backend == "xgrammar":
+        with pytest.raises(GrammarError, match="whitespace_pattern"):
+            compiler.compile(msgspec.structs.replace(grammar, backend=backend))
+        return
+    prototype = compiler.compile(msgspec.structs.replace(grammar.source, backend=backend))
     for text in good + bad:
-        matcher, tokens = prototype.matcher.deep_copy(), ids(tokenizer, text)
-        taken = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        matcher = prototype.matcher.copy()
+        taken = all(matcher.try_accept(token) for token in ids(tokenizer, text)) and matcher.is_accepting
         assert taken == (text in good), text
 
 
-def test_space_between_the_tokens_of_json_has_a_bound(tokenizer):
+def test_space_between_the_tokens_of_json_has_a_bound(tokenizer, guide_of):
     guide = guide_of(schema(OBJECT))
     guide.accept(ids(tokenizer, "{"))
     spaces = [token for token in ids(tokenizer, " ") if token in allowed(guide)]
@@ -131,7 +153,7 @@ def test_space_between_the_tokens_of_json_has_a_bound(tokenizer):
 
 
 @pytest.mark.req("SO-27")
-def test_a_complete_answer_is_the_end_and_an_extensible_one_may_end(tokenizer):
+def test_a_complete_answer_is_the_end_and_an_extensible_one_may_end(tokenizer, guide_of):
     guide = guide_of(schema(OBJECT))
     guide.accept(ids(tokenizer, '{"a": 1'))
     assert guide.is_open and not guide.ended and EOT not in allowed(guide)
@@ -143,7 +165,7 @@ def test_a_complete_answer_is_the_end_and_an_extensible_one_may_end(tokenizer):
     assert EOT in allowed(guide) and not guide.ended and not guide.is_open
 
 
-def test_stop_tokens_of_the_request_count_where_the_grammar_may_end_and_ignored_ones_do_not(tokenizer):
+def test_stop_tokens_of_the_request_count_where_the_grammar_may_end_and_ignored_ones_do_not(tokenizer, guide_of):
     grammar = Grammar("regex", "a+", "r")
     guide = guide_of(grammar, stops=(EOT, USER))
     assert not allowed(guide) & {EOT, USER}
@@ -155,14 +177,14 @@ def test_stop_tokens_of_the_request_count_where_the_grammar_may_end_and_ignored_
 
 
 @pytest.mark.req("SO-17")
-def test_a_token_that_the_grammar_forbids_is_an_error(tokenizer):
+def test_a_token_that_the_grammar_forbids_is_an_error(tokenizer, guide_of):
     guide = guide_of(schema(OBJECT))
     guide.accept(ids(tokenizer, "["))
     assert guide.error is not None and "does not allow" in guide.error and not guide.ended
 
 
 @pytest.mark.req("SO-19", "SO-20", "SO-22", "SO-23")
-def test_masks_of_drafts_leave_the_guide_where_it_was(tokenizer):
+def test_masks_of_drafts_leave_the_guide_where_it_was(tokenizer, guide_of):
     text = ids(tokenizer, '{"a": 123}')
     alone = guide_of(schema(OBJECT))
     one_by_one = []
@@ -180,8 +202,89 @@ def test_masks_of_drafts_leave_the_guide_where_it_was(tokenizer):
     assert guide.ended and guide.error is None
 
 
+def test_what_is_forced_is_what_the_masks_leave(tokenizer, guide_of):
+    guide = guide_of(Grammar("regex", "(yes, of course|no)", "r"))
+    assert list(guide.forced()) == [], "there is a choice"
+    guide.accept(ids(tokenizer, "y"))
+    forced = list(guide.forced())
+    assert forced and "es, of course".startswith(tokenizer.decode(forced))
+    for at in range(len(forced) + 1):
+        [*_, last] = masks(guide, forced[:at])
+        assert at == len(forced) or forced[at] in last
+    text = "es, of course"[len(tokenizer.decode(forced)) :]
+    guide.accept([*forced, *ids(tokenizer, text)])
+    assert guide.ended and guide.error is None and list(guide.forced()) == []
+
+
+CALL = {"type": "object", "properties": {"name": {"const": "f"}}, "required": ["name"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("tags", "good", "bad"),
+    [
+        (
+            Tags(tags=[Tag("<f>", CALL, "</f>", "<f"), Tag("<g>", {"type": "integer"}, "</g>", "<g")], free=True),
+            ["", "some text", 'before<f>{"name": "f"}</f>between<g>7</g>', "a < b"],
+            ["<f>1</f>", '<f>{"name": "f"}', "<g>x</g>"],
+        ),
+        (
+            Tags(tags=[Tag("<|user|>f ", CALL, "<|assistant|>", "<|user|>")], free=True),
+            ["", "text", 'x<|user|>f {"name": "f"}<|assistant|>'],
+            ["<|user|>g", '<|user|>f {"name": "g"}<|assistant|>', '<|user|>f {"name": "f"}'],
+        ),
+        (
+            Tags(tags=[Tag("<f>", CALL, "</f>")], free=False, begin="[", separator=", ", end="]"),
+            ['[<f>{"name": "f"}</f>]', '[<f>{"name": "f"}</f>, <f>{"name":"f"}</f>]'],
+            ["", "[]", '[<f>{"name": "f"}</f>, ]', '<f>{"name": "f"}</f>'],
+        ),
+        (
+            Tags(tags=[Tag("<|user|>", CALL, "<|assistant|>")], free=False, several=False, answer=[{"type": "integer"}]),
+            ['<|user|>{"name": "f"}<|assistant|>', "12"],
+            ['<|user|>{"name": "f"}', '<|user|>{"name": "f"}<|assistant|>12', "x"],
+        ),
+    ],
+)
+def test_tags_hold_what_their_schemas_say(tokenizer, guide_of, tags, good, bad):
+    for text in good + bad:
+        guide = guide_of(Grammar("tags", msgspec.json.encode(tags).decode(), "t"), stops=())
+        taken = True
+        for token in ids(tokenizer, text):
+            taken = taken and token in allowed(guide)
+            guide.accept([token])
+        assert (taken and guide.error is None and not guide.is_open) == (text in good), text
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory):
+    """A tokenizer in SentencePiece's way: a character that has no token is written as its bytes."""
+    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *'▁"abc', "▁a"]
+    made = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Replace(" ", "▁")
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.add_special_tokens(["<unk>", "</s>"])
+    folder = tmp_path_factory.mktemp("byte_fallback")
+    made.save(str(folder / "tokenizer.json"))
+    return folder, made
+
+
+def test_a_character_without_a_token_comes_byte_by_byte(byte_fallback, guide_of):
+    folder, made = byte_fallback
+    compiler = Compiler(msgspec.structs.replace(model(None, folder), eos_token_ids=(1,)))
+    try:
+        guide = guide_of(Grammar("choice", '["é a", "è"]', "c"), stops=(1,), compiler=compiler)
+        first, second, *rest = ids(made, "é a")
+        assert [made.id_to_token(token) for token in (first, second)] == ["<0xC3>", "<0xA9>"]
+        assert allowed(guide) == {first}
+        guide.accept([first])
+        assert allowed(guide) == {second, *ids(made, "è")[1:]}
+        guide.accept([second, *rest])
+        assert guide.ended and guide.error is None
+    finally:
+        compiler.close()
+
+
 @pytest.mark.req("SO-18")
-def test_the_grammar_begins_after_the_reasoning(tokenizer):
+def test_the_grammar_begins_after_the_reasoning(tokenizer, guide_of):
     end = tuple(ids(tokenizer, "</think>"))
     for begin, opening in ((None, []), (USER, [USER])):
         guide = guide_of(schema(OBJECT, reasoning=ReasoningMarkers(end, begin)))
@@ -197,14 +300,14 @@ def test_the_grammar_begins_after_the_reasoning(tokenizer):
         assert guide.ended and guide.error is None
 
 
-def test_a_model_that_may_think_may_also_answer_at_once(tokenizer):
+def test_a_model_that_may_think_may_also_answer_at_once(tokenizer, guide_of):
     guide = guide_of(schema(OBJECT, reasoning=ReasoningMarkers((5,), USER)))
     guide.accept(ids(tokenizer, '{"a": 1}'))
     assert guide.ended and guide.error is None
 
 
 @pytest.mark.parametrize("vocab_size", [None, 4000, 4096, 4100, 4160])
-def test_masks_have_the_models_size(vocab_size):
+def test_masks_have_the_models_size(vocab_size, guide_of):
     compiler = Compiler(model(vocab_size))
     guide = guide_of(schema(OBJECT), compiler=compiler)
     assert guide.num_words == -(-(vocab_size or 4096) // 32)
@@ -212,6 +315,7 @@ def test_masks_have_the_models_size(vocab_size):
 
 
 @pytest.mark.req("SO-25")
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -226,26 +330,30 @@ def test_masks_have_the_models_size(vocab_size):
         (False, "not"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_by_name_and_place(what, message):
+def test_what_cannot_be_enforced_is_refused_by_name_and_place(compiler, backend, what, message):
     with pytest.raises(GrammarError, match=message) as caught:
-        COMPILER.compile(schema(what).source)
+        compiler.compile(schema(what, backend=backend).source)
     assert "<state>" not in str(caught.value)
 
 
-def test_a_lenient_grammar_leaves_out_what_cannot_be_enforced():
-    prototype = COMPILER.compile(schema({"type": "string", "not": {"const": "x"}}, lenient=True).source)
+def test_a_lenient_grammar_leaves_out_what_cannot_be_enforced(compiler):
+    prototype = compiler.compile(schema({"type": "string", "not": {"const": "x"}}, lenient=True).source)
     assert "not" in prototype.warnings[0]
 
 
 @pytest.mark.parametrize(
     ("kind", "text"), [("regex", "(a"), ("lark", "start"), ("ebnf", 'root ::= "a" |- '), ("regex", "a(?=b)")]
 )
-def test_a_grammar_that_is_none_is_refused(kind, text):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_grammar_that_is_none_is_refused(compiler, backend, kind, text):
     with pytest.raises(GrammarError):
-        COMPILER.compile(Grammar(kind, text, "g"))
+        compiler.compile(Grammar(kind, text, "g", backend=backend))
 
 
-def test_without_the_library_a_grammar_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(GrammarsUnavailable, match=r"install penstock\[engine\]"):
-        Compiler(model()).compile(schema({}))
+@pytest.mark.parametrize(
+    ("module", "backend", "extra"), [("llguidance", "guidance", "engine"), ("xgrammar", "xgrammar", "xgrammar")]
+)
+def test_without_the_library_a_grammar_says_what_to_install(monkeypatch, module, backend, extra):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(GrammarsUnavailable, match=rf"install penstock\[{extra}\]"):
+        Compiler(model()).compile(schema({}, backend=backend))

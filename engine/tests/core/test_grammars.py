@@ -6,6 +6,7 @@ import threading
 import time
 
 import msgspec
+import numpy as np
 import pytest
 from fake_runner import VOCAB
 from harness import make_config, make_request
@@ -35,18 +36,37 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def compiler(folder):
+    """For several engines: the process of xgrammar takes seconds to start."""
+    compiler = Compiler(msgspec.structs.replace(make_config().model, path=folder, eos_token_ids=(EOS,), vocab_size=VOCAB))
+    yield compiler
+    compiler.close()
+
+
+@pytest.fixture(params=["guidance", "xgrammar"])
+def library(request, compiler):
+    """Has a bench's grammars enforced by each library."""
+    return {"backend": request.param, "compiler": compiler}
+
+
 class GrammarBench(Bench):
-    def __init__(self, folder, depth: int = 1, **config) -> None:
+    def __init__(self, folder, depth: int = 1, *, backend="guidance", compiler: Compiler | None = None, **config) -> None:
         made = make_config(depth=depth, **config)
         model = msgspec.structs.replace(made.model, path=folder, eos_token_ids=(EOS,), vocab_size=VOCAB)
         self.config = msgspec.structs.replace(made, model=model)
         self.device = HandCrankedDevice(self.config)
         self.core = EngineCore(self.config, self.device, made.cache.num_blocks or 0, epoch=1)
+        self.backend = backend
+        if compiler is not None:
+            self.core._grammars._compiler = compiler
         self.streams: dict[int, list[int]] = {}
         self.finished = {}
 
     def ask(self, index: int, grammar: Grammar | None, max_tokens: int = 40, stop=(EOS,), **fields) -> None:
         request = make_request(index, [index % 40 + 1] * 9, max_tokens, stop=stop, **fields)
+        if grammar is not None:
+            grammar = msgspec.structs.replace(grammar, backend=self.backend)
         self.core.handle(msgspec.structs.replace(request, grammar=grammar))
 
     def run(self) -> "GrammarBench":
@@ -80,12 +100,12 @@ def slow(bench: GrammarBench) -> SlowCompiler:
 
 @pytest.mark.req("SO-01", "SO-08", "SO-16", "SO-27")
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_each_stream_is_what_its_grammar_makes_of_it_alone(folder, depth):
+def test_each_stream_is_what_its_grammar_makes_of_it_alone(folder, depth, library):
     grammars = {0: PAIRS, 1: None, 2: Grammar("choice", '["yes", "no"]', "c"), 3: PAIRS}
     streams = []
     # Room for all; so little that some are preempted; prompts in chunks.
     for config in ({}, {"num_blocks": 17, "budget": 64}, {"budget": 5}):
-        bench = GrammarBench(folder, depth, **config)
+        bench = GrammarBench(folder, depth, **library, **config)
         for index, grammar in grammars.items():
             bench.ask(index, grammar)
         bench.run()
@@ -102,8 +122,8 @@ def test_each_stream_is_what_its_grammar_makes_of_it_alone(folder, depth):
     assert alone.run().streams[1] == streams[0][1]
 
 
-def test_grammars_and_preemption_meet(folder):
-    bench = GrammarBench(folder, 2, num_blocks=17, budget=64)
+def test_grammars_and_preemption_meet(folder, library):
+    bench = GrammarBench(folder, 2, **library, num_blocks=17, budget=64)
     for index in range(6):
         bench.ask(index, PAIRS)
     bench.run()
@@ -111,7 +131,7 @@ def test_grammars_and_preemption_meet(folder):
     assert all(len(bench.text(index)) == 17 and bench.finished[index].reason is FinishReason.STOP for index in range(6))
 
 
-@pytest.mark.req("SO-06", "SO-07", "SO-08")
+@pytest.mark.req("SO-06", "SO-07", "SO-08", "SO-28")
 def test_a_request_waits_for_its_grammar_and_holds_up_nobody(folder):
     bench = GrammarBench(folder, max_num_seqs=1)
     compiler = slow(bench)
@@ -206,8 +226,8 @@ def test_a_refused_request_has_nothing_compiled(folder):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_limit_inside_the_grammar_says_that_it_was_open(folder, depth):
-    bench = GrammarBench(folder, depth)
+def test_a_limit_inside_the_grammar_says_that_it_was_open(folder, depth, library):
+    bench = GrammarBench(folder, depth, **library)
     bench.ask(0, PAIRS, max_tokens=7)
     bench.ask(1, Grammar("regex", "a{3}b*", "r"), max_tokens=4)
     bench.ask(2, PAIRS, max_tokens=17)
@@ -218,10 +238,24 @@ def test_a_limit_inside_the_grammar_says_that_it_was_open(folder, depth):
     assert ends[2] == (FinishReason.STOP, None), "complete with its last token"
 
 
+def test_a_request_that_leaves_inside_its_grammar_disturbs_no_other(folder, library):
+    bench = GrammarBench(folder, 2, **library)
+    for index in range(3):
+        bench.ask(index, PAIRS)
+    while len(bench.streams.get(1, ())) < 3:
+        bench.crank()
+    bench.core.scheduler.abort([1])
+    bench.run()
+    assert bench.finished[1].reason is FinishReason.ABORT and len(bench.streams[1]) < 17
+    assert all(len(bench.text(index)) == 17 for index in (0, 2))
+    pool = bench.core.scheduler.kv.pool
+    assert pool.num_used == 0 and not any(pool.ref_counts)
+
+
 @pytest.mark.req("SO-17")
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_token_against_the_grammar_fails_its_request_alone(folder, depth):
-    bench = GrammarBench(folder, depth)
+def test_a_token_against_the_grammar_fails_its_request_alone(folder, depth, library):
+    bench = GrammarBench(folder, depth, **library)
     bench.ask(0, PAIRS)
     bench.ask(1, PAIRS)
     bench.ask(2, None)
@@ -250,12 +284,34 @@ def test_compiling_takes_no_time_from_steps(folder):
     assert len(bench.text(1)) == 17
 
 
-def test_tokens_without_a_choice_come_several_in_a_step(folder):
-    bench = GrammarBench(folder)
+def test_tokens_without_a_choice_come_several_in_a_step(folder, library):
+    bench = GrammarBench(folder, **library)
     bench.ask(0, Grammar("regex", r"abcdefghij\d", "structured_outputs.regex"))
     bench.run()
     assert bench.text(0)[:-1] == "abcdefghij" and bench.text(0)[-1].isdigit()
     assert bench.core.num_steps < len(bench.streams[0])
+
+
+@pytest.mark.req("SO-11", "SO-13")
+def test_masks_are_sent_for_rows_with_a_grammar_alone_as_one_array(folder):
+    bench = GrammarBench(folder)
+    submitted, sent = [], []
+    for verb, seen in (("submit", submitted), ("sample", sent)):
+        call = getattr(bench.device, verb)
+        setattr(bench.device, verb, lambda given, call=call, seen=seen: (seen.append(given), call(given)))
+    for index, grammar in enumerate((None, PAIRS, None, PAIRS, None)):
+        bench.ask(index, grammar)
+    bench.run()
+    some = 0
+    for plan, inputs in zip(submitted, sent, strict=True):
+        rows = [row for row in inputs.masked_rows if plan.samples[row]]
+        assert rows == sorted(rows) == list(inputs.masked_rows) and len(rows) <= 2 < 5
+        drafts = plan.num_drafts[rows].sum() if len(plan.num_drafts) else 0
+        if len(rows):
+            assert isinstance(inputs.bitmask, np.ndarray) and inputs.bitmask.dtype == np.int32
+            assert len(inputs.bitmask) == len(rows) + drafts
+            some += len(rows) < np.count_nonzero(plan.samples)
+    assert some, "no step had rows of both kinds"
 
 
 def test_what_came_of_grammars_is_told(folder):

@@ -87,7 +87,7 @@ def test_a_page_is_read_only_where_all_that_decides_its_content_is_equal():
     layers = [FULL, SCALED]
     mine = PageIdentity(commit="abc", quantization="", kv_dtypes=kv_dtypes(layers), scales="")
     assert not mine.differences(msgspec.json.decode(msgspec.json.encode(mine), type=PageIdentity))
-    others = {"commit": "abd", "quantization": "fp8", "kv_dtypes": kv_dtypes([FULL, FULL]), "scales": "7f"}
+    others = {"commit": "abd", "quantization": "fp8", "kv_dtypes": kv_dtypes([FULL, FULL]), "scales": "7f", "images": "small"}
     assert others.keys() == set(PageIdentity.__struct_fields__)
     for name, value in others.items():
         (said,) = mine.differences(msgspec.structs.replace(mine, **{name: value}))

@@ -17,6 +17,8 @@ from penstock.engine.sampling import RepetitionDetection
 from penstock.prompt.hashing import PromptItem
 
 BLOCK, MAX_LEN = 4, 48
+LARGEST = 9
+"""Tokens of an image."""
 PLACEHOLDER = 7
 
 configs = st.fixed_dictionaries(
@@ -32,7 +34,8 @@ configs = st.fixed_dictionaries(
         "drafts": st.sampled_from([0, 0, 1, 3, 6]),
         "host_pages": st.sampled_from([0, 0, 1, 7, 200]),
         # No less than the largest image.
-        "images": st.tuples(st.sampled_from([9, 16, 64]), st.sampled_from([9, 12, 20, 64])),
+        "images": st.tuples(st.sampled_from([LARGEST, 16, 64]), st.sampled_from([LARGEST, 12, 20, 64])),
+        "whole_images": st.booleans(),
     }
 )
 layouts = st.sampled_from(
@@ -76,6 +79,9 @@ requests = st.lists(
 
 def make_machine(config: dict, layout: Sequence[KVGroup]) -> Machine:
     """Of one of `configs` and one of `layouts`."""
+    if config["whole_images"]:  # as the engine demands: an image, and a token and drafts of every other request
+        most = LARGEST + (config["max_num_seqs"] - 1) * (1 + config["drafts"])
+        config |= {"budget": max(config["budget"], most), "threshold": config["threshold"] and LARGEST}
     spare, host_pages = config.pop("spare"), config.pop("host_pages") * config["caching"]
     num_blocks = 1 + max_blocks(layout, MAX_LEN, make_config(**config).max_in_flight) + spare
     return Machine(

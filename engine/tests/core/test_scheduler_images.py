@@ -106,6 +106,29 @@ def test_a_chunk_may_cut_an_image_which_is_encoded_whole_and_kept_until_it_is_ov
     assert (machine.streams[0], machine.runner.encoded) == (expected, ["a"])
 
 
+@pytest.mark.req("MM-19")
+def test_an_image_whose_tokens_see_each_other_is_computed_in_one_step():
+    machine = Machine(make_config(images=(16, 16), budget=10, whole_images=True))
+    ran(machine, seen(0, [1, 2, ("a", 9), 3, ("b", 4), ("c", 3), 4]))
+    assert chunks(machine)[:4] == [[2], [10], [8], [1]]
+    ran(machine, seen(1, [5, 6, 7, ("a", 9), 3]))
+    other = Machine(make_config(images=(16, 16), budget=12, whole_images=True))
+    other.add(seen(0, [1], 30)[0])
+    other.step()
+    ran(other, seen(1, [1, 2, 3, ("a", 9), 4]), seen(2, [("b", 9), 5]), seen(3, [6, 7]))
+    # A decode is in each step. The third request waits for a step with room for its image; the fourth, behind it, too.
+    assert chunks(other)[1:5] == [[1, 3], [1, 10], [1, 1, 10], [1, 1, 1, 2]]
+
+
+def test_a_prefix_hit_may_end_within_an_image_whose_rest_is_computed_in_one_step():
+    machine = Machine(make_config(images=(16, 16), budget=20, whole_images=True))
+    ran(machine, seen(0, [1, 2, ("a", 9)], 1))
+    ran(machine, seen(1, [1, 2, ("a", 9), 3, 4]))
+    assert machine.cached_tokens[1] == 8
+    ran(machine, seen(2, [1, 2, ("a", 9), 5]))
+    assert chunks(machine)[-4] == [4]
+
+
 def test_an_image_that_a_prompt_holds_twice_is_kept_until_the_second_one_is_over():
     machine = Machine(make_config(images=(16, 16), budget=12))
     machine.add(seen(0, [1, ("a", 9), ("a", 9), 3])[0])

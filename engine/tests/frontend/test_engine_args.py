@@ -194,6 +194,27 @@ def test_ranks_among_which_the_model_cannot_be_divided_are_refused(ranks, proble
             args.config()
 
 
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"pipeline_parallel_size": 999}, r"--pipeline-parallel-size 999: num_hidden_layers \d+ cannot be divided"),
+        ({"enable_lora": True}, "--enable-lora does not go with --pipeline-parallel-size 2 so far"),
+        ({"spec_model": "x"}, "--spec-model does not go with"),
+        ({"spec_method": "eagle3"}, "--speculative-config: method eagle3 does not go with"),
+        ({"kv_offload_memory_bytes": 1 << 20}, "--kv-offload-memory-bytes does not go with"),
+        ({"async_scheduling": False}, "--no-async-scheduling: --pipeline-parallel-size 2 keeps a plan in flight for each stage"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused(fields, problem) -> None:
+    with pytest.raises(ConfigError, match=f"^{problem}"):
+        EngineArgs(**{"model": str(TINY), "device": "cpu", "pipeline_parallel_size": 2} | fields).config()
+
+
+def test_a_pipeline_keeps_a_plan_in_flight_for_each_stage() -> None:
+    config = EngineArgs(model=str(TINY), device="cpu", pipeline_parallel_size=2, tensor_parallel_size=2).config()
+    assert config.parallel.world == 4 and config.depth == config.scheduler.pipeline_stages == 2
+
+
 def test_several_ranks_on_a_gpu_are_refused(monkeypatch) -> None:
     monkeypatch.setattr("penstock.engine.args.choose_device", lambda asked: "cuda")
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size 2: several ranks run on a CPU alone so far \(--device cpu\)"):

@@ -124,7 +124,7 @@ def model(tmp_path: Any) -> ModelConfig:
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"backend": "x"}}, "structured_outputs.backend"),
         ({"guided_json": {}, "structured_outputs": {"regex": "a"}}, "guided_json"),
-        ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
+        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
         ({"prompt": "x"}, "prompt"),
         ({"metadata": {str(at): "x" for at in range(17)}}, "metadata"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),

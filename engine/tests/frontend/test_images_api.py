@@ -15,31 +15,18 @@ from openai import BadRequestError, OpenAI
 from PIL import Image
 from tokenizers import Tokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from vision_models import TOKENS, data_url, make_llava, picture
+from vision_models import CHAT_TEMPLATE, SEEING, TOKENS, data_url, make_gemma3, make_qwen, picture, with_tokenizer
 
 from penstock.engine import LLM, SamplingParams
 from penstock.engine.args import EngineArgs
-from penstock.engine.config import ConfigError
+from penstock.engine.config import ConfigError, SpeculativeConfig
 
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}"
-    "{% if part.type == 'image' %}<image>\n{% else %}{{ part.text }}{% endif %}{% endfor %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 OUTPUTS = 16
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "seeing"
-    tokenizer = Tokenizer.from_file(str(tokenizer_files / "tokenizer.json"))
-    tokenizer.add_special_tokens(["<image>"])
-    size = tokenizer.get_vocab_size()
-    make_llava(folder, vocab_size=size, image_token=size - 1, max_position_embeddings=1024)
-    shutil.copy(tokenizer_files / "tokenizer_config.json", folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return with_tokenizer(tmp_path_factory.mktemp("models") / "seeing", tokenizer_files)
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +186,117 @@ def test_python_reads_images_too(checkpoint, expected):
         assert len(output.prompt_token_ids) > TOKENS
         with pytest.raises(ValueError, match="not an image"):
             llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}])
+
+
+@pytest.fixture(scope="module")
+def gemma(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "gemma"
+    tokenizer = Tokenizer.from_file(str(tokenizer_files / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<image_soft_token>", "<start_of_image>", "<end_of_image>"])
+    size = tokenizer.get_vocab_size()
+    tokens = {"image_token": size - 3, "begin": size - 2, "end": size - 1}
+    make_gemma3(folder, vocab_size=size, max_position_embeddings=1024, **tokens)
+    shutil.copy(tokenizer_files / "tokenizer_config.json", folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("<image>\n", "<start_of_image>"))
+    return folder
+
+
+@pytest.mark.req("MM-01")
+def test_gemma_3_reads_images(gemma):
+    family, soft = SEEING["gemma3"], "<image_soft_token>"
+    tokenizer = Tokenizer.from_file(str(gemma / "tokenizer.json"))
+    in_full = "\n\n<start_of_image>" + soft * family.tokens + "<end_of_image>\n\n"
+    prompt = f"<s><|user|>see\n{in_full}and{in_full}<|end|><|assistant|>"
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    inputs = family.inputs(family.processor(gemma), [picture(1), picture(2)], ids, tokenizer.token_to_id(soft))
+    with torch.inference_mode():
+        out = family.reference(gemma).generate(**inputs, max_new_tokens=OUTPUTS, do_sample=False, eos_token_id=None)
+    with LLM(str(gemma), dtype="float32", kv_cache_memory_bytes=2**22, in_process=True) as llm:
+        messages = [{"role": "user", "content": [text("see\n"), image(1), text("and"), image(2)]}]
+        [output] = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=OUTPUTS), progress=False)
+    assert output.prompt_token_ids == ids
+    assert output.outputs[0].token_ids == out[0, len(ids) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def qwen(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "qwen"
+    tokenizer = Tokenizer.from_file(str(tokenizer_files / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|image_pad|>"])
+    size = tokenizer.get_vocab_size()
+    make_qwen(folder, vocab_size=size, max_position_embeddings=1024, image_token=size - 1)
+    shutil.copy(tokenizer_files / "tokenizer_config.json", folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("<image>", "<|image_pad|>"))
+    return folder
+
+
+@pytest.mark.req("MM-01", "MM-21")
+def test_qwen_2_5_vl_reads_images_of_any_size(qwen):
+    family, pad = SEEING["qwen2_5_vl"], "<|image_pad|>"
+    tokenizer, pictures = Tokenizer.from_file(str(qwen / "tokenizer.json")), [picture(1, 61, 20), picture(2, 16, 16)]
+    processor = family.processor(qwen)
+    lengths = [int(grid.prod()) // 4 for grid in processor(pictures, return_tensors="pt")["image_grid_thw"]]
+    assert lengths == [16, 4]
+    prompt = f"<s><|user|>see {pad * lengths[0]}\nand {pad * lengths[1]}\n<|end|><|assistant|>"
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    inputs = family.inputs(processor, pictures, ids, tokenizer.token_to_id(pad))
+    with torch.inference_mode():
+        out = family.reference(qwen).generate(**inputs, max_new_tokens=OUTPUTS, do_sample=False, eos_token_id=None)
+    images = [{"type": "image_url", "image_url": {"url": data_url(one)}} for one in pictures]
+    with LLM(str(qwen), dtype="float32", kv_cache_memory_bytes=2**22, in_process=True) as llm:
+        messages = [{"role": "user", "content": [text("see "), images[0], text("and "), images[1]]}]
+        for _ in range(2):
+            [output] = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=OUTPUTS), progress=False)
+            assert output.prompt_token_ids == ids
+            assert output.outputs[0].token_ids == out[0, len(ids) :].tolist()
+
+
+def test_the_size_of_images_can_be_set(qwen, checkpoint):
+    def settings(path: Path, **given: object):
+        return EngineArgs(model=str(path), device="cpu", mm_processor_kwargs=given).config().model.images
+
+    assert settings(qwen).tokens == 20
+    assert settings(qwen, max_pixels=6400).tokens == 100
+    assert settings(qwen, min_pixels=640).resize.size.min_pixels == 640
+    for path, given, words in (
+        (qwen, {"fps": 2}, "fps: this model takes min_pixels and max_pixels"),
+        (qwen, {"max_pixels": 10}, "max_pixels 10"),
+        (checkpoint, {"max_pixels": 6400}, "max_pixels: this model takes none"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            settings(path, **given)
+
+
+def test_heads_that_follow_positions_are_refused_beside_images_in_rows_and_columns(qwen, checkpoint, monkeypatch):
+    def draft_with(path: Path, method: str, **given: object) -> None:
+        speculative = SpeculativeConfig(method=method, num_speculative_tokens=2)
+        monkeypatch.setattr("penstock.engine.spec.settings.speculative_config", lambda *_: speculative)
+        monkeypatch.setattr("penstock.engine.spec.checkpoint.DraftCheckpoint.read", lambda *_: None)
+        EngineArgs(model=str(path), device="cpu", **given).config()
+
+    for method in ("eagle", "eagle3", "mtp"):
+        with pytest.raises(ConfigError, match=f"{method} drafts text alone"):
+            draft_with(qwen, method)
+        draft_with(qwen, method, limit_mm_per_prompt={"image": 0})
+        draft_with(checkpoint, method)
+    draft_with(qwen, "ngram")
+
+
+def test_limits_under_which_an_image_could_never_be_read_in_one_step_are_refused(gemma):
+    config = EngineArgs(model=str(gemma), device="cpu", max_num_seqs=4, max_num_batched_tokens=12).config()
+    assert config.scheduler.whole_images
+    for wrong, words in (
+        ({"max_num_batched_tokens": 11}, "must be at least 12, or --max-num-seqs less"),
+        ({"spec_method": "ngram", "spec_tokens": 2}, "must be at least 18"),
+        ({"long_prefill_token_threshold": 8}, "must be 0, or 9 at least"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            EngineArgs(model=str(gemma), device="cpu", **{"max_num_seqs": 4, "max_num_batched_tokens": 12} | wrong).config()
+    EngineArgs(
+        model=str(gemma), device="cpu", max_num_seqs=4, max_num_batched_tokens=11, limit_mm_per_prompt={"image": 0}
+    ).config()
 
 
 @pytest.mark.req("MM-12")

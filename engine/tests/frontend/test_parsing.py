@@ -206,6 +206,8 @@ def test_harmony_has_channels() -> None:
     recipient = '<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>'
     check(config, "<|channel|>analysis<|message|>a<|end|>" + recipient, "", [PARIS], "a")
     check(config, "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>", "b", [], "a")
+    named = recipient.replace("Paris", 'a<|call|> \\"<|end|>')
+    check(config, named, "", [("get_weather", {"city": 'a<|call|> "<|end|>'})])
     check(config, "plain words", "plain words", [])
     check(config, "<|channel|>final" + "x" * 600, "<|channel|>final" + "x" * 600, [])
     without = take(config, [GPT_OSS], tools=None)

@@ -10,7 +10,10 @@ from penstock.engine.foreign_flags import FOREIGN
     ("line", "words"),
     [
         ("m --tp-size 2 --context-length=4096", "--tp-size (use --tensor-parallel-size), --context-length (use --max-model-len)"),
-        ("m -pp 2", "-pp (ranks divide a model by --tensor-parallel-size alone so far; leave it out)"),
+        (
+            "m -ep 2",
+            "-ep (ranks divide a model by --tensor-parallel-size and --pipeline-parallel-size alone so far; leave it out)",
+        ),
         ("--model-path m", "--model-path (give the model first: penstock serve MODEL)"),
         ("--model m --port 8001", "--model (give the model first: penstock serve MODEL)"),
         ("m --mem_fraction_static 0.8", "--mem_fraction_static (use --gpu-memory-utilization)"),

@@ -1,18 +1,25 @@
 """From the fields of requests to grammars: every spelling, and what is wrong with others."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from penstock.engine.args import EngineArgs
+from penstock.engine.config import ConfigError, ModelConfig
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.openai.chat_grammar import chat_grammar
 from penstock.engine.frontend.openai.parsing.registry import ParserConfig
 from penstock.engine.frontend.openai.protocol import parse_chat, parse_completion
 from penstock.engine.frontend.openai.responses_protocol import as_chat_request, parse_responses
 from penstock.engine.frontend.openai.structured import grammar_of
-from penstock.engine.grammar import Grammar, Tags
+from penstock.engine.frontend.python.prompts import load_processor
+from penstock.engine.frontend.spec import generation_spec
+from penstock.engine.grammar import Grammar, GrammarSettings, ReasoningMarkers, Tags
+
+MODEL = Path(__file__).parents[3] / "examples/models/penstock-tiny"
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}, "required": ["b"]}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -117,6 +124,7 @@ def test_what_is_wrong_is_named(fields, param):
     with pytest.raises(ApiError) as caught:
         chat(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
+    assert "`" not in caught.value.message, "words of a library"
 
 
 def test_a_schema_that_nests_too_deep_is_refused():
@@ -188,3 +196,69 @@ def test_a_format_beside_tools_leaves_both_open():
     with pytest.raises(ApiError) as caught:
         chat(ParserConfig("pythonic", auto_tool_choice=True), tools=TOOLS, response_format={"type": "json_object"})
     assert caught.value.param == "response_format"
+
+
+def spec(settings: GrammarSettings | None = None, reasoning: ReasoningMarkers | None = None, **fields: Any) -> Grammar:
+    """The grammar that the engine gets for a body."""
+    request = parse_completion({"model": "m", "prompt": "x", **fields})
+    served = ModelConfig(
+        path=MODEL,
+        served_names=("m",),
+        architecture="A",
+        dtype="float32",
+        max_model_len=64,
+        eos_token_ids=(2,),
+        grammars=settings or GrammarSettings(),
+    )
+    grammar = grammar_of(request.response_format, request.structured_outputs, request.schema_field)
+    given: dict[str, Any] = {"seed": 0, "request_id": "r", "arrival": 0.0, "grammar": grammar, "reasoning": reasoning}
+    made = generation_spec([[1]], request, served, load_processor(EngineArgs(model=str(MODEL), device="cpu").config()), **given)
+    assert made.grammar is not None
+    return made.grammar
+
+
+OBJECT: Any = {"response_format": {"type": "json_object"}}
+
+
+def test_a_request_names_its_library_and_else_has_the_servers() -> None:
+    xgrammar = GrammarSettings(backend="xgrammar")
+    assert spec(**OBJECT).backend == "guidance" and spec(xgrammar, **OBJECT).backend == "xgrammar"
+    assert spec(**OBJECT, guided_decoding_backend="xgrammar").backend == "xgrammar"
+    assert spec(xgrammar, **OBJECT, guided_decoding_backend="guidance").backend == "guidance"
+    with pytest.raises(ApiError, match="guided_decoding_backend"):
+        spec(**OBJECT, guided_decoding_backend="outlines")
+
+
+def test_a_library_that_is_not_installed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.grammar.find_spec", lambda name: None if name == "xgrammar" else name)
+    with pytest.raises(ApiError, match="guided_decoding_backend: xgrammar is not installed here"):
+        spec(**OBJECT, guided_decoding_backend="xgrammar")
+    with pytest.raises(ConfigError, match=r"--structured-outputs-config: xgrammar is not installed: pip install"):
+        EngineArgs(model=str(MODEL), device="cpu", structured_outputs_config={"backend": "xgrammar"}).config()
+
+
+def test_the_servers_settings_hold_where_a_request_says_nothing() -> None:
+    marks = ReasoningMarkers((5,))
+    assert spec(reasoning=marks, **OBJECT).reasoning == marks
+    assert spec(GrammarSettings(enable_in_reasoning=True), marks, **OBJECT).reasoning is None
+    tight = GrammarSettings(disable_any_whitespace=True)
+    assert not spec(tight, **OBJECT).any_whitespace
+    assert spec(tight, structured_outputs={"json": {}, "whitespace_pattern": " ?"}).any_whitespace
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"backend": "outlines"}, "--structured-outputs-config: backend.*guidance"),
+        ({"reasoning_parser": "x"}, "--structured-outputs-config: .*reasoning_parser"),
+        ({"enable_in_reasoning": 1}, "--structured-outputs-config: enable_in_reasoning"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs(model=str(MODEL), device="cpu", structured_outputs_config=given).config()
+
+
+def test_settings_reach_the_model() -> None:
+    args = EngineArgs(model=str(MODEL), device="cpu", structured_outputs_config={"backend": "auto", "enable_in_reasoning": True})
+    assert args.config().model.grammars == GrammarSettings(enable_in_reasoning=True)

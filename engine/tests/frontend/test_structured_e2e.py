@@ -42,9 +42,10 @@ class Mill(BaseModel):
     flow: Literal[1, 20] | None
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=["guidance", "xgrammar"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ("--max-model-len", "2032", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--async-scheduling")
+    flags = (*flags, "--structured-outputs-config", json.dumps({"backend": request.param}))
     with serving(MODEL, tmp_path_factory.mktemp("log") / "serve.log", *flags) as running:
         yield running
 

@@ -90,6 +90,7 @@ def test_schemes(raw, expected):
         (GPTQ | {"lm_head": True}, r"lm_head is True"),
         (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, r"dynamic is .*schemes that differ by module are not supported"),
         (FP8 | {"fmt": "e5m2"}, r"fmt is 'e5m2'"),
+        (FP8 | {"scale_fmt": "e5m3"}, r"scale_fmt is 'e5m3' \(supported: None, ue8m0\)"),
         (FP8 | {"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\] \(supported: \[128, 128\]"),
         (compressed(INT4, "nvfp4-pack-quantized"), r"group_0.format is 'nvfp4-pack-quantized' \(supported: pack-quantized"),
         (compressed(INT4 | {"num_bits": 3}), r"group_0.weights.num_bits is 3 \(supported: 4, 8\)"),

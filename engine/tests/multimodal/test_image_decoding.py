@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from penstock.engine.config import ConfigError
+from penstock.engine.models.vision.config import QwenTowerConfig
 from penstock.engine.multimodal.clip import MEAN, STD, clip_pixels, read_clip
 from penstock.engine.multimodal.decode import MAX_PIXELS, decode_image
 from penstock.engine.multimodal.normalization import normalized, read_normalization
+from penstock.engine.multimodal.resize import SIGLIP_MEAN, SIGLIP_STD, read_patches, read_square, resized
 from penstock.prompt.data_url import MAX_IMAGE_BYTES, read_data_url
 from penstock.prompt.errors import PromptError
 
@@ -139,6 +143,62 @@ def test_clip_pixels_are_those_of_transformers(size, edge):
     pixels = clip_pixels(image, read_clip(raw, 30)).array()
     ours = normalized(pixels, read_normalization(raw, MEAN, STD)).transpose(2, 0, 1)
     assert np.abs(ours - reference).max() < 5e-7
+
+
+@pytest.mark.parametrize("size", [(640, 480), (31, 77), (896, 896), (1200, 337), (17, 2000)])
+def test_square_pixels_are_those_of_transformers(size):
+    image = Image.fromarray(np.random.default_rng(2).integers(0, 256, (size[1], size[0], 3), np.uint8))
+    raw = {"size": {"height": 42, "width": 42}}
+    reference = Gemma3ImageProcessorPil(**raw)(image, return_tensors="np")["pixel_values"][0]
+    pixels = resized(image, read_square(raw, 42)).array()
+    ours = normalized(pixels, read_normalization(raw, SIGLIP_MEAN, SIGLIP_STD)).transpose(2, 0, 1)
+    assert np.abs(ours - reference).max() < 5e-7
+
+
+QWEN = QwenTowerConfig(
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=1,
+    num_heads=3,
+    patch_size=14,
+    merge_size=2,
+    temporal_patch_size=2,
+    window_size=112,
+    full_layers=(),
+    out_size=64,
+)
+
+
+@pytest.mark.parametrize("size", [(640, 480), (31, 77), (28, 28), (1200, 337), (20, 2000), (13, 9), (199, 1)])
+@pytest.mark.parametrize(
+    "raw", [{}, {"min_pixels": 784, "max_pixels": 40_000}, {"size": {"shortest_edge": 784, "longest_edge": 90_000}}]
+)
+def test_patches_are_those_of_transformers(size, raw):
+    image = Image.fromarray(np.random.default_rng(2).integers(0, 256, (size[1], size[0], 3), np.uint8))
+    reference = Qwen2VLImageProcessorPil(**raw)(image, return_tensors="np")
+    settings = read_patches(raw, QWEN)
+    pixels = resized(image, settings).array()
+    ours = normalized(pixels, read_normalization(raw, MEAN, STD))
+    height, width, _ = ours.shape
+    assert reference["image_grid_thw"].tolist() == [[1, height // 14, width // 14]]
+    assert settings.size.tokens(size[1], size[0]) == height * width // 784
+    squares = ours.reshape(height // 28, 2, 14, width // 28, 2, 14, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    film = np.repeat(squares[:, :, :, :, :, None], 2, axis=5).reshape(height * width // 196, -1)
+    assert np.abs(film - reference["pixel_values"]).max() < 5e-7
+
+
+def test_a_processor_of_patches_for_another_tower_is_refused():
+    for raw, field in (
+        ({"patch_size": 16}, "patch_size"),
+        ({"merge_size": 1}, "merge_size"),
+        ({"temporal_patch_size": 1}, "temporal_patch_size"),
+        ({"do_resize": False}, "do_resize"),
+        ({"min_pixels": 5000, "max_pixels": 4000}, "min_pixels"),
+        ({"max_pixels": "many"}, "max_pixels"),
+        ({"min_pixels": 100}, "min_pixels"),
+    ):
+        with pytest.raises(ConfigError, match=field):
+            read_patches(raw, QWEN)
 
 
 def test_an_image_processor_for_another_tower_is_refused():

@@ -167,7 +167,7 @@ async def test_answers_other_than_a_file_are_refused(certificates):
 
 async def test_images_are_read_in_order_and_equal_ones_once(certificates):
     clip = ClipSettings(size=28, shortest_edge=28, resample=3)
-    settings = ImageSettings(token_id=0, tokens=4, normalization=Normalization(1 / 255, MEAN, STD), clip=clip, limit=3)
+    settings = ImageSettings(token_id=0, tokens=4, normalization=Normalization(1 / 255, MEAN, STD), resize=clip, limit=3)
     data = "data:image/png;base64," + base64.b64encode(picture()).decode()
     async with serving(certificates) as (site, port):
         fetcher, _ = fetcher_for(certificates, port)

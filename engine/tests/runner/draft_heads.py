@@ -131,7 +131,7 @@ class ReferenceMtp(torch.nn.Module):
 
     @torch.inference_mode()
     def drafts(self, target, known: list[int], count: int) -> tuple[list[int], float]:
-        """See ReferenceHead."""
+        """Return the drafts."""
         hidden = target(torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states[-1]
         return iterate(lambda ids, states: self._pass(target.model, ids, states), target.lm_head, known[1:], hidden, count)
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LATENT_LAYERS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", *LAYERS[3:])
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 Tensors = dict[str, torch.Tensor]
 
@@ -99,7 +100,15 @@ def awq(source: Path, target: Path, group: int = 32, zero_point: bool = True, la
     return rewritten(source, target, config | {"modules_to_not_convert": None}, pack, layers)
 
 
-def gptq(source: Path, target: Path, bits: int = 4, group: int = 32, form: str = "gptq", symmetric: bool = True) -> Path:
+def gptq(
+    source: Path,
+    target: Path,
+    bits: int = 4,
+    group: int = 32,
+    form: str = "gptq",
+    symmetric: bool = True,
+    layers: Sequence[str] = LAYERS,
+) -> Path:
     """AutoGPTQ's and GPTQModel's; see `rewritten`."""
 
     def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -116,10 +125,29 @@ def gptq(source: Path, target: Path, bits: int = 4, group: int = 32, form: str =
         return stored, stands_for(numbers, zeros, scales, size)
 
     config = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": symmetric}
-    return rewritten(source, target, config | {"checkpoint_format": form}, pack)
+    return rewritten(source, target, config | {"checkpoint_format": form}, pack, layers)
 
 
-def fp8(source: Path, target: Path, block: int | None = 128) -> Path:
+def four_bits(source: Path, target: Path, layers: Sequence[str], ignore: Sequence[str] = ()) -> Path:
+    """W4A16 of compressed-tensors, symmetric in groups of 32, as Kimi K2 has its experts; see `rewritten`."""
+
+    def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        numbers, zeros, scales = whole_numbers(weight, 4, 32, symmetric=True)
+        shape = torch.tensor(weight.shape)
+        stored = {"weight_packed": words(numbers, 4), "weight_scale": torch.from_numpy(scales), "weight_shape": shape}
+        return stored, stands_for(numbers, zeros, scales, 32)
+
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head", *ignore],
+    }
+    return rewritten(source, target, config, pack, layers)
+
+
+def fp8(source: Path, target: Path, block: int | None = 128, layers: Sequence[str] = LAYERS) -> Path:
     """DeepSeek's blocks, or one scale for a tensor; activations stay as they are in the float checkpoint. See `rewritten`."""
 
     def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -137,7 +165,7 @@ def fp8(source: Path, target: Path, block: int | None = 128) -> Path:
         return {"weight": values} | named, stands
 
     config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
-    return rewritten(source, target, config if block else config | {"weight_block_size": None}, pack)
+    return rewritten(source, target, config if block else config | {"weight_block_size": None}, pack, layers)
 
 
 def compressed(source: Path, target: Path, preset: str, change: Callable[[dict], None] | None = None) -> None:

@@ -9,8 +9,7 @@ import pytest
 from test_core_with_runner import SCHEDULER, requests
 
 from penstock.engine.config import ConfigError
-from penstock.engine.connectors import page_files
-from penstock.engine.connectors.disk_tier import PAUSE_S
+from penstock.engine.connectors import disk_tier, page_files
 from penstock.engine.connectors.moves import Move, file_bytes
 from penstock.engine.connectors.namespace import weights_digest
 from penstock.engine.core.ipc.process import build_core, build_executor
@@ -170,10 +169,11 @@ def test_a_disk_without_room_costs_writes_and_no_request(start, tmp_path, monkey
         return real(fd, data)
 
     monkeypatch.setattr(page_files.os, "write", full)
+    monkeypatch.setattr(disk_tier, "PAUSE_S", 0.5)
     tokens = run(core, batch)
     told = core.stats().offload
     assert told.disk.stored_bytes == 0 and not files(tmp_path) and not list(tmp_path.rglob("*.part"))
-    assert f"not written to the disk for {PAUSE_S:g} seconds" in caplog.text and "No space left" in caplog.text
+    assert "not written to the disk for 0.5 seconds" in caplog.text and "No space left" in caplog.text
     monkeypatch.undo()
     assert tokens == run(start(tmp_path), batch)
 

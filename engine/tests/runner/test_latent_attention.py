@@ -10,9 +10,14 @@ from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, LATENT
 
 from penstock.engine.config import ConfigError
+from penstock.engine.models.build import Build
 from penstock.engine.models.config import parse_decoder_config
+from penstock.engine.models.layers.head_linear import HeadLinear
+from penstock.engine.models.layers.linear_method import UnquantizedLinearMethod
+from penstock.engine.models.layers.shard import Shard
 from penstock.engine.parallel.sizes import check_sizes
 from penstock.engine.sampling import SamplingParams
+from penstock.kernels.ops import REFERENCE
 
 FILE = "model.safetensors"
 
@@ -70,16 +75,27 @@ def test_the_layer_that_predicts_further_tokens_is_left_out(checkpoint, build_ru
     assert outputs[0] == outputs[1]
 
 
-def test_ranks_are_refused_by_name(checkpoint):
+def test_weights_of_heads_are_filled_again_in_place():
+    """As on a device, which reloads weights into the model that it has: recorded graphs keep the addresses."""
+    linear = HeadLinear(2, 3, 4, Build(REFERENCE, UnquantizedLinearMethod, torch.float32, 64, Shard()))
+    x, found, addresses = torch.ones(1, 2, 3), [], set()
+    for value in (1.0, 2.0):
+        linear.weight.fill_(value)
+        linear.finish()
+        addresses.add(linear.weight.data_ptr())
+        found.append(linear(x))
+    assert torch.equal(found[1], 2 * found[0]) and len(addresses) == 1
+
+
+def test_ranks_among_which_the_heads_cannot_be_divided_are_refused(checkpoint):
     raw = config_of(checkpoint("deepseek-v3"))
-    with pytest.raises(ConfigError, match="DeepseekV3ForCausalLM is not divided among ranks so far"):
-        check_sizes("DeepseekV3ForCausalLM", parse_decoder_config(raw), 3)
+    with pytest.raises(ConfigError, match=r"size 2: num_attention_heads 3 .* possible sizes: 1, 3$"):
+        check_sizes("DeepseekV3ForCausalLM", parse_decoder_config(raw), 2)
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "latent attention has no quantized form so far"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim 7 does not rotate whole pairs"),
         ({"kv_lora_rank": 0}, "kv_lora_rank must be a positive whole number"),
         ({"topk_method": "greedy"}, "topk_method 'greedy' is not supported here"),

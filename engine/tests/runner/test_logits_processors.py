@@ -31,7 +31,7 @@ def with_processors(runner, driver, monkeypatch):
     names = ("own_processors:Favour", "own_processors:Sharpen")
     model = msgspec.structs.replace(runner.config.model, logits_processors=names)
     monkeypatch.setattr(runner, "config", msgspec.structs.replace(runner.config, model=model))
-    monkeypatch.setattr(runner, "_requests", runner._new_batch())
+    monkeypatch.setattr(runner, "_requests", runner._new_requests())
     play = driver(runner)
     play.favour, play.sharpen = (guarded._processor for guarded in runner._requests.chooser._adjustments._processors)
     return play

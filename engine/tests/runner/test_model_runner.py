@@ -14,11 +14,14 @@ from penstock.engine.cache.layout import KVGroup, full_attention
 from penstock.engine.config import ConfigError
 from penstock.engine.core.plan import Admission, SampleInputs, StepPlan, empty
 from penstock.engine.runner.device.host import HostRuntime
-from penstock.engine.runner.input_batch import InputBatch, StepArrays
+from penstock.engine.runner.input_batch import StepArrays, StepInputs
 from penstock.engine.runner.prompt_logprobs import NO_LOGPROBS
+from penstock.engine.runner.requests import Requests
+from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.sampling import buffers
 from penstock.kernels.sampling import params as sampling_params
+from penstock.kernels.sampling.ops import CPU
 
 VOCAB = 257
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
@@ -45,16 +48,25 @@ def admission(row: int, tokens: list[int], computed: int = 0, sampling: Sampling
     return Admission(row, np.array(tokens, np.int32), len(tokens), computed, sampling)
 
 
-def input_batch(rows: int, longest: int, groups: Sequence[KVGroup], vocab_size: int) -> InputBatch:
-    arrays = StepArrays(100, rows, longest, groups, max_logits_rows=rows)
-    return InputBatch(rows, longest, groups, arrays, vocab_size, HostRuntime())
+class Batch(Requests):
+    """A CPU's requests, with the steps that their plans become."""
+
+    def __init__(self, rows: int, longest: int, groups: Sequence[KVGroup], vocab_size: int) -> None:
+        sampler = Sampler(rows, rows, vocab_size, torch.device("cpu"), CPU)
+        super().__init__(rows, longest, groups, vocab_size, HostRuntime(), sampler)
+        self.arrays = StepArrays(100, rows, longest, groups, max_logits_rows=rows)
+
+    def apply(self, plan: StepPlan) -> StepInputs:
+        starts = self.take_in(plan)
+        self.sampler.apply_changes()
+        return self.arrays.of_plan(plan, self.rows, starts)
 
 
 @pytest.mark.req("KV-17", "KV-22")
 def test_each_group_has_slots_of_its_own_blocks():
     """Against a loop over tokens, for groups with blocks of 4 and 8 tokens."""
     groups = (KVGroup((0,), 4, None), KVGroup((1,), 8, 12))
-    rng, batch = np.random.default_rng(0), input_batch(5, 40, groups, 100)
+    rng, batch = np.random.default_rng(0), Batch(5, 40, groups, 100)
     computed, counts = [0, 7, 16, 30, 39], [5, 1, 9, 2, 1]
     ends = [first + count for first, count in zip(computed, counts, strict=True)]
     appends = [
@@ -79,7 +91,7 @@ def test_each_group_has_slots_of_its_own_blocks():
 @pytest.mark.req("MR-05", "MR-07", "ATT-09")
 def test_derives_a_mixed_step_from_the_plan():
     """Rows 3, 0 and 5 with 2, 5 and 3 tokens, of which 4, 0 and 16 are there already."""
-    batch = input_batch(6, 40, full_attention(4), 100)
+    batch = Batch(6, 40, full_attention(4), 100)
     rows = {3: (6, 4, [9, 7]), 0: (5, 0, [2, 1]), 5: (20, 16, [10, 11, 12, 13, 14])}
     step = plan(
         [3, 0, 5],
@@ -96,12 +108,14 @@ def test_derives_a_mixed_step_from_the_plan():
     assert inputs.groups[0].batch.seq_lens.tolist() == [6, 5, 19]
     assert inputs.groups[0].batch.block_table.tolist() == [[9, 7, 0, 0, 0], [2, 1, 0, 0, 0], [10, 11, 12, 13, 14]]
     assert inputs.logits_indices.tolist() == [1, 6]
-    assert (inputs.sampled_rows.tolist(), inputs.sampled_positions.tolist()) == ([0, 1], [6, 5])
+    choosing = batch.choosing(step)
+    assert inputs.sampled_rows.tolist() == choosing.plan_rows.tolist() == choosing.at.tolist() == [0, 1]
+    assert (choosing.rows.request_rows.tolist(), choosing.rows.positions.tolist()) == ([3, 0], [6, 5])
 
 
 @pytest.mark.req("IB-04")
 def test_a_rows_next_tenant_inherits_nothing():
-    batch = input_batch(1, 40, full_attention(4), 100)
+    batch = Batch(1, 40, full_attention(4), 100)
     loud = SamplingParams(max_tokens=9, temperature=2.0, top_k=3, top_p=0.5, min_p=0.1, seed=7, logprobs=4)
     batch.apply(plan([0], [9], [True], [admission(0, [200] * 9, sampling=loud)], [(0, 5), (0, 6), (0, 7)]))
     row = np.array([0], np.int32)
@@ -373,7 +387,7 @@ def test_logprobs_are_of_what_the_mode_says(loaded, driver, monkeypatch):
 
     def run(mode: str) -> tuple[list[torch.Tensor], np.ndarray, object]:
         monkeypatch.setattr(runner, "config", msgspec.structs.replace(runner.config, logprobs_mode=mode))
-        monkeypatch.setattr(runner, "_requests", runner._new_batch())
+        monkeypatch.setattr(runner, "_requests", runner._new_requests())
         play = driver(runner)
         result = play.step([(play.admit(prompt(1, 12), params), 12) for params in asks])
         found = [torch.empty(VOCAB, dtype=torch.float64) for _ in asks]

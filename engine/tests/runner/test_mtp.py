@@ -7,8 +7,8 @@ import msgspec
 import pytest
 import torch
 from draft_heads import ReferenceMtp, Told
+from quantized_checkpoints import LATENT_LAYERS, awq, fp8
 from quantized_checkpoints import LAYERS as QUANTIZED
-from quantized_checkpoints import awq
 from safetensors.torch import load_file, save_file
 from test_core_with_runner import SCHEDULER, Engine, requests
 from test_draft_model import PAYS
@@ -16,6 +16,7 @@ from test_drafts_in_core import K, Watched
 
 from penstock.engine.args import EngineArgs
 from penstock.engine.config import ConfigError, SpeculativeConfig
+from penstock.engine.quant.parse import fp8 as fp8_config
 from penstock.engine.runner import model_runner
 
 transformers = pytest.importorskip("transformers")
@@ -97,21 +98,24 @@ def test_other_weights_come_with_another_mtp_layer(build_runner, monkeypatch, ma
         runner.reload_weights(str(other))
 
 
-@pytest.mark.parametrize("made", ["llama", "glm4-moe"], indirect=True)  # latent attention has no quantized form
+@pytest.mark.parametrize("made", ["llama", "deepseek-v3"], indirect=True)
 def test_a_quantized_checkpoint_has_a_quantized_mtp_layer(build_runner, monkeypatch, made, tmp_path):
-    if "glm" in made.folder.name:
-        pytest.skip("of experts the helper makes no such checkpoint")
+    name = made.folder.name
     whole = tmp_path / "whole"
     shutil.copytree(made.folder, whole)
     tensors = load_file(whole / "model.safetensors") | load_file(whole / "mtp.safetensors")
     (whole / "mtp.safetensors").unlink()
     save_file(tensors, whole / "model.safetensors")
-    plain = awq(whole, tmp_path / "awq", group=16, layers=(*QUANTIZED, "eh_proj"))
+    if name == "llama":
+        plain = awq(whole, tmp_path / "few", group=16, layers=(*QUANTIZED, "eh_proj"))
+    else:
+        monkeypatch.setattr(fp8_config, "ActivationScheme", lambda **_: None)
+        plain = fp8(whole, tmp_path / "few", layers=LATENT_LAYERS)
     target = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
-    reference = ReferenceMtp(target, *LAYERS["llama"], recycles_normed=True)
+    reference = ReferenceMtp(target, *LAYERS[name], recycles_normed=True)
     reference.read(load_file(plain / "model.safetensors"))
     told = Told(monkeypatch)
-    engine = drafting(build_runner, monkeypatch, tmp_path / "awq")
+    engine = drafting(build_runner, monkeypatch, tmp_path / "few")
     told.seen.clear()
     engine.run(BATCH)
     told.compare(reference, target)

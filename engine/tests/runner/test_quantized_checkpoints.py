@@ -18,14 +18,14 @@ from penstock.engine.models.layers.linear import QKVParallelLinear, RowParallelL
 from penstock.engine.models.layers.linear_method import UnquantizedLinearMethod
 from penstock.engine.models.layers.projection import LinearLayer, Projection
 from penstock.engine.models.layers.shard import Shard, Span
-from penstock.engine.quant.activations import rounded_inputs
 from penstock.engine.quant.checkpoint import StoredLinearMethod, stored
 from penstock.engine.quant.parse.config import parse_quantization
-from penstock.engine.quant.scheme import ActivationScheme, WeightScheme
+from penstock.engine.quant.scheme import WeightScheme
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.cpu.isa import available
 from penstock.kernels.ops import REFERENCE
 from penstock.kernels.quantized_linear.reference import dequantized
+from penstock.kernels.quantized_linear.rounding import Rounding, rounded_inputs
 
 VOCAB = 257
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0, logprobs=VOCAB)
@@ -208,7 +208,7 @@ def test_activations_are_rounded_bit_by_bit_as_by_compressed_tensors(name):
     from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
     args = preset_name_to_scheme(name, ["Linear"]).input_activations
-    scheme = ActivationScheme(number="int8" if args.type == "int" else "float8", dynamic=args.dynamic, group=args.group_size)
+    scheme = Rounding(number="int8" if args.type == "int" else "float8", dynamic=args.dynamic, group=args.group_size)
     x = torch.randn(70, 256, generator=torch.Generator().manual_seed(2))
     x[3], x[4, :128] = 0.0, 0.0
     scale, zero = compute_dynamic_scales_and_zp(x[None], args, None) if args.dynamic else (torch.tensor([0.01]), torch.zeros(1))
@@ -220,9 +220,9 @@ def test_activations_are_rounded_bit_by_bit_as_by_compressed_tensors(name):
 @pytest.mark.parametrize("number", ["int8", "float8"])
 def test_dynamic_scales_follow_the_inputs_and_static_ones_look_at_none(number, monkeypatch):
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(4))
-    dynamic = ActivationScheme(number=number, dynamic=True)
+    dynamic = Rounding(number=number, dynamic=True)
     assert torch.equal(rounded_inputs(8 * x, dynamic), 8 * rounded_inputs(x, dynamic))
-    static, scale = ActivationScheme(number=number, dynamic=False), torch.tensor([0.01])
+    static, scale = Rounding(number=number, dynamic=False), torch.tensor([0.01])
     assert not torch.equal(rounded_inputs(8 * x, static, scale), 8 * rounded_inputs(x, static, scale))
     monkeypatch.setattr(torch.Tensor, "amax", None, raising=False)
     rounded_inputs(x, static, scale)
@@ -230,7 +230,7 @@ def test_dynamic_scales_follow_the_inputs_and_static_ones_look_at_none(number, m
 
 def test_a_static_zero_point_moves_the_range():
     """Numbers from -128 to 127 stand for 0 to 2.55 where the zero point is -128."""
-    scheme = ActivationScheme(number="int8", dynamic=False, symmetric=False)
+    scheme = Rounding(number="int8", dynamic=False)
     rounded = rounded_inputs(torch.tensor([[-1.0, 0.004, 1.236, 9.0]]), scheme, torch.tensor([0.01]), torch.tensor([-128.0]))
     torch.testing.assert_close(rounded, torch.tensor([[0.0, 0.0, 1.24, 2.55]]))
 
@@ -254,7 +254,7 @@ def test_fp8_weights_stand_for_the_numbers_times_their_blocks_scales(source, tmp
     runner = build_runner(quantized)
     for layer in runner.model.layers:
         for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
-            linear._method._scheme = type(linear._method._scheme)(form="float-quantized", bits=8, group=128, outputs=128)
+            linear._method._rounding = None
     tokens, logprobs = played(driver(runner))
     expected_tokens, expected = played(driver(build_runner(plain)))
     assert tokens == expected_tokens
@@ -311,7 +311,9 @@ def test_experts_of_a_mixture(checkpoint, tmp_path, build_runner, driver):
     assert sum(name.endswith(".w1.weight") for name in tensors) > 2, "stored one by one"
     save_file({name: value.contiguous() for name, value in tensors.items()}, source / "model.safetensors", {"format": "pt"})
     plain = awq(source, tmp_path / "awq", group=16, layers=names)
-    tokens, logprobs = played(driver(build_runner(tmp_path / "awq")))
+    runner = build_runner(tmp_path / "awq")
+    assert all(layer.mlp.experts.fused for layer in runner.model.layers), "one kernel takes all experts"
+    tokens, logprobs = played(driver(runner))
     expected_tokens, expected = played(driver(build_runner(plain)))
     assert tokens == expected_tokens
     np.testing.assert_allclose(logprobs, expected, atol=2e-4)
@@ -473,7 +475,7 @@ def test_act_order_is_found_in_the_tensors_too(by_hand, tmp_path, build_runner):
         build_runner(edited(by_hand("gptq")[0], tmp_path, change))
 
 
-def test_scales_of_keys_and_values_are_not_needed(source, tmp_path, build_runner):
+def test_scales_of_keys_and_values_are_not_needed(source, tmp_path, build_runner, caplog):
     fp8(source, tmp_path / "fp8")
 
     def change(tensors):
@@ -481,7 +483,12 @@ def test_scales_of_keys_and_values_are_not_needed(source, tmp_path, build_runner
             for name in ("k_scale", "v_scale", "k_proj.output_scale", "v_proj.k_scale"):
                 tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.ones(1)
 
-    build_runner(edited(tmp_path / "fp8", tmp_path, change))
+    folder = edited(tmp_path / "fp8", tmp_path, change)
+    with caplog.at_level("WARNING"):
+        build_runner(folder)
+        assert "KV cache" not in caplog.text, "a cache in the model's dtype needs no scale"
+        build_runner(folder, "bfloat16", kv_dtype="fp8_e4m3")
+    assert "KV cache: its scale is 1.0; 8 scales of the checkpoint are not used, such as model.layers.0.self_attn" in caplog.text
 
 
 def test_names_that_leave_out_no_layer_are_logged(by_hand, tmp_path, build_runner, caplog):

@@ -84,8 +84,8 @@ def test_a_steps_state_lives_from_execute_to_sample(loaded, driver, monkeypatch)
     assert runner._launched is None
     runner.execute(plan)
     state = runner._launched
-    assert isinstance(state, tuple) and state.plan is plan and state.logits.shape == (1, VOCAB)
-    assert state.inputs.input_ids.tolist() == prompt(1) + prompt(2)[:15] and contexts[0]() is not None
+    assert isinstance(state, tuple) and state.plan is plan and state.forward.logits.shape == (1, VOCAB)
+    assert state.step.inputs.input_ids.tolist() == prompt(1) + prompt(2)[:15] and contexts[0]() is not None
     del state
     runner.sample(SampleInputs(plan.step_id))
     gc.collect()

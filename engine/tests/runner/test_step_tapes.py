@@ -54,7 +54,7 @@ def play(driver, runner, lengths=(5, 30, 44, 17), steps=40, slots=(-1,)):
     def step(work):
         plan = drive.plan(work)
         runner.execute(plan)
-        logits = runner._launched.logits
+        logits = runner._launched.forward.logits
         seen.append(torch.empty(0) if logits is None else logits.clone())
         result = runner.sample(SampleInputs(plan.step_id))
         for (sequence, _), token, count in zip(work, result.token_ids[:, 0].tolist(), result.counts.tolist(), strict=True):

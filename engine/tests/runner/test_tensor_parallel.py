@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from embedding_models import MODES, write_modules
 from forked_ranks import Ranks
 from lora_adapters import ALL, make_adapter
-from tiny_models import CONFIGS
+from tiny_models import CONFIGS, LATENT, LLAMA
 
 from penstock.engine.config import CacheConfig, ConfigError, EngineConfig, LoraConfig, SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.memory import measure_memory
@@ -25,6 +26,7 @@ from penstock.engine.models.config import DecoderConfig, parse_decoder_config
 from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.shared_memory import SharedMemory
 from penstock.engine.parallel.sizes import DIVIDED, check_sizes
+from penstock.engine.quant.scheme import QuantizationName
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.sampling import SamplingParams
@@ -57,6 +59,13 @@ WORLDS = {
     "cohere": (2, 4),
     "cohere2": (2, 4),
     "starcoder2": (2, 4),
+    "mixtral": (2, 4),
+    "qwen2-moe": (2, 4),
+    "qwen3-moe": (2, 4),
+    "glm4-moe": (2, 4),
+    "gpt-oss": (2, 4),
+    "deepseek-v2": (2, 4),
+    "deepseek-v3": (3,),
 }
 NUM_BLOCKS = 320
 
@@ -65,10 +74,12 @@ def prompt(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
-def rank_runner(path: Path, group: Group | None, dtype: str = "float32", **fields: Any) -> ModelRunner:
+def rank_runner(
+    path: Path, group: Group | None, dtype: str = "float32", quantization: QuantizationName | None = None, **fields: Any
+) -> ModelRunner:
     """A loaded runner with its cache, as one rank of a group."""
     config = EngineConfig(
-        model=read_model_config(path, served_names=(), dtype=dtype, max_model_len=320),
+        model=read_model_config(path, served_names=(), dtype=dtype, max_model_len=320, quantization=quantization),
         cache=CacheConfig(block_size=16),
         scheduler=fields.pop("scheduler", SchedulerConfig(max_num_seqs=16)),
         **fields,
@@ -167,13 +178,14 @@ def test_ranks_answer_as_one_does_and_with_the_same_bits_in_any_batch(name, chec
             assert told.same_bits(found[0][0]) and same
             norms = 2 * layers if name.startswith("olmo") else 0  # it normalises all heads together
             assert collectives == 2 * layers + 1 + norms
-            assert page == whole_page * max(1, kv_heads // world) // kv_heads
+            # A latent is what all heads share: every rank has all of it.
+            assert page == (whole_page if name in LATENT else whole_page * max(1, kv_heads // world) // kv_heads)
 
 
 def test_every_architecture_that_is_divided_is_shown_here():
-    assert {f"{CONFIGS[name][0]}ForCausalLM" for name in WORLDS} == DIVIDED - {
-        "LlavaForConditionalGeneration"
-    }  # its test is with those of images
+    elsewhere = {"LlavaForConditionalGeneration"}  # its test is with those of images
+    same = {"KimiK2ForCausalLM"}  # DeepSeek V3 by another name
+    assert {f"{CONFIGS[name][0]}ForCausalLM" for name in WORLDS} == DIVIDED - elsewhere - same
 
 
 def test_others_are_refused_by_name(checkpoint):
@@ -304,3 +316,46 @@ def test_a_rank_holds_its_share_of_the_weights_and_of_the_cache(checkpoint, tmp_
 def virtual_bytes() -> int:
     """Of this process's address space: a cache takes memory when it is first written."""
     return os.sysconf("SC_PAGE_SIZE") * int(Path("/proc/self/statm").read_text().split()[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("qwen3-moe", {"moe_intermediate_size": 41}, "moe_intermediate_size 41 cannot .*; possible sizes: 1$"),
+        ("qwen2-moe", {"shared_expert_intermediate_size": 57}, "the intermediate size of the shared expert, 57 cannot"),
+        ("qwen3-moe", {"intermediate_size": 113}, "intermediate_size 113 cannot be divided"),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused(name, change, problem, checkpoint):
+    raw = read_object(checkpoint(name) / "config.json") | change
+    with pytest.raises(ConfigError, match=f"--tensor-parallel-size 2: {problem}"):
+        check_sizes(f"{CONFIGS[name][0]}ForCausalLM", parse_decoder_config(raw), 2)
+
+
+def test_the_size_of_an_mlp_that_no_layer_has_is_not_looked_at(checkpoint):
+    raw = read_object(checkpoint("qwen3-moe") / "config.json") | {"intermediate_size": 113, "decoder_sparse_step": 1}
+    check_sizes("Qwen3MoeForCausalLM", parse_decoder_config(raw), 2)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("scheme", ["int8_per_channel_weight_only", "int4_per_group_32"])
+def test_quantized_weights_are_divided_too(scheme, name, driver, on_ranks, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    family, fields = CONFIGS[name]
+    sizes = LLAMA | fields | {"intermediate_size": 128, "max_position_embeddings": 320}  # a rank's are whole groups of 32
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{family}Config")(**sizes, eos_token_id=None, bos_token_id=None)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path)
+    tokens = prompt(1, 40)
+
+    def life(group: Group | None) -> tuple[Told, bool]:
+        runner = rank_runner(tmp_path, group, quantization=scheme)
+        told = alone(driver(runner), tokens, ALL_LOGPROBS, 33)
+        return told, told.same_bits(in_a_crowd(driver(runner), tokens, ALL_LOGPROBS))
+
+    [(expected, _)] = on_ranks(1, life)
+    for told, same in (found := on_ranks(2, life)):
+        assert told.tokens == expected.tokens and told.same_bits(found[0][0]) and same
+        np.testing.assert_allclose(told.scores, expected.scores, atol=1e-4)
+    [(plain, _)] = on_ranks(1, lambda group: (alone(driver(rank_runner(tmp_path, group)), tokens, ALL_LOGPROBS, 33), True))
+    assert not np.allclose(plain.scores, expected.scores, atol=1e-3), "nothing was quantized"

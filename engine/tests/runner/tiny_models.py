@@ -155,8 +155,8 @@ CONFIGS = {
         "DeepseekV3",
         {"num_hidden_layers": 3, "num_attention_heads": 3, "num_key_value_heads": 3, "q_lora_rank": 20, "kv_lora_rank": 40}
         | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3}
-        | {"moe_intermediate_size": 40, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "pad_token_id": 0}
-        | {"attention_bias": True, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+        | {"intermediate_size": 120, "moe_intermediate_size": 48, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+        | {"pad_token_id": 0, "attention_bias": True, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
     ),
     # Gates and projections reach the limit.
     "gpt-oss": (

@@ -31,7 +31,7 @@ def a_step(own: OwnDrafts, rows: RowTable, before: int):
     own.apply(plan, rows, 0.0)
     rows.apply(plan)
     own.drafts[0], own._has_any = before, True
-    return own.propose(plan, None, None, np.ones(1, np.bool_), rows)
+    return own.propose(plan, None, np.ones(1, np.int32), rows)
 
 
 def owner(timings) -> OwnDrafts:

@@ -1,8 +1,10 @@
 """What a step's forward pass carries besides tokens: where each request's keys and values lie. Passed on explicitly."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.engine.models.layers.attention import Attention
@@ -14,18 +16,23 @@ from penstock.kernels.prepare_kv.reference import Rotary
 
 @dataclass(frozen=True)
 class GroupInputs:
-    """Where the layers of one KV group find and put a step's n tokens."""
+    """Where the layers of one KV group read and write a step's n tokens."""
 
     slot_mapping: torch.Tensor
     """[n], int64: block · block_size + offset; -1: the token is padding, and goes nowhere."""
     batch: PagedBatch | DeviceBatch
+
+    def seeing(self, ends: npt.NDArray[np.int32]) -> "GroupInputs":
+        """The same where tokens see others after them; `ends` is `PagedBatch.ends`."""
+        assert isinstance(self.batch, PagedBatch), "on a CPU alone"
+        return replace(self, batch=replace(self.batch, ends=ends))
 
 
 class AttentionContext(Protocol):
     """What a model's layers know of a step; all cache traffic passes through `attend`."""
 
     def attend(self, layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary, /) -> torch.Tensor:
-        """See ForwardContext."""
+        """Writes the step's keys and values, then attends."""
         ...
 
 

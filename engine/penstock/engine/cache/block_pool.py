@@ -15,7 +15,7 @@ NULL_BLOCK = 0
 
 
 class CacheListener(Protocol):
-    """Who hears which content can be found, and keeps copies of it."""
+    """Hears which content can be found in the cache, and may keep copies of it."""
 
     @property
     def num_places(self) -> int:
@@ -23,7 +23,7 @@ class CacheListener(Protocol):
         ...
 
     def names(self) -> Iterable[bytes]:
-        """Of the content that it has."""
+        """Return the names of the content that it has."""
         ...
 
     def published(self, group: int, block: int, block_hash: bytes, *, lasting: bool) -> None:
@@ -35,7 +35,7 @@ class CacheListener(Protocol):
         ...
 
     def cleared(self) -> None:
-        """No content may be found any more, wherever a copy is."""
+        """Forget all content, wherever a copy is."""
         ...
 
 
@@ -45,7 +45,7 @@ class BlockPool:
     Args:
         num_blocks: All blocks, the null block included.
         num_groups: KV groups: a hash names separate blocks in each.
-        events: Hears of blocks stored and removed; group 0 speaks for all.
+        events: Receives the blocks stored and removed; group 0 speaks for all.
     """
 
     def __init__(self, num_blocks: int, num_groups: int, events: BlockEvents) -> None:
@@ -54,7 +54,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         # An ordered dictionary is a hash table over a doubly linked list, in C: head, tail and middle are all O(1).
         self.free_list = OrderedDict[int, None].fromkeys(range(1, num_blocks))
-        """Blocks that nobody holds, least recently used first."""
+        """Free blocks, least recently used first."""
         self.ref_counts = [0] * num_blocks
         self._names: list[tuple[int, Sequence[bytes]] | None] = [None] * num_blocks
         # Several blocks may hold the same tokens, computed side by side; any of them is a hit.
@@ -66,12 +66,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, cached or not."""
+        """Number of free blocks, cached or not."""
         return len(self.free_list)
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody holds, the null block not counted."""
+        """Number of blocks in use, without the null block."""
         return self.num_blocks - 1 - self.num_free
 
     def get_new_blocks(self, count: int) -> list[int]:
@@ -112,7 +112,7 @@ class BlockPool:
         return blocks[0] if blocks else None
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
-        """How many of these nobody holds: touching them uses up free blocks."""
+        """Return how many of these blocks are free: touching them uses up free blocks."""
         return sum(self.ref_counts[block] == 0 for block in blocks)
 
     def cache(self, group: int, block: int, hashes: Sequence[bytes], *, lasting: bool = True) -> None:
@@ -138,14 +138,14 @@ class BlockPool:
                 self._told[block_hash] = count + 1
 
     def forget(self, block_hash: bytes) -> None:
-        """No look-up finds this content any more, in no group; whoever holds its blocks keeps them."""
+        """Make this content unfindable in every group. Requests that hold its blocks keep them."""
         if self.listener is not None:
             self.listener.forgotten(block_hash)
         for cached in self._cached:
             self.clear(cached.get(block_hash, ())[:])
 
     def clear(self, blocks: Iterable[int]) -> None:
-        """No look-up finds these blocks any more; whoever holds them keeps them."""
+        """Make these blocks unfindable. Requests that hold them keep them."""
         for block in blocks:
             self._evict(block)
             if self.ref_counts[block] == 0:

@@ -29,7 +29,7 @@ class BlockEvents:
             self._events.append(BlockRemoved([block_hash]))
 
     def cleared(self) -> None:
-        """Everything was forgotten; what was said before and not yet taken does not matter any more."""
+        """Record that everything was forgotten. Earlier events that were not taken no longer matter."""
         self._events = [AllBlocksCleared()]
 
     def take(self) -> list[BlockEvent]:

@@ -50,7 +50,8 @@ class GroupManager:
         return 0
 
     def extend(self, block_hashes: Sequence[bytes], num_blocks: int, upto: int, has: Callable[[int, bytes], bool]) -> int:
-        """Where, up to `upto`, a request with `num_blocks` cached ones could begin if all blocks came that somebody else has."""
+        """Return where, up to `upto`, a request with `num_blocks` cached blocks could begin if all blocks that `has` reports were
+        loaded."""
         raise NotImplementedError
 
     def missing(self, block_hashes: Sequence[bytes], num_blocks: int, upto: int) -> list[tuple[int, bytes]]:
@@ -63,7 +64,7 @@ class GroupManager:
         return [request for request, table in self._tables.items() if not blocks.isdisjoint(table)]
 
     def adopt(self, request: int, blocks: Sequence[int]) -> None:
-        """Begins a request's table with cached blocks, held from now on, so that nobody evicts them."""
+        """Begin a request's table with cached blocks. They are held from now on, so that they are not evicted."""
         if request in self._tables:
             raise ValueError(f"request {request} holds blocks already")
         self._pool.touch(block for block in blocks if block != NULL_BLOCK)
@@ -94,5 +95,5 @@ class GroupManager:
         return block_hashes[(at + 1) * self._hashes_per_block - 1]
 
     def _is_had(self, block_hashes: Sequence[bytes], at: int, has: Callable[[int, bytes], bool]) -> bool:
-        """Whether somebody has the block `at` of a sequence."""
+        """Return whether block `at` of a sequence is available elsewhere."""
         return has(self._number, self._name(block_hashes, at))

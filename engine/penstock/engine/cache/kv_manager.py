@@ -40,7 +40,7 @@ class CacheHit(msgspec.Struct, frozen=True):
 
     num_tokens: int
     blocks: list[list[int]]
-    """Per group. Nobody holds them for this request yet: good until the next allocation."""
+    """Blocks of each group. They are not held for this request yet, so the result is valid until the next allocation."""
 
 
 class Prefix(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class KVCacheManager:
         self._max_in_flight = max_in_flight
 
     def listen(self, listener: CacheListener) -> None:
-        """Has somebody hear which content can be found; one may."""
+        """Set the listener that hears which content can be found. There may be one."""
         self.pool.listener = listener
 
     @property
@@ -98,7 +98,7 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, those with evictable content included."""
+        """Number of free blocks, those with evictable content included."""
         return self.pool.num_free
 
     @property
@@ -116,7 +116,7 @@ class KVCacheManager:
         return self.num_blocks + (self.pool.listener.num_places if self.pool.listener is not None else 0)
 
     def names(self) -> set[bytes]:
-        """Of all content that can be found, in blocks or in copies elsewhere."""
+        """Return the names of all content that can be found, in blocks or in copies elsewhere."""
         return {*self.pool.cached_hashes(), *(self.pool.listener.names() if self.pool.listener is not None else ())}
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -152,16 +152,16 @@ class KVCacheManager:
     def elsewhere(
         self, request: CachedSequence, num_tokens: int, local: CacheHit, has: Callable[[int, bytes], bool]
     ) -> tuple[int, list[tuple[int, int, bytes]]]:
-        """The longest prefix that somebody else can complete.
+        """Return the longest prefix that content elsewhere can complete.
 
         Args:
             request: Holds nothing yet.
             num_tokens: Its tokens, of which the last must run.
             local: Its cached prefix.
-            has: Whether they have the block of a group by its name.
+            has: Returns whether a group's block is available elsewhere, by name.
 
         Returns:
-            Its tokens, and what must come: (group, place in its table, name) of each block.
+            Its tokens, and what must be loaded: (group, place in its table, name) of each block.
         """
         length = self._whole(min(num_tokens - 1, len(request.block_hashes) * self.block_size))
         before = -1
@@ -182,13 +182,13 @@ class KVCacheManager:
         return max(num_tokens, 0) // self._hit_size * self._hit_size
 
     def can_admit(self, num_tokens: int, hit: CacheHit, *, reserved: int, alone: bool) -> bool:
-        """Whether all tokens of a waiting request fit, beside what running ones are still owed.
+        """Return whether all tokens of a waiting request fit, after the tokens that running requests still need.
 
         Args:
             num_tokens: Tokens known of the request, which holds nothing yet.
-            hit: Its cached prefix. Blocks of it that nobody holds use up free blocks like new ones.
+            hit: Its cached prefix. Free blocks of it are used up like new ones.
             reserved: Blocks that running requests still need for tokens they already have.
-            alone: Nothing else runs, so there is nobody to keep the watermark for.
+            alone: Nothing else runs, so the watermark is not needed.
         """
         needed = reserved
         for group, blocks in zip(self._specs, hit.blocks, strict=True):
@@ -272,13 +272,14 @@ class KVCacheManager:
             group.free(request.index)
 
     def forget(self, block_hashes: Iterable[bytes]) -> None:
-        """Lets nobody find this content any more, in whatever blocks it is; requests that hold them go on."""
+        """Make this content unfindable, whatever blocks hold it. Requests that hold them continue."""
         for block_hash in block_hashes:
             self.pool.forget(block_hash)
 
     def invalidate(self, blocks: Iterable[int]) -> list[int]:
-        """The content of these blocks is wrong: lets nobody find it any more, and returns the requests that hold any of them, by
-        their names in ascending order."""
+        """Make the content of these wrong blocks unfindable, and return the requests that hold any of them, by their names in
+        ascending
+        order."""
         wrong = set(blocks) - {NULL_BLOCK}
         self.pool.clear(wrong)
         return sorted({request for group in self._groups for request in group.holders(wrong)})

@@ -11,13 +11,13 @@ layers that see everything.
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 import msgspec
 
 TOKENS = -1
-"""In the shape of a plane: as many as a block holds."""
+"""In the shape of a plane: the number of tokens in a block."""
 _ALIGNMENT = 16
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1}
 
@@ -27,16 +27,16 @@ class Plane(msgspec.Struct, frozen=True):
 
     name: str
     dtype: str
-    """As torch spells it."""
+    """Torch's name of the dtype."""
     shape: tuple[int, ...]
-    """Of a block: with `TOKENS` where it has an entry for each token, without where it has one for the block."""
+    """Shape in a block: with `TOKENS` if it has an entry for each token, without if it has one for the block."""
 
     def of(self, block_size: int) -> tuple[int, ...]:
-        """Its shape in blocks of so many tokens."""
+        """Return its shape in blocks of that many tokens."""
         return tuple(block_size if size == TOKENS else size for size in self.shape)
 
     def nbytes(self, block_size: int) -> int:
-        """Its bytes in such a block."""
+        """Return its bytes in such a block."""
         return math.prod(self.of(block_size)) * _BYTES[self.dtype]
 
 
@@ -48,7 +48,7 @@ class KVLayer(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that a query sees, itself included; None: all before it."""
 
     def offsets(self, block_size: int) -> list[int]:
-        """Where each plane begins in a block, and at last where the block ends: in bytes, aligned for every dtype."""
+        """Return where each plane begins in a block, and finally where the block ends: in bytes, aligned for every dtype."""
         sizes = [-(-plane.nbytes(block_size) // _ALIGNMENT) * _ALIGNMENT for plane in self.planes]
         return list(accumulate(sizes, initial=0))
 
@@ -62,7 +62,7 @@ class KVGroup(msgspec.Struct, frozen=True):
     """Layers with one block table. Group 0 sees everything where any layer does."""
 
     layers: tuple[int, ...]
-    """In the order of their slots in a page."""
+    """Layers in the order of their slots in a page."""
     block_size: int
     """Tokens in a page."""
     window: int | None
@@ -85,7 +85,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     groups: tuple[KVGroup, ...]
     slot_bytes: int
-    """Of a block of the layer that keeps most; the blocks of others are padded to it."""
+    """Bytes of a slot: a block of the layer that keeps most. The blocks of other layers are padded to it."""
 
     @property
     def num_slots(self) -> int:
@@ -94,7 +94,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def page_bytes(self) -> int:
-        """Of one block of any group."""
+        """Bytes of one block of any group."""
         return self.num_slots * self.slot_bytes
 
     def span(self, block: int, group: int, rank: int = 0, world: int = 1) -> range:
@@ -102,6 +102,12 @@ class KVLayout(msgspec.Struct, frozen=True):
         `world` ranks; a rank's own memory is a world of one."""
         begin = (block * world + rank) * self.page_bytes
         return range(begin, begin + len(self.groups[group].layers) * self.slot_bytes)
+
+    def part(self, layers: Collection[int]) -> "KVLayout":
+        """The same groups with some of their layers: what a pipeline stage keeps. Block tables fit all stages."""
+        own = (tuple(layer for layer in group.layers if layer in layers) for group in self.groups)
+        groups = (KVGroup(mine, group.block_size, group.window) for mine, group in zip(own, self.groups, strict=True))
+        return KVLayout(tuple(groups), self.slot_bytes)
 
     @property
     def layer_groups(self) -> list[int]:

@@ -16,13 +16,15 @@ class PageIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """What must be equal where a page is written and where it is read."""
 
     commit: str
-    """Of the model's weights."""
+    """Commit of the model's weights."""
     quantization: str
     """Method by which the weights are packed, and "" for none: their products are other numbers."""
     kv_dtypes: str
-    """Of all planes; see `kv_dtypes`."""
+    """Dtypes of all planes; see `kv_dtypes`."""
     scales: str
     """Digest of the scales with which keys and values are quantized; "" where there are none or they lie in the page."""
+    images: str = ""
+    """How images are prepared, on which their embeddings depend besides the file; "" where the model reads text alone."""
 
     def differences(self, other: "PageIdentity") -> list[str]:
         """Why a page of one end must not be read at the other, each a clause; none where it may."""

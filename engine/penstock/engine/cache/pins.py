@@ -1,4 +1,4 @@
-"""Blocks that somebody holds beside the requests: pinned prefixes, and pages that are being copied."""
+"""Blocks that are held for other reasons than requests: pinned prefixes, and pages that are being copied."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from penstock.engine.cache.block_pool import BlockPool
 
 
 class Owner(NamedTuple):
-    """Who holds pinned blocks."""
+    """Owner of pinned blocks."""
 
     kind: str
     """What they are held for."""
@@ -51,7 +51,7 @@ class Pins:
         return list(self._blocks.get(owner, ()))
 
     def owners(self, kind: str) -> list[Owner]:
-        """Of that kind, those that hold any block."""
+        """Return the owners of that kind that hold any block."""
         return [owner for owner in self._blocks if owner.kind == kind]
 
     def num_blocks(self, kind: str, more: Iterable[int] = ()) -> int:

@@ -8,7 +8,7 @@ from penstock.engine.cache.layout import KVGroup
 
 
 class SlidingWindowManager(GroupManager):
-    """See GroupManager."""
+    """Block tables of a group whose layers attend within a window."""
 
     def __init__(self, pool: BlockPool, number: int, group: KVGroup, hash_block_size: int) -> None:
         super().__init__(pool, number, group, hash_block_size)
@@ -19,7 +19,7 @@ class SlidingWindowManager(GroupManager):
         self._num_retired: dict[int, int] = {}
 
     def lookup(self, block_hashes: Sequence[bytes], num_tokens: int) -> list[int]:
-        """From the right: the last end before which everything within reach is cached."""
+        """Return the last end, from the right, before which everything within reach is cached."""
         end, needed = num_tokens // self.block_size, -(-self._reach // self.block_size)
         run: list[int] = []
         for at in reversed(range(end)):
@@ -33,7 +33,7 @@ class SlidingWindowManager(GroupManager):
         return run[::-1]
 
     def extend(self, block_hashes: Sequence[bytes], num_blocks: int, upto: int, has: Callable[[int, bytes], bool]) -> int:
-        """The last end before which somebody has everything within reach."""
+        """Return the last end before which everything within reach is available elsewhere."""
         for end in range(upto // self.block_size, num_blocks, -1):
             first = max(num_blocks, self.num_unseen(end * self.block_size))
             if all(self._is_had(block_hashes, at, has) for at in range(first, end)):
@@ -41,11 +41,11 @@ class SlidingWindowManager(GroupManager):
         return num_blocks * self.block_size
 
     def num_unseen(self, num_tokens: int) -> int:
-        """See GroupManager."""
+        """Blocks at the beginning of a sequence that no token from `num_tokens` on sees."""
         return max(num_tokens - self._reach, 0) // self.block_size
 
     def adopt(self, request: int, blocks: Sequence[int]) -> None:
-        """See GroupManager."""
+        """Begin a request's table with cached blocks."""
         super().adopt(request, blocks)
         self._num_retired[request] = 0
 
@@ -60,6 +60,6 @@ class SlidingWindowManager(GroupManager):
         self._num_retired[request] = last
 
     def free(self, request: int) -> None:
-        """See GroupManager."""
+        """Gives the request's blocks back, tail first, so that shared roots are evicted last."""
         super().free(request)
         del self._num_retired[request]

@@ -14,7 +14,7 @@ from penstock.engine.connectors.tier_index import Key, TierIndex
 from penstock.engine.messages import TierStats
 
 MAX_WRITES = 8
-"""In flight: so many may be ahead of a read."""
+"""Most writes in flight, since a read may have to wait for them."""
 PAUSE_S = 30.0
 """Without writes, after one has failed: the disk is full, say."""
 PATIENCE_S = 10.0
@@ -65,7 +65,7 @@ class DiskTier:
 
     @property
     def is_moving(self) -> bool:
-        """Whether there is something to begin, or under way, of whose end nobody tells."""
+        """True if work is due or in flight whose end is found only by polling."""
         return bool(self._due or self._under or self._wanted)
 
     def open(self, pages: Iterable[PageFile]) -> None:
@@ -84,7 +84,7 @@ class DiskTier:
         """Whether the page is in the host's memory, or can be read into it."""
         return key in self._host or key in self.index
 
-    def stage(self, index: int, keys: Sequence[Key], now: float) -> bool:
+    def begin(self, index: int, keys: Sequence[Key], now: float) -> bool:
         """Begins to read what the host's memory lacks of these pages, for a request; False: nothing is on its way."""
         coming: set[Key] = set()
         for key in keys:
@@ -125,7 +125,7 @@ class DiskTier:
             self._delete(key)
 
     def clear(self) -> None:
-        """No content may be found any more."""
+        """Forget all content."""
         self._wanted.clear()
         for key in self.index.known():
             self.index.forget(key)
@@ -184,7 +184,7 @@ class DiskTier:
         return [wait.index for wait in over]
 
     def stats(self) -> TierStats:
-        """Everything since the start."""
+        """Return the totals since the start."""
         return TierStats(
             pages=self.index.num_slots,
             pages_used=self.index.num_ready,

@@ -27,7 +27,7 @@ class HostPages:
         return self._slots.numpy()
 
     def move_to(self, pages: torch.Tensor) -> None:
-        """The cache is elsewhere now: it was allocated anew, or given back, and then there is none."""
+        """Use another cache: the old one was allocated again, or released, and then `pages` is empty."""
         self._pages = pages.flatten(1) if pages.numel() else pages
 
     def run(self, transfers: Transfers) -> tuple[float, float]:

@@ -12,7 +12,7 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
     """One page, between a slot of the host's memory and its file."""
 
     number: int
-    """By which its end is told."""
+    """Number by which its end is reported."""
     action: Literal["write", "read", "delete"]
     group: int
     block_hash: bytes
@@ -35,10 +35,10 @@ class PageFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 def file_bytes(page_bytes: int) -> int:
-    """Of a page's file: a block that says what it is, and the page."""
+    """Return the size of a page's file: a header block, and the page."""
     return _BLOCK * (1 + -(-page_bytes // _BLOCK))
 
 
 def header_bytes() -> int:
-    """Where in a file the page begins."""
+    """Return the offset of the page in its file."""
     return _BLOCK

@@ -1,6 +1,6 @@
-"""Which pages belong together: the name of the folder in which one rank keeps them.
+"""Namespaces of pages: the name of the folder in which one rank keeps its pages.
 
-Everything that decides about a page's bytes is in the name, so replicas with other weights or dtypes can share a disk.
+All that determines a page's bytes is part of the name, so replicas with other weights or dtypes can share a disk.
 """
 
 import hashlib
@@ -19,25 +19,25 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     """What must be equal for a page to be of use."""
 
     version: str
-    """Of Penstock: another one may compute other keys and values."""
+    """Version of Penstock. Another version may compute other keys and values."""
     hash_seed: str
-    """Of the pages' names."""
+    """Seed of the pages' names."""
     identity: PageIdentity
     geometry: PageGeometry
 
     @property
     def description(self) -> bytes:
-        """In JSON, for people."""
+        """Return the namespace as JSON, for people."""
         return msgspec.json.format(msgspec.json.encode(self))
 
     @property
     def name(self) -> str:
-        """Of the folder."""
+        """Name of the folder."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32]
 
 
 def weights_digest(folder: Path) -> str:
-    """Of a checkpoint: its configuration, and of each tensor the name, the shape and three samples.
+    """Return a digest of a checkpoint: its configuration, and of each tensor the name, the shape and three samples.
 
     A digest of all bytes would take as long as loading them. Training changes a tensor everywhere, so samples show it.
     """

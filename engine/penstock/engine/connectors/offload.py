@@ -5,30 +5,36 @@ and the page can be found when that plan has retired. A request whose prefix goe
 pages are copied into blocks of its own. They are published then, and the request waits for its turn like any other that finds its
 prefix cached: so nothing is held by a request that waits, and a copy that fails costs nothing but the computation.
 
-A disk may stand behind the host's memory; see `disk_tier`.
+A disk may stand behind the host's memory (`disk_tier`), and other replicas (`transfer`).
 """
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from penstock.api.load_report import WaitingReason
+from penstock.engine.cache.block_pool import NULL_BLOCK
 from penstock.engine.cache.kv_manager import CacheHit, KVCacheManager
 from penstock.engine.cache.pins import Owner
+from penstock.engine.config import TransferConfig
+from penstock.engine.connectors.connector import Source
 from penstock.engine.connectors.disk_tier import DiskTier
 from penstock.engine.connectors.tier_index import Key, TierIndex
+from penstock.engine.connectors.transfer.transfer import Transfer
 from penstock.engine.core.plan import Int32, Transfers
 from penstock.engine.core.scheduling.admission.rule import Candidate
 from penstock.engine.core.scheduling.request import Request
-from penstock.engine.messages import OffloadStats, TierStats
+from penstock.engine.messages import FinishReason, Lent, OffloadStats, RemotePrefix, TierStats
 
+_log = logging.getLogger(__name__)
 _STORE, _LOAD = "store", "load"
 
 
 class Resumes(Protocol):
-    """Who is told when a parked request may go on."""
+    """Resumes parked requests."""
 
     def unpark(self, index: int, now: float) -> None:
         """What the request was parked for is there; of no effect where it has ended or was not parked."""
@@ -40,15 +46,15 @@ class _Store(msgspec.Struct, frozen=True):
     slot: int
     block: int
     lasting: bool
-    """See `CacheListener.published`."""
+    """Whether the name stands for the same content in another process, as in `CacheListener.published`."""
 
 
 class _Load(msgspec.Struct, frozen=True):
     request: Request
     upto: int
-    """Tokens of which KV is there afterwards."""
+    """Tokens whose KV is in the cache afterwards."""
     external: int
-    """Of those, the tokens that come from the host's memory."""
+    """Tokens among those that come from host memory."""
     keys: list[Key]
     slots: list[int]
     blocks: list[int]
@@ -73,10 +79,21 @@ class Offload:
         num_slots: Pages that fit into the host's memory.
         page_bytes: Of a page, on each rank.
         disk_pages: That fit on the disk; 0: there is none.
+        transfer: How pages go to other replicas and come from there; None: they do not.
+        ranks: Of the model.
     """
 
-    def __init__(self, kv: KVCacheManager, num_slots: int, page_bytes: int, disk_pages: int = 0) -> None:
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        num_slots: int,
+        page_bytes: int,
+        disk_pages: int = 0,
+        transfer: TransferConfig | None = None,
+        ranks: int = 1,
+    ) -> None:
         self.tier = TierIndex(num_slots)
+        self.transfer = None if transfer is None else Transfer(transfer, kv, self.tier, page_bytes, ranks)
         self.disk = DiskTier(self.tier, disk_pages, page_bytes) if disk_pages else None
         self._kv = kv
         self._page_bytes = page_bytes
@@ -96,7 +113,7 @@ class Offload:
         return self.tier.num_slots
 
     def names(self) -> Iterable[bytes]:
-        """Of the pages that are there or on their way."""
+        """Return the names of the pages in host memory, and of those on their way there."""
         return [key.block_hash for key in [*self.tier.known(), *self._published]]
 
     def published(self, group: int, block: int, block_hash: bytes, *, lasting: bool) -> None:
@@ -113,11 +130,49 @@ class Offload:
                 self.disk.forget(key)
 
     def cleared(self) -> None:
-        """No content may be found any more: there may be other weights."""
+        """Forget all content, since the weights may change."""
         self._published.clear()
         self.tier.clear()
+        if self.transfer is not None:
+            self.transfer.clear()
         if self.disk is not None:
             self.disk.clear()
+
+    # --- what it hears of requests ---
+
+    def arrived(self, request: Request, remote: RemotePrefix) -> None:
+        """A request has come whose prefix another replica lends."""
+        if self.transfer is not None:
+            self.transfer.pulls.arrived(request.index, remote)
+
+    def problem(self, request: Request) -> str | None:
+        """Why a request must be refused for what another replica lends; pages that are optional are ignored instead."""
+        if self.transfer is None or (remote := self.transfer.pulls.remote(request.index)) is None:
+            return None
+        problem = self.transfer.problem(request, request.num_prompt_tokens, remote)
+        if problem is None:
+            return None
+        self.transfer.pulls.left(request.index)
+        if not remote.optional:
+            return f"kv_transfer_params: {problem}"
+        _log.warning("request %s computes its prompt here: %s", request.request_id, problem)
+        return None
+
+    def finished(self, request: Request, reason: FinishReason) -> Lent | None:
+        """A request ends that still holds its blocks. Returns what of its prompt is lent, where it asked for that."""
+        if self.transfer is None:
+            return None
+        self.transfer.pulls.left(request.index)
+        # An adapter is known by a name, under which another replica may have another one.
+        if not request.lends or reason not in (FinishReason.STOP, FinishReason.LENGTH) or request.adapter is not None:
+            return None
+        tables = self._kv.tables(request)
+        for group, at, name in self.transfer.needed(request, request.num_prompt_tokens):
+            key = Key(group, name)
+            if not self.tier.knows(key) and at < len(tables[group]) and tables[group][at] != NULL_BLOCK:
+                self._published.setdefault(key, (tables[group][at], True))
+        self.store()
+        return self.transfer.lend(request, request.num_prompt_tokens)
 
     # --- the step ---
 
@@ -134,19 +189,31 @@ class Offload:
         request, local = candidate.request, candidate.hit
         if not candidate.uses_cache or request.asked_elsewhere_at == request.num_preemptions:
             return None
-        if self._stage(request, candidate.num_tokens, local, candidate.now):
+        if self._fetch(request, candidate.num_tokens, local, candidate.now):
             return "remote_kv"
         request.asked_elsewhere_at = request.num_preemptions
         self._queried_tokens += candidate.num_tokens - local.num_tokens
         return "remote_kv" if self._load(request, candidate.num_tokens, local) else None
 
-    def _stage(self, request: Request, num_tokens: int, local: CacheHit, now: float) -> bool:
-        """Begins to read pages of the request's prefix from the disk, once for each time that it waits."""
+    def _fetch(self, request: Request, num_tokens: int, local: CacheHit, now: float) -> bool:
+        """Begins to bring pages of the request's prefix into the host's memory: from another replica once, from the disk once for
+        each time that it waits."""
+        if self.transfer is not None and (remote := self.transfer.pulls.remote(request.index)) is not None:
+            pulls, limit = self.transfer.pulls, min(num_tokens, remote.num_tokens + 1)
+            if self._bring(pulls, request, limit, local, lambda _: True, now):
+                return True
+            pulls.left(request.index)  # all of it is here
         if self.disk is None or request.awaited_disk_at == request.num_preemptions:
             return False
-        disk, limit = self.disk, num_tokens
+        request.awaited_disk_at = request.num_preemptions
+        return self._bring(self.disk, request, num_tokens, local, self.disk.has, now)
+
+    def _bring(
+        self, source: Source, request: Request, limit: int, local: CacheHit, has: Callable[[Key], bool], now: float
+    ) -> bool:
+        """Begins to bring what a source has of the first `limit` tokens; False: nothing is on its way."""
         while True:
-            upto, missing = self._kv.elsewhere(request, limit, local, lambda group, name: disk.has(Key(group, name)))
+            upto, missing = self._kv.elsewhere(request, limit, local, lambda group, name: has(Key(group, name)))
             keys = [Key(group, name) for group, _, name in missing]
             there = [self.tier.slot(key) for key in keys if key in self.tier]
             if len(there) == len(keys):
@@ -155,8 +222,7 @@ class Offload:
             self.tier.pin(there)
             lacking = len(keys) - len(there) - self.tier.num_room
             if lacking <= 0:
-                request.awaited_disk_at = request.num_preemptions
-                began = disk.stage(request.index, keys, now)
+                began = source.begin(request.index, keys, now)
                 self.tier.unpin(there)
                 return began
             self.tier.unpin(there)
@@ -192,9 +258,10 @@ class Offload:
         )
 
     def resume(self, book: Resumes, now: float) -> None:
-        """Lets requests go on whose pages have come from the disk."""
-        for index in [] if self.disk is None else self.disk.take_waits(now):
-            book.unpark(index, now)
+        """Lets requests go on whose pages have come from the disk or another replica."""
+        for source in (self.disk, None if self.transfer is None else self.transfer.pulls):
+            for index in [] if source is None else source.take_waits(now):
+                book.unpark(index, now)
 
     @property
     def has_errands(self) -> bool:
@@ -238,7 +305,7 @@ class Offload:
             book.unpark(request.index, now)
 
     def stats(self) -> OffloadStats:
-        """Everything since the start."""
+        """Return the totals since the start."""
         memory = TierStats(
             pages=self.tier.num_slots,
             pages_used=self.tier.num_ready,
@@ -250,7 +317,8 @@ class Offload:
             failed_pages=self._failed,
         )
         disk = None if self.disk is None else self.disk.stats()
-        return OffloadStats(memory, disk, queried_tokens=self._queried_tokens, loaded_tokens=self._loaded_tokens)
+        transfer = None if self.transfer is None else self.transfer.stats()
+        return OffloadStats(memory, disk, self._queried_tokens, self._loaded_tokens, transfer)
 
 
 def _array(values: Iterable[int]) -> Int32:

@@ -30,7 +30,7 @@ _HEADER = struct.Struct("<8sQIII")  # mark, bytes of the page, their CRC-32, gro
 _MARK = b"penstkv1"
 _NAME = re.compile(r"([0-9a-f]+)_g(\d+)\.page")
 _ABANDONED_S = 600.0
-"""Age of a file that was begun and never renamed: whoever wrote it is gone."""
+"""Age in seconds at which an unfinished file counts as abandoned: its writer is gone."""
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
-"""Which pages a tier holds, the host's memory or a disk: an index without the bytes, which every rank has for itself.
+"""The pages of a tier, host memory or a disk: an index without the bytes, which every rank keeps for itself.
 
 A slot is free, being written, ready or forgotten. Only a ready one is found. A pinned slot is being read: it is not evicted, and
-is free again only when the reader has let it go.
+is free again only when the reader has released it.
 """
 
 from collections import Counter, OrderedDict
@@ -13,17 +13,17 @@ class Key(NamedTuple):
     """A page's name."""
 
     group: int
-    """Its KV group."""
+    """Index of its KV group."""
     block_hash: bytes
-    """By which the prefix cache finds it, too."""
+    """Hash of the block, as in the prefix cache."""
 
 
 class TierIndex:
-    """Slots of one page each, the least recently used evicted first.
+    """Slots of one page each. The least recently used is evicted first.
 
     Args:
         num_slots: Pages that fit.
-        on_evict: Told of each page that makes room for another.
+        on_evict: Called with each evicted page.
     """
 
     def __init__(self, num_slots: int, on_evict: Callable[[Key], None] | None = None) -> None:
@@ -66,8 +66,16 @@ class TierIndex:
         return [*self._ready, *self._writing]
 
     def slot(self, key: Key) -> int:
-        """Where such a page is."""
+        """Return the slot of a ready page."""
         return self._ready[key]
+
+    def place(self, key: Key) -> int:
+        """Return the slot of a page that is there or being written."""
+        return self._ready[key] if key in self._ready else self._writing[key]
+
+    def is_at(self, key: Key, slot: int) -> bool:
+        """Whether the slot holds the page, or will when it is written."""
+        return self._ready.get(key, self._writing.get(key)) == slot
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Pages are used: they are evicted last, the first of them last of all."""

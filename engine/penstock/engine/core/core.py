@@ -13,8 +13,10 @@ from penstock.api.load_report import LoadReport
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.cache.layout import KVGroup, full_attention
 from penstock.engine.config import EngineConfig, LoraModule
+from penstock.engine.connectors.connector import Pump
 from penstock.engine.connectors.disk_pump import DiskPump
 from penstock.engine.connectors.offload import Offload
+from penstock.engine.connectors.transfer.pump import TransferPump
 from penstock.engine.core.control.controls import Controls
 from penstock.engine.core.executor import Executor, StepFailed
 from penstock.engine.core.grammar.compiler import Compiler
@@ -92,16 +94,20 @@ class EngineCore:
         )
         hasher, lora = BlockHasher(cache.block_size, cache.hash_seed), config.lora
         table = AdapterTable(lora.max_loras, lora.max_cpu_loras) if lora is not None else AdapterTable()
-        self._offload = None if offload is None else Offload(kv, offload.pages, offload.page_bytes, offload.disk_pages)
+        self._offload = None
+        if offload is not None:
+            sizes = offload.pages, offload.page_bytes, offload.disk_pages
+            self._offload = Offload(kv, *sizes, config.transfer, config.parallel.world)
         self.scheduler = Scheduler(
             config.scheduler, config.model.max_model_len, kv, hasher, table, config.model.pooling, self._offload
         )
         self.num_steps = 0
-        disk = None if self._offload is None else self._offload.disk
-        self._disk = None if disk is None else DiskPump(disk, executor)
+        self._pumps = _pumps(self._offload, executor)
         served = config.model.served_names
-        self._controls = Controls(self.scheduler, executor, config.profile_dir, served, self._disk)
-        self._grammars = Grammars(self.scheduler, Compiler(config.model), forces=config.device == "cpu")
+        self._controls = Controls(self.scheduler, executor, config.profile_dir, served, self._pumps)
+        grammars = Compiler(config.model)
+        grammars.prepare()
+        self._grammars = Grammars(self.scheduler, grammars)
         self._depth = config.depth
         self._executor = executor
         self._epoch = epoch
@@ -125,7 +131,7 @@ class EngineCore:
     @property
     def is_reading(self) -> bool:
         """Whether adapters are being read, grammars compiled or pages moved: a step takes in those that have been."""
-        moving = self._disk is not None and self._disk.is_moving
+        moving = any(pump.is_moving for pump in self._pumps)
         return moving or self._controls.adapters.is_reading or self._grammars.is_compiling
 
     @property
@@ -166,8 +172,9 @@ class EngineCore:
         """
         self._controls.adapters.pump()
         self._grammars.pump(time.time())
-        if self._disk is not None and self._offload is not None:
-            self._disk.pump(time.time())
+        for pump in self._pumps:
+            pump.pump(time.time())
+        if self._offload is not None:
             self._offload.resume(self.scheduler, time.time())
         if self.next_command is not None:
             self._controls.carry_out(time.time())
@@ -237,17 +244,17 @@ class EngineCore:
         self._grammars.close()
         self._executor.close()
 
-    def open_disk(self) -> None:
-        """Opens the folder of the pages on the disk, if there is one; `ConfigError` where it cannot be used."""
-        if self._disk is not None:
-            self._disk.open(time.time())
+    def open_connectors(self) -> None:
+        """Opens what lies behind the host's memory: a disk, other replicas. `ConfigError` where it cannot be used."""
+        for pump in self._pumps:
+            pump.open(time.time())
 
     def load_adapters(self, modules: Sequence[LoraModule]) -> None:
         """Loads adapters before the first request; `ConfigError` names the first that cannot be."""
         self._controls.adapters.load_now(modules)
 
     def adapters(self) -> list[AdapterInfo]:
-        """Those that requests can ask for."""
+        """Return the adapters that requests can use."""
         return self.scheduler.adapters.infos()
 
     def take_adapters(self) -> AdaptersChanged | None:
@@ -326,3 +333,13 @@ class EngineCore:
             prefill_tokens=int(plan.num_new_tokens[chunks].sum()) if chunks.any() else 0,
             sampled_tokens=int(result.counts.sum()),
         )
+
+
+def _pumps(offload: Offload | None, executor: Executor) -> list[Pump]:
+    """Between the connectors and the ranks."""
+    pumps: list[Pump] = []
+    if offload is not None and offload.disk is not None:
+        pumps.append(DiskPump(offload.disk, executor))
+    if offload is not None and offload.transfer is not None:
+        pumps.append(TransferPump(offload.transfer, executor))
+    return pumps

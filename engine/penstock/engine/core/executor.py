@@ -12,8 +12,9 @@ import msgspec
 from penstock.engine.cache.layout import KVLayout
 from penstock.engine.config import EngineConfig
 from penstock.engine.connectors.moves import Move, Moved, PageFile
+from penstock.engine.connectors.transfer.words import Errand, News
 from penstock.engine.core.memory import Memory
-from penstock.engine.core.plan import GraphReport, SampleInputs, StepPlan, StepResult
+from penstock.engine.core.plan import GraphReport, SampledTokens, SampleInputs, StepPlan, StepResult
 from penstock.engine.roofline import Ceilings
 
 
@@ -27,7 +28,7 @@ class AdapterRead(msgspec.Struct, frozen=True):
     error: str | None = None
     """What was wrong with it."""
     digest: bytes = b""
-    """Of its weights."""
+    """Digest of its weights."""
 
 
 class Pending(Protocol):
@@ -46,7 +47,7 @@ class Runner(Protocol):
         ...
 
     def kernels(self) -> str:
-        """Which form of the model's operations runs."""
+        """The form of the model's operations in use."""
         ...
 
     def ceilings(self) -> Ceilings | None:
@@ -66,11 +67,11 @@ class Runner(Protocol):
         ...
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates the cache: so many pages."""
+        """Allocate the cache with that many pages."""
         ...
 
     def initialize_offload(self, num_pages: int) -> None:
-        """Allocates the host's memory for so many pages of the cache."""
+        """Allocate host memory for that many pages of the cache."""
         ...
 
     def open_disk(self) -> list[PageFile]:
@@ -84,6 +85,19 @@ class Runner(Protocol):
 
     def take_moved(self) -> dict[int, Moved]:
         """Moves that have ended since the last call, by number; safe beside a step."""
+        ...
+
+    def open_transfer(self) -> str:
+        """Begins to lend and read pages of the weights that are loaded; returns their fingerprint on this rank. Raises
+        `ConfigError` where that cannot be."""
+        ...
+
+    def run_errands(self, errands: list[Errand]) -> None:
+        """Does what is asked about pages at other replicas; safe beside a step."""
+        ...
+
+    def take_news(self) -> News:
+        """What has become of pages at other replicas since the last call; safe beside a step."""
         ...
 
     def warm_up(self) -> None:
@@ -138,6 +152,10 @@ class Runner(Protocol):
         """Samples the step executed last; where that runs on a device, it need not be over."""
         ...
 
+    def follow(self, sampled: SampledTokens) -> None:
+        """Takes in the tokens of a step that the last pipeline stage has sampled; an earlier stage's runner alone is asked."""
+        ...
+
 
 class Executor(Protocol):
     """Runs plans in the order in which they are submitted."""
@@ -176,8 +194,9 @@ class Executor(Protocol):
 
 
 class InlineExecutor:
-    """Runs each step at once, in the caller's thread. On a CPU nothing overlaps; on a device the step is launched at once, and
-    only whoever collects it waits."""
+    """Runs each step at once, in the caller's thread. On a CPU nothing overlaps. On a device the step is launched at once, and
+    only
+    the caller that collects the result waits."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -216,7 +235,7 @@ class InlineExecutor:
         """It runs in this process."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no other process."""
 
 
 class ThreadExecutor:

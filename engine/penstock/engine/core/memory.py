@@ -14,7 +14,7 @@ from penstock.engine.connectors.moves import file_bytes
 
 CPU_MEMORY_SHARE = 0.1
 DEVICE_UTILIZATION = 0.9
-"""Of a device that nobody else is meant to use."""
+"""Share of a device that the engine uses by default, if no other process is meant to use it."""
 MIN_MODEL_LEN = 2
 """A token of the prompt and one of the answer."""
 _CGROUP = Path("/sys/fs/cgroup")
@@ -29,16 +29,16 @@ class Memory(msgspec.Struct, frozen=True):
 
     total: int
     free: int
-    """What nobody uses now, this process and others counted; a host's page cache is free."""
+    """Free bytes, other processes counted. A host's page cache is free."""
     own: int
     """What this process has: weights, what steps need for good, and on a host the programs themselves."""
     at_start: int | None = None
-    """Of a device: what nobody used before anything was loaded."""
+    """Free bytes of a device before anything was loaded."""
     graphs: int = 0
     """What CUDA graphs will take that are captured later."""
 
     def among(self, ranks: int) -> "Memory":
-        """The part of one of so many ranks that share it."""
+        """Return the share of one of that many ranks."""
         return msgspec.structs.replace(self, total=self.total // ranks, free=self.free // ranks)
 
 
@@ -93,7 +93,7 @@ def check_at_start(cache: CacheConfig, total: int, free: int) -> None:
 
 
 class OffloadSize(msgspec.Struct, frozen=True):
-    """Of the host's memory for pages of the KV cache, on each rank."""
+    """Size of the host memory for pages of the KV cache, on each rank."""
 
     pages: int
     page_bytes: int

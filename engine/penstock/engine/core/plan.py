@@ -50,11 +50,13 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     """Tokens whose KV the prefix cache supplies; the first chunk starts here."""
     sampling: SamplingParams
     lora_slot: int = -1
-    """Where its adapter is; -1: it has none."""
+    """Slot of its adapter; -1: it has none."""
     guided: bool = False
     """Whether masks may come with its steps: none of them may choose a token before `SampleInputs` are there."""
     items: tuple[PromptItem, ...] = ()
-    """Where embeddings take the places of tokens, in their order."""
+    """Images or embeddings in place of tokens, in prompt order."""
+    grids: tuple[tuple[int, int], ...] = ()
+    """Rows and columns of the embeddings of each item, where the model's positions follow them."""
 
 
 class SlotLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -178,7 +180,7 @@ class GraphStep(msgspec.Struct, frozen=True, array_like=True):
     """Why it had that mode and no better one."""
     num_tokens: int
     num_padded_tokens: int
-    """With the padding up to the graph's size."""
+    """Tokens with the padding up to the graph's size."""
 
 
 class GraphReport(msgspec.Struct, frozen=True, array_like=True):
@@ -186,7 +188,7 @@ class GraphReport(msgspec.Struct, frozen=True, array_like=True):
 
     captured: int
     pending: int
-    """To be captured while the engine is idle."""
+    """Graphs to capture while the engine is idle."""
     failed: int
     """Captures that failed: such steps run without a graph."""
     num_bytes: int
@@ -225,6 +227,15 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     def num_not_finite(self) -> int:
         """Requests whose logits are not finite."""
         return len(self.not_finite)
+
+
+class SampledTokens(msgspec.Struct, frozen=True, array_like=True):
+    """What pipeline stages that do not sample must know of a step's result, whose fields these are."""
+
+    step_id: int
+    token_ids: Int32
+    counts: Int32
+    drafts: Int32 | None
 
 
 def ints(array: Int32 | Int64) -> list[int]:

@@ -139,7 +139,7 @@ class RowTable:
         return held
 
     def append_places(self, group: int, rows: Int32) -> Int32:
-        """Where in their rows' tables the blocks are that the plan applied last has appended: [a], `rows` being its own."""
+        """Return where in their rows' tables the last applied plan appended blocks: [a], for its own `rows`."""
         return self.num_blocks[group][rows] - 1 - ranks(rows[::-1])[::-1]
 
     def _append(self, group: int, rows: Int64, blocks: Int32) -> None:

@@ -57,7 +57,7 @@ class Core(Protocol):
     """What is used of `CoreClient`."""
 
     first_number: int
-    """Of this frontend's requests."""
+    """First number of this frontend's requests."""
 
     async def start(self) -> CoreReady: ...
     async def add(self, request: AddRequest) -> None: ...
@@ -68,7 +68,7 @@ class Core(Protocol):
 
 
 class State(Enum):
-    """Of the engine; only `READY` takes requests."""
+    """State of the engine. Only `READY` takes requests."""
 
     STARTING = "starting"
     READY = "ready"
@@ -110,9 +110,9 @@ class AsyncLLM:
         self.load_seconds = self.load_floor_s = 0.0
         """Which form of the model's operations runs; known when it has started."""
         self.num_blocks = 0
-        """Of the KV cache; known when the core has started."""
+        """Blocks of the KV cache; known when the core has started."""
         self.event_ports: EventPorts | None = None
-        """Of the event stream, where it has ports; known when the core has started."""
+        """Ports of the event stream, if it has any; known when the core has started."""
         self.state = State.STARTING
         self.stream_interval = 1
         """Tokens that an event of a stream has at least, but for the first and the last one."""
@@ -120,7 +120,7 @@ class AsyncLLM:
         """What requests can ask for by name beside the model itself."""
         self.failed = asyncio.Event()
         self.window = max(1, max_num_waiting)
-        """Sequences that may be sent at once without the core's queue refusing one, where nobody else sends any."""
+        """Sequences that may be sent at once without a refusal by the core's queue, if this is the only client."""
         self._core = core
         self._egress = Egress(self.metrics)
         self._random = random.Random(seed)
@@ -182,7 +182,7 @@ class AsyncLLM:
         self._egress.fail_all(unavailable("the engine has shut down", "draining"))
 
     async def close(self) -> None:
-        """Ends the core, and with it every request; whoever waits for one is told."""
+        """Stop the core, and fail every open request."""
         if self.state is not State.FAILED:
             self.state = State.CLOSED
         self._egress.fail_all(unavailable("the engine was closed", "engine_dead"))
@@ -427,6 +427,8 @@ class AsyncLLM:
                         deadline=spec.deadline,
                         grammar=spec.grammar,
                         images=list(spec.images),
+                        remote=spec.remote,
+                        lends=spec.lends,
                     )
                 )
         return Generation(choices, spec.n, spec.stream, spec.arrival, spec.image_tokens), adds

@@ -101,6 +101,8 @@ class Egress:
             else:
                 self._time(choice, generation, now, past - first, gaps)
                 stopped = _advance(choice, columns, range(first, past), end)
+            if end is not None:
+                choice.lent = end.lent
             if stopped:
                 if end is None:
                     aborts.append(index)
@@ -205,7 +207,8 @@ class _Columns:
         self._top: list[list[float]] = np.frombuffer(columns.top_logprobs, dtype="<f4").reshape(shape).tolist()
 
     def logprob(self, position: int, choice: Choice) -> TokenLogprob | None:
-        """Of the token at a position of the frame, as many alternatives as its request asked for."""
+        """Return the log-probability of the token at a position of the frame, with the number of alternatives that its request
+        asked for."""
         if self._logprobs is None or choice.num_logprobs is None:
             return None
         row = self._row_of[position]

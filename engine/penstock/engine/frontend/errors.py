@@ -75,7 +75,7 @@ def shortened(text: str, length: int) -> str:
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    """Nothing was done, or nothing was sent: try another replica."""
+    """Return a retryable 503: nothing was done or sent, so another replica can be tried."""
     return ApiError(503, message, "server_error", code=code, retriable=True)
 
 
@@ -87,7 +87,7 @@ def internal_error() -> ApiError:
 def engine_error(message: str, code: str, param: str | None = None) -> ApiError:
     """What the core says of a request in words for machines; see `messages.Finished.code`."""
     match code:
-        case messages.GRAMMAR_REFUSED:
+        case messages.GRAMMAR_REFUSED | messages.TRANSFER_REFUSED:
             return ApiError(400, message, param=param, code=code)
         case messages.TENANT_QUEUE_FULL:
             return ApiError(429, message, "rate_limit_error", code=code, retriable=True)

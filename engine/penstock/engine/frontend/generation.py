@@ -14,7 +14,7 @@ from penstock.engine.core.plan import Float32
 from penstock.engine.frontend.detokenizer import Detokenizer
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.stop import StopBuffer
-from penstock.engine.messages import LifecycleEvent
+from penstock.engine.messages import Lent, LifecycleEvent
 
 
 class TokenLogprob(NamedTuple):
@@ -44,7 +44,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     text: str
     token_ids: list[int]
-    """Of every new token, those whose text is held back included; `num_tokens` counts the same."""
+    """Token ids of all new tokens, also of those whose text is held back. `num_tokens` counts the same."""
     logprobs: list[TokenLogprob]
     finish_reason: str | None
     """`stop` or `length`; None: there is more to come."""
@@ -77,6 +77,7 @@ class Choice:
         *(
             "index",
             "last_time",
+            "lent",
             "num_logprobs",
             "num_tokens",
             "number",
@@ -110,14 +111,16 @@ class Choice:
         self.cached_tokens = 0
         self.num_tokens = 0
         self.first_time = 0.0
-        """Of the first token, as `last_time` is of the newest: Unix time in seconds by the core's clock."""
+        """Time of the first token, as `last_time` is of the newest: Unix time in seconds by the core's clock."""
         self.last_time = 0.0
         self.pooled: Float32 | None = None
         """What an engine that embeds made of the prompt; it ends the choice."""
+        self.lent: Lent | None = None
+        """KV pages of its prompt that another replica may read now."""
         self.runs: list[tuple[int, int, float]] = []
         """Tokens of one step, where there was more than one: the first one's number, how many, and the time."""
         self.turns: list[tuple[LifecycleEvent, float]] = []
-        """Of its life in the core, by the core's clock."""
+        """Events of its life in the core, by the core's clock."""
         self.finish_reason: str | None = None
         self._stop_reason: str | int | None = None
         self._detokenizer = detokenizer
@@ -204,7 +207,7 @@ class Usage(NamedTuple):
     completion_tokens: int
     cached_tokens: int
     image_tokens: int = 0
-    """Of the prompt's tokens."""
+    """Image tokens of the prompt."""
 
 
 class Generation:

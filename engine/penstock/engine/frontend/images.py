@@ -13,7 +13,7 @@ class Placed(NamedTuple):
 
     token_ids: list[int]
     images: tuple[ImageInput, ...]
-    """In the order of their places."""
+    """Images in prompt order."""
 
 
 async def read_images(
@@ -40,6 +40,6 @@ def place_images(path: str, token_ids: list[int], images: Sequence[ReadImage], p
     """The prompt with room for its images; raises `PromptError` where it has more or fewer placeholders than images."""
     if processor.bundle.images is None:
         return Placed(token_ids, ())
-    placed = processor.place(path, token_ids, [image.identifier for image in images])
-    inputs = [ImageInput(item, image.pixels) for item, image in zip(placed.items, images, strict=True)]
+    placed = processor.place(path, token_ids, [(image.identifier, image.tokens) for image in images])
+    inputs = [ImageInput(item, image.pixels, image.grid) for item, image in zip(placed.items, images, strict=True)]
     return Placed(placed.token_ids, tuple(inputs))

@@ -4,9 +4,11 @@ import msgspec
 from tokenizers import Tokenizer
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.frontend.openai.protocol import ChatRequest, CompletionRequest
+from penstock.engine.frontend.errors import ApiError
+from penstock.engine.frontend.openai.protocol import ChatRequest, CompletionRequest, SamplingFields
 from penstock.engine.frontend.openai.requests import bad_word_tokens, check_prompts, sampling_params
-from penstock.engine.grammar import Grammar, ReasoningMarkers
+from penstock.engine.grammar import Grammar, GrammarSettings, ReasoningMarkers, is_installed
+from penstock.engine.messages import RemotePrefix
 from penstock.engine.multimodal.inputs import ImageInput
 from penstock.engine.sampling import SamplingParams
 from penstock.prompt.processor import PromptProcessor
@@ -28,11 +30,11 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     arrival: float
     """Unix time in seconds."""
     tenant: str = ""
-    """Among whom service is shared; empty: no tenant in particular."""
+    """The tenant for fair sharing; empty: no tenant."""
     lora_id: int = 0
     """The adapter; 0: none."""
     granted_priority: int | None = None
-    """By the gateway, in place of `priority`, where the engine serves by priority; None: the gateway says nothing."""
+    """Set by the gateway in place of `priority`, if the engine serves by priority. None: not set."""
     deadline: float | None = None
     """Unix time in seconds at which the answer is of no use any more."""
     include_stop: bool = False
@@ -42,7 +44,19 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     grammar: Grammar | None = None
     """What each answer must look like; None: anything."""
     images: tuple[ImageInput, ...] = ()
-    """Of the prompt, where there is one alone."""
+    """Images of the prompt, if there is only one prompt."""
+    remote: RemotePrefix | None = None
+    """KV pages of the prompt that another replica lends."""
+    lends: bool = False
+    """Whether the prompt's KV pages are lent to another replica afterwards."""
+
+    @property
+    def is_transferable(self) -> bool:
+        """Whether the KV pages of its prompt may come from another replica, or go there: one sequence whose prompt need not be
+        computed here for another reason."""
+        return (
+            len(self.prompts) * self.n == 1 and not self.lora_id and not self.images and self.sampling[0].prompt_logprobs is None
+        )
 
     @property
     def image_tokens(self) -> int:
@@ -68,24 +82,27 @@ def generation_spec(
     reasoning: ReasoningMarkers | None = None,
     images: tuple[ImageInput, ...] = (),
 ) -> GenerationSpec:
-    """What the engine runs for a checked body and its tokens; `ApiError` 400 for what cannot be served.
+    """Return the engine's request for a checked body and its tokens.
 
     Args:
         prompts: Token ids.
         request: The checked body.
         model: The model served.
         processor: Its tokenizer.
-        seed: For a request that brings none.
+        seed: For a request without one.
         request_id: Its name in events and logs.
         arrival: Unix time in seconds.
-        tenant: Among whom service is shared.
-        granted_priority: By the gateway, in place of the body's.
-        deadline: Unix time in seconds at which the answer is of no use any more; None: never.
+        tenant: The tenant for fair sharing.
+        granted_priority: Priority from the gateway, in place of the body's.
+        deadline: Unix time in seconds after which the answer is useless; None: never.
         lora_id: The adapter; 0: none.
-        markers: Special tokens that whoever reads the text must see.
-        grammar: What each answer must look like; None: anything.
-        reasoning: What comes before that which follows a grammar.
-        images: Of the prompt.
+        markers: Special tokens that the parser of the text must see.
+        grammar: The grammar of each answer; None: any text.
+        reasoning: The reasoning before the part that follows a grammar.
+        images: Images of the prompt.
+
+    Raises:
+        ApiError: 400, if it cannot be served.
     """
     check_prompts(prompts, request, model.max_model_len)
     bad_words = bad_word_tokens(request.bad_words, processor.tokenizer)
@@ -111,7 +128,23 @@ def generation_spec(
         include_stop=request.include_stop_str_in_output,
         shown_tokens=_shown(processor.tokenizer, None if not request.skip_special_tokens else markers),
         images=images,
-        grammar=None if grammar is None else msgspec.structs.replace(grammar, reasoning=reasoning),
+        grammar=None if grammar is None else _enforced(grammar, request, reasoning, model.grammars),
+    )
+
+
+def _enforced(
+    grammar: Grammar, request: SamplingFields, reasoning: ReasoningMarkers | None, settings: GrammarSettings
+) -> Grammar:
+    """A grammar as the request and the server have it enforced; `ApiError` 400 where the library is not there."""
+    backend = request.guided_decoding_backend or settings.backend
+    if not is_installed(backend):
+        param = "guided_decoding_backend"
+        raise ApiError(400, f"{param}: {backend} is not installed here", param=param, code="unsupported_parameter")
+    return msgspec.structs.replace(
+        grammar,
+        backend=backend,
+        any_whitespace=grammar.any_whitespace and not (settings.disable_any_whitespace and grammar.whitespace_pattern is None),
+        reasoning=None if settings.enable_in_reasoning else reasoning,
     )
 
 

@@ -1,6 +1,6 @@
-"""Where a model's files are and what they say about it. No torch: the frontend reads the configuration too.
+"""A model's files, and its configuration. No torch: the frontend reads the configuration too.
 
-Weights are read from safetensors alone: a pickle file can run code when it is opened.
+Weights are read from safetensors only: a pickle file can run code when it is opened.
 """
 
 from collections.abc import Mapping, Sequence
@@ -90,6 +90,7 @@ def read_model_config(
     runner: RunnerType = "auto",
     generation_config: str = "auto",
     override_generation_config: Mapping[str, Any] | None = None,
+    mm_processor_kwargs: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
     """Reads what serving must know before any weight is loaded.
 
@@ -105,6 +106,7 @@ def read_model_config(
         runner: Whether it generates or embeds; `auto` is what the checkpoint is made for.
         generation_config: Whose sampling is the default: `auto` is the checkpoint's, `vllm` OpenAI's; else a folder.
         override_generation_config: Fields that win over it.
+        mm_processor_kwargs: Fields that win over those of `preprocessor_config.json`.
 
     Raises:
         ConfigError: Something is missing, or not supported; the message says what.
@@ -145,7 +147,7 @@ def read_model_config(
         quantization=online,
         stored_quantization=stored,
         pooling=pooling,
-        images=read_image_settings(path, decoder.vision) if pooling is None else None,
+        images=read_image_settings(path, decoder.vision, mm_processor_kwargs or {}) if pooling is None else None,
         vocab_size=decoder.vocab_size,
     )
 

@@ -1,4 +1,4 @@
-"""Where a model's weights come from, and how they get to its device."""
+"""The sources of a model's weights, and their way to its device."""
 
 import logging
 import math

@@ -72,7 +72,7 @@ def read_max_length(path: Path) -> int | None:
 
 
 def _read_modules(path: Path, hidden_size: int) -> tuple[PooledTokens, bool]:
-    """Which tokens are pooled, and whether the result is normalised."""
+    """Return which tokens are pooled, and whether the result is normalised."""
     modules = read_json(path / MODULES, list[_Module])
     kinds = [module.kind for module in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
@@ -98,7 +98,7 @@ def _read_tokens(file: Path, hidden_size: int) -> PooledTokens:
 
 
 def _dimensions(raw: dict[str, Any], hidden_size: int) -> tuple[int, ...] | None:
-    """To what config.json says that embeddings may be cut."""
+    """Return the sizes to which config.json says that embeddings may be cut."""
     given = raw.get("matryoshka_dimensions")
     if given is None:
         return () if raw.get("is_matryoshka") else None

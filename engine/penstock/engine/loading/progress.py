@@ -1,4 +1,4 @@
-"""How far the loading of weights is: a bar where somebody watches a terminal, lines in the log elsewhere."""
+"""Progress of the loading of weights: a bar on a terminal, otherwise lines in the log."""
 
 import logging
 import sys
@@ -28,7 +28,7 @@ class Progress:
         self._told = time.monotonic()
 
     def add(self, size: int) -> None:
-        """So many bytes more are there."""
+        """Count more bytes as loaded."""
         self.done += size
         now = time.monotonic()
         if now - self._told >= PERIOD_S:
@@ -50,7 +50,7 @@ class _BarProgress(Progress):
 
 @contextmanager
 def show_progress(total: int) -> Iterator[Progress]:
-    """For as long as the weights load."""
+    """Show progress while the weights load."""
     if not sys.stderr.isatty():
         yield Progress(total)
         return

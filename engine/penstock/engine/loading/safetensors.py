@@ -32,7 +32,7 @@ DTYPES: dict[str, torch.dtype] = {
     "I64": torch.int64,
     "U8": torch.uint8,
 }
-"""As safetensors spells them; each tensor takes some of them."""
+"""Dtypes by safetensors' names. Each tensor accepts some of them."""
 BODY = "model."
 """Before the names of all tensors but the LM head's; a decoder that was saved without one may lack it (`Qwen3-Embedding`)."""
 _OLD_TOWER, _TOWER = "vision_tower.vision_model.", "vision_tower."
@@ -57,13 +57,13 @@ class StoredTensor(NamedTuple):
     """A tensor of a checkpoint, as its file's header has it."""
 
     name: str
-    """As the model calls it."""
+    """Name of the tensor in the model."""
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors spells it: `BF16`."""
+    """Safetensors' name of the dtype: `BF16`."""
     file: Path
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
     size: int
     """Bytes."""
     key: str

@@ -34,7 +34,7 @@ class Transfer(Protocol):
     """Copies under way."""
 
     def wait(self) -> None:
-        """Until they are over."""
+        """Wait until they are over."""
         ...
 
 
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
     tensor: int
     """Index of its tensor."""
     begin: int
-    """Of its first byte in the tensor."""
+    """Offset of its first byte in the tensor."""
     size: int
 
 

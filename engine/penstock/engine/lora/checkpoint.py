@@ -24,7 +24,7 @@ class Target(NamedTuple):
     shape: tuple[int, ...]
     """[out, in] of the whole model's."""
     narrow: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    """See LinearPart."""
+    """Cuts factors to the rank's part, as `LinearPart.narrow` does."""
 
 
 class Factors(NamedTuple):

@@ -49,23 +49,23 @@ class LoraLinearMethod:
 
     @property
     def device(self) -> torch.device:
-        """See LinearMethod."""
+        """Where the weight lies."""
         return self._base.device
 
     def tensors(self, projection: Projection) -> Mapping[str, TensorSpec]:
-        """See LinearMethod."""
+        """What a checkpoint must hold for a projection, by name: `weight`, and `bias` or scales beside it."""
         return self._base.tensors(projection)
 
     def load(self, projection: Projection, name: str, value: torch.Tensor) -> None:
-        """See LinearMethod."""
+        """Takes one of these, whole, and keeps the rank's part of it."""
         self._base.load(projection, name, value)
 
     def tie(self, weight: torch.Tensor) -> None:
-        """See LinearMethod."""
+        """Takes the rank's part of another layer's weight [out, in] in place of one that is loaded."""
         self._base.tie(weight)
 
     def finish(self) -> None:
-        """See LinearMethod."""
+        """Brings the loaded weight into the form that `apply` wants."""
         self._base.finish()
 
     def shelve(self, slots: int, max_rank: int, parts: Sequence[tuple[int, int]]) -> Iterable[Shelf]:
@@ -74,7 +74,7 @@ class LoraLinearMethod:
         return self._shelves
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """See LinearMethod."""
+        """[n, in] → [n, out]; a row's result does not depend on the others."""
         y = self._base.apply(x)
         if self._shelves:  # the LM head, whose rows are not the step's tokens, has none
             self._ops.add_lora(y, x, self._shelves, self._batch)

@@ -50,16 +50,16 @@ class NoLora:
         return method
 
     def attach(self, model: Adaptable) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def detach(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def apply(self, plan: StepPlan) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def reset(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class LoraRunner:
@@ -91,7 +91,7 @@ class LoraRunner:
         """Makes linear layers that adapters can be added to."""
 
         def make(layer: LinearLayer) -> LinearMethod:
-            if layer.routed:
+            if layer.bare:
                 return method(layer)
             return LoraLinearMethod(method(layer), layer, ops, self._step_batch())
 
@@ -207,7 +207,7 @@ class DeviceLoraRunner(LoraRunner):
         self._device_batch, self._pinned = batch, pinned
 
     def attach(self, model: Adaptable) -> None:
-        """See LoraRunner."""
+        """Makes room in a new model; nothing is in any slot then."""
         super().attach(model)
         self._dtype = next(iter(self._shelves.values())).a.dtype
 

@@ -26,6 +26,6 @@ class CohereDecoderLayer(LlamaDecoderLayer):
 
 
 class CohereForCausalLM(LlamaForCausalLM):
-    """See LlamaForCausalLM."""
+    """The Cohere model."""
 
     decoder_layer: ClassVar[type[LlamaDecoderLayer]] = CohereDecoderLayer

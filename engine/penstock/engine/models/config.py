@@ -16,7 +16,7 @@ from penstock.engine.models.latent_config import LatentConfig, parse_latent
 from penstock.engine.models.nested import text_fields
 from penstock.engine.models.registry import Family, family
 from penstock.engine.models.rope import RopeConfig, Ropes, parse_ropes
-from penstock.engine.models.vision.config import VisionConfig, parse_llava
+from penstock.engine.models.vision.config import VisionConfig, parse_vision
 
 Activation = Literal["silu", "gelu_tanh"]
 Norm = Literal["rms", "layer", "layer_bias"]
@@ -92,7 +92,7 @@ def parse_decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     if served.reads_images:
         text = text_fields(raw)
         [architecture] = text["architectures"]
-        served, vision, raw = family(architecture), parse_llava(raw, architecture), text
+        served, vision, raw = family(architecture), parse_vision(raw, architectures[0], architecture), text
     raw = {**served.assumes, **raw}
     _refuse_unsupported(raw, served)
     hidden_size, num_heads = whole_number(raw, "hidden_size"), whole_number(raw, "num_attention_heads")

@@ -26,11 +26,12 @@ def model_cost(
         weight_bytes = _BYTES[dtype] if quantization is None else _QUANTIZED_BYTES[quantization]
     hidden, heads, kv_heads = config.hidden_size, config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     attention, kv_size, pair = hidden * (heads + 2 * kv_heads) + heads * hidden, 2 * kv_heads, 4 * heads
+    expansion = 0  # of a latent, which is held in the model's dtype
     if (latent := config.latent) is not None:
         source = hidden if latent.query_rank is None else latent.query_rank
-        own = config.num_heads * (latent.head_size * source + latent.rank * (latent.nope_size + latent.value_size))
-        own += config.num_heads * latent.value_size * hidden
-        attention = own + hidden * ((latent.query_rank or 0) + latent.key_size)
+        expansion = config.num_heads * latent.rank * (latent.nope_size + latent.value_size)
+        own = config.num_heads * (latent.head_size * source + latent.value_size * hidden)
+        attention = own + expansion + hidden * ((latent.query_rank or 0) + latent.key_size)
         kv_size, pair = latent.key_size, 2 * config.num_heads * (latent.key_size + latent.rank)
     mlp = (3 if config.gated_mlp else 2) * hidden * config.intermediate_size
     multiplied = stored = config.num_layers * (attention + mlp)
@@ -43,7 +44,7 @@ def model_cost(
     return ModelCost(
         linear_flops_per_token=2 * multiplied,
         lm_head_flops_per_row=2 * lm_head,
-        layer_weight_bytes=int(stored * weight_bytes),
+        layer_weight_bytes=int(stored * weight_bytes + config.num_layers * expansion * (_BYTES[dtype] - weight_bytes)),
         lm_head_bytes=lm_head * _BYTES[dtype],
         windows=tuple(
             WindowCost(window, flops_per_pair=pair * layers, kv_bytes_per_token=kv_size * layers * _BYTES[kv_dtype])

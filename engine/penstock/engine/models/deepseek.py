@@ -19,14 +19,17 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.latent_config import LatentConfig
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.head_linear import HeadLinear
-from penstock.engine.models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from penstock.engine.models.layers.linear import ColumnParallelLinear, RowParallelLinear, stored_weights
+from penstock.engine.models.layers.linear_method import PackedMethod
 from penstock.engine.models.layers.norm import RMSNorm
+from penstock.engine.models.layers.projection import LinearLayer, Projection, RotatedPairs
 from penstock.engine.models.layers.shard import Span
-from penstock.engine.models.layers.weight import Weight, Weights, halves_from_pairs
+from penstock.engine.models.layers.weight import Weight, Weights
 from penstock.engine.models.llama import LlamaDecoderLayer
 from penstock.engine.models.moe import MoeDecoderLayer, MoeForCausalLM
 from penstock.kernels.prepare_kv.reference import Rotary
 
+EXPANSION = "kv_b_proj"
 _EPS = 1e-6
 """Of the norms of latents, whatever `rms_norm_eps` says of the others."""
 
@@ -44,9 +47,13 @@ class LatentAttention:
             self._query_latent = _whole("q_a_proj", hidden, latent.query_rank, config.qkv_bias, build)
             self._query_norm = _norm("q_a_layernorm", latent.query_rank, build)
             name, source = "q_b_proj", latent.query_rank
-        self._query = ColumnParallelLinear(name, source, {name: heads.times(latent.head_size)}, False, build)
-        self._key_value = _whole("kv_a_proj_with_mqa", hidden, latent.rank + latent.rope_size, config.qkv_bias, build)
+        in_queries, in_latents = _pairs(latent)
+        outputs = {name: heads.times(latent.head_size)}
+        self._query = ColumnParallelLinear(name, source, outputs, False, build, {name: in_queries} if in_queries else None)
+        size = latent.rank + latent.rope_size
+        self._key_value = _whole("kv_a_proj_with_mqa", hidden, size, config.qkv_bias, build, in_latents)
         self._norm = _norm("kv_a_layernorm", latent.rank, build)
+        self._expansion = _PackedExpansion.of(heads.times(latent.nope_size + latent.value_size), latent.rank, build)
         self._into_latents = HeadLinear(heads.size, latent.nope_size, latent.rank, build)
         self._from_latents = HeadLinear(heads.size, latent.rank, latent.value_size, build)
         self._o_proj = RowParallelLinear("o_proj", heads.times(latent.value_size), hidden, config.o_bias, build)
@@ -66,27 +73,31 @@ class LatentAttention:
 
     def weights(self) -> Weights:
         """The layer's, without a prefix."""
-        latent, found = self._latent, self._norm.weights()
+        found = self._norm.weights()
         for linear in self._linears:
             found |= linear.weights()
         if self._query_latent is not None:
             found |= self._query_norm.weights()
-        if latent.interleaved:
-            found |= {name: _halves(name, weight, latent) for name, weight in found.items() if weight.part is not None}
-        rows = self._heads.total * (latent.nope_size + latent.value_size)
-        # No place for an adapter: this weight is multiplied by queries and results, not by the latent.
-        return found | {"kv_b_proj.weight": Weight((rows, latent.rank), self._load_expansion)}
-
-    def _load_expansion(self, value: torch.Tensor) -> None:
-        """The weight that would expand a latent into each head's key and value, which `HeadLinear`s take in its place."""
+        if self._expansion is not None:
+            return found | self._expansion.weights()
         latent = self._latent
-        own = self._heads.narrow(value.unflatten(0, (self._heads.total, -1)), 0)
+        outputs = self._heads.times(latent.nope_size + latent.value_size)
+        # No place for an adapter: this weight is multiplied by queries and results, not by the latent.
+        weight = Weight((outputs.total, latent.rank), lambda value: self._take_apart(outputs.narrow(value, 0)))
+        return found | {f"{EXPANSION}.weight": weight}
+
+    def _take_apart(self, expansion: torch.Tensor) -> None:
+        """Gives the `HeadLinear`s the weight that would expand a latent into the key and value of each of the rank's heads."""
+        latent = self._latent
+        own = expansion.unflatten(0, (self._heads.size, -1))
         keys, values = own.split([latent.nope_size, latent.value_size], 1)
         self._into_latents.weight.copy_(keys.transpose(1, 2))
         self._from_latents.weight.copy_(values)
 
     def finish(self) -> None:
-        """After loading."""
+        """Bring the weights into the kernels' form, after loading."""
+        if self._expansion is not None:
+            self._take_apart(self._expansion.widened())
         for layer in (*self._linears, self._into_latents, self._from_latents):
             layer.finish()
 
@@ -104,31 +115,61 @@ class LatentAttention:
         return self._o_proj(self._from_latents(found).flatten(1))
 
 
-def _whole(name: str, inputs: int, outputs: int, bias: bool, build: Build) -> ColumnParallelLinear:
+class _PackedExpansion:
+    """`kv_b_proj` of a checkpoint that holds it in few bits.
+
+    Queries meet one half of it from the other side, so that its groups of inputs are not theirs: it is widened after loading.
+
+    Args:
+        projection: See Projection.
+        method: That knows the stored form.
+    """
+
+    def __init__(self, projection: Projection, method: PackedMethod) -> None:
+        self._projection, self._method = projection, method
+
+    @classmethod
+    def of(cls, outputs: Span, rank: int, build: Build) -> "_PackedExpansion | None":
+        """Returns None where the checkpoint holds the weight in an ordinary dtype."""
+        projection = Projection(EXPANSION, Span(rank, 0, rank), outputs, 0)
+        method = build.linear_method(LinearLayer(build.name(EXPANSION), (projection,), False, build.dtype, bare=True))
+        return cls(projection, method) if isinstance(method, PackedMethod) else None
+
+    def weights(self) -> Weights:
+        """What the checkpoint must have, with no place for adapters."""
+        return stored_weights(self._method, self._projection)
+
+    def widened(self) -> torch.Tensor:
+        """After loading: the rank's part, [outputs, rank] in the model's dtype. The packed one is dropped."""
+        return self._method.widened()
+
+
+def _whole(
+    name: str, inputs: int, outputs: int, bias: bool, build: Build, pairs: RotatedPairs | None = None
+) -> ColumnParallelLinear:
     """A projection that every rank has whole."""
-    return ColumnParallelLinear(name, inputs, {name: Span(outputs, 0, outputs)}, bias, build)
+    return ColumnParallelLinear(name, inputs, {name: Span(outputs, 0, outputs)}, bias, build, {name: pairs} if pairs else None)
 
 
 def _norm(name: str, size: int, build: Build) -> RMSNorm:
     return RMSNorm(name, size, _EPS, build.ops, device=build.device)
 
 
-def _halves(name: str, weight: Weight, latent: LatentConfig) -> Weight:
-    """Of a projection that gives what rotates, at the end of each head or of the latent."""
-    if name.startswith(("q_proj.", "q_b_proj.")):
-        return halves_from_pairs(name, weight, latent.head_size, latent.rope_size, latent.nope_size)
-    if name.startswith("kv_a_proj_with_mqa."):
-        return halves_from_pairs(name, weight, latent.rank + latent.rope_size, latent.rope_size, latent.rank)
-    return weight
+def _pairs(latent: LatentConfig) -> tuple[RotatedPairs | None, RotatedPairs | None]:
+    """What rotates at the end of each head of a query, and at the end of what a token's latent comes from."""
+    if not latent.interleaved:
+        return None, None
+    in_queries = RotatedPairs(latent.head_size, latent.rope_size, latent.nope_size)
+    return in_queries, RotatedPairs(latent.rank + latent.rope_size, latent.rope_size, latent.rank)
 
 
 class DeepseekDecoderLayer(MoeDecoderLayer):
-    """See LlamaDecoderLayer."""
+    """The Deepseek decoder layer."""
 
     attention: ClassVar[Any] = LatentAttention
 
 
 class DeepseekForCausalLM(MoeForCausalLM):
-    """See LlamaForCausalLM."""
+    """The Deepseek model."""
 
     decoder_layer: ClassVar[type[LlamaDecoderLayer]] = DeepseekDecoderLayer

@@ -32,7 +32,7 @@ class DraftHead(Protocol):
         ...
 
     def finish(self) -> None:
-        """After loading."""
+        """Bring the weights into the kernels' form, after loading."""
         ...
 
     def share(self, target: Model) -> None:
@@ -90,7 +90,7 @@ class FusingHead(Generic[LayerT]):
             self._offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=build.device)
 
     def weights(self) -> Weights:
-        """See DraftHead."""
+        """Every tensor that the checkpoint must have."""
         found = self.fc.weights()
         for index, layer in enumerate(self.layers):
             found |= prefixed(self.config.layer_name.format(index), layer.weights())
@@ -109,7 +109,7 @@ class FusingHead(Generic[LayerT]):
         return name in ("t2d", "d2t") or name.endswith(".rotary_emb.inv_freq")
 
     def finish(self) -> None:
-        """See DraftHead."""
+        """Bring the weights into the kernels' form, after loading."""
         self.fc.finish()
         for layer in self.layers:
             layer.finish()
@@ -117,7 +117,7 @@ class FusingHead(Generic[LayerT]):
             self.lm_head.finish()
 
     def share(self, target: Model) -> None:
-        """See DraftHead."""
+        """Takes the target's embedding and LM head where the head has none."""
         self._target = target
         if self.embed_tokens is None:
             assert target.embed_tokens is not None
@@ -129,12 +129,12 @@ class FusingHead(Generic[LayerT]):
         return embedding(input_ids)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See DraftHead."""
+        """[n, hidden] → [n, draft vocabulary], float32."""
         return self._target.compute_logits(hidden) if self.lm_head is None else self.lm_head(hidden).float()
 
     @property
     def vocabulary(self) -> torch.Tensor | None:
-        """See DraftHead."""
+        """[draft vocabulary], int64: the target's ids of the head's; None: the same."""
         return None if self._offsets is None else self._offsets + torch.arange(len(self._offsets), device=self._offsets.device)
 
     def angles(self, positions: torch.Tensor) -> Rotary:

@@ -25,7 +25,7 @@ class Eagle1Layer(LlamaDecoderLayer):
         self._first = index == 0
 
     def weights(self) -> Weights:
-        """See LlamaDecoderLayer."""
+        """The layer's, without a prefix."""
         found = super().weights()
         if self._first:
             del found["input_layernorm.weight"]
@@ -34,7 +34,7 @@ class Eagle1Layer(LlamaDecoderLayer):
     def __call__(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, rotary: Rotary, ctx: AttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See LlamaDecoderLayer."""
+        """The last output and the residual stream (none in the first layer), [n, hidden] each, to the same after this layer."""
         if not self._first:
             return super().__call__(hidden, residual, rotary, ctx)
         attended, residual = self._norms[1].add(self.self_attn(hidden, rotary, ctx), hidden)
@@ -55,7 +55,7 @@ class Eagle1Head(FusingHead[Eagle1Layer]):
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See DraftHead."""
+        """One pass."""
         x, residual, rotary = self.fc(torch.cat((self.embed(input_ids), hidden), dim=-1)), None, self.angles(positions)
         for layer in self.layers:
             x, residual = layer(x, residual, rotary, ctx)
@@ -95,18 +95,18 @@ class Eagle3Head(FusingHead[Eagle3Layer]):
         self.input_norm = RMSNorm("input_norm", size, eps, build.ops, 0.0, build.device) if config.norm_before_fc else None
 
     def weights(self) -> Weights:
-        """See DraftHead."""
+        """Every tensor that the checkpoint must have."""
         found = super().weights() | self.norm.weights()
         return found if self.input_norm is None else found | self.input_norm.weights()
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
-        """See DraftHead."""
+        """The target's states, [n, as many as the head takes], to what the first layer takes, [n, hidden]."""
         return self.fc(states if self.input_norm is None else self.input_norm(states))
 
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See DraftHead."""
+        """One pass."""
         embedded, rotary = self.embed(input_ids), self.angles(positions)
         for layer in self.layers:
             hidden = layer.stream(embedded, hidden, rotary, ctx, norm_before_residual=self.config.norm_before_residual)

@@ -28,7 +28,7 @@ class GemmaDecoderLayer(LlamaDecoderLayer):
     def __call__(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, rotary: Rotary, ctx: AttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See LlamaDecoderLayer."""
+        """The last output and the residual stream (none in the first layer), [n, hidden] each, to the same after this layer."""
         before_attention, after_attention, before_mlp, after_mlp = self._norms
         if residual is None:
             hidden, residual = before_attention(hidden), hidden
@@ -40,7 +40,7 @@ class GemmaDecoderLayer(LlamaDecoderLayer):
 
 
 class GemmaForCausalLM(LlamaForCausalLM):
-    """See LlamaForCausalLM."""
+    """The Gemma model."""
 
     decoder_layer: ClassVar[type[LlamaDecoderLayer]] = GemmaDecoderLayer
 
@@ -50,11 +50,11 @@ class GemmaForCausalLM(LlamaForCausalLM):
         self._embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=build.dtype))
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """See LlamaForCausalLM."""
+        """[n] → [n, hidden]."""
         return super().embed(input_ids) * self._embed_scale
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See LlamaForCausalLM."""
+        """[n, hidden] → [n, vocab]: in float32 on the CPU, elsewhere in the model's dtype, which samplers widen as they read."""
         logits, cap = super().compute_logits(hidden), self.config.logits_softcap
         return (logits.float() / cap).tanh_().mul_(cap) if cap else logits
 

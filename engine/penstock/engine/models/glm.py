@@ -22,14 +22,14 @@ class Glm4DecoderLayer(GemmaDecoderLayer):
 
 
 class GlmForCausalLM(LlamaForCausalLM):
-    """See LlamaForCausalLM."""
+    """The Glm model."""
 
     def weights(self) -> Weights:
-        """See LlamaForCausalLM."""
+        """Return the tensors of the model by their names in the checkpoint."""
         return fused(super().weights(), ("gate_proj", "up_proj"), "gate_up_proj")
 
 
 class Glm4ForCausalLM(GlmForCausalLM):
-    """See LlamaForCausalLM."""
+    """The Glm4 model."""
 
     decoder_layer: ClassVar[type[LlamaDecoderLayer]] = Glm4DecoderLayer

@@ -19,10 +19,10 @@ _BLOCK_BYTES = 16
 
 
 class GptOssForCausalLM(MoeForCausalLM):
-    """See LlamaForCausalLM."""
+    """The GptOss model."""
 
     def weights(self) -> Weights:
-        """See LlamaForCausalLM."""
+        """Return the tensors of the model by their names in the checkpoint."""
         found: Weights = {}
         together: dict[tuple[str, str], dict[str, list[Weight]]] = {}
         for name, weight in super().weights().items():

@@ -21,7 +21,7 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
     def __call__(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, rotary: Rotary, ctx: AttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See LlamaDecoderLayer."""
+        """The last output and the residual stream (none in the first layer), [n, hidden] each, to the same after this layer."""
         before_attention, before_mlp = self._norms
         if residual is None:
             hidden, residual = before_attention(hidden), hidden
@@ -32,10 +32,10 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
 
 
 class GraniteForCausalLM(LlamaForCausalLM):
-    """See LlamaForCausalLM."""
+    """The Granite model."""
 
     decoder_layer: ClassVar[type[LlamaDecoderLayer]] = GraniteDecoderLayer
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """See LlamaForCausalLM."""
+        """[n] → [n, hidden]."""
         return super().embed(input_ids) * self.config.embedding_scale

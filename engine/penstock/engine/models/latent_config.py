@@ -38,8 +38,6 @@ class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_latent(raw: Mapping[str, Any]) -> LatentConfig:
     """Reads `config.json`'s object, with the family's defaults in it; ConfigError names a field that is wrong."""
-    if raw.get("quantization_config") is not None:
-        raise ConfigError("config.json: quantization_config is set, and latent attention has no quantized form so far")
     rope_size = whole_number(raw, "qk_rope_head_dim")
     if rope_size % 2:
         raise ConfigError(f"config.json: qk_rope_head_dim {rope_size} does not rotate whole pairs")

@@ -16,13 +16,14 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from penstock.engine.models.layers.norm import LayerNorm, Norm, RMSNorm
+from penstock.engine.models.layers.projection import RotatedPairs
 from penstock.engine.models.layers.rotary import RotaryEmbedding
 from penstock.engine.models.layers.vocab import LMHead, VocabEmbedding
-from penstock.engine.models.layers.weight import Weight, Weights, halves_from_pairs, prefixed
+from penstock.engine.models.layers.weight import Weight, Weights, prefixed
 from penstock.engine.models.model import AuxStates, Carry
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
 
-_KV_SCALE = re.compile(
+KV_SCALE = re.compile(
     r"\.(?:(?:self_)?attn\.(?:[kvq]_scale|kv_scale|(?:qkv_proj\.)?[kv]_scale)|[kv]_proj\.(?:[kv]_scale|output_scale))$"
 )
 """Scales of a quantized KV cache, under all names that checkpoints have for them."""
@@ -34,9 +35,9 @@ class LlamaAttention:
     def __init__(self, config: DecoderConfig, build: Build, index: int) -> None:
         heads, kv_heads = (config.num_heads, config.num_kv_heads), build.shard.kv_heads(config.num_kv_heads)
         own = build.shard.span(config.num_heads, "num_attention_heads")
-        self.qkv_proj = QKVParallelLinear(config.hidden_size, *heads, config.head_size, config.qkv_bias, build)
+        pairs = RotatedPairs(config.head_size, config.ropes[index].size) if config.interleaved_rope else None
+        self.qkv_proj = QKVParallelLinear(config.hidden_size, *heads, config.head_size, config.qkv_bias, build, pairs)
         self.o_proj = RowParallelLinear("o_proj", own.times(config.head_size), config.hidden_size, config.o_bias, build)
-        self._pairs = (config.head_size, config.ropes[index].size) if config.interleaved_rope else None
         norms = ("q_norm", "k_norm")
         self.norms = [make_norm(name, config.head_size, config, build) for name in norms if config.qk_norm]
         self.attention = Attention(
@@ -54,12 +55,6 @@ class LlamaAttention:
     def weights(self) -> Weights:
         """The layer's, without a prefix."""
         found = self.qkv_proj.weights() | self.o_proj.weights()
-        if self._pairs is not None:
-            found |= {
-                name: halves_from_pairs(name, weight, *self._pairs)
-                for name, weight in found.items()
-                if name.startswith(("q_proj.", "k_proj."))
-            }
         for norm in self.norms:
             found |= norm.weights()
         if self.attention.sinks is not None:
@@ -71,7 +66,7 @@ class LlamaAttention:
         self.attention.sinks.copy_(self._heads.narrow(value, 0))
 
     def finish(self) -> None:
-        """After loading."""
+        """Bring the weights into the kernels' form, after loading."""
         self.qkv_proj.finish()
         self.o_proj.finish()
 
@@ -89,7 +84,7 @@ class MLP(Protocol):
         ...
 
     def finish(self) -> None:
-        """After loading."""
+        """Bring the weights into the kernels' form, after loading."""
         ...
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -111,13 +106,17 @@ class LlamaMLP:
         return self.gate_up_proj.weights() | self.down_proj.weights()
 
     def finish(self) -> None:
-        """After loading."""
+        """Bring the weights into the kernels' form, after loading."""
         self.gate_up_proj.finish()
         self.down_proj.finish()
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] → [n, hidden]."""
         return self.down_proj(self._gated_mul(self.gate_up_proj(hidden)))
+
+    def partial(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] → [n, hidden]: the rank's part of a sum over the ranks."""
+        return self.down_proj.partial(self._gated_mul(self.gate_up_proj(hidden)))
 
 
 class LlamaDecoderLayer:
@@ -144,7 +143,7 @@ class LlamaDecoderLayer:
         return found
 
     def finish(self) -> None:
-        """After loading."""
+        """Bring the weights into the kernels' form, after loading."""
         self.self_attn.finish()
         self.mlp.finish()
 
@@ -182,7 +181,7 @@ class LlamaForCausalLM:
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, build) if has_head else None
 
     def weights(self) -> Weights:
-        """See Model."""
+        """Every tensor that the checkpoint must have, by name."""
         tied = self.config.tie_word_embeddings
         found: Weights = {} if self.embed_tokens is None else self.embed_tokens.weights()
         for index, layer in zip(self._indices, self.layers, strict=True):
@@ -196,7 +195,7 @@ class LlamaForCausalLM:
         """Angles that we compute, the copy of a tied weight, an LM head that nobody asks, MTP layers, what other stages have, and
         scales for keys and values, which the KV cache holds in a dtype that needs none."""
         unused = self.lm_head is None or self.config.tie_word_embeddings
-        if name.endswith(".rotary_emb.inv_freq") or _KV_SCALE.search(name) or (name == "lm_head.weight" and unused):
+        if name.endswith(".rotary_emb.inv_freq") or KV_SCALE.search(name) or (name == "lm_head.weight" and unused):
             return True
         layer, last = re.match(r"model\.layers\.(\d+)\.", name), self.config.num_layers
         if layer is not None and last <= int(layer[1]) < last + self.config.further_layers:
@@ -208,7 +207,7 @@ class LlamaForCausalLM:
         return name in ("model.embed_tokens.weight", "model.norm.weight")
 
     def finish(self) -> None:
-        """After loading."""
+        """Bring the weights into the kernels' form, after loading."""
         for layer in self.layers:
             layer.finish()
         if self.lm_head is None:
@@ -226,7 +225,7 @@ class LlamaForCausalLM:
         carry: Carry | None = None,
         aux: AuxStates | None = None,
     ) -> torch.Tensor:
-        """See Model."""
+        """Hidden states after the final norm, of the last stage."""
         return self._normalised(self.advance(inputs, positions, ctx, carry, aux))
 
     def advance(
@@ -237,13 +236,13 @@ class LlamaForCausalLM:
         carry: Carry | None = None,
         aux: AuxStates | None = None,
     ) -> Carry:
-        """See Model."""
+        """The same up to the stage's last layer: what the next stage begins with."""
         return deque(self._carries(inputs, positions, ctx, carry, aux), maxlen=1)[0][1]
 
     def states(
         self, inputs: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext, carry: Carry | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """See Model."""
+        """What `forward` computes, part by part: the name of each and its output, [n, hidden]; the last is the final norm."""
         for name, carry in self._carries(inputs, positions, ctx, carry, None):  # noqa: B020 (what the first part begins with)
             yield name, carry.hidden
         assert carry is not None

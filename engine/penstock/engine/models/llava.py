@@ -1,25 +1,20 @@
 """LLaVA 1.5 (Liu et al., 2023): a vision tower, a projector of two layers, and a decoder that reads both as tokens."""
 
-import dataclasses
 import re
-from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from penstock.engine.attention.context import AttentionContext
 from penstock.engine.models.build import Build
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.layers.comm import OneRank
 from penstock.engine.models.layers.linear import ColumnParallelLinear
-from penstock.engine.models.layers.shard import Shard, Span
-from penstock.engine.models.layers.vocab import LMHead, VocabEmbedding
-from penstock.engine.models.layers.weight import Weights, prefixed
-from penstock.engine.models.model import AuxStates, Carry, Layer
-from penstock.engine.models.registry import model_class
+from penstock.engine.models.layers.shard import Span
+from penstock.engine.models.layers.weight import Weights
 from penstock.engine.models.vision.clip import ClipTower
+from penstock.engine.models.vision.config import LlavaConfig
+from penstock.engine.models.vision.model import ModelWithImages
 
-_LANGUAGE, _TOWER, _PROJECTOR = "language_model", "vision_tower", "multi_modal_projector"
+_TOWER, _PROJECTOR = "vision_tower", "multi_modal_projector"
 
 
 class Projector:
@@ -35,7 +30,7 @@ class Projector:
         return self.linear_1.weights() | self.linear_2.weights()
 
     def finish(self) -> None:
-        """After loading."""
+        """Bring the weights into the kernels' form, after loading."""
         self.linear_1.finish()
         self.linear_2.finish()
 
@@ -44,90 +39,27 @@ class Projector:
         return self.linear_2(F.gelu(self.linear_1(features)))
 
 
-class LlavaForConditionalGeneration:
-    """See `VisionModel`. Every rank has the whole tower: its layers are neither divided nor quantized, and take no adapters."""
+class LlavaForConditionalGeneration(ModelWithImages):
+    """A CLIP tower, a projector and a decoder; see `VisionModel`."""
 
     def __init__(self, config: DecoderConfig, build: Build) -> None:
-        assert config.vision is not None, "the configuration of a model that sees has the tower's"
-        vision = self._vision = config.vision
-        whole = dataclasses.replace(build, linear_method=build.plain_method or build.linear_method, shard=Shard(), comm=OneRank())
-        self._text = model_class(vision.text_architecture)(config, build.within(_LANGUAGE))
+        super().__init__(config, build)
+        vision, whole = config.vision, self.whole(build)
+        assert isinstance(vision, LlavaConfig)
+        self._keeps_class = vision.keeps_class
         self.tower = ClipTower(vision.tower, whole.within(_TOWER))
         sizes = vision.tower.hidden_size, config.hidden_size
         self.projector = Projector(*sizes, vision.projector_bias, whole.within(_PROJECTOR))
+        self.has({_TOWER: self.tower, _PROJECTOR: self.projector})
 
-    @property
-    def layers(self) -> Sequence[Layer]:
-        """See Model."""
-        return self._text.layers
-
-    @property
-    def embed_tokens(self) -> VocabEmbedding | None:
-        """See Model."""
-        return self._text.embed_tokens
-
-    @property
-    def lm_head(self) -> LMHead | None:
-        """See Model."""
-        return self._text.lm_head
-
-    def weights(self) -> Weights:
-        """See Model."""
-        seeing = prefixed(_TOWER, self.tower.weights()) | prefixed(_PROJECTOR, self.projector.weights())
-        # Adapters are for the decoder alone.
-        return prefixed(_LANGUAGE, self._text.weights()) | {name: weight._replace(part=None) for name, weight in seeing.items()}
-
-    def ignores(self, name: str) -> bool:
-        """What the decoder does not need, and what comes after the tower's features."""
-        if name.startswith(f"{_LANGUAGE}."):
-            return self._text.ignores(name.removeprefix(f"{_LANGUAGE}."))
+    def ignores_of_parts(self, name: str) -> bool:
+        """What comes after the tower's features."""
         if name.startswith(f"{_TOWER}.") and re.search(r"\.(post_layernorm\..+|position_ids)$", name):
             return True
         layer = re.match(rf"{_TOWER}\..*?layers\.(\d+)\.", name)
         return layer is not None and int(layer[1]) >= len(self.tower.layers)
 
-    def finish(self) -> None:
-        """See Model."""
-        for part in (self._text, self.tower, self.projector):
-            part.finish()
-
     def encode_image(self, image: torch.Tensor) -> torch.Tensor:
-        """See VisionModel."""
+        """The embeddings that take the places of an image's placeholders."""
         features = self.tower(image)
-        return self.projector(features if self._vision.keeps_class else features[1:])
-
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """See Model."""
-        return self._text.embed(input_ids)
-
-    def forward(
-        self,
-        inputs: torch.Tensor,
-        positions: torch.Tensor,
-        ctx: AttentionContext,
-        carry: Carry | None = None,
-        aux: AuxStates | None = None,
-    ) -> torch.Tensor:
-        """See Model."""
-        return self._text.forward(inputs, positions, ctx, carry, aux)
-
-    def advance(
-        self,
-        inputs: torch.Tensor,
-        positions: torch.Tensor,
-        ctx: AttentionContext,
-        carry: Carry | None = None,
-        aux: AuxStates | None = None,
-    ) -> Carry:
-        """See Model."""
-        return self._text.advance(inputs, positions, ctx, carry, aux)
-
-    def states(
-        self, inputs: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext, carry: Carry | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """See Model."""
-        return self._text.states(inputs, positions, ctx, carry)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See Model."""
-        return self._text.compute_logits(hidden)
+        return self.projector(features if self._keeps_class else features[1:])

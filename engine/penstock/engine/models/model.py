@@ -69,7 +69,7 @@ class Model(Protocol):
         ...
 
     def finish(self) -> None:
-        """After loading."""
+        """Bring the weights into the kernels' form, after loading."""
         ...
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,8 @@ class Model(Protocol):
 
         Args:
             inputs: Token ids, [n] int32 or int64; or embeddings in their place, [n, hidden] in floating point.
-            positions: [n], int32 or int64: of each token in its request.
+            positions: [n], int32 or int64: of each token in its request; or [3, n] in time, row and column, where the rotary
+                embedding has sections.
             ctx: The caches, and which tokens are whose.
             carry: From the stage before; `inputs` is not read then.
             aux: Takes the states that are asked for.

@@ -49,6 +49,7 @@ class MoeMLP:
         if experts.shared_gate:
             one = {"shared_expert_gate": Span(1, 0, 1)}
             self.shared_gate = ColumnParallelLinear("shared_expert_gate", hidden, one, False, build)
+        self._comm = build.comm
 
     def weights(self) -> Weights:
         """The layer's, without a prefix."""
@@ -58,7 +59,7 @@ class MoeMLP:
         return found if self.shared_gate is None else found | self.shared_gate.weights()
 
     def finish(self) -> None:
-        """After loading."""
+        """Bring the weights into the kernels' form, after loading."""
         for part in (self.gate, self.experts, self.shared, self.shared_gate):
             if part is not None:
                 part.finish()
@@ -66,12 +67,13 @@ class MoeMLP:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] → [n, hidden]."""
         found = self.experts(hidden, *self.gate(hidden))
-        if self.shared is None:
-            return found
-        shared = self.shared(hidden)
-        if self.shared_gate is not None:
-            shared = shared * _sigmoid(self.shared_gate(hidden)).to(shared.dtype)
-        return found + shared
+        if self.shared is not None:
+            shared = self.shared.partial(hidden)
+            if self.shared_gate is not None:
+                shared = shared * _sigmoid(self.shared_gate(hidden)).to(shared.dtype)
+            found = found + shared
+        # One sum over the ranks for both.
+        return self._comm.all_reduce(found)
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -80,21 +82,21 @@ def _sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 
 class MoeDecoderLayer(LlamaDecoderLayer):
-    """See LlamaDecoderLayer."""
+    """The Moe decoder layer."""
 
     def make_mlp(self, config: DecoderConfig, build: Build, index: int) -> MLP:
-        """See LlamaDecoderLayer."""
+        """The MLP of layer `index`: families whose layers differ choose here."""
         has_experts = config.experts is not None and config.experts.layers[index]
         return MoeMLP(config, build) if has_experts else LlamaMLP(config, build)
 
 
 class MoeForCausalLM(LlamaForCausalLM):
-    """See LlamaForCausalLM."""
+    """The Moe model."""
 
     decoder_layer: ClassVar[type[LlamaDecoderLayer]] = MoeDecoderLayer
 
     def finish(self) -> None:
-        """See LlamaForCausalLM."""
+        """Bring the weights into the kernels' form, after loading."""
         super().finish()
         one_by_one = [layer for layer in self.layers if isinstance(layer.mlp, MoeMLP) and not layer.mlp.experts.fused]
         if one_by_one:
@@ -105,10 +107,10 @@ _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 class MixtralForCausalLM(MoeForCausalLM):
-    """See LlamaForCausalLM; with names of its own."""
+    """The Mixtral model, with names of its own."""
 
     def weights(self) -> Weights:
-        """See LlamaForCausalLM."""
+        """Return the tensors of the model by their names in the checkpoint."""
         return {mixtral_name(name): weight for name, weight in super().weights().items()}
 
 

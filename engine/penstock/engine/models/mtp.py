@@ -30,7 +30,7 @@ class MtpHead(FusingHead[LlamaDecoderLayer]):
         self.enorm, self.hnorm, self.norm = (make_norm(name, hidden, decoder, build) for name in ("enorm", "hnorm", "norm"))
 
     def weights(self) -> Weights:
-        """See DraftHead."""
+        """Every tensor that the checkpoint must have."""
         own = self.enorm.weights() | self.hnorm.weights() | self.fc.weights() | self.layers[0].weights()
         return prefixed(self.config.layer_name, own | prefixed("shared_head", self.norm.weights()))
 
@@ -46,7 +46,7 @@ class MtpHead(FusingHead[LlamaDecoderLayer]):
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See DraftHead."""
+        """One pass."""
         # Trained without the embedding of the first entry.
         embedded = self.embed(input_ids).masked_fill(positions.eq(0).unsqueeze(-1), 0.0)
         x = self.fc(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))

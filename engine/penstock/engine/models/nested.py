@@ -16,6 +16,11 @@ class TextModel(NamedTuple):
 
 _COMMON: Final = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 TEXT_MODELS: Final = {
+    "gemma3_text": TextModel(
+        "Gemma3ForCausalLM",
+        {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}
+        | {"num_key_value_heads": 4, "max_position_embeddings": 131072, "eos_token_id": 1, "tie_word_embeddings": True},
+    ),
     "llama": TextModel(
         "LlamaForCausalLM",
         _COMMON | {"vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048, "eos_token_id": 2},
@@ -26,22 +31,39 @@ TEXT_MODELS: Final = {
         | {"vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8}
         | {"max_position_embeddings": 131072, "eos_token_id": 2},
     ),
+    "qwen2_5_vl_text": TextModel(
+        "Qwen2ForCausalLM",
+        {
+            "vocab_size": 152064,
+            "hidden_size": 8192,
+            "intermediate_size": 29568,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+        }
+        | {"num_key_value_heads": 8, "max_position_embeddings": 32768, "eos_token_id": 151645, "rms_norm_eps": 1e-5}
+        | {"rope_theta": 1e6},
+    ),
     "qwen2": TextModel(
         "Qwen2ForCausalLM",
         _COMMON | {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768},
     ),
 }
 """By `text_config.model_type`."""
+_FLAT: Final = {"qwen2_5_vl": "qwen2_5_vl_text"}
+"""By `model_type`, of models whose `config.json` may hold the decoder's fields among its own."""
 
 
 def text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The decoder's own `config.json`, out of that of the model around it; `ConfigError` where it is not there or not known."""
     text = raw.get("text_config")
+    if text is None and raw.get("model_type") in _FLAT:  # as written before transformers 5
+        text = {name: value for name, value in raw.items() if name != "vision_config"} | {"model_type": _FLAT[raw["model_type"]]}
     if not isinstance(text, Mapping):
         raise ConfigError("config.json: text_config is missing")
     kind = text.get("model_type", "llama")
     if kind not in TEXT_MODELS:
         raise ConfigError(f"config.json: text_config.model_type {kind!r} is not supported ({', '.join(TEXT_MODELS)} are)")
     found = TEXT_MODELS[kind]
-    tied = bool(text.get("tie_word_embeddings", False)) or bool(raw.get("tie_word_embeddings", False))
-    return {**found.defaults, **text, "architectures": [found.architecture], "tie_word_embeddings": tied}
+    fields = {**found.defaults, **text}
+    tied = bool(fields.get("tie_word_embeddings")) or bool(raw.get("tie_word_embeddings"))
+    return fields | {"architectures": [found.architecture], "tie_word_embeddings": tied}

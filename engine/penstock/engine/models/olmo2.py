@@ -25,7 +25,7 @@ class Olmo2Attention(LlamaAttention):
         self.norms = [make_norm("q_norm", q.outputs.total, config, build), make_norm("k_norm", k.outputs.total, config, build)]
 
     def __call__(self, hidden: torch.Tensor, rotary: Rotary, ctx: AttentionContext) -> torch.Tensor:
-        """See LlamaAttention."""
+        """[n, hidden] → [n, hidden]."""
         q, k, v = self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=-1)
         q, k = (self._normalised(at, x, replicas) for at, (x, replicas) in enumerate(((q, 1), (k, self._replicas))))
         return self.o_proj(ctx.attend(self.attention, q, k, v, rotary))
@@ -55,7 +55,7 @@ class Olmo2DecoderLayer(LlamaDecoderLayer):
 
 
 class Olmo2ForCausalLM(LlamaForCausalLM):
-    """See LlamaForCausalLM."""
+    """The Olmo2 model."""
 
     decoder_layer: ClassVar[type[LlamaDecoderLayer]] = Olmo2DecoderLayer
 
@@ -67,6 +67,6 @@ class Exaone4DecoderLayer(Olmo2DecoderLayer):
 
 
 class Exaone4ForCausalLM(LlamaForCausalLM):
-    """See LlamaForCausalLM."""
+    """The Exaone4 model."""
 
     decoder_layer: ClassVar[type[LlamaDecoderLayer]] = Exaone4DecoderLayer

@@ -8,9 +8,9 @@ from penstock.engine.models.llama import LlamaForCausalLM
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):
-    """See LlamaForCausalLM."""
+    """The Phi3 model."""
 
     def weights(self) -> Weights:
-        """See LlamaForCausalLM."""
+        """Return the tensors of the model by their names in the checkpoint."""
         found = fused(super().weights(), ("q_proj", "k_proj", "v_proj"), "qkv_proj")
         return fused(found, ("gate_proj", "up_proj"), "gate_up_proj")

@@ -143,6 +143,7 @@ FAMILIES = {
     ),
     "Gemma2ForCausalLM": Family(f"{_MODELS}.gemma:GemmaForCausalLM", _GEMMA | _GEMMA2, norm_offset=1.0),
     "Gemma3ForCausalLM": Family(f"{_MODELS}.gemma:GemmaForCausalLM", _GEMMA | _GEMMA3, qk_norm=True, norm_offset=1.0),
+    "Gemma3ForConditionalGeneration": Family(f"{_MODELS}.gemma3:Gemma3ForConditionalGeneration", reads_images=True),
     "GlmForCausalLM": Family(f"{_MODELS}.glm:GlmForCausalLM", _NO_WINDOW | _GLM, interleaved_rope=True),
     "Glm4ForCausalLM": Family(f"{_MODELS}.glm:Glm4ForCausalLM", _NO_WINDOW | _GLM, interleaved_rope=True),
     "Glm4MoeForCausalLM": Family(
@@ -171,6 +172,7 @@ FAMILIES = {
         {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     "Phi3ForCausalLM": Family(f"{_MODELS}.phi3:Phi3ForCausalLM", {"rms_norm_eps": 1e-5}),
+    "Qwen2_5_VLForConditionalGeneration": Family(f"{_MODELS}.qwen_vl:Qwen2_5_VLForConditionalGeneration", reads_images=True),
     "Qwen2ForCausalLM": Family(_LLAMA, _NO_WINDOW | {"qkv_bias": True, "max_window_layers": 28}),
     "Qwen2MoeForCausalLM": Family(
         f"{_MODELS}.moe:MoeForCausalLM",

@@ -20,7 +20,7 @@ _NEEDED = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-_ALIASES = {"su": "longrope"}
+_ALIASES = {"su": "longrope", "mrope": "default"}
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +45,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """[size / 2]: of the wavelengths where the context is no longer than the original."""
     long_factor: tuple[float, ...] = ()
     """[size / 2]: of the wavelengths where it is longer."""
+    sections: tuple[int, ...] = ()
+    """Pairs that turn by the position in time, then those by row, then those by column (M-RoPE); empty: all by one position."""
 
     def without_rotation(self) -> "RopeConfig":
         """For a layer that leaves positions out: of the same size, so that kernels need no second form, with angles of 0."""
@@ -109,7 +111,8 @@ def _parse(raw: Mapping[str, Any], field: str, scaling: Mapping[str, Any], head_
         raise ConfigError(
             f"config.json: partial_rotary_factor {partial} of head_dim {head_size} rotates {size} elements, not pairs"
         )
-    base = RopeConfig(size=size, type=kind, theta=float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0))))
+    theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    base = RopeConfig(size=size, type=kind, theta=theta, sections=_sections(scaling, field, size))
     if kind == "default":
         return base
     original = raw.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings") or positions
@@ -121,6 +124,17 @@ def _parse(raw: Mapping[str, Any], field: str, scaling: Mapping[str, Any], head_
     if kind == "yarn":
         return _parse_yarn(base, scaling)
     return _parse_longrope(base, scaling, field) if kind == "longrope" else base
+
+
+def _sections(scaling: Mapping[str, Any], field: str, size: int) -> tuple[int, ...]:
+    found = scaling.get("mrope_section")
+    if found is None:
+        return ()
+    if scaling.get("mrope_interleaved"):
+        raise ConfigError(f"config.json: {field}.mrope_interleaved is not supported")
+    if len(found) != 3 or sum(found) != size // 2:
+        raise ConfigError(f"config.json: {field}.mrope_section {found} must be three numbers whose sum is {size // 2}")
+    return tuple(int(pairs) for pairs in found)
 
 
 def _parse_yarn(base: RopeConfig, scaling: Mapping[str, Any]) -> RopeConfig:

@@ -26,7 +26,7 @@ class Starcoder2MLP:
         return self.c_fc.weights() | self.c_proj.weights()
 
     def finish(self) -> None:
-        """After loading."""
+        """Bring the weights into the kernels' form, after loading."""
         self.c_fc.finish()
         self.c_proj.finish()
 
@@ -38,14 +38,14 @@ class Starcoder2MLP:
 
 
 class Starcoder2DecoderLayer(LlamaDecoderLayer):
-    """See LlamaDecoderLayer."""
+    """The Starcoder2 decoder layer."""
 
     def make_mlp(self, config: DecoderConfig, build: Build, index: int) -> MLP:
-        """See LlamaDecoderLayer."""
+        """The MLP of layer `index`: families whose layers differ choose here."""
         return Starcoder2MLP(config, build)
 
 
 class Starcoder2ForCausalLM(LlamaForCausalLM):
-    """See LlamaForCausalLM."""
+    """The Starcoder2 model."""
 
     decoder_layer: ClassVar[type[LlamaDecoderLayer]] = Starcoder2DecoderLayer

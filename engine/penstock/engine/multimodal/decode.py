@@ -7,13 +7,12 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from penstock.prompt.errors import PromptError
+from penstock.prompt.image_size import MAX_ASPECT
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 """Pillow reads many more, whose decoders are less well tested."""
 MAX_PIXELS: Final = 50_000_000
 """A phone's largest photograph: 150 MB in memory."""
-MAX_ASPECT: Final = 200
-"""The longer side over the shorter one: resizing a thinner image to a model's height would take gigabytes."""
 _WHITE: Final = (255, 255, 255, 255)
 
 

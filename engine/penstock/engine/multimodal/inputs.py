@@ -12,6 +12,8 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
     item: PromptItem
     """Where its placeholders lie."""
     pixels: Pixels
+    grid: tuple[int, int] | None = None
+    """Rows and columns of its embeddings, for models whose positions follow them."""
 
     @property
     def end(self) -> int:

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, NamedTuple
 
-from penstock.engine.multimodal.clip import clip_pixels
 from penstock.engine.multimodal.decode import decode_image
 from penstock.engine.multimodal.fetch import Fetcher
 from penstock.engine.multimodal.pixels import Pixels
+from penstock.engine.multimodal.resize import resized
 from penstock.engine.multimodal.settings import ImageSettings
 from penstock.prompt.data_url import SCHEME, read_data_url
 from penstock.prompt.errors import PromptError
@@ -25,6 +25,10 @@ class ReadImage(NamedTuple):
     identifier: str
     """By the content of its file; see `image_name`."""
     pixels: Pixels
+    tokens: int
+    """Embeddings."""
+    grid: tuple[int, int] | None
+    """Their rows and columns; None: all images have as many."""
 
 
 class ImageReader:
@@ -66,5 +70,7 @@ class ImageReader:
 
     def _decode(self, part: ImagePart, fetched: bytes | None) -> ReadImage:
         data = read_data_url(part.url, part.param) if fetched is None else fetched
-        pixels = clip_pixels(decode_image(data, part.param), self._settings.clip)
-        return ReadImage(image_name(data), pixels)
+        pixels = resized(decode_image(data, part.param), self._settings.resize)
+        grid = self._settings.grid(pixels.height, pixels.width)
+        tokens = self._settings.tokens if grid is None else grid[0] * grid[1]
+        return ReadImage(image_name(data), pixels, tokens, grid)

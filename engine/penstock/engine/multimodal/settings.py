@@ -1,6 +1,14 @@
 """How a model's images are prepared, as its checkpoint says. Light to import: every process reads it."""
 
+import math
+from typing import Final
+
 import msgspec
+
+from penstock.prompt.image_size import DynamicSize
+
+_SAMPLE: Final = 256
+"""Embeddings of a sample."""
 
 
 class Normalization(msgspec.Struct, frozen=True):
@@ -11,8 +19,8 @@ class Normalization(msgspec.Struct, frozen=True):
     std: tuple[float, float, float]
 
 
-class ClipSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How an image of any size becomes a square."""
+class ClipSettings(msgspec.Struct, frozen=True, kw_only=True, tag="clip"):
+    """CLIP's: an image becomes a square without what lies outside."""
 
     size: int
     """Pixels of both sides."""
@@ -22,16 +30,54 @@ class ClipSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Pillow's filter."""
 
 
+class SquareSettings(msgspec.Struct, frozen=True, kw_only=True, tag="square"):
+    """An image becomes a square whatever its shape was."""
+
+    size: int
+    """Pixels of both sides."""
+    resample: int
+    """Pillow's filter."""
+
+
+class PatchSettings(msgspec.Struct, frozen=True, kw_only=True, tag="patches"):
+    """An image keeps about its size and shape."""
+
+    size: DynamicSize
+    resample: int
+    """Pillow's filter."""
+
+
 class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a model makes of an image."""
 
     token_id: int
-    """The placeholder in a prompt: a template writes one for an image, and each of its embeddings takes the place of one."""
+    """The placeholder in a prompt: each of an image's embeddings takes the place of one."""
+    begin_id: int | None = None
+    """What a template writes for an image, and a prompt has before the placeholders. None: a template writes the placeholder."""
+    end_id: int | None = None
+    """What a prompt has after the placeholders, where there is a `begin_id`."""
     tokens: int
-    """Embeddings of an image."""
+    """Embeddings of an image, or of the largest where that depends on its size."""
+    two_way: bool = False
+    """Whether the tokens of an image see each other both ways, so that no chunk may cut an image."""
     normalization: Normalization
-    clip: ClipSettings
+    resize: ClipSettings | SquareSettings | PatchSettings
+    """How an image of any size becomes what the tower reads."""
     limit: int = 16
     """Images of a request at most."""
     allowed_domains: tuple[str, ...] = ()
     """Host names from which images are fetched."""
+
+    def grid(self, height: int, width: int) -> tuple[int, int] | None:
+        """Rows and columns of embeddings of an image that has been resized; None: all images have as many."""
+        if not isinstance(self.resize, PatchSettings):
+            return None
+        factor = self.resize.size.factor
+        return height // factor, width // factor
+
+    def sample(self) -> tuple[int, int]:
+        """Height and width of an image that tells what images take: the only size, or one that is quickly read."""
+        if not isinstance(self.resize, PatchSettings):
+            return self.resize.size, self.resize.size
+        side = math.isqrt(min(self.tokens, _SAMPLE)) * self.resize.size.factor
+        return side, side

@@ -37,7 +37,7 @@ class Ring:
 
     @classmethod
     def create(cls, readers: int, size: int = RING_BYTES) -> "Ring":
-        """Anew; ConfigError where there is no memory for it."""
+        """Create a ring. Raises ConfigError if there is too little memory."""
         fd, total = os.memfd_create("penstock-plans"), _LINE * readers + size
         try:
             os.posix_fallocate(fd, 0, total)
@@ -88,7 +88,7 @@ class Writer:
         self._position = 0
 
     def send(self, message: bytes) -> None:
-        """To all readers; raises `OSError` where one is gone."""
+        """Send a message to all readers. Raises `OSError` if one is gone."""
         data, most = memoryview(message), self._ring.size // 2
         for at in range(0, len(data), most):
             part = data[at : at + most]

@@ -11,7 +11,7 @@ from penstock.kernels.cpu.build import library_name
 from penstock.kernels.cpu.isa import choose
 
 Fingerprint = dict[str, str]
-"""By what it is called, in the order in which it is compared."""
+"""Values by name, in the order in which they are compared."""
 
 
 def fingerprint(config: EngineConfig) -> Fingerprint:
@@ -37,7 +37,9 @@ def check_same(ranks: Sequence[Mapping[str, str]]) -> None:
 
 
 def _checkpoint(config: EngineConfig) -> str:
-    """Of its configuration, and of the names and sizes of its weights: reading all of them would take as long as loading."""
+    """Return a digest of the checkpoint: its configuration, and the names and sizes of its weights. Reading all weights would
+    take as long
+    as loading."""
     path = config.model.path
     if not path.is_dir():
         return "none"

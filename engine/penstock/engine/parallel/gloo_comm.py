@@ -29,15 +29,15 @@ class GlooComm:
             raise GroupFailed(f"rank {rank} has not found the other {world - 1} at {meeting}: {error}") from error
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See Comm."""
+        """The sum of every rank's `x`, added in the order of ranks, on all ranks."""
         return add_in_order(self._gathered(x))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """See Comm."""
+        """[n, k] of each rank → [n, ranks · k], in the order of ranks, on all ranks."""
         return torch.cat(self._gathered(x), -1)
 
     def agree(self, value: float) -> float:
-        """See Comm."""
+        """Rank 0's value, on all ranks: what they measure themselves is not the same."""
         return self._gathered(torch.tensor([value], dtype=torch.float64))[0].item()
 
     def check(self) -> None:

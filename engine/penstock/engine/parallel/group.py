@@ -3,6 +3,8 @@
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.engine.models.layers.shard import Stage
+from penstock.engine.parallel.links import LinkEnd
 from penstock.engine.parallel.shared_memory import SharedMemory
 from penstock.kernels.cpu.build import BuildError
 from penstock.kernels.cpu.isa import IsaName
@@ -18,14 +20,33 @@ class Group(NamedTuple):
     """Of a rank that is not alone."""
 
     rank: int
+    """Among the ranks that divide the same layers."""
     world: int
+    """How many these are."""
     memory: SharedMemory
+    """Theirs."""
     meeting: str
     """A URL for gloo, where shared memory cannot be used."""
     timeout: float
     """Seconds that a rank may keep others waiting."""
     isa: IsaName | None = None
     """The CPU's instruction set; None: the best that it has."""
+    stage: Stage = Stage()
+    """Which layers these ranks divide."""
+    before: LinkEnd | None = None
+    """From the pipeline stage before; None: there is none."""
+    after: LinkEnd | None = None
+    """To the next one."""
+
+    @property
+    def number(self) -> int:
+        """The rank's among those of all stages."""
+        return self.stage.rank * self.world + self.rank
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all stages."""
+        return self.stage.world * self.world
 
     def connect(self, ops: "Ops") -> "Comm":
         """The rank's connection to the others, by the compiled operations if there are any."""

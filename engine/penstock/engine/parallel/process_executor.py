@@ -17,20 +17,21 @@ from typing import Any, NoReturn, get_type_hints
 
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.executor import Runner, StepFailed
-from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
+from penstock.engine.core.plan import SampledTokens, SampleInputs, StepPlan, StepResult
 from penstock.engine.environment import computing
 from penstock.engine.parallel import words
 from penstock.engine.parallel.broadcast import Ring, Writer
 from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.parallel.fingerprint import Fingerprint, check_same
 from penstock.engine.parallel.frames import FrameReader, receive_frame, send_frame
+from penstock.engine.parallel.links import Link, LinkEnd
 from penstock.engine.parallel.shared_memory import RankProgress, SharedMemory
 from penstock.engine.parallel.words import Answer, Broken, Call, Hello, Refused, Retired, Sample, StepLost, Submit, WorkerStart
 
 _LISTEN_MS = 100
 """Between two looks at how far the ranks have come."""
 _STACK_S = 0.5
-"""For a rank that hangs to write its stack."""
+"""Seconds for a rank that hangs to write its stack."""
 _LONE_LOSS_S = 5.0
 """Without progress, after which a step that one rank has lost is not lost on the others."""
 _CLOSE_S = 5.0
@@ -39,14 +40,28 @@ log = logging.getLogger(__name__)
 
 
 class _Rank:
-    """One process, as the core sees it."""
+    """One process, as the core sees it.
 
-    def __init__(self, number: int, config: EngineConfig, ring: Ring, memory: SharedMemory) -> None:
-        self.number, self.name = number, f"rank {number}" if memory.world > 1 else "the worker"
+    Args:
+        number: The rank's.
+        config: Of the engine.
+        ring: Where it reads plans.
+        memory: Shared with the ranks of its pipeline stage.
+        before: From the stage before; None: there is none.
+        after: To the next stage; None: there is none.
+    """
+
+    def __init__(
+        self, number: int, config: EngineConfig, ring: Ring, memory: SharedMemory, before: LinkEnd | None, after: LinkEnd | None
+    ) -> None:
+        self.number, self.stage = number, number // memory.world
+        self.name = f"rank {number}" if ring.readers > 1 else "the worker"
+        self.before, self.after = before, after
         self.stream, theirs = socket.socketpair()
         self.beside, theirs_beside = socket.socketpair()
         fds = (theirs.fileno(), theirs_beside.fileno(), ring.fd, memory.fd)
-        command = [sys.executable, "-m", "penstock.engine.parallel.worker", *map(str, fds), str(memory.world)]
+        command = [sys.executable, "-m", "penstock.engine.parallel.worker", *map(str, (*fds, ring.readers, memory.world))]
+        fds += (before or ()) + (after or ())
         with theirs, theirs_beside:
             self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=computing(config))
         self.frames = FrameReader(self.stream)
@@ -82,20 +97,29 @@ class ProcessExecutor:
     """
 
     def __init__(self, config: EngineConfig, runner: str) -> None:
-        world = config.parallel.world
+        world, self._each = config.parallel.world, config.parallel.tensor_parallel_size
         if world > (cores := len(os.sched_getaffinity(0))):
             log.warning("%d ranks share %d cores: each waits for the others' turns", world, cores)
         self._timeout, self._ranks = config.parallel.timeout, list[_Rank]()
-        self._ring, self._memory = Ring.create(world), SharedMemory.create(world)
+        self._ring, stages = Ring.create(world), config.parallel.pipeline_parallel_size
+        self._memories = [SharedMemory.create(self._each) for _ in range(stages)]
+        self._links, self._sampled = [Link() for _ in range(world - self._each)], list[SampledTokens]()
+        """From each rank to the one in its place in the next stage; and what earlier stages have yet to be told."""
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
         self._poll = select.poll()
-        meeting = f"file://{self._folder}/meeting"
         try:
             for number in range(world):
-                rank = _Rank(number, config, self._ring, self._memory)
-                self._ranks.append(rank)
-                self._poll.register(rank.stream, select.POLLIN)
-                start = WorkerStart(config=config, runner=runner, rank=number, world=world, meeting=meeting)
+                rank = self._start(number, config)
+                meeting = f"file://{self._folder}/meeting-{rank.stage}"
+                start = WorkerStart(
+                    config=config,
+                    runner=runner,
+                    rank=number,
+                    world=world,
+                    meeting=meeting,
+                    before=rank.before,
+                    after=rank.after,
+                )
                 send_frame(rank.beside, words.encode(start))
         except BaseException:
             self.close()
@@ -110,18 +134,29 @@ class ProcessExecutor:
             self.close()
             raise
 
+    def _start(self, number: int, config: EngineConfig) -> _Rank:
+        """Start the process of a rank."""
+        each, links = self._each, self._links
+        before = links[number - each].receiver if number >= each else None
+        after = links[number].sender if number < len(links) else None
+        rank = _Rank(number, config, self._ring, self._memories[number // each], before, after)
+        self._ranks.append(rank)
+        self._poll.register(rank.stream, select.POLLIN)
+        return rank
+
     @property
     def pids(self) -> list[int]:
-        """By rank."""
+        """Process ids by rank."""
         return [rank.process.pid for rank in self._ranks]
 
     def progress(self) -> list[RankProgress]:
-        """By rank: the collectives that each has made, and what they took."""
-        return self._memory.progress()
+        """Progress by rank: the number of collectives, and their time."""
+        return [mark for memory in self._memories for mark in memory.progress()]
 
     def submit(self, plan: StepPlan) -> None:
         """Sends the plan to all ranks, at once: the core fills masks while they compute."""
-        self._send(Submit(plan))
+        sampled, self._sampled = self._sampled, []
+        self._send(Submit(plan, sampled))
 
     def sample(self, inputs: SampleInputs) -> None:
         """Sends it to all ranks."""
@@ -142,18 +177,21 @@ class ProcessExecutor:
                 if rank.steps and isinstance(step := rank.steps[0], StepLost) and time.monotonic() - self._moved > _LONE_LOSS_S:
                     self._end(rank, f"{rank.name} alone has lost a step: {step.message}")
         steps = [rank.steps.popleft() for rank in self._ranks]
-        lost = [step for step in steps if isinstance(step, StepLost)]
-        if len(lost) == len(steps):
+        lost = [step for step in steps[-self._each :] if isinstance(step, StepLost)]
+        if len(lost) == self._each:
             raise StepFailed(lost[0].message)
         for rank, step in zip(self._ranks, steps, strict=True):
             if isinstance(step, StepLost):
                 self._end(rank, f"{rank.name} alone has lost a step: {step.message}")
-        first = steps[0]
+        last, first = self._ranks[-self._each :], steps[-self._each]
         assert isinstance(first, Retired) and first.result is not None
-        for rank, step in zip(self._ranks, steps, strict=True):
+        result = first.result
+        for rank, step in zip(last, steps[-self._each :], strict=True):
             if isinstance(step, Retired) and step.digest != first.digest:
-                self._end(rank, f"{rank.name} and rank 0 disagree about the tokens of step {first.result.step_id}")
-        return first.result
+                self._end(rank, f"{rank.name} and {last[0].name} disagree about the tokens of step {result.step_id}")
+        if self._links:
+            self._sampled.append(SampledTokens(result.step_id, result.token_ids, result.counts, result.drafts))
+        return result
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """See Executor. Where some ranks refuse and others do not, the group is ended."""
@@ -163,7 +201,7 @@ class ProcessExecutor:
         return self._answers(method, [rank.answers.popleft() for rank in self._ranks])
 
     def call_beside(self, method: str, *args: Any) -> list[Any]:
-        """See Executor."""
+        """The same at once, beside steps that run, of a method for which that is safe."""
         message, replies = words.encode(Call(method, list(args))), list[Answer | Refused]()
         try:
             for rank in self._ranks:
@@ -219,7 +257,8 @@ class ProcessExecutor:
         if (seen := self.progress()) != self._seen:
             self._seen, self._moved = seen, time.monotonic()
         elif time.monotonic() - self._moved > self._timeout:
-            last = min(waited or self._ranks, key=lambda rank: seen[rank.number])
+            # A stage waits for earlier stages alone.
+            last = min(waited or self._ranks, key=lambda rank: (rank.stage, seen[rank.number]))
             self._show_stack(last)
             self._end(last, f"{last.name} (process {last.process.pid}) hangs: nothing has moved for {self._timeout:g} seconds")
 
@@ -253,7 +292,7 @@ class ProcessExecutor:
         for rank, come in zip(self._ranks, self.progress(), strict=True):
             state = "ended" if rank.process.poll() is not None else "alive"
             log.error("%s: process %d, %s, after %d collectives", rank.name, rank.process.pid, state, come.calls)
-        self._memory.fail(cause.number)
+        self._memories[cause.stage].fail(cause.number % self._each)
         for rank in self._ranks:
             rank.close()
         self._reap(time.monotonic())
@@ -270,5 +309,6 @@ class ProcessExecutor:
 
     def _release(self) -> None:
         self._ring.close()
-        self._memory.close()
+        for shared in (*self._memories, *self._links):
+            shared.close()
         shutil.rmtree(self._folder, ignore_errors=True)

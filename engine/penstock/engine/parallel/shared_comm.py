@@ -51,13 +51,13 @@ class SharedComm:
         return self._view.world
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See Comm."""
+        """The sum of every rank's `x`, added in the order of ranks, on all ranks."""
         out = self._collectives.all_reduce(self._group, x)
         self.check()
         return out
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """See Comm."""
+        """[n, k] of each rank → [n, ranks · k], in the order of ranks, on all ranks."""
         out = self._collectives.all_gather(self._group, x, self.world)
         self.check()
         return out
@@ -79,7 +79,7 @@ class SharedComm:
         return buffer.raw[:size]
 
     def agree(self, value: float) -> float:
-        """See Comm."""
+        """Rank 0's value, on all ranks: what they measure themselves is not the same."""
         return _DOUBLE.unpack(self.broadcast(_DOUBLE.pack(value), 0))[0]
 
     def barrier(self) -> None:

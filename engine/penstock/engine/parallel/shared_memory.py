@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from penstock.engine.config import ConfigError
 
 SLOT_BYTES: Final = 1 << 18
-"""Of a message that travel at once: two such buffers of each rank fit into a core's cache."""
+"""Bytes of a message that travel at once: two such buffers of each rank fit into a core's cache."""
 _LINE: Final = 64
 _PAGE: Final = 4096
 _MARK: Final = struct.Struct("=IIQQ")
@@ -22,7 +22,7 @@ class RankProgress(NamedTuple):
     """How far a rank has come."""
 
     pieces: int
-    """Of messages that it has published; 32 bits, which wrap."""
+    """Pieces of messages that it has published; 32 bits, which wrap."""
     calls: int
     """Collectives that it has begun."""
     seconds: float
@@ -44,7 +44,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, world: int, slot_bytes: int = SLOT_BYTES) -> "SharedMemory":
-        """Anew; ConfigError where there is no memory for it."""
+        """Create the memory. Raises ConfigError if there is too little."""
         size = group_bytes(world, slot_bytes)
         fd = os.memfd_create("penstock-ranks")
         try:
@@ -56,13 +56,19 @@ class SharedMemory:
 
     @property
     def data_offset(self) -> int:
-        """Where the slots begin."""
+        """Offset of the slots."""
         return _data_offset(self.world)
 
     def progress(self) -> list[RankProgress]:
-        """By rank; may be read while they work."""
+        """Return the progress by rank. May be read while they work."""
         marks = (_MARK.unpack_from(self.map, _LINE * (1 + rank)) for rank in range(self.world))
         return [RankProgress(pieces, calls, 1e-9 * ns) for pieces, _, calls, ns in marks]
+
+    def tick(self, rank: int) -> None:
+        """A rank that exchanges nothing says that it has come further."""
+        at = _LINE * (1 + rank)
+        pieces, unused, calls, ns = _MARK.unpack_from(self.map, at)
+        _MARK.pack_into(self.map, at, pieces, unused, calls + 1, ns)
 
     def fail(self, rank: int) -> None:
         """Tells the ranks that one of them has failed; those that wait for it look within milliseconds."""
@@ -76,7 +82,7 @@ class SharedMemory:
 
 
 def group_bytes(world: int, slot_bytes: int = SLOT_BYTES) -> int:
-    """Bytes that so many ranks share."""
+    """Return the bytes that that many ranks share."""
     return _data_offset(world) + 2 * world * slot_bytes
 
 

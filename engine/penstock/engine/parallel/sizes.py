@@ -1,15 +1,16 @@
-"""Which numbers of ranks a model can be divided among. Light to import."""
+"""The numbers of ranks among which a model can be divided. Light to import."""
 
 from typing import Final
 
 from penstock.engine.config import ConfigError
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.layers.shard import Shard
-from penstock.engine.models.registry import full_name
+from penstock.engine.models.layers.shard import Shard, Stage
+from penstock.engine.models.registry import family, full_name, has_lm_head
 
 _FAMILIES: Final = (
     *("Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Gemma", "Gemma2", "Gemma3", "Glm", "Glm4", "Granite", "Llama", "Ministral"),
     *("Mistral", "Olmo2", "Olmo3", "Phi3", "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Starcoder2"),
+    *("DeepseekV2", "DeepseekV3", "Glm4Moe", "GptOss", "KimiK2", "Mixtral", "Qwen2Moe", "Qwen3Moe"),
 )
 DIVIDED: Final = frozenset(f"{family}ForCausalLM" for family in _FAMILIES) | {"LlavaForConditionalGeneration"}
 """Architectures whose every layer is known to give the same on several ranks as on one."""
@@ -21,17 +22,35 @@ def check_sizes(architecture: str, config: DecoderConfig, world: int) -> None:
     if full_name(architecture) not in DIVIDED:
         known = ", ".join(sorted(DIVIDED))
         raise ConfigError(f"--tensor-parallel-size {world}: {architecture} is not divided among ranks so far (divided: {known})")
-    shard = Shard(0, world)
+    if (problem := _problem(config, world)) is not None:
+        fits = [str(size) for size in range(1, config.num_heads + 1) if _problem(config, size) is None]
+        raise ConfigError(f"--tensor-parallel-size {world}: {problem}; possible sizes: {', '.join(fits)}")
+
+
+def check_stages(architecture: str, config: DecoderConfig, stages: int) -> None:
+    """ConfigError where the layers cannot be distributed among so many pipeline stages."""
+    flag = f"--pipeline-parallel-size {stages}"
+    if family(architecture).reads_images:
+        raise ConfigError(f"{flag}: {architecture} reads images, which no stages do so far")
+    if not has_lm_head(architecture):
+        raise ConfigError(f"{flag}: {architecture} embeds, which no stages do so far")
+    try:
+        Stage(0, stages).layers(config.num_layers)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
+def _problem(config: DecoderConfig, world: int) -> str | None:
+    """Say which size does not divide evenly; None: all do."""
+    shard, experts = Shard(0, world), config.experts
     try:
         shard.span(config.num_heads, "num_attention_heads")
         shard.kv_heads(config.num_kv_heads)
-        shard.span(config.intermediate_size, "intermediate_size")
+        if experts is None or not all(experts.layers):
+            shard.span(config.intermediate_size, "intermediate_size")
+        if experts is not None:
+            shard.span(experts.intermediate_size, "moe_intermediate_size")
+            shard.span(experts.shared_size, "the intermediate size of the shared expert,")
     except ValueError as error:
-        fits = [str(size) for size in range(1, config.num_heads + 1) if _divides(config, size)]
-        raise ConfigError(f"--tensor-parallel-size {world}: {error}; possible sizes: {', '.join(fits)}") from None
-
-
-def _divides(config: DecoderConfig, world: int) -> bool:
-    """Whether every layer divides evenly."""
-    kv = config.num_kv_heads
-    return not (config.num_heads % world or config.intermediate_size % world or (kv % world and world % kv))
+        return str(error)
+    return None

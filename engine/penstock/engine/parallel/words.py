@@ -11,7 +11,8 @@ import msgspec
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import plan as columns
-from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult
+from penstock.engine.core.plan import SampledTokens, SampleInputs, StepPlan, StepResult
+from penstock.engine.parallel.links import LinkEnd
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,13 +24,19 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     world: int
     meeting: str
-    """Where ranks find each other that cannot use shared memory."""
+    """Where ranks that cannot use shared memory find each other."""
+    before: LinkEnd | None = None
+    """From the pipeline stage before; None: there is none."""
+    after: LinkEnd | None = None
+    """To the next one."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Apply a plan and run its forward pass."""
 
     plan: StepPlan
+    sampled: list[SampledTokens] = []
+    """Of the steps that have ended since the plan before: what the last pipeline stage tells the others."""
 
 
 class Sample(msgspec.Struct, frozen=True, tag="sample"):
@@ -43,7 +50,7 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
 
     method: str
     arguments: list[Any]
-    """As msgpack has them: the method's annotations say what they are."""
+    """As msgpack has them: the method's annotations give their types."""
 
 
 Order = Submit | Sample | Call
@@ -59,9 +66,9 @@ class Retired(msgspec.Struct, frozen=True, tag="retired"):
     """A step is over."""
 
     digest: bytes
-    """Of what it gave, which must be the same on every rank."""
+    """Digest of its result, which must be the same on every rank."""
     result: StepResult | None
-    """Rank 0's; None: the others'."""
+    """Of the first rank of the last pipeline stage; None: the others'."""
 
 
 class StepLost(msgspec.Struct, frozen=True, tag="step_lost"):
@@ -93,7 +100,7 @@ Reply = Hello | Retired | StepLost | Answer | Refused | Broken
 
 
 def digest_of(result: StepResult) -> bytes:
-    """Of everything that decides how requests go on."""
+    """Return a digest of everything that decides how requests continue."""
     state = hashlib.blake2b(digest_size=8)
     for array in (result.token_ids, result.counts, result.not_finite, result.drafts):
         state.update(b"-" if array is None else array.tobytes())

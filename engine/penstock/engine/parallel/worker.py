@@ -21,6 +21,7 @@ import msgspec
 from penstock.engine.config import ConfigError
 from penstock.engine.core.executor import Pending, Runner, StepFailed
 from penstock.engine.core.plan import StepResult
+from penstock.engine.models.layers.shard import Stage
 from penstock.engine.parallel import words
 from penstock.engine.parallel.broadcast import Ring, messages
 from penstock.engine.parallel.fingerprint import fingerprint
@@ -54,7 +55,9 @@ class Worker:
     """
 
     def __init__(self, start: WorkerStart, memory: SharedMemory | None, replies: socket.socket) -> None:
-        self._rank, self._replies = start.rank, replies
+        self._replies, parallel = replies, start.config.parallel
+        number, rank = divmod(start.rank, parallel.tensor_parallel_size)
+        stage = Stage(number, parallel.pipeline_parallel_size)
         module, _, name = start.runner.partition(":")
         make: Any = getattr(import_module(module), name)
         if memory is None:
@@ -63,15 +66,18 @@ class Worker:
             config = start.config
             # The core knows more: it is to notice first.
             patience = 2 * config.parallel.timeout
-            group = Group(start.rank, start.world, memory, start.meeting, patience, config.cpu_isa)
+            group = Group(rank, memory.world, memory, start.meeting, patience, config.cpu_isa, stage, start.before, start.after)
             self.runner = make(config, group=group)
+        self._stage, self._tells = stage, stage.last and rank == 0
         self._sampled: deque[StepResult | Pending | StepFailed] = deque()
         self._failed: StepFailed | None = None
 
     def obey(self, order: words.Order) -> None:
         """Carries out one order."""
         match order:
-            case Submit(plan):
+            case Submit(plan, sampled):
+                for step in () if self._stage.last else sampled:
+                    self.runner.follow(step)
                 try:
                     self.runner.execute(plan)
                 except StepFailed as error:
@@ -101,14 +107,15 @@ class Worker:
     def _told(self, step: StepResult | StepFailed) -> Reply:
         if isinstance(step, StepFailed):
             return StepLost(str(step))
-        return Retired(words.digest_of(step), step if self._rank == 0 else None)
+        # Earlier stages have no tokens to compare.
+        return Retired(words.digest_of(step) if self._stage.last else b"", step if self._tells else None)
 
     def _reply(self, reply: Reply) -> None:
         send_frame(self._replies, words.encode(reply))
 
 
 def answer(runner: Runner, call: Call) -> Reply:
-    """Calls a method; raises what nobody expects."""
+    """Call a method and return its answer. Unexpected exceptions are raised."""
     method, hints = getattr(runner, call.method), get_type_hints(getattr(Runner, call.method))
     hints.pop("return")
     arguments = [
@@ -127,7 +134,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()  # the core aborts a rank that hangs: its stack is in the log
-    main_fd, beside_fd, ring_fd, memory_fd, world = map(int, sys.argv[1:])
+    main_fd, beside_fd, ring_fd, memory_fd, world, of_stage = map(int, sys.argv[1:])
     bell, beside = socket.socket(fileno=main_fd), socket.socket(fileno=beside_fd)
     first = receive_frame(beside)
     if first is None:
@@ -138,7 +145,7 @@ def main() -> int:
     level = logging.WARNING if start.rank else logging.INFO
     logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s {name}: %(message)s")
     try:
-        worker = Worker(start, SharedMemory(memory_fd, world) if world > 1 else None, bell)
+        worker = Worker(start, SharedMemory(memory_fd, of_stage) if world > 1 else None, bell)
         send_frame(bell, words.encode(Hello(fingerprint(start.config))))
         threading.Thread(target=_beside, args=[worker.runner, beside], name="beside", daemon=True).start()
         orders = messages(Ring(ring_fd, world), start.rank, bell)

@@ -10,13 +10,15 @@ from penstock.engine.config import ConfigError
 from penstock.engine.models.gpt_oss import gpt_oss_name
 from penstock.engine.models.layers.linear_method import LinearMethod, LinearMethodFactory
 from penstock.engine.models.layers.projection import FLOATS, LinearLayer, Projection, TensorSpec
+from penstock.engine.models.llama import KV_SCALE
 from penstock.engine.models.moe import mixtral_name
-from penstock.engine.quant.activations import rounded_inputs
 from penstock.engine.quant.packed import NAME_OF_BIAS, PackedWeight, rows_of
 from penstock.engine.quant.scheme import CheckpointQuantization, WeightScheme
-from penstock.engine.quant.stored import Role, number, stored_tensors
+from penstock.engine.quant.stored import OF_OUTPUTS, Role, number, stored_tensors
+from penstock.kernels.experts.table import PackedLayer
 from penstock.kernels.ops import Ops
 from penstock.kernels.quantized_linear.reference import pair_up
+from penstock.kernels.quantized_linear.rounding import Rounding
 
 log = logging.getLogger(__name__)
 
@@ -37,15 +39,19 @@ class StoredLinearMethod(PackedWeight):
     def __init__(self, layer: LinearLayer, scheme: WeightScheme, ops: Ops) -> None:
         super().__init__(layer, number(scheme), scheme.group, None, not scheme.symmetric, ops)
         self._scheme = scheme
-        self._input_scale, self._input_zero = (None if scheme.activations is None else torch.zeros(1)), None
+        asked = scheme.activations
+        self._rounding = None if asked is None else Rounding(asked.number, asked.dynamic, asked.group, asked.power_of_two)
+        self._input_scale = None if asked is None or asked.dynamic else torch.zeros(1)
+        self._input_zero: torch.Tensor | None = None
+        self._round = ops.rounded_inputs
 
     def tensors(self, projection: Projection) -> Mapping[str, TensorSpec]:
-        """See LinearMethod."""
+        """What a checkpoint must hold for a projection, by name: `weight`, and `bias` or scales beside it."""
         found = {name: stored.spec for name, stored in stored_tensors(self._scheme, projection).items()}
         return found | self.bias_of(projection)
 
     def load(self, projection: Projection, name: str, value: torch.Tensor) -> None:
-        """See LinearMethod."""
+        """Takes one of these, whole, and keeps the rank's part of it."""
         if name == NAME_OF_BIAS:
             self.load_bias(projection, value)
             return
@@ -59,7 +65,8 @@ class StoredLinearMethod(PackedWeight):
             part = stored.decode(value if stored.role == "check" else stored.spec.cut(value, projection))
         except ValueError as error:
             raise ConfigError(f"{tensor} {error}") from None
-        self._keep(stored.role, rows_of(projection), part)
+        ordered = part if stored.role not in OF_OUTPUTS else projection.ordered(part)
+        self._keep(stored.role, rows_of(projection), ordered)
 
     def _keep(self, role: Role, rows: slice, part: torch.Tensor) -> None:
         match role:
@@ -83,10 +90,14 @@ class StoredLinearMethod(PackedWeight):
         raise ConfigError(f"{self._layer.name} is quantized, and tie_word_embeddings is set: it has no weight of its own")
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """See LinearMethod."""
-        if self._scheme.activations is not None:
-            x = rounded_inputs(x, self._scheme.activations, self._input_scale, self._input_zero)
+        """[n, in] → [n, out]; a row's result does not depend on the others."""
+        if self._rounding is not None:
+            x = self._round(x, self._rounding, self._input_scale, self._input_zero)
         return super().apply(x)
+
+    def packed_layer(self) -> PackedLayer:
+        """After `finish`: what a kernel that takes all experts reads."""
+        return PackedLayer(self.weight, self.bias, self._rounding, self._input_scale, self._input_zero)
 
     def _module(self, projection: Projection) -> str:
         return self._layer.modules[self._layer.projections.index(projection)]
@@ -147,3 +158,14 @@ def warn_of_ignored(found: CheckpointQuantization, modules: Iterable[str]) -> No
     unused = [entry for entry in found.ignore if not any(found.ignores(entry, [name]) for name in names)]
     if unused:
         log.warning("config.json: quantization_config leaves out what no layer is called: %s", ", ".join(unused))
+
+
+def warn_of_kv_scales(tensors: Iterable[str]) -> None:
+    """Logs that a KV cache of eight bits leaves the checkpoint's scales for keys and values aside.
+
+    Args:
+        tensors: Names of all that the checkpoint has.
+    """
+    unused = sorted(name for name in tensors if KV_SCALE.search(name))
+    if unused:
+        log.warning("KV cache: its scale is 1.0; %d scales of the checkpoint are not used, such as %s", len(unused), unused[0])

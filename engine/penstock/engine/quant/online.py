@@ -17,9 +17,9 @@ from penstock.kernels.quantized_linear.reference import Number, bits, pair_up, q
 
 log = logging.getLogger(__name__)
 
-KEPT = ("lm_head", "gate", "shared_expert_gate")
+KEPT = ("lm_head", "gate", "shared_expert_gate", "kv_b_proj")
 """Layers that keep the model's dtype, as with other engines. The LM head decides the tokens directly and may share the weight of
-the embedding; routers decide which experts a token gets."""
+the embedding; routers decide which experts a token gets; latent attention takes `kv_b_proj` apart."""
 
 
 class Scheme(NamedTuple):
@@ -58,11 +58,11 @@ class QuantizedLinearMethod(PackedWeight):
         self._scheme = scheme
 
     def tensors(self, projection: Projection) -> Mapping[str, TensorSpec]:
-        """See LinearMethod."""
+        """What a checkpoint must hold for a projection, by name: `weight`, and `bias` or scales beside it."""
         return {"weight": TensorSpec(projection.shape, outputs=Axis(0), inputs=Axis(1))} | self.bias_of(projection)
 
     def load(self, projection: Projection, name: str, value: torch.Tensor) -> None:
-        """See LinearMethod."""
+        """Takes one of these, whole, and keeps the rank's part of it."""
         if name == NAME_OF_BIAS:
             self.load_bias(projection, value)
             return
@@ -70,10 +70,11 @@ class QuantizedLinearMethod(PackedWeight):
         values, scales = quantize(value, bits(scheme.number), scheme.group or value.shape[1], scheme.scale_dtype)
         if not scales.isfinite().all():
             raise ConfigError(f"--quantization: {self._layer.name}: {projection.name}.weight holds a value that is not finite")
-        self._pairs[rows_of(projection)].copy_(pair_up(spec.cut(values, projection), scheme.number))
+        part = projection.ordered(spec.cut(values, projection))
+        self._pairs[rows_of(projection)].copy_(pair_up(part, scheme.number))
         groups = Axis(1, scheme.group) if scheme.group else None
         spec = TensorSpec(tuple(scales.shape), outputs=Axis(0), inputs=groups)
-        self.keep_scales(rows_of(projection), spec.cut(scales, projection))
+        self.keep_scales(rows_of(projection), projection.ordered(spec.cut(scales, projection)))
 
     def tie(self, weight: torch.Tensor) -> None:
         """No layer that may be tied is quantized."""

@@ -4,8 +4,9 @@ import torch
 
 from penstock.engine.models.layers.linear_method import CPU
 from penstock.engine.models.layers.projection import Axis, LinearLayer, Projection, TensorSpec
+from penstock.kernels.experts.table import PackedLayer
 from penstock.kernels.ops import Ops
-from penstock.kernels.quantized_linear.reference import Number, bits, pack_quantized
+from penstock.kernels.quantized_linear.reference import Number, bits, dequantized, pack_quantized
 
 NAME_OF_BIAS = "bias"
 
@@ -44,7 +45,8 @@ class PackedWeight:
     def load_bias(self, projection: Projection, value: torch.Tensor) -> None:
         """Takes a projection's bias."""
         assert self.bias is not None, "the layer has no bias"
-        self.bias[rows_of(projection)].copy_(self.bias_of(projection)[NAME_OF_BIAS].cut(value, projection))
+        part = self.bias_of(projection)[NAME_OF_BIAS].cut(value, projection)
+        self.bias[rows_of(projection)].copy_(projection.ordered(part))
 
     def keep_scales(self, rows: slice, scales: torch.Tensor) -> None:
         """Takes the scales of some outputs, [rows, groups], in a dtype that all of them fit."""
@@ -58,6 +60,17 @@ class PackedWeight:
         inputs = self._layer.in_features
         self.weight = pack_quantized(self._pairs, self._scales, self._zeros, self._number, self._group, inputs)
         del self._pairs, self._scales, self._zeros
+
+    def packed_layer(self) -> PackedLayer:
+        """After `finish`: what a kernel that takes all experts reads."""
+        return PackedLayer(self.weight, self.bias)
+
+    def widened(self) -> torch.Tensor:
+        """In place of `finish`: the weight [out, in] in the layer's dtype. The method keeps nothing."""
+        self.finish()
+        wide = dequantized(self.weight).to(self._layer.dtype)
+        del self.weight
+        return wide
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """[n, in] → [n, out]; a row's result does not depend on the others."""

@@ -25,6 +25,8 @@ class ActivationScheme(msgspec.Struct, frozen=True, kw_only=True):
     group: int | None = None
     """Inputs of a token that share a scale; None: all."""
     symmetric: bool = True
+    power_of_two: bool = False
+    """Whether a dynamic scale is the next power of two, as DeepSeek V3.1 has it (`scale_fmt: ue8m0`)."""
 
 
 class WeightScheme(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,8 +71,6 @@ class CheckpointQuantization(msgspec.Struct, frozen=True, kw_only=True):
     """Modules that keep the model's dtype."""
     ignore_anywhere: bool = False
     """Whether a module is ignored that has one of them anywhere in its name."""
-    kv_scales: bool = False
-    """Whether there are scales for keys and values."""
 
     def scheme(self, names: Sequence[str]) -> WeightScheme | None:
         """Returns how a projection's weight is stored; None: in the model's dtype.

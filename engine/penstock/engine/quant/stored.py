@@ -15,6 +15,8 @@ from penstock.engine.quant.scheme import WeightScheme
 from penstock.kernels.quantized_linear.reference import Number
 
 Role = Literal["values", "scales", "zeros", "input_scale", "input_zero", "check"]
+OF_OUTPUTS: tuple[Role, ...] = ("values", "scales", "zeros")
+"""What each output has of its own."""
 INT32 = (torch.int32,)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column of each four bits of a word, the lowest first."""

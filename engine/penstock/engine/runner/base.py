@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -23,9 +24,11 @@ from penstock.engine.connectors.host_pages import HostPages
 from penstock.engine.connectors.moves import Move, Moved, PageFile
 from penstock.engine.connectors.namespace import Namespace, weights_digest
 from penstock.engine.connectors.page_files import PageFiles
+from penstock.engine.connectors.transfer.agent import Agent
+from penstock.engine.connectors.transfer.words import Errand, News
 from penstock.engine.core.executor import AdapterRead
-from penstock.engine.core.plan import NONE, Admission, Bool, GraphReport, Int32, StepPlan, StepResult, empty
-from penstock.engine.loading.checkpoint import packed_modules, resolve
+from penstock.engine.core.plan import NONE, Admission, Bool, GraphReport, Int32, SampledTokens, StepPlan, StepResult, empty
+from penstock.engine.loading.checkpoint import packed_modules, resolve, tensor_dtypes
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.loading.loader import Source, check, fill
 from penstock.engine.loading.pooling import read_pooling
@@ -38,20 +41,23 @@ from penstock.engine.models.heads import draft_head
 from penstock.engine.models.kv import kv_layers
 from penstock.engine.models.layers.comm import Comm, OneRank
 from penstock.engine.models.layers.linear_method import CPU, LinearMethodFactory, linear_method
-from penstock.engine.models.layers.shard import Shard
+from penstock.engine.models.layers.shard import Shard, Stage
 from penstock.engine.models.model import Model
 from penstock.engine.models.registry import model_class
+from penstock.engine.multimodal.settings import ImageSettings
 from penstock.engine.parallel.group import Group
-from penstock.engine.quant.checkpoint import stored, warn_of_ignored
+from penstock.engine.quant.checkpoint import stored, warn_of_ignored, warn_of_kv_scales
 from penstock.engine.quant.online import quantized
 from penstock.engine.quant.parse.config import parse_quantization
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.not_finite import NotFinite
 from penstock.engine.runner.profile import RunnerProfile
 from penstock.engine.runner.prompt_logprobs import PromptRows
+from penstock.engine.runner.requests import Requests
+from penstock.engine.runner.sampler.custom import load_processors
 from penstock.engine.runner.sampler.sampler import Sampler
-from penstock.engine.runner.sampler.scores import PromptParts, score_prompts
-from penstock.engine.runner.turns import Launched, Runtime, Sampled, Turns
+from penstock.engine.runner.sampler.scores import score_prompts
+from penstock.engine.runner.turns import Forward, Runtime, Sampled, Step, Turns
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.checkpoint import DraftCheckpoint
 from penstock.kernels.ops import Ops
@@ -65,12 +71,20 @@ _COSTLY = SamplingParams(
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-class RunnerBase(Turns[Runtime, Launched, Sampled]):
+def _seen_as(images: ImageSettings | None) -> str:
+    """How images are prepared, in the words of `PageIdentity`."""
+    return "" if images is None else msgspec.json.encode((images.resize, images.normalization)).decode()
+
+
+class RunnerBase(Turns[Runtime, Step, Sampled]):
     """Weights, KV cache and rows of one rank.
 
     In order: `load`, `profile_memory`, `initialize_kv_cache`, `warm_up`; then `execute` and `sample` in turn. One thread at a
     time.
     """
+
+    sampler: Sampler
+    """Of the same rows."""
 
     def __init__(self, config: EngineConfig, runtime: Runtime, group: Group | None = None) -> None:
         super().__init__(runtime)
@@ -78,12 +92,14 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
         self._group = group
         self._comm: Comm = OneRank()
         self._shard = Shard() if group is None else Shard(group.rank, group.world)
+        self._stage = Stage() if group is None else group.stage
         self.decoder_config = parse_decoder_config(read_object(config.model.path / "config.json"))
         self._dtype = _DTYPES[config.model.dtype]
         self._profile: RunnerProfile | None = None
         self._host_pages: HostPages | None = None
         self._page_files: PageFiles | None = None
         self._moved: dict[int, Moved] = {}
+        self._agent: Agent | None = None
         self._thread: int | None = None
         heads, model = self._shard.kv_heads(self.decoder_config.num_kv_heads).size, config.model
         kv_dtype = model.kv_dtype or model.dtype
@@ -92,8 +108,11 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
         if self._drafter is not None:
             whole = self._drafter.config.num_kv_heads
             self._kv_layers += kv_layers(self._drafter.config, whole, kv_dtype, model.max_model_len)
-        self._layout = kv_layout(self._kv_layers, config.cache.block_size)
-        self._layer_groups = self._layout.layer_groups
+        whole = kv_layout(self._kv_layers, config.cache.block_size)
+        self._layer_groups = whole.layer_groups
+        # A draft model is in no stage of a pipeline.
+        is_whole = self._stage.world == 1
+        self._layout = whole if is_whole else whole.part(self._stage.layers(self.decoder_config.num_layers))
         self._lora = self._make_lora()
 
     # --- what differs ---
@@ -116,11 +135,31 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
     def _run(self, plan: StepPlan) -> StepResult:
         """A step from its plan to its result."""
 
-    @abstractmethod
     def _reset(self) -> None:
         """No row has a request."""
         self._lora.reset()
         self._not_finite = NotFinite(self.runtime, self.config.scheduler.max_num_seqs)
+        self._requests = self._new_requests()
+
+    def _new_requests(self) -> Requests:
+        scheduler, model = self.config.scheduler, self.config.model
+        most, vocab_size = scheduler.max_num_seqs, self.decoder_config.vocab_size
+        processors = load_processors(model.logits_processors, self.runtime, most, vocab_size)
+        return Requests(
+            most,
+            model.max_model_len,
+            self._layout.groups,
+            vocab_size,
+            self.runtime,
+            self.sampler,
+            self._device_tokens(),
+            self.config.logprobs_mode,
+            processors,
+        )
+
+    def _device_tokens(self) -> torch.Tensor | None:
+        """[at least rows, max_model_len]: where the device has the rows' tokens; None: where the host has them."""
+        return None
 
     def _uploader(self) -> Uploader | None:
         """The device where the model is; None: in the host's memory."""
@@ -143,7 +182,7 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
         self.attention = self._choose_attention(self.decoder_config)
         ops = self._make_ops()
         self.ops = self.attention.bind(ops)
-        if self._group is not None:
+        if self._group is not None and self._group.world > 1:
             self._comm = self._group.connect(self.ops)
         self._plain_method = linear_method(self._dtype, self.ops, self.config.threads, self._device)
         method = quantized(self._plain_method, self.config.model.quantization, self.ops, self.config.threads)
@@ -151,6 +190,8 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
         self._adopt(self._new_model())
         if (found := self.config.model.stored_quantization) is not None:
             warn_of_ignored(found, {name.rpartition(".")[0] for name in self.model.weights()})
+        if self.config.model.kv_dtype == "fp8_e4m3" and self.config.model.load_format != "dummy":
+            warn_of_kv_scales(tensor_dtypes(self.config.model.path))
         self._fill(Source(self.config.model.path, self.config.model.load_format))
         if self._drafter is not None:
             self.draft_ops = self._choose_attention(self._drafter.config).bind(ops)
@@ -204,6 +245,10 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
             max_model_len=self.config.model.max_model_len,
         )
 
+    def follow(self, sampled: SampledTokens) -> None:
+        """See Runner: only stages of a pipeline are asked, which run on a CPU."""
+        raise RuntimeError(f"step {sampled.step_id} was sampled elsewhere, and this is no earlier stage of a pipeline")
+
     def kernels(self) -> str:
         """Which form of the model's operations runs."""
         return self.ops.form
@@ -254,6 +299,7 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
             max_model_len=self.config.model.max_model_len,
             shard=self._shard,
             comm=self._comm,
+            stage=self._stage,
             device=self._device,
             lm_head=self.config.model.pooling is None,
             plain_method=self._plain_method,
@@ -307,7 +353,8 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
         if profile is None:
             raise RuntimeError("no profile was started")
         try:
-            return str(profile.end(folder, f"-rank{self._shard.rank}" if self._shard.rank else ""))
+            number = 0 if self._group is None else self._group.number
+            return str(profile.end(folder, f"-rank{number}" if number else ""))
         finally:
             # A second of steps is tens of megabytes, in cycles that no collection would find for long.
             del profile
@@ -363,6 +410,7 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
                 quantization=model.quantization or "",
                 kv_dtypes=kv_dtypes(self._kv_layers),
                 scales="",
+                images=_seen_as(model.images),
             ),
             geometry=PageGeometry(
                 layers=tuple(self._kv_layers), layout=self._layout, rank=self._shard.rank, world=self._shard.world
@@ -381,6 +429,26 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
         moved, self._moved = self._moved, {}
         return moved if self._page_files is None else moved | self._page_files.take()
 
+    def open_transfer(self) -> str:
+        """Begins to lend and read pages of these weights; returns their fingerprint on this rank."""
+        assert self.config.transfer is not None and self._host_pages is not None, "there is nothing to transfer"
+        name = self._namespace().name
+        if self._agent is None:
+            self._agent = Agent(self.config.transfer, name, self._host_pages.slots, self._shard.rank)
+        else:
+            self._agent.rename(name)
+        return name
+
+    def run_errands(self, errands: list[Errand]) -> None:
+        """Does what is asked about pages at other replicas."""
+        assert self._agent is not None, "no pages are lent or read"
+        self._agent.run(errands)
+
+    def take_news(self) -> News:
+        """What has become of pages at other replicas since the last call."""
+        assert self._agent is not None, "no pages are lent or read"
+        return self._agent.take()
+
     def _transfer(self, plan: StepPlan) -> tuple[float, float]:
         """Copies what the plan says, before its rows run; the seconds that stores and loads took."""
         if plan.transfers is None:
@@ -397,25 +465,19 @@ class RunnerBase(Turns[Runtime, Launched, Sampled]):
 
     # --- a step ---
 
-    def _score(
-        self, sampler: Sampler, hidden: torch.Tensor, logits_indices: torch.Tensor | None, asked: PromptRows | None
-    ) -> tuple[torch.Tensor | None, PromptParts | None]:
+    def _score(self, hidden: torch.Tensor, logits_indices: torch.Tensor | None, asked: PromptRows | None) -> Forward:
         """What a step needs of its hidden states.
 
         Args:
-            sampler: Of the runner.
             hidden: [n, hidden]: of the step's tokens.
             logits_indices: [m]: the tokens whose logits the sampler needs; None: no row samples.
             asked: The prompt tokens to score; None: there are none.
-
-        Returns:
-            The logits, [m, vocab], and the scores of the prompt tokens.
         """
         compute, prompts = self.model.compute_logits, None
         logits = None if logits_indices is None else compute(hidden.index_select(0, logits_indices))
         if asked is not None:
-            prompts = score_prompts(self.runtime, sampler, compute, hidden, asked, self.config.logprobs_mode)
-        return logits, prompts
+            prompts = score_prompts(self.runtime, self.sampler, compute, hidden, asked, self.config.logprobs_mode)
+        return Forward(logits, prompts)
 
     # --- steps in the null block ---
 

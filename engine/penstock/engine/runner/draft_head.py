@@ -13,7 +13,7 @@ import torch
 
 from penstock.engine.attention.context import AttentionContext, ForwardContext
 from penstock.engine.cache.layout import KVGroup
-from penstock.engine.core.plan import NONE, Bool, Int32
+from penstock.engine.core.plan import Bool, Int32
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.models.draft_head import DraftHead
 from penstock.engine.models.model import Model
@@ -38,7 +38,7 @@ class TappedModel:
         self.compute_logits = model.compute_logits
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
-        """See Model."""
+        """Hidden states after the final norm, of the last stage."""
         aux = dict.fromkeys(self._aux_layers, input_ids)  # whose values the model replaces
         hidden = self._model.forward(input_ids, positions, ctx, aux=aux)
         states = torch.cat([aux[layer] for layer in self._aux_layers], dim=-1) if aux else hidden
@@ -54,7 +54,7 @@ class _Pass:
         self.compute_logits = head.compute_logits
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
-        """See DraftHead."""
+        """One pass."""
         count = len(input_ids)
         states = self._source[:count]
         hidden, recycled = self._head.forward(input_ids, self._head.combine(states) if self._combines else states, positions, ctx)
@@ -78,7 +78,7 @@ class _Bound(NamedTuple):
     later: _Runs
     """Reads a draft of each row."""
     vocabulary: torch.Tensor | None
-    """See `DraftHead`."""
+    """The draft vocabulary, as in `DraftHead`."""
 
 
 class HeadProposer(Proposer):
@@ -165,7 +165,7 @@ class HeadProposer(Proposer):
         for place in range(1, most):
             at = np.minimum(ends + np.int32(place - 1), self._max_model_len - 1)
             placed = self._arrays.place(table, rows, at, np.ones(len(rows), np.int32))
-            step = self._arrays.inputs(placed, found, np.arange(len(rows), dtype=np.int32), NONE, NONE)
+            step = self._arrays.inputs(placed, found, np.arange(len(rows), dtype=np.int32))
             found = self._choose(self._logits(self._bound.later, step), rows, ends + np.int32(1 + place), place)
             drafts[:, place] = np.where(place <= has_room, found, -1)
         return drafts

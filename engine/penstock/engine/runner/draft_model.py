@@ -79,7 +79,7 @@ class DraftModel(Proposer):
         self._bound = None
 
     def begins(self, row: int, num_computed: int) -> None:
-        """See Proposer."""
+        """Takes in that a request has come to a row, and how many of its tokens the KV cache holds already."""
         self._computed[row] = num_computed
         self._written[row] = 0
 
@@ -105,7 +105,7 @@ class DraftModel(Proposer):
         proposed[:, 0] = found
         for place in range(1, most):
             placed = self._arrays.place(table, rows, ends + np.int32(place - 1), np.ones(len(rows), np.int32))
-            step = self._arrays.inputs(placed, found, np.arange(len(rows), dtype=np.int32), NONE, NONE)
+            step = self._arrays.inputs(placed, found, np.arange(len(rows), dtype=np.int32))
             logits = self._logits(step)
             proposed[:, place] = found = self._sampler.choose(logits, rows, ends + np.int32(place), place)
         self._drafts[rows], self._written[rows] = proposed, most - 1

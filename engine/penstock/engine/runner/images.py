@@ -1,7 +1,9 @@
 """Embeddings of images, and the rows whose prompts hold them. Changes only by what a plan says."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from penstock.engine.core.plan import Int32, StepPlan, ints
@@ -9,15 +11,28 @@ from penstock.engine.multimodal.pixels import Pixels
 from penstock.prompt.hashing import PromptItem
 
 
+class _Part(NamedTuple):
+    """What a step's tokens have of an image."""
+
+    at: int
+    """Index of the row in the plan."""
+    item: PromptItem
+    offset: int
+    """First embedding that the step needs."""
+    place: slice
+    """Where they go among the step's tokens."""
+
+
 class Images:
     """What a rank keeps of images.
 
     Args:
         encode: Makes an image's embeddings, [tokens, hidden].
+        two_way: Whether the tokens of an image see each other both ways.
     """
 
-    def __init__(self, encode: Callable[[Pixels], torch.Tensor]) -> None:
-        self._encode = encode
+    def __init__(self, encode: Callable[[Pixels], torch.Tensor], *, two_way: bool) -> None:
+        self._encode, self._two_way = encode, two_way
         self._embeddings: dict[str, torch.Tensor] = {}
         self._items: dict[int, tuple[PromptItem, ...]] = {}
 
@@ -55,24 +70,47 @@ class Images:
         Returns:
             [n, hidden], or None where no token is an image's; and why rows, as indexes into the plan's, cannot be computed.
         """
+        merged, failed = None, dict[int, str]()
+        for at, item, offset, place in self._parts(plan, starts):
+            found = self._embeddings.get(item.identifier)
+            if found is None or len(found) != item.length:
+                there = "none are there" if found is None else f"it has {len(found)}"
+                failed[at] = f"the image at token {item.start} needs {item.length} embeddings, and {there}"
+                continue
+            merged = embed() if merged is None else merged
+            merged[place] = found[offset : offset + place.stop - place.start]
+        return merged, failed
+
+    def ends(self, plan: StepPlan, starts: Int32) -> Int32 | None:
+        """The position after the last token that each of the step's tokens sees.
+
+        Args:
+            plan: The step's.
+            starts: [r]: the position of each row's first token.
+
+        Returns:
+            [n], or None where each sees up to itself.
+        """
+        ends = None
+        for at, item, offset, place in self._parts(plan, starts) if self._two_way else ():
+            if ends is None:
+                counts = plan.num_new_tokens
+                ends = np.arange(1, counts.sum() + 1, dtype=np.int32)
+                ends += np.repeat(starts + counts - np.cumsum(counts), counts)
+            assert offset + place.stop - place.start == item.length, f"a chunk of row {at} cuts the image at {item.start}"
+            ends[place] = item.start + item.length
+        return ends
+
+    def _parts(self, plan: StepPlan, starts: Int32) -> Iterator[_Part]:
         if not self._items:
-            return None, {}
-        merged, failed, first = None, dict[int, str](), 0
+            return
+        first = 0
         for at, (row, start, count) in enumerate(zip(ints(plan.rows), ints(starts), ints(plan.num_new_tokens), strict=True)):
             for item in self._items.get(row, ()):
                 begin, end = max(item.start, start), min(item.start + item.length, start + count)
-                if begin >= end:
-                    continue
-                found = self._embeddings.get(item.identifier)
-                if found is None or len(found) != item.length:
-                    there = "none are there" if found is None else f"it has {len(found)}"
-                    failed[at] = f"the image at token {item.start} needs {item.length} embeddings, and {there}"
-                    continue
-                merged = embed() if merged is None else merged
-                place = first + begin - start
-                merged[place : place + end - begin] = found[begin - item.start : end - item.start]
+                if begin < end:
+                    yield _Part(at, item, begin - item.start, slice(first + begin - start, first + end - start))
             first += count
-        return merged, failed
 
     def forget(self) -> None:
         """Drops all embeddings."""

@@ -1,4 +1,4 @@
-"""The rows that the runner holds between steps, and the tensors of a step derived from them."""
+"""The tensors of a step on a CPU, derived from its plan and the rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,18 +9,10 @@ import torch
 
 from penstock.engine.attention.context import GroupInputs
 from penstock.engine.cache.layout import KVGroup
-from penstock.engine.config import LogprobsMode
 from penstock.engine.core.plan import NONE, Int32, StepPlan
 from penstock.engine.core.row_table import RowTable
-from penstock.engine.runner.device.runtime import Copies
-from penstock.engine.runner.requests import Requests
-from penstock.engine.runner.sampler.choice import Choosing
-from penstock.engine.runner.sampler.custom import GuardedProcessor
-from penstock.engine.runner.sampler.logits_rows import LogitsRows
-from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.runner.verification import choices
 from penstock.kernels.paged_attention.batch import PagedBatch
-from penstock.kernels.sampling.ops import CPU
 
 MAX_TAPED_TOKENS = 64
 """Tokens of a step from a tape at most: the arithmetic of more takes far longer than what a tape saves."""
@@ -42,8 +34,6 @@ class StepInputs:
     """Where all rows have as many, and all together no more than MAX_TAPED_TOKENS; else None."""
     sampled_rows: Int32
     """[m]: indexes into the plan's rows, a row with drafts as often as it has logits."""
-    sampled_positions: Int32
-    """[m]: where in its request each sampled token belongs."""
 
 
 class Placed(NamedTuple):
@@ -60,7 +50,7 @@ class Placed(NamedTuple):
     groups: list[GroupInputs]
     """Per KV group."""
     tokens_a_row: int | None
-    """See `StepInputs`."""
+    """Tokens of each row, if all rows have equally many, as in `StepInputs`."""
 
 
 class StepArrays:
@@ -77,7 +67,7 @@ class StepArrays:
     def __init__(
         self, max_num_tokens: int, max_num_seqs: int, max_model_len: int, groups: Sequence[KVGroup], max_logits_rows: int
     ) -> None:
-        self.max_logits_rows, self._groups = max_logits_rows, groups
+        self._groups = groups
         self._input_ids, self._positions = np.zeros(max_num_tokens, np.int64), np.zeros(max_num_tokens, np.int64)
         self._slots = [np.zeros(max_num_tokens, np.int64) for _ in groups]
         self._tables = [np.zeros((max_num_seqs, -(-max_model_len // group.block_size)), np.int32) for group in groups]
@@ -121,9 +111,7 @@ class StepArrays:
             groups.append(GroupInputs(torch.from_numpy(slots), PagedBatch(size, query_start_loc, seq_lens, place, group.window)))
         return Placed(query_start_loc, seq_lens, token_rows, positions, groups, each if uniform else None)
 
-    def inputs(
-        self, placed: Placed, token_ids: Int32, logits_indices: Int32, sampled_rows: Int32 = NONE, sampled_positions: Int32 = NONE
-    ) -> StepInputs:
+    def inputs(self, placed: Placed, token_ids: Int32, logits_indices: Int32, sampled_rows: Int32 = NONE) -> StepInputs:
         """The step of tokens that have been placed; see `StepInputs`."""
         total, logits = len(placed.positions), len(logits_indices)
         self._input_ids[:total], self._positions[:total] = token_ids, placed.positions
@@ -135,87 +123,26 @@ class StepArrays:
             logits_indices=torch.from_numpy(self._logits_indices[:logits]),
             tokens_a_row=placed.tokens_a_row,
             sampled_rows=sampled_rows,
-            sampled_positions=sampled_positions,
         )
+
+    def of_plan(self, plan: StepPlan, table: RowTable, starts: Int32) -> StepInputs:
+        """A plan's step.
+
+        Args:
+            plan: With its drafts in the table.
+            table: To which it has been applied.
+            starts: [r]: as `RowTable.apply` returns them.
+        """
+        placed = self.place(table, plan.rows, starts, plan.num_new_tokens)
+        sampled = plan.samples.nonzero()[0].astype(np.int32)
+        ends = placed.query_start_loc[1:][sampled]
+        if len(plan.num_drafts):
+            sampled, back = choices(plan)
+            ends = (placed.query_start_loc[1:][sampled] - back).astype(np.int32)
+        return self.inputs(placed, table.token_ids[placed.token_rows, placed.positions], ends - 1, sampled)
 
     def _starts_of(self, tokens: int) -> Int32:
         """[max_num_seqs + 1]: where the tokens of rows begin that have so many each."""
         if tokens not in self._starts:
             self._starts[tokens] = self._places * np.int32(tokens)
         return self._starts[tokens]
-
-
-class InputBatch(Requests):
-    """Requests whose steps' inputs are derived on the host.
-
-    Args:
-        max_num_seqs: Rows.
-        max_model_len: Tokens of a row at most.
-        groups: The KV groups.
-        arrays: Of the same numbers.
-        vocab_size: Tokens are checked against it at admission.
-        copies: To the device.
-        mode: What logprobs are of.
-        processors: Logits processors of one's own.
-    """
-
-    def __init__(
-        self,
-        max_num_seqs: int,
-        max_model_len: int,
-        groups: Sequence[KVGroup],
-        arrays: StepArrays,
-        vocab_size: int,
-        copies: Copies,
-        mode: LogprobsMode = "raw_logprobs",
-        processors: Sequence[GuardedProcessor] = (),
-    ) -> None:
-        sampler = Sampler(max_num_seqs, arrays.max_logits_rows, vocab_size, copies.device, CPU)
-        super().__init__(max_num_seqs, max_model_len, groups, vocab_size, copies, sampler, None, mode, processors)
-        self._max_model_len, self._arrays = max_model_len, arrays
-
-    def apply(self, plan: StepPlan, drafts: Int32 | None = None) -> StepInputs:
-        """Takes in a plan and returns its step.
-
-        Args:
-            plan: The plan.
-            drafts: [r, K]: of its rows, -1 pads; None: it has none.
-        """
-        starts = self.take_in(plan)
-        if drafts is not None:
-            self.write_drafts(plan, starts, drafts)
-        if plan.admissions:
-            rows, words = self.sampler.take_changes()
-            self.sampler.params.numpy()[rows] = words
-        return self._inputs(plan, starts)
-
-    def choosing(self, plan: StepPlan, inputs: StepInputs) -> Choosing:
-        """The step's m rows of logits, all of which count."""
-        rows = plan.rows[inputs.sampled_rows]
-        return Choosing(np.arange(len(rows)), inputs.sampled_rows, self.logits_rows(rows, inputs.sampled_positions))
-
-    def write_sampled(self, rows: LogitsRows, token_ids: Int32) -> None:
-        """Puts sampled tokens, [m], where the next step finds them."""
-        # A row whose context is full may sample once more before anybody knows that it ended; that token has no place.
-        fits = rows.positions < self._max_model_len
-        if np.count_nonzero(fits) == len(fits):
-            self.rows.write_sampled(rows.request_rows, rows.positions, token_ids)
-        else:
-            self.rows.write_sampled(rows.request_rows[fits], rows.positions[fits], token_ids[fits])
-
-    def _inputs(self, plan: StepPlan, starts: Int32) -> StepInputs:
-        arrays, table = self._arrays, self.rows
-        placed = arrays.place(table, plan.rows, starts, plan.num_new_tokens)
-        sampled = plan.samples.nonzero()[0].astype(np.int32)
-        ends, back = placed.query_start_loc[1:][sampled], None
-        if len(plan.num_drafts):
-            sampled, back = choices(plan)
-            ends = (placed.query_start_loc[1:][sampled] - back).astype(np.int32)
-        at = placed.seq_lens[sampled]
-        return arrays.inputs(
-            placed,
-            table.token_ids[placed.token_rows, placed.positions],
-            ends - 1,
-            sampled_rows=sampled,
-            sampled_positions=at if back is None else (at - back).astype(np.int32),
-        )

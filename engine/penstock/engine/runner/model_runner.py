@@ -1,10 +1,13 @@
 """Runs the model on one rank on a CPU: what the scheduler plans, the runner executes."""
 
+import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -13,65 +16,65 @@ import torch
 from penstock.engine.attention.context import ForwardContext
 from penstock.engine.config import EngineConfig, SpeculativeConfig
 from penstock.engine.core.memory import Memory, measure_memory
-from penstock.engine.core.plan import Admission, Int32, SampleInputs, StepPlan, StepResult
+from penstock.engine.core.plan import NONE, Admission, Int32, SampledTokens, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS
 from penstock.engine.models.draft_head import DraftHead
+from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.model import Model, VisionModel
 from penstock.engine.multimodal.normalization import normalized
 from penstock.engine.multimodal.pixels import Pixels
 from penstock.engine.parallel.group import Group
+from penstock.engine.parallel.relay import Relay
 from penstock.engine.runner.base import RunnerBase
 from penstock.engine.runner.device.host import HostRuntime
 from penstock.engine.runner.draft_head import HeadProposer, TappedModel
 from penstock.engine.runner.draft_model import DraftModel
 from penstock.engine.runner.draft_sampler import DraftSampler
+from penstock.engine.runner.follower import Follower
 from penstock.engine.runner.host_memory import return_free_memory
+from penstock.engine.runner.host_step import HostStep
+from penstock.engine.runner.image_positions import ImagePositions
 from penstock.engine.runner.images import Images
-from penstock.engine.runner.input_batch import InputBatch, StepArrays, StepInputs
+from penstock.engine.runner.input_batch import StepArrays
 from penstock.engine.runner.memory_profile import PeakMemory, peak_activation_bytes
-from penstock.engine.runner.not_finite import Again, Suspect
 from penstock.engine.runner.own_drafts import OwnDrafts, measure_steps
 from penstock.engine.runner.pending import PendingStep
-from penstock.engine.runner.pooling import PooledStep, Pooler
-from penstock.engine.runner.prompt_logprobs import prompt_rows
-from penstock.engine.runner.sampler.custom import load_processors
-from penstock.engine.runner.sampler.scores import PromptParts, pairs
+from penstock.engine.runner.pooling import Pooler
+from penstock.engine.runner.prompt_logprobs import PromptRows
+from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.runner.step_tapes import StepTapes
-from penstock.engine.runner.verification import planned_drafts, verify
+from penstock.engine.runner.turns import Forward, Launched
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.lookup import lookup_proposer
 from penstock.engine.spec.proposer import Proposer
 from penstock.kernels.ops import Ops, ops_for
-from penstock.kernels.sampling.buffers import RESULT, Column
+from penstock.kernels.prepare_kv.reference import Rotary
+from penstock.kernels.sampling.ops import CPU
 
 log = logging.getLogger(__name__)
 
-_NOTHING_SAMPLED = np.zeros((0, RESULT), np.int32)
+
+@dataclass(frozen=True)
+class TickingContext(ForwardContext):
+    """Of a rank that divides no layer with others: it says at each layer that it has come further."""
+
+    tick: Callable[[], None]
+
+    def attend(
+        self,
+        layer: Attention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: Rotary,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Writes the step's keys and values, then attends."""
+        self.tick()
+        return super().attend(layer, q, k, v, rotary, out)
 
 
-class ExecuteState(NamedTuple):
-    """What `execute` leaves for `sample`."""
-
-    plan: StepPlan
-    inputs: StepInputs
-    suspect: Suspect
-    logits: torch.Tensor | None
-    """[m, vocab], float32; None: no row samples."""
-    prompts: PromptParts | None
-    """Of prompt tokens that requests want scored."""
-    pooled: PooledStep | None = None
-    """None: the engine generates."""
-    drafts: Int32 | None = None
-    """[r, K]: as of `planned_drafts`; None: the step has none."""
-    transfer_s: tuple[float, float] = (0.0, 0.0)
-    """Seconds that stores and loads of pages took."""
-    failed: dict[int, str] = {}  # noqa: RUF012 - of a tuple, and nobody writes to it
-    """Index into the plan's rows → why that row's images cannot be computed."""
-    encoder_s: float = 0.0
-    """Seconds that the plan's images took."""
-
-
-class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
+class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
     """Of a CPU: each step is over when `sample` returns."""
 
     def __init__(self, config: EngineConfig, group: Group | None = None) -> None:
@@ -82,16 +85,32 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
         scheduler, longest, groups = config.scheduler, config.model.max_model_len, self._layout.groups
         most = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
         drafts = max(scheduler.num_speculative_tokens, MAX_FORCED_TOKENS)
-        self._arrays = StepArrays(most, scheduler.max_num_seqs, longest, groups, scheduler.max_num_seqs * (1 + drafts))
+        self._max_logits_rows = scheduler.max_num_seqs * (1 + drafts)
+        self._arrays = StepArrays(most, scheduler.max_num_seqs, longest, groups, self._max_logits_rows)
+        vocab_size = self.decoder_config.vocab_size
+        self.sampler = Sampler(scheduler.max_num_seqs, self._max_logits_rows, vocab_size, self.runtime.device, CPU)
         self._max_num_tokens, self._states = most, None
         if self._drafter is not None and self._drafter.head is not None:
             self._states = torch.zeros(most, self._drafter.head.states_size, dtype=self._dtype)
         self._proposer: Proposer | None = None
-        self._own_drafts: OwnDrafts | None = None
         self._draft_sampler: DraftSampler | None = None
-        self._images = Images(self._encode)
+        images = config.model.images
+        self._images = Images(self._encode, two_way=images is not None and images.two_way)
+        self._positions = ImagePositions(scheduler.max_num_seqs) if self.decoder_config.ropes[0].sections else None
+        self._relay: Relay | None = None
+        self._follower: Follower | None = None
+        if not self._stage.last:
+            self._follower = Follower(scheduler.max_num_seqs, scheduler.num_speculative_tokens)
         self._pooler = Pooler(pooling.tokens, pooling.size) if pooling is not None else None
         self._reset()
+
+    def load(self) -> None:
+        """See the base class. A pipeline stage is connected to those beside it."""
+        super().load()
+        if (group := self._group) is not None and self._stage.world > 1 and self._relay is None:
+            shape = self._max_num_tokens, self.decoder_config.hidden_size
+            ends = group.before, group.after
+            self._relay = Relay(self._stage, *ends, shape, self._dtype, self.config.depth, group.timeout)
 
     def _make_ops(self) -> Ops:
         return ops_for(self.config.device, self._dtype, self.config.cpu_isa)
@@ -101,21 +120,19 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
         return torch.from_numpy(np.zeros(size, np.uint8))
 
     def _run(self, plan: StepPlan) -> StepResult:
-        self.execute(plan)
-        return self.sample(SampleInputs(plan.step_id))
+        with self._alone():
+            self.execute(plan)
+            return self.sample(SampleInputs(plan.step_id))
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Steps in the null block concern no other stage."""
+        return nullcontext() if self._relay is None else self._relay.alone()
 
     def _reset(self) -> None:
         super()._reset()
-        self._requests = self._new_batch()
         self._images.reset()
-
-    def _new_batch(self) -> InputBatch:
-        scheduler, model = self.config.scheduler, self.config.model
-        vocab_size = self.decoder_config.vocab_size
-        copies, mode = self.runtime, self.config.logprobs_mode
-        processors = load_processors(model.logits_processors, copies, scheduler.max_num_seqs, vocab_size)
-        groups, most = self._layout.groups, scheduler.max_num_seqs
-        return InputBatch(most, model.max_model_len, groups, self._arrays, vocab_size, copies, mode, processors)
+        if self._positions is not None:
+            self._positions.reset()
 
     def sleep(self, level: int) -> None:
         """Gives the KV cache's memory back to the system; at level 2 the model's too. Where the weights are in the host's memory
@@ -164,7 +181,7 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
             if not finite:
                 raise RuntimeError("warm-up: an image's embeddings are not finite; are the checkpoint's weights?")
         self._warm = True
-        if (config := self.config.speculative) is not None:
+        if (config := self.config.speculative) is not None and self._stage.last:
             rows, most = self.config.scheduler.max_num_seqs, config.num_speculative_tokens
             fits = min(rows, self.config.scheduler.max_num_batched_tokens // (1 + most))
             self._proposer = self._make_proposer(config)
@@ -217,10 +234,11 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
         for row in range(rows):
             self._proposer.begins(row, 0)
         began = time.perf_counter()
-        self.execute(plan)
-        assert self._launched is not None
-        step, table = self._launched.inputs, self._requests.rows
-        self.sample(SampleInputs(plan.step_id))
+        with self._alone():
+            self.execute(plan)
+            assert self._launched is not None
+            step, table = self._launched.step.inputs, self._requests.rows
+            self.sample(SampleInputs(plan.step_id))
         table.room[plan.rows] = self.config.model.max_model_len  # the null block takes any position
         self._proposer.follow(table, plan.rows, step, np.full(rows, drafts > 0))
         if drafts:
@@ -234,7 +252,7 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
 
     def measure_memory(self) -> Memory:
         """The rank's part of the host's memory, which all ranks share."""
-        return measure_memory().among(self._shard.world)
+        return measure_memory().among(1 if self._group is None else self._group.ranks)
 
     def profile_memory(self) -> int:
         """Bytes that the largest step takes beside weights and KV cache, which need not be there yet."""
@@ -250,46 +268,38 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
         if self.config.model.images is None:
             return 0
         with PeakMemory() as memory:
-            row = self._encode_blank()[0]
-        return memory.peak + row.nbytes * self.config.scheduler.encoder_cache_size
+            found = self._encode_blank()
+        # A layer's memory grows with the patches, and the largest image may take minutes.
+        times = max(1.0, self.config.model.images.tokens / len(found))
+        return int(memory.peak * times) + found[0].nbytes * self.config.scheduler.encoder_cache_size
 
     def _encode_blank(self) -> torch.Tensor:
         """The embeddings of a black image."""
         settings = self.config.model.images
         assert settings is not None
-        size = settings.clip.size
-        return self._encode(Pixels(size, size, bytes(3 * size * size)))
+        height, width = settings.sample()
+        return self._encode(Pixels(height, width, bytes(3 * height * width)))
 
-    def _execute(self, plan: StepPlan) -> ExecuteState:
-        """See Turns: the forward pass is over when this returns."""
-        self._limit_threads()
-        drafts = None
-        if self._own_drafts is not None:
-            self._own_drafts.apply(plan, self._requests.rows, self._comm.agree(time.perf_counter()))
-        if len(plan.num_drafts):
-            drafts = planned_drafts(plan, None if self._own_drafts is None else self._own_drafts.drafts)
-        inputs = self._requests.apply(plan, drafts)
+    def _begin(self, plan: StepPlan, starts: Int32, drafts: Int32 | None, asked: PromptRows | None) -> HostStep:
+        """Brings the inputs of a step to the device."""
+        requests = self._requests
+        if drafts is not None:
+            requests.write_drafts(plan, starts, drafts)
+        self.sampler.apply_changes()
+        inputs = self._arrays.of_plan(plan, requests.rows, starts)
         self._lora.apply(plan)
-        ctx = ForwardContext(self.ops, self.kv_caches, [inputs.groups[number] for number in self._layer_groups])
         self._images.take_in(plan)
-        with self._failing(plan):
-            seconds = self._transfer(plan)
-            began = time.perf_counter()
-            self._images.encode(plan)
-            encoder_s = time.perf_counter() - began if plan.encoder_runs else 0.0
-            given, failed = self._given(plan, inputs)
-            suspect = self._not_finite.watch(plan, partial(self._again, plan, inputs, given, ctx))
-            state = ExecuteState(
-                plan, inputs, suspect, *self._forward(plan, inputs, given, ctx), drafts, seconds, failed, encoder_s
-            )
-        self._comm.check()
-        return state
-
-    def _given(self, plan: StepPlan, inputs: StepInputs) -> tuple[torch.Tensor, dict[int, str]]:
-        """What the model reads: token ids, or embeddings where images are; and which rows lack theirs, and why."""
-        starts = self._requests.rows.num_computed[plan.rows] - plan.num_new_tokens
-        merged, failed = self._images.merge(plan, starts, lambda: self.model.embed(inputs.input_ids))
-        return inputs.input_ids if merged is None else merged, failed
+        if self._positions is not None:
+            self._positions.take_in(plan)
+            if (three := self._positions.apply(plan, starts, inputs.positions.numpy())) is not None:
+                inputs = dataclasses.replace(inputs, positions=torch.from_numpy(three))
+        groups = inputs.groups
+        if (ends := self._images.ends(plan, starts)) is not None:
+            groups = [group.seeing(ends) for group in groups]
+        ctx = ForwardContext(self.ops, self.kv_caches, [groups[number] for number in self._layer_groups])
+        if (group := self._group) is not None and group.world == 1:
+            ctx = TickingContext(ctx.ops, ctx.kv_caches, ctx.layer_groups, partial(group.memory.tick, 0))
+        return HostStep(plan, self.runtime, requests.rows, self.model, inputs, ctx, inputs.input_ids, starts, asked)
 
     def _encode(self, pixels: Pixels) -> torch.Tensor:
         """An image's embeddings."""
@@ -298,78 +308,74 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
         image = torch.from_numpy(normalized(pixels.array(), settings.normalization))
         return cast("VisionModel", self.model).encode_image(image)
 
-    def _again(self, plan: StepPlan, inputs: StepInputs, given: torch.Tensor, ctx: ForwardContext, at: list[int]) -> Again:
-        """The whole step once more; it writes the same keys and values to the same places."""
-        starts = np.cumsum(plan.num_new_tokens) - plan.num_new_tokens
-        tokens = {row: slice(starts[row], starts[row] + plan.num_new_tokens[row]) for row in at}
-        return Again(self.model, given, inputs.positions, ctx, tokens)
+    def _forward(self, step: HostStep) -> Forward:
+        """See Turns: the forward pass is over when this returns."""
+        plan, inputs = step.plan, step.inputs
+        step.transfer_s = self._transfer(plan)
+        began = time.perf_counter()
+        self._images.encode(plan)
+        step.encoder_s = time.perf_counter() - began if plan.encoder_runs else 0.0
+        merged, failed = self._images.merge(plan, step.starts, lambda: self.model.embed(inputs.input_ids))
+        if merged is not None:
+            step.given = merged
+        return self._states_of(step)._replace(failed=failed)
 
-    def _sample(self, launched: ExecuteState, inputs: SampleInputs) -> StepResult:
-        """See Turns: the step is over when this returns."""
-        plan, step, suspect, logits, prompts, pooled, drafts, seconds, lacking, encoder_s = launched
-        with self._failing(plan):
-            sampled, scores, failed, verified = _NOTHING_SAMPLED, None, self._requests.refusals.of(plan) | lacking, None
-            if logits is not None:
-                choosing = self._requests.choosing(plan, step)
-                rows = choosing.rows
-                given = logits, torch.from_numpy(rows.request_rows), torch.from_numpy(rows.positions)
-                drawn = None if drafts is None or self._own_drafts is None else self._own_drafts.drawn(plan, drafts)
-                choice = self._requests.chooser.choose(choosing, *given, inputs, drawn)
-                scores, failed, sampled = choice.scores, failed | choice.failed, choice.result.numpy()
-                if drafts is None:
-                    self._requests.write_sampled(rows, sampled[:, Column.TOKEN])
-                else:
-                    verified = verify(plan, drafts, sampled)
-                    kept = verified.kept.nonzero()[0]
-                    self._requests.write_sampled(rows.take(kept), sampled[kept, Column.TOKEN])
-                    sampled = verified.judged
-            if len(sampled) < len(plan.rows):
-                sampled, found = np.zeros((len(plan.rows), RESULT), np.int32), sampled
-                sampled[step.sampled_rows[: len(found)]] = found
-
-            result = PendingStep(
-                plan=plan,
-                runtime=self.runtime,
-                suspect=suspect,
-                transfer=self.runtime.download(pairs(scores, prompts)),
-                sampled=sampled,
-                failed=failed,
-                scores=scores,
-                prompts=prompts,
-                vocab_size=self.decoder_config.vocab_size,
-                pooled=pooled,
-                verified=verified,
-            ).result()
-            if plan.transfers is not None or plan.encoder_runs:
-                result = msgspec.structs.replace(result, transfer_s=seconds, encoder_s=encoder_s)
-            if drafts is not None:
-                self._requests.rows.reject(plan, result.counts)
-            if self._own_drafts is None:
-                return result
-            goes_on = result.counts > 0
-            own = self._own_drafts.propose(plan, step, verified, goes_on, self._requests.rows)
-            return result if own is None else msgspec.structs.replace(result, drafts=own)
-
-    def _forward(
-        self, plan: StepPlan, inputs: StepInputs, given: torch.Tensor, ctx: ForwardContext
-    ) -> tuple[torch.Tensor | None, PromptParts | None, PooledStep | None]:
-        """Logits of the rows that sample, and the prompts' scores; or their embeddings. `given`: what the model reads."""
+    def _states_of(self, step: HostStep) -> Forward:
+        """Runs the model, from a tape where there can be one."""
+        plan, inputs, ctx, given = step.plan, step.inputs, step.ctx, step.given
+        if self._relay is not None:
+            return self._stage_states(step, self._relay)
         if self._pooler is not None:
             hidden = self.model.forward(given, inputs.positions, ctx) if len(plan.rows) else torch.empty(0)
-            starts = self._requests.rows.num_computed[plan.rows] - plan.num_new_tokens
-            return None, None, self._pooler.pool(plan, starts, hidden)
-        rows, scored = len(plan.rows), None
-        if len(inputs.input_ids) > rows or len(inputs.sampled_rows) < rows:  # decodes alone score no prompt
-            scored = prompt_rows(plan, self._requests.rows, self._requests.chooser.prompt_logprobs)
-        tapes = self._step_tapes() if scored is None and given is inputs.input_ids else None
+            return Forward(pooled=self._pooler.pool(plan, step.starts, hidden))
+        samples = len(inputs.sampled_rows) > 0
+        tapes = self._step_tapes() if step.asked is None and given is inputs.input_ids else None
         if tapes is not None and (taped := tapes.logits(inputs, ctx)) is not None:
-            return (taped if len(inputs.sampled_rows) else None), None, None
-        if not rows:
-            return None, None, None
+            return Forward(taped if samples else None)
+        if not len(plan.rows):
+            return Forward()
         hidden = self._target().forward(given, inputs.positions, ctx)
-        return *self._score(
-            self._requests.sampler, hidden, inputs.logits_indices if len(inputs.sampled_rows) else None, scored
-        ), None
+        return self._score(hidden, inputs.logits_indices if samples else None, step.asked)
+
+    def _stage_states(self, step: HostStep, relay: Relay) -> Forward:
+        """Runs the layers of a pipeline stage."""
+        plan, inputs, where = step.plan, step.inputs, (step.inputs.positions, step.ctx)
+        if not len(plan.rows):
+            return Forward()
+        with relay.passing(plan.step_id):
+            step.carry = relay.receive(plan.step_id, len(inputs.input_ids))
+            if not self._stage.last:
+                relay.send(plan.step_id, self.model.advance(inputs.input_ids, *where, step.carry))
+                return Forward()
+            hidden = self.model.forward(inputs.input_ids, *where, step.carry)
+            return self._score(hidden, inputs.logits_indices if len(inputs.sampled_rows) else None, step.asked)
+
+    def _sample(self, launched: Launched[HostStep], inputs: SampleInputs) -> StepResult:
+        """See Turns. An earlier stage of a pipeline passes the step on in place of sampling it."""
+        if self._follower is None:
+            return super()._sample(launched, inputs)
+        if self._relay is None or not self._relay.is_alone:
+            self._follower.passed(launched.plan, launched.step.starts, launched.suspect)
+        return StepResult(launched.plan.step_id, NONE, NONE)
+
+    def follow(self, sampled: SampledTokens) -> None:
+        """Takes in the tokens of a step that this stage has passed on."""
+        assert self._follower is not None, "the last stage has sampled it"
+        self._follower.take(sampled, self._requests.rows)
+
+    @property
+    def _next_drafts(self) -> Int32 | None:
+        return super()._next_drafts if self._follower is None else self._follower.drafts
+
+    def _ended(self, step: HostStep, pending: PendingStep) -> StepResult:
+        """See Turns: the step is over, and its tokens are in their rows."""
+        plan, own = step.plan, self._own_drafts
+        with self._failing(plan):
+            result = pending.result()
+            if plan.transfers is not None or plan.encoder_runs:
+                result = msgspec.structs.replace(result, transfer_s=step.transfer_s, encoder_s=step.encoder_s)
+            drafts = None if own is None else own.propose(plan, step.inputs, result.counts, self._requests.rows)
+            return result if drafts is None else msgspec.structs.replace(result, drafts=drafts)
 
     def _target(self) -> "Model | TappedModel":
         """The model, which leaves its states where a head finds them."""
@@ -378,7 +384,7 @@ class ModelRunner(RunnerBase[HostRuntime, ExecuteState, StepResult]):
 
     def _step_tapes(self) -> StepTapes | None:
         """Where the step can run from a tape: a profile wants to see the parts."""
-        if self.ops.tape is None or self._profile is not None or not self._warm:
+        if self.ops.tape is None or self._relay is not None or self._profile is not None or not self._warm:
             return None
         if self._tapes is None:
             self._tapes = StepTapes(self._target(), self.ops)

@@ -15,7 +15,7 @@ import torch
 from penstock.engine.attention.context import ForwardContext
 from penstock.engine.core.plan import Bool, Int64, StepPlan
 from penstock.engine.models.layers.attention import Attention
-from penstock.engine.models.model import Model
+from penstock.engine.models.model import Carry, Model
 from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.runner.device.runtime import StepRuntime
 from penstock.kernels.prepare_kv.reference import Rotary
@@ -37,6 +37,8 @@ class Again(NamedTuple):
     ctx: ForwardContext
     tokens: dict[int, slice]
     """Index into the plan's rows → which of the n tokens are that request's."""
+    carry: Carry | None = None
+    """From the pipeline stage before; None: the run begins with the tokens."""
 
 
 Rerun = Callable[[list[int]], Again]
@@ -57,7 +59,7 @@ class Suspect(NamedTuple):
         return self.finder.live(self)
 
     def explain(self, broken: Mapping[int, str]) -> dict[int, str]:
-        """See `NotFinite.explain`."""
+        """Says what is wrong with requests, and where it began."""
         return self.finder.explain(self, broken)
 
 
@@ -80,7 +82,7 @@ class NotFinite:
         return Suspect(self, plan, self._tenants[plan.rows], again)
 
     def live(self, step: Suspect) -> Bool:
-        """See Suspect."""
+        """[r]: whether each row of the plan still belongs to the request of that step."""
         return self._tenants[step.plan.rows] == step.tenants
 
     @torch.inference_mode()
@@ -118,7 +120,12 @@ class NotFinite:
 
 
 def name_first_part(
-    model: Model, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext, tokens: Mapping[int, slice]
+    model: Model,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    ctx: ForwardContext,
+    tokens: Mapping[int, slice],
+    carry: Carry | None = None,
 ) -> dict[int, str]:
     """For each of some requests of a step, the first part of the model whose output for that request is not finite.
 
@@ -128,11 +135,14 @@ def name_first_part(
         positions: [n].
         ctx: The step's.
         tokens: By request, whatever its number means: which of the n are its own.
+        carry: From the pipeline stage before; None: there is none.
     """
     watch = _Watch(dict(tokens))
     watched = _WatchedContext(ctx.ops, ctx.kv_caches, ctx.layer_groups, watch)
     hidden = torch.empty(0)
-    for name, hidden in model.states(input_ids, positions, watched):
+    if carry is not None:
+        watch.look("an earlier pipeline stage", carry.stream())
+    for name, hidden in model.states(input_ids, positions, watched, carry):
         watch.look(name, hidden)
         if not watch.clean:
             break
@@ -172,7 +182,7 @@ class _WatchedContext(ForwardContext):
         rotary: Rotary,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See ForwardContext."""
+        """Writes the step's keys and values, then attends."""
         self.watch.look(f"layers.{layer.index}.self_attn.qkv_proj", torch.cat((q, k, v), dim=-1))
         found = super().attend(layer, q, k, v, rotary, out)
         self.watch.look(f"layers.{layer.index}.self_attn", found)

@@ -11,7 +11,7 @@ from penstock.engine.core.row_table import RowTable
 from penstock.engine.runner.draft_sampler import DraftSampler
 from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS, StepInputs
 from penstock.engine.runner.sampler.choice import Drawn
-from penstock.engine.runner.verification import Verified, choices_given
+from penstock.engine.runner.verification import choices_given
 from penstock.engine.spec.depth import DraftDepth, Timing, depths
 from penstock.engine.spec.proposer import Proposer
 
@@ -98,25 +98,25 @@ class OwnDrafts:
             at[owners, places], drafts[owners, places], self._sampler.left_of(plan.rows[owners], places.astype(np.int32))
         )
 
-    def propose(self, plan: StepPlan, step: StepInputs, verified: Verified | None, goes_on: Bool, rows: RowTable) -> Int32 | None:
+    def propose(self, plan: StepPlan, step: StepInputs, counts: Int32, rows: RowTable) -> Int32 | None:
         """Makes the drafts of the next step, once the tokens of this one are in their rows.
 
         Args:
             plan: The step's.
             step: What the model has read.
-            verified: What came of its drafts; None: it had none.
-            goes_on: [r]: which rows have a new token and no error.
+            counts: [r]: new tokens of each row; 0 where it does not sample, or has an error.
             rows: With these tokens.
 
         Returns:
             [r, K]: -1 pads; None: there are none.
         """
-        if verified is not None:
+        goes_on = counts > 0
+        if len(plan.num_drafts):
             own = goes_on.copy()
             own[plan.draft_rows] = False  # what a guide forces says nothing of the proposer
             of = plan.rows[own]
             drafted = np.minimum(plan.num_drafts[own], self._num_proposed[of])
-            self._depth.observe(of, drafted, np.minimum(verified.accepted[own], drafted))
+            self._depth.observe(of, drafted, np.minimum(counts[own] - 1, drafted))
         # The host knows of no drafts but those that it is told of: masks are for these alone.
         if self._has_any:
             self.drafts[plan.rows], self._own[plan.rows] = _PAD, False

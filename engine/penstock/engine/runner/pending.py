@@ -4,16 +4,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from penstock.engine.core.plan import GraphStep, Int32, StepPlan, StepResult
+from penstock.engine.core.row_table import RowTable
 from penstock.engine.runner.device.runtime import StepRuntime, Transfer
 from penstock.engine.runner.not_finite import Suspect
 from penstock.engine.runner.pooling import PooledStep
 from penstock.engine.runner.result import read_result
 from penstock.engine.runner.sampler.scores import PromptParts, PromptScores, SampledScores
-from penstock.engine.runner.verification import Verified, verify
-
-
-def _nothing() -> None:
-    """Nothing was pinned."""
+from penstock.engine.runner.verification import verify
 
 
 class PendingStep(NamedTuple):
@@ -25,26 +22,24 @@ class PendingStep(NamedTuple):
     """Asked where logits are not finite."""
     transfer: Transfer
     sampled: Int32
-    """[r, RESULT]; on a device whose memory is not the host's, pinned."""
+    """[r, RESULT], or where there are drafts [m, RESULT] as `verify` takes it; pinned where the device has its own memory."""
     failed: dict[int, str]
     """Index into the plan's rows → what is wrong with that request, as far as the host knows."""
     scores: SampledScores | None
     """Of the sampled tokens, where requests want them."""
     prompts: PromptParts | None
     """Of prompt tokens, likewise."""
+    rows: RowTable
+    """The host's, which forget drafts that come to nothing."""
     vocab_size: int
-    over: Callable[[], None] = _nothing
+    over: Callable[[], None]
     """To be called when what is pinned has been read."""
     graph: GraphStep | None = None
     """How the step was launched; None: without graphs."""
     pooled: PooledStep | None = None
     """Embeddings, in place of tokens."""
-    verified: Verified | None = None
-    """What came of the step's drafts; None: it had none, or `drafts` are still to be judged."""
     drafts: Int32 | None = None
-    """[r, K]: as of `planned_drafts`; `sampled` is then [m, RESULT], as `verify` takes it."""
-    reject: Callable[[Int32], None] | None = None
-    """Given how many tokens each row gave, makes the host's rows forget the other drafts."""
+    """[r, K]: as of `planned_drafts`; None: the step has none."""
 
     def result(self) -> StepResult:
         """Waits for it: the one wait of a step.
@@ -55,7 +50,7 @@ class PendingStep(NamedTuple):
         try:
             self.transfer.wait()
             prompts = PromptScores() if self.prompts is None else self.prompts.read()
-            sampled, verified = self.sampled, self.verified
+            sampled, verified = self.sampled, None
             if self.drafts is not None:
                 verified = verify(self.plan, self.drafts, sampled)
                 sampled = verified.judged
@@ -66,6 +61,6 @@ class PendingStep(NamedTuple):
                 raise failure from error
             raise
         self.over()
-        if self.reject is not None:
-            self.reject(result.counts)
+        if self.drafts is not None:
+            self.rows.reject(self.plan, result.counts, self.suspect.live)
         return result

@@ -12,11 +12,12 @@ from penstock.engine.core.row_table import RowTable
 from penstock.engine.runner.device.runtime import Copies
 from penstock.engine.runner.refusals import Refusals
 from penstock.engine.runner.sampler.adjustments import Adjustments
-from penstock.engine.runner.sampler.choice import Chooser
+from penstock.engine.runner.sampler.choice import Chooser, Choosing
 from penstock.engine.runner.sampler.custom import GuardedProcessor
 from penstock.engine.runner.sampler.logits_rows import LogitsRows
 from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.runner.sampler.stage import Tokens
+from penstock.engine.runner.verification import choices
 
 
 class Requests:
@@ -47,7 +48,7 @@ class Requests:
         processors: Sequence[GuardedProcessor] = (),
     ) -> None:
         self.rows = RowTable(max_num_seqs, max_model_len, [group.block_size for group in groups])
-        self.sampler, self.refusals, self._vocab_size = sampler, Refusals(vocab_size), vocab_size
+        self.sampler, self.refusals, self.vocab_size = sampler, Refusals(vocab_size), vocab_size
         known = self.rows.token_ids
         tokens = Tokens(torch.from_numpy(known) if token_ids is None else token_ids, known)
         adjustments = Adjustments(copies, sampler.ops, max_num_seqs, vocab_size, tokens, processors)
@@ -83,9 +84,22 @@ class Requests:
         rows, positions = plan.rows[owners], (starts + plan.num_new_tokens - plan.num_drafts)[owners] + places
         there = drafts[owners, places]
         # In place of a draft that is missing, or that the model does not know, any token will do: it is not accepted.
-        tokens = np.where((there >= 0) & (there < self._vocab_size), there, np.int32(0))
+        tokens = np.where((there >= 0) & (there < self.vocab_size), there, np.int32(0))
         self.rows.token_ids[rows, positions] = tokens
         return rows, positions.astype(np.int32), tokens
+
+    def choosing(self, plan: StepPlan, *, each_row: bool = False) -> Choosing:
+        """The rows of logits that count: one for each choice of the step.
+
+        Args:
+            plan: The step's.
+            each_row: Whether a step without drafts has logits for all of its rows, and not only for those that sample.
+        """
+        drafts = len(plan.num_drafts) > 0
+        which, back = choices(plan) if drafts else (plan.samples.nonzero()[0].astype(np.int32), np.int32(0))
+        of = plan.rows[which]
+        at = which.astype(np.int64) if each_row and not drafts else np.arange(len(which))
+        return Choosing(at, which, self.logits_rows(of, self.rows.num_computed[of] - back))
 
     def logits_rows(self, request_rows: Int32, positions: Int32) -> LogitsRows:
         """Choices of tokens at these positions, [m], of requests in these rows, [m]."""

@@ -32,12 +32,12 @@ class Taped(Protocol):
     """What a step asks of a model."""
 
     def forward(self, inputs: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext, /) -> torch.Tensor:
-        """See Model."""
+        """Hidden states after the final norm, of the last stage."""
         ...
 
     @property
     def compute_logits(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See Model."""
+        """[n, hidden] → [n, vocab]: in float32 on the CPU, elsewhere in the model's dtype, which samplers widen as they read."""
         ...
 
 

@@ -24,10 +24,10 @@ class SuffixProposer(Proposer):
         self._keeps = outputs > 0
 
     def propose(self, table: RowTable, rows: Int32, most: int) -> Int32:
-        """See Proposer."""
+        """Drafts of the tokens that follow."""
         return self._history.drafts(table.token_ids, rows, table.num_tokens[rows], *self._limits)
 
     def ended(self, output: Int32) -> None:
-        """See Proposer."""
+        """Takes in what a request has generated, [n], now that it has left its row."""
         if self._keeps and len(output):
             self._history.add(output)

@@ -12,7 +12,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "core")]
 
 @pytest.fixture(scope="session")
 def build_device_runner():
-    """See `device_runners.make_device_runner`."""
+    """Make device runners, as `device_runners.make_device_runner` does."""
     from device_runners import make_device_runner
 
     return make_device_runner

@@ -77,7 +77,7 @@ class _Call:
 
 
 class RecordedGraph:
-    """See `CapturedGraph`."""
+    """Replays recorded launches."""
 
     def __init__(self, recorder: "_Recorder", owner: "RecordingGraphs") -> None:
         self.calls, self._overwrites, self._owner = recorder.calls, recorder.free, owner
@@ -130,18 +130,18 @@ class RecordingGraphs:
         return replace(ops, **{name: self.kernel(value, name) for name, value in values.items() if callable(value)})
 
     def new_pool(self) -> Pool:
-        """See GraphRuntime."""
+        """Memory that graphs share which are never replayed at once."""
         return Pool()
 
     def begin(self, pool: Any) -> None:
-        """See GraphRuntime."""
+        """From here on launches are recorded, not run, and what is allocated comes from `pool`."""
         if self._recorder is not None:
             raise CaptureError("a capture is under way")
         self._recorder = _Recorder(pool)
         self._stack.enter_context(self._recorder)
 
     def end(self) -> RecordedGraph:
-        """See GraphRuntime."""
+        """What was launched since `begin`."""
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             raise CaptureError("no capture is under way")
@@ -151,14 +151,14 @@ class RecordingGraphs:
         return RecordedGraph(recorder, self)
 
     def abandon(self) -> None:
-        """See GraphRuntime."""
+        """Ends a capture that has failed, if one is under way."""
         if self._recorder is not None:
             self._stack.close()
             self._recorder.undo()
             self._recorder = None
 
     def weak(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See GraphRuntime."""
+        """The same memory without owning it: a tensor of a graph's pool that later captures may take again."""
         return weak_tensor(tensor)
 
     @property

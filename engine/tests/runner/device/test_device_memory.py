@@ -2,12 +2,15 @@
 
 from collections import deque
 
+import numpy as np
 import pytest
 import torch
 
+from penstock.engine.attention.backends.interface import StepLengths
 from penstock.engine.config import CacheConfig, ConfigError
 from penstock.engine.runner.device.memory import DeviceAccount
 from penstock.engine.runner.device.runtime import DeviceMemory
+from penstock.kernels.paged_attention.launch import SMALL_ROWS
 
 TOTAL = 1_000_000
 
@@ -100,3 +103,17 @@ def test_a_real_device_tells_a_peak_from_what_stays():
     memory = account.measure()
     assert 64 << 20 <= memory.own < 200 << 20
     assert memory.at_start is not None and memory.at_start - memory.free <= memory.own
+
+
+def test_the_warm_up_runs_a_prompt_that_is_too_long_for_a_decodes_kernel(checkpoint, build_device_runner, monkeypatch) -> None:
+    runner = build_device_runner(checkpoint("llama"))
+    begun, begin_step = [], runner.attention.begin_step
+
+    def note(lengths: StepLengths) -> None:
+        begun.append(np.diff(lengths.query_start_loc))
+        begin_step(lengths)
+
+    monkeypatch.setattr(runner.attention, "begin_step", note)
+    runner.warm_up()
+    assert any(len(step) == 1 and step.max() > SMALL_ROWS for step in begun), "alone"
+    assert any(len(step) == 16 and step.max() > SMALL_ROWS for step in begun), "beside decodes"

@@ -3,6 +3,7 @@ what rows have seen so far."""
 
 import gc
 import logging
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from recording_graphs import CaptureError, RecordingGraphs
 
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.runner.device.graphs.capture import WARM_UPS, GraphManager
+from penstock.engine.runner.device.graphs.cuda import CudaGraphs
 from penstock.engine.runner.device.graphs.descriptor import BatchDescriptor, GraphMode
 from penstock.engine.runner.device.graphs.dispatcher import Batch, GraphDispatcher
 from penstock.engine.runner.device.runtime import DeviceMemory
@@ -328,3 +330,50 @@ def test_each_capture_is_on_the_main_stream_and_over_before_the_next() -> None:
             last_end = max(index for index in range(at) if seen[index] == "end")
             assert "wait" in seen[last_end:at]
     assert seen[-1] == "wait"
+
+
+class StandInGraph:
+    """In place of `torch.cuda.CUDAGraph`: captures nothing, and knows which graphs have ended."""
+
+    begun: list["weakref.ref[StandInGraph]"]
+    capturing: bool
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        type(self).begun.append(weakref.ref(self))
+        type(self).capturing = True
+
+    def capture_end(self) -> None:
+        type(self).capturing = False
+
+    @classmethod
+    def living(cls) -> int:
+        return sum(graph() is not None for graph in cls.begun)
+
+
+@pytest.mark.req("CG-23")
+@pytest.mark.parametrize(("mode", "failures"), [("FULL", 2), ("PIECEWISE", 1)])  # uniform and mixed; mixed alone
+def test_a_failed_capture_ends_no_cuda_graph_before_all_are_cleared(
+    mode: str, failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, "penstock.engine.runner.device.graphs.capture")  # a kept traceback would keep graphs
+    StandInGraph.begun, StandInGraph.capturing = [], False
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    toy = make()
+    manager = GraphManager(toy.device, CudaGraphs(), toy.program, GraphDispatcher(mode, SIZES, 8))
+    whole = toy.program.forward
+
+    def breaks_at_its_end(key: BatchDescriptor, attend) -> torch.Tensor:
+        hidden = whole(key, attend)
+        if StandInGraph.capturing and key.num_tokens == SIZES[1]:
+            raise RuntimeError("no such kernel")
+        return hidden
+
+    monkeypatch.setattr(toy.program, "forward", breaks_at_its_end)
+    while manager.capture_next():
+        gc.collect()
+    assert manager.report().failed == failures
+    assert StandInGraph.living() == len(StandInGraph.begun), "the end of one graph frees a workspace that the others use"
+    manager.clear()
+    gc.collect()
+    assert StandInGraph.living() == 0

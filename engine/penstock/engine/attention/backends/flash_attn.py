@@ -35,7 +35,7 @@ class FlashAttentionMetadata:
     cu_seqlens_k: torch.Tensor | None
     """[r + 1], int32, for version 2."""
     padding: torch.Tensor | None
-    """[n, 1, 1], bool: tokens that are nobody's; None: there is none, and each request has one query."""
+    """[n, 1, 1], bool: padding tokens. None: there are none, and each request has one query."""
 
 
 def installed_version() -> int | None:

@@ -151,7 +151,7 @@ class FlashInferBackend(AttentionBackend):
     def _pages(
         self, batch: DeviceBatch, lengths: StepLengths, requests: npt.NDArray[np.intp]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Where each request's pages begin, the pages, and how full each last one is."""
+        """Return where each request's pages begin, the pages, and the number of tokens in each last page."""
         seq_lens = lengths.seq_lens[requests]
         counts = -(-seq_lens // batch.block_size)
         starts = _starts(counts)

@@ -31,9 +31,9 @@ class AttentionNeeds:
     device: str
     """`cpu` or `cuda`."""
     capability: tuple[int, int] | None
-    """Of the CUDA device."""
+    """Compute capability of the CUDA device."""
     dtype: torch.dtype
-    """Of queries and cache."""
+    """Dtype of queries and cache."""
     num_heads: int
     num_kv_heads: int
     head_size: int
@@ -85,7 +85,7 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def graph_support(cls, needs: AttentionNeeds) -> GraphSupport:
-        """Of layers that it can serve."""
+        """Return the graph support for layers that it can serve."""
 
     def bind(self, ops: Ops) -> Ops:
         """The operations with this backend's attention among them."""
@@ -107,7 +107,7 @@ class AttentionBackend(ABC):
         out: torch.Tensor | None = None,
         value_size: int = 0,
     ) -> torch.Tensor:
-        """As `paged_attention_device` has it."""
+        """Attend, with the arguments of `paged_attention_device`."""
 
 
 class StepMetadata(Generic[T]):

@@ -1,4 +1,4 @@
-"""Which attention backend serves a model's layers: chosen once, at start, with a reason for each that was not."""
+"""The attention backend of a model's layers: chosen once, at start, with the reason for each backend that was refused."""
 
 import importlib
 import logging
@@ -14,7 +14,7 @@ BACKENDS: dict[AttentionBackendName, str] = {
     "flashinfer": "penstock.engine.attention.backends.flashinfer:FlashInferBackend",
     "torch": "penstock.engine.attention.backends.torch:TorchBackend",
 }
-"""By name, in the order in which they are tried; imported when they are."""
+"""Backends by name, in the order in which they are tried. Each is imported only then."""
 
 
 def choose_backend(needs: AttentionNeeds, forced: AttentionBackendName | None = None) -> type[AttentionBackend]:

@@ -10,7 +10,7 @@ from penstock.kernels.paged_attention.device_reference import paged_attention_de
 
 
 class TorchBackend(AttentionBackend):
-    """Nothing is allocated, and nothing refused."""
+    """Attention by torch operations. It allocates nothing and refuses nothing."""
 
     name = "torch"
 

@@ -39,7 +39,7 @@ class AdapterControl:
 
     @property
     def is_reading(self) -> bool:
-        """Whether files are being read, of whose end nobody tells: `pump` looks."""
+        """True while files are being read. `pump` finds their end."""
         return self._adapters.table.is_reading
 
     def load_now(self, modules: Sequence[LoraModule]) -> None:

@@ -1,6 +1,6 @@
-"""What a core does when it is told to: the commands of `messages.Control` and their answers.
+"""The commands of `messages.Control` and their answers.
 
-A command is carried out between two steps, when nothing is in flight. One that must wait for running requests to end lets others
+A command is executed between two steps, when nothing is in flight. Commands that must wait for running requests to end let others
 pass.
 """
 
@@ -29,7 +29,7 @@ from penstock.engine.commands import (
     WakeUp,
 )
 from penstock.engine.config import ConfigError
-from penstock.engine.connectors.disk_pump import DiskPump
+from penstock.engine.connectors.connector import Pump
 from penstock.engine.core.control.adapters import AdapterControl
 from penstock.engine.core.control.control_error import ControlError
 from penstock.engine.core.control.profiles import Profiles
@@ -55,7 +55,7 @@ class Controls:
         executor: Of the core.
         profile_dir: Where profiles are written; None: none are made.
         served_names: Of the model.
-        disk: Of pages that belong to the weights; None: there is none.
+        pumps: Of pages that belong to the weights.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Controls:
         executor: Executor,
         profile_dir: Path | None = None,
         served_names: Sequence[str] = (),
-        disk: DiskPump | None = None,
+        pumps: Sequence[Pump] = (),
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
-        self._disk = disk
+        self._pumps = pumps
         self._open: list[Control] = []
         self._replies: list[ControlDone] = []
         self._sleeping: set[Tag] = set()
@@ -83,7 +83,7 @@ class Controls:
 
     @property
     def paused(self) -> bool:
-        """Whether requests wait for somebody to resume."""
+        """Whether requests wait for a resume."""
         return self._scheduler.pause_state is not PauseState.UNPAUSED
 
     @property
@@ -123,7 +123,7 @@ class Controls:
                 self._reply(control, str(error))
 
     def _change_adapters(self, control: Control) -> None:
-        """At once, or when files have been read: no step need end for it."""
+        """Change adapters at once, or when their files have been read. No step needs to end for it."""
         try:
             if isinstance(control.command, LoadAdapter):
                 self.adapters.load(control.command, lambda error: self._reply(control, error))
@@ -181,7 +181,7 @@ class Controls:
         return None
 
     def _stop(self, mode: PauseMode) -> None:
-        """At once: what the command then waits for must come to pass."""
+        """Stop requests at once, so that the command's condition is met."""
         if mode == "abort":
             self._scheduler.fail_all("the engine was paused", PAUSED)
         elif mode == "keep":
@@ -243,11 +243,11 @@ class Controls:
             self._take_requests_if_awake()
             raise ControlError(f"the weights could not be read, and there are none now: {error}") from error
         self._weights_lost = False
-        if self._disk is not None:
+        for pump in self._pumps:
             try:
-                self._disk.open(now)
+                pump.open(now)
             except ConfigError:
-                _log.exception("the pages of the new weights are not kept on the disk")
+                _log.exception("pages of the new weights are not kept elsewhere")
         if was_asleep:
             self._go_on_if_awake()
 

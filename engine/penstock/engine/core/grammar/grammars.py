@@ -1,12 +1,13 @@
-"""Which requests wait for their grammars: they are compiled beside the steps, and each once for all that ask for it."""
+"""Requests that wait for their grammars. Grammars compile beside the steps, each once for all requests that use it."""
 
 import logging
 import os
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from penstock.engine.core.grammar.compiler import Compiler, GrammarError, Prototype
+from penstock.engine.core.grammar.compiler import Compiler
 from penstock.engine.core.grammar.guide import GrammarGuide
+from penstock.engine.core.grammar.libraries import GrammarError, Prototype
 from penstock.engine.core.scheduling.scheduler import Scheduler
 from penstock.engine.grammar import Grammar
 from penstock.engine.messages import GRAMMAR_REFUSED, AddRequest, GrammarStats
@@ -23,10 +24,9 @@ class Grammars:
     Args:
         scheduler: Parks requests as `grammar` until they have their guides.
         compiler: Of the model's.
-        forces: Whether the runner verifies drafts, and so tokens that a grammar forces.
     """
 
-    def __init__(self, scheduler: Scheduler, compiler: Compiler, *, forces: bool = False) -> None:
+    def __init__(self, scheduler: Scheduler, compiler: Compiler) -> None:
         self.hits = 0
         """Requests whose grammar was compiled already."""
         self.failures = 0
@@ -36,14 +36,13 @@ class Grammars:
         """Seconds from the first request for a grammar to its end, of all that were compiled."""
         self._scheduler = scheduler
         self._compiler = compiler
-        self._forces = forces
         self._pool = ThreadPoolExecutor(max(1, ((os.cpu_count() or 1) + 1) // 2), thread_name_prefix="grammar")
         self._cache: OrderedDict[Grammar, Prototype] = OrderedDict()
         self._compiling: dict[Grammar, tuple[Future[Prototype], float, list[AddRequest]]] = {}
 
     @property
     def is_compiling(self) -> bool:
-        """Whether any grammar is being compiled, of whose end nobody tells: `pump` looks."""
+        """True while a grammar compiles. `pump` finds its end."""
         return bool(self._compiling)
 
     def add(self, message: AddRequest, now: float) -> None:
@@ -91,12 +90,13 @@ class Grammars:
 
     def close(self) -> None:
         """Ends the threads, once what they compile is done."""
+        self._compiler.close()
         self._pool.shutdown(cancel_futures=True)
 
     def _guide(self, message: AddRequest, prototype: Prototype) -> None:
         assert message.grammar is not None
         stops, eos = message.sampling.stop_token_ids, self._compiler.eos_token_ids
-        self._scheduler.guide(message.index, GrammarGuide(prototype, stops, eos, message.grammar.reasoning, forces=self._forces))
+        self._scheduler.guide(message.index, GrammarGuide(prototype, stops, eos, message.grammar.reasoning))
 
     def _refuse(self, messages: list[AddRequest], error: BaseException) -> None:
         self.failures += 1

@@ -4,21 +4,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.engine.core.grammar.compiler import Prototype
+from penstock.engine.core.grammar.libraries import Prototype
 from penstock.engine.core.grammar.reasoning import Phase, gate_of
 from penstock.engine.core.plan import Int32
 from penstock.engine.grammar import ReasoningMarkers
 
 
 class GrammarGuide:
-    """A guide, as `scheduling.guides` has it, by a matcher of its own.
+    """A guide, as `scheduling.guides` defines it, with a matcher of its own.
 
     Args:
         prototype: The compiled grammar.
-        stop_token_ids: What ends the request.
-        eos_token_ids: The model's, which the matcher lets come wherever the grammar may end.
-        reasoning: What comes before the answer; None: nothing does.
-        forces: Whether tokens without a choice are told, for the runner to verify several in a step.
+        stop_token_ids: Tokens that end the request.
+        eos_token_ids: The model's EOS tokens, which the matcher allows where the grammar may end.
+        reasoning: The reasoning before the answer; None: there is none.
     """
 
     def __init__(
@@ -27,13 +26,10 @@ class GrammarGuide:
         stop_token_ids: Sequence[int],
         eos_token_ids: Sequence[int],
         reasoning: ReasoningMarkers | None = None,
-        *,
-        forces: bool = False,
     ) -> None:
         self.num_words = num_words = prototype.num_words
         self.error: str | None = None
-        self._forces = forces
-        self._matcher = prototype.matcher.deep_copy()
+        self._matcher = prototype.matcher.copy()
         self._gate = gate_of(reasoning)
         self._stops = frozenset(stop_token_ids) | frozenset(eos_token_ids)
         self._more_stops = _bits(set(stop_token_ids) - set(eos_token_ids), num_words)
@@ -44,28 +40,29 @@ class GrammarGuide:
     @property
     def ended(self) -> bool:
         """Whether the answer is complete and nothing can follow."""
-        return self._gate.phase is Phase.ANSWER and self.error is None and self._matcher.is_stopped()
+        return self._gate.phase is Phase.ANSWER and self.error is None and self._matcher.is_stopped
 
     @property
     def is_open(self) -> bool:
         """Whether the answer would be no whole one if it ended here."""
-        return not self._matcher.is_accepting()
+        return not self._matcher.is_accepting
 
     def forced(self) -> Sequence[int]:
         """See `Guide`: as the tokenizer writes them. The model may choose others for the same text, which then count."""
-        if not self._forces or self._gate.phase is not Phase.ANSWER or self.error is not None or self._matcher.is_stopped():
+        if self._gate.phase is not Phase.ANSWER or self.error is not None or self._matcher.is_stopped:
             return ()
-        return self._matcher.compute_ff_tokens()
+        return self._matcher.forced()
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """See `Guide`; a token that the grammar does not allow is an `error`, and so is a mask that could not be made."""
         for token in token_ids:
             self._gate, of_answer = self._gate.take(token)
-            if of_answer and self.error is None and not self._matcher.consume_token(token):
-                self.error = f"the grammar does not allow token {token}, which was sampled: {self._reason()}"
+            if of_answer and self.error is None and not self._matcher.accept(token):
+                why = self._matcher.error or "the answer was complete before"
+                self.error = f"the grammar does not allow token {token}, which was sampled: {why}"
 
     def fill(self, masks: Int32, drafts: Sequence[int]) -> None:
-        """See `Guide`."""
+        """Writes the masks of a step that verifies drafts; the guide stays where it is."""
         gate, advanced = self._gate, 0
         for at, draft in enumerate((*drafts, None)):
             if gate.phase is not Phase.REASONING:
@@ -73,7 +70,7 @@ class GrammarGuide:
             if draft is None:
                 break
             gate, of_answer = gate.take(draft)
-            if of_answer and (draft in self._stops or not self._matcher.try_consume_tokens([draft])):
+            if of_answer and (draft in self._stops or not self._matcher.try_accept(draft)):
                 break
             advanced += of_answer
         if advanced:
@@ -81,23 +78,20 @@ class GrammarGuide:
 
     def _fill(self, mask: Int32, phase: Phase) -> None:
         whole = self._whole if len(self._whole) != len(mask) else mask
-        self._matcher.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
-        if self._matcher.is_error():
+        self._matcher.fill(whole)
+        if (error := self._matcher.error) is not None:
             # What is sampled now is not taken: the request fails with the step's result.
-            self.error = f"the grammar's limits do not allow a next token to be found: {self._reason()}"
+            self.error = f"the grammar's limits do not allow a next token to be found: {error}"
             mask[:] = -1
             return
         if whole is not mask:
             mask[:] = whole[: len(mask)]
         if self._no_stops is not None and (mask & ~self._no_stops).any():
             mask &= ~self._no_stops
-        if self._more_stops is not None and self._matcher.is_accepting():
+        if self._more_stops is not None and self._matcher.is_accepting:
             mask |= self._more_stops
         if self._begin is not None and phase is Phase.OPENING:
             mask |= self._begin
-
-    def _reason(self) -> str:
-        return self._matcher.get_error().partition("\n")[0] or "the answer was complete before"
 
 
 def _bits(token_ids: Sequence[int] | set[int], num_words: int) -> Int32 | None:

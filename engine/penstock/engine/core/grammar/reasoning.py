@@ -1,4 +1,4 @@
-"""Where an output's reasoning ends and its answer begins, token by token."""
+"""Find, token by token, where an output's reasoning ends and its answer begins."""
 
 from enum import Enum
 from typing import NamedTuple
@@ -7,10 +7,10 @@ from penstock.engine.grammar import ReasoningMarkers
 
 
 class Phase(Enum):
-    """Of an output."""
+    """Phase of an output."""
 
     OPENING = 0
-    """Its first token decides whether there is reasoning."""
+    """The first token decides whether there is reasoning."""
     REASONING = 1
     ANSWER = 2
 

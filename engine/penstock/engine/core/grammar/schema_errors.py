@@ -1,4 +1,4 @@
-"""Where in a JSON schema the keyword is that a grammar library refuses: it names the keyword alone."""
+"""Find the place of a keyword in a JSON schema that a grammar library refuses: the library names only the keyword."""
 
 import json
 import re
@@ -33,7 +33,14 @@ def _is_about(error: str, key: str, value: Any) -> bool:
 
 
 def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
-    """Path, name and value of every keyword. A loop, since a schema may nest deeper than Python calls."""
+    """Path, name and value of every keyword."""
+    for path, node in subschemas(schema):
+        for key, value in node.items():
+            yield f"{path}.{key}", key, value
+
+
+def subschemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A schema and all within it, each with its path. A loop, since a schema may nest deeper than Python calls."""
     waiting: list[tuple[str, Any, bool]] = [("$", schema, False)]
     while waiting:
         path, node, named = waiting.pop()
@@ -41,9 +48,10 @@ def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
         if isinstance(node, list):
             children = [(f"{path}[{at}]", child, False) for at, child in enumerate(cast("list[Any]", node))]
         elif isinstance(node, dict):
-            for key, value in cast("dict[str, Any]", node).items():
-                if not named:
-                    yield f"{path}.{key}", key, value
+            members = cast("dict[str, Any]", node)
+            if not named:
+                yield path, members
+            for key, value in members.items():
                 if named or key not in _NO_SCHEMA:
                     children.append((f"{path}.{key}", value, not named and key in _NAMED))
         waiting += reversed(children)

@@ -40,7 +40,7 @@ def lark_of(tags: Tags, tokenizer: "LLTokenizer", options: Mapping[str, Any]) ->
 
 
 def with_options(schema: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema with options for how it is enforced, of which its own win."""
+    """Return a schema with options for its enforcement. Options in the schema itself win."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     own = schema.get("x-guidance", {})

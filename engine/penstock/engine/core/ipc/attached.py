@@ -9,11 +9,11 @@ from penstock.engine.messages import FRONTEND_SHIFT, CoreFailed, CoreInput, Core
 class AttachedClient(CoreConnection):
     """One of several frontends of a core; used as `CoreClient` is.
 
-    The end of the core is told from outside, by `gone`: whoever started it sees its exit status.
+    The process that started the core sees its exit status and reports its end by `gone`.
 
     Args:
         frontend: Its number, from 1 on, never used before.
-        address: The core's for further frontends.
+        address: The core's address for further frontends.
     """
 
     def __init__(self, frontend: int, address: str) -> None:

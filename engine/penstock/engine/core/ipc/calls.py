@@ -14,7 +14,7 @@ class CommandRefused(RuntimeError):
 
 
 class Calls:
-    """Of one client, by number.
+    """The open calls of one client, by number.
 
     Args:
         first: The first number.
@@ -35,7 +35,7 @@ class Calls:
             del self._open[number]
 
     def settle(self, reply: ControlDone) -> None:
-        """Gives an answer to whoever waits for it."""
+        """Pass an answer to its caller."""
         call = self._open.get(reply.call_id)
         if call is None or call.done():  # whoever asked has gone
             return
@@ -45,7 +45,7 @@ class Calls:
             call.set_exception(CommandRefused(reply.error))
 
     def fail(self, error: Exception) -> None:
-        """No answer will come any more."""
+        """Fail all open calls."""
         for call in self._open.values():
             if not call.done():
                 call.set_exception(error)

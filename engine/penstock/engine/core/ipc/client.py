@@ -46,10 +46,10 @@ class CoreError(RuntimeError):
 
 
 class CoreConnection(ABC):
-    """What every client says to a core, whoever started it.
+    """The messages of every client to a core, whichever process started it.
 
     Args:
-        first_number: Of requests and calls.
+        first_number: The first number of requests and calls.
     """
 
     def __init__(self, first_number: int = 0) -> None:
@@ -80,10 +80,10 @@ class CoreConnection(ABC):
             return
 
     async def call(self, command: Command) -> Any:
-        """Has the core carry out a command and returns its result; somebody must consume `outputs` meanwhile.
+        """Have the core execute a command and return its result. `outputs` must be consumed meanwhile.
 
         Raises:
-            CommandRefused: The core could not.
+            CommandRefused: The core refused it.
             CoreError: The core is gone.
         """
         with self._calls.opened() as (call_id, done):
@@ -91,7 +91,7 @@ class CoreConnection(ABC):
             return await done
 
     async def outputs(self) -> AsyncIterator[StepOutputs | CoreStats | AdaptersChanged]:
-        """What the core says, without end; raises `CoreError` when it fails or dies."""
+        """Yield the core's messages endlessly. Raises `CoreError` when the core fails or dies."""
         try:
             while True:
                 message = await self._receive()
@@ -147,7 +147,7 @@ class CoreClient(CoreConnection):
 
     @property
     def frontends_address(self) -> str | None:
-        """Where further frontends join the core."""
+        """Address at which further frontends join the core."""
         return self._start.frontends_address
 
     @property

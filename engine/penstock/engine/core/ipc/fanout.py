@@ -12,7 +12,7 @@ _Bool = npt.NDArray[np.bool_]
 
 
 def split(frame: StepOutputs) -> Iterator[tuple[int, StepOutputs]]:
-    """(frontend, its part) for every frontend that the frame concerns; a frame of a single one is passed on as it is."""
+    """Yield (frontend, its part) for every frontend that the frame concerns. A frame for a single one is passed on unchanged."""
     owners = _owners(frame.indexes)
     concerned = set(np.unique(owners).tolist())
     concerned.update(one.index >> FRONTEND_SHIFT for one in (*frame.started, *frame.finished))
@@ -45,7 +45,7 @@ def _part(frame: StepOutputs, frontend: int, mine: _Bool) -> StepOutputs:
 
 
 def _logprobs(columns: Logprobs | None, tokens: _Bool) -> Logprobs | None:
-    """Of the tokens that stay, by their new positions."""
+    """Return the log-probabilities of the tokens that stay, by their new positions."""
     if columns is None:
         return None
     positions = np.frombuffer(columns.positions, "<i4")

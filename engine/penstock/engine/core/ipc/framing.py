@@ -6,5 +6,5 @@ LENGTH_BYTES: Final = 4
 
 
 def framed(payload: bytes) -> bytes:
-    """A message as it is sent."""
+    """Return a message with its length in front."""
     return len(payload).to_bytes(LENGTH_BYTES, "little") + payload

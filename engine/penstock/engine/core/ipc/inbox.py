@@ -58,7 +58,7 @@ class Inbox:
         return self._messages.popleft()
 
     def end(self) -> None:
-        """Nothing more will come than what is here now."""
+        """Mark the end: no further messages will come."""
         self._ended = True
         self._wake()
 

@@ -17,7 +17,7 @@ from penstock.engine.messages import AbortRequests, AdaptersChanged, AddRequest,
 
 
 class InprocClient:
-    """What `CoreClient` is, with the step loop turned by whoever consumes `outputs`: each step blocks the event loop.
+    """A `CoreClient` that runs the step loop in the consumer of `outputs`. Each step blocks the event loop.
 
     Args:
         config: The engine's configuration.
@@ -55,7 +55,7 @@ class InprocClient:
             self._wake.set()
 
     async def call(self, command: Command) -> Any:
-        """As `CoreClient.call`."""
+        """Have the core execute a command; see `CoreClient.call`."""
         core = self._running()
         with self._calls.opened() as (call_id, done):
             core.handle(Control(call_id, command))
@@ -63,7 +63,7 @@ class InprocClient:
             return await done
 
     async def outputs(self) -> AsyncIterator[StepOutputs | CoreStats | AdaptersChanged]:
-        """Turns the loop: what the core says, without end; raises `CoreError` when it fails."""
+        """Run the loop and yield the core's messages endlessly. Raises `CoreError` when the core fails."""
         core, reported = self._running(), 0.0
         while True:
             try:

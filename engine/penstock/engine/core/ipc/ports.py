@@ -24,7 +24,7 @@ from penstock.engine.messages import (
 
 
 class Port(Protocol):
-    """Where messages come from and go to."""
+    """Receives and sends messages."""
 
     def watch(self, socket: Socket) -> None:
         """Has `poll` wait for another socket too."""
@@ -39,7 +39,7 @@ class Port(Protocol):
         ...
 
     def send(self, message: CoreOutput) -> None:
-        """Says something to whoever it concerns, without waiting for them to listen."""
+        """Send a message to the frontends that it concerns, without waiting for them."""
         ...
 
 
@@ -82,7 +82,7 @@ class SinglePort:
 class SharedPort(SinglePort):
     """To the process that started the core, which sends no requests, and to the frontends that it has started.
 
-    Each frontend gets a frame of its own requests; what concerns the core as a whole goes to all of them.
+    Each frontend gets frames of its own requests. Messages about the core as a whole go to all of them.
 
     Args:
         context: As for `SinglePort`.
@@ -115,7 +115,7 @@ class SharedPort(SinglePort):
                 yield message
 
     def send(self, message: CoreOutput) -> None:
-        """Says something to whoever it concerns."""
+        """Send a message to the frontends that it concerns."""
         match message:
             case StepOutputs():
                 for frontend, frame in split(message):
@@ -142,7 +142,7 @@ class SharedPort(SinglePort):
             self._send(frontend, messages.encode(self._ready))
 
     def _send(self, frontend: int, payload: bytes) -> None:
-        """Nothing where the frontend is gone."""
+        """Send to a frontend, unless it is gone."""
         if frontend == 0:
             self._first.send(payload, zmq.NOBLOCK)
         elif (name := self._joined.get(frontend)) is not None:

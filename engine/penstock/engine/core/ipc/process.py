@@ -162,7 +162,8 @@ def build_executor(config: EngineConfig, path: str | None = None, boot: BootTime
         executor.call("load")
         boot.end("weights")
         step_bytes = max(executor.call("profile_memory"))
-        [layout, *_] = executor.call("kv_layout")
+        # Block tables fit all ranks; the pages of a pipeline stage with more layers are larger.
+        layout = max(executor.call("kv_layout"), key=lambda layout: layout.page_bytes)
         num_blocks = num_kv_blocks(config, layout, least(executor.call("measure_memory")), step_bytes)
         boot.end("memory")
         executor.call("initialize_kv_cache", num_blocks)
@@ -200,7 +201,7 @@ def build_core(config: EngineConfig, executor: Executor, num_blocks: int, epoch:
     """The core of an engine, with the adapters that it starts with."""
     (layout, *_), (ceilings, *_) = executor.call("kv_layout"), executor.call("ceilings")
     core = EngineCore(config, executor, num_blocks, epoch, engine_index, layout.groups, ceilings, offload_size(config, layout))
-    core.open_disk()
+    core.open_connectors()
     if config.lora is not None:
         core.load_adapters(config.lora.modules)
     if core.may_capture:

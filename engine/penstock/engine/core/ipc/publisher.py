@@ -39,13 +39,14 @@ class ReplayBuffer:
 
 
 class EventPublisher:
-    """Both sockets. Single-threaded: the step loop publishes, polls `replay_socket` and calls `serve_replay`.
+    """The PUB and ROUTER sockets of events. Single-threaded: the step loop publishes, polls `replay_socket` and calls
+    `serve_replay`.
 
     Args:
-        context: Of the sockets.
+        context: Context of the sockets.
         epoch: Milliseconds since the Unix epoch.
-        events_addresses: To bind the PUB socket to: the first that is free.
-        replay_addresses: To bind the ROUTER socket to: the first that is free.
+        events_addresses: Addresses for the PUB socket: the first free one is used.
+        replay_addresses: Addresses for the ROUTER socket: the first free one is used.
 
     Raises:
         ConfigError: None of the addresses can be bound.

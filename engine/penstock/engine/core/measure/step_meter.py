@@ -18,12 +18,12 @@ TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class StepMeter:
-    """Adds up.
+    """Totals of a core's steps.
 
     Args:
         model: The model's shape; None: its cost is not known.
-        ceilings: What the device can do; None: nobody has measured it.
-        num_drafts: Drafts of a row at most; 0: there are none.
+        ceilings: The device's limits; None: not measured.
+        num_drafts: Most drafts of a row; 0: there are none.
     """
 
     def __init__(self, model: ModelCost | None, ceilings: Ceilings | None = None, num_drafts: int = 0) -> None:
@@ -74,7 +74,7 @@ class StepMeter:
         self._accepted += (places < np.minimum(counts - 1, judged)).sum(axis=1)
 
     def stats(self) -> StepStats:
-        """Everything so far."""
+        """Return the totals since the start."""
         return StepStats(
             seconds=Buckets(list(self._seconds), self._seconds_sum),
             tokens=Buckets(list(self._tokens), self._tokens_sum),

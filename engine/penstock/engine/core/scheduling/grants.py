@@ -39,6 +39,7 @@ class Grants:
         encoder: Encoder,
     ) -> None:
         self._num_speculative_tokens, self._num_lookahead_tokens = config.num_speculative_tokens, config.num_lookahead_tokens
+        self._stages = config.pipeline_stages
         self._kv = kv
         self._table = table
         self._tenancy = tenancy
@@ -56,6 +57,10 @@ class Grants:
         if with_images := self._encoder.rows:  # the last token that such a row lacks may be an image's
             held = np.isin(rows, with_images) & (gaps == 1)
             decodes, chunks = decodes & ~held, chunks | held
+        if self._stages > 1:
+            # Each stage is to have a plan: none takes more than its part of the requests, or those whose tokens are in flight.
+            decodes &= ~self._in_flight.holds(rows)
+            decodes &= np.cumsum(decodes) <= -(-len(rows) // self._stages)
         self._grant_decodes(step, rows[decodes])
         self._grant_chunks(step, rows[chunks])
 

@@ -12,7 +12,7 @@ import numpy as np
 from penstock.engine.core.plan import Bool, Int32, SampleInputs, StepPlan, ints
 
 MAX_FORCED_TOKENS = 16
-"""Of a row in a step: each takes a row of logits, for which a runner must have memory."""
+"""Most forced tokens of a row in a step: each takes a row of logits, for which a runner must have memory."""
 _ALL = -1
 """A word with all bits set."""
 
@@ -23,7 +23,7 @@ def most_forced(max_num_seqs: int) -> int:
 
 
 class Guide(Protocol):
-    """Of one request."""
+    """Guides the output of one request."""
 
     @property
     def num_words(self) -> int:
@@ -65,7 +65,7 @@ class Guide(Protocol):
 
 
 class Guides:
-    """Of the rows that have one."""
+    """The guides of all rows that have one."""
 
     def __init__(self) -> None:
         self._guides: dict[int, Guide] = {}
@@ -85,7 +85,7 @@ class Guides:
             self.look(row, [])
 
     def move_out(self, row: int) -> None:
-        """It leaves."""
+        """Remove the row's guide: its request leaves."""
         for of in (self._guides, self._forced, self._told):
             of.pop(row, None)
 

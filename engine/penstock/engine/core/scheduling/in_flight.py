@@ -26,10 +26,11 @@ class InFlight:
 
     Args:
         tenancy: Who has the rows now.
+        exclusive: Whether a request whose token is in flight waits for it.
     """
 
-    def __init__(self, tenancy: Tenancy) -> None:
-        self._tenancy = tenancy
+    def __init__(self, tenancy: Tenancy, *, exclusive: bool = False) -> None:
+        self._tenancy, self._exclusive = tenancy, exclusive
         self._flights = deque[Flight]()
 
     def __len__(self) -> int:
@@ -59,7 +60,7 @@ class InFlight:
     @property
     def awaits_masks(self) -> bool:
         """Whether the newest plan cannot be sampled before the result of the one before it is taken in."""
-        return len(self._flights) > 1 and len(self._flights[-1].masked) > 0
+        return not self._exclusive and len(self._flights) > 1 and len(self._flights[-1].masked) > 0
 
     def sample_inputs(self) -> SampleInputs:
         """What the sampling of the newest plan needs; not while `awaits_masks`."""

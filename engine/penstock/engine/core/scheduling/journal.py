@@ -18,7 +18,7 @@ from penstock.engine.messages import (
 
 
 class Journal:
-    """Gathers what happens to requests until somebody asks. Times are Unix time in seconds."""
+    """Collects events of requests until they are taken. Times are Unix time in seconds."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -66,7 +66,7 @@ class Journal:
         prompt_logprobs: PromptLogprobs | None = None,
         pooled: Pooled | None = None,
     ) -> RequestOutputs:
-        """Everything since the last call, with a step's tokens if there are any."""
+        """Return everything since the last call, with a step's tokens if there are any."""
         started, finished, lifecycle = self._started, self._finished, None
         self._started, self._finished = [], []
         if self._indexes:

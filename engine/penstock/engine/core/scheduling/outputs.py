@@ -58,7 +58,7 @@ class Tokens(msgspec.Struct, frozen=True):
     token_ids: Int32
     """[offsets[m]]."""
     counts: Int32
-    """[r]: of each of the plan's rows, of which requests that have gone send none."""
+    """[r]: output tokens of each of the plan's rows. Requests that have gone have none."""
 
 
 def offsets_of(counts: Int32, several: bool) -> Int32:
@@ -70,7 +70,7 @@ def offsets_of(counts: Int32, several: bool) -> Int32:
 
 
 def no_tokens() -> Tokens:
-    """Of outputs without any."""
+    """Return the tokens of outputs without any."""
     return Tokens(np.empty(0, np.int64), offsets_of(NONE, False), NONE, NONE)
 
 

@@ -6,13 +6,13 @@ import msgspec
 
 
 class PauseState(IntEnum):
-    """What a scheduler may do; set by whoever controls the engine. Nothing is lost in any state."""
+    """What a scheduler may do; set by control commands. Nothing is lost in any state."""
 
     UNPAUSED = 0
     PAUSED_NEW = 1
-    """Running requests go on; nobody is admitted, preempted ones included."""
+    """Running requests continue. No request is admitted, preempted ones included."""
     PAUSED_ALL = 2
-    """Nothing is planned. Plans in flight still come home."""
+    """Nothing is planned. Plans in flight still finish."""
 
 
 class Closed(msgspec.Struct, frozen=True):
@@ -20,4 +20,4 @@ class Closed(msgspec.Struct, frozen=True):
 
     error: str
     code: str
-    """See `messages.Finished`."""
+    """Code of the error for clients, as in `messages.Finished`."""

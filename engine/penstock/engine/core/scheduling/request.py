@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RequestStatus(IntEnum):
-    """Where a request stands. Everything after PREEMPTED is finished and stays so."""
+    """State of a request. All states after PREEMPTED are final."""
 
     WAITING = 0
     WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = 1
@@ -73,6 +73,7 @@ class Request:
         "images",
         "index",
         "key",
+        "lends",
         "num_cached_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -99,8 +100,10 @@ class Request:
         self.tenant = message.tenant
         self.adapter = adapter
         self.deadline = message.deadline
+        self.lends = message.lends
+        """Whether its prompt's pages are lent to another replica when it has ended."""
         self.images = message.images
-        """In the order of their places in the prompt."""
+        """Images in prompt order."""
         self.guide: Guide | None = None
         """What its next tokens may be; None: any."""
         self.key = (message.priority, message.arrival_time, ordinal)
@@ -124,7 +127,7 @@ class Request:
         self.first_token_at = 0.0
         """Unix time in seconds; 0 before."""
         self.block_hashes: list[bytes] = []
-        """Of its full blocks, as far as anybody asked."""
+        """Hashes of its full blocks, as far as they were needed."""
         self._extra_keys = ExtraKeys(
             lora=adapter.info.name if adapter is not None else None,
             cache_salt=message.cache_salt,
@@ -143,13 +146,13 @@ class Request:
         return self.num_cached_tokens >= 0
 
     def wait_for(self, reason: WaitingReason, now: float) -> None:
-        """From `now` on it waits for something else than before, or for the same."""
+        """Set the reason that it waits for from `now` on."""
         # A clock that is set back must not turn an interval negative.
         self.waited[self.waits_for] = self.waited.get(self.waits_for, 0.0) + max(now - self.waiting_since, 0.0)
         self.waits_for, self.waiting_since = reason, now
 
     def extend_prompt(self, token_ids: Sequence[int]) -> None:
-        """More of a prompt whose beginning came with the request."""
+        """Append to a prompt whose beginning came with the request."""
         self.token_ids.extend(token_ids)
         self.num_prompt_tokens = len(self.token_ids)
 

@@ -8,6 +8,7 @@ from penstock.api.events import RequestFinished
 from penstock.api.load_report import WaitingReason
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.config import SchedulerConfig
+from penstock.engine.connectors.offload import Offload
 from penstock.engine.core.plan import Int32, Int64
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.core.scheduling.deadlines import Deadlines
@@ -30,6 +31,7 @@ from penstock.engine.messages import (
     QUEUE_TIMEOUT,
     REQUEST_TIMEOUT,
     TENANT_QUEUE_FULL,
+    TRANSFER_REFUSED,
     AddRequest,
     ExtendPrompt,
     Finished,
@@ -65,6 +67,7 @@ class RequestBook:
         adapters: What requests can ask for.
         totals: What is counted.
         encoder: Holds the embeddings of running requests' images.
+        offload: Lends and reads pages; None: there are no tiers.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class RequestBook:
         adapters: Adapters,
         totals: Totals,
         encoder: Encoder,
+        offload: Offload | None = None,
     ) -> None:
         self._policy = config.policy
         self._max_num_waiting = config.max_num_waiting
@@ -95,6 +99,7 @@ class RequestBook:
         self._adapters = adapters
         self._totals = totals
         self._encoder = encoder
+        self._offload = offload
         self._live: dict[int, Request] = {}
         self._journal = Journal()
         self._deadlines = Deadlines()
@@ -102,7 +107,7 @@ class RequestBook:
         self._ordinal = 0
 
     def indexes(self) -> list[int]:
-        """Of all live requests, in the order in which they came."""
+        """Return all live requests, in the order of arrival."""
         return list(self._live)
 
     def is_waiting(self, index: int) -> bool:
@@ -112,7 +117,7 @@ class RequestBook:
     # --- arrival ---
 
     def add(self, message: AddRequest, now: float, closed: Closed | None) -> None:
-        """See `Scheduler.add`."""
+        """Takes a request in."""
         if message.index in self._live:
             raise ValueError(f"request {message.index} is there already")
         self._ordinal += 1
@@ -123,6 +128,8 @@ class RequestBook:
         if self._counters.is_crowded:
             self._counters.prune(self._waiting.tenants, {other.tenant for other in self._live.values()})
         self._live[request.index] = request
+        if message.remote is not None and self._offload is not None:
+            self._offload.arrived(request, message.remote)
         self._waiting.push(request, now)
         if closed is not None:
             self.finish(request, FinishReason.ERROR, error=closed.error, code=closed.code)
@@ -138,7 +145,7 @@ class RequestBook:
             self._waiting.park(request, "streaming", now)
 
     def extend(self, message: ExtendPrompt, now: float) -> None:
-        """See `Scheduler.extend`."""
+        """Takes in more of a prompt that is still arriving; of no effect where the request has ended."""
         request = self._live.get(message.index)
         if request is None:
             return
@@ -150,14 +157,14 @@ class RequestBook:
             self.unpark(request.index, now)
 
     def park(self, index: int, reason: WaitingReason, now: float) -> None:
-        """See `Scheduler.park`."""
+        """Lets a waiting request stand aside until `unpark`: what it waits for is no room but a resource of its own."""
         request = self._live[index]
         if request.status is RequestStatus.RUNNING:
             raise KeyError(f"request {index} runs")
         self._waiting.park(request, reason, now)
 
     def unpark(self, index: int, now: float) -> None:
-        """See `Scheduler.unpark`."""
+        """What the request was parked for is there; of no effect where it has ended or was not parked."""
         request = self._live.get(index)
         if request is None or not self._waiting.is_parked(request):
             return
@@ -165,7 +172,7 @@ class RequestBook:
             self._waiting.unpark(request, now)
 
     def guide(self, index: int, guide: Guide) -> None:
-        """See `Scheduler.guide`."""
+        """Has a guide say what a waiting request may generate."""
         request = self._live[index]
         if request.has_started:
             raise KeyError(f"request {index} has begun")
@@ -187,10 +194,12 @@ class RequestBook:
             self.finish(request, FinishReason.ERROR, error=problem)
         elif self._kv.enable_prefix_caching:
             request.extend_hashes(self._hasher, request.token_ids)
+            if self._offload is not None and (problem := self._offload.problem(request)) is not None:
+                self.finish(request, FinishReason.ERROR, error=problem, code=TRANSFER_REFUSED, param="kv_transfer_params")
         return not request.status.is_finished
 
     def _make_room(self, newcomer: Request) -> None:
-        """Where more wait than may, one ends: of the tenant that has the most in the queue."""
+        """If more requests wait than may, end one of the tenant that has the most in the queue."""
         if len(self._waiting) - len(self._tenancy.free_rows) > self._max_num_waiting:
             code = TENANT_QUEUE_FULL if self._waiting.is_shared else QUEUE_FULL
             self.finish(self._waiting.one_too_many(newcomer), FinishReason.ERROR, error=_ERRORS[code], code=code)
@@ -222,7 +231,7 @@ class RequestBook:
         return row
 
     def preempt(self, request: Request, now: float) -> None:
-        """Takes a running request's row and blocks; it keeps its tokens and computes them anew when there is room."""
+        """Take a running request's row and blocks. It keeps its tokens and computes them again when there is room."""
         row = request.row
         self._totals.preempted_tokens += int(self._table.num_computed[row])
         # A token in flight is not known here: it is sampled again, from the same counter of random numbers.
@@ -247,7 +256,7 @@ class RequestBook:
         self._counters.charge_outputs(slots if counts is None else np.repeat(slots, counts))
 
     def take_released(self) -> list[int]:
-        """Rows released since the last call, of which the next plan tells the runner."""
+        """Return the rows released since the last call, for the next plan to report to the runner."""
         released, self._released = self._released, []
         return released
 
@@ -266,7 +275,7 @@ class RequestBook:
             self.finish(request, FinishReason.ERROR, error=_ERRORS[code], code=code)
 
     def fail(self, index: int, error: str, code: str | None, param: str | None) -> None:
-        """See `Scheduler.fail`."""
+        """Ends a request with an error of its own; of no effect where it has ended."""
         if (request := self._live.get(index)) is not None:
             self.finish(request, FinishReason.ERROR, error=error, code=code, param=param)
 
@@ -276,7 +285,7 @@ class RequestBook:
             self.finish(request, FinishReason.ERROR, error=error, code=ADAPTER_FAILED)
 
     def fail_all(self, error: str, code: str) -> None:
-        """See `Scheduler.fail_all`."""
+        """Ends every request with an error that another replica may not have."""
         for request in list(self._live.values()):
             self.finish(request, FinishReason.ERROR, error=error, code=code)
 
@@ -293,6 +302,7 @@ class RequestBook:
     ) -> None:
         """Ends a live request in whatever state, and gives back all that it holds."""
         num_tokens = len(request.token_ids)
+        lent = None if self._offload is None else self._offload.finished(request, reason)
         if request.status is RequestStatus.RUNNING:
             num_tokens = int(self._tenancy.num_known[request.row])
             self._release(request)
@@ -304,7 +314,7 @@ class RequestBook:
         self._deadlines.remove(request)
         if request.adapter is not None:
             self._adapters.left(request)
-        end = Finished(request.index, reason, stop_token_id, error, code, param, stop_reason)
+        end = Finished(request.index, reason, stop_token_id, error, code, param, stop_reason, lent)
         self._journal.ended(request, end, num_tokens)
 
     def _release(self, request: Request) -> None:

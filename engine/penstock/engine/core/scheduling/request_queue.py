@@ -21,7 +21,7 @@ class RequestQueue:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Request]:
-        """In no particular order."""
+        """Iterate in no particular order."""
         return iter(self._members.values())
 
     def push(self, request: Request) -> None:

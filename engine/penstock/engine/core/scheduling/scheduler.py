@@ -78,7 +78,7 @@ class Scheduler:
         """Why no request is taken; None: they are."""
         adapter_table = table or AdapterTable()
         self.adapters = Adapters(adapter_table, kv)
-        self.encoder = Encoder(config.max_encoder_tokens, EncoderCache(config.encoder_cache_size))
+        self.encoder = Encoder(config.max_encoder_tokens, EncoderCache(config.encoder_cache_size), whole=config.whole_images)
         self.rules: list[AdmissionRule] = [
             MaxNumSeqs(config.max_num_seqs),
             TokenBudget(chunked=config.enable_chunked_prefill),
@@ -97,7 +97,7 @@ class Scheduler:
         counters = TokenCounters(config.tenant_weights)
         self._waiting = waiting = WaitingRoom(counters)
         self._tenancy = tenancy = Tenancy(config.max_num_seqs, max_model_len)
-        self._in_flight = in_flight = InFlight(tenancy)
+        self._in_flight = in_flight = InFlight(tenancy, exclusive=config.pipeline_stages > 1)
         self._book = book = RequestBook(
             config,
             self.table,
@@ -111,6 +111,7 @@ class Scheduler:
             self.adapters,
             self.totals,
             self.encoder,
+            offload,
         )
         self._grants = Grants(config, kv, self.table, tenancy, in_flight, book, self.encoder)
         computes_all = pooling is not None and pooling.computes_all
@@ -136,6 +137,7 @@ class Scheduler:
                     bool(self._tenancy.running)
                     or self._waiting.is_ready
                     or (self._waiting.has_held and self.adapters.table.changed)
+                    or (self._offload is not None and self._offload.has_errands)
                 )
             case PauseState.PAUSED_NEW:
                 return bool(self._tenancy.running)
@@ -144,7 +146,7 @@ class Scheduler:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether, though no plan is in flight and the last one held nothing, somebody runs or waits for nothing but room."""
+        """True if a request runs or waits only for room, although no plan is in flight and the last one was empty."""
         return self.has_work and not self._in_flight and (bool(self._tenancy.running) or "capacity" in self.waiting())
 
     def waiting(self) -> dict[WaitingReason, int]:
@@ -178,7 +180,7 @@ class Scheduler:
         self._book.extend(message, now)
 
     def indexes(self) -> list[int]:
-        """Of all requests, in the order in which they came."""
+        """Return all requests, in the order of arrival."""
         return self._book.indexes()
 
     def abort(self, indexes: Iterable[int]) -> None:
@@ -281,7 +283,7 @@ class Scheduler:
         return self._in_flight.awaits_masks
 
     def sample_inputs(self) -> SampleInputs:
-        """For the sampling of the plan made last; not while `awaits_masks`."""
+        """Return the inputs for sampling the last plan. Not allowed while `awaits_masks`."""
         return self._in_flight.sample_inputs()
 
     # --- the result ---

@@ -25,7 +25,7 @@ class StepBuilder:
         self.num_drafts: Int32 | None = None
         """[d]: drafts that these rows have verified; None: no row has any."""
         self.draft_ids: dict[int, list[int]] = {}
-        """Row → its drafts, of those that the runner is told."""
+        """Row → the drafts that the runner is told."""
         self.chunks: dict[int, tuple[int, bool]] = {}
         """Row → tokens, and whether they reach the row's last known one."""
         self.appends: dict[int, list[list[int]]] = {}
@@ -36,7 +36,7 @@ class StepBuilder:
         self.lora_loads: list[SlotLoad] = []
         self.lora_drops: list[int] = []
         self.preempted = False
-        """Whether anybody lost a row for this step; then nobody is admitted."""
+        """Whether a request lost its row for this step. Then none is admitted."""
 
     @property
     def is_empty(self) -> bool:
@@ -131,7 +131,7 @@ class StepBuilder:
         )
 
     def _given_drafts(self) -> tuple[Int32, Int32]:
-        """As the plan has them."""
+        """Return the drafts in the plan's form."""
         if self.num_drafts is None or not self.draft_ids:
             return NONE, NONE
         counts = {

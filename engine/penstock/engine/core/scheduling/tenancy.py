@@ -1,4 +1,4 @@
-"""Who has which row, and what ends them: the scheduler's own columns beside the row table."""
+"""Which request has which row, and when it ends: the scheduler's own columns beside the row table."""
 
 from bisect import bisect_left, insort
 from typing import NamedTuple
@@ -25,7 +25,7 @@ class Ending(NamedTuple):
     error: str | None = None
     """What has failed, where that is the reason."""
     stop_reason: str | None = None
-    """More about the reason, for the client."""
+    """Details of the reason, for the client."""
 
 
 class Tenancy:
@@ -39,12 +39,13 @@ class Tenancy:
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self._max_model_len = max_model_len
         self.running: list[Request] = []
-        """In the order in which they are served."""
+        """Running requests in the order in which they are served."""
         self.requests: list[Request | None] = [None] * max_num_seqs
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.tenancies: Int64 = np.full(max_num_seqs, NOBODY, np.int64)
-        """[rows]: a number for each stay of a request in a row. A step in flight whose number is not the row's any more was
-        planned for somebody who has left since."""
+        """[rows]: a number for each stay of a request in a row. A step in flight with another number was planned for a request
+        that
+        has left since."""
         self.indexes: Int64 = np.full(max_num_seqs, -1, np.int64)
         """[rows]: the requests' names."""
         self.num_known: Int32 = np.zeros(max_num_seqs, np.int32)
@@ -52,7 +53,7 @@ class Tenancy:
         self.num_prompt: Int32 = np.zeros(max_num_seqs, np.int32)
         """[rows]: tokens of the prompt, which is where the first output token stands."""
         self.limits: Int32 = np.zeros(max_num_seqs, np.int32)
-        """[rows]: tokens at which the request ends; more than its prompt, all of which runs whatever it gives."""
+        """[rows]: tokens at which the request ends. Always more than its prompt."""
         self.num_proposed: Int32 = np.zeros(max_num_seqs, np.int32)
         """[rows]: drafts at most that the runner has for the row's next step."""
         self.guides = Guides()
@@ -141,7 +142,7 @@ class Tenancy:
         return kept, found
 
     def _endings(self, rows: Int64, positions: Int32, tokens: Int32, all_token_ids: Int32) -> list[tuple[int, Ending]]:
-        """Which of the rows these tokens end."""
+        """Return which of the rows these tokens end."""
         stopped: Bool = np.logical_or.reduce(self._stop_ids.take(rows, axis=1) == tokens, axis=0)
         capped: Bool = positions + 1 >= self.limits[rows]
         repeats = self._repetition.trips(rows, positions, all_token_ids)
@@ -165,7 +166,7 @@ class Tenancy:
         return found
 
     def _guided(self, rows: Int64, tokens: Int32, stopped: Bool) -> dict[int, str | None]:
-        """Which of the rows' guides end their requests with these tokens, and which of them by an error."""
+        """Return which of the rows' guides end their requests with these tokens, and the error of each, if any."""
         found: dict[int, str | None] = {}
         for at in (~stopped).nonzero()[0].tolist():
             guide = self.guides.advance(int(rows[at]), int(tokens[at]))

@@ -13,9 +13,9 @@ import numpy as np
 from penstock.engine.core.plan import Int64
 
 PROMPT_COST = 1.0
-"""Of a prompt token that is computed; those that the prefix cache supplies cost nothing."""
+"""Cost of a computed prompt token. Tokens from the prefix cache cost nothing."""
 OUTPUT_COST = 2.0
-"""Of a generated token."""
+"""Cost of a generated token."""
 MAX_REMEMBERED = 1024
 """Tenants beyond which those are forgotten whose counter would make no difference."""
 
@@ -57,22 +57,23 @@ class TokenCounters:
         return self._slots[tenant]
 
     def join(self, tenant: str, waiting: Collection[str]) -> None:
-        """The tenant, of which nothing waited, has something that waits now. The time in which it asked for nothing earns it
-        nothing: its counter is lifted to the smallest of those that wait.
+        """Record that a tenant without waiting requests has one now. Its idle time earns it nothing: its counter is raised to the
+        smallest
+        of the waiting tenants'.
 
         Args:
-            tenant: Who.
-            waiting: The tenants with something that waits, this one not among them.
+            tenant: The tenant.
+            waiting: The tenants with waiting requests, this one not among them.
         """
         slot = self.slot(tenant)
         self._counters[slot] = max(self._counters[slot], self._floor(waiting))
 
     def leave(self, tenant: str) -> None:
-        """Nothing of the tenant waits any more."""
+        """Record that the tenant has no waiting requests any more."""
         self._last = tenant
 
     def charge_prompt(self, tenant: str, num_tokens: int) -> None:
-        """The tenant has been granted the computation of so many prompt tokens."""
+        """Charge the tenant for prompt tokens that are about to be computed."""
         slot = self.slot(tenant)
         self._counters[slot] += PROMPT_COST * num_tokens / self.weight(tenant)
 

@@ -11,10 +11,10 @@ class Totals:
         self.preempted_tokens = 0
         """Computed tokens of requests at the moment when they were preempted."""
         self.resumed_cached_tokens = 0
-        """Of those, found in the prefix cache when the requests ran again: only the rest is computed twice."""
+        """Tokens of those that the prefix cache supplied when the requests ran again. Only the rest is computed twice."""
         self.prefix_queries = 0
         """Prompt tokens that requests looked up when they first ran."""
         self.prefix_hits = 0
-        """Of those, found."""
+        """Tokens of those that were found."""
         self.waits = Waits()
-        """Of requests that have run."""
+        """Waiting times of requests that have run."""

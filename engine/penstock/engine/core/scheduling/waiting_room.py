@@ -1,4 +1,4 @@
-"""All requests without a row: those that may start, tenant by tenant, and those parked until somebody says that they may.
+"""All requests without a row: those that may start, by tenant, and parked ones that wait for a condition.
 
 A request that cannot start for a reason of its own never blocks those behind it, and keeps its place among them.
 """
@@ -34,7 +34,7 @@ class WaitingRoom:
         return self._count
 
     def __iter__(self) -> Iterator[Request]:
-        """In no particular order."""
+        """Iterate in no particular order."""
         for queue in self._queues.values():
             yield from queue
         yield from self._parked.values()
@@ -77,7 +77,7 @@ class WaitingRoom:
 
     @property
     def tenants(self) -> Collection[str]:
-        """Those with something that may start."""
+        """Tenants with requests that may start."""
         return self._queues.keys()
 
     @property

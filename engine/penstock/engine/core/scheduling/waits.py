@@ -16,12 +16,12 @@ class Waits:
         self._totals: dict[WaitingReason, float] = {}
 
     def started(self, waited: dict[WaitingReason, float]) -> None:
-        """A request runs for the first time; `waited`: seconds by reason, of which the sum is its time in the queue."""
+        """Record the first run of a request. `waited`: seconds by reason, whose sum is its time in the queue."""
         for reason, seconds in waited.items():
             counts = self._counts.setdefault(reason, [0] * (len(SECONDS) + 1))
             counts[bisect_left(SECONDS, seconds)] += 1
             self._totals[reason] = self._totals.get(reason, 0.0) + seconds
 
     def buckets(self) -> dict[WaitingReason, Buckets]:
-        """Everything so far."""
+        """Return the totals since the start."""
         return {reason: Buckets(list(counts), self._totals[reason]) for reason, counts in self._counts.items()}

@@ -1,7 +1,8 @@
-"""Which web pages may ask: cross-origin resource sharing, as browsers have it (https://fetch.spec.whatwg.org/#http-cors-protocol).
+"""Cross-origin resource sharing: which web pages may call the API (https://fetch.spec.whatwg.org/#http-cors-protocol).
 
-Browsers send a page's request with its origin, and show the page the answer only where that allows it. Before requests with a
-JSON body or a key they ask with an OPTIONS request of their own, the preflight, which has no key.
+Browsers send a page's request with its origin, and show the page the answer only if that allows the origin. Before requests with
+a
+JSON body or a key they send a preflight: an OPTIONS request without a key.
 """
 
 from collections.abc import Sequence

@@ -52,7 +52,7 @@ def _checked_request_id(given: str, param: str) -> str:
 
 
 def tenant(request: web.Request) -> str:
-    """Whose request it is, as the gateway says; empty: nobody's in particular."""
+    """Return the tenant that the gateway names; empty: none."""
     name = request.headers.get(TENANT, "")
     if not name.isascii() or (name and not name.isprintable()) or len(name) > MAX_TENANT:
         raise ApiError(400, f"{TENANT} must be at most {MAX_TENANT} printable ASCII characters", param=TENANT)

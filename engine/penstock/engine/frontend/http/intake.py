@@ -1,4 +1,4 @@
-"""From an HTTP request to what the engine runs, for every endpoint that generates."""
+"""From an HTTP request to the engine's request, for every endpoint that generates."""
 
 import asyncio
 import time
@@ -60,7 +60,7 @@ class Intake:
     async def read_generation(
         self, request: web.Request, parse: Callable[[dict[str, Any]], _T]
     ) -> tuple[_T, dict[str, Any], int]:
-        """As `read`, for what generates: sampling that the body leaves out is the model's default."""
+        """As `read`, for requests that generate: sampling parameters that the body leaves out get the model's defaults."""
 
         def parse_whole(body: dict[str, Any]) -> _T:
             return parse(body | {name: value for name, value in self._defaults.items() if body.get(name) is None})

@@ -15,6 +15,7 @@ from penstock.engine.frontend.http.connection import Runner
 from penstock.engine.frontend.http.cors import Cors
 from penstock.engine.frontend.http.exchange import MAX_BODY_BYTES, REQUEST_ID_KEY, Active, header_request_id
 from penstock.engine.frontend.http.keys import ApiKeys
+from penstock.engine.frontend.http.prefill import Prefill
 from penstock.engine.frontend.http.routes.adapters import AdapterRoutes
 from penstock.engine.frontend.http.routes.control import ControlRoutes
 from penstock.engine.frontend.http.routes.embeddings import EmbeddingRoutes
@@ -24,6 +25,7 @@ from penstock.engine.frontend.http.routes.tokens import TokenRoutes
 from penstock.engine.frontend.http.settings import ApiSettings
 from penstock.engine.frontend.http.tls import check_certificate
 from penstock.engine.frontend.observe.traces import Traces
+from penstock.engine.frontend.openai.kv_transfer import KVTransfer
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +41,13 @@ class ApiServer:
     """The endpoints of one engine; `docs/design/contracts.md` lists them.
 
     Args:
-        llm: What answers.
+        llm: The engine.
         settings: Parsers and keys; None: neither.
-        vllm_names: Whether metrics have vLLM's names too.
-        traces: Told of requests; None: nobody is.
+        vllm_names: Whether metrics also have vLLM's names.
+        traces: Receives requests' spans; None: no tracing.
         control: Whether it can be paused, put to sleep and reloaded over HTTP.
-        admin_apart: Whether what changes the engine is in `admin_app` instead of `app`.
+        admin_apart: Whether endpoints that change the engine are in `admin_app` instead of `app`.
+        transfer: How KV pages go to other replicas; None: they do not.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class ApiServer:
         control: bool = False,
         traces: Traces | None = None,
         admin_apart: bool = False,
+        transfer: KVTransfer | None = None,
     ) -> None:
         settings = settings or ApiSettings()
         self._llm = llm
@@ -67,8 +71,9 @@ class ApiServer:
             *([ControlRoutes(llm)] if control else []),
             *([AdapterRoutes(llm)] if settings.runtime_lora_updating else []),
         ]
+        self._prefill = Prefill(llm, transfer)
         self._routes: list[_Routes] = [
-            OpenAIRoutes(llm, self.active, settings.parsers, traces),
+            OpenAIRoutes(llm, self.active, settings.parsers, self._prefill, traces),
             EmbeddingRoutes(llm, self.active, traces),
             TokenRoutes(llm),
             ReplicaRoutes(llm, self.active, vllm_names),
@@ -77,7 +82,12 @@ class ApiServer:
 
     def app(self) -> web.Application:
         """The application; see `runner`."""
-        return self._app(self._routes, self._cors)
+        app = self._app(self._routes, self._cors)
+        app.on_cleanup.append(self._close)
+        return app
+
+    async def _close(self, _app: web.Application) -> None:
+        await self._prefill.close()
 
     def admin_app(self) -> web.Application:
         """What changes the engine, for a port that fewer people reach."""

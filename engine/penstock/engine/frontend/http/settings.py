@@ -13,10 +13,10 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()
     """One of these in `authorization: Bearer …`; none: everybody may."""
     allowed_origins: tuple[str, ...] = ()
-    """Of web pages that may ask, but not on a port for administration; `*`: of all."""
+    """Origins of web pages that may call the API, but not an administrative port; `*`: all."""
     tls: TlsFiles | None = None
     """None: plain HTTP."""
     otlp_traces_endpoint: str | None = None
-    """Where requests' spans go, an URL; None: there are none."""
+    """URL to which requests' spans are sent; None: no tracing."""
     runtime_lora_updating: bool = False
     """Whether adapters can be loaded and unloaded over HTTP."""

@@ -43,7 +43,7 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     """Without a password."""
     clients: str | None = None
-    """Who signs clients' certificates; None: clients need none."""
+    """The CA of clients' certificates; None: clients need none."""
 
     def context(self) -> ssl.SSLContext:
         """A server's context that presents and believes what the files hold at each handshake.

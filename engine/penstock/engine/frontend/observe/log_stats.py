@@ -1,4 +1,4 @@
-"""One line a period for whoever reads the log: what the engine did since the last one."""
+"""Log one line per period about the engine's work since the last line."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens: float = 0
     cached_tokens: float = 0
-    """Those of the prompt tokens that the prefix cache supplied."""
+    """Prompt tokens that the prefix cache supplied."""
     generation_tokens: float = 0
     preemptions: int = 0
     steps: int = 0
@@ -27,15 +27,15 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """What the steps would have taken at the device's ceilings; 0 where these are not known."""
     running: int = 0
     waiting: dict[str, int] = {}
-    """By reason."""
+    """Waiting requests by reason."""
     kv_usage: float = 0.0
     drafted: int = 0
     accepted: int = 0
-    """Of the drafted tokens."""
+    """Accepted drafts."""
 
 
 def snapshot(metrics: EngineMetrics) -> Snapshot:
-    """Of an engine now."""
+    """Return the engine's present figures."""
     totals, stats = metrics.table.totals(), metrics.stats
     prompt = metrics.prompt_tokens.by_value(totals)
     counts = Snapshot(
@@ -60,7 +60,7 @@ def snapshot(metrics: EngineMetrics) -> Snapshot:
 
 
 def describe(before: Snapshot, now: Snapshot, seconds: float) -> str | None:
-    """The line for the time between; None where nothing happened and nobody waits or runs."""
+    """Return the line for the time between two snapshots; None if nothing happened and no request waits or runs."""
     steps = now.steps - before.steps
     if not (steps or now.running or now.waiting or now.prompt_tokens > before.prompt_tokens):
         return None
@@ -85,7 +85,7 @@ def describe(before: Snapshot, now: Snapshot, seconds: float) -> str | None:
 
 
 async def log_stats(metrics: EngineMetrics, period: float = PERIOD_S) -> None:
-    """Writes the line every `period` seconds in which something happened, without end."""
+    """Log the line after every `period` seconds in which something happened."""
     before, began = snapshot(metrics), time.monotonic()
     while True:
         await asyncio.sleep(period)

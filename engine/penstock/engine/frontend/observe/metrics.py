@@ -29,6 +29,7 @@ from penstock.engine.messages import (
     GraphSteps,
     OffloadStats,
     TierStats,
+    TransferStats,
 )
 from penstock.engine.sampling import SamplingParams
 
@@ -43,11 +44,11 @@ _TOKENS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 _CHOICES = (1, 2, 5, 10, 20, 50, 100)
 
 SOURCES = ("computed", "local_cache")
-"""Where the KV of a prompt token comes from."""
+"""Sources of a prompt token's KV."""
 
 
 class EngineMetrics:
-    """Of one core, as one frontend sees it.
+    """Metrics of one core, as one frontend sees it.
 
     Args:
         model: The name that the model is served by.
@@ -66,6 +67,8 @@ class EngineMetrics:
         self.generation_tokens = counter(names.GENERATION_TOKENS, "Generated tokens.")
         reasons = tuple(dict.fromkeys(FINISH_REASONS.values()))
         self.finished = counter(names.REQUEST_SUCCESS, "Finished sequences by finish reason.", "finished_reason", reasons)
+        what = "Prompts that a prefill replica was asked to compute: its KV was lent, it had nothing to lend, or it failed."
+        self.prefills = counter(names.REMOTE_PREFILLS, what, "result", ("lent", "nothing", "failed"))
         self.ttft = histogram(names.TIME_TO_FIRST_TOKEN, "Seconds from arrival to the first token.", _TTFT)
         self.itl = histogram(names.INTER_TOKEN_LATENCY, "Seconds between successive tokens of a sequence.", _TOKEN)
         self._tpot = histogram(names.TIME_PER_OUTPUT_TOKEN, "Mean seconds per token of a sequence after the first token.", _TOKEN)
@@ -127,11 +130,11 @@ class EngineMetrics:
 
 
 class Metrics(Collector):
-    """What `GET /metrics` tells, of all engines of a replica.
+    """The content of `GET /metrics`, for all engines of a replica.
 
     Args:
-        engines: One each.
-        vllm_names: Whether everything is told under vLLM's names too.
+        engines: Metrics of each engine.
+        vllm_names: Whether all are also reported under vLLM's names.
     """
 
     def __init__(self, engines: Sequence[EngineMetrics], vllm_names: bool = False) -> None:
@@ -163,6 +166,19 @@ def _offload(offload: OffloadStats, labels: dict[str, str]) -> Iterator[Family]:
     yield from _tier(offload.memory, labels | {"tier": "memory"})
     if offload.disk is not None:
         yield from _tier(offload.disk, labels | {"tier": "disk"})
+    if offload.transfer is not None:
+        yield from _transfer(offload.transfer, labels)
+
+
+def _transfer(told: TransferStats, labels: dict[str, str]) -> Iterator[Family]:
+    gauge, counter = partial(_samples, GaugeMetricFamily, labels), partial(_samples, CounterMetricFamily, labels)
+    yield gauge(names.KV_TRANSFER_LEASES, "Prompts whose KV pages wait for another replica.", told.leases)
+    yield gauge(names.KV_TRANSFER_LEASED_PAGES, "KV pages in host memory that wait for another replica.", told.leased_pages)
+    yield counter(names.KV_TRANSFER_EXPIRED_LEASES, "Prompts whose KV pages no replica has fetched in time.", told.expired_leases)
+    yield counter(names.KV_TRANSFER_PULLS, "Prompts whose KV pages this replica began to fetch.", told.pulls)
+    yield counter(names.KV_TRANSFER_BYTES, "Bytes of KV pages from other replicas, of one rank.", told.pulled_bytes)
+    yield counter(names.KV_TRANSFER_SECONDS, "Seconds from the start of each fetch to its end.", told.pull_s)
+    yield counter(names.KV_TRANSFER_FAILED_PAGES, "KV pages that were not fetched, and computed instead.", told.failed_pages)
 
 
 def _tier(tier: TierStats, labels: dict[str, str]) -> Iterator[Family]:

@@ -29,7 +29,7 @@ class SeriesTable:
         return len(self.own)
 
     def counter(self, name: str, help_text: str, label: str = "", values: Sequence[str] = ("",)) -> "Counter":
-        """A new counter, by the values of a label if there is one; they are all told from the start, as zero."""
+        """Add a counter, with one series for each value of its label if it has one. All series start at zero."""
         return self._add(Counter(self, self.size, name, help_text, label, values))
 
     def histogram(self, name: str, help_text: str, bounds: Sequence[float]) -> "Histogram":
@@ -37,16 +37,16 @@ class SeriesTable:
         return self._add(Histogram(self, self.size, name, help_text, bounds))
 
     def share(self, rows: Float64, number: int) -> None:
-        """Goes on counting in a row of a table, [processes, size], that other processes count in too.
+        """Continue to count in a row of a table, [processes, size], that other processes count in too.
 
-        `families` tells the sum of its rows from now on. What was counted so far moves along; a row keeps what a process before
-        this one has counted there.
+        `families` reports the sum of its rows from now on. Present counts move along. A row keeps the counts of an earlier
+        process.
         """
         rows[number] += self.own
         self._rows, self.own = rows, rows[number]
 
     def families(self, labels: dict[str, str]) -> list[Family]:
-        """Every series as it is now, with these labels on each."""
+        """Return every series with its present value and these labels."""
         totals = self._rows.sum(axis=0)
         return [series.family(labels, totals) for series in self._series]
 
@@ -100,7 +100,7 @@ class Histogram:
         self.width = len(bounds) + 2
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Counts a value, so many times, in the first bucket whose bound is not below it."""
+        """Count a value `times` times, in the first bucket whose bound is not below it."""
         own = self._table.own
         own[self._start + bisect_left(self._bounds, value)] += times
         own[self._start + self.width - 1] += value * times

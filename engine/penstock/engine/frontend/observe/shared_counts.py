@@ -25,7 +25,7 @@ class SharedCounts:
 
     @staticmethod
     def create(rows: int, size: int) -> int:
-        """Makes the memory for so many rows of so many numbers; returns its descriptor."""
+        """Make the memory for rows of numbers, and return its file descriptor."""
         descriptor = os.memfd_create("penstock-counts")
         os.ftruncate(descriptor, rows * size * np.dtype(np.float64).itemsize)
         return descriptor

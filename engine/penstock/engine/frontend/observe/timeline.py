@@ -1,4 +1,4 @@
-"""Where a request's time went: the turns of its life as the core stamped them, and the spans between."""
+"""The timeline of a request: the events of its life as the core stamped them, and the intervals between them."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -17,11 +17,11 @@ class Intervals(NamedTuple):
     """Seconds; the three add up to the time between queueing and the last token. A preemption lengthens the one it falls into."""
 
     queue: float
-    """Until scheduled for the first time."""
+    """Seconds until it was first scheduled."""
     prefill: float
-    """From there to the first token."""
+    """Seconds from there to the first token."""
     decode: float
-    """From there to the last."""
+    """Seconds from there to the last token."""
 
 
 def turns(lifecycle: Lifecycle) -> Iterator[tuple[int, LifecycleEvent, float]]:
@@ -32,7 +32,8 @@ def turns(lifecycle: Lifecycle) -> Iterator[tuple[int, LifecycleEvent, float]]:
 
 
 def intervals(choice: Choice) -> Intervals | None:
-    """Of a sequence that has tokens, or its embedding, which counts as the first and the last one; None before."""
+    """Return the intervals of a sequence that has tokens, or an embedding, which counts as the first and the last one. None
+    before."""
     queued, scheduled = _first(choice, LifecycleEvent.QUEUED), _first(choice, LifecycleEvent.SCHEDULED)
     if queued is None or scheduled is None or not (choice.num_tokens or choice.pooled is not None):
         return None
@@ -59,8 +60,9 @@ def timeline_event(generation: Generation) -> bytes:
 
 
 def timeline(generation: Generation) -> list[dict[str, Any]]:
-    """What a client that asked is told of each choice: every turn with its Unix time and the milliseconds since the request
-    arrived, and the runs of tokens that one step gave, as accepted drafts make them."""
+    """Return the timeline of each choice, for a client that asked for it: each event with its Unix time and the milliseconds
+    since the
+    request arrived, and the runs of tokens that single steps gave, as accepted drafts make them."""
     return [
         {
             "index": choice.number,
@@ -82,7 +84,7 @@ def timeline(generation: Generation) -> list[dict[str, Any]]:
 
 
 def _events(choice: Choice) -> Iterable[tuple[str, float]]:
-    """In the order of time; a request is preempted as often as it says."""
+    """Return the events in the order of time. A request can be preempted several times."""
     found = [(event.name.lower(), time) for event, time in choice.turns]
     if choice.num_tokens:
         found += [("first_token", choice.first_time), ("last_token", choice.last_time)]

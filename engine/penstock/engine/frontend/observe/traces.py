@@ -101,7 +101,7 @@ def _attributes(operation: str, model: str, spec: GenerationSpec, generation: Ge
 
 
 def _parts(choice: Choice, parent: TraceContext) -> Iterator[Span]:
-    """Of a choice that has tokens."""
+    """Yield the spans of a choice that has tokens."""
     if (found := intervals(choice)) is None:
         return
     ends = [choice.first_time - found.prefill, choice.first_time, choice.last_time]

@@ -9,15 +9,15 @@ _Count = Annotated[int, Meta(ge=0)]
 
 
 class _Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Nothing but what is named."""
+    """A struct that refuses unknown fields."""
 
 
 class PromptTokensDetails(_Shape, frozen=True, kw_only=True):
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: _Count
     image_tokens: _Count | msgspec.UnsetType = msgspec.UNSET
-    """Where there are any."""
+    """Present if there are any."""
 
 
 class Usage(_Shape, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class TokenLogprob(_Shape, frozen=True, kw_only=True):
 
 
 class ChatLogprobs(_Shape, frozen=True, kw_only=True):
-    """Of a chat's answer."""
+    """Log-probabilities of a chat answer."""
 
     content: list[TokenLogprob]
     refusal: None
@@ -173,9 +173,9 @@ class Model(_Shape, frozen=True, kw_only=True):
     root: str
     """A folder, or a name on the Hub."""
     parent: str | None
-    """Of an adapter: the model that it is on."""
+    """For an adapter: the model that it is on."""
     revision: str | msgspec.UnsetType = msgspec.UNSET
-    """Of an adapter that was loaded at one."""
+    """For an adapter that was loaded at a revision."""
 
 
 class ModelList(_Shape, frozen=True, kw_only=True):
@@ -201,7 +201,7 @@ class ErrorAnswer(_Shape, frozen=True, kw_only=True):
 
 
 class Embedding(_Shape, frozen=True, kw_only=True):
-    """Of one input."""
+    """The embedding of one input."""
 
     object: Literal["embedding"]
     index: _Count

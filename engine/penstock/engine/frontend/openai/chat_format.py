@@ -47,7 +47,7 @@ class ChatFormat(ChunkFormat):
         return self._event(choice, b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null', more)
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
-        """See `Format`."""
+        """The events for what is new of a choice; none where all of it is held back."""
         reason = delta.finish_reason
         if self._plain and reason is None and delta.text and not delta.logprobs:
             return self._text(choice, delta.text)
@@ -64,7 +64,7 @@ class ChatFormat(ChunkFormat):
         return self._event(choice, said + self._end(delta, logprobs, reason))
 
     def full(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        """See `Format`."""
+        """The answer that is not streamed; takes what the choices hold."""
         more: dict[str, Any] = {}
         if self._request.prompt_logprobs is not None:
             more["prompt_logprobs"] = prompt_logprobs_of(choices[0], self._vocabulary)

@@ -54,7 +54,7 @@ def _unsupported(what: str, param: str, choices: str) -> ApiError:
 
 
 def _named(request: ChatRequest) -> str | None:
-    """The function that is to be called; None: any."""
+    """Return the function that must be called; None: any."""
     if not isinstance(request.tool_choice, NamedToolChoice):
         return None
     name = request.tool_choice.function.name

@@ -52,7 +52,7 @@ class CompletionFormat(ChunkFormat):
         return self._event(choice, said + b',"logprobs":null,"finish_reason":null')
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
-        """See `Format`."""
+        """The events for what is new of a choice; none where all of it is held back."""
         if self._plain and delta.finish_reason is None and not delta.logprobs:
             return self._text(choice, delta.text)
         delta = self._wanted(delta)
@@ -60,18 +60,18 @@ class CompletionFormat(ChunkFormat):
         return self._event(choice, b'"text":' + orjson.dumps(delta.text) + self._end(delta, logprobs, delta.finish_reason))
 
     def last(self, usage: Usage) -> bytes:
-        """See `Format`."""
+        """What ends a stream after all choices."""
         return super().last(self._counted(usage))
 
     def full(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        """See `Format`."""
+        """The answer that is not streamed; takes what the choices hold."""
         answers = [(choice, taken(choice)) for choice in choices]
         if self._spec.n > self._request.n:
             answers = self._best(answers)
         return self._full([self._choice(at, *answer) for at, answer in enumerate(answers)], self._counted(usage))
 
     def _best(self, answers: list[tuple[Choice, Delta]]) -> list[tuple[Choice, Delta]]:
-        """Of each prompt's choices the `n` likeliest, best first."""
+        """Return the `n` likeliest choices of each prompt, best first."""
         best: list[tuple[Choice, Delta]] = []
         for at in range(0, len(answers), self._spec.n):
             best += sorted(answers[at : at + self._spec.n], key=lambda answer: -_mean_logprob(answer[1]))[: self._request.n]
@@ -107,7 +107,7 @@ class CompletionFormat(ChunkFormat):
         return "" if self._echoes is None else self._echoes[choice.number // self._spec.n]
 
     def _all_logprobs(self, choice: Choice, delta: Delta, echo: str) -> dict[str, Any]:
-        """Those of the echoed prompt first; its first token has none."""
+        """Return the log-probabilities, those of the echoed prompt first. Its first token has none."""
         columns = self._logprobs(delta.logprobs)
         if self._echoes is None:
             return columns

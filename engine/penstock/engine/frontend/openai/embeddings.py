@@ -31,9 +31,9 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     add_special_tokens: bool | None = None
     """None: the tokenizer adds those that begin and end a text."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
-    """Of a longer text so many tokens are kept; -1: as many as fit."""
+    """Number of tokens to keep of a longer text; -1: as many as fit."""
     truncation_side: Literal["left", "right"] | None = None
-    """Where a text is cut. None: right, which keeps its beginning."""
+    """The side on which a text is cut. None: right, which keeps its beginning."""
     request_id: RequestId | None = None
     """vLLM's, as in chats."""
     user: str | None = None

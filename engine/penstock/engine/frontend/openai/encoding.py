@@ -69,18 +69,18 @@ class ChunkFormat:
         self._prefix = b"data: " + chunk_head + b',"choices":[{"index":'
         self._suffix = (b'}],"usage":null}' if options.include_usage else b"}]}") + b"\n\n"
         self._text_begins: dict[int, bytes] = {}
-        """By choice: a chunk of it up to the text."""
+        """By choice, a chunk of it up to the text."""
         self._text_end = self._closing + b',"logprobs":null,"finish_reason":null' + self._suffix
         self._plain = not token_ids and not options.continuous_usage_stats
         """Whether a chunk amid a stream has nothing but text, if it has no logprobs."""
         self._usage_prefix = b"data: " + chunk_head + b',"choices":[],"usage":'
 
     def last(self, usage: Usage) -> bytes:
-        """See `Format`."""
+        """What ends a stream after all choices."""
         return self._usage_prefix + orjson.dumps(usage_of(usage)) + b"}\n\n" + DONE if self._options.include_usage else DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """See `Format`."""
+        """What ends a stream that has begun and cannot go on."""
         return b"data: " + error.body() + b"\n\n"
 
     def _text(self, choice: Choice, text: str) -> bytes:

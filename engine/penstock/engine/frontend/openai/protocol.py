@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.openai.structured import ResponseFormat, StructuredOutputs, read_guided
+from penstock.engine.grammar import GrammarBackend
 from penstock.engine.sampling import MAX_REPETITION_PATTERN, MinP, RepetitionPenalty, Temperature, TokenCount, TopK, TopP
 from penstock.plain_errors import explained
 from penstock.prompt.processor import COMPLETIONS_PATH, MAX_PROMPTS
@@ -26,7 +27,7 @@ MAX_REQUEST_ID: Final = 256
 RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST_ID)]
 """Printable ASCII, as `exchange.name_request` checks."""
 Metadata = Annotated[dict[str, str], Meta(max_length=16)]
-"""As many as OpenAI takes: a body of a million holds up every stream while they are checked."""
+"""Metadata with OpenAI's limit of 16 entries: checking a million would block every stream."""
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _ExtraArg = bool | int | float | str | list[int | float | str]
 _TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -54,7 +55,7 @@ class RepetitionLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which function is to be called."""
+    """The function to call."""
 
     name: str
 
@@ -71,8 +72,8 @@ ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | None
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens are chosen, and how many. Ranges are OpenAI's; `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
-    `bad_words`, `allowed_token_ids`, `prompt_logprobs`, `stop_token_ids`, `ignore_eos`, `repetition_detection`, `vllm_xargs`
-    and `structured_outputs` are vLLM's; `speculative_decoding` is ours."""
+    `bad_words`, `allowed_token_ids`, `prompt_logprobs`, `stop_token_ids`, `ignore_eos`, `repetition_detection`, `vllm_xargs`,
+    `structured_outputs` and `guided_decoding_backend` are vLLM's; `speculative_decoding` is ours."""
 
     max_tokens: TokenCount | None = None
     temperature: Temperature = 1.0
@@ -104,8 +105,10 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     speculative_decoding: bool = True
     """False: no drafts for this request."""
     vllm_xargs: Annotated[dict[str, _ExtraArg], Meta(max_length=64)] = msgspec.field(default_factory=dict)
-    """For the logits processors that the server was started with."""
+    """Arguments of the logits processors that the server was started with."""
     structured_outputs: StructuredOutputs | None = None
+    guided_decoding_backend: GrammarBackend | None = None
+    """vLLM's former field: the library that enforces this request's grammar. None: the server's."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -117,7 +120,7 @@ class _Request(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=
     """What both APIs share; `priority` and `cache_salt` are vLLM's."""
 
     schema_field: ClassVar[str] = "response_format.json_schema.schema"
-    """Where the client puts the schema of its answer."""
+    """Name of the parameter that holds the schema."""
     model: str
     response_format: ResponseFormat | None = None
     stream: bool = False
@@ -131,11 +134,13 @@ class _Request(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=
     return_tokens_as_token_ids: bool = False
     """vLLM's: logprobs name tokens `token_id:N`."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
-    """vLLM's: of a longer prompt so many tokens are kept; -1: as many as fit. `penstock.prompt` cuts."""
+    """As in vLLM: number of tokens to keep of a longer prompt; -1: as many as fit. `penstock.prompt` cuts."""
     truncation_side: Literal["left", "right"] | None = None
     """vLLM's: where a prompt is cut. None: left, which keeps its end."""
     add_special_tokens: bool | None = None
     """vLLM's: whether the tokenizer adds those that begin a text. None: for completions it does, for chats the template did."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """vLLM's: another replica is to read this prompt's KV pages, or lends them."""
     user: str | None = None
     """Accepted and of no effect, as the rest of these are."""
     metadata: Metadata | None = None
@@ -207,7 +212,7 @@ class CompletionRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fiel
     echo: bool = False
     """The prompt begins the answer."""
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    """So many are generated; the `n` with the highest mean logprob of a token are the answer."""
+    """Number of generated choices. The `n` with the highest mean log-probability are the answer."""
 
     @property
     def output_limit(self) -> int | None:
@@ -237,7 +242,6 @@ _NEUTRAL_SHARED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     # vLLM's, which its users' scripts may spell out.
     "ec_transfer_params": (),
-    "kv_transfer_params": (),
     "length_penalty": (1,),
     "logprob_token_ids": (),
     "stream_interval": (1,),

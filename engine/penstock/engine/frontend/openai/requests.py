@@ -1,4 +1,4 @@
-"""From a checked body and its tokens to what the engine runs: defaults, and the arithmetic of the context."""
+"""From a checked body and its tokens to the engine's request: defaults, and the arithmetic of the context."""
 
 from collections.abc import Iterable
 

@@ -57,29 +57,29 @@ class ResponsesFormat:
         self._reason: str | None = None
 
     def first(self, choice: Choice) -> bytes:
-        """See `Format`."""
+        """What precedes a choice's first chunk."""
         del choice
         response = self._response("in_progress", None)
         return self._encode([{"type": f"response.{kind}", "response": response} for kind in ("created", "in_progress")])
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
-        """See `Format`."""
+        """The events for what is new of a choice; none where all of it is held back."""
         del choice
         return self._encode(self._take(delta))
 
     def last(self, usage: Usage) -> bytes:
-        """See `Format`."""
+        """What ends a stream after all choices."""
         status = self._status()
         return self._encode([{"type": f"response.{status}", "response": self._response(status, usage)}])
 
     def failed(self, error: ApiError) -> bytes:
-        """See `Format`."""
+        """What ends a stream that has begun and cannot go on."""
         response = self._response("failed", None) | {"error": {"code": "server_error", "message": error.message}}
         body = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
         return self._encode([{"type": "response.failed", "response": response}, body])
 
     def full(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        """See `Format`."""
+        """The answer that is not streamed; takes what the choices hold."""
         self._take(taken(choices[0]))
         return orjson.dumps(self._response(self._status(), usage))
 

@@ -31,7 +31,7 @@ class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     effort: str | None = None
     summary: None = None
-    """Reasoning comes as it is."""
+    """Not supported: reasoning is returned whole."""
 
 
 class NamedResponseTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,7 +46,7 @@ class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     format: TextFormat = TextFormat()
     verbosity: Literal["medium"] | None = None
-    """There are no others here."""
+    """Only `medium` is supported."""
 
 
 class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.grammar import Grammar, GrammarKind, Tag, Tags
+from penstock.plain_errors import explained
 from penstock.prompt.errors import PromptError
 from penstock.prompt.tools import check_depth
 
@@ -217,4 +218,4 @@ def _converted(value: Any, kind: type[ResponseFormat], param: str) -> ResponseFo
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise ApiError(400, f"{param}: {error}", param=param) from None
+        raise ApiError(400, f"{param}: {explained(error, kind)}", param=param) from None

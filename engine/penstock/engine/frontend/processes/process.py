@@ -56,7 +56,8 @@ async def _run() -> int:
 
 
 async def _listen(reader: asyncio.StreamReader, ending: Ending, core: AttachedClient, core_address: str) -> None:
-    """Does as it is told; ends the process with the supervisor, who may have been killed and left the sockets' folder behind."""
+    """Obey the supervisor's messages. End the process with the supervisor, which may have been killed and left the sockets'
+    folder behind."""
     while (word := await _read(reader)) is not None:
         match word:
             case Stop():

@@ -21,6 +21,7 @@ from penstock.engine.frontend.http.settings import ApiSettings
 from penstock.engine.frontend.observe.log_stats import log_stats
 from penstock.engine.frontend.observe.shared_counts import SharedCounts
 from penstock.engine.frontend.observe.traces import Traces
+from penstock.engine.frontend.openai.kv_transfer import KVTransfer
 from penstock.engine.frontend.python.prompts import load_processor
 
 log = logging.getLogger(__name__)
@@ -43,11 +44,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     replay_port: int | None = None
     """None: `REPLAY_PORT`, or a free one where that is taken."""
     admin_port: int | None = None
-    """Where alone adapters are loaded and the engine is controlled; None: on `port`."""
+    """Port on which alone adapters are loaded and the engine is controlled; None: on `port`."""
     shutdown_timeout: float
     """Seconds that running requests get after SIGTERM."""
     metrics_compat: Literal["vllm"] | None = None
-    """Whose names the metrics have beside our own."""
+    """Additional names of the metrics."""
     log_stats: bool = True
     """Whether the log says every ten seconds what the engine did."""
     enable_control_endpoints: bool = False
@@ -59,7 +60,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def url(self) -> str:
-        """Where a client on this machine reaches the API."""
+        """URL of the API for a client on this machine."""
         scheme = "http" if self.api.tls is None else "https"
         host = "localhost" if self.host in ("0.0.0.0", "::", "") else f"[{self.host}]" if ":" in self.host else self.host
         return f"{scheme}://{host}:{self.port}"
@@ -88,7 +89,8 @@ def core_client(config: ServeConfig, shared: bool = False) -> CoreClient:
 
 
 def _addresses(host: str, port: int | None, default: int) -> list[str]:
-    """To bind to one of, in this order: a port that was asked for alone, since somebody will look for it there."""
+    """Return the addresses to try, in this order. A port that was requested is tried alone, since clients will look for it
+    there."""
     return [f"tcp://{host}:{at}" for at in ((default, "*") if port is None else (port,))]
 
 
@@ -112,7 +114,8 @@ async def serve_http(core: Core, config: ServeConfig, ending: "Ending", counts: 
     traces = None if endpoint is None else Traces(endpoint, engine.model.served_names[0], f"{config.host}:{config.port}")
     vllm_names = config.metrics_compat == "vllm"
     control, apart = config.enable_control_endpoints, config.admin_port is not None
-    server = ApiServer(llm, config.api, vllm_names, control=control, traces=traces, admin_apart=apart)
+    transfer = None if engine.transfer is None else KVTransfer(engine.transfer, engine.parallel.world)
+    server = ApiServer(llm, config.api, vllm_names, control=control, traces=traces, admin_apart=apart, transfer=transfer)
     reporters: list[asyncio.Task[None]] = []
     if config.log_stats and core.first_number == 0:  # one of several frontends speaks for all
         reporters.append(asyncio.create_task(log_stats(llm.metrics)))
@@ -146,12 +149,12 @@ async def _listening(server: ApiServer, config: ServeConfig, *, shared: bool) ->
 
 
 def http_ports(config: ServeConfig) -> dict[str, int]:
-    """By the flags that name them."""
+    """Return the ports by the flags that name them."""
     return {"--port": config.port} | ({} if config.admin_port is None else {ADMIN: config.admin_port})
 
 
 def port_error(host: str, flag: str, port: int, error: OSError) -> ConfigError:
-    """Of an address that cannot be listened on."""
+    """Return the error for an address that cannot be listened on."""
     return ConfigError(f"--host {host} {flag} {port}: {error.strerror}")
 
 
@@ -192,7 +195,7 @@ async def any_of(*waits: Coroutine[Any, Any, Any], seconds: float | None = None)
 
 
 class Ending:
-    """What a frontend is told of its end: `stop`, which drains, and `now`, which does not wait for that."""
+    """Signals the end to a frontend: `stop`, which drains, and `now`, which does not."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()

@@ -64,12 +64,12 @@ def _reserve(host: str, flag: str, port: int) -> socket.socket:
 
 
 class _Supervisor:
-    """Of one replica.
+    """Supervisor of one replica.
 
     Args:
         config: How to serve.
         core: Its core, not yet started.
-        ending: Says when to end.
+        ending: Signals when to end.
     """
 
     def __init__(self, config: ServeConfig, core: CoreClient, ending: Ending) -> None:
@@ -84,7 +84,7 @@ class _Supervisor:
         self._status = 0
 
     async def run(self) -> int:
-        """From the start of the first process to the end of the last."""
+        """Run from the start of the first process to the end of the last."""
         keepers = [asyncio.create_task(self._keep(row)) for row in range(self._config.api_server_count)]
         followers = [asyncio.create_task(work) for work in (self._follow_core(), self._follow_ending(), self._over.wait())]
         tasks = [*keepers, *followers]
@@ -104,7 +104,7 @@ class _Supervisor:
             os.close(self._counts)
 
     async def _follow_core(self) -> None:
-        """Until it dies, which ends all."""
+        """Follow the core until it dies, which ends everything."""
         try:
             ready = await self._core.start()
             self._ready = True

@@ -12,9 +12,9 @@ class FrontendStart(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
 
     config: ServeConfig
     frontend: int
-    """Its number: new for each process."""
+    """Number of the frontend, new for each process."""
     row: int
-    """Its place among the frontends: its successor's too."""
+    """Row of the frontend, which its successor inherits."""
     core_address: str
     counts: int
     """Descriptor of the shared counts."""
@@ -41,7 +41,7 @@ _decoder = msgspec.msgpack.Decoder(Word, dec_hook=messages.dec_hook)
 
 
 def encode(word: Word) -> bytes:
-    """As it is written to a frontend's standard input."""
+    """Return the message as it is written to a frontend's standard input."""
     return framed(_encoder.encode(word))
 
 

@@ -194,7 +194,7 @@ class LLM:
         answer_one: Callable[[Tokens, GenerationSpec], Awaitable[_T]],
         tell: Callable[[_T], None],
     ) -> list[_T]:
-        """At most so many sequences at once that the core's queue never refuses one."""
+        """Answer all, with so few sequences at once that the core's queue refuses none."""
         free = asyncio.Semaphore(max(1, self._llm.window // max((spec.n for spec in specs), default=1)))
 
         async def answer(prompt: Tokens, spec: GenerationSpec) -> _T:

@@ -20,7 +20,8 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     """Alternatives to report with each token, 0 to 20; None: no logprobs."""
     output_kind: OutputKind = "cumulative"
-    """Of `AsyncLLM.generate`: each output has the whole so far, what is new of it, or there is one output at the end."""
+    """For `AsyncLLM.generate`: whether each output has everything so far or only what is new, or there is one output at the
+    end."""
 
     def __post_init__(self) -> None:
         if self.output_kind not in ("cumulative", "delta", "final_only"):
@@ -46,11 +47,11 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def default_params(model: ModelConfig, prompt_tokens: int) -> SamplingParams:
-    """How to generate where nobody says.
+    """Return the default sampling parameters.
 
     Args:
-        model: The model, whose authors may have said.
-        prompt_tokens: Length of the prompt, after which so much fits as the context has left.
+        model: The model, whose checkpoint may set some.
+        prompt_tokens: Length of the prompt. The rest of the context is the limit of the output.
     """
     defaults = model.generation_defaults
     room = max(model.max_model_len - prompt_tokens, 1)

@@ -18,6 +18,7 @@ from penstock.engine.frontend.spec import GenerationSpec, generation_spec
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.multimodal.inputs import ImageInput
 from penstock.engine.multimodal.reader import ImageReader
+from penstock.engine.multimodal.settings import ImageSettings, PatchSettings
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import BundleError, PromptError
 from penstock.prompt.images import ImageRules
@@ -46,7 +47,7 @@ def load_processor(engine: EngineConfig) -> PromptProcessor:
             block_size=engine.cache.block_size,
             hash_seed=engine.cache.hash_seed,
             max_model_len=engine.model.max_model_len,
-            images=None if images is None else ImageRules(token_id=images.token_id, tokens=images.tokens),
+            images=None if images is None else _rules(images),
         )
         processor = PromptProcessor(bundle)
     except BundleError as error:
@@ -54,6 +55,12 @@ def load_processor(engine: EngineConfig) -> PromptProcessor:
     if engine.model.pooling is not None:
         _check_end(folder / "tokenizer_config.json", processor)
     return processor
+
+
+def _rules(images: ImageSettings) -> ImageRules:
+    size = images.resize.size if isinstance(images.resize, PatchSettings) else None
+    tokens, ends = images.tokens, {"begin_id": images.begin_id, "end_id": images.end_id}
+    return ImageRules(token_id=images.token_id, tokens=tokens, size=size, **ends)
 
 
 def _check_end(file: Path, processor: PromptProcessor) -> None:

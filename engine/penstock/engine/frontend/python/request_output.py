@@ -52,13 +52,13 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    """Those of a stop string included, whose text is not."""
+    """Token ids, those of a stop string included, whose text is removed."""
     cumulative_logprob: float | None
-    """Of all tokens so far; None where no logprobs were asked for."""
+    """Sum over all tokens so far. None if no log-probabilities were requested."""
     logprobs: list[dict[int, Logprob]] | None
     """By position: token id → candidate, the sampled token first."""
     finish_reason: str | None
-    """As over HTTP; None: there is more to come."""
+    """As over HTTP. None: not finished."""
     stop_reason: str | int | None
     """The stop string, or the stop token of `stop_token_ids`, that ended it."""
 
@@ -82,7 +82,7 @@ class RequestOutput:
     """None where token ids were given."""
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
-    """By position, the first token's is None; None where they were not asked for."""
+    """By position; None for the first token. None if they were not requested."""
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int

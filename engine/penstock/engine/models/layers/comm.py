@@ -29,15 +29,15 @@ class OneRank:
     """A group of one: nothing is exchanged."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See Comm."""
+        """The sum of every rank's `x`, added in the order of ranks, on all ranks."""
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """See Comm."""
+        """[n, k] of each rank → [n, ranks · k], in the order of ranks, on all ranks."""
         return x
 
     def agree(self, value: float) -> float:
-        """See Comm."""
+        """Rank 0's value, on all ranks: what they measure themselves is not the same."""
         return value
 
     def check(self) -> None:

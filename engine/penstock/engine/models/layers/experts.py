@@ -7,15 +7,24 @@ from typing import NamedTuple
 import torch
 
 from penstock.engine.models.build import Build
-from penstock.engine.models.layers.linear import once_in_sum
-from penstock.engine.models.layers.linear_method import DeviceLinearMethod, FusableMethod, LinearMethod, UnquantizedLinearMethod
+from penstock.engine.models.layers.linear import stored_weights
+from penstock.engine.models.layers.linear_method import (
+    DeviceLinearMethod,
+    FusableMethod,
+    LinearMethod,
+    PackedMethod,
+    UnquantizedLinearMethod,
+)
 from penstock.engine.models.layers.projection import LinearLayer, Projection
 from penstock.engine.models.layers.shard import Span
 from penstock.engine.models.layers.weight import Weight, Weights
 from penstock.kernels.experts.routing import Routing
-from penstock.kernels.experts.table import ExpertTable
+from penstock.kernels.experts.table import ExpertTable, PackedExpertTable, alike
 from penstock.kernels.experts.table import Gate as GateKind
 from penstock.kernels.ops import Ops
+
+FusedExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Hidden states, each token's experts and their weights → the sum of its experts' results."""
 
 
 class Router:
@@ -43,7 +52,7 @@ class Router:
     ) -> None:
         projection = Projection("gate", _whole(hidden_size), _whole(num_experts), 0)
         self._dtype = torch.float32 if in_float32 else build.dtype
-        layer = LinearLayer(build.name("gate"), (projection,), biased, self._dtype, routed=True)
+        layer = LinearLayer(build.name("gate"), (projection,), biased, self._dtype, bare=True)
         if self._dtype is build.dtype:
             self._method = build.linear_method(layer)
         else:
@@ -55,7 +64,7 @@ class Router:
 
     def weights(self) -> Weights:
         """The router's, without a prefix."""
-        found = _stored(self._method, self._projection)
+        found = stored_weights(self._method, self._projection)
         if self._bias is not None:
             found["gate.e_score_correction_bias"] = Weight(tuple(self._bias.shape), self._load_bias)
         return found
@@ -65,7 +74,7 @@ class Router:
         self._bias.copy_(value)
 
     def finish(self) -> None:
-        """After loading."""
+        """Bring the weights into the kernels' form, after loading."""
         self._method.finish()
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +99,7 @@ class Gate(NamedTuple):
 class Experts:
     """Gated MLPs, each in the hands of linear methods of its own and cut among the ranks by its inner features.
 
-    The fused kernel takes them all where every method lets it read the weight; otherwise each expert runs by itself.
+    A fused kernel takes them all where every method lets it read the weight; otherwise each expert runs by itself.
 
     Args:
         hidden_size: Of a token.
@@ -108,47 +117,60 @@ class Experts:
         self._gate_up, self._down = list[LinearMethod](), list[LinearMethod]()
         for expert in range(num_experts):
             own = build.within(str(expert))
-            layer = LinearLayer(own.name("gate_up_proj"), (first, up), biased, build.dtype, routed=True)
+            layer = LinearLayer(own.name("gate_up_proj"), (first, up), biased, build.dtype, bare=True)
             self._gate_up.append(build.linear_method(layer))
-            layer = LinearLayer(own.name("down_proj"), (down,), biased, build.dtype, routed=True)
+            layer = LinearLayer(own.name("down_proj"), (down,), biased, build.dtype, bare=True)
             self._down.append(build.linear_method(layer))
         self._projections, self._sizes = (first, up, down), (hidden_size, inner.size)
         self._gate, self._biased = gate, biased
-        self._ops, self._comm, self._rank = build.ops, build.comm, build.shard.rank
+        self._ops, self._rank = build.ops, build.shard.rank
         self._gated_mul = gate.product(build.ops)
         self._mlps = [partial(self._mlp, *methods) for methods in zip(self._gate_up, self._down, strict=True)]
-        self._table: ExpertTable | None = None
+        self._fused: FusedExperts | None = None
 
     @property
     def fused(self) -> bool:
         """Whether one kernel takes all experts."""
-        return self._table is not None
+        return self._fused is not None
 
     def weights(self) -> Weights:
         """By expert, without a prefix."""
         gate, up, down = self._projections
         found: Weights = {}
         for expert, (gate_up, last) in enumerate(zip(self._gate_up, self._down, strict=True)):
-            own = _stored(gate_up, gate) | _stored(gate_up, up) | _stored(last, down, self._rank)
+            own = stored_weights(gate_up, gate) | stored_weights(gate_up, up) | stored_weights(last, down, self._rank)
             found |= {f"{expert}.{name}": weight for name, weight in own.items()}
         return found
 
     def finish(self) -> None:
-        """After loading."""
+        """Bring the weights into the kernels' form, after loading."""
         for method in (*self._gate_up, *self._down):
             method.finish()
-        fused = [method for method in (*self._gate_up, *self._down) if isinstance(method, FusableMethod)]
-        if self._ops.experts is not None and len(fused) == 2 * len(self._gate_up):
-            weights, count = [method.kernel_weight for method in fused], len(self._gate_up)
-            biases = [method.bias for method in fused if method.bias is not None]
-            own = (biases[:count], biases[count:]) if self._biased else None
-            self._table = ExpertTable(weights[:count], weights[count:], *self._sizes, *self._gate, own)
+        self._fused = self._fuse_plain() or self._fuse_packed()
+
+    def _fuse_plain(self) -> FusedExperts | None:
+        methods, count, kernel = (*self._gate_up, *self._down), len(self._gate_up), self._ops.experts
+        found = [method for method in methods if isinstance(method, FusableMethod)]
+        if kernel is None or len(found) < len(methods):
+            return None
+        weights, biases = [method.kernel_weight for method in found], [it.bias for it in found if it.bias is not None]
+        own = (biases[:count], biases[count:]) if self._biased else None
+        table = ExpertTable(weights[:count], weights[count:], *self._sizes, *self._gate, own)
+        return lambda hidden, ids, weights: kernel(hidden, ids, weights, table)
+
+    def _fuse_packed(self) -> FusedExperts | None:
+        methods, count, kernel = (*self._gate_up, *self._down), len(self._gate_up), self._ops.packed_experts
+        found = [method.packed_layer() for method in methods if isinstance(method, PackedMethod)]
+        if kernel is None or len(found) < len(methods) or not (alike(found[:count]) and alike(found[count:])):
+            return None
+        table = PackedExpertTable(found[:count], found[count:], *self._sizes, *self._gate)
+        return lambda hidden, ids, weights: kernel(hidden, ids, weights, table)
 
     def __call__(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] and each token's choices → [n, hidden]."""
-        if self._table is not None and self._ops.experts is not None:
-            return self._comm.all_reduce(self._ops.experts(hidden, ids, weights, self._table))
-        return self._comm.all_reduce(self._ops.any_experts(hidden, ids, weights, self._mlps))
+        """[n, hidden] and each token's choices → [n, hidden]: the rank's part of a sum over the ranks."""
+        if self._fused is not None:
+            return self._fused(hidden, ids, weights)
+        return self._ops.any_experts(hidden, ids, weights, self._mlps)
 
     def _mlp(self, gate_up: LinearMethod, down: LinearMethod, x: torch.Tensor) -> torch.Tensor:
         return down.apply(self._gated_mul(gate_up.apply(x)))
@@ -156,23 +178,3 @@ class Experts:
 
 def _whole(size: int) -> Span:
     return Span(size, 0, size)
-
-
-def _stored(method: LinearMethod, projection: Projection, rank: int = 0) -> Weights:
-    """What a method asks for, with no place for adapters.
-
-    Args:
-        method: Of the layer.
-        projection: Of it.
-        rank: Of a layer whose results are added up over the ranks.
-    """
-
-    def load(kind: str, value: torch.Tensor) -> None:
-        method.load(projection, kind, once_in_sum(kind, value, rank))
-
-    found: Weights = {}
-    for kind, spec in method.tensors(projection).items():
-        spec.check(projection, f"{projection.name}.{kind}")
-        dim = None if spec.outputs is None else spec.outputs.dim
-        found[f"{projection.name}.{kind}"] = Weight(spec.shape, partial(load, kind), None, spec.dtypes, dim)
-    return found

@@ -15,9 +15,10 @@ class HeadLinear:
         self._packed: HeadWeight | None = None
 
     def finish(self) -> None:
-        """After loading: brings the weight into the kernel's order; the plain copy is dropped."""
+        """After loading: brings the weight into the kernel's order. The plain copy is dropped, if it is another one."""
         self._packed = self._ops.pack_heads(self.weight)
-        del self.weight
+        if self._packed.tensor is not self.weight:
+            del self.weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[n, heads, in] → [n, heads, out]."""

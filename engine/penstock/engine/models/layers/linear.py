@@ -6,7 +6,8 @@ from functools import partial
 import torch
 
 from penstock.engine.models.build import Build
-from penstock.engine.models.layers.projection import LinearLayer, Projection
+from penstock.engine.models.layers.linear_method import LinearMethod
+from penstock.engine.models.layers.projection import LinearLayer, Projection, RotatedPairs
 from penstock.engine.models.layers.shard import Span
 from penstock.engine.models.layers.weight import LinearPart, Weight, Weights
 
@@ -14,10 +15,18 @@ from penstock.engine.models.layers.weight import LinearPart, Weight, Weights
 class _Linear:
     """One or several projections of one input, in the hands of a linear method."""
 
-    def __init__(self, name: str, inputs: Span, outputs: Mapping[str, Span], bias: bool, build: Build) -> None:
+    def __init__(
+        self,
+        name: str,
+        inputs: Span,
+        outputs: Mapping[str, Span],
+        bias: bool,
+        build: Build,
+        pairs: Mapping[str, RotatedPairs] | None = None,
+    ) -> None:
         projections, offset = list[Projection](), 0
         for part, span in outputs.items():
-            projections.append(Projection(part, inputs, span, offset))
+            projections.append(Projection(part, inputs, span, offset, None if pairs is None else pairs.get(part)))
             offset += span.size
         self.layer = LinearLayer(build.name(name), tuple(projections), bias, build.dtype)
         self._method = build.linear_method(self.layer)
@@ -38,7 +47,7 @@ class _Linear:
         self._method.load(projection, kind, value)
 
     def finish(self) -> None:
-        """After loading."""
+        """Bring the weights into the kernels' form, after loading."""
         self._method.finish()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,10 +64,19 @@ class ColumnParallelLinear(_Linear):
         outputs: By projection, the rank's.
         bias: Whether the projections have one.
         build: See Build.
+        pairs: By projection, of those whose outputs the kernels take in another order than the checkpoint's.
     """
 
-    def __init__(self, name: str, in_features: int, outputs: Mapping[str, Span], bias: bool, build: Build) -> None:
-        super().__init__(name, Span(in_features, 0, in_features), outputs, bias, build)
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        outputs: Mapping[str, Span],
+        bias: bool,
+        build: Build,
+        pairs: Mapping[str, RotatedPairs] | None = None,
+    ) -> None:
+        super().__init__(name, Span(in_features, 0, in_features), outputs, bias, build, pairs)
 
     @property
     def sizes(self) -> list[int]:
@@ -67,12 +85,22 @@ class ColumnParallelLinear(_Linear):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Queries, keys and values, cut by heads."""
+    """Queries, keys and values, cut by heads; `pairs` are those of queries and keys."""
 
-    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_size: int, bias: bool, build: Build) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        bias: bool,
+        build: Build,
+        pairs: RotatedPairs | None = None,
+    ) -> None:
         q = build.shard.span(num_heads, "num_attention_heads").times(head_size)
         kv = build.shard.kv_heads(num_kv_heads).times(head_size)
-        super().__init__("qkv_proj", hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias, build)
+        rotated = None if pairs is None else {"q_proj": pairs, "k_proj": pairs}
+        super().__init__("qkv_proj", hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias, build, rotated)
 
 
 class GateUpParallelLinear(ColumnParallelLinear):
@@ -103,9 +131,33 @@ class RowParallelLinear(_Linear):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[n, the rank's inputs] → [n, out], the same on all ranks."""
-        return self._comm.all_reduce(self._method.apply(x))
+        return self._comm.all_reduce(self.partial(x))
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, the rank's inputs] → [n, out]: the rank's part of that sum."""
+        return self._method.apply(x)
 
 
 def once_in_sum(kind: str, value: torch.Tensor, rank: int) -> torch.Tensor:
     """What a rank loads of a tensor of a layer whose results are added up over the ranks: the bias counts on the first alone."""
     return torch.zeros_like(value) if kind == "bias" and rank else value
+
+
+def stored_weights(method: LinearMethod, projection: Projection, rank: int = 0) -> Weights:
+    """What a method asks for, with no place for adapters.
+
+    Args:
+        method: Of the layer.
+        projection: Of it.
+        rank: Of a layer whose results are added up over the ranks.
+    """
+
+    def load(kind: str, value: torch.Tensor) -> None:
+        method.load(projection, kind, once_in_sum(kind, value, rank))
+
+    found: Weights = {}
+    for kind, spec in method.tensors(projection).items():
+        spec.check(projection, f"{projection.name}.{kind}")
+        dim = None if spec.outputs is None else spec.outputs.dim
+        found[f"{projection.name}.{kind}"] = Weight(spec.shape, partial(load, kind), None, spec.dtypes, dim)
+    return found

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from penstock.engine.models.layers.projection import Axis, LinearLayer, Projection, TensorSpec
 from penstock.engine.models.layers.shard import Span
+from penstock.kernels.experts.table import PackedLayer
 from penstock.kernels.linear.reference import pack_weight
 from penstock.kernels.ops import Ops
 
@@ -65,6 +66,19 @@ class FusableMethod(Protocol):
         ...
 
 
+@runtime_checkable
+class PackedMethod(LinearMethod, Protocol):
+    """A linear method whose weight is packed, for layers that need it in another form than `apply`."""
+
+    def packed_layer(self) -> PackedLayer:
+        """After `finish`: what a kernel that takes all experts reads."""
+        ...
+
+    def widened(self) -> torch.Tensor:
+        """In place of `finish`: the weight [out, in] in the layer's dtype. The method keeps nothing."""
+        ...
+
+
 class UnquantizedLinearMethod:
     """The weight in the model's dtype, multiplied by torch on the CPU."""
 
@@ -75,16 +89,16 @@ class UnquantizedLinearMethod:
         self.bias = torch.empty(shape[0], dtype=dtype, device=device) if layer.bias else None
 
     def tensors(self, projection: Projection) -> Mapping[str, TensorSpec]:
-        """See LinearMethod."""
+        """What a checkpoint must hold for a projection, by name: `weight`, and `bias` or scales beside it."""
         weight = TensorSpec(projection.shape, outputs=Axis(0), inputs=Axis(1))
         return {"weight": weight} if self.bias is None else {"weight": weight, "bias": _bias(projection)}
 
     def load(self, projection: Projection, name: str, value: torch.Tensor) -> None:
-        """See LinearMethod."""
+        """Takes one of these, whole, and keeps the rank's part of it."""
         target = {"weight": self.weight, "bias": self.bias}[name]
         assert target is not None, f"the layer has no {name}"
         part = self.tensors(projection)[name].cut(value, projection)
-        target[projection.offset : projection.offset + part.shape[0]].copy_(part)
+        target[projection.offset : projection.offset + part.shape[0]].copy_(projection.ordered(part))
 
     def tie(self, weight: torch.Tensor) -> None:
         """Copies it: `finish` may change its form."""
@@ -94,7 +108,7 @@ class UnquantizedLinearMethod:
         """Nothing to do: torch multiplies by the weight as it is."""
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """See LinearMethod."""
+        """[n, in] → [n, out]; a row's result does not depend on the others."""
         rows = x.shape[0]
         if rows >= PLAIN_MIN_ROWS:
             return F.linear(x, self.weight, self.bias)
@@ -107,7 +121,7 @@ class DeviceLinearMethod(UnquantizedLinearMethod):
 
     @property
     def kernel_weight(self) -> torch.Tensor:
-        """See FusableMethod."""
+        """After `finish`, as the form's linear kernel reads it."""
         return self.weight
 
     def tie(self, weight: torch.Tensor) -> None:
@@ -132,7 +146,7 @@ class PrepackedLinearMethod(UnquantizedLinearMethod):
         del self.weight
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """See LinearMethod."""
+        """[n, in] → [n, out]; a row's result does not depend on the others."""
         rows = x.shape[0]
         padded = padded_rows(rows)
         if padded == rows:
@@ -160,11 +174,11 @@ class NativeLinearMethod(UnquantizedLinearMethod):
 
     @property
     def kernel_weight(self) -> torch.Tensor:
-        """See FusableMethod."""
+        """After `finish`, as the form's linear kernel reads it."""
         return self.packed
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """See LinearMethod."""
+        """[n, in] → [n, out]; a row's result does not depend on the others."""
         return self._linear(x, self.packed, self.bias, self._out_features)
 
 

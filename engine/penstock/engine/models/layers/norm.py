@@ -69,7 +69,7 @@ class LayerNorm:
         self._name, self._eps = name, eps
 
     def weights(self) -> Weights:
-        """See Norm."""
+        """Under `name.weight`, and `name.bias` if it has one."""
         shape = tuple(self.weight.shape)
         found: Weights = {f"{self._name}.weight": Weight(shape, self._load_weight)}
         if self.bias is not None:
@@ -84,10 +84,10 @@ class LayerNorm:
         self.bias.copy_(value)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Norm."""
+        """[n, size] → [n, size]."""
         return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self._eps).to(x.dtype)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Norm."""
+        """The normalised sum and the sum, each [n, size]."""
         total = x + residual
         return self(total), total

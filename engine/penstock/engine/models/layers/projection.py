@@ -10,6 +10,28 @@ FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 """What a tensor that is not quantized may be stored in."""
 
 
+class RotatedPairs(NamedTuple):
+    """Heads whose checkpoint rotates neighbouring elements, where kernels rotate elements half of `size` apart.
+
+    Each head's even elements move before its odd ones. Queries and keys move alike, so that scores stay the same.
+    """
+
+    head_size: int
+    """Elements of a head."""
+    size: int
+    """Those of each head that rotate."""
+    start: int = 0
+    """The first of them in the head."""
+
+    def halves(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Whole heads along the first dimension → the same in the kernels' order."""
+        end = self.start + self.size
+        rotated = [*range(self.start, end, 2), *range(self.start + 1, end, 2)]
+        within = torch.tensor([*range(self.start), *rotated, *range(end, self.head_size)])
+        order = (torch.arange(0, len(outputs), self.head_size)[:, None] + within).flatten()
+        return outputs.index_select(0, order.to(outputs.device))
+
+
 class Projection(NamedTuple):
     """One projection of the checkpoint within a linear layer, such as `q_proj` within `qkv_proj`."""
 
@@ -18,6 +40,8 @@ class Projection(NamedTuple):
     outputs: Span
     offset: int
     """Of its first output among those that the rank's layer has."""
+    pairs: RotatedPairs | None = None
+    """Of its outputs; None: kernels take them in the checkpoint's order."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -26,7 +50,11 @@ class Projection(NamedTuple):
 
     def narrow(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The rank's part of an adapter's factors, [r, in] and [out, r]."""
-        return self.inputs.narrow(a, 1), self.outputs.narrow(b, 0)
+        return self.inputs.narrow(a, 1), self.ordered(self.outputs.narrow(b, 0))
+
+    def ordered(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Values of each of the rank's outputs, which run along the first dimension, in the kernels' order."""
+        return outputs if self.pairs is None else self.pairs.halves(outputs)
 
 
 class LinearLayer(NamedTuple):
@@ -39,8 +67,9 @@ class LinearLayer(NamedTuple):
     bias: bool
     dtype: torch.dtype
     """Of the activations."""
-    routed: bool = False
-    """Whether it belongs to a router or its experts, whose rows are not the step's tokens: no adapter goes on top."""
+    bare: bool = False
+    """Whether it takes no adapter: layers of routers and experts, whose rows are not the step's tokens, and the one that latent
+    attention takes apart."""
 
     @property
     def in_features(self) -> int:

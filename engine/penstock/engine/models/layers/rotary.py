@@ -20,11 +20,16 @@ class RotaryEmbedding:
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(rope, max_positions))
         # [positions, r]: the cosines, then the sines.
         self._table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(rope.attention_factor).to(device)
-        self._ops = ops
+        self._ops, self._sections = ops, list(rope.sections)
 
     def __call__(self, positions: torch.Tensor) -> Rotary:
-        """The angles of positions [n]; once a step for all layers."""
-        return Rotary(*self._ops.embedding(self._table, positions).chunk(2, dim=-1))
+        """The angles of positions [n], or of positions in time, row and column, [3, n]; once a step for all layers."""
+        if positions.ndim == 1:
+            return Rotary(*self._ops.embedding(self._table, positions).chunk(2, dim=-1))
+        found = self._ops.embedding(self._table, positions.reshape(-1)).view(3, positions.shape[1], 2, -1)
+        parts = found.split(self._sections, dim=-1)
+        cos, sin = torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1).unbind(1)
+        return Rotary(cos.contiguous(), sin.contiguous())
 
 
 def inverse_frequencies(rope: RopeConfig, max_positions: int) -> torch.Tensor:

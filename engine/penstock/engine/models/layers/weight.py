@@ -61,40 +61,6 @@ def fused(weights: Weights, parts: tuple[str, ...], name: str) -> Weights:
     return found
 
 
-def halves_from_pairs(name: str, weight: Weight, head_size: int, size: int, start: int = 0) -> Weight:
-    """Queries' or keys' weight of a checkpoint that rotates neighbouring elements, for kernels that rotate elements `size` / 2
-    apart: each head's even elements move before its odd ones. Queries and keys move alike, so that scores stay the same.
-
-    Args:
-        name: Of the tensor, for the error.
-        weight: Its outputs are those of whole heads.
-        head_size: Elements of a head.
-        size: Elements of each head that rotate.
-        start: Of the first of them in the head.
-
-    Raises:
-        ValueError: The tensor does not hold one entry for each output.
-    """
-    part = weight.part
-    assert part is not None, "heads are the outputs of a linear layer"
-    if weight.output_dim is None:
-        return weight
-    outputs, dim = part.shape[0], weight.output_dim
-    if weight.shape[dim] != outputs:
-        raise ValueError(f"{name}: packed outputs of queries and keys cannot be reordered for the rotary embedding")
-    end = start + size
-    within = [*range(start), *range(start, end, 2), *range(start + 1, end, 2), *range(end, head_size)]
-    order = (torch.arange(0, outputs, head_size)[:, None] + torch.tensor(within)).flatten()
-
-    def load(value: torch.Tensor) -> None:
-        weight.load(value.index_select(dim, order.to(value.device)))
-
-    def narrow(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return part.narrow(a, b.index_select(0, order.to(b.device)))
-
-    return weight._replace(load=load, part=part._replace(narrow=narrow))
-
-
 def _together(members: list[Weight]) -> Weight:
     """One tensor that holds those of all members, or one value that all of them share."""
     first, dim = members[0], members[0].output_dim

@@ -1,6 +1,7 @@
 """The part of a checkpoint's `config.json` that says how the model sees. No torch: the frontend reads it too."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -15,9 +16,36 @@ CLIP_DEFAULTS: Final = {
     "num_attention_heads": 16,
     "image_size": 336,
     "patch_size": 14,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
 }
 """Those of LLaVA, which its checkpoints may leave out."""
-_ACTIVATIONS: Final = ("quick_gelu", "gelu")
+SIGLIP_DEFAULTS: Final = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 224,
+    "patch_size": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+"""transformers' own."""
+QWEN_DEFAULTS: Final = {
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
+    "depth": 32,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": (7, 15, 23, 31),
+    "out_hidden_size": 3584,
+    "hidden_act": "silu",
+}
+"""transformers' own."""
+_ACTIVATIONS: Final = ("quick_gelu", "gelu", "gelu_pytorch_tanh")
 
 
 class TowerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,30 +68,75 @@ class TowerConfig(msgspec.Struct, frozen=True, kw_only=True):
         return (self.image_size // self.patch_size) ** 2
 
 
-class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A tower, what brings its features into the decoder's space, and the token in whose place they stand."""
+class QwenTowerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A vision transformer over the patches of an image of any size."""
 
-    tower: TowerConfig
-    keeps_class: bool
-    """Whether the tower's class token is among the features."""
-    projector_bias: bool
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    merge_size: int
+    """Patches of either side of the square that becomes one embedding."""
+    temporal_patch_size: int
+    """Frames of a film that are one patch."""
+    window_size: int
+    """Pixels of either side of a window."""
+    full_layers: tuple[int, ...]
+    """Layers without windows."""
+    out_size: int
+    """Of an embedding."""
+
+
+class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model sees, and the token in whose place it sees."""
+
     image_token_id: int
     text_architecture: str
     """Of the decoder."""
 
-    @property
-    def tokens_per_image(self) -> int:
-        """Embeddings of an image, and placeholders in a prompt."""
-        return self.tower.num_patches + self.keeps_class
+
+class SquareConfig(VisionConfig, frozen=True, kw_only=True):
+    """A tower that reads squares of one size."""
+
+    tower: TowerConfig
+    tokens_per_image: int
+    """Embeddings of an image, and placeholders in a prompt."""
 
 
-def parse_llava(raw: Mapping[str, Any], text_architecture: str) -> VisionConfig:
+class QwenConfig(VisionConfig, frozen=True, kw_only=True):
+    """Qwen2.5-VL's."""
+
+    tower: QwenTowerConfig
+
+
+class LlavaConfig(SquareConfig, frozen=True, kw_only=True):
+    """LLaVA 1.5's."""
+
+    keeps_class: bool
+    """Whether the tower's class token is among the features."""
+    projector_bias: bool
+
+
+class Gemma3Config(SquareConfig, frozen=True, kw_only=True):
+    """Gemma 3's. The tokens of an image see each other both ways."""
+
+    tokens_per_side: int
+    """Of the square that an image's embeddings make."""
+    begin_token_id: int
+    """What a chat template writes for an image. A prompt has it before the placeholders."""
+    end_token_id: int
+    """What a prompt has after them."""
+
+
+def parse_vision(raw: Mapping[str, Any], architecture: str, text_architecture: str) -> VisionConfig:
+    """Reads `config.json`'s object; `ConfigError` names a field that is missing or not supported."""
+    return _PARSERS[architecture](raw, text_architecture)
+
+
+def parse_llava(raw: Mapping[str, Any], text_architecture: str) -> LlavaConfig:
     """Reads the object of a LLaVA 1.5 checkpoint; `ConfigError` names a field that is missing or not supported."""
-    tower = raw.get("vision_config")
-    if not isinstance(tower, Mapping):
-        raise ConfigError("config.json: vision_config is missing")
-    if tower.get("model_type", "clip_vision_model") != "clip_vision_model":
-        raise ConfigError(f"config.json: vision_config.model_type {tower['model_type']!r} is not supported")
+    tower = _tower_fields(raw, "clip_vision_model", CLIP_DEFAULTS)
     feature_layer, strategy = raw.get("vision_feature_layer", -2), raw.get("vision_feature_select_strategy", "default")
     if not isinstance(feature_layer, int):
         raise ConfigError("config.json: vision_feature_layer lists several layers, and features of one are supported")
@@ -71,22 +144,98 @@ def parse_llava(raw: Mapping[str, Any], text_architecture: str) -> VisionConfig:
         raise ConfigError(f"config.json: vision_feature_select_strategy {strategy!r} is not supported (default and full are)")
     if raw.get("projector_hidden_act", "gelu") != "gelu":
         raise ConfigError(f"config.json: projector_hidden_act {raw['projector_hidden_act']!r} is not supported (gelu is)")
-    return VisionConfig(
-        tower=_clip({**CLIP_DEFAULTS, **tower}, feature_layer),
-        keeps_class=strategy == "full",
-        projector_bias=bool(raw.get("multimodal_projector_bias", True)),
-        image_token_id=whole_number(raw, "image_token_id", default=raw.get("image_token_index", 32000)),
-        text_architecture=text_architecture,
-    )
-
-
-def _clip(raw: Mapping[str, Any], feature_layer: int) -> TowerConfig:
-    layers, heads = whole_number(raw, "num_hidden_layers"), whole_number(raw, "num_attention_heads")
-    hidden, activation = whole_number(raw, "hidden_size"), raw.get("hidden_act", "quick_gelu")
+    layers = whole_number(tower, "num_hidden_layers")
     # State 0 is what enters the first layer; negative ones count from the last layer's output.
     running = feature_layer if feature_layer >= 0 else layers + 1 + feature_layer
     if not 0 <= running <= layers:
         raise ConfigError(f"config.json: vision_feature_layer {feature_layer} is none of {layers} layers")
+    parsed = _tower(tower, running)
+    return LlavaConfig(
+        tower=parsed,
+        keeps_class=strategy == "full",
+        projector_bias=bool(raw.get("multimodal_projector_bias", True)),
+        image_token_id=whole_number(raw, "image_token_id", default=raw.get("image_token_index", 32000)),
+        text_architecture=text_architecture,
+        tokens_per_image=parsed.num_patches + (strategy == "full"),
+    )
+
+
+def parse_gemma3(raw: Mapping[str, Any], text_architecture: str) -> Gemma3Config:
+    """Reads the object of a Gemma 3 checkpoint; `ConfigError` names a field that is missing or not supported."""
+    if text_architecture != "Gemma3ForCausalLM":
+        raise ConfigError("config.json: text_config.model_type is not supported for Gemma 3 (gemma3_text is)")
+    tower = _tower_fields(raw, "siglip_vision_model", SIGLIP_DEFAULTS)
+    parsed = _tower(tower, whole_number(tower, "num_hidden_layers"))
+    tokens, side = whole_number(raw, "mm_tokens_per_image", default=256), parsed.image_size // parsed.patch_size
+    per_side = math.isqrt(tokens)
+    if per_side**2 != tokens or side % per_side:
+        raise ConfigError(f"config.json: mm_tokens_per_image {tokens} does not divide {side} x {side} patches into squares")
+    return Gemma3Config(
+        tower=parsed,
+        image_token_id=whole_number(raw, "image_token_id", default=raw.get("image_token_index", 262144)),
+        text_architecture=text_architecture,
+        tokens_per_image=tokens,
+        tokens_per_side=per_side,
+        begin_token_id=whole_number(raw, "boi_token_id", default=raw.get("boi_token_index", 255999)),
+        end_token_id=whole_number(raw, "eoi_token_id", default=raw.get("eoi_token_index", 256000)),
+    )
+
+
+def parse_qwen(raw: Mapping[str, Any], text_architecture: str) -> QwenConfig:
+    """Reads the object of a Qwen2.5-VL checkpoint; `ConfigError` names a field that is missing or not supported."""
+    given = raw.get("vision_config")
+    if not isinstance(given, Mapping):
+        raise ConfigError("config.json: vision_config is missing")
+    tower = {**QWEN_DEFAULTS, **given}
+    if tower["hidden_act"] != "silu":
+        raise ConfigError(f"config.json: vision_config.hidden_act {tower['hidden_act']!r} is not supported (silu is)")
+    hidden, heads, layers = (whole_number(tower, field) for field in ("hidden_size", "num_heads", "depth"))
+    patch, merge, window = (whole_number(tower, field) for field in ("patch_size", "spatial_merge_size", "window_size"))
+    if hidden % (4 * heads):
+        raise ConfigError(
+            f"config.json: vision_config.hidden_size {hidden} is no multiple of 4 elements for each of {heads} heads"
+        )
+    if window < patch * merge:
+        raise ConfigError(f"config.json: vision_config.window_size {window} is less than {patch * merge}: one embedding's pixels")
+    full = tower["fullatt_block_indexes"]
+    if not isinstance(full, list | tuple) or not all(isinstance(layer, int) for layer in full):
+        raise ConfigError("config.json: vision_config.fullatt_block_indexes must list layers")
+    return QwenConfig(
+        tower=QwenTowerConfig(
+            hidden_size=hidden,
+            intermediate_size=whole_number(tower, "intermediate_size"),
+            num_layers=layers,
+            num_heads=heads,
+            patch_size=patch,
+            merge_size=merge,
+            temporal_patch_size=whole_number(tower, "temporal_patch_size"),
+            window_size=window,
+            full_layers=tuple(full),
+            out_size=whole_number(tower, "out_hidden_size"),
+        ),
+        image_token_id=whole_number(raw, "image_token_id", default=151655),
+        text_architecture=text_architecture,
+    )
+
+
+_PARSERS: Final[dict[str, Callable[[Mapping[str, Any], str], VisionConfig]]] = {
+    "Gemma3ForConditionalGeneration": parse_gemma3,
+    "LlavaForConditionalGeneration": parse_llava,
+    "Qwen2_5_VLForConditionalGeneration": parse_qwen,
+}
+
+
+def _tower_fields(raw: Mapping[str, Any], kind: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    tower = raw.get("vision_config")
+    if not isinstance(tower, Mapping):
+        raise ConfigError("config.json: vision_config is missing")
+    if tower.get("model_type", kind) != kind:
+        raise ConfigError(f"config.json: vision_config.model_type {tower['model_type']!r} is not supported ({kind} is)")
+    return {**defaults, **tower}
+
+
+def _tower(raw: Mapping[str, Any], running: int) -> TowerConfig:
+    heads, hidden, activation = whole_number(raw, "num_attention_heads"), whole_number(raw, "hidden_size"), raw["hidden_act"]
     if hidden % heads:
         raise ConfigError(f"config.json: vision_config.hidden_size {hidden} is no multiple of {heads} heads")
     if activation not in _ACTIVATIONS:
@@ -98,6 +247,6 @@ def _clip(raw: Mapping[str, Any], feature_layer: int) -> TowerConfig:
         num_heads=heads,
         image_size=whole_number(raw, "image_size"),
         patch_size=whole_number(raw, "patch_size"),
-        norm_eps=float(raw.get("layer_norm_eps", 1e-5)),
+        norm_eps=float(raw["layer_norm_eps"]),
         activation=activation,
     )

@@ -26,7 +26,6 @@ def parse(raw: Mapping[str, Any]) -> CheckpointQuantization:
         method="compressed-tensors",
         rules=tuple(_rule(raw, name, group) for name, group in groups.items()),
         ignore=names(raw, "ignore"),
-        kv_scales=raw.get("kv_cache_scheme") is not None,
     )
 
 

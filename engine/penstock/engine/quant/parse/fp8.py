@@ -15,6 +15,7 @@ def parse(raw: Mapping[str, Any]) -> CheckpointQuantization:
     block = raw.get("weight_block_size")
     if block is not None and (block != BLOCK or not dynamic):
         raise refuse("weight_block_size", f"is {block!r} (supported: {BLOCK} with dynamic activations, or none)")
+    powers = choice(raw, "scale_fmt", (None, "ue8m0")) == "ue8m0"
     size = None if block is None else BLOCK[1]
     scheme = WeightScheme(
         form="float-quantized",
@@ -22,7 +23,7 @@ def parse(raw: Mapping[str, Any]) -> CheckpointQuantization:
         group=size,
         outputs=size,
         scale="weight_scale" if block is None else "weight_scale_inv",
-        activations=ActivationScheme(number="float8", dynamic=dynamic, group=size),
+        activations=ActivationScheme(number="float8", dynamic=dynamic, group=size, power_of_two=powers),
     )
     ignore = names(raw, "ignored_layers") + names(raw, "modules_to_not_convert")
     return CheckpointQuantization(method="fp8", rules=(Rule(("Linear",), scheme),), ignore=ignore)

@@ -7,7 +7,6 @@ step is launched as soon as it is planned, and the host waits once, for the resu
 import gc
 import logging
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +15,7 @@ import torch
 from penstock.engine.attention.backends.interface import StepLengths
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.memory import Memory
-from penstock.engine.core.plan import Bool, GraphReport, GraphStep, Int32, SampleInputs, StepPlan, StepResult
-from penstock.engine.core.row_table import RowTable
+from penstock.engine.core.plan import Bool, GraphReport, Int32, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.scheduling.guides import most_forced
 from penstock.engine.loading.loader import Source
 from penstock.engine.lora.runner import device_lora_runner
@@ -33,24 +31,21 @@ from penstock.engine.runner.device.graphs.dispatcher import Batch, Dispatch, Gra
 from penstock.engine.runner.device.graphs.estimate import estimate_graph_bytes
 from penstock.engine.runner.device.graphs.runtime import GraphRuntime
 from penstock.engine.runner.device.graphs.step import LOGITS, SERVED_BY, VARIANTS, CapturableStep
+from penstock.engine.runner.device.launched import LaunchedStep, Parts
 from penstock.engine.runner.device.memory import DeviceAccount
 from penstock.engine.runner.device.offload import HostCopy
-from penstock.engine.runner.device.program import Step, StepBuffers, StepProgram
-from penstock.engine.runner.device.rerun import rerun
+from penstock.engine.runner.device.program import StepBuffers, StepProgram
 from penstock.engine.runner.device.rows import new_rows, stage_rows, targets
 from penstock.engine.runner.device.runtime import CudaRuntime, DeviceRuntime
 from penstock.engine.runner.device.staging import Staging
-from penstock.engine.runner.not_finite import Suspect
 from penstock.engine.runner.pending import PendingStep
-from penstock.engine.runner.prompt_logprobs import PromptRows, prompt_rows
-from penstock.engine.runner.requests import Requests
-from penstock.engine.runner.sampler.choice import Choosing
-from penstock.engine.runner.sampler.custom import load_processors
+from penstock.engine.runner.prompt_logprobs import PromptRows
 from penstock.engine.runner.sampler.sampler import Sampler
-from penstock.engine.runner.sampler.scores import PromptParts, pairs
-from penstock.engine.runner.verification import choices, planned_drafts
+from penstock.engine.runner.turns import Forward
+from penstock.engine.sampling import SamplingParams
 from penstock.kernels.lora.device import DeviceLoraBatch
 from penstock.kernels.ops import Ops, ops_for
+from penstock.kernels.paged_attention.launch import attention_steps
 from penstock.kernels.sampling.ops import SamplingOps, sampling_ops
 from penstock.kernels.sampling.params import WORDS
 from penstock.kernels.step_state.ops import StepOps, triton_step_ops
@@ -61,25 +56,6 @@ GRAPHS_OVER_ESTIMATE = 2
 """How often CUDA graphs may take what was estimated: it comes from what `--gpu-memory-utilization` leaves to others."""
 
 
-class Launched(NamedTuple):
-    """What `execute` leaves for `sample`."""
-
-    plan: StepPlan
-    slot: int
-    """Of the staging."""
-    step: Step | None
-    """None: the plan runs no row."""
-    logits: torch.Tensor | None
-    """[r, vocab], or [m, vocab] of a step with drafts; None: no row samples, or the graph has seen to it."""
-    prompts: PromptParts | None
-    """Of prompt tokens that requests want scored."""
-    graph: Dispatch
-    """How it was launched; a full graph may have sampled as well."""
-    suspect: Suspect
-    drafts: StepDrafts | None
-    """None: the step has none."""
-
-
 class DeviceForms(NamedTuple):
     """The forms of everything that a step launches."""
 
@@ -88,7 +64,7 @@ class DeviceForms(NamedTuple):
     sampling: SamplingOps
 
 
-class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
+class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, PendingStep]):
     """Of a GPU. `sample` returns before the step is over; whoever wants its result waits for it.
 
     Args:
@@ -106,6 +82,9 @@ class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
         graphs: GraphRuntime | None = None,
     ) -> None:
         self._graph_runtime: GraphRuntime = CudaGraphs() if graphs is None else graphs
+        most = config.scheduler.max_num_seqs
+        # One for each request, and those of forced tokens.
+        self._max_logits_rows = most + most_forced(most)
         super().__init__(config, CudaRuntime() if runtime is None else runtime)
         self._account = DeviceAccount(self.runtime, config.cache)
         self._ceilings: Ceilings | None = None
@@ -113,12 +92,6 @@ class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
         self._empty = True
         """Whether the model waits for weights, as after sleep at level 2."""
         self._given = forms
-
-    @property
-    def _max_logits_rows(self) -> int:
-        """Of a step at most: one for each request, and those of forced tokens."""
-        most = self.config.scheduler.max_num_seqs
-        return most + most_forced(most)
 
     def _make_ops(self) -> Ops:
         scheduler, model, device = self.config.scheduler, self.config.model, self.runtime.device
@@ -177,22 +150,8 @@ class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
         self.execute(plan)
         return self.sample(SampleInputs(plan.step_id)).result()
 
-    def _reset(self) -> None:
-        """What is on the device is written anew at each admission."""
-        super()._reset()
-        scheduler, model = self.config.scheduler, self.config.model
-        most, vocab_size = scheduler.max_num_seqs, self.decoder_config.vocab_size
-        self._requests = Requests(
-            most,
-            model.max_model_len,
-            self._layout.groups,
-            vocab_size,
-            self.runtime,
-            self.sampler,
-            self.state.token_ids,
-            self.config.logprobs_mode,
-            load_processors(model.logits_processors, self.runtime, most, vocab_size),
-        )
+    def _device_tokens(self) -> torch.Tensor:
+        return self.state.token_ids
 
     def load(self) -> None:
         """See RunnerBase. The ceilings are measured first, while there is room for it."""
@@ -234,12 +193,19 @@ class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
         self._capture_first()
 
     def warm_up(self) -> None:
-        """See RunnerBase; then captures the graphs that are to be there before the first request."""
+        """Makes the first steps, as every runner does. Then runs each kind of step that has attention kernels of its own, and
+        captures the graphs that are to be there before the first request."""
         super().warm_up()
+        scheduler, longest = self.config.scheduler, self.config.model.max_model_len - 1
+        with self.dispatcher.profile():
+            for lengths in attention_steps(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, longest):
+                self.run_null_step(
+                    np.array(lengths, np.int32), np.ones(len(lengths), np.bool_), SamplingParams(max_tokens=1, temperature=0.0)
+                )
         self._capture_first()
 
     def capture_graph(self) -> GraphReport | None:
-        """See Runner."""
+        """See Runner: this device has no graphs."""
         if self.dispatcher.mode == "NONE":
             return None
         self._limit_threads()
@@ -274,48 +240,38 @@ class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
 
     # --- a step ---
 
-    def _execute(self, plan: StepPlan) -> Launched:
-        """See Turns: the forward pass is launched, and the host does not wait."""
-        self._limit_threads()
-        drafts = None
-        if len(plan.num_drafts):
-            number = int((plan.num_drafts + 1)[plan.samples].sum())
-            if number > self._max_logits_rows:
-                most = self._max_logits_rows
-                raise ValueError(f"step {plan.step_id} chooses {number} tokens, where there is room for {most}")
-            drafts = planned_drafts(plan, None)
-        requests = self._requests
-        computed = requests.take_in(plan)
-        again = partial(rerun, self.runtime, self.program, self, self.attention, plan, computed)
-        suspect = self._not_finite.watch(plan, again)
-        self._stage(plan, computed, drafts)
-        asked = prompt_rows(plan, requests.rows, requests.chooser.prompt_logprobs)
-        found = self._dispatch(plan, asked)
-        rows, starts, samples = self._padded(plan, found)
-        slot, launched = self._staging.send(rows, starts, samples), (None, None, None)
+    def _begin(self, plan: StepPlan, starts: Int32, drafts: Int32 | None, asked: PromptRows | None) -> LaunchedStep:
+        """See Turns: in one copy."""
+        self._write_inputs(plan, starts, drafts)
+        found, step = self._dispatch(plan, asked), None
+        rows, begins, samples = self._padded(plan, found)
+        slot = self._staging.send(rows, begins, samples)
         judged = None if drafts is None else StepDrafts.of_plan(self.runtime, plan, drafts)
         if len(plan.rows):
             if found.mode is not GraphMode.FULL:
-                self.attention.begin_step(StepLengths(plan.rows, starts, computed + plan.num_new_tokens))
+                self.attention.begin_step(StepLengths(plan.rows, begins, starts + plan.num_new_tokens))
             step = self._capturable.at(found.descriptor, len(rows), int(plan.num_new_tokens.max()))
-            with self._failing(plan, partial(self._skip, slot, step)):
-                launched = (step, *self._forward(plan, step, found, asked, judged))
-        return Launched(plan, slot, *launched, found, suspect, judged)
+        parts = Parts(self.runtime, self.program, self._staging, self._results, self, self.attention)
+        return LaunchedStep(plan, parts, slot, step, found, judged, starts, asked)
 
-    def _forward(
-        self, plan: StepPlan, step: Step, found: Dispatch, asked: PromptRows | None, drafts: StepDrafts | None
-    ) -> tuple[torch.Tensor | None, PromptParts | None]:
-        """Launches the model, in graphs where there are any: the logits, [r, vocab], where any row samples, and the scores of
-        prompts."""
+    def _forward(self, step: LaunchedStep) -> Forward:
+        """See Turns: launches the model, in graphs where there are any, and does not wait."""
+        found, running, drafts = step.found, step.step, step.drafts
+        if running is None:
+            return Forward()
         if found.mode is GraphMode.FULL:
-            return self.graphs.replay_full(found.descriptor), None
+            return Forward(self.graphs.replay_full(found.descriptor), sampled=step.whole)
         if found.mode is GraphMode.PIECEWISE:
-            self.program.prepare(step)
+            self.program.prepare(running)
             hidden = self.graphs.replay_forward(found.descriptor)
         else:
-            hidden = self.program.forward(step, self.model)
-        indices = step.inputs.logits_indices if drafts is None else drafts.logits_indices
-        return self._score(self.sampler, hidden, indices if plan.samples.any() else None, asked)
+            hidden = self.program.forward(running, self.model)
+        indices = running.inputs.logits_indices if drafts is None else drafts.logits_indices
+        return self._score(hidden, indices if step.plan.samples.any() else None, step.asked)
+
+    def _ended(self, step: LaunchedStep, pending: PendingStep) -> PendingStep:
+        """See Turns: the result is on its way."""
+        return pending
 
     def _dispatch(self, plan: StepPlan, asked: PromptRows | None) -> Dispatch:
         """How the step is launched, given the prompt tokens that it scores. A step with drafts needs more rows of logits than the
@@ -340,66 +296,7 @@ class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
         np.cumsum(counts, out=starts[1:])
         return rows, starts, samples
 
-    def _sample(self, launched: Launched, inputs: SampleInputs) -> PendingStep:
-        """See Turns: the sampling is launched, and the result is on its way."""
-        plan, slot, step, logits, prompts, graph, suspect, drafts = launched
-        if _is_whole(graph) and len(inputs.masked_rows):
-            raise RuntimeError(f"step {plan.step_id} has been sampled in a graph, and its masks come too late: no row was guided")
-        count = len(plan.rows) if drafts is None else len(drafts.of)
-        scores, failed = None, self._requests.refusals.of(plan)
-        if step is not None and not _is_whole(graph):
-            with self._failing(plan, partial(self._skip, slot, step)):
-                if logits is None:
-                    self.program.advance(step)
-                else:
-                    choice = self._requests.chooser.choose(self._choosing(plan), logits, *self._chosen(step, drafts), inputs)
-                    scores, failed = choice.scores, failed | choice.failed
-                    if drafts is None:
-                        self.program.commit(step, choice.result)
-                    else:
-                        drafts.commit(step, choice.result, self.state)
-                        self.buffers.results[slot, :count].copy_(choice.result)
-        found = self._results[slot, :count]
-        transfer = self.runtime.download([(self.buffers.results[slot, :count], found), *pairs(scores, prompts)])
-        return PendingStep(
-            plan=plan,
-            runtime=self.runtime,
-            suspect=suspect,
-            transfer=transfer,
-            sampled=found.numpy(),
-            drafts=None if drafts is None else drafts.drafts,
-            reject=None if drafts is None else partial(self._reject, plan, suspect, self._requests.rows),
-            failed=failed,
-            scores=scores,
-            prompts=prompts,
-            vocab_size=self.decoder_config.vocab_size,
-            over=partial(self._staging.over, slot),
-            graph=GraphStep(graph.mode.value, graph.reason, int(plan.num_new_tokens.sum()), graph.descriptor.num_tokens),
-        )
-
-    def _choosing(self, plan: StepPlan) -> Choosing:
-        """The rows of logits that count: all of a step with drafts. Else each row of the plan has one, and padding has, too."""
-        requests = self._requests
-        if len(plan.num_drafts):
-            which, back = choices(plan)
-            at = np.arange(len(which))
-        else:
-            at, back = np.flatnonzero(plan.samples), np.int32(0)
-            which = at.astype(np.int32)
-        of = plan.rows[which]
-        return Choosing(at, which, requests.logits_rows(of, requests.rows.num_computed[of] - back))
-
-    def _chosen(self, step: Step, drafts: StepDrafts | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """On the device, of each row of logits: the request row, and the position of the token that is chosen."""
-        if drafts is None:
-            return step.request.rows, step.inputs.seq_lens
-        return step.request.rows.index_select(0, drafts.of), drafts.positions(step)
-
-    def _reject(self, plan: StepPlan, suspect: Suspect, rows: RowTable, counts: Int32) -> None:
-        """The host's rows forget drafts that came to nothing, as the device's have done."""
-        rows.reject(plan, counts, suspect.live)
-
-    def _stage(self, plan: StepPlan, starts: Int32, drafts: Int32 | None) -> None:
+    def _write_inputs(self, plan: StepPlan, starts: Int32, drafts: Int32 | None) -> None:
         """What the device must learn of the plan beside its rows."""
         changes = self._staging.changes
         stage_rows(changes, plan, self._requests.rows, self.state)
@@ -409,14 +306,3 @@ class DeviceRunner(RunnerBase[DeviceRuntime, Launched, PendingStep]):
         for row, words in zip(*self.sampler.take_changes(), strict=True):
             changes.write(self.sampler.params, int(row) * WORDS, words)
         self._lora.apply(plan)
-
-    def _skip(self, slot: int, step: Step) -> None:
-        """Ends a step that failed: its rows move on without tokens."""
-        self.program.skip(step)
-        self.runtime.synchronize()
-        self._staging.over(slot)
-
-
-def _is_whole(graph: Dispatch) -> bool:
-    """Whether the step's graph has sampled too."""
-    return graph.mode is GraphMode.FULL and graph.descriptor.variant != LOGITS

@@ -129,22 +129,22 @@ class CudaRuntime:
         torch.cuda.set_stream(self._main)
 
     def pinned(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        """See DeviceRuntime."""
+        """Return a tensor in pinned memory."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     @contextmanager
     def main_stream(self) -> Iterator[None]:
-        """See DeviceRuntime."""
+        """Enter the main stream."""
         with torch.cuda.stream(self._main):
             yield
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """See DeviceRuntime."""
+        """Copy pinned memory to the device on the main stream."""
         with torch.cuda.stream(self._main):
             target.copy_(source, non_blocking=True)
 
     def download(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _CudaTransfer:
-        """See DeviceRuntime."""
+        """Copy tensors to the host on the side stream, after the work on the main stream so far."""
         self._side.wait_stream(self._main)
         event = torch.cuda.Event(blocking=False)
         with torch.cuda.stream(self._side):
@@ -156,21 +156,21 @@ class CudaRuntime:
         return _CudaTransfer(event)
 
     def synchronize(self) -> None:
-        """See DeviceRuntime."""
+        """Waits for everything: never in a step."""
         torch.cuda.synchronize(self.device)
 
     def memory(self) -> DeviceMemory:
-        """See DeviceRuntime."""
+        """As it is now."""
         free, total = torch.cuda.mem_get_info(self.device)
         allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
         return DeviceMemory(total, free, allocated, reserved, torch.cuda.max_memory_allocated(self.device))
 
     def reset_peak(self) -> None:
-        """See DeviceRuntime."""
+        """Begins to measure the peak anew."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def return_free_memory(self) -> None:
-        """See DeviceRuntime."""
+        """Hands what torch keeps of freed memory back to the device."""
         torch.cuda.empty_cache()
 
     def failure(self, error: Exception) -> DeviceFailed | None:

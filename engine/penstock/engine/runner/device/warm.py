@@ -65,10 +65,10 @@ class MetaRuntime:
         return nullcontext()
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def download(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _Nothing:
-        """Nothing."""
+        """Do nothing."""
         return _Nothing()
 
     def synchronize(self) -> None:
@@ -96,17 +96,17 @@ class MetaGraphs:
         """Memory of nobody."""
 
     def begin(self, pool: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def end(self) -> CapturedGraph:
         """A graph of nothing."""
         return self
 
     def replay(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def abandon(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def weak(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor."""

@@ -53,6 +53,12 @@ class Sampler:
         self._changed.clear()
         return ParamChanges(rows, self._host[rows])
 
+    def apply_changes(self) -> None:
+        """The same where the device's memory is the host's: writes them at once."""
+        if self._changed:
+            rows, words = self.take_changes()
+            self.params.numpy()[rows] = words
+
     def path(self, request_rows: Int32) -> Path:
         """The least that serves rows [r], as the host knows them."""
         return Path(int(self._paths[request_rows].max(initial=Path.GREEDY)))

@@ -1,4 +1,4 @@
-"""Which waiting requests a step takes in, and with how many tokens."""
+"""Which waiting requests a step admits, and with how many tokens."""
 
 from collections.abc import Sequence
 
@@ -100,7 +100,9 @@ class Admissions:
         tokens = np.array(request.token_ids, np.int32)
         sampling, guided = request.sampling, request.guide is not None
         items = tuple(image.item for image in request.images)
-        step.admissions.append(Admission(row, tokens, request.num_prompt_tokens, hit.num_tokens, sampling, slot, guided, items))
+        grids = tuple(image.grid for image in request.images if image.grid is not None)
+        length = request.num_prompt_tokens
+        step.admissions.append(Admission(row, tokens, length, hit.num_tokens, sampling, slot, guided, items, grids))
         step.appends[row] = blocks
         step.grant_chunk(row, end - hit.num_tokens, samples=end == known)
         step.reserved_blocks += self._kv.blocks_for(known) - self._kv.blocks_for(end)

@@ -15,5 +15,6 @@ class EncoderRoom:
         """Why the candidate must wait."""
         if not candidate.request.images:
             return None
-        start = candidate.hit.num_tokens
-        return "capacity" if self._encoder.reach(candidate.request, start, start + 1).end == start else None
+        start, budget = candidate.hit.num_tokens, candidate.token_budget
+        end = min(candidate.num_tokens, start + max(budget, 1))
+        return "capacity" if self._encoder.reach(candidate.request, start, end).end == start else None

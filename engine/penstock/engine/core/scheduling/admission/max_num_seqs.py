@@ -1,4 +1,4 @@
-"""No more running requests than rows."""
+"""Limit the running requests to the number of rows."""
 
 from penstock.api.load_report import WaitingReason
 from penstock.engine.core.scheduling.admission.rule import Candidate

@@ -1,4 +1,4 @@
-"""Something of the step's tokens must be left."""
+"""Require that the step has tokens left."""
 
 from penstock.api.load_report import WaitingReason
 from penstock.engine.core.scheduling.admission.rule import Candidate

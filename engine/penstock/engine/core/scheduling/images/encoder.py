@@ -1,7 +1,8 @@
 """When a tower runs: in the step whose chunk reaches an image, once for equal images, under a budget of its own.
 
 A chunk never reaches into an image whose embeddings are not there: where the budget or the cache has no room for it, the chunk
-ends before it. Nothing is taken before the chunk has its KV blocks, so that a chunk which is not granted leaves no trace.
+ends before it. Where the tokens of an image see each other both ways, a chunk has all that are not computed yet, or none. Nothing
+is taken before the chunk has its KV blocks, so that a chunk which is not granted leaves no trace.
 """
 
 from collections.abc import Iterable
@@ -19,9 +20,9 @@ class Reach(NamedTuple):
     end: int
     """Position after its last token."""
     there: list[ImageInput]
-    """Whose embeddings the runner has."""
+    """Images whose embeddings the runner has."""
     missing: list[ImageInput]
-    """Whose embeddings the step makes."""
+    """Images whose embeddings the step makes."""
 
 
 class Encoder:
@@ -30,10 +31,11 @@ class Encoder:
     Args:
         budget: Embeddings that a step makes at most; at least those of the largest image.
         cache: What the runner holds.
+        whole: Whether a chunk has all tokens of an image or none.
     """
 
-    def __init__(self, budget: int, cache: EncoderCache) -> None:
-        self._budget, self._cache = budget, cache
+    def __init__(self, budget: int, cache: EncoderCache, *, whole: bool = False) -> None:
+        self._budget, self._cache, self._whole = budget, cache, whole
         self._left = budget
         self._runs: dict[str, EncoderRun] = {}
         self._reached: dict[int, int] = {}
@@ -83,10 +85,15 @@ class Encoder:
         length = 0
         for image in request.images:
             name = image.item.identifier
-            if image.end <= start or name in missing:
+            if image.end <= start:
                 continue
             if image.item.start >= end:
                 break
+            if self._whole and image.end > end:
+                end = max(start, image.item.start)
+                break
+            if name in missing:
+                continue
             found = name in self._cache
             kept = [*there, image] if found else there
             needed = length if found else length + image.item.length

@@ -1,7 +1,8 @@
-"""Which images' embeddings the runner holds: the scheduler decides, and each plan tells the runner what to make and what to drop.
+"""The images whose embeddings the runner holds. The scheduler decides, and each plan tells the runner what to make and what to
+drop.
 
-An entry is held by the requests that still need it. One that nobody holds stays until its room is needed; the one that was let go
-first leaves first.
+An entry is held by the requests that still need it. An entry without holders stays until its room is needed; the one that was
+released first leaves first.
 """
 
 from collections import OrderedDict
@@ -34,11 +35,11 @@ class EncoderCache:
 
     @property
     def held(self) -> int:
-        """Of those, how many belong to entries that some request needs."""
+        """Embeddings in entries that some request needs."""
         return self._held
 
     def room(self, kept: Iterable[str]) -> int:
-        """Embeddings for which there would be room if all went that nobody holds, except `kept`."""
+        """Return the embeddings for which there would be room without the idle entries other than `kept`."""
         return self.size - self._held - sum(self._lengths[name] for name in set(kept) if name in self._idle)
 
     def hold(self, identifier: str, request: int) -> bool:
@@ -51,7 +52,7 @@ class EncoderCache:
         return is_new
 
     def add(self, identifier: str, length: int, request: int) -> None:
-        """Makes an entry, which a request needs, at the cost of those that nobody holds. There must be room."""
+        """Make an entry that a request needs, and evict idle entries for it. There must be room."""
         while self._used + length > self.size:
             oldest, _ = self._idle.popitem(last=False)
             self._drop(oldest)
@@ -70,7 +71,7 @@ class EncoderCache:
             self._idle[identifier] = None
 
     def forget(self, identifiers: Iterable[str]) -> None:
-        """The runner may not have these, or what it has is wrong: whoever needs one has it made anew."""
+        """Forget these entries: the runner may not have them, or has wrong ones. Requests that need one have it made again."""
         for identifier in identifiers:
             if identifier not in self._lengths:
                 continue

@@ -6,7 +6,7 @@ from penstock.engine.messages import AdapterInfo
 
 
 class Residency(IntEnum):
-    """Where an adapter's weights are; those in a slot are in the host's memory too."""
+    """Where an adapter's weights are. Weights in a slot are in host memory too."""
 
     ON_DISK = 0
     READING = 1
@@ -36,9 +36,9 @@ class Adapter:
         self.copy = -1
         """The number of its copy in the host's memory, a new one each time that it is read."""
         self.digests: tuple[bytes, ...] = ()
-        """Of its weights on each rank, as they were read last; empty before."""
+        """Digests of its weights on each rank at the last read. Empty before."""
         self.slot = -1
-        """Its place on the device; -1: it has none."""
+        """Its slot on the device; -1: it has none."""
         self.num_live = 0
         """Requests, waiting and running."""
         self.num_running = 0

@@ -1,8 +1,9 @@
-"""Which adapter is where: on disk, in the host's memory, in one of the slots on the device. Pure: time is an argument.
+"""The location of each adapter: on disk, in host memory, or in a slot on the device. Pure: time is an argument.
 
-A slot is pinned while a request in it runs; of the others the least recently used one is given away. Where adapters with requests
-wait for one longer than `PATIENCE_S`, as many of those that have had theirs the longest take no new requests, so that their turn
-ends: everybody gets one, and a slot changes hands once for many requests and not for each.
+A slot is pinned while a request in it runs. Of the others, the least recently used one is reassigned. If adapters with requests
+wait
+for a slot longer than `PATIENCE_S`, the same number of those that have held theirs longest stop taking new requests. So every
+adapter gets a turn, and a slot changes hands once for many requests.
 """
 
 from collections import Counter
@@ -101,7 +102,7 @@ class AdapterTable:
         return reads
 
     def read(self, copy: int, ok: bool) -> Adapter | None:
-        """Takes in that a file has been read, or cannot be; returns whose it is, None where nobody waits for it any more."""
+        """Record that a file has been read, or cannot be. Return its adapter, or None if the read is no longer wanted."""
         adapter = self._reading.pop(copy, None)
         if adapter is None:
             self._drops.append(copy)
@@ -205,7 +206,7 @@ class AdapterTable:
         self.num_reads += 1
 
     def _settle(self, adapter: Adapter) -> None:
-        """After the number of its requests has fallen."""
+        """Update the adapter after the number of its requests has fallen."""
         if adapter.num_waiting == 0:
             self._end_claim(adapter)
         if adapter.num_live == 0:
@@ -216,7 +217,7 @@ class AdapterTable:
             self._make_host_room(0)
 
     def _end_claim(self, adapter: Adapter) -> None:
-        """Those whose turn was to end for it may go on."""
+        """End its claim: the adapters that had to yield may continue."""
         if self._claims.pop(adapter.info.lora_id, None) is not None:
             self.changed = True
 
@@ -230,8 +231,8 @@ class AdapterTable:
         return slot
 
     def _make_host_room(self, count: int) -> bool:
-        """Whether so many more adapters fit into the host's memory; evicts those whose last use is the longest ago, if need be.
-        A new adapter is read even where there is no room, so that it can be checked at once."""
+        """Evict the least recently used adapters until `count` more fit into host memory. Return whether they fit.
+        A new adapter is read even if there is no room, so that it can be checked at once."""
         while len(self._host) + count > self._max_cpu_loras:
             evictable = [adapter for adapter in self._host.values() if adapter.is_evictable]
             if not evictable:
@@ -240,7 +241,7 @@ class AdapterTable:
         return True
 
     def _evict(self, adapter: Adapter) -> None:
-        """From slot and host's memory."""
+        """Evict an adapter from its slot and from host memory."""
         self.changed = True
         if adapter.slot >= 0:
             self.slots[adapter.slot] = None

@@ -8,10 +8,10 @@ from penstock.engine.messages import AdapterInfo
 
 
 class Adapters:
-    """Of one scheduler.
+    """The adapters of one scheduler.
 
     Args:
-        table: Where they are.
+        table: Their locations.
         kv: The cache of their requests.
     """
 
@@ -83,7 +83,7 @@ class Adapters:
         self.table.joined(request.adapter)
 
     def left(self, request: Request) -> None:
-        """It has ended."""
+        """Record that a request with an adapter has ended."""
         assert request.adapter is not None
         del self._requests[request.index]
         self.table.left(request.adapter)

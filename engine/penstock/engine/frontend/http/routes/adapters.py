@@ -1,7 +1,8 @@
-"""The endpoints that load and unload LoRA adapters, as vLLM has them.
+"""The endpoints that load and unload LoRA adapters, as in vLLM.
 
-Whoever reaches them has the engine read any folder that it can: they are there only where `--allow-runtime-lora-updating` asks
-for them, and the gateway forwards neither. An operator compares `/v1/models` with what should be there and closes the gap here.
+Any client that reaches them can have the engine read any folder that it can read. They exist only with
+`--allow-runtime-lora-updating`, and the gateway forwards neither. The operator compares `/v1/models` with the wanted adapters and
+loads what is missing here.
 """
 
 import msgspec

@@ -1,8 +1,9 @@
-"""The endpoints by which an operator of the engine pauses it, puts it to sleep and changes its weights.
+"""The endpoints by which an administrator pauses the engine, puts it to sleep and changes its weights.
 
-Whoever reaches them controls the engine: they are there only where `--enable-control-endpoints` asks for them, and the gateway
-forwards none of them. Arguments are in the query, named as the fields of the commands in `messages`; those of `/pin_prefix` may
-be many, and are a JSON body.
+Any client that reaches them controls the engine. They exist only with `--enable-control-endpoints`, and the gateway forwards none
+of
+them. Arguments are in the query, named as the fields of the commands in `messages`. Those of `/pin_prefix` can be many, and are a
+JSON body.
 """
 
 import msgspec

@@ -33,12 +33,12 @@ AT_ONCE: Final = 256
 
 
 class EmbeddingRoutes:
-    """Texts to vectors.
+    """The embeddings endpoint.
 
     Args:
-        llm: What answers.
+        llm: The engine.
         active: Counts the requests that a drain waits for.
-        traces: Told of requests; None: nobody is.
+        traces: Receives requests' spans; None: no tracing.
     """
 
     def __init__(self, llm: AsyncLLM, active: Active, traces: Traces | None = None) -> None:

@@ -11,6 +11,7 @@ from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.generation import Generation
 from penstock.engine.frontend.http.exchange import Active, json_response, name_request
 from penstock.engine.frontend.http.intake import Intake
+from penstock.engine.frontend.http.prefill import Prefill
 from penstock.engine.frontend.http.streaming import stream
 from penstock.engine.frontend.observe.timeline import wants_timeline, with_timeline
 from penstock.engine.frontend.observe.traces import Traces
@@ -28,16 +29,20 @@ log = logging.getLogger(__name__)
 
 
 class OpenAIRoutes:
-    """Generation, and the models there are.
+    """The endpoints of generation and of the list of models.
 
     Args:
-        llm: What answers.
+        llm: The engine.
         active: Counts the requests that a drain waits for.
-        parsers: Of the model's answers.
-        traces: Told of requests; None: nobody is.
+        parsers: Parsers of the model's answers.
+        prefill: Has prompts computed elsewhere.
+        traces: Receives requests' spans; None: no tracing.
     """
 
-    def __init__(self, llm: AsyncLLM, active: Active, parsers: ParserConfig, traces: Traces | None = None) -> None:
+    def __init__(
+        self, llm: AsyncLLM, active: Active, parsers: ParserConfig, prefill: Prefill, traces: Traces | None = None
+    ) -> None:
+        self._prefill = prefill
         self._traces = traces
         self._llm = llm
         self._active = active
@@ -58,6 +63,7 @@ class OpenAIRoutes:
         """`POST /v1/chat/completions`."""
         async with self._active.answering(request):
             params, spec = await self._intake.chat_or_completion(request, CHAT_PATH, parse_chat)
+            spec = self._prefill.with_params(spec, params)
             assembler = self._intake.assembler(params, spec)
             answer = ChatFormat(params, spec, self._name(params.model), self._llm.vocabulary, assembler)
             return await self._answer(request, spec, answer)
@@ -66,6 +72,7 @@ class OpenAIRoutes:
         """`POST /v1/completions`."""
         async with self._active.answering(request):
             params, spec = await self._intake.chat_or_completion(request, COMPLETIONS_PATH, parse_completion)
+            spec = self._prefill.with_params(spec, params)
             echoes = self._echoes(params, spec) if params.echo else None
             answer = CompletionFormat(params, spec, self._name(params.model), self._llm.vocabulary, echoes)
             return await self._answer(request, spec, answer)
@@ -123,6 +130,7 @@ class OpenAIRoutes:
 
     async def _answer(self, request: web.Request, spec: GenerationSpec, answer: Format) -> web.StreamResponse:
         tell_timeline = wants_timeline(request)
+        spec = await self._prefill.computed(request, spec)
         async with self._llm.running(spec) as generation, self._watching(request, spec, generation):
             if spec.stream:
                 response = await stream(request, generation, answer)
@@ -131,6 +139,7 @@ class OpenAIRoutes:
                     await generation.changed()
                 body = answer.full(generation.choices, generation.usage)
                 body = with_timeline(body, generation) if tell_timeline else body
+                body = self._prefill.answered(body, generation) if spec.lends else body
                 response = web.Response(body=body, content_type="application/json")
             usage = generation.usage
             log.info(

@@ -15,7 +15,7 @@ from penstock.engine.frontend.openai.protocol import convert
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH
 
 MAX_TOKENS: Final = 2**18
-"""Of `/detokenize`, unless the context is longer: no stream goes on while they become text, which holds the GIL."""
+"""Most tokens of `/detokenize`, unless the context is longer. No stream advances while they become text, which holds the GIL."""
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""From pieces to the assistant's message, whole or a delta at a time."""
+"""From parsed pieces to the assistant's message, whole or in deltas."""
 
 import secrets
 import string
@@ -16,9 +16,9 @@ class CallDelta:
     """What is new of a tool call."""
 
     index: int
-    """Its number in the message."""
+    """Index of the call in the message."""
     id: str | None
-    """With the name, in a call's first delta alone."""
+    """Set, with the name, in a call's first delta only."""
     name: str | None
     arguments: str
 

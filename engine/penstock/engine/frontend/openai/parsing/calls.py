@@ -61,14 +61,14 @@ class JsonEnd:
 
 
 class Status(Enum):
-    """Of a call being read."""
+    """Status of a call that is being read."""
 
     MORE = 0
-    """It goes on."""
+    """The call continues."""
     DONE = 1
-    """It is over; what is left of the text comes with it."""
+    """The call is complete. The rest of the text comes with it."""
     BAD = 2
-    """It is none; all of its text comes back."""
+    """The text is no call. All of it comes back."""
 
 
 class Call(Protocol):

@@ -2,11 +2,12 @@
 
 import re
 
+from penstock.engine.frontend.openai.parsing.calls import JsonEnd
 from penstock.engine.frontend.openai.parsing.pieces import CallArguments, CallStart, Content, Machine, Reasoning, begins
 
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 ANSWER = "<|channel|>final<|message|>"
-"""After which the answer comes."""
+"""The marker before the answer."""
 CALL = "<|end|><|start|>assistant"
 """Between the reasoning and a call."""
 _MESSAGE = "<|message|>"
@@ -28,6 +29,7 @@ class Harmony(Machine):
         super().__init__(self._header)
         self._tools = tools
         self._piece: type[Content] | type[Reasoning] | type[CallArguments] = Content
+        self._end = JsonEnd()
 
     def _header(self, final: bool) -> bool:
         text = self.buffer.lstrip()
@@ -53,11 +55,20 @@ class Harmony(Machine):
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient is not None and self._tools:
             self.put(CallStart(recipient[1].removeprefix("functions.") or recipient[1]))
-            self._piece = CallArguments
+            self._piece, self._end, self.state = CallArguments, JsonEnd(stop="<"), self._arguments
         else:
             analysis = recipient is None and channel is not None and channel[1] == "analysis"
-            self._piece = Reasoning if analysis else Content
-        self.state = self._body
+            self._piece, self.state = Reasoning if analysis else Content, self._body
+
+    def _arguments(self, final: bool) -> bool:
+        """Arguments up to their end, or to a marker that is not part of a string in them."""
+        del final
+        end = self._end.find(self.buffer)
+        self.put(CallArguments(self.buffer[:end]))
+        self.buffer = "" if end is None else self.buffer[end:]
+        if end is not None:
+            self.state = self._body
+        return end is not None
 
     def _body(self, final: bool) -> bool:
         text, marker = self.until(_ENDS, final)

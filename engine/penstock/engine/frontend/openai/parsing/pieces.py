@@ -27,7 +27,7 @@ class CallStart(NamedTuple):
 
 
 class CallArguments(NamedTuple):
-    """More of the newest call's arguments: JSON as the model wrote it, checked no further than to find its end."""
+    """More of the newest call's arguments: JSON as the model wrote it, checked only to find its end."""
 
     text: str
 
@@ -57,12 +57,12 @@ class Machine:
         self.state = state
 
     def feed(self, text: str) -> list[Piece]:
-        """See `Parser`."""
+        """The pieces that more text completes."""
         self.buffer += text
         return self._run(final=False)
 
     def finish(self) -> list[Piece]:
-        """See `Parser`."""
+        """The pieces held back, once no more text comes."""
         return self._run(final=True)
 
     def _run(self, final: bool) -> list[Piece]:

@@ -57,6 +57,8 @@ class ParserConfig(NamedTuple):
     tools: str | None = None
     reasoning: str | None = None
     auto_tool_choice: bool = False
+    forced: bool = False
+    """Whether a grammar forces the answer to be calls."""
 
     def problem(self) -> str | None:
         """What is wrong with the flags, in a sentence; None: nothing."""
@@ -84,8 +86,10 @@ class ParserConfig(NamedTuple):
             tool_names: The tools that may be called; None: calls are not looked for.
             prompt_end: The last words of the prompt.
         """
-        names = frozenset(tool_names or ())
-        tools = tool_names is not None and self.tools is not None
+        parser = self._parser(frozenset(tool_names or ()), tool_names is not None and self.tools is not None, prompt_end)
+        return parser if parser is None or not self.forced else _Forced(parser)
+
+    def _parser(self, names: frozenset[str], tools: bool, prompt_end: str) -> Parser | None:
         if self.reasoning == _GPT_OSS or self.tools == HARMONY:
             return harmony.Harmony(tools)
         calls = TOOL_FORMATS[self.tools].parser(names.__contains__) if tools and self.tools is not None else None
@@ -96,9 +100,9 @@ class ParserConfig(NamedTuple):
 
     def forcing(self) -> "ParserConfig":
         """The same for answers whose calls a grammar writes."""
-        if self.tools is not None and TOOL_FORMATS[self.tools].shapes:
-            return self
-        return self._replace(tools=HARMONY if self.reasoning == _GPT_OSS else FORCED)
+        own = self.tools is not None and bool(TOOL_FORMATS[self.tools].shapes)
+        tools = self.tools if own else HARMONY if self.reasoning == _GPT_OSS else FORCED
+        return self._replace(tools=tools, forced=True)
 
     def shape(self, special_tokens: Collection[str]) -> CallShape | None:
         """How a grammar writes calls, for a model with these special tokens; None: not at all."""
@@ -146,3 +150,16 @@ class _Chain:
         for piece in pieces:
             out += self._calls.feed(piece.text) if isinstance(piece, Content) else [piece]
         return out
+
+
+class _Forced:
+    """Calls that a grammar forces. Text that is held back at the end is a call or a marker that the length limit cut."""
+
+    def __init__(self, parser: Parser) -> None:
+        self._parser = parser
+
+    def feed(self, text: str) -> list[Piece]:
+        return self._parser.feed(text)
+
+    def finish(self) -> list[Piece]:
+        return [piece for piece in self._parser.finish() if not isinstance(piece, Content)]

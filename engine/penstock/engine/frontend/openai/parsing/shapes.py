@@ -22,7 +22,7 @@ class CallShape(NamedTuple):
     separator: str = ""
     """Between two."""
     end: str = ""
-    """After the last."""
+    """Text after the last call."""
     trigger: str = ""
     """The beginning of `head` that says among text that a call comes; empty: nothing does."""
     several: bool = True

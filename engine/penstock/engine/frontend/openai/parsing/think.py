@@ -13,7 +13,7 @@ class Opening(Enum):
     REASONING = 0
     CONTENT = 1
     EITHER = 2
-    """With reasoning where it says so itself."""
+    """With reasoning if the output says so."""
 
 
 def opening(prompt_end: str, always: bool) -> Opening:

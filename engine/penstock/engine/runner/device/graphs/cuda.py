@@ -7,23 +7,37 @@ import torch
 log = logging.getLogger(__name__)
 
 
+class CudaPool:
+    """Memory that graphs share, and all graphs that were begun in it, also those whose capture failed.
+
+    The end of a `CUDAGraph` frees the cuBLAS workspace of the stream that captured it. Every other graph of this stream has that
+    workspace's address in its matrix products, so no graph may end before all of them do.
+    """
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+
+
 class CudaGraphs:
     """See `GraphRuntime`. Must be used within `main_stream`: the default stream cannot be captured."""
 
     def __init__(self) -> None:
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def new_pool(self) -> object:
-        """See GraphRuntime."""
-        return torch.cuda.graph_pool_handle()
+    def new_pool(self) -> CudaPool:
+        """Memory that graphs share which are never replayed at once, and all graphs begun in it."""
+        return CudaPool()
 
     def begin(self, pool: object) -> None:
         """See GraphRuntime. Other threads may go on allocating; in this one whatever cannot be captured is an error."""
+        assert isinstance(pool, CudaPool)
         self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # pyright: ignore[reportArgumentType]
+        pool.graphs.append(self._graph)
+        self._graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
 
     def end(self) -> torch.cuda.CUDAGraph:
-        """See GraphRuntime."""
+        """What was launched since `begin`."""
         graph, self._graph = self._graph, None
         if graph is None:
             raise RuntimeError("no capture is under way")
@@ -31,7 +45,7 @@ class CudaGraphs:
         return graph
 
     def abandon(self) -> None:
-        """See GraphRuntime."""
+        """Ends a capture that has failed, if one is under way."""
         graph, self._graph = self._graph, None
         if graph is None:
             return
@@ -41,7 +55,7 @@ class CudaGraphs:
             log.debug("an abandoned capture: %s", error)
 
     def weak(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See GraphRuntime."""
+        """The same memory without owning it: a tensor of a graph's pool that later captures may take again."""
         return weak_tensor(tensor)
 
 

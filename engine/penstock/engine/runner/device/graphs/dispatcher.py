@@ -18,7 +18,7 @@ class Batch(NamedTuple):
     """New tokens of each request; None where they differ."""
     has_lora: bool = False
     variant: Hashable = None
-    """See `BatchDescriptor`."""
+    """Variant of a full graph, as in `BatchDescriptor`."""
 
 
 class Dispatch(NamedTuple):

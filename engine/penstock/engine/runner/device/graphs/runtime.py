@@ -17,7 +17,8 @@ class GraphRuntime(Protocol):
     """Captures on the main stream, one graph at a time."""
 
     def new_pool(self) -> object:
-        """Memory that graphs share which are never replayed at once."""
+        """Memory that graphs share which are never replayed at once. A pool keeps every graph that was begun in it, so that
+        they end together."""
         ...
 
     def begin(self, pool: object) -> None:
@@ -29,7 +30,7 @@ class GraphRuntime(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Ends a capture that has failed, if one is under way."""
+        """Ends a capture that has failed, if one is under way; the pool keeps what there is of its graph."""
         ...
 
     def weak(self, tensor: torch.Tensor) -> torch.Tensor:

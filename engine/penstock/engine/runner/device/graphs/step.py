@@ -64,7 +64,7 @@ class CapturableStep:
         self._current: Step | None = None
 
     def arguments(self) -> dict[str, torch.Tensor]:
-        """See Capturable."""
+        """The persistent tensors that a step reads."""
         state, buffers = self._program.state, self._program.buffers
         return {
             "page": self._staging.request(1).rows,
@@ -92,7 +92,7 @@ class CapturableStep:
         self._current = None
 
     def pad(self, key: BatchDescriptor) -> None:
-        """See Capturable."""
+        """Makes the persistent inputs those of a batch of padding alone, which changes nothing that anybody reads."""
         requests, length = key.num_reqs or 1, key.uniform_query_len or 0
         rows = np.full(requests, self._program.state.spare_row, np.int32)
         starts = np.arange(requests + 1, dtype=np.int32) * length
@@ -103,7 +103,7 @@ class CapturableStep:
         self._staging.over(slot)
 
     def step(self, key: BatchDescriptor) -> torch.Tensor:
-        """See Capturable."""
+        """The whole step, as far as its variant goes; its logits."""
         # A batch of its own for each run: what attention derives from one lies in the graph that it was captured in.
         shape = self._of(key).shape
         step = self.at(key, shape.num_reqs, shape.max_query_len)
@@ -128,7 +128,7 @@ class CapturableStep:
         rotary: Rotary,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See Capturable."""
+        """The attention of the inputs as they are; see `ForwardContext.attend`."""
         assert self._current is not None
         return self._current.ctx.attend(layer, q, k, v, rotary, out)
 

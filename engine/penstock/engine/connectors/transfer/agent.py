@@ -1,0 +1,70 @@
+"""A rank's half of the transfer: it lends pages, reads pages, or both."""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.engine.config import ConfigError, TransferConfig
+from penstock.engine.connectors.transfer.lender import Lender
+from penstock.engine.connectors.transfer.reader import Reader
+from penstock.engine.connectors.transfer.words import Errand, News
+
+_LEAST_SECRET = 16
+
+
+class Agent:
+    """Carries out errands.
+
+    Args:
+        config: The replica's.
+        fingerprint: What decides about the bytes of this rank's pages.
+        slots: [slots, bytes of a page] of the host's memory.
+        rank: This process.
+
+    Raises:
+        ConfigError: The secret cannot be read, or the port is taken.
+    """
+
+    def __init__(self, config: TransferConfig, fingerprint: str, slots: npt.NDArray[np.uint8], rank: int) -> None:
+        secret = read_secret(config.secret)
+        self._reader = Reader(secret, fingerprint, slots, rank) if config.reads else None
+        self._lender = None
+        if config.lends:
+            address = config.host, config.port + rank
+            self._lender = Lender(address, secret, config.engine_id, fingerprint, slots)
+
+    def run(self, errands: list[Errand]) -> None:
+        """Does or begins each of them."""
+        for errand in errands:
+            if errand.action in ("grant", "revoke"):
+                assert self._lender is not None, "this replica lends no pages"
+                if errand.action == "grant":
+                    self._lender.grant(errand.lease, errand.pages)
+                else:
+                    self._lender.revoke(errand.lease)
+            else:
+                assert self._reader is not None, "this replica reads no pages"
+                (self._reader.pull if errand.action == "pull" else self._reader.tell)(errand)
+
+    def take(self) -> News:
+        """What has happened since the last call."""
+        released, renewed = ([], []) if self._lender is None else self._lender.take()
+        return News({} if self._reader is None else self._reader.take(), released, renewed)
+
+    def rename(self, fingerprint: str) -> None:
+        """The weights are other ones."""
+        for half in (self._lender, self._reader):
+            if half is not None:
+                half.rename(fingerprint)
+
+
+def read_secret(path: Path) -> bytes:
+    """Return the shared secret, without white space around it; `ConfigError` where it is no file or too short."""
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"--kv-transfer-secret-file {path} cannot be read: {error.strerror}") from error
+    if len(secret) < _LEAST_SECRET:
+        raise ConfigError(f"--kv-transfer-secret-file {path} has {len(secret)} bytes; a secret has at least {_LEAST_SECRET}")
+    return secret

@@ -1,0 +1,69 @@
+"""`--kv-transfer-config`, in vLLM's form."""
+
+import uuid
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from penstock.engine.config import ConfigError, TransferConfig, TransferRole
+from penstock.engine.connectors.transfer.agent import read_secret
+from penstock.plain_errors import explained
+from penstock.suggest import suggestion
+
+CONNECTOR = "transfer"
+_Seconds = Annotated[float, Meta(gt=0)]
+
+
+class _Extra(msgspec.Struct, frozen=True):
+    """`kv_connector_extra_config`."""
+
+    kv_lease_duration: _Seconds = 30.0
+    prefill_timeout: _Seconds = 30.0
+
+
+class _Keys(msgspec.Struct, frozen=True):
+    kv_connector: str
+    kv_role: TransferRole
+    engine_id: str = "penstock"
+    kv_ip: str = "127.0.0.1"
+    kv_port: Annotated[int, Meta(ge=1, le=65535)] = 14579
+    kv_connector_extra_config: dict[str, Any] = {}
+
+
+def transfer_config(keys: dict[str, Any], secret: str | None) -> TransferConfig:
+    """Return what the keys say; `ConfigError` names the one that is wrong.
+
+    Args:
+        keys: vLLM's.
+        secret: `--kv-transfer-secret-file`.
+    """
+    given = _read(keys, _Keys, "--kv-transfer-config")
+    if given.kv_connector != CONNECTOR:
+        raise ConfigError(f"--kv-transfer-config: kv_connector {given.kv_connector!r} is not here; there is {CONNECTOR!r}")
+    extra = _read(given.kv_connector_extra_config, _Extra, "--kv-transfer-config: kv_connector_extra_config")
+    if secret is None:
+        raise ConfigError("--kv-transfer-config needs --kv-transfer-secret-file: pages go only to replicas that know the secret")
+    path = Path(secret).absolute()
+    read_secret(path)  # what cannot be read is said now, not when the model has been loaded
+    return TransferConfig(
+        role=given.kv_role,
+        # A restarted replica has none of the pages that it lent before.
+        engine_id=f"{given.engine_id}-{uuid.uuid4().hex[:16]}",
+        secret=path,
+        host=given.kv_ip,
+        port=given.kv_port,
+        lease_s=extra.kv_lease_duration,
+        prefill_timeout_s=extra.prefill_timeout,
+    )
+
+
+def _read(keys: dict[str, Any], kind: type[Any], where: str) -> Any:
+    for name in keys:
+        if name not in kind.__struct_fields__:
+            raise ConfigError(f"{where}: there is no key {name!r}{suggestion(name, kind.__struct_fields__)}")
+    try:
+        return msgspec.convert(keys, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {explained(error, kind)}") from None

@@ -1,0 +1,163 @@
+"""Grammars by llguidance, which is imported with the first one."""
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from penstock.engine.config import ModelConfig
+from penstock.engine.core.grammar.libraries import MAX_SPACES, GrammarError, GrammarsUnavailable, Prototype
+from penstock.engine.core.grammar.schema_errors import located
+from penstock.engine.core.grammar.tags import lark_of, with_options
+from penstock.engine.core.plan import Int32
+from penstock.engine.grammar import Grammar, Tags
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+WHITESPACE = rf"[ \t\r\n]{{0,{MAX_SPACES}}}"
+
+
+class GuidanceMatcher:
+    """A `Matcher` of llguidance. Copies share what is worked out as they go on.
+
+    Args:
+        matcher: The library's, for this object alone.
+    """
+
+    def __init__(self, matcher: "LLMatcher") -> None:
+        self._matcher = matcher
+
+    @property
+    def error(self) -> str | None:
+        """Why the answer cannot go on; None: it can."""
+        if not self._matcher.is_error():
+            return None
+        return self._matcher.get_error().partition("\n<state>")[0].strip()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the answer is complete and nothing can follow."""
+        return self._matcher.is_stopped()
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the answer may end here."""
+        return self._matcher.is_accepting()
+
+    def copy(self) -> "GuidanceMatcher":
+        """A matcher in the same state, which goes on by itself."""
+        return GuidanceMatcher(self._matcher.deep_copy())
+
+    def forced(self) -> Sequence[int]:
+        """The tokens that must come next."""
+        return self._matcher.compute_ff_tokens()
+
+    def accept(self, token_id: int) -> bool:
+        """Takes the next token, if the grammar allows it."""
+        return self._matcher.consume_token(token_id)
+
+    def try_accept(self, token_id: int) -> bool:
+        """Takes a token, or changes nothing."""
+        return self._matcher.try_consume_tokens([token_id]) == 1
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last tokens."""
+        self._matcher.rollback(num_tokens)
+
+    def fill(self, mask: Int32) -> None:
+        """Writes the mask of the next token, [words]."""
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+
+class Guidance:
+    """llguidance as a `Library`.
+
+    Args:
+        model: Its tokenizer, stop tokens and number of logits count.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._eos_token_ids = model.eos_token_ids
+        self._vocab_size = model.vocab_size
+        self._file: Path = (model.tokenizer or model.path) / "tokenizer.json"
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+
+    def prepare(self) -> None:
+        """Imports the library and reads the tokenizer."""
+        self._load()
+
+    def compile(self, grammar: Grammar) -> Prototype:
+        """Compiles a grammar; raises what `Library.compile` says."""
+        tokenizer = self._load()
+        from llguidance import LLMatcher, LLParserLimits
+
+        compiled = LLMatcher(tokenizer, _definition(grammar, tokenizer), log_level=0, limits=LLParserLimits(verbose_errors=False))
+        matcher, words = GuidanceMatcher(compiled), -(-tokenizer.vocab_size // 32)
+        if (error := matcher.error) is None:
+            # Some errors show with the first mask; and it is the slowest.
+            first = matcher.copy()
+            first.fill(np.empty(words, np.int32))
+            error = first.error
+        if error is not None:
+            raise GrammarError(located(error, json.loads(grammar.text)) if grammar.kind == "json_schema" else error)
+        of_model = words if self._vocab_size is None else -(-self._vocab_size // 32)
+        return Prototype(matcher, of_model, words, compiled.get_grammar_warnings())
+
+    def close(self) -> None:
+        """Has nothing to end: all of it is in this process."""
+
+    def _load(self) -> "LLTokenizer":
+        with self._lock:
+            if self._tokenizer is None:
+                try:
+                    from llguidance import LLTokenizer
+                except ImportError as error:
+                    message = f"grammars need llguidance, which cannot be imported ({error}): install penstock[engine]"
+                    raise GrammarsUnavailable(message) from error
+                eos = list(self._eos_token_ids) or None
+                try:
+                    known = LLTokenizer(str(self._file), eos_token=eos)
+                except ValueError as error:
+                    raise GrammarsUnavailable(f"llguidance cannot use {self._file}: {error}") from error
+                # A model may have more logits than its tokenizer has tokens: none of those beyond is ever allowed.
+                larger = self._vocab_size is not None and self._vocab_size > known.vocab_size
+                self._tokenizer = LLTokenizer(str(self._file), self._vocab_size, eos) if larger else known
+            return self._tokenizer
+
+
+def _definition(grammar: Grammar, tokenizer: "LLTokenizer") -> str:
+    """Return the grammar in llguidance's form."""
+    from llguidance import LLMatcher, grammar_from
+
+    try:
+        match grammar.kind:
+            case "json_schema":
+                schema = json.dumps(with_options(msgspec.json.decode(grammar.text), _options(grammar)))
+                return LLMatcher.grammar_from_json_schema(schema)
+            case "choice":
+                words = [json.dumps(word, ensure_ascii=False) for word in json.loads(grammar.text)]
+                return LLMatcher.grammar_from_lark("start: " + " | ".join(words))
+            case "regex":
+                return LLMatcher.grammar_from_regex(grammar.text)
+            case "tags":
+                tags = msgspec.json.decode(grammar.text, type=Tags)
+                return LLMatcher.grammar_from_lark(lark_of(tags, tokenizer, _options(grammar)))
+            case "ebnf" | "lark":
+                return grammar_from(grammar.kind, grammar.text)
+    except ValueError as error:
+        raise GrammarError(str(error)) from None
+
+
+def _options(grammar: Grammar) -> dict[str, Any]:
+    """How JSON is written and how far a schema is enforced, where the schema itself says nothing."""
+    # Alternatives that exclude each other are told apart by no grammar: it takes any of them.
+    options: dict[str, Any] = {"coerce_one_of": True, "lenient": grammar.lenient, "json_allow_general_unicode_escapes": True}
+    if grammar.any_whitespace:
+        return options | {"whitespace_pattern": grammar.whitespace_pattern or WHITESPACE}
+    return options | {"whitespace_flexible": False}

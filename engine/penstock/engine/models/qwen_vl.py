@@ -1,0 +1,33 @@
+"""Qwen2.5-VL (Bai et al., 2025): images of any size, and a Qwen2 whose rotary embedding has positions in time, row and column."""
+
+from typing import ClassVar
+
+import torch
+
+from penstock.engine.models.build import Build
+from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.vision.config import QwenConfig
+from penstock.engine.models.vision.model import ModelWithImages
+from penstock.engine.models.vision.qwen import QwenTower
+
+_TOWER = "visual"
+
+
+class Qwen2_5_VLForConditionalGeneration(ModelWithImages):
+    """A tower for images of any size and a Qwen2 decoder; see `VisionModel`."""
+
+    language: ClassVar[str] = ""
+
+    def __init__(self, config: DecoderConfig, build: Build) -> None:
+        super().__init__(config, build)
+        assert isinstance(config.vision, QwenConfig)
+        self.tower = QwenTower(config.vision.tower, self.whole(build).within(_TOWER))
+        self.has({_TOWER: self.tower})
+
+    def ignores_of_parts(self, name: str) -> bool:
+        """Angles that the tower computes."""
+        return name.endswith(".inv_freq")
+
+    def encode_image(self, image: torch.Tensor) -> torch.Tensor:
+        """The embeddings that take the places of an image's placeholders."""
+        return self.tower(image)

@@ -1,0 +1,158 @@
+"""Qwen2.5-VL's vision transformer (Bai et al., 2025): images of any size, attention in windows in most layers, and positions by
+row and column."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from penstock.engine.models.build import Build
+from penstock.engine.models.layers.linear import ColumnParallelLinear, GateUpParallelLinear, RowParallelLinear
+from penstock.engine.models.layers.norm import RMSNorm
+from penstock.engine.models.layers.shard import Span
+from penstock.engine.models.layers.weight import Weights, prefixed
+from penstock.engine.models.vision.config import QwenTowerConfig
+
+_EPS = 1e-6
+_THETA = 10000.0
+
+
+class Segments(NamedTuple):
+    """Patches that see each other, side by side: some of each length, from the same one on."""
+
+    ends: list[int]
+    """Where each ends, ascending; the first begins at 0."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """[heads, n, d] each → [heads, n, d]. Segments of the same length are one batch."""
+        out = torch.empty_like(q)
+        by_length: dict[int, list[int]] = {}
+        for begin, end in pairwise([0, *self.ends]):
+            by_length.setdefault(end - begin, []).append(begin)
+        for length, begins in by_length.items():
+            at = (torch.tensor(begins)[:, None] + torch.arange(length)).to(q.device)
+            queries, keys, values = (x[:, at].transpose(0, 1) for x in (q, k, v))
+            out[:, at] = F.scaled_dot_product_attention(queries, keys, values).transpose(0, 1)
+        return out
+
+
+class Layout(NamedTuple):
+    """How the patches of an image lie."""
+
+    order: torch.Tensor
+    """[squares]: squares of patches that become one embedding, window after window."""
+    windows: Segments
+    whole: Segments
+    angles: torch.Tensor
+    """[patches, d / 2], in that order."""
+
+
+def layout(rows: int, columns: int, config: QwenTowerConfig) -> Layout:
+    """Of an image of so many patches."""
+    merge = config.merge_size
+    side, high, wide = config.window_size // merge // config.patch_size, rows // merge, columns // merge
+    squares = torch.arange(high * wide).view(high, wide)
+    windows = [square.flatten() for band in squares.split(side, 0) for square in band.split(side, 1)]
+    order = torch.cat(windows)
+    ends = (torch.tensor([len(window) for window in windows]).cumsum(0) * merge**2).tolist()
+    size = config.hidden_size // config.num_heads // 2
+    frequencies = 1.0 / _THETA ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).view(high, merge, wide, merge, 2)
+    places = places.transpose(1, 2).reshape(high * wide, merge**2, 2)[order].view(rows * columns, 2)
+    angles = (places[..., None].float() * frequencies).flatten(1)
+    return Layout(order, Segments(ends), Segments([rows * columns]), angles)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """[heads, n, d], whose halves are pairs, turned by [n, d / 2]."""
+    first, second = x.float().chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+class QwenVisionLayer:
+    """Attention and a gated MLP, each normalised before and added to the stream."""
+
+    def __init__(self, config: QwenTowerConfig, build: Build) -> None:
+        hidden, attn, self._ops = config.hidden_size, build.within("attn"), build.ops
+        self._heads = config.num_heads
+        self.norm1 = RMSNorm("norm1", hidden, _EPS, build.ops, device=build.device)
+        self.norm2 = RMSNorm("norm2", hidden, _EPS, build.ops, device=build.device)
+        self.qkv = ColumnParallelLinear("qkv", hidden, {"qkv": Span(3 * hidden, 0, 3 * hidden)}, True, attn)
+        self.proj = RowParallelLinear("proj", Span(hidden, 0, hidden), hidden, True, attn)
+        inner, mlp = config.intermediate_size, build.within("mlp")
+        self.gate_up = GateUpParallelLinear(hidden, inner, True, mlp)
+        self.down = RowParallelLinear("down_proj", Span(inner, 0, inner), hidden, True, mlp)
+
+    def weights(self) -> Weights:
+        """The layer's, without a prefix."""
+        found = self.norm1.weights() | self.norm2.weights()
+        found |= prefixed("attn", self.qkv.weights() | self.proj.weights())
+        return found | prefixed("mlp", self.gate_up.weights() | self.down.weights())
+
+    def finish(self) -> None:
+        """Bring the weights into the kernels' form, after loading."""
+        for part in (self.qkv, self.proj, self.gate_up, self.down):
+            part.finish()
+
+    def __call__(self, hidden: torch.Tensor, segments: Segments, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] → [n, hidden]."""
+        q, k, v = self.qkv(self.norm1(hidden)).view(len(hidden), 3, self._heads, -1).permute(1, 2, 0, 3)
+        mixed = segments.attend(_rotated(q, cos, sin), _rotated(k, cos, sin), v)
+        hidden = hidden + self.proj(mixed.transpose(0, 1).flatten(1))
+        return hidden + self.down(self._ops.silu_mul(self.gate_up(self.norm2(hidden))))
+
+
+class QwenTower:
+    """Patches to embeddings, one for each square of them.
+
+    Args:
+        config: Its shape.
+        build: Of one rank that has all of it.
+    """
+
+    def __init__(self, config: QwenTowerConfig, build: Build) -> None:
+        self._config, self._dtype = config, build.dtype
+        hidden, merged = config.hidden_size, config.hidden_size * config.merge_size**2
+        pixels = 3 * config.temporal_patch_size * config.patch_size**2
+        self.proj = ColumnParallelLinear("proj", pixels, {"proj": Span(hidden, 0, hidden)}, False, build.within("patch_embed"))
+        self.blocks = [QwenVisionLayer(config, build.within(f"blocks.{at}")) for at in range(config.num_layers)]
+        merger = build.within("merger.mlp")
+        self.ln_q = RMSNorm("ln_q", hidden, _EPS, build.ops, device=build.device)
+        self.first = ColumnParallelLinear("0", merged, {"0": Span(merged, 0, merged)}, True, merger)
+        self.second = ColumnParallelLinear("2", merged, {"2": Span(config.out_size, 0, config.out_size)}, True, merger)
+
+    def weights(self) -> Weights:
+        """The tower's, without a prefix."""
+        config = self._config
+        [(name, flat)] = self.proj.weights().items()
+        shape = (config.hidden_size, 3, config.temporal_patch_size, config.patch_size, config.patch_size)
+        convolution = flat._replace(shape=shape, load=lambda value: flat.load(value.flatten(1)), part=None)
+        found = {f"patch_embed.{name}": convolution} | prefixed("merger", self.ln_q.weights())
+        for at, block in enumerate(self.blocks):
+            found |= prefixed(f"blocks.{at}", block.weights())
+        return found | prefixed("merger.mlp", self.first.weights() | self.second.weights())
+
+    def finish(self) -> None:
+        """Bring the weights into the kernels' form, after loading."""
+        for part in (self.proj, *self.blocks, self.first, self.second):
+            part.finish()
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        """[height, width, 3], normalised → [height · width / pixels of a square, the decoder's hidden]."""
+        config = self._config
+        patch, merge, unit = config.patch_size, config.merge_size, config.merge_size**2
+        rows, columns = image.shape[0] // patch, image.shape[1] // patch
+        laid = layout(rows, columns, config)
+        squares = image.view(rows // merge, merge, patch, columns // merge, merge, patch, 3).permute(0, 3, 1, 4, 6, 2, 5)
+        patches = squares.reshape(-1, unit, 3, 1, patch, patch)[laid.order]
+        # A still image is a film of equal frames.
+        film = patches.expand(-1, -1, -1, config.temporal_patch_size, -1, -1).reshape(rows * columns, -1)
+        hidden = self.proj(film.to(self._dtype))
+        cos, sin = laid.angles.cos(), laid.angles.sin()
+        for at, block in enumerate(self.blocks):
+            hidden = block(hidden, laid.whole if at in config.full_layers else laid.windows, cos, sin)
+        merged = self.second(F.gelu(self.first(self.ln_q(hidden).view(len(laid.order), -1))))
+        found = torch.empty_like(merged)
+        found[laid.order] = merged
+        return found

@@ -1,0 +1,145 @@
+"""How a pipeline stage takes a step's hidden states from the stage before it and passes its own on."""
+
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+
+from penstock.engine.models.layers.shard import Stage
+from penstock.engine.models.model import Carry
+from penstock.engine.parallel.errors import GroupFailed
+from penstock.engine.parallel.links import LinkEnd
+
+_HEAD: Final = struct.Struct("=qqBB")
+"""Step, tokens, the dtype's number (or `_LOST`, where the step came to nothing), and whether there is a residual stream."""
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+_LOST: Final = 255
+
+
+class StageLost(RuntimeError):
+    """The stage before has lost the step."""
+
+
+class Relay:
+    """One rank's place between the stages.
+
+    A sender never waits: the memory has room for more steps than can be under way. So a stage waits for earlier stages alone.
+
+    Args:
+        stage: The rank's.
+        before: From the stage before; None: there is none.
+        after: To the next stage; None: there is none.
+        shape: Tokens of a step at most, and the size of a hidden state.
+        dtype: The model's.
+        depth: Steps under way at most.
+        timeout: Seconds that the stage before may keep this one waiting.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        before: LinkEnd | None,
+        after: LinkEnd | None,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        depth: int,
+        timeout: float,
+    ) -> None:
+        self._stage, self._shape, self._dtype, self._timeout = stage, shape, dtype, timeout
+        self._slots, self._slot_bytes = depth + 1, 2 * 4 * shape[0] * shape[1]
+        self._before, self._from = self._open(before)
+        self._after, self._to = self._open(after)
+        self._received = self._sent = 0
+        self._alone = False
+        if self._before is not None:
+            self._before.settimeout(timeout)
+
+    def _open(self, end: LinkEnd | None) -> tuple[socket.socket | None, mmap.mmap]:
+        if end is None:
+            return None, mmap.mmap(-1, 1)
+        size = self._slots * self._slot_bytes
+        # Both sides do it. Memory is taken when it is first written, so that short steps take little.
+        os.ftruncate(end.memory, size)
+        return socket.socket(fileno=os.dup(end.socket)), mmap.mmap(end.memory, size)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether steps are this stage's own."""
+        return self._alone
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Steps in here are this stage's own: it reads zeros, and passes nothing on."""
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
+
+    @contextmanager
+    def passing(self, step_id: int) -> Iterator[None]:
+        """A step. Where it comes to nothing, the next stage is told."""
+        try:
+            yield
+        except GroupFailed:
+            raise
+        except Exception:
+            if self._after is not None and not self._alone:
+                self._after.send(_HEAD.pack(step_id, 0, _LOST, False))
+                self._sent += 1
+            raise
+
+    def receive(self, step_id: int, num_tokens: int) -> Carry | None:
+        """What a step begins with; None: it begins with tokens.
+
+        Raises:
+            StageLost: The stage before has lost the step.
+            GroupFailed: It keeps this one waiting, or is at another step.
+        """
+        if self._stage.first:
+            return None
+        if self._alone:
+            hidden = torch.zeros(num_tokens, self._shape[1], dtype=self._dtype)
+            return Carry(hidden, torch.zeros_like(hidden))
+        assert self._before is not None, "a later stage has a link from the one before"
+        try:
+            step, tokens, number, has_residual = _HEAD.unpack(self._before.recv(_HEAD.size))
+        except TimeoutError:
+            stage = self._stage.rank
+            raise GroupFailed(f"stage {stage - 1} has kept stage {stage} waiting for {self._timeout:g} seconds") from None
+        at = self._received % self._slots * self._slot_bytes
+        self._received += 1
+        if step != step_id or tokens != (0 if number == _LOST else num_tokens):
+            raise GroupFailed(
+                f"stage {self._stage.rank - 1} and stage {self._stage.rank} disagree: step {step} of {tokens} tokens there, "
+                f"step {step_id} of {num_tokens} here"
+            )
+        if number == _LOST:
+            raise StageLost(f"pipeline stage {self._stage.rank - 1} has lost it")
+        # Copied: the layers may write to it.
+        parts = [part.clone() for part in self._parts(self._from, at, tokens, _DTYPES[number], 1 + has_residual)]
+        return Carry(parts[0], parts[1] if has_residual else None)
+
+    def send(self, step_id: int, carry: Carry) -> None:
+        """Passes on what a step's next stage begins with."""
+        if self._alone:
+            return
+        assert self._after is not None, "an earlier stage has a link to the next one"
+        parts = [part for part in carry if part is not None]
+        at = self._sent % self._slots * self._slot_bytes
+        self._sent += 1
+        count, dtype = len(carry.hidden), carry.hidden.dtype
+        for place, part in zip(self._parts(self._to, at, count, dtype, len(parts)), parts, strict=True):
+            place.copy_(part)
+        self._after.send(_HEAD.pack(step_id, count, _DTYPES.index(dtype), len(parts) > 1))
+
+    def _parts(self, memory: mmap.mmap, at: int, tokens: int, dtype: torch.dtype, number: int) -> list[torch.Tensor]:
+        """Hidden state and residual stream of one step in the memory."""
+        size = tokens * self._shape[1]
+        whole = torch.frombuffer(memory, dtype=dtype, count=number * size, offset=at)
+        return list(whole.view(number, tokens, -1).unbind())

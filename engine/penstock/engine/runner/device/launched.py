@@ -1,0 +1,113 @@
+"""A step that has been launched on a device: its tokens stay there for the next one, and a copy of them goes to the host."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from penstock.engine.attention.backends.interface import AttentionBackend
+from penstock.engine.core.plan import GraphStep, Int32, StepPlan
+from penstock.engine.runner.device.drafts import StepDrafts
+from penstock.engine.runner.device.graphs.descriptor import GraphMode
+from penstock.engine.runner.device.graphs.dispatcher import Dispatch
+from penstock.engine.runner.device.graphs.step import LOGITS, Loaded
+from penstock.engine.runner.device.program import Step, StepProgram
+from penstock.engine.runner.device.rerun import rerun
+from penstock.engine.runner.device.runtime import DeviceRuntime, Transfer
+from penstock.engine.runner.device.staging import Staging
+from penstock.engine.runner.not_finite import Again
+from penstock.engine.runner.prompt_logprobs import PromptRows
+from penstock.engine.runner.sampler.choice import Choosing
+
+
+class Parts(NamedTuple):
+    """What all steps of a device share."""
+
+    runtime: DeviceRuntime
+    program: StepProgram
+    staging: Staging
+    results: torch.Tensor
+    """The program's results on the host: pinned, of the same shape."""
+    loaded: Loaded
+    attention: AttentionBackend
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that a device runs."""
+
+    plan: StepPlan
+    parts: Parts
+    slot: int
+    """Of the staging."""
+    step: Step | None
+    """None: the plan runs no row."""
+    found: Dispatch
+    """How it is launched."""
+    drafts: StepDrafts | None
+    starts: Int32
+    """[r]: the position of each row's first token."""
+    asked: PromptRows | None
+    """The prompt tokens to score."""
+
+    each_row = True
+
+    @property
+    def whole(self) -> bool:
+        """Whether the step's graph samples, too."""
+        return self.found.mode is GraphMode.FULL and self.found.descriptor.variant != LOGITS
+
+    @property
+    def graph(self) -> GraphStep:
+        """How the step was launched; None: the device has no graphs."""
+        found = self.found
+        return GraphStep(found.mode.value, found.reason, int(self.plan.num_new_tokens.sum()), found.descriptor.num_tokens)
+
+    def again(self, at: list[int]) -> Again:
+        """Prepares the tokens of some of the plan's rows for another run."""
+        runtime, program, _, _, loaded, attention = self.parts
+        return rerun(runtime, program, loaded, attention, self.plan, self.starts, at)
+
+    def chosen(self, choosing: Choosing) -> tuple[torch.Tensor, torch.Tensor]:
+        """See DeviceStep. The device knows positions before the host does."""
+        step = self._running
+        if self.drafts is None:
+            return step.request.rows, step.inputs.seq_lens
+        return step.request.rows.index_select(0, self.drafts.of), self.drafts.positions(step)
+
+    def keep(self, choosing: Choosing, sampled: torch.Tensor) -> None:
+        """Puts what the sampler gives, [m, RESULT], where the next step and `collect` find it."""
+        program = self.parts.program
+        if self.drafts is None:
+            program.commit(self._running, sampled)
+        else:
+            self.drafts.commit(self._running, sampled, program.state)
+            program.buffers.results[self.slot, : len(sampled)].copy_(sampled)
+
+    def advance(self) -> None:
+        """Moves the rows on without tokens."""
+        if self.step is not None:
+            self.parts.program.advance(self.step)
+
+    def skip(self) -> None:
+        """Ends a step that failed: its rows move on without tokens."""
+        if self.step is not None:
+            self.parts.program.skip(self.step)
+        self.parts.runtime.synchronize()
+        self.over()
+
+    def collect(self, others: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Transfer, Int32]:
+        """Begins to copy the results to the host, and other pairs of tensors with them."""
+        count = len(self.plan.rows) if self.drafts is None else len(self.drafts.of)
+        here = self.parts.results[self.slot, :count]
+        there = self.parts.program.buffers.results[self.slot, :count]
+        return self.parts.runtime.download([(there, here), *others]), here.numpy()
+
+    def over(self) -> None:
+        """The host has read the results."""
+        self.parts.staging.over(self.slot)
+
+    @property
+    def _running(self) -> Step:
+        assert self.step is not None, "a plan without rows samples nothing"
+        return self.step

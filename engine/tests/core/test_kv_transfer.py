@@ -1,0 +1,257 @@
+"""Pages between two ranks over TCP, and the leases that hold them."""
+
+import re
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from penstock.engine.config import ConfigError
+from penstock.engine.connectors.tier_index import Key, TierIndex
+from penstock.engine.connectors.transfer import reader as reader_module
+from penstock.engine.connectors.transfer.config import transfer_config
+from penstock.engine.connectors.transfer.leases import Leases
+from penstock.engine.connectors.transfer.lender import Lender
+from penstock.engine.connectors.transfer.pulls import PATIENCE_S, Pulls
+from penstock.engine.connectors.transfer.reader import Reader
+from penstock.engine.connectors.transfer.wire import Stream
+from penstock.engine.connectors.transfer.words import Errand, Page, Peer, Pulled
+from penstock.engine.messages import RemotePrefix
+from testing.ports import free_ports
+
+SECRET = b"a secret of many bytes"
+PAGE = 100_000
+
+
+class Pair:
+    """A lender with content, and a reader without."""
+
+    def __init__(self, secret=SECRET, fingerprint="same", engine_id="lender-1"):
+        [self.port] = free_ports(1)
+        self.lent = np.random.default_rng(0).integers(0, 256, (600, PAGE), np.uint8)
+        self.read = np.zeros_like(self.lent)
+        self.lender = Lender(("127.0.0.1", self.port), SECRET, "lender-1", "same", self.lent)
+        self.reader = Reader(secret, fingerprint, self.read, 0)
+        self.peer = Peer(engine_id, "127.0.0.1", self.port)
+        self.number = 0
+
+    def pull(self, lease, names, slots):
+        self.number += 1
+        pages = [Page(0, name, slot) for name, slot in zip(names, slots, strict=True)]
+        self.reader.pull(Errand("pull", lease, self.number, pages, self.peer))
+        deadline = time.monotonic() + 20
+        while self.number not in (told := self.reader.take()):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        return told[self.number]
+
+
+def name(number):
+    return number.to_bytes(32, "big")
+
+
+@pytest.fixture
+def pair():
+    made = []
+
+    def make(**how):
+        made.append(Pair(**how))
+        return made[-1]
+
+    yield make
+    for it in made:
+        it.lender.close()
+
+
+def test_pages_come_byte_for_byte_wherever_they_lie_on_both_sides(pair):
+    it = pair()
+    there, here = [599, 3, 77, *range(100, 400)], [5, 0, 598, *range(200, 500)]
+    it.lender.grant("a", [Page(0, name(at), slot) for at, slot in enumerate(there)])
+    told = it.pull("a", [name(at) for at in range(len(there))], here)
+    assert told.error is None and told.got == list(range(len(there)))
+    assert np.array_equal(it.read[here], it.lent[there])
+    assert not it.read[np.setdiff1d(np.arange(600), here)].any(), "nothing else is written"
+    assert it.lender.take() == (["a"], [])
+
+
+def test_what_is_not_in_the_lease_does_not_come_and_an_ended_lease_gives_nothing_at_once(pair):
+    it = pair()
+    it.lender.grant("a", [Page(0, name(1), 7)])
+    told = it.pull("a", [name(1), name(2)], [0, 1])
+    assert told.got == [0] and told.error == "1 of 2 pages are not in the lease"
+    it.lender.revoke("a")
+    began = time.monotonic()
+    told = it.pull("a", [name(1)], [2])
+    assert told.got == [] and "it has run out" in told.error and time.monotonic() - began < 2
+    assert not it.read[[1, 2]].any()
+
+
+def test_a_reader_that_is_early_waits_for_the_grant(pair):
+    it = pair()
+    timer = threading.Timer(0.3, it.lender.grant, ["late", [Page(0, name(1), 7)]])
+    timer.start()
+    assert it.pull("late", [name(1)], [0]).got == [0] and np.array_equal(it.read[0], it.lent[7])
+
+
+def test_pages_whose_lease_ends_while_they_are_sent_are_not_used(pair, monkeypatch):
+    it = pair()
+    send = Stream.send_buffers
+
+    def send_and_revoke(stream, buffers):
+        if len(buffers) and len(buffers[0]) == PAGE:
+            it.lender.revoke("a")
+            it.lent[7] = 1
+        send(stream, buffers)
+
+    monkeypatch.setattr(Stream, "send_buffers", send_and_revoke)
+    it.lender.grant("a", [Page(0, name(1), 7)])
+    told = it.pull("a", [name(1)], [0])
+    assert told.got == [] and told.error == "the lease ran out while its pages were sent"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"secret": b"another secret of many bytes"}, "closed the connection|reset"),
+        ({"fingerprint": "other"}, "pages here have the fingerprint same, not other"),
+        ({"engine_id": "lender-0"}, "the engine here is lender-1, not lender-0"),
+    ],
+)
+def test_a_reader_that_is_not_meant_gets_nothing(pair, how, words):
+    it = pair(**how)
+    it.lender.grant("a", [Page(0, name(1), 7)])
+    told = it.pull("a", [name(1)], [0])
+    assert told.got == [] and re.search(words, told.error) and not it.read.any()
+
+
+def test_a_lender_that_accepts_and_says_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr(reader_module, "PULL_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        it = Reader(SECRET, "same", np.zeros((1, PAGE), np.uint8), 0)
+        peer = Peer("x", "127.0.0.1", silent.getsockname()[1])
+        it.pull(Errand("pull", "a", 1, [Page(0, name(1), 0)], peer))
+        deadline = time.monotonic() + 5
+        while not (told := it.take()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert told[1].got == [] and "TimeoutError" in told[1].error
+
+
+def test_a_connection_serves_the_next_request_and_a_dead_one_is_replaced(pair):
+    it = pair()
+    it.lender.grant("a", [Page(0, name(1), 7)])
+    assert it.pull("a", [name(1)], [0]).got == [0] and it.pull("a", [name(1)], [1]).got == [0]
+    assert len(it.lender._readers) == 1
+    it.lender.rename("same")  # as after new weights: connections end
+    assert it.pull("a", [name(1)], [2]).got == [0] and np.array_equal(it.read[2], it.lent[7])
+
+
+def ready(tier, number):
+    key = Key(0, name(number))
+    tier.written(key, tier.reserve(key), ok=True)
+    return key
+
+
+@pytest.mark.req("PD-12", "PD-15")
+def test_a_lease_is_granted_when_its_pages_are_written_and_keeps_them_until_it_ends():
+    tier = TierIndex(2)
+    leases = Leases(tier, 30.0, ranks=2)
+    key, late = ready(tier, 1), Key(0, name(2))
+    slot = tier.reserve(late)
+    lease, slots = leases.hold([key, late])
+    assert leases.take(0.0) == [] and leases.is_due
+    tier.written(late, slot, ok=True)
+    [grant] = leases.take(1.0)
+    assert (grant.action, grant.lease, [page.slot for page in grant.pages]) == ("grant", lease, slots)
+    assert tier.reserve(Key(0, name(3))) is None, "leased pages are not evicted"
+    leases.renewed(lease, 25.0)
+    assert leases.take(40.0) == []
+    leases.released(lease)
+    assert leases.take(41.0) == [], "the other rank still reads"
+    leases.released(lease)
+    assert [it.action for it in leases.take(42.0)] == ["revoke"] and leases.num_leases == 0
+    assert tier.reserve(Key(0, name(3))) is None, "the ranks have not heard it yet"
+    leases.take(43.0)
+    assert tier.reserve(Key(0, name(3))) is not None
+
+
+@pytest.mark.req("PD-11")
+def test_a_lease_ends_by_its_time_and_with_a_page_that_is_forgotten():
+    tier = TierIndex(4)
+    leases = Leases(tier, 30.0, ranks=1)
+    first, second = ready(tier, 1), ready(tier, 2)
+    leases.hold([first])
+    leases.hold([second])
+    assert len(leases.take(0.0)) == 2
+    tier.forget(first)
+    assert [it.action for it in leases.take(1.0)] == ["revoke"] and leases.num_expired == 0
+    assert [it.action for it in leases.take(31.0)] == ["revoke"] and leases.num_expired == 1
+    leases.take(32.0)
+    assert all(tier.reserve(Key(0, name(number))) is not None for number in range(10, 14))
+
+
+def test_pages_that_come_are_found_and_others_leave_their_slots_free():
+    tier = TierIndex(3)
+    pulls = Pulls(tier, 10, ranks=2)
+    pulls.arrived(7, RemotePrefix("lease", "engine", "host", 1, "same", 32, [2]))
+    [renew] = pulls.take(100.0)
+    assert renew.action == "renew" and pulls.take(101.0) == []
+    keys = [Key(0, name(number)) for number in (1, 2)]
+    assert pulls.begin(7, keys, 101.0)
+    [errand] = pulls.take(101.0)
+    assert errand.action == "pull" and len(errand.pages) == 2 and errand.peer == Peer("engine", "host", 1)
+    pulls.pulled(errand.number, Pulled(0.1, [0, 1]))
+    assert pulls.take_waits(102.0) == []
+    pulls.pulled(errand.number, Pulled(0.2, [0], "gone"))
+    assert pulls.take_waits(102.0) == [7] and keys[0] in tier and not tier.knows(keys[1])
+    assert (pulls.num_bytes, pulls.num_failed_pages) == (10, 1) and not pulls.is_moving
+
+
+def test_a_request_waits_so_long_and_one_that_leaves_releases_its_lease():
+    pulls = Pulls(TierIndex(3), 10, ranks=1)
+    for index in (7, 8):
+        pulls.arrived(index, RemotePrefix(f"lease {index}", "engine", "host", 1, "same", 16, [1]))
+    pulls.take(0.0)
+    pulls.begin(7, [Key(0, name(1))], 0.0)
+    assert pulls.take_waits(PATIENCE_S - 1) == [] and pulls.take_waits(PATIENCE_S) == [7] == [*pulls.take_waits(99.0), 7]
+    pulls.left(8)
+    assert [(it.action, it.lease) for it in pulls.take(1.0)] == [("pull", "lease 7"), ("release", "lease 8")]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"kv_connector": "NixlConnector"}, "kv_connector 'NixlConnector' is not here; there is 'transfer'"),
+        ({"kv_role": "both"}, "kv_role"),
+        ({"kv_rol": "kv_both"}, "there is no key 'kv_rol'"),
+        ({"kv_connector_extra_config": {"lease": 3}}, "kv_connector_extra_config: there is no key 'lease'"),
+        ({"kv_connector_extra_config": {"kv_lease_duration": 0}}, "kv_lease_duration"),
+        ({"kv_port": 0}, "kv_port"),
+    ],
+)
+def test_a_configuration_that_means_nothing_here_is_refused_by_name(tmp_path, keys, words):
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    good = {"kv_connector": "transfer", "kv_role": "kv_both"}
+    with pytest.raises(ConfigError) as error:
+        transfer_config(good | keys, str(secret))
+    assert words in str(error.value) and "--kv-transfer-config" in str(error.value)
+    assert "`" not in str(error.value), "words of the library"
+    first, again = transfer_config(good, str(secret)), transfer_config(good, str(secret))
+    assert first.engine_id != again.engine_id and first.lends and first.reads
+
+
+def test_a_secret_is_needed_and_must_be_long_enough(tmp_path):
+    good, short = {"kv_connector": "transfer", "kv_role": "kv_both"}, tmp_path / "short"
+    short.write_text("short\n")
+    for path, words in ((None, "needs --kv-transfer-secret-file"), (short, "has 5 bytes"), (tmp_path / "no", "cannot be read")):
+        with pytest.raises(ConfigError, match=words):
+            transfer_config(good, None if path is None else str(path))
+
+
+def test_a_port_that_is_taken_is_named(pair):
+    it = pair()
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{it.port} cannot be listened on"):
+        Lender(("127.0.0.1", it.port), SECRET, "x", "same", it.lent)

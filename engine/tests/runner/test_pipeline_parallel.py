@@ -1,0 +1,205 @@
+"""A whole core over the stages of a pipeline: the tokens and the log probabilities of one process."""
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from lettered_model import LETTERS, with_letters
+from test_core_with_runner import SCHEDULER, Engine, requests
+
+from penstock.engine.config import CacheConfig, EngineConfig, ParallelConfig, SpeculativeConfig
+from penstock.engine.core.core import EngineCore
+from penstock.engine.core.executor import Executor
+from penstock.engine.core.ipc.process import build_executor
+from penstock.engine.grammar import Grammar
+from penstock.engine.loading.checkpoint import read_model_config
+from penstock.engine.loading.safetensors import check_weights
+from penstock.engine.messages import AddRequest
+from penstock.engine.models.layers.shard import Stage
+from penstock.engine.parallel.errors import GroupFailed
+from penstock.engine.parallel.group import Group
+from penstock.engine.parallel.links import Link
+from penstock.engine.parallel.process_executor import ProcessExecutor
+from penstock.engine.parallel.shared_memory import SharedMemory
+from penstock.engine.runner.model_runner import ModelRunner
+from penstock.engine.sampling import SamplingParams
+
+NUM_BLOCKS = 100
+NAMES = ["llama", "qwen3-windows", "gemma3", "llama-7to1-llama3-tied", "cohere2", "qwen3-moe", "gpt-oss", "deepseek-v3"]
+
+
+def config_of(path: Path, stages: int, ranks: int = 1, timeout: float = 30.0, **fields: Any) -> EngineConfig:
+    return EngineConfig(
+        model=read_model_config(path, served_names=(), dtype="float32", max_model_len=320),
+        cache=CacheConfig(block_size=16, num_blocks=NUM_BLOCKS),
+        scheduler=msgspec.structs.replace(SCHEDULER, pipeline_stages=stages, **fields.pop("scheduler", {})),
+        parallel=ParallelConfig(tensor_parallel_size=ranks, pipeline_parallel_size=stages, timeout=timeout),
+        depth=stages,
+        **fields,
+    )
+
+
+class StagedEngine(Engine):
+    """A new core on ranks that are there already."""
+
+    def __init__(self, config: EngineConfig, executor: Executor, num_blocks: int = NUM_BLOCKS) -> None:
+        self.executor, self.depth = executor, config.depth
+        executor.call("warm_up")  # nobody is in any row
+        self.scores, self.logprobs = {}, {}
+        self.core = EngineCore(config, executor, num_blocks, epoch=1, groups=executor.call("kv_layout")[0].groups)
+
+    def _check_mirror(self) -> None:
+        """The rows are in other processes."""
+
+
+@pytest.fixture
+def staged(request, checkpoint):
+    """`staged(name, stages, ranks)`: a configuration and its processes."""
+
+    def make(name: str, stages: int, ranks: int = 1, **fields: Any) -> tuple[EngineConfig, Executor]:
+        config = config_of(checkpoint(name), stages, ranks, **fields)
+        executor, blocks = build_executor(config)
+        request.addfinalizer(executor.close)
+        assert blocks == NUM_BLOCKS
+        return config, executor
+
+    return make
+
+
+def with_logprobs(batch: list[AddRequest]) -> list[AddRequest]:
+    replace = msgspec.structs.replace
+    return [replace(it, sampling=replace(it.sampling, logprobs=2, prompt_logprobs=1)) for it in batch]
+
+
+@pytest.mark.req("DX-09")
+@pytest.mark.parametrize("name", NAMES)
+def test_two_stages_answer_as_one_process_does(name, staged, loaded):
+    """Bit by bit: the same operations in other processes."""
+    whole = Engine(loaded(name), 1, NUM_BLOCKS)
+    expected = whole.run(with_logprobs(requests(adjusted=False)))
+    config, executor = staged(name, 2)
+    engine = StagedEngine(config, executor)
+    assert engine.run(with_logprobs(requests(adjusted=False))) == expected
+    assert engine.logprobs.keys() == whole.logprobs.keys()
+    for index, found in engine.logprobs.items():
+        np.testing.assert_allclose(found, whole.logprobs[index], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("stages", "ranks", "few"), [(2, 1, 44), (2, 2, 44), (3, 1, 48)])
+def test_preemption_adjustments_and_the_prefix_cache(stages, ranks, few, staged, loaded):
+    name = "qwen3-windows"
+    config, executor = staged(name, stages, ranks)
+    for adjusted in (False, True):
+        expected = Engine(loaded(name), 1, NUM_BLOCKS).run(requests(adjusted))
+        for num_blocks in (NUM_BLOCKS, few):
+            engine = StagedEngine(config, executor, num_blocks)
+            assert engine.run(requests(adjusted)) == expected
+            stats = engine.core.stats()
+            assert stats.prefix_hits > 0 and (stats.preemptions > 0) == (num_blocks == few)
+
+
+def test_drafts_are_verified_by_all_stages(staged, loaded):
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3)
+    limits = {"num_speculative_tokens": 3, "num_lookahead_tokens": 3}
+    config, executor = staged("llama", 2, speculative=speculative, scheduler=limits)
+    params = SamplingParams(max_tokens=60, temperature=0.0)
+    batch = [AddRequest(index, f"r{index}", [5, 6, 7, 8] * 8 + [index], params, 0.0) for index in range(4)]
+    engine = StagedEngine(config, executor)
+    assert engine.run(batch) == Engine(loaded("llama"), 1, NUM_BLOCKS).run(batch)
+    assert sum(engine.core.stats().step.drafts.accepted) > 0
+
+
+def test_grammars_hold_in_a_pipeline(checkpoint, tmp_path, build_runner):
+    """Masks reach the last stage, and the tokens that a grammar forces are rows of every stage."""
+    path = with_letters(checkpoint("llama"), tmp_path / "model")
+    form = Grammar("regex", r"(record-[0-9]{2}-of-[a-z]-){9}", "structured_outputs.regex")
+    batch = [msgspec.structs.replace(it, grammar=form if it.index % 2 else None) for it in requests(adjusted=False)]
+    executor, _ = build_executor(config_of(path, 2))
+    staged, whole = StagedEngine(config_of(path, 2), executor), Engine(build_runner(path), 1, NUM_BLOCKS)
+    try:
+        streams = staged.run(batch)
+        assert streams == whole.run(batch)
+    finally:
+        executor.close()
+        for engine in (staged, whole):
+            engine.core._grammars.close()
+    guided = [index for index in streams if index % 2]
+    assert guided and all("".join(LETTERS[token] for token in streams[index]).startswith("record-") for index in guided)
+
+
+@pytest.mark.req("DX-10")
+def test_every_stage_has_a_plan_and_no_request_two(staged):
+    config, executor = staged("llama", 2)
+    engine = StagedEngine(config, executor)
+    params = SamplingParams(max_tokens=30, temperature=0.0)
+    for index in range(6):
+        engine.core.handle(AddRequest(index, f"r{index}", [5, 6, 7, index], params, 0.0))
+    in_flight, full = list[set[int]](), 0
+    submit, collect = executor.submit, executor.collect
+
+    def submitted(plan):
+        decodes = set(plan.rows[plan.samples].tolist())
+        assert not any(decodes & rows for rows in in_flight), "a request is in two plans"
+        in_flight.append(decodes)
+        submit(plan)
+
+    def collected():
+        nonlocal full
+        full += len(in_flight) == 2 and min(map(len, in_flight)) == 3
+        in_flight.pop(0)
+        return collect()
+
+    executor.submit, executor.collect = submitted, collected
+    while engine.core.has_work:
+        engine.core.step()
+    assert full > 50, "a stage had nothing to do"
+
+
+@pytest.mark.req("DX-24")
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_stage_that_is_killed_or_stopped_ends_the_group_by_name(number, stage, staged):
+    config, executor = staged("llama", 2, timeout=2.0)
+    assert isinstance(executor, ProcessExecutor)
+    engine = StagedEngine(config, executor)
+    engine.core.handle(AddRequest(0, "r", [5, 6, 7], SamplingParams(max_tokens=200, temperature=0.0), 0.0))
+    for _ in range(5):
+        engine.core.step()
+    pids = executor.pids
+    os.kill(pids[stage], number)
+    how = "was killed by signal 9" if number == signal.SIGKILL else "hangs: nothing has moved for 2 seconds"
+    with pytest.raises(GroupFailed, match=re.escape(f"rank {stage} (process {pids[stage]}) {how}")):
+        for _ in range(200):
+            engine.core.step()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_stage_loads_its_own_layers_and_keeps_their_pages(checkpoint, build_runner):
+    """Of tensors and pages that are there, not of what was asked for."""
+    path = checkpoint("qwen3-windows")
+    whole = build_runner(path)
+    stages = [runner_of(path, Stage(number, 2)) for number in range(2)]
+    names = [{tensor.name for tensor in check_weights(runner.model, path)} for runner in stages]
+    assert names[0] | names[1] == {tensor.name for tensor in check_weights(whole.model, path)} and not names[0] & names[1]
+    pages = [runner.kv_layout().page_bytes for runner in stages]
+    assert max(pages) <= whole.kv_layout().page_bytes
+    layouts = [runner.kv_layout().groups for runner in (whole, *stages)]
+    tables = [[(group.block_size, group.window) for group in groups] for groups in layouts]
+    assert tables[0] == tables[1] == tables[2]
+    layers = [sorted(layer for group in groups for layer in group.layers) for groups in layouts]
+    assert sorted(layers[1] + layers[2]) == layers[0]
+
+
+def runner_of(path: Path, stage: Stage) -> ModelRunner:
+    """The runner of one stage, which no other one is connected to."""
+    memory = SharedMemory.create(1)
+    link = Link()
+    ends = (None, link.sender) if stage.first else (link.receiver, None)
+    runner = ModelRunner(config_of(path, 2), Group(0, 1, memory, "", 1.0, None, stage, *ends))
+    runner.load()
+    return runner
