@@ -46,7 +46,7 @@ def gateway(argv: list[str]) -> int:
 
 
 def _add_addresses(parser: argparse.ArgumentParser) -> None:
-    """Where the fleet is learned, what is served where, and what Envoy is told of itself."""
+    """Add the flags of discovery, of the ports, and of the gateway's address for Envoy."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--discovery", metavar="SOURCE", help="where the fleet comes from: `kubernetes` or file:PATH (default: kubernetes)"
@@ -175,7 +175,7 @@ def _add_certificates_and_pools(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_limits_and_engines(parser: argparse.ArgumentParser) -> None:
-    """Who may ask for how much, and what is known of other engines."""
+    """Add the flags of tenants and limits, and of other engines."""
     parser.add_argument("--tenants", type=Path, metavar="FILE", help="API keys and what they allow (default: no key needed)")
     parser.add_argument(
         "--audit-log",
@@ -232,7 +232,11 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 
 
 def _discovery(options: argparse.Namespace, settings: "GatewaySettings") -> "Discovery":
-    """Where the fleet comes from; raises ValueError where --discovery names nothing that exists."""
+    """Return the source of the fleet.
+
+    Raises:
+        ValueError: --discovery names nothing that exists.
+    """
     if options.endpoint:
         from penstock.gateway.discovery.endpoints import EndpointsDiscovery
 
@@ -304,7 +308,7 @@ def _self_signed() -> "Certificate":
 
 
 def _collector(text: str) -> str:
-    """`http://HOST[:PORT]/PATH`: Envoy is told a host and a port."""
+    """Parse `http://HOST[:PORT]/PATH`. Envoy needs the host and the port."""
     try:
         url = urlsplit(text)
         if url.scheme == "http" and url.hostname and url.port != 0 and url.path.strip("/"):

@@ -42,7 +42,6 @@ def main(argv: Sequence[str]) -> int:
             pickers=options.picker,
             admin=admin.where,
             metrics=options.metrics,
-            delta=options.xds_protocol == "delta",
             tls=_tls(options),
         )
         envoy = subprocess.Popen(_command(settings, options), start_new_session=True, preexec_fn=_die_with_parent)
@@ -54,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _die_with_parent() -> None:
-    """In the child, before exec: SIGTERM when this process is killed, so that nothing is left behind."""
+    """Ask for SIGTERM when this process ends, so that no Envoy is left behind. Runs in the child before exec."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -211,9 +210,6 @@ def _parser() -> argparse.ArgumentParser:
         default=600.0,
         metavar="S",
         help="seconds that in-flight requests get after that (default: 600)",
-    )
-    parser.add_argument(
-        "--xds-protocol", default="delta", choices=["delta", "sotw"], help="incremental, or state of the world (default: delta)"
     )
     parser.add_argument(
         "--admin-port", type=port, metavar="N", help="Envoy's admin interface on 127.0.0.1 (default: only a private socket)"

@@ -21,11 +21,11 @@ class FrontEnd(Protocol):
     """A gRPC server; the generated `add_…_to_server` take one."""
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """See `grpc.aio.Server`."""
+        """Add the handlers of services."""
         ...
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Any) -> None:
-        """See `grpc.aio.Server`."""
+        """Add the handlers of services, as `grpc.aio.Server` does."""
         ...
 
     async def listen(self, host: str, port: int, certificate: Certificate | None) -> int:
@@ -51,19 +51,19 @@ class AioFrontEnd:
         self._server = grpc.aio.server(options=options)
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """See `FrontEnd`."""
+        """Add the handlers of services."""
         self._server.add_generic_rpc_handlers(generic_rpc_handlers)
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Any) -> None:
-        """See `FrontEnd`."""
+        """Add handlers by method."""
         self._server.add_registered_method_handlers(service_name, method_handlers)  # type: ignore[attr-defined] - not in its stub
 
     async def stop(self, grace: float) -> None:
-        """See `FrontEnd`."""
+        """Takes no more calls, and gives those in progress `grace` seconds."""
         await self._server.stop(grace)
 
     async def listen(self, host: str, port: int, certificate: Certificate | None) -> int:
-        """See `FrontEnd`."""
+        """Serves at one more address, with TLS where there is a certificate; returns the port."""
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if certificate is None:
             port = self._server.add_insecure_port(address)
@@ -80,7 +80,7 @@ class LeanFrontEnd(Server):
         super().__init__(MAX_MESSAGE_BYTES)
 
     async def listen(self, host: str, port: int, certificate: Certificate | None) -> int:
-        """See `FrontEnd`."""
+        """Serves at one more address, with TLS where there is a certificate; returns the port."""
         return await self.bind(host, port, ssl_context(certificate) if certificate else None)
 
 

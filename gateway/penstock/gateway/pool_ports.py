@@ -113,7 +113,7 @@ class PoolPorts:
         return [service for _, _, service in self._servers.values()]
 
     async def update(self, pools: Iterable[InferencePool]) -> None:
-        """From now on these pools have ports, and no others. A port that cannot be had is tried for again at the next call."""
+        """Give ports to exactly these pools. A port that is taken is tried again at the next call."""
         async with self._lock:
             await self._update(list(pools))
 

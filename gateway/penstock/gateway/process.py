@@ -100,7 +100,7 @@ class GatewaySettings:
     pool_ports: Mapping[str, int] = field(default_factory=dict[str, int])
     """Ports of InferencePools by their ids."""
     pool_port_range: range = range(9100, 9200)
-    """Of which the other InferencePools get theirs."""
+    """Ports for the other InferencePools."""
     pool_fallbacks: bool = False
     """Whether foreign gateways take a list of destinations."""
     pool_certificate: Certificate | None = None
@@ -108,11 +108,11 @@ class GatewaySettings:
     replica_tls: ReplicaTls | None = None
     """TLS to replicas, Envoy's and our own; None: plain HTTP."""
     tenants: Path | None = None
-    """The tenants file; None: nobody is told from anybody else."""
+    """The tenants file. None: the gateway does not tell clients apart."""
     audit_log: Path | None = None
-    """Where each request leaves a line; `-`: on standard output; None: nowhere."""
+    """File of the audit log; `-`: standard output; None: none."""
     poll_period_s: float = PERIOD_S
-    """Between two looks at an engine of others; 0: nobody is polled."""
+    """Seconds between two polls of another project's engine. 0: no polls."""
     tokenizers: Mapping[str, Path] = field(default_factory=dict[str, Path])
     """Folders with the tokenizers of models that engines of others serve, by served name."""
     debug_token: Path | None = None

@@ -43,7 +43,7 @@ class Pair(NamedTuple):
 
 
 class Certificate(Protocol):
-    """Where a server's certificate comes from. Any thread may ask."""
+    """A source of a server's certificate. Any thread may call it."""
 
     def current(self) -> Pair:
         """What the next handshake presents."""
@@ -71,7 +71,7 @@ class CertificateFiles:
         self._pair = self._read()
 
     def current(self) -> Pair:
-        """See `Certificate`."""
+        """What the next handshake presents."""
         with self._lock:
             seen = self._look()
             if seen != self._seen:
@@ -116,7 +116,7 @@ class SelfSigned:
         self._pair = _self_signed(names)
 
     def current(self) -> Pair:
-        """See `Certificate`."""
+        """What the next handshake presents."""
         return self._pair
 
 

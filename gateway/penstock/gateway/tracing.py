@@ -48,7 +48,7 @@ class TracedDirector:
         self.refused = director.refused
 
     async def route(self, call: Call) -> Routed | Answered:
-        """See `Director`."""
+        """Choose the destination of a complete request."""
         context, parent = begin(call.traceparent or call.headers.get(TRACEPARENT), self._percent)
         start, attributes, error = time.time(), dict[str, Value](), None
         try:

@@ -3,9 +3,12 @@
 from typing import Any
 
 import pytest
+from hpack import Decoder, Encoder, HPACKError
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.gateway.h2 import limits
-from penstock.gateway.h2.blocks import literal
+from penstock.gateway.h2.blocks import NO_TABLE, BlockCache, BlockReader, literal, read_fields
 from penstock.gateway.h2.frames import (
     ACK,
     CONTINUATION,
@@ -26,6 +29,7 @@ from penstock.gateway.h2.frames import (
     WINDOW_UPDATE,
     WITH_PRIORITY,
     Code,
+    ConnectionFault,
     Setting,
     frame,
     goaway,
@@ -551,3 +555,82 @@ def test_a_peer_that_gives_no_window_for_long_is_given_up(pair: Any) -> None:
         pair.connection.tick(pair.now)
     assert pair.died_of() == Code.ENHANCE_YOUR_CALM
     assert notes.resets == [Code.ENHANCE_YOUR_CALM]
+
+
+def test_blocks_that_never_come_again_push_out_none_that_do() -> None:
+    reader, usual = BlockReader(BlockCache()), literal("user-agent", "envoy")
+    reader.read(NO_TABLE)
+    heads = [reader.read(usual)]
+    for number in range(1_000):
+        trace = f"00-{number:032x}-{number:016x}-01"
+        assert reader.read(usual + literal("traceparent", trace)).get("traceparent") == trace
+        if not number % 100:
+            heads.append(reader.read(usual))
+    assert len({id(head) for head in heads}) == 1, "read once"
+
+
+NAMES = st.sampled_from([":path", "traceparent", "x-a", "content-length", "cookie", "te", "accept"])
+VALUES = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=300)
+
+
+@given(
+    st.lists(st.tuples(NAMES, VALUES), max_size=12),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=2),
+)
+def test_a_block_read_field_by_field_says_what_it_says_as_a_whole(
+    fields: list[tuple[str, str]], huffman: bool, damage: list[tuple[int, int]]
+) -> None:
+    encoder = Encoder()
+    encoder.header_table_size = 0
+    whole, cache = Decoder(max_header_list_size=limits.MAX_LIST_BYTES), BlockCache()
+    reader = BlockReader(cache)
+    whole.decode(NO_TABLE)
+    reader.read(NO_TABLE)
+    whole.max_allowed_table_size = 0  # as of a reader whose peer keeps no table
+    block = bytearray(encoder.encode(fields, huffman=huffman).removeprefix(NO_TABLE))
+    for at, byte in damage:
+        if block:
+            block[at % len(block)] = byte
+    try:
+        expected: Any = read_fields(list(whole.decode(bytes(block), raw=True)))
+    except HPACKError:
+        with pytest.raises(ConnectionFault):
+            reader.read(bytes(block))
+        return
+    for _ in range(2):
+        assert reader.read(bytes(block)) == expected
+        cache.heads = type(cache.heads)(1)  # what is left are the fields
+
+
+def test_fields_that_come_again_are_read_once_beside_one_that_never_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = BlockReader(BlockCache())
+    reader.read(NO_TABLE)
+    decoded: list[bytes] = []
+    decode = Decoder.decode
+    monkeypatch.setattr(Decoder, "decode", lambda self, data, raw=False: decoded.append(data) or decode(self, data, raw))
+    usual = literal("user-agent", "envoy") + literal("te", "trailers")
+    for number in range(50):
+        reader.read(usual + literal("traceparent", str(number)))
+    assert len(decoded) == 2 + 50
+
+
+def test_a_list_that_is_too_long_in_all_is_refused_though_each_of_its_fields_is_short() -> None:
+    reader = BlockReader(BlockCache())
+    reader.read(NO_TABLE)
+    field = literal("cookie", "c" * 900)
+    reader.read(field)
+    with pytest.raises(ConnectionFault, match="headers of more than"):
+        reader.read(field * (limits.MAX_LIST_BYTES // 900 + 1))
+
+
+def test_a_block_of_many_fields_is_not_cut_into_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = BlockReader(BlockCache())
+    reader.read(NO_TABLE)
+    decoded: list[bytes] = []
+    decode = Decoder.decode
+    monkeypatch.setattr(Decoder, "decode", lambda self, data, raw=False: decoded.append(data) or decode(self, data, raw))
+    block = b"\x82" * limits.MAX_LIST_BYTES
+    with pytest.raises(ConnectionFault, match="headers of more than"):
+        reader.read(block)
+    assert decoded == [block], "the package stops at the limit"

@@ -14,8 +14,8 @@ from penstock.gateway.picker.choice import Choice, choose
 from penstock.gateway.picker.columns import ARRIVALS_S, Columns
 from penstock.gateway.picker.cost import HORIZON_TOKENS
 from penstock.gateway.picker.figures import PRIOR_OUTPUT_TOKENS, PRIOR_PREFILL_TOKENS_PER_S, PRIOR_QUEUE_S, PRIOR_STEP_S
-from penstock.gateway.picker.folded import CROWDING, EVICTION, GRACE_S, HALF_LIFE_S, KV_CLIFF, ROWS_PER_STEP
 from penstock.gateway.picker.outliers import Standing
+from penstock.gateway.picker.price import CROWDING, EVICTION, GRACE_S, HALF_LIFE_S, KV_CLIFF, ROWS_PER_STEP
 from penstock.gateway.picker.request import Prompt, RequestView
 from penstock.gateway.picker.slate import Slate, slate_of
 

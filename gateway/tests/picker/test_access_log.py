@@ -133,6 +133,32 @@ def test_a_request_that_nobody_watches_does_not_count_for_ever() -> None:
     assert bookings.released == {"expired": 3}
 
 
+def test_what_was_lost_at_a_replica_that_is_never_idle_adds_nothing_to_its_reports_after_a_while() -> None:
+    """An engine of others tells no ends, and an Envoy that died took along those of its requests."""
+    bookings, reports = Bookings(), ReportStore()
+    underway = Underway(bookings, reports)
+    lost, answered = underway.name(), underway.name()
+    for name in (lost, answered):
+        its = routed(bookings, name)
+        underway.add(name, its)
+        underway.passed_on(its)
+    reports.observe(KEY, LoadReport(epoch=1, seq=1, num_requests_running=9), RESPONSE_S - 1)
+    underway.sweep(RESPONSE_S)
+    assert bookings.outstanding(KEY) == Booked(2, 20), "no report has come since they grew old"
+    reports.observe(KEY, LoadReport(epoch=1, seq=2, num_requests_running=9), RESPONSE_S + 1)
+    underway.sweep(RESPONSE_S + 2)
+    assert bookings.outstanding(KEY) == Booked(), "what the replica has of them, it reports"
+    assert bookings.count(KEY) == 2
+    late = underway.responded(answered)
+    assert late is not None and late.booking.unanswered, "an answer that is not streamed may still come"
+    its = underway.ended(lost)
+    assert its is not None and its.booking.unanswered
+    assert underway.counted(lost), "its end is counted in place of a response"
+    reports.observe(KEY, LoadReport(epoch=1, seq=3), RESPONSE_S + 3)
+    bookings.expire(EXPIRY_S)
+    assert bookings.count(KEY) == 0
+
+
 @pytest.mark.parametrize("heard_at", [None, 1.0, RESPONSE_S])
 def test_what_was_lost_at_a_replica_that_does_not_report_does_not_fill_it_for_longer(heard_at: float | None) -> None:
     bookings, reports = Bookings(), ReportStore()

@@ -18,8 +18,8 @@ from penstock.gateway.picker.choice import NOISE, RANKED, choose
 from penstock.gateway.picker.columns import ARRIVALS_S, Columns
 from penstock.gateway.picker.cost import HORIZON_TOKENS, cost_s, estimate, horizon
 from penstock.gateway.picker.figures import PRIOR_QUEUE_S
-from penstock.gateway.picker.folded import CROWDING, EVICTION
 from penstock.gateway.picker.policies import POLICIES
+from penstock.gateway.picker.price import CROWDING, EVICTION
 from penstock.gateway.picker.slate import slate_of
 from penstock.gateway.picker.subset import Subset, parse_subset
 

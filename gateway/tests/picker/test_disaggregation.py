@@ -230,6 +230,16 @@ def test_who_would_wait_behind_a_prefill_speaks_for_the_hop_and_not_against_its_
     assert math.isclose(sum(terms.values()) + HORIZON_TOKENS * entry.terms["itl_s"], entry.score)
 
 
+def test_a_pair_counts_among_the_arrivals_at_both() -> None:
+    state = fleet(replica("p1"), replica("d1"))
+    asked = RequestView(id="r", path="", model="m", prompts=(Prompt(4_000),))
+    slates = (state.slate(MODEL, asked, NOW), state.prefill_slate(MODEL, asked, NOW))
+    assert [it.rates.arrivals for it in slates if it is not None] == [0.0, 0.0]
+    state.book_pair(asked, key_of(replica("d1")), 0, (key_of(replica("p1")), 4_000), NOW)
+    slates = (state.slate(MODEL, asked, NOW + 1), state.prefill_slate(MODEL, asked, NOW + 1))
+    assert all(it is not None and it.rates.arrivals > 0.1 for it in slates)
+
+
 LOADS = st.fixed_dictionaries(
     {
         "num_requests_running": st.integers(0, 64),

@@ -20,7 +20,7 @@ from penstock.api.fleet import Fleet, PoolsView
 from penstock.api.load_report import LoadReport
 from penstock.gateway._pb.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from penstock.gateway._pb.envoy.service.discovery.v3.ads_pb2_grpc import AggregatedDiscoveryServiceStub
-from penstock.gateway._pb.envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest
+from penstock.gateway._pb.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryRequest
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
 from penstock.gateway.cli import gateway as gateway_command
@@ -304,26 +304,26 @@ async def test_stopping_waits_for_requests_without_an_answer_and_hands_on_held_o
 
 
 async def test_a_new_replica_is_picked_only_when_every_envoy_knows_it(world: Any) -> None:
-    ads = AggregatedDiscoveryServiceStub(world.channel).StreamAggregatedResources()
+    ads = AggregatedDiscoveryServiceStub(world.channel).DeltaAggregatedResources()
     clusters = "type.googleapis.com/envoy.config.cluster.v3.Cluster"
     endpoints = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
-    await ads.write(DiscoveryRequest(type_url=clusters))
+
+    async def take(response: Any) -> None:
+        await ads.write(DeltaDiscoveryRequest(type_url=response.type_url, response_nonce=response.nonce))
+
+    await ads.write(DeltaDiscoveryRequest(type_url=clusters))
     world.fleet()
-    response = await ads.read()
-    await ads.write(DiscoveryRequest(type_url=clusters, version_info=response.version_info, response_nonce=response.nonce))
-    await ads.write(DiscoveryRequest(type_url=endpoints, resource_names=["ns/tiny/p"]))
-    response = await ads.read()
-    acknowledged = DiscoveryRequest(type_url=endpoints, resource_names=["ns/tiny/p"], response_nonce=response.nonce)
-    acknowledged.version_info = response.version_info
-    await ads.write(acknowledged)
+    await take(await ads.read())
+    await ads.write(DeltaDiscoveryRequest(type_url=endpoints, resource_names_subscribe=["ns/tiny/p"]))
+    await take(await ads.read())
     asked = asyncio.create_task(world.stream().ask(world.completion()))
     await world.until(lambda: world.state.held)
     world.fleet(world.replicas[0])
     response = await ads.read()
+    assert response.type_url == endpoints and [resource.name for resource in response.resources] == ["ns/tiny/p"]
     await asyncio.sleep(0.2)
     assert not asked.done()
-    acknowledged.version_info, acknowledged.response_nonce = response.version_info, response.nonce
-    await ads.write(acknowledged)
+    await take(response)
     assert world.destinations(await asyncio.wait_for(asked, 60)) == [world.replicas[0].endpoint]
     ads.cancel()
 

@@ -17,6 +17,7 @@ from penstock.gateway.picker.bookings import State
 from penstock.gateway.picker.candidates import ReplicaKey, key_of
 from penstock.gateway.picker.choice import choose
 from penstock.gateway.picker.outliers import BASE_S
+from penstock.gateway.picker.pooled import pools_view
 from penstock.gateway.picker.request import Prompt, RequestView
 from penstock.gateway.picker.state import FleetState
 
@@ -158,14 +159,14 @@ def test_pools_show_reports_holds_and_never_a_report_that_was_not_heard() -> Non
     state.reported(key_of(replica(1)), LoadReport(epoch=1, seq=1), 1.0)
     version = state.version
     state.hold_began(MODEL)
-    view = state.pools("gw", 3.0)
+    view = pools_view(state, "gw", 3.0)
     assert view.version == version + 1
     assert [(pool.id, pool.held) for pool in view.pools] == [("ns/m/p", 1), ("ns/m/q", 0)]
     first, second = view.pools[0].replicas[0], view.pools[1].replicas[0]
     assert first.report_age_s == 2.0
     assert (second.report, second.report_age_s) == (None, None)
     state.hold_ended(MODEL)
-    assert [pool.held for pool in state.pools("gw", 3.0).pools] == [0, 0]
+    assert [pool.held for pool in pools_view(state, "gw", 3.0).pools] == [0, 0]
 
 
 @pytest.mark.req("RT-42")
@@ -232,11 +233,35 @@ def test_resident_tokens_agree_with_a_walk_for_each_replica(data: st.DataObject)
 def test_pools_tell_how_long_first_tokens_took_and_what_replicas_cache() -> None:
     state, one = FleetState(), replica(1)
     state.update(fleet(one))
-    pool = next(it for it in state.pools("g", 0.0).pools if it.id == one.pool)
+    pool = next(it for it in pools_view(state, "g", 0.0).pools if it.id == one.pool)
     assert (pool.ttft_counts, pool.replicas[0].resident_blocks) == ([], 0)
     for ttft_s in (0.005, 0.01, 0.0101, 1e6, 0.0):
         state.event(key_of(one), RequestFinished("r", "stop", 1, 0, 1, ttft_s), 0.0)
     state.event(key_of(one), BlockStored([b"a", b"b"]), 0.0)
-    pool = next(it for it in state.pools("g", 0.0).pools if it.id == one.pool)
+    pool = next(it for it in pools_view(state, "g", 0.0).pools if it.id == one.pool)
     assert (pool.ttft_counts[:3], sum(pool.ttft_counts), pool.ttft_counts[-1]) == ([2, 1, 0], 4, 1)
     assert pool.replicas[0].resident_blocks == 2
+
+
+def test_two_gateways_of_one_fleet_see_all_of_its_arrivals() -> None:
+    """Each books its own requests, and hears of the ends of the other's."""
+    one, other = FleetState(), FleetState()
+    for state in (one, other):
+        state.update(fleet(replica(1)))
+        state.slate(MODEL, request(), 0.0)
+    key = key_of(replica(1))
+    for at in range(40):
+        mine, theirs = (one, other) if at % 2 else (other, one)
+        asked = request(id=f"r{at}")
+        mine.routed(MODEL, asked, key, 0, 0.0)
+        booking = mine.book(asked, key, 0, 0.0)
+        mine.bookings.release(booking, "answered")  # the event may come after the answer
+        for state in (mine, theirs):
+            state.event(key, RequestFinished(asked.id, "stop", 10, 0, 5), 0.0)
+    alone = FleetState()
+    alone.update(fleet(replica(1)))
+    alone.slate(MODEL, request(), 0.0)
+    for at in range(40):
+        alone.book(request(id=f"r{at}"), key, 0, 0.0)
+    rates = [state.slate(MODEL, request(), 1.0).rates.arrivals for state in (one, other, alone)]
+    assert rates[0] == rates[1] == rates[2] > 5

@@ -190,3 +190,25 @@ def test_several_answers_of_one_request_are_not_compared() -> None:
     state.routed(MODEL, request, KEY, 0, 0.0)
     state.event(KEY, end("r", 33, 32), 0.0)
     assert not state.beliefs.truth.models
+
+
+def test_of_requests_under_one_id_at_once_none_is_compared() -> None:
+    truth = Truth()
+    truth.expect(KEY, "same", Prediction("m", 100, 100, SIZE, True))
+    truth.expect(KEY, "same", Prediction("m", 5_000, 0, SIZE, True))
+    assert truth.finished(KEY, end("same", 100, 100), Knowledge.EXACT) is None
+    assert truth.awaits(KEY, "same")
+    assert truth.finished(KEY, end("same", 5_000, 0), Knowledge.EXACT) is None
+    assert not truth.awaits(KEY, "same")
+    truth.expect(KEY, "same", Prediction("m", 100, 100, SIZE, True))
+    assert truth.finished(KEY, end("same", 100, 100), Knowledge.EXACT) is not None, "one after the other they are"
+
+
+def test_a_second_request_of_several_answers_under_the_same_id_lends_its_ends_to_nobody() -> None:
+    state = fleet(replica())
+    for answers in (1, 2):
+        request = RequestView(id="r", path="", model="m", prompts=(Prompt(33, (b"a", b"b")),), answers=answers)
+        state.routed(MODEL, request, KEY, 0, 0.0)
+    for _ in range(3):
+        state.event(KEY, end("r", 33, 32), 0.0)
+    assert not state.beliefs.truth.models

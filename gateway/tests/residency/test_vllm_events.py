@@ -20,7 +20,7 @@ from penstock.gateway.load.traits import FOREIGN_SEED
 from penstock.gateway.load.vllm_events import VllmWire
 from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.picker.state import FleetState
-from penstock.gateway.residency.index import Knowledge
+from penstock.gateway.residency.index import Knowledge, ResidencyIndex
 from penstock.prompt.hashing import BlockHasher, ExtraKeys
 
 KEY = ReplicaKey("uid", 8000)
@@ -270,3 +270,32 @@ async def test_no_loss_leaves_a_block_that_the_engine_has_not(
     believed = {n for n, own in every.items() if state.residency.longest_prefix(own)}
     assert believed <= engine.cached.keys()
     await engine.close()
+
+
+@pytest.mark.req("RT-24")
+def test_a_prefix_that_is_used_stays_known_past_the_bound() -> None:
+    """An engine with many small blocks stores more than is kept; chats that begin alike go on being understood."""
+    most = 256
+    index = ResidencyIndex(per_replica=most)
+    wire = VllmWire(FOREIGN_SEED, lambda own: index.holds(KEY, own), most)
+    system = HASHER.hash(TOKENS)
+    known = told(wire, packed(stored([1, 2, 3, 4], None, TOKENS)))
+    chance, sizes = random.Random(0), []
+    for chat in range(3_000):
+        assert known, chat
+        for event in known:
+            assert isinstance(event, BlockStored)
+            index.store(KEY, event.block_hashes)
+        index.used(KEY, system)
+        sizes.append(len(wire._own))
+        names = [(chat, n).__hash__() for n in range(chance.randint(1, 5))]
+        known = told(wire, packed(stored(names, chance.choice([2, 4]), [chance.randrange(1000) for _ in range(4 * len(names))])))
+    assert max(sizes) < 1.6 * most
+    assert sizes[-1] >= most
+
+
+def test_names_are_bounded_whatever_the_index_says() -> None:
+    wire = VllmWire(FOREIGN_SEED, lambda own: True, 100)
+    for n in range(1_000):
+        told(wire, packed(stored([n], None, [n, 0, 0, 0])))
+    assert len(wire._own) <= 200

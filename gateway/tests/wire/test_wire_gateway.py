@@ -319,7 +319,7 @@ async def test_the_gateway_shows_its_envoys_and_what_they_refuse(serving: Any, c
         while not all(its["acknowledged"] for its in (await shown())["types"].values()):
             await asyncio.sleep(0.02)
     envoy = await shown()
-    assert (envoy["node"], envoy["protocol"]) == ("test", "delta")
+    assert envoy["node"] == "test"
     assert all(its["version"] and not its["refusals"] for its in envoy["types"].values())
     assert envoy["types"]["Cluster"]["resources"] == envoy["types"]["ClusterLoadAssignment"]["resources"] == 2
     async with client.get(f"http://127.0.0.1:{stack.http_port}/metrics") as response:

@@ -138,16 +138,13 @@ async def eventually(holds: Callable[[], Awaitable[bool]], limit_s: float = 60.0
             await asyncio.sleep(0.02)
 
 
-both_protocols = pytest.mark.parametrize("rig", ["delta", "sotw"], indirect=True)
-
-
 @pytest.fixture
-async def rig(request: pytest.FixtureRequest, processes: Any, ports: Any) -> AsyncIterator[Rig]:
+async def rig(processes: Any, ports: Any) -> AsyncIterator[Rig]:
     port, admin, grpc_port = ports(3)
     its = Rig(port, admin, grpc_port, processes)
     await its.start()
     envoy = ("--gateway", f"127.0.0.1:{grpc_port}", "--admin-port", str(admin), "--concurrency", "1", "--node-id", "test")
-    its.processes.start("envoy", "envoy", *envoy, "--xds-protocol", getattr(request, "param", "delta"))
+    its.processes.start("envoy", "envoy", *envoy)
     yield its
     await its.stop()
 
@@ -175,7 +172,6 @@ async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
     return (await response.json())["error"]
 
 
-@both_protocols
 async def test_nothing_is_served_before_the_first_fleet_and_everything_after(
     rig: Rig, engine: Any, client: aiohttp.ClientSession, fleet_of: Any
 ) -> None:
@@ -331,7 +327,6 @@ async def test_the_pickers_own_answers_are_left_alone(serving: Any, client: aioh
             assert "retry-after" not in response.headers
 
 
-@both_protocols
 async def test_a_picker_that_is_away_is_an_openai_error_and_comes_back(
     serving: Any, client: aiohttp.ClientSession, fleet_of: Any
 ) -> None:
@@ -400,7 +395,6 @@ async def test_a_pool_has_a_cluster_before_it_has_replicas(serving: Any, client:
     await eventually(serves)
 
 
-@both_protocols
 async def test_what_envoy_refuses_is_counted_and_changes_nothing(
     serving: Any, client: aiohttp.ClientSession, fleet_of: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -420,7 +414,6 @@ async def test_what_envoy_refuses_is_counted_and_changes_nothing(
     assert rig.ads.refused_pools() == {}
 
 
-@both_protocols
 async def test_what_is_applied_can_be_picked_at_once(
     serving: Any, engine: Any, client: aiohttp.ClientSession, fleet_of: Any
 ) -> None:

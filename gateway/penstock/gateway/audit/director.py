@@ -1,4 +1,4 @@
-"""The audit log's place in the gateway: around whoever decides."""
+"""A `Director` that writes the audit log around another one."""
 
 import asyncio
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class AuditedDirector:
         self.closed = director.closed
 
     async def route(self, call: Call) -> Routed | Answered:
-        """See `Director`."""
+        """Choose the destination of a complete request."""
         try:
             result = await self._director.route(call)
         except Refused:
@@ -48,19 +48,19 @@ class AuditedDirector:
         return result
 
     def responded(self, routed: Routed, head: ResponseHead) -> list[tuple[str, str]]:
-        """See `Director`."""
+        """Takes in the head of the response; returns headers to add to it."""
         self._responded(routed, head)
         return self._director.responded(routed, head)
 
     def returned(self, noted: Mapping[str, str], head: ResponseHead) -> list[tuple[str, str]]:
-        """See `Director`."""
+        """As `responded`, for an exchange that saw only the response."""
         routed = self._underway.get(noted[headers.BOOKING])
         if routed is not None:
             self._responded(routed, head)
         return self._director.returned(noted, head)
 
     def refused(self, call: Call, refused: Refused) -> None:
-        """See `Director`."""
+        """Record that the request was answered with an error, by the gateway or the director."""
         self._trail.refused(call, refused)
         self._director.refused(call, refused)
 

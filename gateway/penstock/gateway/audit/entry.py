@@ -24,7 +24,7 @@ class Entry(msgspec.Struct, kw_only=True):
     path: str | None
     """One of those that exist; null for any other."""
     tenant: str | None = None
-    """By its name in the tenants file."""
+    """Name of the tenant in the tenants file."""
     model: str | None = None
     """`namespace/name` of the model or of its canary."""
     adapter: str | None = None
@@ -34,22 +34,22 @@ class Entry(msgspec.Struct, kw_only=True):
     """Why the gateway refused it."""
     policy: str | None = None
     score: float | None = None
-    """Of the picked replica by that policy: the least wins; seconds for `Cost`."""
+    """Score of the picked replica under that policy. The least wins. Seconds for `Cost`."""
     next_best: str | None = None
     """The replica that came second."""
     next_score: float | None = None
     replica: str | None = None
     replica_uid: str | None = None
     prefill_replica_uid: str | None = None
-    """Of the replica that computed the prompt, if it was another."""
+    """UID of the replica that computed the prompt, if it was another one."""
     waited_ms: float | None = None
-    """From the complete request to the pick."""
+    """Milliseconds from the complete request to the pick."""
     ttft_ms: float | None = None
-    """From the complete request to the first token."""
+    """Milliseconds from the complete request to the first token."""
     duration_ms: float | None = None
-    """From the complete request to the end of the answer."""
+    """Milliseconds from the complete request to the end of the answer."""
     prompt_tokens: int | None = None
-    """As the engine counted them; as the gateway did, where the engine says nothing."""
+    """Prompt tokens as the engine counted them, or as the gateway did if the engine does not report them."""
     predicted_cached_tokens: int | None = None
     cached_tokens: int | None = None
     """That the engine's cache did supply."""
@@ -58,7 +58,7 @@ class Entry(msgspec.Struct, kw_only=True):
     """The engine's; of several answers, that of the last."""
     bytes_received: int | None = None
     bytes_sent: int | None = None
-    """Of the answer's body, as Envoy counted them."""
+    """Bytes of the answer's body, as Envoy counted them."""
     ended_by: str | None = None
     """What told the gateway of the end: as in `penstock_picker_booking_released_total`."""
 

@@ -13,11 +13,11 @@ from penstock.gateway.picker.candidates import ReplicaKey
 LATE_S = 2.0
 """How long after its end more may become known of a request: engines tell every 50 ms, Envoy every 200 ms."""
 SIBLINGS_S = 600.0
-"""How long the other answers to one request are waited for, where nobody but the engine tells of its end."""
+"""Seconds to wait for the other answers to one request if only the engine reports their ends."""
 
 
 class _Open:
-    """A request at a replica, or one of which not all is known yet."""
+    """A request that is at a replica, or whose figures are not all known yet."""
 
     __slots__ = ("booking", "came", "entry", "finishes", "heard", "last", "over", "told_by_envoy", "waited_s")
 
@@ -29,7 +29,7 @@ class _Open:
         self.finishes = routed.finishes
         self.told_by_envoy = headers.BOOKING in routed.log
         self.heard = False
-        """The engine has told of the end of one answer at least."""
+        """True once the engine has reported the end of at least one answer."""
         self.over = not self.told_by_envoy
         """Envoy has done with it, or will never say so."""
         self.last = 0.0
@@ -68,9 +68,9 @@ class Trail:
         self._clock = clock
         self._open: dict[Booking, _Open] = {}
         self._same: dict[str, list[_Open]] = {}
-        """By request id: several may have one."""
+        """Requests by request id. Several may have the same id."""
         self._ended: dict[Booking, _Open] = {}
-        """Those whose end is known."""
+        """Requests whose end is known."""
 
     # --- what the gateway answers itself ---
 
@@ -162,7 +162,7 @@ class Trail:
         return entry_of(call, self._gateway, time.time())
 
     def _place(self, its: _Open) -> None:
-        """Where it is: another replica than the picked one may have answered."""
+        """Record the replica that answered. It can differ from the picked one."""
         its.entry.replica, its.entry.replica_uid = self._name_of(its.booking.key), its.booking.key.uid
 
     def _news(self, its: _Open) -> None:

@@ -23,11 +23,14 @@ log = logging.getLogger(__name__)
 
 
 class AuditWriter:
-    """Writes lines as they come. A file that was renamed or removed is opened anew (logrotate, without a signal).
+    """Writes each line at once. If the file was renamed or removed, it opens a new one (logrotate, without a signal).
 
     Args:
-        path: The file, which is appended to; None: standard output. Raises `OSError` where it cannot be opened.
-        registry: Where lines are counted.
+        path: The file to append to; None: standard output.
+        registry: Registry of the counters of lines.
+
+    Raises:
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path | None, registry: CollectorRegistry, kept: int = KEPT) -> None:
@@ -83,5 +86,5 @@ class AuditWriter:
             self._trouble = True
 
     def _failed(self, record: logging.LogRecord) -> None:
-        """In place of the library's, which prints the record."""
+        """Keep the error. The standard library's handler would print the record."""
         self._error = sys.exception()

@@ -13,7 +13,8 @@ EVENT_GAP_S = 0.05
 
 
 class Steps:
-    """Lets a client that sees each event have the next one: an event that somebody holds back for the next stalls the stream."""
+    """Sends one event after another, each when the client has seen the one before. A proxy that holds an event back stalls the
+    stream."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -26,7 +27,7 @@ class Steps:
         self._seen.release()
 
     async def wait(self, number: int) -> None:
-        """Until the client has seen event `number`; not at all once the stream has stalled."""
+        """Wait until the client has seen event `number`. Return at once if the stream has stalled."""
         if self.stalled_at is not None:
             return
         try:
@@ -37,10 +38,11 @@ class Steps:
 
 
 class Backend:
-    """One server at the address that the picker was told of.
+    """One server at an address that the picker knows.
 
-    Its answer to a POST is JSON: `endpoint`, `method`, `path`, `headers` (pairs, in order), `length` and digests of the body; or
-    events where the request's header `x-conformance-events` asks for them: one when the one before was seen (`stepwise`), or
+    It answers a POST with JSON: `endpoint`, `method`, `path`, `headers` (pairs, in order), `length` and digests of the body. If
+    the
+    request has the header `x-conformance-events`, it answers with events: each when the one before was seen (`stepwise`), or one
     every `EVENT_GAP_S`.
     """
 

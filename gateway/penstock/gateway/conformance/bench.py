@@ -57,7 +57,7 @@ class Bench:
             return await stream.outcome()
 
     def endpoints(self, count: int) -> tuple[str, ...]:
-        """The endpoints, where the picker was told of so many."""
+        """Return the endpoints, if the picker knows that many."""
         known = self.target.endpoints
         if len(known) < count:
             raise NotApplicable(f"the picker was told of {len(known)} endpoints; this takes {count} (--endpoint)")

@@ -25,7 +25,7 @@ class Level(enum.StrEnum):
     MUST = "MUST"
     """A gateway that keeps the protocol breaks, or sends a request to the wrong place."""
     SHOULD = "SHOULD"
-    """It works worse, or with fewer gateways."""
+    """Without it the picker works worse, or with fewer gateways."""
 
 
 @dataclass(frozen=True)

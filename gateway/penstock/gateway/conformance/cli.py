@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(target: Target, checks: Sequence[tuple[Group, object]], at_once: int) -> list[Result]:
-    """Raises OSError where nobody answers at the target, or an address to serve is taken."""
+    """Run the checks. Raises OSError if nothing listens at the target, or an address to serve is taken."""
     async with contextlib.AsyncExitStack() as stack:
         rig = await stack.enter_async_context(Rig(target)) if target.serve else None
         _, writer = await asyncio.open_connection(target.host, target.port)

@@ -121,7 +121,9 @@ def _picker(name: str, address: tuple[str, int], tls: bool, **options: int) -> d
 
 
 def _pool(endpoints: Sequence[str]) -> dict[str, Any]:
-    """Only what the picker names, in its order; round robin where it names nobody, which the checks see."""
+    """Return a cluster that sends requests only to the picker's endpoints, in its order. Without one it uses round robin, which
+    the checks
+    notice."""
     key = {"key": headers.METADATA_NAMESPACE, "path": [{"key": headers.DESTINATION}]}
     override = {
         "override_host_sources": [{"header": headers.DESTINATION}, {"metadata": key}],

@@ -22,7 +22,7 @@ def passed(results: Iterable[Result], strict: bool) -> bool:
 
 
 def as_json(target: Target, results: Sequence[Result]) -> dict[str, Any]:
-    """Everything, for machines."""
+    """Return all results as JSON."""
     return {
         "target": target.address,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -41,7 +41,7 @@ class Reply:
 
     @property
     def endpoint(self) -> str:
-        """Who answered."""
+        """The endpoint that answered."""
         return self.seen["endpoint"]
 
     def values(self, name: str) -> list[str]:
@@ -101,7 +101,7 @@ class Rig:
         self.ports = ports
 
     def stepwise(self) -> Steps:
-        """From now on backends send an event when the one before was seen."""
+        """Let the backends send each event when the client has seen the one before."""
         steps = Steps(self._target.timeout_s)
         for backend in self.backends.values():
             backend.steps = steps

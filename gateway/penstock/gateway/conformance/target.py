@@ -1,4 +1,4 @@
-"""The picker under test: where it is, and what it was told of the world."""
+"""The picker under test: its address, and the endpoints that it knows."""
 
 import asyncio
 import ssl
@@ -22,13 +22,13 @@ class Target:
     model: str
     """A model that the picker serves."""
     endpoints: tuple[str, ...]
-    """`ip:port` of the replicas that the picker was told of; all of them ready."""
+    """`ip:port` of the replicas that the picker knows. All are ready."""
     health: tuple[str, int]
     path: str = "/v1/completions"
     tls: bool = False
-    """The ext_proc port speaks TLS; whoever it is, is believed, as gateways do."""
+    """The ext_proc port uses TLS. Any certificate is accepted, as gateways do."""
     tls_ca: Path | None = None
-    """Whom to believe in where the certificate is not its own issuer."""
+    """The CA to trust if the certificate is not its own issuer."""
     timeout_s: float = 5.0
     """How long one answer may take."""
     serve: bool = False

@@ -9,7 +9,7 @@ ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 
 class Address(NamedTuple):
-    """Where a replica listens, and what it runs."""
+    """A replica's address, and its engine."""
 
     host: str
     port: int

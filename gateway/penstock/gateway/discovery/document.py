@@ -15,7 +15,7 @@ from penstock.gateway.discovery.address import Address, address_of
 from penstock.gateway.discovery.check import check
 
 NAMESPACE = "default"
-"""Of models whose id is left out."""
+"""Namespace of models whose id is left out."""
 POOL = "default"
 """The name of a model's pool where the file names none."""
 
@@ -56,11 +56,11 @@ class FleetFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def parse(content: bytes) -> Fleet:
-    """The fleet of a file's content.
+    """Parse the content of a fleet file.
 
     Raises:
         ValueError: the message names the place and the fault.
-        RecursionError: JSON nested without end.
+        RecursionError: the JSON is nested too deeply.
     """
     document = msgspec.json.decode(content, type=FleetFile)
     models = [_model(entry, f"models[{index}]") for index, entry in enumerate(document.models)]
@@ -87,7 +87,7 @@ def schema() -> dict[str, object]:
 
 
 def model_id_of(name: str) -> str:
-    """The id of a model of which only a served name is known. An id has one slash; names from the Hub have one too."""
+    """Return the id of a model of which only a served name is known. An id has one slash, as have names of the Hub."""
     return f"{NAMESPACE}/{name.replace('/', '.')}"
 
 

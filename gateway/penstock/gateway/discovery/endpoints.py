@@ -46,7 +46,7 @@ class EndpointsDiscovery:
         self._answers: dict[Address, _Answer] = {}
 
     async def watch(self) -> AsyncIterator[Fleet]:
-        """See `Discovery.watch`."""
+        """Yield the fleet once it is known completely, and again after each change."""
         last = None
         async with aiohttp.ClientSession() as session:
             client = ReplicaClient(session, ReplicaTlsStates(self._tls))

@@ -1,4 +1,4 @@
-"""The fleet from a JSON file that somebody (the local runtime, a test) replaces atomically."""
+"""The fleet from a JSON file that another program (the local runtime, a test) replaces atomically."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ class FileDiscovery:
         """What identifies the content looked at last: inode, time and size, or the reason why there is none."""
 
     async def watch(self) -> AsyncIterator[Fleet]:
-        """See `Discovery.watch`."""
+        """Yield the fleet once it is known completely, and again after each change."""
         last = None
         while True:
             fleet = self._changed()

@@ -142,6 +142,6 @@ def _marked(marks: Mapping[str, str], labels: Iterable[str], meaning: Mapping[st
 
 
 def _event_port(named: dict[str, int], rank: int) -> int:
-    """Where rank `rank` of a pod publishes KV events: each on a port of its own, counted from the one that is named."""
+    """Return the port on which a pod's rank publishes KV events: the named port is rank 0's, and each rank has the next one."""
     first = next((named[name] for name in EVENT_PORTS if name in named), 0)
     return first + rank if first else 0

@@ -30,7 +30,7 @@ class KubernetesDiscovery:
         self._connect = connect
 
     async def watch(self) -> AsyncIterator[Fleet]:
-        """See `Discovery.watch`."""
+        """Yield the fleet once it is known completely, and again after each change."""
         async with await self._connect() as api:
             world = _World(api, self._namespaces)
             try:

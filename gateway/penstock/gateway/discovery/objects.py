@@ -131,7 +131,7 @@ def _leaving(pods: Iterable[Object], models: Set[str], known: Set[str]) -> list[
 
 
 def _canary(spec: Mapping[str, Any], judged: Mapping[str, Any]) -> Canary:
-    """With the weight that the operator has found right, where it is to judge; never more than the user allows."""
+    """Return the canary. If it is judged, its weight is the operator's present one, and never more than the user allows."""
     weight = spec["weight"]
     if "judge" in spec:
         first = spec["judge"].get("steps") or [weight]

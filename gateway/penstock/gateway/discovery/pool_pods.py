@@ -30,7 +30,7 @@ class PoolPods:
         self.tasks: dict[Query, asyncio.Task[None]] = {}
 
     async def watch(self, pools: Iterable[Object]) -> None:
-        """From now on the pods of these pools, and of no others."""
+        """Watch the pods of these pools only."""
         wanted = {query_of(pool) for pool in pools}
         for query in self.tasks.keys() - wanted:
             self._caches.pop(query)

@@ -1,4 +1,4 @@
-"""Where the gateway learns what exists."""
+"""The interface of a source of the fleet."""
 
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -11,8 +11,10 @@ class Discovery(Protocol):
     """A source of fleets."""
 
     def watch(self) -> AsyncIterator[Fleet]:
-        """Yields the fleet as soon as it is known completely, and again after each change. Trouble with the source is logged and
-        yields nothing: what was known last goes on being true. Never ends by itself."""
+        """Yield the fleet once it is known completely, and again after each change. Never ends.
+
+        An error of the source is logged and yields nothing: the last fleet stays valid.
+        """
         ...
 
 

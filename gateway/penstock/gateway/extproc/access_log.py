@@ -1,7 +1,7 @@
-"""Envoy's access log over gRPC (ALS): how a gateway hears of the ends of requests that engines say nothing of.
+"""Envoy's access log over gRPC (ALS). It tells the gateway when requests end whose engines report no ends.
 
-Off the path of requests: Envoy sends what has ended a few times a second, and drops what nobody takes. A lost entry costs a
-booking its timely end, no more.
+It is not on the path of requests: Envoy sends finished requests a few times per second, and drops them if the gateway does not
+read. A lost entry only makes a booking end late.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ HEAD_S = 1.0
 
 
 class AccessLogService(AccessLogServiceServicer):
-    """`envoy.service.accesslog.v3.AccessLogService`: one stream for each of Envoy's threads.
+    """`envoy.service.accesslog.v3.AccessLogService`: one stream for each thread of Envoy.
 
     Args:
-        underway: The requests that end.
-        over: Is told of each of ours, with what Envoy says of it.
+        underway: The requests in flight.
+        over: Called for each of them that ends, with Envoy's entry.
     """
 
     def __init__(self, underway: Underway, over: Callable[[Routed, HTTPAccessLogEntry], None]) -> None:
@@ -64,7 +64,7 @@ class AccessLogService(AccessLogServiceServicer):
 
 
 def ended(message: StreamAccessLogsMessage) -> Iterator[tuple[str, HTTPAccessLogEntry]]:
-    """The requests that have ended, by name; entries without one are somebody else's."""
+    """Yield the finished requests and their names. Entries without a name are not ours."""
     for entry in message.http_logs.log_entry:
         noted = entry.common_properties.metadata.filter_metadata
         if headers.LOG_NAMESPACE in noted:

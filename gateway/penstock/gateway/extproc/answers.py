@@ -97,7 +97,7 @@ def response_headers(sets: Iterable[tuple[str, str]] = ()) -> ProcessingResponse
 
 @functools.lru_cache(maxsize=4096)
 def _responded(sets: tuple[tuple[str, str], ...]) -> bytes:
-    """In bytes, since all answers of one replica with one model are alike."""
+    """Return the answer as bytes, which are the same for all answers of one replica with one model."""
     answer = ProcessingResponse(response_headers=_RESPONDED)
     for name, value in sets:
         _set(answer.response_headers.response.header_mutation, name, value)
@@ -105,7 +105,7 @@ def _responded(sets: tuple[tuple[str, str], ...]) -> bytes:
 
 
 def request_body(routed: Routed) -> ProcessingResponse:
-    """The one answer to a buffered body, of which the length must be right: only where chunks are streamed it does not matter."""
+    """Return the answer to a buffered body. Its content length must be right, unlike that of a streamed body."""
     answer = ProcessingResponse()
     common = answer.request_body.response
     _pick(answer, common, routed)

@@ -15,7 +15,7 @@ any model reads."""
 _LIST_WORK, _KEY_WORK = 12, 18
 """What a list or an object costs, and a key, in the same unit (measured with orjson)."""
 _UNCOUNTED_BYTES = MAX_WORK // _KEY_WORK
-"""So small a body cannot cost as much."""
+"""Size of a body that is too small to need the limit."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 

@@ -25,13 +25,13 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One HTTP request that the gateway asks about."""
 
     headers: dict[str, str]
-    """Those in `READ`; names are lower case."""
+    """Request headers in `READ`, with lower-case names."""
     body: bytes = b""
     subset: Subset | None = None
     inference_pool: str | None = None
     """`InferencePool.id` by whose port the request came; None: by the gateway's own."""
     traceparent: str | None = None
-    """Of the exchange with the picker, where the gateway traces it."""
+    """Trace context of the exchange with the picker, if the gateway traces it."""
 
     @property
     def method(self) -> str:
@@ -45,7 +45,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Routed(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request goes."""
+    """The destination of a request."""
 
     endpoints: list[str]
     """`ip:port` in order of preference."""
@@ -59,18 +59,18 @@ class Routed(msgspec.Struct, frozen=True, kw_only=True):
     came: float
     """When the request was complete; monotonic seconds."""
     tenant: str = ""
-    """Whose it is; empty where nobody is told from anybody else."""
+    """Name of the tenant; empty if the gateway does not tell clients apart."""
     adapter: str | None = None
     """The LoRA adapter that it names."""
     policy: str = ""
-    """By which it was picked."""
+    """The policy that picked the replica."""
     score: float = 0.0
-    """Of the pick: the least wins."""
+    """Score of the pick. The least wins."""
     next_best: tuple[str, float] | None = None
-    """Which replica came second, and its score."""
+    """The second-best replica and its score."""
     prompt_tokens: int = 0
     resident_tokens: int = 0
-    """Of the prompt, that the replica's cache is believed to hold."""
+    """Prompt tokens that the replica's cache is believed to hold."""
     decided: float = 0.0
     """When it was picked; monotonic seconds."""
     finishes: int = 1
@@ -78,7 +78,7 @@ class Routed(msgspec.Struct, frozen=True, kw_only=True):
     prefiller: str | None = None
     """`ip:port` of the replica that computes the prompt, if it is another one."""
     prefill_booking: Booking | None = None
-    """Of that replica."""
+    """Booking at the replica that computes the prompt."""
     explanation: str | None = None
     """Why, where the client asked."""
     request_id: str | None = None
@@ -148,6 +148,6 @@ class Refused(Exception):
         self.retry_after_s = retry_after_s
         self.sets = sets
         self.tenant: str | None = None
-        """Whose request it was, as far as that was found."""
+        """Name of the tenant, once it is known."""
         self.model: str | None = None
         """`Model.id` of what it asked for, as far as that was found."""

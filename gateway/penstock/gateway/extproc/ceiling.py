@@ -5,7 +5,7 @@ from penstock.gateway.extproc.call import Refused
 MAX_STREAMS = 20_000
 """Requests that wait or have no answer yet."""
 MAX_BYTES = 2**30
-"""Of bodies that are being read or wait."""
+"""Most bytes of request bodies that are being read or that wait."""
 RETRY_S = 1
 """A gateway this full ends thousands of requests a second, or none at all."""
 
@@ -31,13 +31,13 @@ class Ceiling:
         self.streams += 1
 
     def grow(self, size: int) -> None:
-        """So much more of a body has come; raises `Refused` with 503 where it is too much."""
+        """Count more bytes of a body. Raises `Refused` with 503 if all bodies together are too large."""
         if self.bytes + size > self._most_bytes:
             raise _refusal("the bodies of other requests take all its memory")
         self.bytes += size
 
     def shrink(self, size: int) -> None:
-        """So much has gone on."""
+        """Count bytes of a body as sent on."""
         self.bytes -= size
 
     def leave(self) -> None:

@@ -42,7 +42,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     tokens_unknown: str | None
     waited_s: float
-    """From the complete body to the decision: tokenising, and holding where there was no replica."""
+    """Seconds from the complete body to the decision: tokenization, and the time in a queue."""
     reasons: list[str]
     candidates: list[Scored]
     rejected: list[Rejected]

@@ -21,7 +21,7 @@ from penstock.gateway.http.metrics import PickerMetrics
 from penstock.prompt.processor import PROMPT_PATHS
 
 _DIGITS = 20
-"""More than any length has."""
+"""More digits than any length has."""
 _METHODS = dict.fromkeys(PROMPT_PATHS, "POST") | {MODELS_PATH: "GET"}
 
 
@@ -76,7 +76,7 @@ class PickDirector:
             raise too_large()
 
     async def route(self, call: Call) -> Routed | Answered:
-        """See `Director`."""
+        """Choose the destination of a complete request."""
         passage = Passage(call, time.monotonic())
         try:
             self._identify.run(passage)
@@ -94,7 +94,7 @@ class PickDirector:
             raise
 
     async def _serve(self, passage: Passage) -> Routed:
-        """From the tenant's account to a replica."""
+        """Route the request and charge its tenant."""
         bill = self._meter.open(passage)
         try:
             routed = await self._pass_on(passage)
@@ -117,11 +117,11 @@ class PickDirector:
                 return routed
 
     def responded(self, routed: Routed, head: ResponseHead) -> list[tuple[str, str]]:
-        """See `Director`."""
+        """Takes in the head of the response; returns headers to add to it."""
         return self._respond.run(routed, head)
 
     def returned(self, noted: Mapping[str, str], head: ResponseHead) -> list[tuple[str, str]]:
-        """See `Director`."""
+        """As `responded`, for an exchange that saw only the response."""
         name = noted[headers.BOOKING]
         routed = self._underway.responded(name)
         if routed is None:
@@ -129,19 +129,19 @@ class PickDirector:
         return self._respond.run(routed, head)
 
     def passed_on(self, routed: Routed) -> None:
-        """See `Director`."""
+        """The exchange is over, and the request has gone to its replica; `returned` will show the response."""
         self._underway.passed_on(routed)
 
     def ended(self, routed: Routed) -> None:
-        """See `Director`."""
+        """The whole response has passed: only gateways that send response bodies show that."""
         self._respond.ended(routed)
 
     def closed(self, routed: Routed) -> None:
-        """See `Director`."""
+        """The exchange is over."""
         self._respond.closed(routed)
 
     def refused(self, call: Call, refused: Refused) -> None:
-        """See `Director`."""
+        """Record that the request was answered with an error, by the gateway or the director."""
         self._metrics.refusals.labels(reason=refused.reason).inc()
         self._failures.add(
             Failure(

@@ -35,7 +35,7 @@ _ASSUMED = ProtocolConfiguration(
     request_body_mode=ProcessingMode.FULL_DUPLEX_STREAMED, response_body_mode=ProcessingMode.FULL_DUPLEX_STREAMED
 )
 _NOTED = (headers.BOOKING, headers.NAME, "model")
-"""What is told of a response, of all that was noted of its request."""
+"""The notes on a request that are passed to its response."""
 _BUFFERING = (ProcessingMode.BUFFERED, ProcessingMode.BUFFERED_PARTIAL)
 
 
@@ -48,14 +48,14 @@ class HandedOver(Exception):
 
 
 class Director(Protocol):
-    """Who decides."""
+    """Makes the decisions of the exchanges."""
 
     def preview(self, call: Call) -> None:
         """Looks at the head of a request; raises `Refused` where no body could save it."""
         ...
 
     async def route(self, call: Call) -> Routed | Answered:
-        """Decides where a complete request goes; may take as long as it is held; raises `Refused`."""
+        """Choose the destination of a complete request. May take as long as the request is held. Raises `Refused`."""
         ...
 
     def responded(self, routed: Routed, head: ResponseHead) -> list[tuple[str, str]]:
@@ -63,7 +63,8 @@ class Director(Protocol):
         ...
 
     def returned(self, noted: Mapping[str, str], head: ResponseHead) -> list[tuple[str, str]]:
-        """As `responded`, on an exchange of the response's own; `noted`: what `Routed.log` said, here or in another process."""
+        """As `responded`, for an exchange that saw only the response. `noted` is `Routed.log`, written by this process or another
+        one."""
         ...
 
     def passed_on(self, routed: Routed) -> None:
@@ -79,7 +80,7 @@ class Director(Protocol):
         ...
 
     def refused(self, call: Call, refused: Refused) -> None:
-        """The request is answered with an error, whoever has raised it; of its body there may be nothing in `call`."""
+        """Record that the request was answered with an error, by the gateway or the director. `call` may have no body."""
         ...
 
 
@@ -125,7 +126,7 @@ class Exchange:
         self._subset: Subset | None = None
         self._routed: Routed | None = None
         self._decided = False
-        """Nothing more of the request counts: it was sent on or answered."""
+        """True once the request was sent on or answered: what else comes of it is ignored."""
         self._bodies = False
         """The gateway sends response bodies, so that the end of the stream is that of the response."""
         self._response_ended = False
@@ -291,7 +292,7 @@ class Exchange:
         return answers.response_body(body.body, body.end_of_stream, duplex)
 
     def _observe(self, message: ProcessingRequest) -> None:
-        """Nobody waits. Our own Envoys show the heads of responses so; of what else is shown there is nothing to learn."""
+        """Take in a message that needs no answer: our own Envoys report the heads of responses in this way."""
         if self._headers is None and message.HasField("response_headers"):
             self._response_alone(message)
 
@@ -339,7 +340,7 @@ def _waits(modes: ProtocolConfiguration, head: HttpHeaders) -> bool:
 
 
 def _served(message: ProcessingRequest) -> str | None:
-    """Who answered: by the endpoint-picker protocol's metadata, else by Envoy's attribute."""
+    """Return the endpoint that answered, by the endpoint-picker protocol's metadata, else by Envoy's attribute."""
     metadata = message.metadata_context.filter_metadata.get(headers.METADATA_NAMESPACE)
     if metadata is not None and headers.DESTINATION_SERVED in metadata.fields:
         said = _plain(metadata.fields[headers.DESTINATION_SERVED])

@@ -24,7 +24,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """A word for machines."""
     message: str
     replica: str | None = None
-    """Which replica answered; None: the gateway refused the request."""
+    """The replica that answered. None: the gateway refused the request."""
 
 
 class FailureLog:

@@ -30,6 +30,6 @@ class _Servicer(HealthServicer):
     """Lists what it serves, too, which the package's own does not."""
 
     async def List(self, request: object, context: object) -> object:
-        """See `health.proto`."""
+        """Return the health of all services."""
         found = {name: await self.Check(health_pb2.HealthCheckRequest(service=name), context) for name in (LIVENESS, *READINESS)}
         return health_pb2.HealthListResponse(statuses=found)  # pyright: ignore[reportAttributeAccessIssue] - not in its stub

@@ -38,37 +38,37 @@ class Passage:
     )
 
     request_id: str
-    """By `identify`: as bookings and events know it."""
+    """Set by `identify`: the request id in bookings and events."""
     tenant: Tenant
-    """By `identify`: whose it is."""
+    """Set by `identify`: the tenant."""
     identified: bool
     """Whether `identify` has found its tenant."""
     conceals: bool
-    """By `identify`: whether replicas must not see the client's key."""
+    """Set by `identify`: whether replicas must not see the client's key."""
     body: Body
-    """By `read`."""
+    """Set by `read`."""
     model: Model
-    """By `resolve`, again when the fleet has changed."""
+    """Set by `resolve`, again after a change of the fleet."""
     adapter: str | None
-    """By `resolve`: the LoRA adapter that the name means; None for the model itself."""
+    """Set by `resolve`: the LoRA adapter that the name means. None: the model itself."""
     resolved: bool
     """Whether `resolve` has found a model."""
     name: str
-    """By `resolve`: what serves the request, as its engines call it: a model, a canary, an adapter."""
+    """Set by `resolve`: the name that the engines use for what serves the request: a model, a canary or an adapter."""
     renamed: str | None
-    """By `resolve`: what the body must say instead, where those engines do not know the name that the client used."""
+    """Set by `resolve`: the name that the body must have instead, if those engines do not know the client's name."""
     subset: Subset | None
-    """By `resolve`: the replicas that the gateway's hint and the request's InferencePool leave; None: all of the model's."""
+    """Set by `resolve`: the replicas left by the gateway's subset and the request's InferencePool. None: all of the model's."""
     priority: int
-    """By the director: what it goes by; smaller goes first."""
+    """Set by the director: the request's priority. A smaller number goes first."""
     patience_s: float | None
-    """By `admit`: how long after `came` the client waits, where it says so."""
+    """Set by `admit`: how long after `came` the client waits, if it says so."""
     charged: int
-    """By `admit`: tokens that its tenant was charged for in the queue; 0 where it did not wait."""
+    """Set by `admit`: tokens charged to the tenant in the queue. 0 if the request did not wait."""
     entered: Model | None
-    """By `admit`: whose room it takes until it is booked; None where it waits for nobody."""
+    """Set by `admit`: the model whose capacity the request holds until it is booked. None if it holds none."""
     tokens: TokenizedPrompts
-    """By `tokenise`."""
+    """Set by `tokenise`."""
 
     def __init__(self, call: Call, came: float) -> None:
         self.call = call

@@ -10,9 +10,10 @@ from penstock.gateway.load.reports import ReportStore
 from penstock.gateway.picker.bookings import Booking, Bookings, State
 
 RESPONSE_S = 300.0
-"""How long a request counts at least that nobody watches and that has no response, if Envoy never says what became of it. Answers
-that are not streamed may take as long as Envoy's patience, so that of the replicas that report only one with nothing to do has
-forgotten it. Of one that does not report for so long nothing else would ever end it, and it would be full of what was lost."""
+"""Least seconds that an unobserved request without a response counts if Envoy never reports its end. Answers that are not
+streamed may
+take as long as Envoy's timeout, so only the report of an idle replica shows that it has forgotten the request. For a replica that
+does not report for so long nothing else would end it, and lost requests would fill it."""
 COUNTED_KEPT = 4096
 """Requests whose heads may still come after their ends."""
 
@@ -32,9 +33,9 @@ class Underway:
         self._numbers = itertools.count()
         self._routed: dict[str, Routed] = {}
         self._unwatched: set[str] = set()
-        """Those whose exchange with the picker is over, and whose response had not been seen at the last sweep."""
+        """Requests whose exchange with the picker is over, and whose response had not been seen at the last sweep."""
         self._done: set[str] = set()
-        """Those whose bookings had been released at the last sweep."""
+        """Requests whose bookings were released before the last sweep."""
         self._counted: OrderedDict[str, None] = OrderedDict()
         """The last of those that had ended before the heads of their responses came."""
 
@@ -63,11 +64,11 @@ class Underway:
         return self._routed.get(name)
 
     def unanswered(self, name: str) -> bool:
-        """Whether nobody watches it, and no head of a response has come."""
+        """Return whether the request's exchange is over and no head of a response has come."""
         return name in self._unwatched
 
     def passed_on(self, routed: Routed) -> None:
-        """Nobody watches the request any more until its response comes."""
+        """Record that no exchange observes the request until its response comes."""
         self._unwatched.add(str(routed.log[headers.BOOKING]))
 
     def ended(self, name: str) -> Routed | None:
@@ -75,7 +76,7 @@ class Underway:
         routed = self._routed.pop(name, None)
         if name in self._unwatched:
             self._unwatched.remove(name)
-            if routed is not None and routed.booking.state is State.PENDING:
+            if routed is not None and routed.booking.unanswered:
                 self._counted[name] = None
                 if len(self._counted) > COUNTED_KEPT:
                     self._counted.popitem(last=False)
@@ -86,18 +87,26 @@ class Underway:
         return self._counted.pop(name, self) is None
 
     def sweep(self, now: float) -> None:
-        """Ends the bookings of requests that have no response and that their replicas know nothing of, and forgets those of which
-        only Envoy's word is missing: bookings released before the last sweep."""
+        """End the bookings of old requests that have no response and that their replicas do not know. Those of the other old ones
+        no longer add to what their replicas report: a replica that is never idle reports the requests that it has, and a lost
+        one would add to that for an hour. Forget requests that only lack Envoy's entry, if their bookings were released before
+        the last sweep."""
         for name in list(self._unwatched):
             routed = self._routed.get(name)
-            if routed is None or routed.booking.state is not State.PENDING:
+            if routed is None or not routed.booking.unanswered:
                 self._unwatched.discard(name)
-            elif now >= routed.booking.made_at + RESPONSE_S and self._forgotten(routed.booking, now):
-                for booking in filter(None, (routed.booking, routed.prefill_booking)):
-                    self._bookings.release(booking, "expired")
+            elif now >= routed.booking.made_at + RESPONSE_S:
+                self._grown_old(routed, now)
         for name in self._done:
             self._routed.pop(name, None)
         self._done = {name for name, routed in self._routed.items() if routed.booking.state is State.RELEASED}
+
+    def _grown_old(self, routed: Routed, now: float) -> None:
+        for booking in filter(None, (routed.booking, routed.prefill_booking)):
+            if self._forgotten(routed.booking, now):
+                self._bookings.release(booking, "expired")
+            elif self._reports.heard_after(booking.key, booking.made_at + RESPONSE_S):
+                self._bookings.included(booking)
 
     def _forgotten(self, booking: Booking, now: float) -> bool:
         """Whether the replica knows nothing of a request that is as old as `RESPONSE_S`, or tells nothing of what it knows."""

@@ -20,7 +20,7 @@ class Band:
         self._virtual = 0.0
         """Counter of the tenant that was served last, before it was served: where who comes now begins."""
         self.tokens = 0
-        """Of all that waits."""
+        """Tokens of all waiting requests."""
         self.passed_over = 0
         """Requests of more important bands that have gone since one of this band last did."""
 

@@ -16,7 +16,7 @@ from penstock.gateway.picker.candidates import Booked
 FRESH_S = 5.0
 """A replica that answers is heard about once a second."""
 NEW_S = 5.0
-"""How long a replica of which nothing was heard yet counts as one that has just come."""
+"""Seconds for which a replica without any report counts as new."""
 NEW_ROOM = 8
 """Requests that one may have unanswered: enough to begin, too few for everything that was held to rush there."""
 SILENT_ROOM = 256
@@ -24,7 +24,7 @@ SILENT_ROOM = 256
 UNSTATED_ROWS = 256
 """Rows of an engine that does not say how many it has."""
 QUEUE_SHARE = 8
-"""One part in so many of an engine's rows may queue there."""
+"""An engine may queue one request for this many of its rows."""
 QUEUE_S = 1.0
 """Seconds of prefill that may queue there."""
 KV_FULL = 0.95

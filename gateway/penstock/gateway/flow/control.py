@@ -16,10 +16,10 @@ class FlowLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How much may wait."""
 
     requests: int = 5_000
-    """Of all tenants, for all models."""
+    """Most waiting requests of all tenants, for all models."""
     bytes: int = 512 * 2**20
     tenant_requests: int = 1_000
-    """Of one tenant that has no limit of its own."""
+    """Most waiting requests of one tenant without a limit of its own."""
     tenant_bytes: int = 128 * 2**20
 
 
@@ -27,7 +27,7 @@ DEFAULT_LIMITS = FlowLimits()
 
 
 class Shed(Exception):
-    """There is no room for a request; `reason` says whose fault that is."""
+    """There is no room for a request. `reason` names the limit."""
 
     def __init__(self, reason: ShedReason) -> None:
         super().__init__(reason)
@@ -51,7 +51,7 @@ class FlowControl:
 
     @property
     def queues(self) -> Mapping[str, ModelQueue]:
-        """By model; only those with something in them."""
+        """Queues that are not empty, by model."""
         return self._queues
 
     def requests_of(self, tenant: str) -> int:
@@ -59,17 +59,17 @@ class FlowControl:
         return self._requests[tenant]
 
     def offer(self, ticket: Ticket, tenant_requests: int | None = None) -> list[Ticket]:
-        """Queues a ticket.
+        """Queue a ticket.
 
         Args:
-            ticket: The newcomer.
-            tenant_requests: How many may wait of its tenant; None for what all may.
+            ticket: The new ticket.
+            tenant_requests: Most waiting requests of its tenant; None: the common limit.
 
         Returns:
-            Those that had to go for it, of the least important band.
+            The tickets evicted for it, of the least important band.
 
         Raises:
-            Shed: there is no room, and nobody who ought to make it.
+            Shed: there is no room, and no ticket to evict.
         """
         limits, tenant = self._limits, ticket.tenant
         most = limits.tenant_requests if tenant_requests is None else tenant_requests
@@ -128,8 +128,9 @@ class FlowControl:
         self._bytes[ticket.tenant] += sign * ticket.size
 
     def _victim(self, newcomer: Ticket) -> Ticket | None:
-        """Who goes before `newcomer` is sent away: the last of the least important band; of the newcomer's own band only a tenant
-        that would still have more waiting for its weight than the newcomer's. None: nobody."""
+        """Choose the ticket to evict for `newcomer`: the last of the least important band. In the newcomer's own band only a
+        ticket of a tenant
+        that would still have more waiting for its weight than the newcomer's. None: no such ticket."""
         least = max((number for queue in self._queues.values() for number in queue.bands), default=newcomer.priority)
         if least < newcomer.priority:
             return None

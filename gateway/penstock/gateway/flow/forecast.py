@@ -55,7 +55,7 @@ class Forecast:
             self._starting_since = None
 
     def abandoned(self) -> None:
-        """Nobody waits for a replica any more: what came of the start was not seen."""
+        """Drop the running measurement of a start: no request waits for it any more."""
         self._starting_since = None
 
     def retry_after_s(self, tokens_ahead: int, now: float) -> int:

@@ -1,7 +1,7 @@
-"""Where requests wait: the thin shell around flow control that has the clock, the futures and the view of the fleet.
+"""The asynchronous shell around flow control: it has the clock, the futures and the view of the fleet.
 
-Without pressure a request passes on a credit, a count of free places that is worked out anew every few milliseconds at most: no
-queue is made and nothing is looked at.
+Without pressure a request passes on a credit: a count of free places that is computed again every few milliseconds at most. Then
+there is no queue.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ CREDIT_S = 0.05
 PLENTY = 256
 """Free places that are enough for that long: of a fleet with room only a few replicas are looked at."""
 TICK_S = 0.1
-"""How often what nobody announces, such as a report that has become old, is looked at while something waits."""
+"""Seconds between checks, while requests wait, for changes without an event, such as a report that became stale."""
 
 Reason = ShedReason | Literal["displaced", "no_ready_replica", "adapter_not_loaded", "saturated", "shutting_down"]
 
@@ -57,7 +57,7 @@ class _Lane:
         """Requests that have gone on and are not booked yet."""
         self.forecast = Forecast(now)
         self.replicas: list[Replica] = []
-        """Those of which `seen` was made."""
+        """The replicas that `seen` was made of."""
         self.seen: dict[ReplicaKey, float] = {}
         """When each ready replica was seen first."""
 
@@ -99,7 +99,7 @@ class FlowGate:
         return True
 
     def queue(self, model: Model, adapter: str | None) -> str:
-        """Where a request waits that does not go on at once."""
+        """Return the queue of a request that does not pass at once."""
         return queue_name(model.id, adapter if self._state.lacks(model, adapter) else None)
 
     async def wait(self, ticket: Ticket, model: Model, tenant_requests: int | None = None, adapter: str | None = None) -> None:
@@ -145,7 +145,9 @@ class FlowGate:
                 lane.forecast.abandoned()
 
     def leave(self, model: Model, *, in_vain: bool = False) -> None:
-        """A request that went on is booked, or given up; `in_vain`: nobody could be picked, so places were counted wrongly."""
+        """Release the hold of a request that passed and was booked or given up. `in_vain`: no replica could be picked, so the
+        count of places
+        was wrong."""
         lane = self._lanes.get(model.id)
         if lane is not None:
             lane.transit -= 1
@@ -181,7 +183,7 @@ class FlowGate:
             self._pump()
 
     def wake(self) -> None:
-        """Something may have become free."""
+        """Check the queues: capacity may have become free."""
         if self.control.requests:
             self._pump_soon()
 

@@ -6,8 +6,9 @@ from penstock.gateway.flow.band import Band
 from penstock.gateway.flow.ticket import Ticket
 
 PATIENCE = 32
-"""How many requests go in order before one of a band that was passed over as often does: priority without starvation, and
-however many bands somebody opens, they get one turn in so many together."""
+"""Requests served in order before one of the band that was passed over as often. This gives priority without starvation: all
+other
+bands together get one turn in this many."""
 
 
 class ModelQueue:
@@ -15,7 +16,7 @@ class ModelQueue:
 
     def __init__(self) -> None:
         self.bands: dict[int, Band] = {}
-        """Those with something in them."""
+        """Bands that are not empty."""
         self._in_order = 0
         """Requests of the most important band that have gone since one of another did."""
 

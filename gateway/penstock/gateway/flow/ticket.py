@@ -1,7 +1,7 @@
 """One request that waits at the gateway."""
 
 _OF_ADAPTER = "#"
-"""No name in Kubernetes has one."""
+"""Separates model and adapter. No Kubernetes name contains it."""
 
 
 def queue_name(model: str, adapter: str | None = None) -> str:
@@ -10,7 +10,7 @@ def queue_name(model: str, adapter: str | None = None) -> str:
 
 
 def model_of(queue: str) -> str:
-    """Whose queue it is."""
+    """Return the model of a queue."""
     return queue.partition(_OF_ADAPTER)[0]
 
 

@@ -17,7 +17,7 @@ from penstock.gateway.h2.stream import Stream
 from penstock.gateway.h2.worker import PAUSE, Worker
 
 HIGH_WATER_BYTES = 64 * 1024
-"""Whoever writes waits while more of its stream is unsent."""
+"""Writers wait while more than this of their stream is unsent."""
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Peer(Protocol):
 
     @property
     def server(self) -> "Unread":
-        """Whose limits hold."""
+        """The server whose limits apply."""
         ...
 
     def flush_soon(self) -> None:
@@ -100,7 +100,7 @@ class Call:
     # --- Receiver ---
 
     def data(self, data: bytes) -> None:
-        """See `Receiver`."""
+        """Receive the next bytes, never empty."""
         if self._gone or self._worker.finished:  # nobody will read it: it is neither kept nor judged, and gets no new window
             return None
         try:
@@ -122,7 +122,7 @@ class Call:
         return None
 
     def end(self) -> None:
-        """See `Receiver`."""
+        """The peer has sent all."""
         if self._gone or self._worker.finished:
             return None
         if self._assembler.partial:
@@ -132,13 +132,13 @@ class Call:
         return None
 
     def reset(self, code: Code) -> None:
-        """See `Receiver`."""
+        """The stream is gone before its end, by the peer's will or by a fault: nothing more comes or goes."""
         self._gone = True
         self._worker.cancel()
         self._readable, self._writable = _wake(self._readable), _wake(self._writable)
 
     def sent(self) -> None:
-        """See `Receiver`."""
+        """All that was to be sent is on its way."""
         self._writable = _wake(self._writable)
 
     # --- ServicerContext ---
@@ -191,7 +191,7 @@ class Call:
         return self._gone
 
     def done(self) -> bool:
-        """Nothing more can be said."""
+        """True once no more can be sent."""
         return not self._stream.open
 
     def peer(self) -> str:

@@ -41,13 +41,13 @@ class Connection:
 
     def __init__(self, accept: Accept, cache: BlockCache, now: float) -> None:
         self.streams: dict[int, Stream] = {}
-        """Those that we have not ended yet."""
+        """Streams that we have not ended yet."""
         self.egress = Egress(self._finished, now)
         self.closed = False
         """Ended by a fault: what is in `out` is the last."""
         self.fault = ""
         self.out = self.egress.out
-        """Frames to be written; whoever writes them empties it."""
+        """Frames to write. The writer empties the list."""
         self.out += [frames.settings(_OURS), frames.window_update(0, limits.CONNECTION_WINDOW - frames.DEFAULT_WINDOW)]
         self._accept = accept
         self._blocks = BlockReader(cache)
@@ -95,7 +95,7 @@ class Connection:
             self.fail(fault.code, str(fault))
 
     def _begin(self, buffer: bytes) -> int:
-        """Where the frames begin in `buffer`, if they do."""
+        """Return the offset of the first frame in `buffer`, after the connection preface."""
         if not frames.PREFACE.startswith(buffer[: len(frames.PREFACE)]):
             raise ConnectionFault(Code.PROTOCOL_ERROR, "this is a port for HTTP/2")
         self._greeted = len(buffer) >= len(frames.PREFACE)
@@ -152,7 +152,8 @@ class Connection:
         return None
 
     def _reopen(self) -> None:
-        """The connection's window reopens whoever reads: a stream that nobody reads has its own, and must not stop the others."""
+        """Reopen the connection's window at once: each stream has a window of its own, and an unread stream must not stop the
+        others."""
         if self._receive_window < 0:
             raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "more data than the connection's window")
         self.out.append(frames.window_update(0, self._unacknowledged))
@@ -344,7 +345,8 @@ class Connection:
         self.egress.pump(self._now)
 
     def tick(self, now: float) -> None:
-        """To be called every few seconds: asks a silent peer whether it lives; gives up one that does not, or does not read."""
+        """Ping a silent peer, and close the connection to one that does not answer or does not read. Call this every few
+        seconds."""
         self._now = now
         if self.closed:
             return
@@ -371,7 +373,7 @@ class Connection:
             self._gone(stream, code)
 
     def _finished(self, stream: Stream) -> None:
-        """Our trailers are out. A peer that has not said all need not: nobody hears it any more."""
+        """End a stream after our trailers. The rest of the peer's message is not needed."""
         if not stream.ended:
             self.out.append(frames.rst_stream(stream.id, Code.NO_ERROR))
             _keep(self._was_reset, stream.id, None)

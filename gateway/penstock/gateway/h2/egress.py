@@ -26,16 +26,16 @@ _WRITE_BYTES = 1024 * 1024
 
 
 class Egress:
-    """Sends what the peer's windows allow, a frame of each stream in turn.
+    """Sends what the peer's windows allow, one frame of each stream in turn.
 
     Args:
-        finished: Told of each stream whose trailers are out.
+        finished: Called with each stream whose trailers were sent.
         now: Monotonic seconds.
     """
 
     def __init__(self, finished: Callable[[Stream], None], now: float) -> None:
         self.out: list[bytes] = []
-        """Frames to be written; whoever writes them empties it."""
+        """Frames to write. The writer empties the list."""
         self.paused = False
         """The peer does not read: no data goes into `out`."""
         self.unsent = 0

@@ -3,7 +3,7 @@
 CONNECTION_WINDOW = 64 * 1024 * 1024
 """Bytes that a peer may send ahead on all streams."""
 STREAM_WINDOW = 1024 * 1024
-"""Bytes that a peer may send ahead on a stream that nobody reads."""
+"""Bytes that a peer may send ahead on an unread stream."""
 MAX_STREAMS = 100_000
 """Open streams. Held requests are such: no usual figure may bound them."""
 MAX_BLOCK_BYTES = 64 * 1024
@@ -14,14 +14,14 @@ MAX_LIST_BYTES = 32 * 1024
 MAX_UNREAD_BYTES = 512 * 1024 * 1024
 """Messages, whole or in part, that calls of a connection have not taken yet."""
 MAX_UNSENT_BYTES = 256 * 1024 * 1024
-"""Answers that a connection's peer gives no window for. A stream holds little of that: whoever writes waits."""
+"""Most bytes of answers for which the connection's peer gives no window. One stream holds little of that, since writers wait."""
 MAX_BACKLOG_BYTES = 4 * 1024 * 1024
 """Control frames that a peer makes us write and does not read."""
 
 IDLE_PING_S = 20.0
-"""After this silence a peer is asked whether it lives."""
+"""Seconds of silence after which a peer is pinged."""
 SILENCE_S = 60.0
-"""After this it does not."""
+"""Seconds of silence after which a peer is taken for dead."""
 STALL_S = 120.0
 """How long data may wait for a window or a reader without a byte of progress."""
 
@@ -34,7 +34,7 @@ class Bucket:
         self._tokens = burst
 
     def take(self, now: float, count: int = 1) -> bool:
-        """Takes a token, or several; False where there are not so many."""
+        """Take `count` tokens. Return False if there are too few."""
         self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_s)
         self._at = now
         if self._tokens < count:
@@ -48,15 +48,16 @@ class Bucket:
 
 
 def control_bucket(now: float) -> Bucket:
-    """For frames that make work and carry nothing: PING, SETTINGS, PRIORITY, empty DATA, unknown ones (CVE-2019-9512 and kin)."""
+    """Bucket of frames that cost work and carry nothing: PING, SETTINGS, PRIORITY, empty DATA, unknown ones (CVE-2019-9512 and
+    similar)."""
     return Bucket(2_000, 200, now)
 
 
 def resize_bucket(now: float) -> Bucket:
-    """For streams whose windows another INITIAL_WINDOW_SIZE changes: one frame of some bytes is work for all that are open."""
+    """Bucket of streams whose windows a new INITIAL_WINDOW_SIZE changes: one small frame costs work for every open stream."""
     return Bucket(1_000_000, 100_000, now)
 
 
 def reset_bucket(now: float) -> Bucket:
-    """For streams that the peer gives up (CVE-2023-44487). Clients leave in crowds; each end in order adds one."""
+    """Bucket of streams that the peer resets (CVE-2023-44487). Clients can leave in crowds; each regular end adds one."""
     return Bucket(20_000, 1_000, now)

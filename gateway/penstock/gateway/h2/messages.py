@@ -10,7 +10,7 @@ from penstock.gateway.h2.blocks import Head, literal
 
 PREFIX_BYTES = 5
 ENCODINGS = {"deflate": zlib.MAX_WBITS, "gzip": zlib.MAX_WBITS | 16}
-"""By what messages may be compressed, and how zlib is told of it."""
+"""Message encodings, with zlib's parameter for each."""
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
 _STATUS_200 = b"\x88"

@@ -13,7 +13,7 @@ from penstock.gateway.h2.messages import CallFault
 
 
 class Details(NamedTuple):
-    """See `grpc.HandlerCallDetails`."""
+    """A call as service handlers see it, with the fields of `grpc.HandlerCallDetails`."""
 
     method: str
     invocation_metadata: Sequence[tuple[str, str]] = ()

@@ -43,7 +43,7 @@ class Server:
         self.max_message_bytes = max_message_bytes
         self.max_calls = max_calls
         self.calls = 0
-        """In progress."""
+        """Calls in progress."""
         self.unread = 0
         """Bytes of messages that no service has read yet."""
         self.peers: set[ServerProtocol] = set()
@@ -51,7 +51,7 @@ class Server:
         self._servers: list[asyncio.Server] = []
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """See `grpc.aio.Server`."""
+        """Add the handlers of services."""
         self.methods.add(generic_rpc_handlers)
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
@@ -111,7 +111,7 @@ class ServerProtocol(asyncio.Protocol):
     # --- asyncio.Protocol ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
+        """Start the connection."""
         self._transport = cast(asyncio.Transport, transport)
         host, port, *_ = transport.get_extra_info("peername") or ("", 0)
         self.address = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
@@ -123,23 +123,23 @@ class ServerProtocol(asyncio.Protocol):
         self.flush()
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
+        """Take in bytes."""
         self._turning = True
         self.connection.receive(data, self._loop.time())
         self._turn()
 
     def pause_writing(self) -> None:
-        """See `asyncio.Protocol`."""
+        """Stop writing: the transport has enough to send."""
         self._backlog = 0
         self.connection.pause()
 
     def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
+        """Continue to write."""
         self.connection.resume()
         self.flush_soon()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
+        """Clean up after the connection."""
         if self._timer is not None:
             self._timer.cancel()
         self.connection.fail(Code.NO_ERROR, "the connection is lost")
@@ -154,13 +154,13 @@ class ServerProtocol(asyncio.Protocol):
             self._loop.call_soon(self._turn)
 
     def step_soon(self, worker: "Worker | _Answered") -> None:
-        """See `Peer`."""
+        """Lets a service go on: when all is taken in that was read with what it waits for."""
         self._workers.append(worker)
         if not self._turning:
             self.flush_soon()
 
     def left(self) -> None:
-        """See `Peer`."""
+        """A call has ended."""
         self.server.left()
 
     # --- inside ---
@@ -239,13 +239,13 @@ class _Answered:
         self._connection.egress.end(self._stream, self._block)
 
     def data(self, data: bytes) -> None:
-        """See `Receiver`."""
+        """Receive the next bytes, never empty."""
 
     def end(self) -> None:
-        """See `Receiver`."""
+        """The peer has sent all."""
 
     def reset(self, code: Code) -> None:
-        """See `Receiver`."""
+        """The stream is gone before its end, by the peer's will or by a fault: nothing more comes or goes."""
 
     def sent(self) -> None:
-        """See `Receiver`."""
+        """All that was to be sent is on its way."""

@@ -7,10 +7,10 @@ from penstock.gateway.h2.frames import Code
 
 
 class Receiver(Protocol):
-    """Who hears what comes on a stream. None of it may raise."""
+    """Receives what comes on a stream. No method may raise."""
 
     def data(self, data: bytes) -> None:
-        """The next bytes, never none. Whoever has used them up says so to `Connection.consumed`."""
+        """Receive the next bytes, never empty. Call `Connection.consumed` when they are used up."""
         ...
 
     def end(self) -> None:
@@ -39,7 +39,7 @@ class Stream:
         self.head = head
         self.receiver: Receiver | None = None
         self.open = True
-        """There is something left for us to say."""
+        """True while we may still send."""
         self.answered = False
         """We have sent it data."""
         self.ended = False
@@ -52,5 +52,5 @@ class Stream:
         self.trailers: bytes | None = None
         """The block that ends the stream once `unsent` is out."""
         self.queued = False
-        """It waits for its turn to send."""
+        """True while the stream waits for its turn to send."""
         self.content_length = head.content_length

@@ -23,12 +23,12 @@ PAUSE: Final = _Pause()
 
 
 class Worker:
-    """One service at work on one call.
+    """Runs one service coroutine for one call.
 
     Args:
         coroutine: The work. It handles its own exceptions.
-        soon: Takes the worker when there is something to do: whoever it is calls `step` before long, outside of any task.
-        over: Told of the end.
+        soon: Schedules the worker: `step` must be called soon, outside of any task.
+        over: Called at the end.
     """
 
     __slots__ = ("_cancels", "_coroutine", "_loop", "_must_cancel", "_over", "_ready", "_soon", "_waits", "finished", "stepping")
@@ -40,12 +40,12 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._waits: asyncio.Future[Any] | None = None
         self._ready = True
-        """It is about to be stepped, or is just being."""
+        """True while it is scheduled or being stepped."""
         self._cancels = 0
         self._must_cancel = False
         self.finished = False
         self.stepping = False
-        """Its code runs at this moment, and no other task's."""
+        """True while its code runs."""
         soon(self)
 
     def resume(self) -> None:
@@ -99,11 +99,11 @@ class Worker:
     # --- what `asyncio.timeout` and its like ask of a task ---
 
     def done(self) -> bool:
-        """See `asyncio.Task`."""
+        """Return whether it has ended."""
         return self.finished
 
     def cancel(self, msg: object = None) -> bool:
-        """See `asyncio.Task`."""
+        """Cancel it."""
         if self.finished:
             return False
         self._cancels += 1
@@ -114,10 +114,10 @@ class Worker:
         return True
 
     def cancelling(self) -> int:
-        """See `asyncio.Task`."""
+        """Return the number of cancellations."""
         return self._cancels
 
     def uncancel(self) -> int:
-        """See `asyncio.Task`."""
+        """Take back one cancellation."""
         self._cancels = max(self._cancels - 1, 0)
         return self._cancels

@@ -1,7 +1,7 @@
-"""Who may see `/debug/*`: whoever has the token of `--debug-token-file`, else clients on this machine alone.
+"""Access to `/debug/*`: clients with the token of `--debug-token-file`, or without such a file only clients on this machine.
 
-`kubectl port-forward` is a client on this machine. Without a token the `Host` header must be an address or `localhost`: else a
-stranger's page could read the answers in a browser, by giving its own name this machine's address.
+`kubectl port-forward` is a client on this machine. Without a token the `Host` header must be an address or `localhost`. Otherwise
+another site's page could read the answers in a browser, by resolving its own name to this machine's address (DNS rebinding).
 """
 
 import hmac
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class DebugToken:
-    """The token in a file, read anew when the file changes.
+    """The token in a file, which is read again when the file changes.
 
     Raises:
         ValueError: the file cannot be read or is empty.

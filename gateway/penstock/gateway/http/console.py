@@ -23,7 +23,7 @@ def console_routes() -> list[web.RouteDef]:
 
 
 def _policy(page: bytes) -> str:
-    """Nothing runs but the page's own script and style, and nothing is asked but this gateway."""
+    """Return a content security policy that allows only the page's own script and style, and requests to this gateway only."""
     hashes = {
         kind: " ".join(f"'sha256-{_digest(text)}'" for text in re.findall(rb"<%s>(.*?)</%s>" % (kind, kind), page, re.DOTALL))
         for kind in (b"script", b"style")

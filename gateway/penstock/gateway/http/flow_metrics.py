@@ -1,4 +1,4 @@
-"""What waits and what tenants have running, read off flow control when somebody asks."""
+"""Metrics of waiting requests and of tenants' requests in flight, read from flow control at each scrape."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ class FlowCollector(Collector):
         self._tenants = tenants
 
     def collect(self) -> Iterator[Metric]:
-        """See `Collector`."""
+        """Yield the metric families of one scrape."""
         queued = GaugeMetricFamily(metrics.FLOW_QUEUED, "Requests queued at the gateway", labels=["model", "priority"])
         waiting = Counter[tuple[str, int]]()
         for name, queue in self._control.queues.items():

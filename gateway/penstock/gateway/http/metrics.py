@@ -1,4 +1,4 @@
-"""What the picker counts, and what it reads off its state when somebody asks."""
+"""The picker's metrics: its counters, and gauges read from its state at each scrape."""
 
 import functools
 import time
@@ -70,7 +70,7 @@ class StateCollector(Collector):
         self._follower = follower
 
     def collect(self) -> Iterator[Metric]:
-        """See `Collector`."""
+        """Yield the metric families of one scrape."""
         state, now = self._follower.state, time.monotonic()
         released = CounterMetricFamily(metrics.BOOKINGS_RELEASED, "Ended bookings by cause", labels=["by"])
         for cause, count in state.bookings.released.items():
@@ -141,6 +141,6 @@ def _predictions(truth: Truth) -> Iterator[Metric]:
 
 
 def _counts(bounds: Sequence[float], buckets: Sequence[int]) -> list[tuple[str, float]]:
-    """What a histogram shows of `buckets`, the last of which has no bound."""
+    """Return the cumulative counts of a Prometheus histogram. The last of `buckets` has no upper bound."""
     counts = zip((*map(str, bounds), "+Inf"), accumulate(buckets), strict=True)
     return [(bound, float(count)) for bound, count in counts]

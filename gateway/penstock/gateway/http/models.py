@@ -1,4 +1,4 @@
-"""Who is served by which name and by which port, for people: what `/debug/models` shows."""
+"""`/debug/models`: which model is served under which name and port."""
 
 from collections.abc import Mapping
 
@@ -32,7 +32,7 @@ class PoolView(msgspec.Struct, frozen=True, kw_only=True):
 
     pool: InferencePool
     port: int | None
-    """Where the picker serves it; None: nowhere, see the log."""
+    """Port of the picker for this pool. None: none, see the log."""
 
 
 class ModelsView(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ class ModelsView(msgspec.Struct, frozen=True, kw_only=True):
     names: dict[str, NameView]
     conflicts: list[NameConflict]
     unserved_adapters: list[str]
-    """Those whose model does not exist."""
+    """Adapters whose model does not exist."""
     canaries: list[CanaryView]
     inference_pools: list[PoolView]
     scaling: dict[str, str]
@@ -49,11 +49,11 @@ class ModelsView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def models_view(state: FleetState, ports: Mapping[str, int]) -> ModelsView:
-    """Everything at this moment.
+    """Return the view of the present fleet.
 
     Args:
         state: The fleet.
-        ports: Of InferencePools, by id.
+        ports: Ports of InferencePools, by id.
     """
     names = state.names
     return ModelsView(

@@ -18,6 +18,7 @@ from penstock.gateway.http.models import models_view
 from penstock.gateway.http.tenants import TenantView
 from penstock.gateway.load.follower import FleetFollower
 from penstock.gateway.load.replica_client import ReplicaTlsStates
+from penstock.gateway.picker.pooled import pools_view
 from penstock.gateway.pool_ports import PoolPorts
 from penstock.gateway.xds.server import AdsServicer
 
@@ -90,7 +91,7 @@ class GatewayHttp:
                     await self._follower.changed()
             except TimeoutError:
                 break
-        return _json(self._follower.state.pools(self._name, time.monotonic(), self._ads.refused_pools()))
+        return _json(pools_view(self._follower.state, self._name, time.monotonic(), self._ads.refused_pools()))
 
     async def _last_decisions(self, request: web.Request) -> web.Response:
         """The last decisions, newest first. `?n=COUNT&model=NAME&request=ID`."""
@@ -110,11 +111,11 @@ class GatewayHttp:
         return _json(self._ads.view())
 
     async def _tls(self, request: web.Request) -> web.Response:
-        """With which replicas there is TLS as asked for, and with which there is none, and why."""
+        """Return the state of TLS with each replica, and the reason where it failed."""
         return _json(self._replica_tls.view(self._follower.state.replicas().values()))
 
     async def _models(self, request: web.Request) -> web.Response:
-        """Who is served by which name and by which port."""
+        """Return which model is served under which name and port."""
         return _json(models_view(self._follower.state, self._pool_ports.ports))
 
     async def _metrics(self, request: web.Request) -> web.Response:

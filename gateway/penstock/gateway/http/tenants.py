@@ -14,7 +14,7 @@ class TenantView(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     """Requests that wait at the gateway or are at a replica."""
     queued: int
-    """Those of them that wait at the gateway."""
+    """Requests of them that wait at the gateway."""
     limits: Limits
 
 

@@ -1,4 +1,4 @@
-"""Which LoRA adapters each replica has, as replicas say themselves: the operator loads them after a replica has become ready."""
+"""The LoRA adapters of each replica, as replicas report them: the operator loads adapters after a replica is ready."""
 
 from collections.abc import Collection
 
@@ -6,7 +6,7 @@ from penstock.gateway.picker.candidates import ReplicaKey
 
 
 class LoadedAdapters:
-    """By replica, of its present process. Carriers may deliver in any order: the highest `seq` wins."""
+    """Adapters by replica, for its present process. Reports may arrive in any order: the highest `seq` wins."""
 
     def __init__(self) -> None:
         self._said: dict[ReplicaKey, tuple[int, Collection[str] | None]] = {}

@@ -7,7 +7,7 @@ from penstock.api import events
 from penstock.api.events import AllBlocksCleared, Event, LoadReport, RequestFinished
 
 _FUTURE = 2**63
-"""No sequence number is as large."""
+"""Larger than any sequence number."""
 
 
 class Replayed(NamedTuple):
@@ -22,9 +22,9 @@ class Batch(NamedTuple):
 
     epoch: int
     at_once: Sequence[Event]
-    """Those that do not depend on any order."""
+    """Events that do not depend on any order."""
     blocks: Sequence[object]
-    """Those that do; see `EventWire.translate`."""
+    """Events that do; see `EventWire.translate`."""
     snapshot: bool
     """The batch begins with emptying the cache: nothing from before it is needed."""
 
@@ -33,7 +33,7 @@ class EventWire(Protocol):
     """One replica's dialect. `translate` may remember what it has seen; the rest does not."""
 
     topic: bytes
-    """To subscribe to."""
+    """The topic to subscribe to."""
     has_epochs: bool
     """Batches name the process that they come from; else a sequence number that falls back says that it is a new one."""
     snapshot_from: int | None
@@ -61,18 +61,18 @@ class EventWire(Protocol):
 
 
 class PenstockWire:
-    """See `penstock.api.events`."""
+    """The event stream of Penstock engines, as `penstock.api.events` defines it."""
 
     topic = events.TOPIC
     has_epochs = True
     snapshot_from: int | None = _FUTURE
 
     def replay_request(self, start: int) -> list[bytes]:
-        """See `EventWire`."""
+        """The frames that ask for everything from number `start` on."""
         return [events.encode_seq(start)]
 
     def replayed(self, frames: list[bytes]) -> Replayed | None:
-        """See `EventWire`."""
+        """What a message of the replay holds; None for its end."""
         if frames[0] == events.END_OF_REPLAY:
             return None
         if len(frames) != 2:
@@ -80,7 +80,7 @@ class PenstockWire:
         return Replayed(events.decode_seq(frames[0]), frames[1])
 
     def decode(self, payload: bytes) -> Batch:
-        """See `EventWire`."""
+        """The batch of a message; raises `ValueError` on anything else."""
         batch = events.decode(payload)  # msgspec's errors are ValueErrors
         at_once = [event for event in batch.events if isinstance(event, LoadReport | RequestFinished)]
         blocks = [event for event in batch.events if not isinstance(event, LoadReport | RequestFinished)]
@@ -92,4 +92,4 @@ class PenstockWire:
         return (event,)
 
     def forget(self) -> None:
-        """Nothing is remembered."""
+        """Keep no state."""

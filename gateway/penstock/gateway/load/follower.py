@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 import zmq.asyncio
 
@@ -20,13 +21,14 @@ from penstock.gateway.picker.state import FleetState
 log = logging.getLogger(__name__)
 
 AFRESH_S = 5.0
-"""From the failure of a subscriber to the next."""
+"""Seconds from the failure of a subscriber to the next one."""
 
-_WIRES: dict[Engine, Callable[[], EventWire]] = {
-    "penstock": PenstockWire,
-    "vllm": lambda: VllmWire(FOREIGN_SEED),
-    "sglang": lambda: VllmWire(FOREIGN_SEED),
+_WIRES: dict[Engine, Callable[[Callable[[bytes], bool]], EventWire]] = {
+    "penstock": lambda held: PenstockWire(),
+    "vllm": lambda held: VllmWire(FOREIGN_SEED, held),
+    "sglang": lambda held: VllmWire(FOREIGN_SEED, held),
 }
+"""By engine, what makes its wire of a function that says whether the residency index holds a block of the replica."""
 
 
 class FleetFollower:
@@ -39,7 +41,7 @@ class FleetFollower:
         self.synced = asyncio.Event()
         """Set once discovery knew the whole fleet."""
         self.listeners: list[Callable[[ReplicaKey, Event], None]] = []
-        """Told of each event, after the state."""
+        """Called with each event, after the state was updated."""
         self._context = zmq.asyncio.Context()
         self._tasks: dict[ReplicaKey, asyncio.Task[None]] = {}
         self._addresses: dict[ReplicaKey, tuple[str, int, int, Engine]] = {}
@@ -71,7 +73,8 @@ class FleetFollower:
             return
         self._stop(key)
         self._addresses[key] = address
-        self._tasks[key] = asyncio.create_task(self._follow(key, replica, wire), name=f"events {replica.name}")
+        made = partial(wire, partial(self.state.residency.holds, key))
+        self._tasks[key] = asyncio.create_task(self._follow(key, replica, made), name=f"events {replica.name}")
 
     async def _follow(self, key: ReplicaKey, replica: Replica, wire: Callable[[], EventWire]) -> None:
         """One subscriber after another: what breaks one is forgotten with all that it knew."""
@@ -118,18 +121,18 @@ class FleetFollower:
             listener(key, event)
 
     def restarted(self, key: ReplicaKey) -> None:
-        """See `EventSink`."""
+        """A new process: everything that the old one said is void."""
         self.state.reports.drop(key)  # whatever the new process says next is newer
         self.state.restarted(key)
 
     def gap(self, key: ReplicaKey) -> None:
-        """See `EventSink`."""
+        """Messages were lost; a replay follows."""
         self.gaps += 1
 
     def lost(self, key: ReplicaKey) -> None:
-        """See `EventSink`."""
+        """Messages were lost that no replay brings back: what was known of its blocks is void."""
         self.state.events_lost(key)
 
     def complete(self, key: ReplicaKey) -> None:
-        """See `EventSink`."""
+        """A replay is complete: every block that the replica caches is known."""
         self.state.events_complete(key)

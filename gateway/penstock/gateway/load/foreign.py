@@ -78,7 +78,7 @@ _MARKS: tuple[tuple[bytes, Engine], ...] = (
 
 
 def engine_of(page: bytes) -> Engine | None:
-    """Which engine wrote a Prometheus page; None where it cannot be told."""
+    """Return the engine that wrote a Prometheus page, or None if it cannot be recognized."""
     return next((engine for mark, engine in _MARKS if page.startswith(mark) or b"\n" + mark in page), None)
 
 

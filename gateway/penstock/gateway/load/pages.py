@@ -11,7 +11,7 @@ class Sample(NamedTuple):
     """One line of a page."""
 
     labels: bytes
-    """As they stand between the braces."""
+    """The labels, as they are written between the braces."""
     value: float
 
     def label(self, name: str) -> str:

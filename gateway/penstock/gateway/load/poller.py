@@ -28,16 +28,17 @@ TICK_S = 0.25
 TIMEOUT = aiohttp.ClientTimeout(total=1.0)
 PARALLEL = 32
 MAX_BYTES = 8 * 2**20
-"""Of a page. Large ones are some hundred kB."""
+"""Largest page in bytes. Large pages have a few hundred kB."""
 
 
 class LoadPoller:
-    """Keeps every ready replica heard of.
+    """Polls ready replicas that report no load themselves.
 
     Args:
         state: The fleet.
-        learned: Called when it has become known, or has changed, what engine a replica runs.
-        period_s: Between two looks at an engine of others; 0: nobody is asked, response headers and events alone tell loads.
+        learned: Called when a replica's engine becomes known or changes.
+        period_s: Seconds between two polls of another project's engine. 0: poll none; only response headers and events report
+        loads.
     """
 
     def __init__(self, state: FleetState, learned: Callable[[ReplicaKey], None], period_s: float = PERIOD_S) -> None:

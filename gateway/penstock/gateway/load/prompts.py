@@ -1,7 +1,8 @@
-"""From a request's body to token counts and block hashes, with the tokenizer and template that the replicas themselves use.
+"""From a request's body to token counts and block hashes, with the replicas' own tokenizer and template.
 
-Each ready replica of ours serves its `PromptBundle`; for engines of others a folder with the tokenizer may be given. Bundles that
-count and hash alike share one memory of prefixes. During a rollout prompts are hashed for both revisions.
+Each ready Penstock replica serves its `PromptBundle`. For other engines, a folder with the tokenizer can be given. Bundles that
+count
+and hash alike share one memory of prefixes. During a rollout prompts are hashed for both revisions.
 """
 
 import asyncio
@@ -46,7 +47,7 @@ INLINE_BYTES = 4096
 INLINE_PROMPTS = 16
 """Likewise: each prompt of a list is a call of the tokenizer's."""
 MAX_BUNDLE_BYTES = 256 * 2**20
-"""Of a prompt bundle. The largest tokenizers are some 35 MB."""
+"""Largest prompt bundle. The largest tokenizers have about 35 MB."""
 SPACES = 2
 """Hash spaces in which a prompt is hashed at most: the old and the new revision of a rollout."""
 SWITCH_S = 0.0005
@@ -76,10 +77,10 @@ class PromptLibrary:
         self._folders = dict(tokenizers or {})
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
         self._overdue = 0
-        """Threads at work on what nobody waits for any more."""
+        """Threads that still work for callers that gave up."""
         self._memos: dict[bytes, PrefixMemo] = {}
         self._bundles: dict[str, _Known] = {}
-        """By digest."""
+        """Bundles by digest."""
         self._digests: dict[ReplicaKey, tuple[int | None, str]] = {}
         """(epoch at the time, digest) of each replica's bundle."""
         self._retry_at: dict[ReplicaKey, float] = {}

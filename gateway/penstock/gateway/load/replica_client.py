@@ -37,18 +37,18 @@ class ReplicaTlsStates:
         self._failures: dict[ReplicaKey, str | None] = {}
 
     def ok(self, replica: Replica) -> None:
-        """There was a handshake."""
+        """Record a successful handshake."""
         self._failures[key_of(replica)] = None
 
     def failed(self, replica: Replica, why: str) -> None:
-        """There was none, or it was taken back."""
+        """Record a failed handshake or a broken connection."""
         key = key_of(replica)
         if self._failures.get(key) is None:
             log.warning("no TLS with %s at %s: %s", replica.name, replica.endpoint, why)
         self._failures[key] = why
 
     def view(self, replicas: Iterable[Replica]) -> list[TlsView]:
-        """Of these; others are forgotten."""
+        """Return the states of these replicas, and forget the others."""
         known = list(replicas)
         keys = {key_of(replica) for replica in known}
         self._failures = {key: why for key, why in self._failures.items() if key in keys}

@@ -47,12 +47,16 @@ class ReportStore:
         """What was heard of `key`; None where nothing was."""
         return self._heard.get(key)
 
+    def heard_after(self, key: ReplicaKey, moment: float) -> bool:
+        """Whether the newest report of `key` came after that moment."""
+        heard = self._heard.get(key)
+        return heard is not None and heard.at > moment
+
     def idle(self, key: ReplicaKey, after: float) -> bool:
         """Whether the newest report of `key` came after that moment and says that nothing runs or waits there."""
-        heard = self._heard.get(key)
-        if heard is None or heard.at <= after:
+        if not self.heard_after(key, after):
             return False
-        report = heard.report
+        report = self._heard[key].report
         return not (report.num_requests_running or report.waiting or report.kv_cache_usage_perc)
 
     def drop(self, key: ReplicaKey) -> None:
@@ -60,5 +64,5 @@ class ReportStore:
         self._heard.pop(key, None)
 
     def silent(self, keys: list[ReplicaKey], now: float, after_s: float) -> list[ReplicaKey]:
-        """Those of `keys` that have not been heard for `after_s` seconds."""
+        """Return those of `keys` without a report for `after_s` seconds."""
         return [key for key in keys if (heard := self._heard.get(key)) is None or now - heard.at >= after_s]

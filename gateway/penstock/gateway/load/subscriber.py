@@ -29,15 +29,15 @@ ATTEMPTS = 3
 LATER_LIMIT = 10_000
 """Batches that wait for a replay at most."""
 RESYNC_S = 30.0
-"""After that, a replica whose replay was silent is asked again."""
+"""Seconds after which a replica that did not answer a replay is asked again."""
 RECEIVE_LIMIT = 100_000
 """Messages that wait in the socket during a replay (ZMQ's default is 1,000)."""
 BLOCKS_AT_ONCE = 1_000
-"""Of a replay, between two turns of the event loop: about half a millisecond."""
+"""Blocks of a replay between two turns of the event loop: about half a millisecond."""
 
 
 class EventSink(Protocol):
-    """Where the events of all replicas go."""
+    """Receives the events of all replicas."""
 
     def event(self, key: ReplicaKey, event: Event) -> None:
         """One event, block events in order."""
@@ -78,11 +78,11 @@ class EventSubscriber:
         self._next = 0
         """Sequence number of the next batch whose block events count."""
         self._newest = -1
-        """Of the batches that came by the stream."""
+        """Newest sequence number of the stream."""
         self._anywhere = False
         """Whatever batch comes next, the stream goes on from there."""
         self._whole = True
-        """Nothing is missing since the last time that everything was known."""
+        """True while no batch is missing since the state was last complete."""
         self._later: list[tuple[int, Batch]] = []
         """Batches that wait for a replay."""
         self._behind = asyncio.Event()
@@ -111,7 +111,8 @@ class EventSubscriber:
                     self._receive(events.decode_seq(frames[1]), frames[2])
 
     async def _catch_up(self) -> None:
-        """Fills what is missing, again and again. Where nobody answers, the stream goes on without, and is asked again later."""
+        """Request missing batches until none is missing. If the replica does not answer, continue with the stream and ask again
+        later."""
         silent, backoff = 0, 0.1
         while True:
             await self._behind.wait()
@@ -223,7 +224,7 @@ class EventSubscriber:
             self._sink.complete(self._key)
 
     def _go_on_without(self) -> None:
-        """Nobody replays: the stream alone counts, from its next batch on."""
+        """Continue with the stream's next batch, since the replica replays nothing."""
         waiting, self._later = self._later, []
         self._behind.clear()
         self._lose()

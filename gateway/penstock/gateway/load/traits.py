@@ -14,7 +14,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one replica."""
 
     engine: Engine
-    """`auto` as long as nobody knows."""
+    """`auto` until the engine is known."""
     block_size: int = BLOCK_SIZE
     """Tokens in a KV block."""
     num_blocks: int = 0

@@ -7,7 +7,8 @@ may be seeded at random), so each is translated: a block's own hash follows from
 A replay request is answered from a bounded buffer, without a snapshot: what it does not reach back to stays unknown.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -31,6 +32,8 @@ _STORED = (
 )
 _REMOVED = ("block_hashes", "medium", "group_idx")
 _NATIVE = dict[str, Any]
+_LOOKS = 4
+"""How many old names are examined for each new one, once there are too many."""
 _Name = int | bytes
 """An engine's hash of a block."""
 
@@ -53,7 +56,7 @@ class _Stored(_Removed, kw_only=True):
 
 
 class _Cleared(msgspec.Struct):
-    """Nothing is read of it."""
+    """All blocks were cleared. Its fields are not read."""
 
 
 _KNOWN: dict[str, type[msgspec.Struct]] = {"BlockStored": _Stored, "BlockRemoved": _Removed, "AllBlocksCleared": _Cleared}
@@ -64,16 +67,21 @@ class VllmWire:
 
     Args:
         seed: Of the hash space in which prompts for such engines are hashed.
+        held: Whether the residency index still knows this replica to cache a block.
+        most: Names from which on those of blocks that the index has dropped are forgotten. The index drops by use, so the
+            blocks that begin many prompts stay. Twice as many are never kept.
     """
 
     topic = b""
     has_epochs = False
     snapshot_from: int | None = None
 
-    def __init__(self, seed: str) -> None:
+    def __init__(self, seed: str, held: Callable[[bytes], bool] = lambda own: False, most: int = MAX_BLOCKS_PER_REPLICA) -> None:
         self._seed = seed
+        self._held = held
+        self._most = most
         self._hashers: dict[int, BlockHasher] = {}
-        self._own: dict[Any, bytes] = {}
+        self._own: OrderedDict[Any, bytes] = OrderedDict()
         """The engine's hash of a block → ours."""
         self._other_groups: set[int] = set()
         """KV groups that hold no whole prefixes: sliding windows, state-space layers."""
@@ -83,7 +91,7 @@ class VllmWire:
         return [b"", events.encode_seq(start)]
 
     def replayed(self, frames: list[bytes]) -> Replayed | None:
-        """See `EventWire`."""
+        """What a message of the replay holds; None for its end."""
         if len(frames) != 3 or len(frames[1]) != 8:
             raise ValueError(f"{len(frames)} frames in place of 3")
         if frames[1] == events.END_OF_REPLAY:
@@ -91,7 +99,7 @@ class VllmWire:
         return Replayed(events.decode_seq(frames[1]), frames[2])
 
     def decode(self, payload: bytes) -> Batch:
-        """See `EventWire`."""
+        """The batch of a message; raises `ValueError` on anything else."""
         raw = msgspec.msgpack.decode(payload)
         found = raw.get("events") if isinstance(raw, dict) else raw[1] if isinstance(raw, list) and len(raw) > 1 else None
         if not isinstance(found, list):
@@ -100,7 +108,7 @@ class VllmWire:
         return Batch(0, (), native, bool(native) and native[0]["type"] == "AllBlocksCleared")
 
     def translate(self, event: object) -> Iterable[Event]:
-        """See `EventWire`."""
+        """What one of `Batch.blocks` says, which must come in order."""
         assert isinstance(event, dict)
         if event["type"] == "AllBlocksCleared":
             self.forget()
@@ -115,7 +123,7 @@ class VllmWire:
         return ()
 
     def forget(self) -> None:
-        """See `EventWire`."""
+        """What was translated so far is void."""
         self._own.clear()
         self._other_groups.clear()
 
@@ -135,9 +143,16 @@ class VllmWire:
         hasher = self._hashers.get(size) or self._hashers.setdefault(size, BlockHasher(size, self._seed))
         own = hasher.chain(None if parent is None else self._own[parent], tokens[: len(names) * size], extra, 0)
         self._own.update(zip(names, own, strict=True))
-        while len(self._own) > MAX_BLOCKS_PER_REPLICA:
-            del self._own[next(iter(self._own))]
+        self._forget_dropped(_LOOKS * len(own))
         return (BlockStored(own),)
+
+    def _forget_dropped(self, looks: int) -> None:
+        """Examines so many of the oldest names as long as there are too many: those of held blocks become the newest."""
+        while looks > 0 and len(self._own) > self._most:
+            name, own = self._own.popitem(last=False)
+            if len(self._own) < 2 * self._most and self._held(own):
+                self._own[name] = own
+            looks -= 1
 
 
 def _fields(event: Any) -> _NATIVE:

@@ -1,8 +1,8 @@
 """Which side of a canary a request is on.
 
-A conversation stays on one side, since the other has none of its KV cache: what decides is how the conversation opens (the
-client's `prompt_cache_key`, or everything up to the first words of the user), hashed with the tenant. Requests that are no
-conversation are drawn by their ids. A weight that rises takes more conversations over and moves none of them back.
+A conversation stays on one side, since the other has none of its KV cache. The side depends on the start of the conversation (the
+client's `prompt_cache_key`, or everything up to the first words of the user), hashed with the tenant. Other requests are drawn by
+their ids. A growing weight moves more conversations over and none back.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any, cast
 from penstock.api.fleet import Model
 
 MAX_CHARACTERS = 4_096
-"""Of each text of a conversation's opening that count."""
+"""Most characters that count of each text of a conversation's start."""
 
 
 def side(main: Model, canaries: Sequence[Model], key: bytes, serves: Callable[[Model], bool]) -> Model:

@@ -1,4 +1,4 @@
-"""Who owns which name: models by their served names and aliases, adapters by theirs, and whose traffic canaries share."""
+"""Owners of names: models by their served names and aliases, adapters by theirs. Also the canaries of each model."""
 
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
@@ -36,7 +36,7 @@ class Names:
 
     def __init__(self, fleet: Fleet) -> None:
         self.models = models = {model.id: model for model in fleet.models}
-        """By id."""
+        """Models by id."""
         self.orphans = [adapter for adapter in fleet.adapters if adapter.model not in models]
         """Adapters whose model is gone: they are not served, and claim nothing."""
         self.conflicts: list[NameConflict] = []
@@ -82,7 +82,7 @@ class Names:
         return self._named.items()
 
     def canaries(self, model: Model) -> list[Model]:
-        """Those that share the traffic of `model`, the oldest first."""
+        """Return the canaries that share the traffic of `model`, the oldest first."""
         return self._canaries.get(model.id, [])
 
     def main_of(self, model: str) -> str | None:
@@ -91,7 +91,7 @@ class Names:
 
 
 def _by_age(models: Iterable[Model], adapters: Iterable[Adapter], known: dict[str, Model]) -> Iterator[tuple[str, Named]]:
-    """Who may claim names, the oldest first, under the name by which people know it."""
+    """Yield the resources that claim names, the oldest first, with the description that people know."""
     claims = [(model.created, f"InferenceModel {model.id}", Named(model)) for model in models]
     for adapter in adapters:
         if adapter.model in known:

@@ -12,7 +12,7 @@ class Outcomes:
 
     def __init__(self) -> None:
         self.epoch = secrets.token_hex(8)
-        """Another one in each process: counts of two epochs have nothing to do with each other."""
+        """Differs in each process. Counts of two epochs cannot be compared."""
         self._counts: dict[str, tuple[list[int], list[int]]] = {}
         """Requests and failures; first tokens by time."""
 

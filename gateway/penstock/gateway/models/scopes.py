@@ -13,11 +13,11 @@ class Scope(NamedTuple):
 
     members: list[Replica]
     keys: list[ReplicaKey]
-    """Of `members`."""
+    """The replicas of `members`."""
     open_models: list[Model]
     """The models without an InferenceModel among its own: one or none."""
     narrowed: dict[str, Subset | None]
-    """By model id, the model's replicas in the pool; None where those are all that it has."""
+    """By model id, the model's replicas in the pool. None if those are all that it has."""
 
 
 class Scopes:

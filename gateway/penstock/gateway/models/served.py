@@ -24,7 +24,7 @@ RETRY_S = 5.0
 TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 MAX_BYTES = 4 * 1024 * 1024
 AGAIN_S = 1.0
-"""Names that nobody knows ask a replica no more often than so."""
+"""Least seconds between two queries of a replica about unknown names."""
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -93,7 +93,7 @@ class ServedNames:
         return {name: served for key in keys for name, served in self._names.get(key, {}).items()}
 
     def serving(self, name: str, keys: Iterable[ReplicaKey]) -> list[ReplicaKey]:
-        """Those of `keys` that serve `name`."""
+        """Return those of `keys` that serve `name`."""
         return [key for key in keys if name in self._names.get(key, ())]
 
     async def _ask(self, replicas: Collection[Replica]) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from penstock.gateway.picker.candidates import Booked, ReplicaKey
 
 EXPIRY_S = 3600.0
-"""Longer than any answer; a booking that expires is an end that nobody told us of."""
+"""Longer than any answer. A booking that expires is an end that was never reported."""
 
 
 class State(enum.StrEnum):
-    """Where a booking stands. Strings, since those are hashed without a call."""
+    """State of a booking. Strings, since those are hashed without a call."""
 
     PENDING = "pending"
     UNREPORTED = "unreported"
@@ -45,7 +45,12 @@ class Booking:
         self.state = State.PENDING
         self.awaited: tuple[int, int] | None = None
         """(epoch, seq) of the report that includes this request; None where its response carried no report."""
-        self.responded_at = 0.0
+        self.responded_at: float | None = None
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether the booking counts and the head of its response has not come."""
+        return self.responded_at is None and self.state is not State.RELEASED
 
 
 class _Account:
@@ -66,8 +71,8 @@ class Bookings:
     """All bookings of a gateway process. Time is an argument (monotonic seconds).
 
     Args:
-        changed: Is told what is outstanding at a replica whenever that changes.
-        left: Is told of a replica whose last report includes a request that has ended since.
+        changed: Called with the outstanding work at a replica whenever it changes.
+        left: Called with a replica when a request that its last report includes has ended.
     """
 
     def __init__(
@@ -81,9 +86,9 @@ class Bookings:
         self.released: Counter[str] = Counter()
         """How many bookings each cause has ended."""
         self.ended: list[Callable[[Booking, str], None]] = []
-        """Are told of each end, and its cause."""
+        """Called with each ended booking and the cause."""
         self.moved: list[Callable[[Booking], None]] = []
-        """Are told of each booking that has followed its request to another replica."""
+        """Called with each booking that followed its request to another replica."""
 
     def book(
         self, request_id: str, key: ReplicaKey, prefill_tokens: int, now: float, *, transfer_tokens: int = 0, answers: int = 1
@@ -113,7 +118,7 @@ class Bookings:
         return sum(account.counts[state] for account in self._accounts.values())
 
     def move(self, booking: Booking, key: ReplicaKey) -> None:
-        """Another replica than the picked one took the request: the booking follows it."""
+        """Move a booking to the replica that took the request instead of the picked one."""
         if booking.state is State.RELEASED or booking.key == key:
             return
         self._close(booking)
@@ -143,8 +148,13 @@ class Bookings:
         for booking in [b for b in account.unreported if _includes(b, epoch, seq, asked_at)]:
             self._set(booking, State.RUNNING)
 
+    def included(self, booking: Booking) -> None:
+        """Record that a report which came long after the pick includes the request, if the replica has it at all."""
+        if booking.state is State.PENDING:
+            self._set(booking, State.RUNNING)
+
     def release(self, booking: Booking, by: str) -> None:
-        """Ends a booking; one that has ended already is left as it is. `by` is a word for the metric."""
+        """End a booking, unless it has ended already. `by` labels the metric."""
         if booking.state is State.RELEASED:
             return
         self._close(booking)
@@ -155,21 +165,22 @@ class Bookings:
         for told in self.ended:
             told(booking, by)
 
-    def finished(self, key: ReplicaKey, request_id: str) -> None:
-        """The replica says that a request has ended, or one of several answers to it. An unknown one is somebody else's."""
+    def finished(self, key: ReplicaKey, request_id: str) -> bool:
+        """Record a replica's report that a request, or one of several answers to it, has ended; return whether it was booked."""
         account = self._accounts.get(key)
         same = account.bookings.get(request_id) if account else None
         if not account or not same:
-            return
+            return False
         booking = same[0]  # of several with one id, the oldest
         if booking.left <= 1:
             self.release(booking, "finished")
-            return
+            return True
         self._count(account, booking, -1)
         booking.left -= 1
         self._count(account, booking, 1)
         if booking.state is State.RUNNING:
             self._left(key)
+        return True
 
     def release_all(self, key: ReplicaKey, by: str) -> None:
         """Ends all bookings of a replica that is gone or has restarted."""
@@ -217,6 +228,6 @@ class Bookings:
 
 
 def _includes(booking: Booking, epoch: int, seq: int, asked_at: float) -> bool:
-    if booking.awaited is None:
-        return asked_at > booking.responded_at
-    return (epoch, seq) >= booking.awaited
+    if booking.awaited is not None:
+        return (epoch, seq) >= booking.awaited
+    return booking.responded_at is not None and asked_at > booking.responded_at

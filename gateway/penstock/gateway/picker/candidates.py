@@ -1,4 +1,4 @@
-"""Who may be picked at all, and what is known of each."""
+"""The replicas that may be picked, and the figures known of each."""
 
 from collections.abc import Collection
 from typing import NamedTuple

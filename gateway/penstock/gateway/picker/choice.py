@@ -10,7 +10,7 @@ from penstock.api.fleet import Replica
 from penstock.gateway.picker.candidates import Booked, Candidate, Rejected, ReplicaKey, key_of, why_not
 from penstock.gateway.picker.cost import promised_ttft_s
 from penstock.gateway.picker.disaggregation import Hop, Joint, join
-from penstock.gateway.picker.figures import FEW, Figures, Floats, at
+from penstock.gateway.picker.figures import FEW, Floats, at
 from penstock.gateway.picker.policies import POLICIES
 from penstock.gateway.picker.slate import Slate
 from penstock.gateway.picker.subset import Subset
@@ -35,7 +35,7 @@ class Ranked(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request goes. Figures alone are kept: sentences are made when somebody asks, since few picks are ever read."""
+    """The decision for a request. It keeps figures only: sentences are made on demand, since few decisions are ever read."""
 
     policy: str
     replica: Replica
@@ -60,23 +60,18 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """The pairs that the best candidates would make, where the model has prefill replicas."""
     hop: Hop | None = None
     """Where the prompt is computed, if not at the pick."""
+    ttft_s: float = 0.0
+    """The time to the first token that the pick's reports promise; 0 where the policy looks at none, or at two replicas."""
 
     @property
     def key(self) -> ReplicaKey:
-        """Of the pick."""
+        """Key of the picked replica."""
         return key_of(self.replica)
 
     @property
     def slate(self) -> Slate:
         """The best candidates alone, in order of preference, as they were."""
         return self.whole.kept(self.rows, self.table)
-
-    @property
-    def ttft_s(self) -> float:
-        """The time to the first token that the pick's reports promise; 0 where the policy looks at none, or at two replicas."""
-        if self.policy != JOINT_POLICY or self.joint is not None:
-            return 0.0
-        return promised_ttft_s(self.whole, Figures(*self.table[:, 0].tolist()), self.resident_tokens, self.scores[0])
 
     @property
     def ranked(self) -> list[Ranked]:
@@ -92,7 +87,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rejected(self) -> list[Rejected]:
-        """Those that could not be picked, and why."""
+        """The replicas that could not be picked, and why."""
         rejected: list[Rejected] = []
         for replica, could in zip(self.whole.replicas, self.whole.open.tolist(), strict=True):
             if replica is not None and not could:
@@ -150,14 +145,17 @@ def choose(
     *,
     prefill: Slate | None = None,
 ) -> Choice:
-    """Ranks the rows of `slate`, of which at least one may be picked, by `policy`.
+    """Rank the rows of `slate`, of which at least one may be picked, by `policy`.
 
     Args:
-        slate: The pick.
-        policy: A name in `POLICIES`; any other is a ValueError.
+        slate: The candidates.
+        policy: A name in `POLICIES`.
         subset: The restriction that the slate was made under, for the record.
-        excluded: Likewise.
-        prefill: Those that could compute the prompt for the pick.
+        excluded: The same for excluded replicas.
+        prefill: The candidates that could compute the prompt for the pick.
+
+    Raises:
+        ValueError: there is no such policy.
     """
     rule = POLICIES.get(policy)
     if rule is None:
@@ -185,6 +183,7 @@ def choose(
         excluded=excluded,
         joint=None if joint is None else joint.kept(np.array(rows)),
         hop=hop,
+        ttft_s=promised_ttft_s(slate, best) if policy == JOINT_POLICY and joint is None else 0.0,
     )
 
 

@@ -28,8 +28,9 @@ from penstock.gateway.picker.figures import (
     Rates,
     Rows,
 )
-from penstock.gateway.picker.folded import GRACE_S, Folded, itl_s, queue_s
+from penstock.gateway.picker.folded import Folded
 from penstock.gateway.picker.outliers import UNTROUBLED, Standing
+from penstock.gateway.picker.price import GRACE_S, itl_s, queue_s
 from penstock.gateway.picker.subset import Subset, canonical
 
 PRIOR_ROWS = 256.0
@@ -40,7 +41,7 @@ LORA_LOAD_S = 0.1
 LORA_EVICT_S = 0.1
 """What the adapter that has to go will cost when it comes back: so few replicas as possible hold each adapter."""
 LORA_WAIT_TOKENS = 128
-"""Output tokens after which one of several running adapters is expected to have nobody left."""
+"""Output tokens after which one of several running adapters is expected to become idle."""
 RATES_S = 0.25
 """How old the common rates may be."""
 ARRIVALS_S = 5.0
@@ -60,11 +61,11 @@ class Columns:
         """Ready, not terminating, not cordoned."""
         self.open_count = 0
         self.seeds: NDArray[np.uint64] = np.zeros(0, np.uint64)
-        """Of each replica's lots."""
+        """Seed of each replica's random draws."""
         self.by_name: Rows = np.zeros(0, np.intp)
         """The rows in the order of their names, blank ones last."""
         self.replicas: Sequence[Replica | None] = ()
-        """By row; never changed in place, so that a decision may keep it."""
+        """Replicas by row. Never changed in place, so that a decision may keep it."""
         self.endpoints: Sequence[str] = ()
         self.pools: list[str] = []
         self.rows: dict[ReplicaKey, int] = {}
@@ -73,7 +74,7 @@ class Columns:
         self.adapters: dict[str, set[int]] = {}
         """The rows in which each adapter holds a slot."""
         self.served: dict[int, Collection[str]] = {}
-        """The adapters that can be asked for in each row; rows of which nobody tells are left out."""
+        """By row, the adapters that can be requested. Rows that do not report them are left out."""
         self.troubled: set[int] = set()
         """The rows that may be a last resort now or soon."""
         self._members: list[Replica] = []
@@ -119,7 +120,7 @@ class Columns:
         self._hold(row, ())
 
     def _index(self, by_row: list[Replica | None]) -> None:
-        """Everything that follows from who is there."""
+        """Build everything that depends on which replicas there are."""
         self.version += 1
         self.replicas = tuple(by_row)
         self.endpoints = tuple(replica.endpoint if replica else "" for replica in by_row)
@@ -176,7 +177,7 @@ class Columns:
         self.figures.taken_s[row] += min(taken_s, LONGEST_S)
 
     def trust_again(self, row: int) -> None:
-        """The replica in `row` is a new process, with which nobody has any experience."""
+        """Reset what was learned about the replica in `row`: it is a new process."""
         f = self.figures
         f.promised_s[row], f.taken_s[row], f.correction[row] = 0.0, 0.0, 1.0
         self._folded.changed.add(row)
@@ -208,8 +209,9 @@ class Columns:
         self._able = {}
 
     def able(self, adapter: str) -> Bools:
-        """The open rows that can be asked for `adapter`; `open` itself where all can, so that nobody pays for adapters that are
-        everywhere. Looked at anew when a replica says something else than before."""
+        """Return the open rows that serve `adapter`. Returns `open` itself if all do, so that an adapter that is everywhere costs
+        nothing.
+        Computed again when a replica reports other adapters."""
         mask = self._able.get(adapter)
         if mask is None:
             has = [row not in self.served or adapter in self.served[row] for row in range(len(self.open))]
@@ -229,8 +231,9 @@ class Columns:
         self._arrived += 1
 
     def left(self, row: int) -> None:
-        """A request has ended that the last report of the replica in `row` includes. Where nobody asks for reports, the next is
-        as far away as the next request."""
+        """Count one running request less in `row`: it ended after the replica's last report. A replica that is not polled reports
+        again only
+        with its next request."""
         f = self.figures
         if f.running[row] > 0:
             f.running[row] -= 1
@@ -255,7 +258,7 @@ class Columns:
     # --- what a pick asks ---
 
     def rates(self, now: float) -> Rates:
-        """The common rates, as medians, of replicas that have measured theirs; looked at anew every `RATES_S`."""
+        """Return the common rates: medians over replicas that have measured theirs, computed again every `RATES_S`."""
         if now - self._rated_at >= RATES_S:
             self._rated_at, self._rates = now, self._measure(now)
         return self._rates

@@ -1,9 +1,11 @@
-"""Prompts under way: blocks that a replica will cache because a request that was sent there computes them.
+"""Prompts in flight: blocks that a replica will cache because it computes a request that was sent there.
 
-Of two equal prompts that come at once the second would else find nothing cached anywhere and be computed again at another
-replica. What the first still has to compute stands in its booking; here stands that nobody computes it twice at the same place.
-While it runs it holds its blocks, so what is said here stays true until its booking ends, and by then the replica's events have
-told the same.
+Without this, the second of two equal prompts that arrive together would find nothing cached anywhere and be computed again at
+another replica. Its booking counts what the first still has to compute. This module makes sure that no replica is charged twice
+for
+the same blocks. A request holds its blocks while it runs, so an entry stays true until its booking ends, and by then the
+replica's
+events have reported the blocks.
 """
 
 from collections import Counter
@@ -28,7 +30,7 @@ class _Prompt:
         self.key = key
         self.hashes = hashes
         self.depth = depth
-        """Where the first block stands that the replica did not have."""
+        """Position of the first block that the replica did not have."""
         self.bookings = 0
 
     @property
@@ -38,14 +40,15 @@ class _Prompt:
 
 
 class Coming:
-    """The prompts under way of all replicas. A prompt is found by the first block that it has to compute: whoever shares any of
-    what it computes shares that one, since a block's hash holds its whole prefix."""
+    """Prompts in flight at all replicas, keyed by the first block that each must compute. Prompts that share any computed block
+    share
+    that one, since a block's hash covers its whole prefix."""
 
     def __init__(self, bookings: Bookings) -> None:
         self._prompts: dict[Booking, _Prompt] = {}
         self._by_first: dict[bytes, dict[tuple[ReplicaKey, bytes, int], _Prompt]] = {}
         self._depths: Counter[int] = Counter()
-        """Where the first blocks stand: at the same places in every prompt that has them."""
+        """How many prompts start to compute at each position."""
         bookings.ended.append(lambda booking, by: self._forget(booking))
         bookings.moved.append(self._move)
 
@@ -71,7 +74,7 @@ class Coming:
         prompt.bookings += 1
 
     def _move(self, booking: Booking) -> None:
-        """Another replica computes it."""
+        """Record that another replica computes the prompt."""
         prompt = self._prompts.get(booking)
         if prompt is not None:
             self._forget(booking)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 HALF_LIFE_S: Final = 60.0
-"""After that long a comparison counts half: a replica that nobody is sent to is trusted again in time."""
+"""Seconds after which a comparison counts half, so that a replica without requests is trusted again in time."""
 PRIOR_S: Final = 5.0
 """Seconds that are taken to have come true: with fewer of them observed little is corrected."""
 TOLERATED = 2.0
@@ -23,7 +23,7 @@ simulation (`make bench-routing`): without this a fleet whose replicas all repor
 LEAST, MOST = 0.5, 16.0
 """Bounds of the factor. One that does better than its reports is rare and gains little; one that does worse draws all traffic."""
 LONGEST_S: Final = 600.0
-"""No first token that took longer counts for more."""
+"""Longer times to the first token count as this long."""
 
 
 def corrections(promised: Floats, taken: Floats) -> Floats:

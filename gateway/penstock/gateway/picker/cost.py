@@ -9,18 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.gateway.picker.figures import PRIOR_QUEUE_S, Figures, Floats
-from penstock.gateway.picker.folded import (
-    EVICTION,
-    GRACE_S,
-    HALF_LIFE_S,
-    KV_CLIFF,
-    assumed_itl_s,
-    costs,
-    crowding,
-    itl_s,
-    queue_s,
-)
+from penstock.gateway.picker.figures import Floats
+from penstock.gateway.picker.folded import costs, first_s
+from penstock.gateway.picker.price import EVICTION, crowding, price
 from penstock.gateway.picker.slate import Slate
 
 HORIZON_TOKENS = 16
@@ -75,12 +66,6 @@ def horizon(slate: Slate) -> int:
     return HORIZON_TOKENS if slate.max_tokens is None else min(HORIZON_TOKENS, slate.max_tokens)
 
 
-def trust(slate: Slate) -> Floats:
-    """How much of each report still counts, 0 to 1, by its age; 0 without one."""
-    age = slate.now - slate.figures.heard_at
-    return np.exp2(np.minimum(GRACE_S - age, 0.0) / HALF_LIFE_S)
-
-
 def cost_s(slate: Slate) -> Floats:
     """`Estimate.cost_s` of the slate's request in every row, without its parts; reports may seem younger by as long as rates are
     kept."""
@@ -91,59 +76,27 @@ def cost_s(slate: Slate) -> Floats:
 
 def estimate(slate: Slate) -> Estimate:
     """The cost of the slate's request in every row, part by part."""
-    f = slate.figures
-    trusted = trust(slate)
-    fresh = slate.prompt_tokens - slate.resident
-    tokens = f.booked_tokens + f.booked_transfers + fresh
-    running = np.maximum(f.running, 1.0)
+    f, fresh = slate.figures, slate.prompt_tokens - slate.resident
+    of = price(f, slate.rates, slate.block_size, slate.now, np.maximum)
     prefill_s = fresh * f.s_per_token
     alone = Estimate(
-        queue_s=trusted * queue_s(f, slate.now, np.maximum),
-        booked_s=f.booked_tokens * f.s_per_token,
-        capacity_s=trusted * _capacity_s(slate, tokens, running),
+        queue_s=of.queue_s,
+        booked_s=of.booked_s,
+        capacity_s=of.capacity.at(fresh, np.maximum),
         prefill_s=prefill_s,
         lora_s=np.zeros(len(fresh)) if slate.lora_s is None else slate.lora_s,
         eviction_s=EVICTION * prefill_s,
         crowding_s=np.zeros(len(fresh)),
-        preemption_s=trusted * _preemption_s(slate, tokens),
-        uncertainty_s=(1 - trusted) * np.maximum(slate.rates.queue_s, PRIOR_QUEUE_S * (f.heard_at == -np.inf)),
-        itl_s=trusted * itl_s(f, f.booked_requests, np.maximum) + (1 - trusted) * assumed_itl_s(slate.rates, f.booked_requests),
+        preemption_s=of.preemption.at(fresh, np.maximum),
+        uncertainty_s=of.uncertainty_s,
+        itl_s=of.itl_s,
     )
     return alone._replace(crowding_s=crowding(slate.rates) * fresh * alone.ttft_s)
 
 
-def promised_ttft_s(slate: Slate, one: Figures, resident: float, cost_s: float) -> float:
-    """The time to the first token within the cost of one replica, as its reports have it: nothing is estimated again.
-
-    Args:
-        slate: The pick.
-        one: The replica's figures: single numbers in place of columns.
-        resident: Prompt tokens that its prefix cache would supply.
-        cost_s: See `Estimate.cost_s`.
-    """
-    age = slate.now - float(one.heard_at)
-    trusted, booked = 2.0 ** (min(GRACE_S - age, 0.0) / HALF_LIFE_S), float(one.booked_requests)
-    pace_s = trusted * itl_s(one, booked, max) + (1 - trusted) * assumed_itl_s(slate.rates, booked)
-    fresh = slate.prompt_tokens - resident
-    promised = (cost_s - horizon(slate) * pace_s) / float(one.correction) - EVICTION * fresh * float(one.s_per_token)
-    return max(promised / (1 + crowding(slate.rates) * fresh), 0.0)
-
-
-def _capacity_s(slate: Slate, tokens: Floats, running: Floats) -> Floats:
-    """Seconds until there are a row and KV blocks for all that waits and for this request, if answers of average length end one
-    after another. What waits without such need waits for its turn, which is the queue's time and not counted again."""
-    f = slate.figures
-    crowd = f.waiting + f.booked_requests + 1 - f.rows_free
-    missing = (f.backlog_tokens + tokens) / slate.block_size - f.blocks_free
-    short = np.maximum(np.maximum(crowd, missing / np.maximum(f.held_blocks, 1.0)), 0.0)
-    return short * slate.rates.output_tokens * f.step_s / running
-
-
-def _preemption_s(slate: Slate, tokens: Floats) -> Floats:
-    """Seconds of prefill that preemptions would repeat: of all tokens beyond what the KV memory holds well. Whatever decodes
-    grows: by half an answer still if it runs, by a whole one if it is yet to begin."""
-    f, answer = slate.figures, slate.rates.output_tokens
-    grown = tokens + answer * (f.running / 2 + f.waiting + f.booked_requests + 1)
-    room = f.kv_blocks * slate.block_size
-    beyond = f.kv_usage + grown / np.maximum(room, 1.0) - KV_CLIFF
-    return np.maximum(beyond, 0.0) * room * f.s_per_token
+def promised_ttft_s(slate: Slate, row: int) -> float:
+    """The time to the first token that the reports of the replica in `row` promise, as its cost has it, without its
+    correction."""
+    folded, fresh = slate.columns.folded(slate.now, slate.block_size), slate.prompt_tokens - slate.resident[row]
+    lora_s = 0.0 if slate.lora_s is None else float(slate.lora_s[row])
+    return float(first_s(folded[:, row : row + 1], fresh)[0] / slate.figures.correction[row]) + lora_s

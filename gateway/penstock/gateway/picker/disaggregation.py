@@ -22,7 +22,7 @@ TRANSFER_S = 0.005
 TRANSFER_S_PER_TOKEN = 5e-6
 """128 KiB of KV cache a token at 25 GB/s: likewise."""
 OUTPUT_TOKENS = 256
-"""Room that an answer of unknown length needs."""
+"""Output tokens that are assumed for an answer of unknown length."""
 
 
 _PREFILL_TERMS = ("queue_s", "booked_s", "prefill_s", "crowding_s")
@@ -30,13 +30,14 @@ _PREFILL_TERMS = ("queue_s", "booked_s", "prefill_s", "crowding_s")
 
 
 class Hop(NamedTuple):
-    """Where the prompt is computed, and what that costs beside computing it at the decode replica; in seconds."""
+    """The replica that computes the prompt, and the cost of the transfer against computing it at the decode replica; in
+    seconds."""
 
     replica: Replica
     fresh_tokens: int
     """Prompt tokens that its prefix cache would not supply."""
     prefill_s: float
-    """Until the prompt is computed there: its queue included."""
+    """Seconds until the prompt is computed there, with its queue."""
     transfer_s: float
     local_s: float
     """The first token without the hop, and what the prefill would cost those that decode and wait there."""
@@ -55,12 +56,12 @@ class Joint(NamedTuple):
     fresh_tokens: Floats
     """Prompt tokens that are not resident at the decode replica."""
     comparable: Bools
-    """There is a prefill replica with the same KV layout."""
+    """True where a prefill replica has the same KV layout."""
     room: Bools
     """What would come fits now."""
 
     def kept(self, rows: Rows) -> "Joint":
-        """Of `rows` alone, in that order."""
+        """Return the joint choice for `rows` only, in that order."""
         return Joint(
             score=self.score[rows],
             prefill_row=self.prefill_row[rows],
@@ -133,8 +134,9 @@ def _stall_s(decode: Slate, cost: Estimate) -> Floats:
 
 
 def _room(slate: Slate) -> Bools:
-    """Where the request would find a row and blocks for its prompt and answer, after all that waits or is on its way. What is not
-    known is no obstacle."""
+    """Return where the request would find a row, and blocks for its prompt and answer, after all waiting and coming work. Unknown
+    figures
+    do not exclude a replica."""
     f = slate.figures
     answer = OUTPUT_TOKENS if slate.max_tokens is None else slate.max_tokens
     tokens = slate.prompt_tokens - slate.resident + min(answer, OUTPUT_TOKENS) + f.booked_tokens + f.booked_transfers
@@ -142,8 +144,9 @@ def _room(slate: Slate) -> Bools:
 
 
 def _prefill_s(slate: Slate, cost: Estimate) -> Floats:
-    """Until the prompt is computed. KV memory is held for the time of a prefill and its transfer only: where it is short, those
-    that wait go first, each for about as long."""
+    """Return the seconds until the prompt is computed. A prefill holds KV memory only until its transfer ends. If memory is
+    short, waiting
+    requests go first, each for about as long."""
     f = slate.figures
     blocks = np.ceil((slate.prompt_tokens - slate.resident + f.booked_tokens) / slate.block_size)
     short = np.where(blocks > f.blocks_free, f.waiting + f.booked_requests + 1, 0.0)
@@ -151,7 +154,7 @@ def _prefill_s(slate: Slate, cost: Estimate) -> Floats:
 
 
 def _best_prefill(decode: Slate, prefill: Slate, prefill_s: Floats) -> tuple[Rows, Floats]:
-    """By decode row, the prefill row that is done first among those with the same KV layout (-1: none), and when it is done."""
+    """Return, by decode row, the prefill row with the same KV layout that is done first (-1: none), and its time."""
     rows = np.full(len(decode.open), -1, np.intp)
     seconds = np.full(len(decode.open), np.inf)
     among = prefill.open if prefill.last_resorts is None else prefill.open & ~prefill.last_resorts

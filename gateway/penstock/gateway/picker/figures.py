@@ -12,7 +12,7 @@ Bools = NDArray[np.bool_]
 Rows = NDArray[np.intp]
 
 FEW: Final = 16
-"""Rows up to which a loop in Python is quicker than array operations, of which each costs about a microsecond."""
+"""Up to this many rows a Python loop is quicker than array operations, each of which costs about a microsecond."""
 
 PRIOR_PREFILL_TOKENS_PER_S = 2_000.0
 PRIOR_STEP_S = 0.03
@@ -36,7 +36,7 @@ class Figures(NamedTuple):
     rows: Floats
     """Requests that fit into a batch."""
     rows_free: Floats
-    """Of those, less what runs; inf where the width is unknown."""
+    """Free rows after those that run. inf if the width is unknown."""
     kv_usage: Floats
     kv_blocks: Floats
     blocks_free: Floats
@@ -54,10 +54,10 @@ class Figures(NamedTuple):
     lora_free: Floats
     """Slots that no adapter holds."""
     lora_idle: Floats
-    """Slots whose adapter serves nobody."""
+    """LoRA slots with idle adapters."""
     booked_requests: Floats
     booked_tokens: Floats
-    """To be prefilled."""
+    """Booked tokens to prefill."""
     booked_transfers: Floats
     """Tokens whose KV blocks come from a prefill replica."""
     kv_layout: Floats
@@ -67,9 +67,9 @@ class Figures(NamedTuple):
     taken_s: Floats
     """The same ones as they came about."""
     correction: Floats
-    """By what its promises are multiplied."""
+    """Factor on the times that the replica promises."""
     ejected_until: Floats
-    """Until then it is a last resort; see `Outliers`."""
+    """Until this time the replica is a last resort; see `Outliers`."""
     allowance: Floats
     """Requests on their way to it from which on it is a last resort; inf off probation."""
 

@@ -48,7 +48,7 @@ class _Record:
         """(when, whether it was an error)."""
         self.until = now
         self.ejections = 0
-        """In a row."""
+        """Ejections in a row."""
         self.unreachable = False
         """The cause of the last ejection, which a sign of life ends."""
         self.allowance = inf
@@ -68,7 +68,7 @@ class Outliers:
         return self._eject(record, now, unreachable=True)
 
     def error(self, key: ReplicaKey, now: float) -> bool:
-        """It answered with an error of its own (5xx); says whether that ejects it."""
+        """Record an error of the replica's own (5xx). Return whether that ejects it."""
         record = self._records.setdefault(key, _Record(now))
         record.answers.append((now, True))
         recent = [error for at, error in record.answers if now - at <= WINDOW_S]
@@ -83,7 +83,7 @@ class Outliers:
             record.until = min(record.until, now)
 
     def answered(self, key: ReplicaKey, now: float) -> None:
-        """It answered a request, which earns trust."""
+        """Record an answer, which earns trust."""
         record = self._records.get(key)
         if record is None:
             return
@@ -97,7 +97,7 @@ class Outliers:
             del self._records[key]
 
     def refused(self, key: ReplicaKey, now: float) -> None:
-        """It would not take a request and says that nothing was done for it: full or draining, and no outlier."""
+        """Record a refusal before any work was done (the replica is full or draining). This makes no outlier."""
         record = self._records.setdefault(key, _Record(now))
         record.until = max(record.until, now + BASE_S)
 

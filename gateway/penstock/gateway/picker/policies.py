@@ -42,7 +42,8 @@ class Cost:
     tolerance = 0.02
 
     def score(self, slate: Slate) -> Floats:
-        """See `Estimate.cost_s`."""
+        """What is minimised: the time to the first token and what it costs others, by what its promises have been worth, and the
+        time of `tokens` more."""
         return cost_s(slate)
 
     def terms(self, slate: Slate) -> dict[str, Floats]:

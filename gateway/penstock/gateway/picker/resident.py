@@ -1,4 +1,4 @@
-"""From the bits of the residency index to a column: how many prompt tokens each replica's cache would supply."""
+"""A column from the bits of the residency index: how many prompt tokens each replica's cache would supply."""
 
 from collections.abc import Collection, Iterable, Sequence
 

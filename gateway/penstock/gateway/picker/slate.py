@@ -45,7 +45,7 @@ class Slate(NamedTuple):
     """Seconds until the request's adapter is in a slot; None where it names none."""
     weights: Weights
     columns: Columns
-    """Where the figures come from."""
+    """The source of the figures."""
     rates: Rates
     seeds: NDArray[np.uint64]
     by_name: Rows
@@ -72,7 +72,7 @@ class Slate(NamedTuple):
         return crc32(self.request_id.encode()) * _SPREAD & _WORD
 
     def kept(self, rows: list[int], table: Floats) -> "Slate":
-        """Of `rows` alone, in that order; `table`: their figures, which go on in this one."""
+        """Return the slate of `rows` only, in that order, with `table` as their figures."""
         return self._replace(
             table=table,
             figures=Figures(*table),

@@ -2,36 +2,26 @@
 them. No I/O; time is an argument (monotonic seconds)."""
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import msgspec
 import numpy as np
 
 from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, RequestFinished
-from penstock.api.fleet import (
-    LATENCY_EDGES_S,
-    Engine,
-    Fleet,
-    InferencePool,
-    Model,
-    Pool,
-    PoolLoad,
-    PoolsView,
-    Replica,
-    ReplicaLoad,
-)
+from penstock.api.fleet import LATENCY_EDGES_S, Engine, Fleet, InferencePool, Model, Replica
 from penstock.api.load_report import LoadReport
 from penstock.gateway.load.adapters import LoadedAdapters
 from penstock.gateway.load.reports import ReportStore
 from penstock.gateway.load.traits import Traits
 from penstock.gateway.models.names import Names
 from penstock.gateway.models.outcomes import Outcomes
-from penstock.gateway.picker.bookings import Booking, Bookings, State
+from penstock.gateway.picker.bookings import Booking, Bookings
 from penstock.gateway.picker.candidates import Booked, ReplicaKey, key_of
 from penstock.gateway.picker.columns import Columns
 from penstock.gateway.picker.coming import Coming
 from penstock.gateway.picker.figures import Floats
 from penstock.gateway.picker.outliers import Outliers
+from penstock.gateway.picker.pooled import takes_requests
 from penstock.gateway.picker.request import RequestView
 from penstock.gateway.picker.resident import ResidentColumn
 from penstock.gateway.picker.slate import Slate, slate_of
@@ -65,19 +55,19 @@ class FleetState:
         self._by_endpoint: dict[str, ReplicaKey] = {}
         self._by_model: dict[str, list[Replica]] = {}
         self.names = Names(self.fleet)
-        """Who owns which name."""
+        """Owners of names."""
         self.outcomes = Outcomes()
         self._inference_pools: dict[str, InferencePool] = {}
         self._columns: dict[str, Columns] = {}
-        """Of those that answer requests, by model id."""
+        """Columns of the replicas that answer requests, by model id."""
         self._prefill: dict[str, Columns] = {}
         self._resident: dict[Columns, ResidentColumn] = {}
-        """Of those that only compute prompts, likewise."""
+        """Resident columns of the same."""
         self._places: dict[ReplicaKey, tuple[Columns, int]] = {}
-        """Where the figures of each replica stand."""
+        """By replica, the columns and the row of its figures."""
         self._turns: dict[str, int] = {}
-        self._ttft_counts: dict[str, list[int]] = {}
-        """By pool."""
+        self.ttft_counts: dict[str, list[int]] = {}
+        """Counts of first tokens by pool."""
 
     def update(self, fleet: Fleet) -> None:
         """Takes in what discovery sees now."""
@@ -103,12 +93,12 @@ class FleetState:
         self.names = Names(fleet)
         self._inference_pools = {pool.id: pool for pool in fleet.inference_pools}
         pools = {pool.id: pool for pool in fleet.pools}
-        self._ttft_counts = {pool: counts for pool, counts in self._ttft_counts.items() if pool in pools}
+        self.ttft_counts = {pool: counts for pool, counts in self.ttft_counts.items() if pool in pools}
         self._by_model = {}
         prefill: dict[str, list[Replica]] = {}
         for replica in fleet.replicas:
             if (pool := pools.get(replica.pool)) is not None:
-                (self._by_model if _takes_requests(pool) else prefill).setdefault(pool.model, []).append(replica)
+                (self._by_model if takes_requests(pool) else prefill).setdefault(pool.model, []).append(replica)
         before, self._places = self._places, {}
         self._columns = self._placed(self._columns, self._by_model, before)
         self._prefill = self._placed(self._prefill, prefill, before)
@@ -153,7 +143,7 @@ class FleetState:
         return [name for model in self.fleet.models if model.id in models for name in (*model.served_names, model.id)]
 
     def engine(self, key: ReplicaKey) -> Engine:
-        """What `key` runs; `auto` as long as nobody knows."""
+        """Return the engine of `key`; `auto` until it is known."""
         return self.traits(key).engine
 
     def traits(self, key: ReplicaKey) -> Traits:
@@ -195,13 +185,35 @@ class FleetState:
     def book(self, request: RequestView, key: ReplicaKey, resident_tokens: int, now: float, *, answers: int = 1) -> Booking:
         """A booking of `request` at `key`, which computes all but `resident_tokens` of it; what it then caches counts at once."""
         booking = self.bookings.book(request.id, key, request.prompt_tokens - resident_tokens, now, answers=answers)
-        if key in self._places:
-            columns, _ = self._places[key]
-            columns.sent()
+        self._sent(key)
         if len(request.prompts) == 1 and self.tells(key):  # of others `beliefs` takes the same for granted
             (prompt,), block_size = request.space_of(key)
             self._coming.expect(booking, prompt.block_hashes, resident_tokens // block_size)
         return booking
+
+    def book_pair(
+        self,
+        request: RequestView,
+        key: ReplicaKey,
+        resident_tokens: int,
+        prefill: tuple[ReplicaKey, int],
+        now: float,
+        *,
+        answers: int = 1,
+    ) -> tuple[Booking, Booking]:
+        """Book `request` at `key`, and at the prefill replica that computes so many of its tokens there first."""
+        fresh, (prefill_key, fresh_there) = request.prompt_tokens - resident_tokens, prefill
+        decode = self.bookings.book(request.id, key, 0, now, transfer_tokens=fresh, answers=answers)
+        booked = decode, self.bookings.book(request.id, prefill_key, fresh_there, now)
+        self.beliefs.truth.expect(prefill_key, request.id, None)
+        self._sent(key)
+        self._sent(prefill_key)
+        return booked
+
+    def _sent(self, key: ReplicaKey) -> None:
+        if key in self._places:
+            columns, _ = self._places[key]
+            columns.sent()
 
     # --- what replicas say ---
 
@@ -227,7 +239,7 @@ class FleetState:
             self._serve(key)
 
     def mute(self, key: ReplicaKey) -> None:
-        """`key` was asked for its load and answered with something else: which adapters it has, nobody will tell."""
+        """Record that `key` answered its load poll with something else, so that its adapters stay unknown."""
         if key in self._replicas and self._loaded.mute(key):
             self._serve(key)
 
@@ -266,14 +278,16 @@ class FleetState:
             case AllBlocksCleared():
                 self.residency.clear(key)
             case RequestFinished():
-                self.bookings.finished(key, event.request_id)
                 self._finished(key, event)
             case LoadReport():
                 self.reported(key, event, now)
 
     def _finished(self, key: ReplicaKey, event: RequestFinished) -> None:
+        awaited = self.beliefs.truth.awaits(key, event.request_id)
+        if not self.bookings.finished(key, event.request_id) and not awaited:
+            self._sent(key)  # by another gateway or none, and to be counted among the replicas' arrivals now at the latest
         if event.ttft_s:
-            counts = self._ttft_counts.setdefault(self._replicas[key].pool, [0] * (len(LATENCY_EDGES_S) + 1))
+            counts = self.ttft_counts.setdefault(self._replicas[key].pool, [0] * (len(LATENCY_EDGES_S) + 1))
             counts[bisect_left(LATENCY_EDGES_S, event.ttft_s)] += 1
         prediction = self.beliefs.finished(key, event)
         if key in self._places and event.output_tokens:
@@ -283,7 +297,7 @@ class FleetState:
                 columns.first_token(row, prediction.ttft_s, event.ttft_s)
 
     def correction(self, key: ReplicaKey) -> float:
-        """By what the times that `key` promises are multiplied."""
+        """Return the factor on the times that `key` promises."""
         if key not in self._places:
             return 1.0
         columns, row = self._places[key]
@@ -313,8 +327,8 @@ class FleetState:
             columns.stand(row, self.outliers.standing(key))
 
     def _serve(self, key: ReplicaKey) -> None:
-        """Notes which adapters `key` has. Nobody tells those of others' engines; one of ours that has events will, and has none
-        until then."""
+        """Update the adapters of `key`. Other engines do not report them. A Penstock engine with events will, and has none until
+        then."""
         if key in self._places:
             columns, row = self._places[key]
             unsaid = () if self.tells(key) else None
@@ -366,8 +380,9 @@ class FleetState:
         subset: Subset | None = None,
         comparable: Collection[ReplicaKey] | None = None,
     ) -> Slate | None:
-        """Those that may compute the prompt of `request` for the replica that answers it; None where there are none. For the
-        arguments see `slate`."""
+        """Return the replicas that may compute the prompt of `request` for the one that answers it; None if there are none. See
+        `slate` for
+        the arguments."""
         columns, adapter = self._prefill.get(model.id), _loaded(model, request.adapter)
         if columns is None or not columns.open_count or (adapter is not None and not columns.able(adapter).any()):
             return None
@@ -396,7 +411,7 @@ class FleetState:
                 self._coming.add_to(tokens, space.prompts[0], space.block_size, columns.rows, space.replicas)
         return tokens
 
-    # --- what the autoscaler asks ---
+    # --- what the autoscaler asks, besides `penstock.gateway.picker.pooled` ---
 
     def hold_began(self, model: Model) -> None:
         """A request waits for a replica of `model`."""
@@ -409,54 +424,7 @@ class FleetState:
         if not self.held[model.id]:
             del self.held[model.id]
 
-    def pools(self, gateway: str, now: float, refused: Mapping[str, str] = {}) -> PoolsView:
-        """The pooled load. Held requests belong to a model: its first pool shows them. `refused`: Envoy's words, by pool."""
-        by_pool: dict[str, list[ReplicaLoad]] = {pool.id: [] for pool in self.fleet.pools}
-        for key, replica in self._replicas.items():
-            if replica.pool in by_pool:
-                by_pool[replica.pool].append(self._load(key, replica, now))
-        held = dict(self.held)
-        loads = [
-            PoolLoad(
-                id=pool.id,
-                model=pool.model,
-                held=held.pop(pool.model, 0) if _takes_requests(pool) else 0,
-                replicas=by_pool[pool.id],
-                refused=refused.get(pool.id),
-                ttft_counts=list(self._ttft_counts.get(pool.id, ())),
-            )
-            for pool in self.fleet.pools
-        ]
-        return PoolsView(
-            gateway=gateway,
-            version=self.version,
-            pools=loads,
-            conflicts=self.names.conflicts,
-            epoch=self.outcomes.epoch,
-            models=self.outcomes.view(self.names),
-        )
-
-    def _load(self, key: ReplicaKey, replica: Replica, now: float) -> ReplicaLoad:
-        heard = self.reports.get(key)
-        return ReplicaLoad(
-            uid=replica.uid,
-            name=replica.name,
-            port=replica.port,
-            ready=replica.ready and not replica.terminating,
-            cordoned=replica.cordoned,
-            report=heard.report if heard else None,
-            report_age_s=now - heard.at if heard else None,
-            pending=self.bookings.count(key, State.PENDING),
-            in_flight=self.bookings.count(key),
-            resident_blocks=self.residency.blocks(key),
-        )
-
 
 def _loaded(model: Model, adapter: str | None) -> str | None:
     """The adapter that a replica must have said to have. Of open pools `ServedNames` knows what they serve."""
     return None if model.open else adapter
-
-
-def _takes_requests(pool: Pool) -> bool:
-    """A prefill pool gets no whole requests; a decode pool can prefill too."""
-    return pool.role != "Prefill"

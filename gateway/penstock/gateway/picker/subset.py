@@ -75,7 +75,7 @@ def canonical(text: str) -> str:
 
 
 def spelled(endpoint: str) -> str:
-    """An `ip:port` with its address in the canonical spelling, IPv6 in brackets; what is none stays as it is."""
+    """Return an `ip:port` in its canonical spelling, with IPv6 in brackets. Other strings are returned unchanged."""
     host, port = _split(endpoint)
     if not host or port is None:
         return endpoint

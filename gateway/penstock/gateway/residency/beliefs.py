@@ -45,10 +45,11 @@ class Beliefs:
                 self._index.used(key, prompt.block_hashes)
         else:
             self.history.routed(key, [prompt.block_hashes for prompt in prompts], now)
-        if len(prompts) == 1 and request.answers == 1:
+        prediction, ends = None, len(prompts) * request.answers
+        if ends == 1:
             exact = request.tokens_unknown is None
             prediction = Prediction(model, prompts[0].tokens, resident_tokens, block_size, exact, ttft_s)
-            self.truth.expect(key, request.id, prediction)
+        self.truth.expect(key, request.id, prediction, ends)
 
     def finished(self, key: ReplicaKey, event: RequestFinished) -> Prediction | None:
         """The end of a request, as the replica or its answer says it; what had been predicted of it, where it has run."""

@@ -1,9 +1,9 @@
-"""What replicas that tell nothing must have cached: the prompts that were sent there.
+"""What replicas without events must have cached: the prompts that were sent to them.
 
-The blocks of each prompt go into the same index as those of events do, so that whoever asks it need not know. An engine forgets
-what it has used least recently, and so does the index; how much fits is the engine's own number of blocks where that is known.
-Where an answer says how many tokens the cache has supplied, the room is corrected: fewer than predicted, and there is less of it;
-more, and there is more.
+The blocks of each prompt go into the same index as those of events, so its users need no distinction. An engine evicts what was
+used least recently, and so does the index. Its size is the engine's own number of blocks, if that is known. When an answer
+reports
+cached tokens, the size is corrected: down if fewer were cached than predicted, up if more.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from penstock.gateway.residency.index import Knowledge, ResidencyIndex
 ROOM = 31_250
 """Blocks, where an engine has not said: half a million tokens in blocks of 16."""
 SHRINK, GROW = 0.95, 1.05
-"""By what a prediction of too much and of too little change the room."""
+"""Factors on the size after a prediction of too many and of too few cached tokens."""
 LEAST = 64
 SLACK = 2
 """Blocks by which a prediction may be wrong without being so: what is being evicted or computed at the moment."""
 IDLE_S = 1800.0
-"""After that long without a request of ours, others' have taken a replica's cache."""
+"""After this long without one of our requests, the cache is assumed to hold other clients' prompts."""
 
 
 class RoutingHistory:
@@ -36,7 +36,7 @@ class RoutingHistory:
         return round(self._room.get(key, ROOM))
 
     def set_blocks(self, key: ReplicaKey, num_blocks: int) -> None:
-        """`key` has said that it has so many blocks."""
+        """Set the number of blocks that `key` reports."""
         if num_blocks and self._most.get(key) != num_blocks:
             self._most[key] = num_blocks
             self._room[key] = num_blocks

@@ -20,11 +20,12 @@ from penstock.gateway.picker.candidates import ReplicaKey
 MAX_BLOCKS_PER_REPLICA = 262_144
 """4 M tokens in blocks of 16: more than a replica of eight H200 caches of an 8B model."""
 MAX_BLOCKS = 4_194_304
-"""Of all replicas together, a block counted at each that caches it: about half a gigabyte (`make bench-residency`)."""
+"""Most entries of all replicas together; a block counts once for each replica that caches it. About half a gigabyte
+(`make bench-residency`)."""
 SWEPT_AT_ONCE = 1024
-"""Blocks of an emptied replica: so many take about 0.2 ms."""
+"""Blocks of an emptied replica that are swept at a time, in about 0.2 ms."""
 BATCHES = 64
-"""A replica at its bound loses one in so many at once."""
+"""A replica at its bound evicts this fraction of its blocks at once."""
 _NEARLY = 0.9
 """Share of a bound from which on the order of use is kept up to date: below, nothing will be dropped."""
 
@@ -39,7 +40,7 @@ class Knowledge(enum.Enum):
     PREDICTED = "predicted"
     """What requests sent there must have left, as it tells nothing itself."""
     UNKNOWN = "unknown"
-    """Nothing: not a word yet."""
+    """No event has come yet."""
 
 
 class _Holder:
@@ -53,7 +54,7 @@ class _Holder:
         self.mask = 1 << bit
         self.limit = limit
         self.blocks: dict[bytes, None] = {}
-        """In the order of their last use."""
+        """Blocks in the order of their last use."""
 
 
 class ResidencyIndex:
@@ -90,6 +91,11 @@ class ResidencyIndex:
         holder = self._holders.get(key)
         return len(holder.blocks) if holder else 0
 
+    def holds(self, key: ReplicaKey, block: bytes) -> bool:
+        """Return whether `key` is known to cache the block."""
+        holder = self._holders.get(key)
+        return holder is not None and block in holder.blocks
+
     def knowledge(self, key: ReplicaKey) -> Knowledge:
         """How much is known of `key`."""
         return self._knowledge.get(key, Knowledge.UNKNOWN)
@@ -99,7 +105,7 @@ class ResidencyIndex:
         self._knowledge[key] = knowledge
 
     def set_limit(self, key: ReplicaKey, blocks: int) -> None:
-        """`key` has room for so many blocks; the bound for any replica holds all the same."""
+        """Set the size of `key`, in blocks. The bound for any replica applies too."""
         holder = self._holder(key)
         holder.limit = max(1, min(blocks, self._per_replica))
         self._enforce(holder)
@@ -214,8 +220,7 @@ class ResidencyIndex:
         return spans
 
     def rows_by_bit(self, rows: Mapping[ReplicaKey, int]) -> list[int]:
-        """For every bit the number that `rows` gives its replica; -1 for one that is nobody's or not in `rows`. Good as long as
-        `version` is the same."""
+        """Return, for every bit, the number that `rows` gives its replica, or -1. Valid while `version` stays the same."""
         return [rows.get(holder.key, -1) if holder is not None else -1 for holder in self._by_bit]
 
     def _holder(self, key: ReplicaKey) -> _Holder:
@@ -237,7 +242,7 @@ class ResidencyIndex:
         return holder
 
     def _retire(self, holder: _Holder) -> None:
-        """No walk sees its bit any more."""
+        """Retire the replica's bit: no walk sees it any more."""
         self._live &= ~holder.mask
         self._by_bit[holder.bit] = None
         self.version += 1

@@ -5,9 +5,9 @@ from pathlib import Path
 from penstock.gateway.residency.index import MAX_BLOCKS
 
 BYTES_PER_BLOCK = 161
-"""Of a block that one replica caches (`make bench-residency`)."""
+"""Bytes of one entry: a block that one replica caches (`make bench-residency`)."""
 SHARE = 0.25
-"""Of the container's memory; the rest is for requests, tokenizers and the process itself."""
+"""Share of the container's memory. The rest is for requests, tokenizers and the process itself."""
 LEAST = 65_536
 CGROUP = Path("/sys/fs/cgroup")
 

@@ -58,7 +58,7 @@ class Tally:
         self.ttft_buckets = [0] * (len(TTFT_BUCKETS) + 1)
         self.ttft_sum = 0.0
         self.miscounted = 0
-        """Prompts of which the engine counted other tokens than the picker."""
+        """Prompts for which the engine counted other tokens than the picker."""
 
 
 class _Record:
@@ -71,23 +71,58 @@ class _Record:
         self.reported = False
 
 
+class _Awaited:
+    """The ends that one replica still owes under one request id."""
+
+    __slots__ = ("ends", "prediction")
+
+    def __init__(self, ends: int, prediction: Prediction | None) -> None:
+        self.ends = ends
+        self.prediction = prediction
+        """None: an end does not say which request it belongs to."""
+
+
 class Truth:
     """Awaits the ends of requests and compares."""
 
     def __init__(self) -> None:
-        self._awaited: OrderedDict[tuple[ReplicaKey, str], Prediction] = OrderedDict()
+        self._awaited: OrderedDict[tuple[ReplicaKey, str], _Awaited] = OrderedDict()
         self._records: defaultdict[ReplicaKey, _Record] = defaultdict(_Record)
         self.models: defaultdict[str, Tally] = defaultdict(Tally)
 
-    def expect(self, key: ReplicaKey, request_id: str, prediction: Prediction) -> None:
-        """A request with one prompt and one answer was sent to `key`."""
-        self._awaited[key, request_id] = prediction
+    def expect(self, key: ReplicaKey, request_id: str, prediction: Prediction | None, ends: int = 1) -> None:
+        """A request was sent to `key`.
+
+        Request ids are the clients', who may use one twice. Ends of requests that run at once under one id are not compared.
+
+        Args:
+            key: The replica.
+            request_id: The request's id.
+            prediction: What is predicted of it; None for several prompts or answers.
+            ends: How many ends the replica will report for it: one per prompt and answer.
+        """
+        awaited = self._awaited.get((key, request_id))
+        if awaited is None:
+            self._awaited[key, request_id] = _Awaited(ends, prediction)
+        else:
+            awaited.ends += ends
+            awaited.prediction = None
         while len(self._awaited) > KEPT:
             self._awaited.popitem(last=False)
 
+    def awaits(self, key: ReplicaKey, request_id: str) -> bool:
+        """Return whether this gateway sent a request of that id to `key` and has not heard of its end."""
+        return (key, request_id) in self._awaited
+
     def finished(self, key: ReplicaKey, event: RequestFinished, knowledge: Knowledge) -> Prediction | None:
         """The end of a request; what had been predicted of it, where it was awaited and has run."""
-        prediction = self._awaited.pop((key, event.request_id), None)
+        awaited = self._awaited.get((key, event.request_id))
+        if awaited is None:
+            return None
+        awaited.ends -= 1
+        if awaited.ends <= 0:
+            del self._awaited[key, event.request_id]
+        prediction = awaited.prediction
         if prediction is None or not event.output_tokens:
             return None
         error = abs(event.cached_tokens - prediction.cached_tokens) / max(event.prompt_tokens, 1)

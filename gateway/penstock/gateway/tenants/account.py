@@ -23,7 +23,7 @@ class OverBudget(Exception):
 
 
 class Account:
-    """Of one tenant. It outlives changes of the tenant's limits."""
+    """Account of one tenant. It outlives changes of the tenant's limits."""
 
     def __init__(self, limits: Limits, now: float) -> None:
         self.running = 0
@@ -60,7 +60,7 @@ class Account:
         self.spend(tokens, now)
 
     def spend(self, tokens: int, now: float) -> None:
-        """So many tokens more than was known; fewer where it is negative."""
+        """Charge more tokens than were known; a negative number refunds."""
         if self._tokens is not None:
             self._tokens.take(tokens, now)
 

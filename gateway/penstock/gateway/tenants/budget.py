@@ -2,13 +2,13 @@
 
 
 class Bucket:
-    """So much a minute, and a minute's worth at once after a quiet time.
+    """A token bucket that refills at a rate per minute and holds one minute's worth.
 
-    What something costs may be known only when it is done, so the bucket may be overdrawn: it serves nobody before the debt is
-    paid, and over time no more goes than flows in.
+    The cost of a request may be known only at its end, so the bucket may be overdrawn: it then serves nothing until the debt is
+    paid, and over time no more leaves than flows in.
 
     Args:
-        per_minute: What flows in.
+        per_minute: The rate.
         now: Monotonic seconds.
     """
 
@@ -18,7 +18,7 @@ class Bucket:
         self._at = now
 
     def resize(self, per_minute: float, now: float) -> None:
-        """From now on another amount flows in."""
+        """Change the rate."""
         self._flow(now)
         self.per_minute = per_minute
         self._level = min(self._level, per_minute)

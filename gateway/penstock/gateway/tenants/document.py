@@ -25,7 +25,7 @@ class Entry(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True, renam
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
     keys: tuple[str, ...] = ()
-    """API keys, each as it is or as `sha256:` and the hash in hex."""
+    """API keys, each in clear or as `sha256:` and the hash in hex."""
 
     @property
     def limits(self) -> Limits:

@@ -1,4 +1,4 @@
-"""Who is who: keys, tenants and their accounts."""
+"""Keys, tenants and their accounts."""
 
 import hashlib
 import secrets
@@ -11,11 +11,11 @@ from penstock.gateway.tenants.tenant import Limits, Tenant
 
 
 class Registry:
-    """The tenants of a file, replaced as a whole when the file changes. Accounts go on by name.
+    """The tenants of a file, replaced as a whole when the file changes. Accounts persist by name.
 
-    A key is found by a keyed hash, under a secret of this process, of the key's SHA-256. How long that takes depends neither on
-    which key it is nor on how much of it is right, since nobody outside can know two keys whose hashes are alike: the lookup
-    takes as long as one comparison, however many keys there are.
+    A key is found by a keyed hash, under a secret of this process, of the key's SHA-256. The time of the lookup depends neither
+    on
+    the key nor on how much of it is right, since no client can find two keys with similar hashes.
     """
 
     def __init__(self, file: TenantsFile) -> None:
@@ -23,7 +23,7 @@ class Registry:
         self._tenants: dict[bytes, Tenant] = {}
         self._accounts: dict[str, Account] = {}
         self.anonymous: Tenant | None = None
-        """Of requests without a key; None: they are refused."""
+        """Tenant of requests without a key. None: they are refused."""
         self.pass_keys = False
         """Whether replicas get to see the client's key."""
         self.replace(file)
@@ -52,7 +52,7 @@ class Registry:
             self._accounts[tenant.name] = account
 
     def find(self, key: str) -> Tenant | None:
-        """Whose key this is; None: nobody's."""
+        """Return the tenant with this key, or None."""
         return self._tenants.get(self._mark(hashlib.sha256(key.encode(errors="surrogateescape")).digest()))
 
     def account(self, tenant: Tenant) -> Account | None:

@@ -1,4 +1,4 @@
-"""Whose requests they are, and what each may do."""
+"""Tenants, and what each may do."""
 
 from fnmatch import fnmatchcase
 from typing import Annotated
@@ -10,7 +10,7 @@ MOST_PRIORITY = 1_000
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):
-    """What somebody may do; None: as much as anybody."""
+    """Limits of a tenant. None: the common limit."""
 
     priority: Annotated[int, msgspec.Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] = 0
     """Smaller goes first, at the gateway and in engines that serve by priority. Requests may ask for less, never for more."""
@@ -32,12 +32,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
-    """Somebody whose requests are told from others'."""
+    """A client, or a group of clients, whose requests are accounted together."""
 
     name: str
-    """As engines, metrics and logs know it; empty where nobody is told from anybody else."""
+    """Name in engines, metrics and logs. Empty if the gateway does not tell clients apart."""
     limits: Limits = Limits()
 
 
 NOBODY = Tenant(name="")
-"""Of all requests, where there is no tenants file."""
+"""The tenant of all requests if there is no tenants file."""

@@ -42,7 +42,7 @@ RESPONSE_FILTER = "penstock.response"
 PICKER_TIMEOUT = timedelta(seconds=10)
 """FULL_DUPLEX_STREAMED requests have no such limit: the picker owns the deadlines of holding and picking."""
 HOLD_LIMIT = timedelta(hours=1)
-"""Of buffered bodies: longer than requests are held, which such a limit would cut."""
+"""Limit for buffered bodies: longer than requests are held, which it would otherwise cut off."""
 _NAMESPACES = MetadataOptions.MetadataNamespaces
 
 
@@ -128,7 +128,7 @@ def _picker(*metadata: HeaderValue) -> GrpcService:
 
 
 def _response_head() -> HeaderMutation:
-    """What clients are told of the decision, and what they are not."""
+    """Return the response headers that tell clients of the decision, and remove internal ones."""
     told = {
         headers.REPLICA: f"%UPSTREAM_METADATA({headers.LOG_NAMESPACE}:{headers.UID})%",
         headers.MODEL: f"%DYNAMIC_METADATA({headers.LOG_NAMESPACE}:{headers.NAME})%",

@@ -37,7 +37,7 @@ _LOOK_UP = "1s"
 
 
 class Address(NamedTuple):
-    """Where a gateway listens: an IP address or a DNS name, and a port."""
+    """Address of a gateway: an IP address or a DNS name, and a port."""
 
     host: str
     port: int
@@ -50,7 +50,7 @@ class GatewayTls:
     ca: Path
     """PEM: who signs the gateways' certificates."""
     names: tuple[str, ...] = ()
-    """Names of which a gateway's certificate must hold one; none: any that the CA has signed."""
+    """Names of which a gateway's certificate must hold one. Empty: any certificate of the CA."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +65,7 @@ class BootstrapSettings:
     admin: Address | Path
     """Envoy's admin interface: TCP, or a Unix socket."""
     metrics: Address | None = None
-    """Where Envoy answers `GET /metrics` in Prometheus' format, and nothing else; None: nowhere."""
-    delta: bool = True
-    """Incremental xDS: what changed is sent, and not all that there is."""
+    """Address of Envoy's `GET /metrics` in Prometheus' format, which serves nothing else. None: none."""
     tls: GatewayTls | None = None
 
 
@@ -84,7 +82,7 @@ def bootstrap(settings: BootstrapSettings) -> dict[str, Any]:
         "node": {"id": settings.node_id, "cluster": "penstock"},
         "dynamic_resources": {
             "ads_config": {
-                "api_type": "DELTA_GRPC" if settings.delta else "GRPC",
+                "api_type": "DELTA_GRPC",
                 "transport_api_version": "V3",
                 "grpc_services": [{"envoy_grpc": {"cluster_name": GATEWAY_CLUSTER, "retry_policy": _RECONNECT}}],
             },
@@ -130,10 +128,11 @@ def _cluster(name: str, addresses: Sequence[Address], tls: GatewayTls | None) ->
 
 
 def _health_check() -> dict[str, Any]:
-    """Twice a second while a gateway is away, so that it is asked again as soon as it is back.
+    """Return a health check that runs twice per second while a gateway is away, so that it is used again as soon as it is back.
 
-    One that hangs is left within five seconds; one that is slow for two is given the time. A request that finds no gateway
-    there at all goes to the next one anyway.
+    A gateway that hangs is left within five seconds; one that is slow for two seconds is kept. A request that finds no gateway
+    goes to
+    the next one in any case.
     """
     return {
         "timeout": "1.5s",

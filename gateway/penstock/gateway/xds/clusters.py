@@ -34,8 +34,9 @@ CONNECT_TIMEOUT = timedelta(seconds=2)
 UPSTREAM_IDLE_TIMEOUT = timedelta(seconds=30)
 """Well below an engine's own limit: else Envoy would now and then send a request into a connection that is being closed."""
 UNACKNOWLEDGED = timedelta(seconds=20)
-"""After so long without a word to what was sent, the node has vanished. Linux would try for a quarter of an hour, and probes
-nothing meanwhile: keepalive is for connections on which nothing is under way."""
+"""Seconds without an acknowledgement after which a node counts as gone. Linux would retry for a quarter of an hour: keepalive
+probes
+only idle connections."""
 NO_LIMIT = 1_000_000
 """Envoy's circuit breakers default to 1,024 requests and 3 retries; how much is too much is the picker's decision."""
 

@@ -21,8 +21,6 @@ GONE = ""
 class DeltaStream:
     """What was sent to one Envoy, and what it wants."""
 
-    protocol = "delta"
-
     def __init__(self) -> None:
         self.subscriptions = Subscriptions()
 
@@ -43,7 +41,7 @@ class DeltaStream:
         refused = False
         if known is None:
             names = request.resource_names_subscribe
-            known = its.open(kind, (), wildcard=ALL in names or (not names and kind in WILDCARD))
+            known = its.open(kind, wildcard=ALL in names or (not names and kind in WILDCARD))
             # After a reconnection Envoy says what it has, and needs only what differs from it.
             known.sent = dict(request.initial_resource_versions)
         else:

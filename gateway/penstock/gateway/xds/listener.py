@@ -77,14 +77,14 @@ ACCESS_LOG = {
 
 @dataclass(frozen=True)
 class ListenerSettings:
-    """Where Envoy listens for clients, and how it serves them."""
+    """How Envoy listens for clients and serves them."""
 
     host: str
     port: int
     tls: PurePosixPath | None = None
     """A folder on Envoy's machine with `tls.crt` and `tls.key`, such as a mounted Secret; None: no TLS."""
     fail_open: bool = False
-    """With every gateway away, requests go to the healthy replicas in turn, where there is one model alone."""
+    """While every gateway is away, send requests to the healthy replicas in turn. Only possible with a single model."""
     traces: TraceSettings | None = None
     """None: nothing is traced."""
 

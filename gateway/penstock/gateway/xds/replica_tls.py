@@ -21,7 +21,7 @@ CLIENT_NAME = "penstock_replica_client"
 
 
 def secrets(tls: ReplicaTls) -> list[Secret]:
-    """Who vouches for replicas, and what Envoy presents to them."""
+    """Return the CA of the replicas, and the certificate that Envoy presents to them."""
     authority = CertificateValidationContext(trusted_ca=_file(tls.folder / CA), watched_directory=_watched(tls.folder))
     known = [Secret(name=AUTHORITY_NAME, validation_context=authority)]
     if tls.presents:
@@ -35,7 +35,7 @@ def secrets(tls: ReplicaTls) -> list[Secret]:
 
 
 def transport_socket(tls: ReplicaTls) -> TransportSocket:
-    """What a cluster connects with. Until its secrets are there it connects to nobody, and never in clear."""
+    """Return a cluster's TLS socket. Until its secrets are there it connects to no replica, and never in clear."""
     kinds = (SubjectAltNameMatcher.DNS, SubjectAltNameMatcher.IP_ADDRESS)
     names = [
         SubjectAltNameMatcher(san_type=kind, matcher=StringMatcher(exact=tls.name)) for kind in kinds if tls.name is not None

@@ -1,4 +1,4 @@
-"""Everything Envoy is told about a fleet, as a pure function of it."""
+"""All xDS resources of a fleet, as a pure function of it."""
 
 import hashlib
 from collections import defaultdict
@@ -34,7 +34,7 @@ SECRETS = type_url(Secret)
 ORDER = (CLUSTERS, ENDPOINTS, SECRETS, LISTENERS, ROUTES)
 """Make before break: nothing is named before it exists."""
 WILDCARD = frozenset({CLUSTERS, LISTENERS})
-"""The types of which Envoy wants all that there are."""
+"""Types of which Envoy subscribes to all resources."""
 
 
 class Resource(NamedTuple):
@@ -58,7 +58,7 @@ def version_of(versions: Mapping[str, str]) -> str:
 
 
 class SnapshotBuilder:
-    """Makes snapshots, and makes anew only those resources whose source has changed."""
+    """Builds snapshots. Rebuilds only the resources whose source has changed."""
 
     def __init__(self, settings: ListenerSettings, replica_tls: ReplicaTls | None = None) -> None:
         self._settings = settings
@@ -113,8 +113,9 @@ class SnapshotBuilder:
 
 
 def _only(pools: Sequence[Pool]) -> str | None:
-    """Where requests go that nobody was asked about: the first pool of the only model; None where there are more models, since
-    Envoy does not know which one a request means."""
+    """Return the pool of requests that bypass the picker: the first pool of the only model. None if there are more models, since
+    Envoy does
+    not know which one a request means."""
     serving = [pool for pool in pools if pool.role != "Prefill"]
     return serving[0].id if len({pool.model for pool in serving}) == 1 else None
 

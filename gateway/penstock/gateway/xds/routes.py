@@ -25,7 +25,7 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 """What Envoy keeps of a request to send it again; larger ones are served, but not retried."""
 RETRIES = 3
 IDLE_TIMEOUT = timedelta(hours=1)
-"""An answer that is not streamed is silent for as long as it is computed."""
+"""An answer that is not streamed is silent while it is computed."""
 HOLD_MARGIN = timedelta(minutes=1)
 SERVED_PATHS = (*PROMPT_PATHS, "/v1/models")
 """What goes to a replica without a picker's word: engines have other paths, which are not for clients."""
@@ -54,7 +54,7 @@ def route_configuration(longest_hold_s: float, *, open_to: str | None = None) ->
 
 
 def _action(idle_timeout: timedelta, cluster: str | None = None) -> RouteAction:
-    """To `cluster`; None: to the one that the picker names."""
+    """Return an action that routes to `cluster`, or to the cluster that the picker names if it is None."""
     return RouteAction(
         cluster=cluster,
         cluster_header=headers.POOL if cluster is None else None,

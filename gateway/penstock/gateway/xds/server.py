@@ -1,9 +1,9 @@
-"""Envoy's aggregated discovery service (ADS), incremental (delta) and state of the world, on grpc.aio."""
+"""Envoy's aggregated discovery service (ADS), incremental (delta xDS), on grpc.aio."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Literal
 
 import grpc
 import msgspec
@@ -15,17 +15,14 @@ from penstock.gateway._pb.envoy.service.discovery.v3.ads_pb2_grpc import Aggrega
 from penstock.gateway._pb.envoy.service.discovery.v3.discovery_pb2 import (
     DeltaDiscoveryRequest,
     DeltaDiscoveryResponse,
-    DiscoveryRequest,
-    DiscoveryResponse,
 )
 from penstock.gateway.xds.delta import DeltaStream
 from penstock.gateway.xds.listener import ListenerSettings
 from penstock.gateway.xds.resources import CLUSTERS, ENDPOINTS, LISTENERS, ROUTES, SECRETS, Snapshot, SnapshotBuilder
-from penstock.gateway.xds.sotw import SotwStream
 from penstock.gateway.xds.subscription import Refusal, Subscription
 from penstock.http.replica_tls import ReplicaTls
 
-_Inbox = asyncio.Queue[Any | Literal["fleet", "end"]]
+_Inbox = asyncio.Queue[DeltaDiscoveryRequest | Literal["fleet", "end"]]
 """What happened to a stream: Envoy said something, there is a newer fleet, Envoy hung up."""
 
 
@@ -35,7 +32,7 @@ class TypeView(msgspec.Struct, frozen=True, kw_only=True):
     resources: int
     """How many it was sent."""
     version: str
-    """Of all of them together; the same version, the same content."""
+    """Version of all resources together. The same version means the same content."""
     acknowledged: bool
     """Envoy has answered all that it was sent."""
     refusals: list[Refusal]
@@ -45,7 +42,6 @@ class EnvoyView(msgspec.Struct, frozen=True, kw_only=True):
     """One connected Envoy, as `/debug/xds` shows it."""
 
     node: str
-    protocol: str
     connected_s: float
     types: dict[str, TypeView]
 
@@ -57,7 +53,7 @@ class AdsServicer(AggregatedDiscoveryServiceServicer):
     def __init__(self, settings: ListenerSettings, registry: CollectorRegistry, replica_tls: ReplicaTls | None = None) -> None:
         self._builder = SnapshotBuilder(settings, replica_tls)
         self._snapshot: Snapshot | None = None
-        self._streams: dict[_Inbox, SotwStream | DeltaStream] = {}
+        self._streams: dict[_Inbox, DeltaStream] = {}
         self._since: dict[_Inbox, float] = {}
         self._progress = asyncio.Event()
         """An Envoy has said something, or has gone."""
@@ -72,7 +68,7 @@ class AdsServicer(AggregatedDiscoveryServiceServicer):
         return self._nacks.labels(type=kind.rpartition(".")[2])
 
     def update(self, fleet: Fleet) -> None:
-        """Makes `fleet` what Envoys are told, now and when they connect. It must be complete."""
+        """Send `fleet`, which must be complete, to all Envoys, now and when they connect."""
         self._snapshot = self._builder.snapshot(fleet)
         for inbox in self._streams:
             inbox.put_nowait("fleet")
@@ -114,36 +110,24 @@ class AdsServicer(AggregatedDiscoveryServiceServicer):
         return [
             EnvoyView(
                 node=stream.subscriptions.node,
-                protocol=stream.protocol,
                 connected_s=round(now - self._since[inbox], 3),
                 types={kind.rpartition(".")[2]: _type_view(its) for kind, its in stream.subscriptions.by_kind.items()},
             )
             for inbox, stream in self._streams.items()
         ]
 
-    async def StreamAggregatedResources(
-        self, request_iterator: AsyncIterator[DiscoveryRequest], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[DiscoveryResponse]:
-        """One Envoy's stream in the state-of-the-world protocol, until it closes it."""
-        async for response in self._serve(SotwStream(), request_iterator):
-            yield response
-
     async def DeltaAggregatedResources(
         self, request_iterator: AsyncIterator[DeltaDiscoveryRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[DeltaDiscoveryResponse]:
-        """One Envoy's stream in the incremental protocol, until it closes it."""
-        async for response in self._serve(DeltaStream(), request_iterator):
-            yield response
-
-    async def _serve(self, stream: Any, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        inbox: _Inbox = asyncio.Queue()
-        reader = asyncio.create_task(_forward(requests, inbox))
+        """Serve one Envoy's stream until it closes it."""
+        stream, inbox = DeltaStream(), _Inbox()
+        reader = asyncio.create_task(_forward(request_iterator, inbox))
         self._streams[inbox], self._since[inbox] = stream, time.monotonic()
         self._envoys.inc()
         try:
             while (event := await inbox.get()) != "end":
                 # Always by the latest fleet, however many came while this was waiting.
-                if event == "fleet":
+                if isinstance(event, str):
                     responses = stream.on_snapshot(self._snapshot)
                 else:
                     responses, refused = stream.on_request(event, self._snapshot)
@@ -169,7 +153,7 @@ def _type_view(subscription: Subscription) -> TypeView:
     )
 
 
-async def _forward(requests: AsyncIterator[Any], inbox: _Inbox) -> None:
+async def _forward(requests: AsyncIterator[DeltaDiscoveryRequest], inbox: _Inbox) -> None:
     try:
         async for request in requests:
             inbox.put_nowait(request)

@@ -1,4 +1,4 @@
-"""What one Envoy wants of one type of resource, what it was sent, and what it said about that: the same in both protocols."""
+"""What one Envoy wants of one type of resource, what it was sent, and what it said about that."""
 
 import logging
 import re
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from penstock.gateway.xds.resources import CLUSTERS, ENDPOINTS, WILDCARD, Resource, Snapshot, version_of
+from penstock.gateway.xds.resources import CLUSTERS, ENDPOINTS, Resource, Snapshot, version_of
 
 log = logging.getLogger(__name__)
 
 NAMED = 10
-"""So many resources of a refusal are named in the log."""
+"""Most resources of a refusal that are named in the log."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """A response that Envoy did not take (a NACK)."""
 
     resources: list[str]
-    """Those that Envoy names; where it names none, all that the response held."""
+    """The resources that Envoy names, or if it names none, all in the response."""
     message: str
     """Envoy's."""
     time: float
@@ -50,7 +50,7 @@ class Subscription:
         return have if self.wildcard else {name: have[name] for name in self.names if name in have}
 
     def news(self, current: Mapping[str, Resource]) -> list[str]:
-        """Names of what it was not sent as it is now, sorted."""
+        """Return the names of resources that changed since they were sent, sorted."""
         return sorted(name for name, resource in current.items() if self.sent.get(name) != resource.version)
 
     def answered(self, nonce: str, node: str, refusal: str | None) -> bool:
@@ -76,7 +76,7 @@ class Subscription:
 
     @property
     def version(self) -> str:
-        """Of all that was sent."""
+        """Version of all that was sent."""
         return version_of({name: version for name, version in self.sent.items() if version})
 
 
@@ -98,14 +98,14 @@ class Subscriptions:
         self._nonces += 1
         return str(self._nonces)
 
-    def open(self, kind: str, names: Iterable[str], wildcard: bool | None = None) -> Subscription:
-        """Begins a subscription; where the type alone says so, to all that there is."""
-        subscription = Subscription(kind, kind in WILDCARD if wildcard is None else wildcard, set(names))
+    def open(self, kind: str, *, wildcard: bool) -> Subscription:
+        """Begin a subscription to a type."""
+        subscription = Subscription(kind, wildcard)
         self.by_kind[kind] = subscription
         return subscription
 
     def clusters_sent(self, names: Sequence[str]) -> None:
-        """A cluster that is new or has changed waits for its endpoints anew, even for those that it had."""
+        """Mark endpoints to be sent again: a new or changed cluster waits for its endpoints, also for those that it had."""
         if (endpoints := self.by_kind.get(ENDPOINTS)) is not None:
             for name in names:
                 endpoints.sent.pop(name, None)

@@ -119,7 +119,7 @@ async def end_of_stream(bench: Bench) -> None:
 
 @check("duplex-trailers", Level.MUST, EXT_PROC)
 async def trailers(bench: Bench) -> None:
-    """Trailers end a body of which no message has `end_of_stream`."""
+    """Trailers end a body if no message has `end_of_stream`."""
     async with bench.stream() as stream:
         await stream.headers()
         await stream.body(bench.target.body(), ends=False)
@@ -158,7 +158,7 @@ async def duplicate_end(bench: Bench) -> None:
 
 @check("duplex-nothing-twice", Level.MUST, EXT_PROC)
 async def nothing_twice(bench: Bench) -> None:
-    """After the last chunk nothing more is said until the response."""
+    """After the last chunk, the picker sends nothing until the response."""
     async with bench.stream() as stream:
         await stream.headers()
         await stream.body(bench.target.body())

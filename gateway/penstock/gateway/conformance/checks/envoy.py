@@ -1,4 +1,4 @@
-"""Through a real Envoy: what a client gets, and what a model server gets, whoever is right about the protocol."""
+"""Checks through a real Envoy: what a client receives, and what a model server receives."""
 
 import asyncio
 
@@ -21,7 +21,7 @@ async def _rig(bench: Bench) -> Rig:
 
 
 def _followed(reply: Reply) -> str:
-    """Who answered; `Failed` where the picker named another first, or nobody."""
+    """Return the endpoint that answered. Raises `Failed` if the picker named another one first, or none."""
     named = reply.values(headers.DESTINATION)
     expect(len(named) == 1, f"the backend sees {headers.DESTINATION} {len(named)} times: {named}")
     first = named[0].split(",")[0].strip()
@@ -100,7 +100,7 @@ async def events(bench: Bench) -> None:
 
 @check("envoy-events-duplex", Level.SHOULD, MODES)
 async def events_duplex(bench: Bench) -> None:
-    """So they do where the response's body passes through the picker (FULL_DUPLEX_STREAMED both ways)."""
+    """Events pass at once if the response's body passes through the picker (FULL_DUPLEX_STREAMED both ways)."""
     await events_pass(bench, "duplex-both")
 
 
@@ -177,14 +177,14 @@ async def subset(bench: Bench) -> None:
 
 @check("envoy-subset-empty", Level.MUST, PROTOCOL)
 async def subset_empty(bench: Bench) -> None:
-    """Where a gateway allows nobody, the client gets 503."""
+    """If a gateway's subset is empty, the client gets 503."""
     reply = await (await _rig(bench)).ask("subset-none")
     expect(reply.status == 503, f"the status is {reply.status}")
 
 
 @check("envoy-errors", Level.SHOULD, PRACTICE)
 async def errors(bench: Bench) -> None:
-    """The client reads refusals as OpenAI's errors: 503 where nobody may answer, 400 for a body that is no JSON."""
+    """The client gets refusals as OpenAI errors: 503 if no endpoint may answer, 400 for a body that is not JSON."""
     rig = await _rig(bench)
     for reply, status in ((await rig.ask("subset-none"), 503), (await rig.ask("duplex", b"{"), 400)):
         expect(reply.status == status, f"the status is {reply.status}, not {status}")
@@ -233,7 +233,7 @@ async def no_table(bench: Bench) -> None:
 
 @check("envoy-fallback", Level.SHOULD, PROTOCOL)
 async def fallback(bench: Bench) -> None:
-    """With one endpoint gone, the ordered list takes requests to the next one; none is lost."""
+    """If one endpoint is gone, requests go to the next one of the ordered list, and none is lost."""
     gone = bench.endpoints(2)[0]
     rig = await _rig(bench)
     if len((await bench.ask()).picked().destinations) < 2:

@@ -14,7 +14,7 @@ SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 
 async def _status(bench: Bench, name: str) -> str:
-    """What is said of the name: a status of health, or an error of gRPC."""
+    """Return the health of a service name: a health status, or a gRPC error."""
     channel = await bench.target.health_channel()
     try:
         ask = HealthStub(channel).Check  # pyright: ignore[reportAttributeAccessIssue]

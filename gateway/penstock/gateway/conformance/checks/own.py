@@ -1,4 +1,4 @@
-"""Penstock's extensions: asked for with `--penstock`, and of nobody else."""
+"""Penstock's extensions, checked only with `--penstock`."""
 
 import orjson
 
@@ -82,7 +82,7 @@ async def early_refusal(bench: Bench) -> None:
 
 @check("penstock-refusal-while-sending", Level.MUST, PENSTOCK)
 async def refusal_while_sending(bench: Bench) -> None:
-    """Who goes on sending a body that was refused at its headers is not cut off, and reads the refusal."""
+    """A client that continues to send a body refused at its headers is not cut off, and reads the refusal."""
     for _ in range(_TIMES):
         async with bench.stream() as stream:
             await stream.headers(path="/nowhere")
@@ -122,7 +122,7 @@ async def unbuffers(bench: Bench) -> None:
 
 @check("penstock-buffered-responses", Level.MUST, PENSTOCK)
 async def buffered_responses(bench: Bench) -> None:
-    """Where an Envoy buffers responses and may be asked not to, each event reaches the client before the next one is sent."""
+    """If Envoy buffers responses but allows a change of that mode, each event reaches the client before the next one is sent."""
     await events_pass(bench, "buffered-response")
 
 

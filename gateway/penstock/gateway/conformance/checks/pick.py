@@ -37,7 +37,7 @@ async def form(bench: Bench) -> None:
 
 @check("pick-known", Level.MUST, PROTOCOL)
 async def known(bench: Bench) -> None:
-    """Every destination is a replica that the picker was told of."""
+    """Every destination is a replica that the picker knows."""
     endpoints = set(bench.endpoints(1))
     for _ in range(5):
         strange = set((await bench.ask()).picked().destinations) - endpoints
@@ -77,7 +77,7 @@ async def allowed_headers(bench: Bench) -> None:
 
 @check("pick-leaves-headers", Level.SHOULD, MUTATIONS)
 async def leaves_headers(bench: Bench) -> None:
-    """Headers that are none of the picker's business are neither set anew (which collapses duplicates) nor removed."""
+    """Headers that do not concern the picker are neither set again (which collapses duplicates) nor removed."""
     mine = [
         ("accept", "a/b"),
         ("accept", "c/d"),
@@ -159,7 +159,7 @@ async def forged_removed(bench: Bench) -> None:
 
 @check("set-or-removed", Level.MUST, MUTATIONS)
 async def set_or_removed(bench: Bench) -> None:
-    """No header is both set and removed in one answer: what then holds depends on the proxy."""
+    """No header is both set and removed in one answer: proxies differ in which one applies."""
     outcome: Outcome = await bench.ask(more=_forged(headers.DESTINATION))
     mutation = outcome.picked().response.header_mutation
     both = {o.header.key.lower() for o in mutation.set_headers} & {name.lower() for name in mutation.remove_headers}

@@ -21,19 +21,20 @@ async def _refusal(bench: Bench, body: bytes | None = None, hint: Hint = ...) ->
 
 
 async def _nobody(bench: Bench) -> ImmediateResponse:
-    """The refusal of a request that nobody may take."""
+    """Return the refusal of a request with no permitted endpoint."""
     return (await _refusal(bench, hint=[NOBODY]))[1]
 
 
 @check("refusal-immediate", Level.MUST, PROTOCOL)
 async def immediate(bench: Bench) -> None:
-    """A request that nobody may take is refused by an ImmediateResponse, not by an error of gRPC's, which clients see as 500."""
+    """The picker refuses a request with no permitted endpoint by an ImmediateResponse. A gRPC error would reach clients as status
+    500."""
     (await bench.ask(hint=[NOBODY])).refused(503, 429)
 
 
 @check("refusal-last", Level.MUST, EXT_PROC)
 async def last(bench: Bench) -> None:
-    """After an ImmediateResponse nothing more is sent."""
+    """After an ImmediateResponse, the picker sends nothing more."""
     await _refusal(bench, hint=[NOBODY])
     async with bench.stream() as stream:
         await stream.headers(hint=[NOBODY])

@@ -58,7 +58,7 @@ class Admit:
         passage.entered = passage.model
 
     def leave(self, passage: Passage, *, in_vain: bool) -> None:
-        """The request is booked, or given up; `in_vain`: nobody could be picked."""
+        """Release the request's hold on capacity after it was booked or given up. `in_vain`: no replica could be picked."""
         if passage.entered is not None:
             self._gate.leave(passage.entered, in_vain=in_vain)
             passage.entered = None

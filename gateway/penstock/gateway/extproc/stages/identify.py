@@ -1,4 +1,4 @@
-"""Who asks: the request's id, and whose it is by the key that it brings."""
+"""The first stage: the request's id, and its tenant by its API key."""
 
 import uuid
 
@@ -14,10 +14,10 @@ CHALLENGE = (("www-authenticate", "Bearer"),)
 
 
 class Identify:
-    """The first stage.
+    """Finds the request's id and its tenant.
 
     Args:
-        registry: The tenants; None where nobody is told from anybody else.
+        registry: The tenants. None: the gateway does not tell clients apart.
     """
 
     def __init__(self, registry: Registry | None = None) -> None:
@@ -31,7 +31,11 @@ class Identify:
         passage.conceals = self._registry is not None and not self._registry.pass_keys
 
     def tenant(self, call: Call) -> Tenant:
-        """Whose request it is; raises `Refused` with 401 for a key that nobody has, and for none where one is needed."""
+        """Return the tenant of a request.
+
+        Raises:
+            Refused: with 401, for an unknown key or a missing one.
+        """
         registry = self._registry
         if registry is None:
             return NOBODY

@@ -23,7 +23,11 @@ class Listing:
         return path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/")
 
     def run(self, call: Call, tenant: Tenant) -> Answered:
-        """The answer, of what the tenant may use; raises `Refused` with 404 for a name that nobody serves."""
+        """Return the models that the tenant may use.
+
+        Raises:
+            Refused: with 404, for a name that is not served.
+        """
         entries = dict(self._resolve.names(call, tenant))
         if call.path == MODELS_PATH:
             return _json({"object": "list", "data": list(entries.values())})

@@ -18,7 +18,7 @@ from penstock.gateway.tenants.account import Account, OverBudget
 from penstock.gateway.tenants.registry import Registry
 
 OUTPUT_COST = 2.0
-"""Of a generated token in the shares of service, where a prompt token costs 1: as in the engine."""
+"""Cost of an output token in the shares of service, where a prompt token costs 1: as in the engine."""
 REMEMBERED = 65_536
 """Requests whose outputs are waited for at most; engines without events never tell."""
 _WORDS = {
@@ -57,12 +57,12 @@ class TenantMetrics:
 
 
 class Meter:
-    """Keeps the accounts.
+    """Keeps the tenants' accounts.
 
     Args:
-        registry: The tenants; None where nobody is told from anybody else, and nothing is metered.
-        gate: Is told what requests have cost, for the shares of those that wait.
-        follower: Whose events and bookings say when requests end and what they have cost.
+        registry: The tenants. None: the gateway does not tell clients apart and meters nothing.
+        gate: Receives the cost of requests, for the fair shares of waiting ones.
+        follower: Its events and bookings say when requests end and what they cost.
         counters: Usage by tenant.
     """
 
@@ -72,7 +72,7 @@ class Meter:
         self._metrics = counters
         self._open: dict[Booking, _Bill] = {}
         self._unsettled: OrderedDict[_Bill, None] = OrderedDict()
-        """Those whose tokens are not all known, in the order in which they came."""
+        """Bills with unknown token counts, in the order of arrival."""
         self._same: dict[str, list[_Bill]] = {}
         """The same by request id, which clients may choose: several may have one."""
         if registry is not None:
@@ -137,7 +137,7 @@ class Meter:
                 bill.account.spend(-bill.tokens, now)
 
     def _settled(self, bill: _Bill) -> None:
-        """Its tokens are known, or will never be."""
+        """Close the bill: its token counts are known, or will never be."""
         assert bill.booking is not None
         del self._unsettled[bill]
         same = self._same[bill.booking.request_id]
@@ -169,8 +169,11 @@ class Meter:
 
 
 def priority_of(passage: Passage) -> int:
-    """What a request goes by: its tenant's priority, or a lesser one that its body asks for; raises `Refused` with 400 where it
-    asks for more. Where nobody is told from anybody else there is nobody to keep from it."""
+    """Return the request's priority: its tenant's, or a lower one that its body asks for. Without tenants, the body's applies.
+
+    Raises:
+        Refused: with 400, if the body asks for a higher one.
+    """
     own, asked = passage.tenant.limits.priority, passage.body.fields.get("priority")
     if type(asked) is not int:
         return own

@@ -1,4 +1,4 @@
-"""Where a request goes: the choice, its booking, and the record of why."""
+"""The choice of a replica, its booking, and the record of the decision."""
 
 import time
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from penstock.prompt.processor import EMBEDDINGS_PATH
 
 EXPLAIN = "explain"
 SUBSET_RETRY_S = 1
-"""What a gateway allows is its own affair: when that changes nobody here knows."""
+"""Seconds until a retry: the picker does not learn when a gateway's subset changes."""
 
 
 class Pick:
@@ -35,7 +35,11 @@ class Pick:
         self._metrics = metrics
 
     def run(self, passage: Passage) -> Routed | None:
-        """Picks and books. None where nobody is ready any more; `Refused` with 503 where nobody is in the gateway's subset."""
+        """Pick and book a replica. Return None if none is ready any more.
+
+        Raises:
+            Refused: with 503, if no replica is in the gateway's subset.
+        """
         call, model, tokens, state = passage.call, passage.model, passage.tokens, self._state
         decided = time.monotonic()
         request = _view(passage)
@@ -90,13 +94,12 @@ class Pick:
         """The bookings of the pick, and of the replica that computes the prompt for it if there is one."""
         if choice.hop is None:
             return self._state.book(request, choice.key, choice.resident_tokens, now, answers=answers), None
-        book, fresh = self._state.bookings.book, request.prompt_tokens - choice.resident_tokens
-        decode = book(request.id, choice.key, 0, now, transfer_tokens=fresh, answers=answers)
-        return decode, book(request.id, key_of(choice.hop.replica), choice.hop.fresh_tokens, now)
+        prefill = key_of(choice.hop.replica), choice.hop.fresh_tokens
+        return self._state.book_pair(request, choice.key, choice.resident_tokens, prefill, now, answers=answers)
 
 
 def _for_the_replica(passage: Passage, now: float) -> list[tuple[str, str]]:
-    """What the replica is told of the tenant, and how much time is left of what the client gave."""
+    """Return the headers that tell the replica the tenant and the rest of the client's time limit."""
     sets: list[tuple[str, str]] = []
     if passage.tenant.name:
         sets += [(headers.TENANT, passage.tenant.name), (headers.PRIORITY, str(passage.priority))]
@@ -109,7 +112,7 @@ def _for_the_replica(passage: Passage, now: float) -> list[tuple[str, str]]:
 def _for_the_log(
     name: str, passage: Passage, request: RequestView, choice: Choice, explanation: str | None, now: float
 ) -> dict[str, str | float]:
-    """See `Routed.log`."""
+    """Return the decision's notes for the access log and the response; `Routed.log` names the fields."""
     log: dict[str, str | float] = {
         headers.BOOKING: name,
         "model": passage.model.id,

@@ -20,10 +20,10 @@ from penstock.gateway.tenants.tenant import Tenant
 
 
 class Resolve:
-    """From a name to a model of the fleet, and to those of its replicas that the way by which the request came allows.
+    """Resolves a name to a model of the fleet, and to those of its replicas that the request's port allows.
 
     A request comes by the gateway's own port, where every name of the fleet is known, or by the port of one InferencePool, where
-    only what its pods serve is.
+    only the names that its pods serve are known.
     """
 
     def __init__(self, state: FleetState, names: ServedNames, prompts: PromptLibrary) -> None:
@@ -33,7 +33,7 @@ class Resolve:
         self._scopes = Scopes(state)
 
     async def first(self, passage: Passage) -> None:
-        """As `run`; a name that no pod of an open pool is known to serve is looked for there before it is refused."""
+        """As `run`, but before it refuses an unknown name it asks the pods of an open pool."""
         try:
             self.run(passage)
         except Refused as refused:

@@ -12,7 +12,6 @@ from penstock.gateway.extproc.call import ResponseHead, Routed
 from penstock.gateway.flow.gate import FlowGate
 from penstock.gateway.http.metrics import PickerMetrics
 from penstock.gateway.load.foreign import from_orca
-from penstock.gateway.picker.bookings import State
 from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.picker.state import FleetState
 
@@ -67,8 +66,9 @@ class Respond:
         return added
 
     def strange(self, noted: Mapping[str, str], head: ResponseHead, *, counted: bool = False) -> list[tuple[str, str]]:
-        """As `run`, of a request that is not known here any more, or was picked for by another gateway process, which noted it as
-        in `Routed.log`. `counted`: at its end, which has overtaken this head."""
+        """As `run`, for a request that is no longer known here, or that another gateway process picked for and described in
+        `Routed.log`.
+        `counted`: its end came before this head and was counted."""
         now, status = time.monotonic(), head.headers.get(":status", "")
         if _informs(status):
             return []
@@ -103,7 +103,7 @@ class Respond:
             return None
 
     def _served(self, head: ResponseHead) -> ReplicaKey | None:
-        """Who answered; None where the gateway does not say, or names nobody that is known here."""
+        """Return the replica that answered. None if the gateway does not say, or names an unknown endpoint."""
         return self._state.key_at(head.served.strip()) if head.served else None
 
     def _judge(self, key: ReplicaKey, head: ResponseHead, reached: bool, now: float) -> None:
@@ -124,16 +124,16 @@ class Respond:
 
     def closed(self, routed: Routed) -> None:
         """A stream that ends before the response headers was reset. Later the end of the stream is not the end of the request."""
-        if routed.booking.state is State.PENDING:
+        if routed.booking.unanswered:
             self._metrics.answered(routed.model, "reset")
         for booking in (routed.booking, routed.prefill_booking):
-            if booking is not None and booking.state is State.PENDING:
+            if booking is not None and booking.unanswered:
                 self._state.bookings.release(booking, "reset")
         self._gate.wake()
 
     def over(self, routed: Routed, status: int) -> None:
         """Envoy has done with the request. `status`: of the answer, also where its head was not shown; 0: there was none."""
-        if routed.booking.state is State.PENDING:
+        if routed.booking.unanswered:
             self._metrics.answered(routed.model, str(status) if status else "reset")
         for booking in (routed.booking, routed.prefill_booking):
             if booking is not None:
