@@ -41,6 +41,11 @@ REFUSED_MODELS: dict[str, tuple[Object, str]] = {
     "replicas-pools": ({"pools": [POOL, {"name": "b"}]}, "replicas is for a model with one pool and no scaling"),
     "half": ({"replicas": None, "pools": [PREFILL], "engine": NIXL}, "pools: give every pool the role Both"),
     "mixed": ({"replicas": None, "pools": [POOL, PREFILL, DECODE], "engine": NIXL}, "pools: give every pool the role Both"),
+    "pages": ({"engine": {"connector": {"type": "offload"}}}, "engine: connector: memory goes with the types offload"),
+    "pages-secret": (
+        {"engine": {"connector": {"type": "transfer", "memory": "1Gi"}}},
+        "engine: connector: secretRef goes with the type transfer",
+    ),
     "connector": ({"replicas": None, "pools": [PREFILL, DECODE]}, "pools: Prefill and Decode need engine.connector"),
     "canary": ({"canary": {"of": "canary", "weight": 5}}, "canary: of must name another model"),
     "canary-steps": (judged(steps=[10, 60]), "canary: every one of judge.steps must be below weight"),

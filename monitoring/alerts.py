@@ -34,7 +34,7 @@ def _up(job: str) -> tuple[str, str]:
 
 
 def _burns(ratio: tuple[str, str], most: float) -> tuple[str, str]:
-    """Both windows: the long one says that it matters, the short one that it still goes on."""
+    """Return the conditions of both windows: the long one shows that it matters, the short one that it continues."""
     long, short = ratio
     return long, f"> {most} and {short} > {most}"
 

@@ -38,13 +38,13 @@ class Panel:
     unit: str = "short"
     kind: Literal["lines", "stacked", "stat", "heatmap"] = "lines"
     warn: float | None = None
-    """From here on it is yellow."""
+    """Threshold of yellow."""
     bad: float | None = None
-    """From here on it is red."""
+    """Threshold of red."""
     most: float | None = None
     """The axis' upper end."""
     alert: Alert | None = None
-    """Whose runbook says more."""
+    """The alert whose runbook explains the panel."""
     width: int = 8
     needs: str = ""
     """What has to be there for the queries to have an answer, where a system without GPUs has it not."""
@@ -56,13 +56,13 @@ class Variable:
 
     name: str
     series: str
-    """In which the label is looked for."""
+    """The series with the label."""
     label: str = ""
-    """By default the variable's name."""
+    """The label. Default: the variable's name."""
 
     @property
     def query(self) -> str:
-        """In Grafana's words."""
+        """The variable's query for Grafana."""
         return f"label_values({self.series}, {self.label or self.name})"
 
 

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 
 Object = dict[str, Any]
 RUNBOOKS: Final = "docs/runbooks"
-"""In the repository. The chart puts `monitoring.runbookUrl` in its place."""
+"""Folder in the repository. The chart puts `monitoring.runbookUrl` in its place."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class Alert:
 
     name: str
     severity: Literal["critical", "warning"]
-    """`critical` wakes somebody: clients notice it."""
+    """`critical` pages a person: clients notice the fault."""
     signal: str
     """What is watched: has a value in a healthy system too, so that it can be seen that it would speak."""
     condition: str
     summary: str
-    """In a line, with the signal's labels and value."""
+    """One line with the signal's labels and value."""
     description: str
     lasting: str = "0s"
     needs: str = ""
-    """See `Panel.needs`."""
+    """The metric that the alert needs, as in `Panel.needs`."""
 
     @property
     def expr(self) -> str:
@@ -64,7 +64,7 @@ class Group:
 
 
 def runbook_url(alert: str) -> str:
-    """Where the alert's page is."""
+    """Return the URL of the alert's runbook."""
     return f"{RUNBOOKS}/{alert}.md"
 
 
@@ -74,7 +74,7 @@ def rule_file(groups: Sequence[Group]) -> Object:
 
 
 def prometheus_rule(groups: Sequence[Group]) -> Object:
-    """For Prometheus operators."""
+    """Return the PrometheusRule for Prometheus operators."""
     labels = {"app.kubernetes.io/name": "penstock", "app.kubernetes.io/part-of": "penstock"}
     metadata = {"name": "penstock", "namespace": "penstock-system", "labels": labels}
     return {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule", "metadata": metadata, "spec": rule_file(groups)}

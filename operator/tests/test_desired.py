@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from penstock.api.resources import InferenceModel
+from penstock.api.resources import InferenceModel, unsupported
 from penstock.operator.desired import Rendering, Size, TemplateError, children, engine_args, pod_template, revision_of, size
 from penstock.operator.overlay import OverlayError
 from penstock.operator.restrictions import Allowances
 
 RENDERING = Rendering(image="penstock/engine:test", system_namespace="ours")
+ROLES = [{"name": "p", "role": "Prefill"}, {"name": "d", "role": "Decode"}]
+TRANSFER = {"type": "transfer", "memory": "1Gi", "secretRef": {"name": "pairs"}}
 PORTS = {"http": 8000, "admin": 8003, "events": 5557, "replay": 5558}
 
 
@@ -534,3 +536,58 @@ def test_a_prometheus_finds_the_monitors_that_are_asked_for(make: Any) -> None:
     assert pool == ["__meta_kubernetes_pod_label_penstock_dev_pool"]
     assert endpoint["interval"] == "5s"
     assert "PodMonitor" not in by_kind(make.model())
+
+
+def test_replicas_of_both_roles_share_a_secret_and_lend_kv_pages(make: Any) -> None:
+    connector = {"type": "transfer", "memory": "2Gi", "secretRef": {"name": "pairs"}}
+    pools = [{"name": "pre", "role": "Prefill"}, {"name": "dec", "role": "Decode"}]
+    model = make.model(engine={"connector": connector}, pools=pools)
+    assert unsupported(model.spec) == []
+    pods = {
+        it["metadata"]["name"].rpartition("-")[2]: it["spec"]["template"]["spec"]
+        for it in children(model, RENDERING, extra={})
+        if it["kind"] == "Deployment"
+    }
+    for name, role in (("pre", "kv_producer"), ("dec", "kv_consumer")):
+        (engine,) = pods[name]["containers"]
+        flags = [it for it in engine["args"] if it.startswith("--kv-")]
+        assert flags == [
+            "--kv-offload-memory-bytes=2147483648",
+            f'--kv-transfer-config={{"kv_connector": "transfer", "kv_role": "{role}", "kv_ip": "$(POD_IP)"}}',
+            "--kv-transfer-secret-file=/etc/penstock/kv-transfer/secret",
+        ]
+        assert engine["volumeMounts"] == [{"name": "kv-transfer", "mountPath": "/etc/penstock/kv-transfer", "readOnly": True}]
+        items = [{"key": "secret", "path": "secret"}]
+        assert pods[name]["volumes"] == [{"name": "kv-transfer", "secret": {"secretName": "pairs", "items": items}}]
+    # The pages' port is open to the model's own pods alone, as is every port that is not declared.
+    assert 14579 not in [port["containerPort"] for port in engine["ports"]]
+
+
+@pytest.mark.parametrize(
+    ("engine", "pools", "refused"),
+    [
+        ({"type": "offload", "memory": "1Gi"}, [{"name": "a"}], []),
+        (
+            {"type": "offload", "memory": "1Gi"},
+            ROLES,
+            ["spec.pools[p].role (Prefill; it needs", "spec.pools[d].role (Decode; it"],
+        ),
+        (TRANSFER, [{"name": "a"}], ["spec.engine.connector.type (transfer is for pools of the roles Prefill and Decode)"]),
+        (
+            TRANSFER,
+            [ROLES[0], {**ROLES[1], "accelerator": {"resource": "nvidia.com/gpu"}}],
+            ["spec.engine.connector.type (pool d has devices; transfer works on CPUs alone)"],
+        ),
+        ({"type": "nixl"}, [{"name": "a"}], ["spec.engine.connector.type (nixl; none, offload, transfer work)"]),
+    ],
+)
+def test_what_no_connector_does_is_refused_by_name(make: Any, engine: Any, pools: Any, refused: list[str]) -> None:
+    found = unsupported(make.model(engine={"connector": engine}, pools=pools).spec)
+    assert len(found) == len(refused) and all(it.startswith(words) for it, words in zip(found, refused, strict=True))
+
+
+def test_pairs_do_not_go_with_tls(make: Any) -> None:
+    engine = {"connector": TRANSFER, "extraArgs": ["--ssl-certfile=/tls/tls.crt", "--ssl-keyfile=/tls/tls.key"]}
+    assert unsupported(make.model(engine=engine, pools=ROLES).spec) == [
+        "spec.engine.connector.type (transfer does not go with --ssl-certfile)"
+    ]

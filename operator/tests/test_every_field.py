@@ -58,6 +58,7 @@ OTHER: Object = {
     "spec.routing.inferencePool.gateway.namespace": "another",
     "spec.pools[].metadata.labels": {"kueue.x-k8s.io/queue-name": "team-b"},
     "spec.pools[].metadata.annotations": {},
+    "spec.engine.connector.memory": "9Gi",
     "spec.rollout.maxSurge": 3,
     "spec.rollout.maxUnavailable": "10%",
     "spec.pools[].template": {"spec": {"nodeSelector": {"gpu": "b200"}}},
@@ -86,6 +87,8 @@ ELSEWHERE: dict[str, Object] = {
     "spec.replicas": bent(WHOLE, replicas=2, scaling=None, pools=[{"name": "main"}]),
     "spec.pools[].scaling.min": bent(WHOLE, pools=[{"name": "main", "scaling": {"min": 1, "max": 4}}]),
     "spec.pools[].role": DISAGGREGATED,
+    "spec.engine.connector.memory": DISAGGREGATED,
+    "spec.engine.connector.secretRef.name": DISAGGREGATED,
     "spec.pools[].parallelism.expert.enabled": bent(
         WHOLE, scaling=None, pools=[{"name": "main", "parallelism": {"expert": {"enabled": False}}}]
     ),
@@ -93,7 +96,10 @@ ELSEWHERE: dict[str, Object] = {
     "spec.scaling.prefillPerDecode.maxPercent": DISAGGREGATED,
 }
 # Fields of which another value needs the rest of their part to be another, too.
-TOGETHER: dict[str, tuple[str, Any]] = {"spec.source.cache.type": ("spec.source.cache", {"type": "Node"})}
+TOGETHER: dict[str, tuple[str, Any]] = {
+    "spec.source.cache.type": ("spec.source.cache", {"type": "Node"}),
+    "spec.engine.connector.type": ("spec.engine.connector", {"type": "nixl"}),
+}
 # What takes effect in running replicas, or needs none; every other field makes a new revision (XC-04).
 HOT = (
     "spec.source.secretRef.",  # of a model with a cache: its Job's alone

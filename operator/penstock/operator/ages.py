@@ -1,5 +1,5 @@
-"""How long pods have been there and how long they took to start. Ages go by our own steady clock: the API server's is another
-one, and either may be set anew."""
+"""Ages and start times of pods. Ages use our own monotonic clock: the API server's clock is a different one, and wall clocks can
+be set."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
@@ -31,7 +31,7 @@ class _Look:
 
 
 class Ages:
-    """Of the pods of all pools.
+    """Ages of the pods of all pools.
 
     Args:
         clock: Monotonic seconds.
@@ -76,7 +76,7 @@ def age_s(pod: Pod) -> float:
 
 
 def _start_s(pod: Pod) -> float | None:
-    """From a ready pod's creation to its readiness; None where its condition does not say since when it has been ready."""
+    """Return the seconds from a ready pod's creation to its readiness, or None if its condition has no time."""
     since = (ready_condition(pod) or {}).get("lastTransitionTime")
     return None if since is None else max((_time(since) - _time(pod["metadata"]["creationTimestamp"])).total_seconds(), 0.0)
 

@@ -49,14 +49,14 @@ RESOURCES: Final = {
     "CustomResourceDefinition": CRDS,
 }
 WORKLOADS: Final = ("Deployment", "LeaderWorkerSet")
-"""Kinds of which one is a pool's replicas."""
+"""Kinds of a pool's workload; a pool has one of them."""
 OPTIONAL: Final = ("LeaderWorkerSet", "InferencePool", "HTTPRoute", "PodMonitor")
 """Kinds of CRDs of others: where one is not installed, its objects are not made."""
 CHILDREN: Final = (
     "ControllerRevision", "Job", "PersistentVolumeClaim", "Service", "NetworkPolicy", "PodDisruptionBudget", "Deployment",
     *OPTIONAL,
 )  # fmt: skip
-"""Kinds of which a model owns objects."""
+"""Kinds of objects that a model owns."""
 TIMEOUT_S: Final = 30.0
 _NO_FAULT_OF_ITS_OWN: Final = (
     "failed to create typed patch object",  # a field that the kind does not have, or of another type
@@ -65,8 +65,8 @@ _NO_FAULT_OF_ITS_OWN: Final = (
 )
 """What servers say with the status 500, as if they had broken, of what will not be taken however often it is sent."""
 ATTEMPTS: Final = 8
-"""Of a request to which a server that has too much to do answers when to ask again. What is made of many requests would else
-begin anew each time that one of them is refused, and never end."""
+"""Attempts of a request that an overloaded server answers with Retry-After. Without this, a series of many requests would restart
+at each refusal and never end."""
 
 
 class Api(Protocol):
@@ -78,7 +78,7 @@ class Api(Protocol):
         ...
 
     async def apply(self, body: Object, manager: str, subresource: str = "") -> Object:
-        """Server-side apply by a field manager that takes fields from others; returns the object as it is then."""
+        """Apply on the server by a field manager that takes fields from others. Return the resulting object."""
         ...
 
     async def delete(self, body: Object) -> None:

@@ -82,7 +82,7 @@ class Applier:
         await self._prune(key, uid, {(item["kind"], item["metadata"]["name"]) for item in wanted} | kept)
 
     async def ensure(self, key: Key, uid: str, item: Object) -> Object | None:
-        """The child as it is, however it is; where there is none, it is made, and None returned.
+        """Create the child if there is none and return None; otherwise return the live object unchanged.
 
         Raises:
             NotOwned, OwnerGone, ApiException: see `apply`.
@@ -114,8 +114,9 @@ class Applier:
         self._sent[name] = (digest, applied["metadata"].get("generation", 0))
 
     async def _workload(self, item: Object, live: Object | None, size: Size) -> None:
-        """Where others decide the size, the field `replicas` is handed to them in three steps: create with it, let
-        `penstock-scale` own it too, then stop sending it. An owner that merely stops sending it would reset it to 1."""
+        """Apply a workload. Where another controller decides its size, hand over the field `replicas` in three steps: create with
+        it, let
+        `penstock-scale` own it too, then stop sending it. An owner that merely stops sending the field would reset it to 1."""
         if size.owner == "spec":
             await self._send(item, live)
             return
@@ -172,12 +173,12 @@ def _not_owned(key: Key, item: Object, live: Object) -> NotOwned:
 
 
 def handed_over(workload: AnyObject) -> bool:
-    """Whether somebody besides `penstock` owns the workload's `replicas` (see `store.trimmed_workload`)."""
+    """Return whether a manager other than `penstock` owns the workload's `replicas` (see `store.trimmed_workload`)."""
     return any(entry["manager"] != MANAGER for entry in workload["metadata"].get("managedFields", []))
 
 
 def described(item: Object) -> str:
-    """For the log: kind, namespace and name, and the revision that it carries, if any."""
+    """Describe an object for the log: kind, namespace, name, and its revision if it has one."""
     meta: Object = item["metadata"]
     template: Object = item.get("spec", {}).get("template", {}).get("metadata", {})
     revision = (meta.get("labels", {}) | template.get("labels", {})).get(labels.REVISION)

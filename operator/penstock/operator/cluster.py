@@ -17,6 +17,6 @@ class Cluster:
     children: Children
     """The objects that the operator made for them."""
     going: Callable[[], frozenset[str] | None] = lambda: None
-    """Names of the nodes that are about to go; None where nobody knows."""
+    """Returns the names of the nodes that are about to be removed, or None if they are not known."""
     absent: Callable[[str], bool] = lambda kind: False
     """Whether the API server does not know a kind, such as `LeaderWorkerSet`."""

@@ -8,7 +8,7 @@ from penstock.operator.objects import Object
 
 COMPONENT: Final = "penstock-operator"
 FORMAT: Final = "%Y-%m-%dT%H:%M:%SZ"
-"""Of the API's times."""
+"""Format of the API's times."""
 # Conditions whose turning is worth an Event, and the status that is a warning.
 _NOTABLE: Final = {"Accepted": "False", "Ready": "False", "Degraded": "True", "Routed": "False", "CanaryPassed": "False"}
 _WELCOME: Final = ("Ready", "CanaryPassed")

@@ -54,7 +54,7 @@ class Seen:
     view: PoolsView | None
     """What a gateway says; None where none answers."""
     sizes: Mapping[str, Size]
-    """By name, of the pools that have `scaling`."""
+    """Sizes by name, of the pools that have `scaling`."""
 
 
 def main(argv: list[str]) -> int:
@@ -107,11 +107,11 @@ async def story_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def story(seen: Seen, load: float, wall: float) -> dict[str, Any]:
-    """The same of a model that was read.
+    """Explain a model that was read.
 
     Args:
-        seen: What was read.
-        load: Under so many times the load.
+        seen: The objects that were read.
+        load: Factor on the present load.
         wall: Unix time in seconds.
     """
     resource, limits = seen.resource, _limits(seen.resource)

@@ -1,5 +1,6 @@
-"""What is told in Events alone: why a LeaderWorkerSet has no pods, as the StatefulSets that LWS makes have no condition for it;
-and why a pod's containers are not made, such as a volume that cannot be mounted."""
+"""Failures that only Events report: a LeaderWorkerSet without pods (its StatefulSets have no condition for that), and containers
+that
+cannot be created, such as for a volume that cannot be mounted."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ FRESH_S: Final = 1200.0
 """The StatefulSet controller tries again after 1,000 s at the latest: an older Event is about something that is over."""
 
 MAKING_S: Final = 30.0
-"""After which a container that is still being made deserves a look at its pod's Events, and between such looks."""
+"""Seconds after which the Events of a pod with a container still being created are read, and between two such reads."""
 
 
 def incomplete(workload: Workload, pods: Sequence[Pod]) -> bool:
@@ -29,11 +30,11 @@ def incomplete(workload: Workload, pods: Sequence[Pod]) -> bool:
 
 
 def with_failure(workload: Workload, events: Sequence[Object], now: datetime) -> Workload:
-    """The LeaderWorkerSet with the condition that a Deployment would have, where its StatefulSets cannot make pods.
+    """Add a Deployment's condition to a LeaderWorkerSet whose StatefulSets cannot create pods.
 
     Args:
-        workload: As it is.
-        events: Of the namespace's StatefulSets.
+        workload: The LeaderWorkerSet.
+        events: Events of the namespace's StatefulSets.
         now: The time.
     """
     sets = re.compile(rf"{re.escape(workload['metadata']['name'])}(-\d+)?")  # the leaders', and each group's workers'
@@ -67,11 +68,11 @@ def stuck(pod: Pod, now: datetime) -> bool:
 
 
 def with_reason(pod: Pod, events: Sequence[Object], now: datetime) -> Pod:
-    """The stuck pod with the reason for which its containers wait, where a kubelet gives others.
+    """Add the reason from its Events to a stuck pod whose containers wait.
 
     Args:
-        pod: As it is.
-        events: About it.
+        pod: The pod.
+        events: Events about the pod.
         now: The time.
     """
     since = _scheduled(pod)

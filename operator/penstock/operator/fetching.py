@@ -37,7 +37,7 @@ RESULT: Final = "penstock.dev/fetched"
 LOOK_S: Final = 5.0
 """Between two looks at its progress."""
 RETRY_S: Final = 300.0
-"""After which a Job that failed for good is made again: a Secret or a grant may have changed, and nothing tells."""
+"""Seconds after which a failed Job is created again: a Secret or a grant may have changed without any event."""
 MAX_BYTES: Final = 4096
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=2.0)
 
@@ -47,7 +47,7 @@ class Fetch:
     """How far a model's Job is."""
 
     job: str
-    """Its name."""
+    """Name of the Job."""
     fetched: Fetched | None
     """None: it is not done."""
     status: Fetching
@@ -61,7 +61,7 @@ class FetchJobs:
     ) -> None:
         """
         Args:
-            later: Puts a key on the queue after so many seconds.
+            later: Puts a key on the queue after a number of seconds.
         """
         self._api, self._children, self._applier = api, children, applier
         self._rendering, self._later = rendering, later

@@ -17,7 +17,7 @@ class ResourceWatch:
         """UIDs of what went since the last list began."""
 
     def heard(self, kind: str | None, resource: Object) -> bool:
-        """Takes in one event of a watch; whether it is a repetition, which means that kopf has listed anew.
+        """Record one event of a watch. Return whether it is a repetition, which means that kopf has listed again.
 
         Args:
             kind: `ADDED`, `MODIFIED` or `DELETED`; None for an object of a list.

@@ -125,7 +125,7 @@ class Lease:
 
 
 async def lead(lease: Lease, act: Callable[[], Awaitable[None]], stop: asyncio.Event, retry_s: float = RETRY_S) -> None:
-    """Waits for the lease, then acts for as long as it is held, and gives it back at the end.
+    """Wait for the lease, act while it is held, and release it at the end.
 
     Args:
         act: Returns soon after `stop` is set; cancelled when the lease is lost.

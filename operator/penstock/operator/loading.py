@@ -14,7 +14,9 @@ log = logging.getLogger(__name__)
 
 
 KIND: Final = "LoadTimes"
-"""Of the key under which the replicas of a model are asked: it may take seconds, and a reconcile must not wait for it."""
+"""Kind of the queue key under which a model's replicas are asked for their load times. That can take seconds, and a reconcile
+must
+not wait for it."""
 
 
 class LoadClient(Protocol):

@@ -1,4 +1,4 @@
-"""Which nodes are about to go: cordoned, or marked by a node autoscaler."""
+"""Nodes that are about to be removed: cordoned, or marked by a node autoscaler."""
 
 from collections.abc import Callable
 from typing import Final
@@ -41,7 +41,7 @@ class Nodes:
 
     @property
     def going(self) -> frozenset[str] | None:
-        """Their names; None where nobody knows, as the operator may not list nodes."""
+        """Return the names of nodes that are about to be removed; None if the operator may not list nodes."""
         if self._cache is None or not self._cache.synced.is_set():
             return None
         return frozenset(name for (_, name), node in self._cache.objects.items() if is_going(node))

@@ -93,5 +93,5 @@ class Workload(TypedDict):
 
 
 def as_pods(objects: Iterable[Object]) -> list[Pod]:
-    """Objects of which it is known that they are pods."""
+    """Cast objects that are known to be pods."""
     return cast(list[Pod], list(objects))

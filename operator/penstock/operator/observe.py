@@ -25,7 +25,7 @@ ScalingReport = Callable[[str], ScalingStatus | None]
 RoutingReport = Callable[[Key, Sequence[str]], Routing]
 """What the gateways say of a model and its pools."""
 CanaryReport = Callable[[str, Course | None, Standing | None], Standing | None]
-"""Where a canary stands: see `Judges.follow`."""
+"""Returns the standing of a canary: see `Judges.follow`."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Reports:
     canary: CanaryReport
     others: OthersReport
     url: str = ""
-    """Where clients reach the gateway."""
+    """URL of the gateway for clients."""
 
 
 def observe(
@@ -55,15 +55,15 @@ def observe(
     loaded: LoadedModels,
     fetching: Fetching | None = None,
 ) -> Observed:
-    """Everything that `status` is judged by.
+    """Collect all that the status is computed from.
 
     Args:
-        plan: None: the model is left as it runs.
+        plan: None: the model stays as it runs.
         workloads: Its workloads by name.
-        pods: Its replicas'.
-        conflict: Which of its names another has, in a sentence.
-        loaded: How long its replicas took for their weights.
-        fetching: What its replicas wait for.
+        pods: The pods of its replicas.
+        conflict: Which of its names another model has, in a sentence.
+        loaded: How long its replicas took to load their weights.
+        fetching: The download that its replicas wait for.
     """
     planned = [] if plan is None else [cast(Workload, item) for item in plan.objects if item["kind"] in WORKLOADS]
     targets = {item["metadata"]["name"]: item for item in planned} or dict(workloads)
@@ -118,7 +118,7 @@ def _revision(plan: Plan | None, revisions: Sequence[Object]) -> RevisionObserve
 def _canary(
     key: Key, resource: Object, model: InferenceModel | None, revision: RevisionObserved | None, report: CanaryReport
 ) -> Standing | None:
-    """Where a canary stands; one whose spec cannot be read stays where it is."""
+    """Return the standing of a canary. If its spec cannot be read, the standing does not change."""
     last = written(resource.get("status", {}))
     if model is None:
         return last
@@ -157,7 +157,7 @@ def _pool(
 
 
 def _other(key: Key, model: InferenceModel | None, target: Workload, others: OthersReport) -> OtherScaler | None:
-    """Who else sizes the pool of a workload."""
+    """Return the other autoscaler that sizes the pool of a workload, if there is one."""
     name = target["metadata"]["labels"][labels.POOL]
     pool = next((pool for pool in model.spec.pools if pool.name == name), None) if model is not None else None
     if model is None or pool is None:

@@ -52,7 +52,7 @@ class Fetching:
     """`FetchStarting`, `Downloading`, or what went wrong: `SourceUnauthorized`, `SourceNotFound`, `SourceNoSpace`, …"""
     message: str
     failed: bool = False
-    """Something is wrong."""
+    """True if the pod has failed."""
 
 
 class LoadTimes(msgspec.Struct, frozen=True):
@@ -72,22 +72,22 @@ class PoolObserved:
     wanted: int
     """Replicas wanted, as the live workload says where there is one."""
     workload: Workload | None
-    """As it is; None: not there yet."""
+    """The live workload. None: not created yet."""
     pods: Sequence[Pod]
     role: Role = "Both"
     cost: int = 0
-    """Of a replica."""
+    """Cost of a replica."""
     scaled: bool = False
     """The autoscaler sizes it."""
     scaling: ScalingStatus | None = None
     other: OtherScaler | None = None
-    """Who else sizes it."""
+    """The other autoscaler that sizes the pool."""
     blocked: str = ""
     """Why its rollout cannot go on, and what would let it."""
     loaded: LoadTimes | None = None
     """How long a replica of the wanted revision took for its weights; None: not known yet."""
     moving: bool = False
-    """Another replica starts, since the node of the only one is drained."""
+    """Another replica starts because the node of the only one is drained."""
     settling: bool = False
     """A new replica without a node is no trouble yet: room is being made, or may appear."""
 
@@ -137,9 +137,9 @@ class RevisionObserved:
     """The revision that is wanted."""
 
     number: int
-    """As `penstock rollout history` counts."""
+    """Number of the revision, as in `penstock rollout history`."""
     template_version: int
-    """Of the newest of its pod templates."""
+    """Version of its newest pod template."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,9 @@ class Observed:
     routing: Routing = field(default_factory=Routing)
     """What the gateways say."""
     canary: Standing | None = None
-    """Where it stands, if it is a canary that is judged."""
+    """Standing of a judged canary."""
     other: OtherScaler | None = None
-    """Who else sizes the model as a whole."""
+    """The other autoscaler that sizes the model as a whole."""
     fetching: Fetching | None = None
     """What replicas of the present spec wait for; None: nothing."""
 
@@ -193,7 +193,7 @@ class Observed:
 
     @property
     def blocked(self) -> str:
-        """Which pools' rollouts cannot go on, why, and what would let them."""
+        """The pools whose rollouts cannot continue, the reason, and what would unblock them."""
         return "; ".join(f"pool {pool.name}: {pool.blocked}" for pool in self.pools if pool.blocked)
 
     @property
@@ -209,5 +209,5 @@ class Observed:
 
     @property
     def zero(self) -> bool:
-        """Nothing is meant to run."""
+        """True if the model is meant to run no replica."""
         return bool(self.pools) and self.wanted == 0

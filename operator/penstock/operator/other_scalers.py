@@ -1,4 +1,4 @@
-"""HorizontalPodAutoscalers, of which KEDA makes one for each ScaledObject: who else says how many replicas there are."""
+"""Autoscalers other than ours: HorizontalPodAutoscalers, of which KEDA creates one for each ScaledObject."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -30,10 +30,10 @@ OthersReport = Callable[[Target], str]
 
 @dataclass(frozen=True)
 class OtherScaler:
-    """Somebody else who sizes a pool or a model."""
+    """Another autoscaler that sizes a pool or a model."""
 
     says: str
-    """Who sizes what."""
+    """Which autoscaler sizes what, in a sentence."""
     remedy: str = ""
     """Why that cannot be meant, and what to do; empty: all is well."""
 
@@ -68,7 +68,7 @@ class OtherScalers:
         self._changed(namespace)
 
     def of(self, target: Target) -> str:
-        """See `OthersReport`."""
+        """Return the names of the HorizontalPodAutoscalers that size the target, joined by commas."""
         return ", ".join(sorted(self._names.get(target, ())))
 
 
@@ -82,13 +82,13 @@ def _target(namespace: str, autoscaler: Object | None) -> Target | None:
 
 
 def trimmed_autoscaler(autoscaler: Object) -> Object:
-    """Of a HorizontalPodAutoscaler what it sizes: they may be anybody's, and many."""
+    """Keep only what a HorizontalPodAutoscaler sizes: a cluster may have many that are not ours."""
     meta = {name: autoscaler["metadata"][name] for name in ("name", "namespace", "uid", "resourceVersion")}
     return {"metadata": meta, "spec": {"scaleTargetRef": autoscaler["spec"]["scaleTargetRef"]}}
 
 
 def other_of_pool(names: str, workload: Workload, model: InferenceModel, pool: Pool) -> OtherScaler | None:
-    """Who else sizes a pool, by those who size its workload."""
+    """Return the other autoscaler of a pool, from those that size its workload."""
     if not names:
         return None
     says = f"HorizontalPodAutoscaler {names} sizes {workload['kind']} {workload['metadata']['name']}"
@@ -103,7 +103,7 @@ def other_of_pool(names: str, workload: Workload, model: InferenceModel, pool: P
 
 
 def other_of_model(names: str, model: InferenceModel) -> OtherScaler | None:
-    """Who else sizes a model, by those who size the InferenceModel itself."""
+    """Return the other autoscaler of a model, from those that size the InferenceModel itself."""
     if not names:
         return None
     says = f"HorizontalPodAutoscaler {names} sizes the InferenceModel"

@@ -31,7 +31,8 @@ class OverlayError(ValueError):
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """An object of a template as it is, and an empty one in place of anything else: the API server refuses that, by its place."""
+    """Return an object of a template, or an empty one in place of any other type. The API server refuses that and names its
+    place."""
     return cast(Mapping[str, Any], value) if isinstance(value, dict) else {}
 
 

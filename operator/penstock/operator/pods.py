@@ -59,7 +59,7 @@ def is_live(pod: Pod) -> bool:
 
 
 def of_pool(pods: Iterable[Pod], pool: str) -> list[Pod]:
-    """Those of a model's pods that are replicas of a pool."""
+    """Return the pods that are replicas of a pool."""
     return [pod for pod in pods if pod["metadata"].get("labels", {}).get(labels.POOL) == pool]
 
 
@@ -69,7 +69,7 @@ def revision(pod: Pod) -> str:
 
 
 def base_url(pod: Pod, port: int, scheme: str = "http") -> str | None:
-    """Where the pod answers HTTP, or HTTPS, on a port; None while it has no address."""
+    """Return the base URL of a pod's port; None while the pod has no address."""
     address = pod.get("status", {}).get("podIP")
     host = f"[{address}]" if address and ":" in address else address
     return f"{scheme}://{host}:{port}" if host else None

@@ -59,18 +59,18 @@ class Options:
 
     rendering: Rendering
     namespaces: Sequence[str]
-    """Of the resources; none: all."""
+    """Namespaces of the resources. Empty: all."""
     system_namespace: str
-    """Where the Lease and the gateways are."""
+    """Namespace of the Lease and the gateways."""
     kubeconfig: str | None
     leader_elect: bool
     resync_s: float
     http_host: str
     http_port: int
     gateway_url: str
-    """For `status.url`."""
+    """URL for `status.url`."""
     gateway_http_port: int
-    """Where gateways answer `/pools`."""
+    """Port of the gateways' `/pools`."""
     replica_tls: ReplicaTls | None
     """How replicas are asked; None: plain HTTP."""
     budgets: Mapping[str, float]
@@ -133,7 +133,7 @@ async def _operate(
 
 
 class Operator:
-    """Everything that acts, wired together; lives while this process may act."""
+    """The running operator, wired together. It lives while this process holds the lease."""
 
     def __init__(self, api: ApiClient, options: Options, replicas: Replicas, exposition: Exposition) -> None:
         self._api = api

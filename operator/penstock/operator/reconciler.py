@@ -53,8 +53,8 @@ class Reconciler:
     ) -> None:
         """
         Args:
-            replicas: Asks replicas for their adapters, and how long they loaded.
-            later: Puts a key on the queue after so many seconds.
+            replicas: Client that reads the replicas' adapters and load times.
+            later: Puts a key on the queue after a number of seconds.
         """
         api, children, resources = cluster.api, cluster.children, cluster.resources
         self._api = api
@@ -159,7 +159,7 @@ class Reconciler:
             raise failure
 
     def _missing(self, planned: Plan) -> Refusal | None:
-        """Where a replica is to span nodes, and the cluster has no such thing. Other kinds that are absent are no one's need."""
+        """Refuse replicas that span nodes on a cluster without LeaderWorkerSets. Other missing kinds are optional."""
         spanning = [it for it in planned.objects if it["kind"] == "LeaderWorkerSet"]
         if not spanning or not self._applier.absent("LeaderWorkerSet"):
             return None
@@ -194,7 +194,7 @@ class Reconciler:
     def _plan(
         self, key: Key, model: InferenceModel, fetch: Fetch | None, workloads: dict[str, Workload], pods: Sequence[Pod]
     ) -> Plan | None:
-        """None: what is new in the spec must be fetched first, and all stays as it is."""
+        """Return the plan, or None while what is new in the spec must be fetched first."""
         uid = model.metadata.uid
         try:
             return plan(

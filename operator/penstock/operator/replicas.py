@@ -25,7 +25,7 @@ class ReplicaError(RuntimeError):
 
 
 class StillLoading(RuntimeError):
-    """It has not answered yet: it is reading, or downloading."""
+    """The replica has not answered yet: it is reading or downloading its weights."""
 
 
 class Replicas:
@@ -41,7 +41,7 @@ class Replicas:
 
     @property
     def scheme(self) -> str:
-        """With which a replica's URL begins."""
+        """Scheme of a replica's URL."""
         return "http" if self._tls is None else "https"
 
     async def load(self, base: str) -> LoadReport:

@@ -1,4 +1,4 @@
-"""What a pool's `template` may not ask for: else whoever may create InferenceModels could run any pod on any node.
+"""What a pool's `template` may not ask for. Otherwise a user who may create InferenceModels could run any pod on any node.
 
 The list follows Kubernetes' baseline Pod Security Standard, plus ServiceAccounts and their tokens.
 """

@@ -15,11 +15,11 @@ class Routing:
     """Gateway processes that there are."""
     answered: int = 0
     ignorant: int = 0
-    """Of those that answered, the ones that do not know all of its pools."""
+    """Gateways that answered but do not know all of the model's pools."""
     refused: str = ""
     """What an Envoy says of the configuration that it refuses."""
     conflict: str = ""
-    """Which of its names another has, in a sentence."""
+    """Which of its names another model has, in a sentence."""
 
     def verdict(self, name: str) -> tuple[bool | None, str, str]:
         """Status (None: unknown), reason and message of the condition `Routed` for a served name."""
@@ -44,14 +44,14 @@ class Routes:
     def __init__(self, changed: Callable[[Iterable[Key] | None], None]) -> None:
         """
         Args:
-            changed: Told of whom the gateways say something else than before; None: of all.
+            changed: Called with the models whose answers changed; None: all models.
         """
         self._changed = changed
         self._asked = 0
         self._pools: list[dict[str, str]] = []
-        """For each gateway that answered, what Envoys refuse of a pool (or nothing), by the pool's ID."""
+        """For each gateway that answered: by pool ID, what its Envoys refuse of the pool (empty: nothing)."""
         self._conflicts: dict[str, str] = {}
-        """By claimant: the sentence."""
+        """The sentence about a conflict, by claimant."""
 
     def told(self, views: Sequence[PoolsView], asked: int) -> None:
         """Takes in what those of `asked` gateways said that answered."""

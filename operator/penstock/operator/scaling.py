@@ -1,4 +1,4 @@
-"""The autoscaler's hands on Kubernetes: which pools it may size, how it sizes them, and where its decisions are told."""
+"""The autoscaler on Kubernetes: the pools that it may size, how it sizes them, and where its decisions are published."""
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -104,7 +104,8 @@ class KubernetesActuator:
         return found
 
     def _reading(self, key: Key, resource: Object) -> tuple[Object, _Asked | None]:
-        """Anew where there is a new version: to read a model takes half a millisecond, and all are looked at twice a second."""
+        """Parse the resource again only if its version changed: parsing takes half a millisecond, and all models are read twice a
+        second."""
         read = self._read.get(key)
         return read if read is not None and read[0] is resource else (resource, _asked(resource))
 
@@ -131,7 +132,7 @@ class KubernetesActuator:
         return found
 
     def _workload(self, key: Key, pool: str) -> Workload | None:
-        """A pool's workload, if there is one and it is its model's: nobody else's is sized, whatever labels it has."""
+        """Return a pool's workload if its model owns it. The autoscaler sizes no other workload, whatever its labels."""
         workload, model = workloads_of(self._children, key).get(child_name(key.name, pool)), self._resources.get(key)
         mine = workload is not None and model is not None and owned(workload, model["metadata"]["uid"])
         return workload if mine else None
@@ -145,9 +146,9 @@ class KubernetesActuator:
         return {pod["metadata"]["uid"]: pod for pod in self._children.pods(key, pool)}
 
     async def scale(self, pool_id: str, replicas: int, victims: Sequence[str]) -> None:
-        """Cordons the victims, makes them the cheapest to delete, and sets the size; who was a victim before is none any more.
+        """Cordon the victims, make them the cheapest to delete, and set the size. Former victims that stay are unmarked.
 
-        A refusal of the API server is logged and leaves the size as it is: the next look decides anew.
+        A refusal of the API server is logged and leaves the size as it is. The next observation decides again.
         """
         namespace, model, pool = pool_id.split("/")
         key = Key("InferenceModel", namespace, model)
@@ -241,8 +242,9 @@ def reported(record: Record, old: ScalingStatus | None, history: Sequence[str]) 
 
 
 def _is_victim(pod: Pod) -> bool:
-    """By both marks: a person may have cordoned a pod too, which is not ours to end, nor makes it go first; and a template or a
-    person may give it a deletion cost, by which nobody leaves it out."""
+    """Return whether a pod has both marks of a victim. One alone is not enough: people cordon pods too, and a template or a
+    person may
+    set a deletion cost."""
     found: Object = pod["metadata"].get("annotations", {})
     return labels.CORDONED in found and found.get(labels.DELETION_COST) == VICTIM_COST
 

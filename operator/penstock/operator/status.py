@@ -19,7 +19,7 @@ from penstock.operator.pods import is_live
 
 MAX_MESSAGE: Final = 2048
 MAX_REASON: Final = 128
-"""As the CRDs have it, and Events: kubelets and downloads give reasons of their own."""
+"""Longest reason that the CRDs and Events take. Kubelets and downloads give reasons of their own."""
 
 
 def status_of(observed: Observed, previous: Sequence[Object], now: str, sized: Sequence[Object] = ()) -> Object:
@@ -92,7 +92,7 @@ def _load_times(pool: PoolObserved) -> Object:
 
 
 def _learned(learned: Learned) -> Object:
-    """As the CRD has it: whole numbers."""
+    """Return the learned figures in the CRD's units, as whole numbers."""
     return {
         "prefillTokensPerSecond": round(learned.prefill_tokens_per_s),
         "stepBaseMicroseconds": round(learned.step_base_s * 1e6),
@@ -105,7 +105,8 @@ def _learned(learned: Learned) -> Object:
 
 
 def ending(metadata: Object) -> Verdict:
-    """Of a resource that is deleted and still there: nothing is changed any more, and what runs is told until the end."""
+    """Return the verdict of a resource that is being deleted. Nothing changes any more, and its status is written until the
+    end."""
     stays = ", ".join(metadata.get("finalizers", [])) or "none"
     return Verdict(False, "Terminating", f"it is being deleted, which its finalizers put off ({stays})")
 

@@ -71,7 +71,7 @@ class Resources:
         return self._objects.get(key)
 
     def known(self) -> list[Key]:
-        """Everything known."""
+        """Return the keys of all known objects."""
         return list(self._objects)
 
     def put(self, resource: Object) -> None:
@@ -144,7 +144,7 @@ def _forget(index: dict[T, set[Key]], value: T, key: Key) -> None:
 
 
 def version_of(resource: Object) -> int:
-    """Which of two versions is newer."""
+    """Return the version as a number, so that versions can be compared."""
     return int(resource["metadata"]["resourceVersion"])
 
 
@@ -179,8 +179,9 @@ def trimmed_workload(workload: Object) -> Object:
 
 
 def trimmed_pod(pod: Object) -> Object:
-    """Of a pod what is read here: who and what it is, its containers' arguments, and how it is doing. A node and its plugins say
-    much more about each pod, of which there are more than of all else together."""
+    """Keep only what is read here of a pod: its identity, its containers' arguments and its status. A node and its plugins write
+    much more
+    about each pod, and pods outnumber all other objects."""
     meta, spec, status = pod["metadata"], pod.get("spec", {}), pod.get("status", {})
     told: Object = meta.get("annotations", {})
     ours = {name: value for name, value in told.items() if name.startswith(f"{labels.GROUP}/") or name == labels.DELETION_COST}
@@ -195,7 +196,7 @@ def trimmed_pod(pod: Object) -> Object:
 
 
 def _only(part: Object, fields: Sequence[str]) -> Object:
-    """Of these fields those that there are, and that say something."""
+    """Return those of the fields that are present and not None."""
     return {name: _shared(part[name]) for name in fields if part.get(name) is not None}
 
 

@@ -43,7 +43,7 @@ class ScalingMetrics:
         self._told.add(record.pool_id)
 
     def keep(self, pools: Set[str]) -> None:
-        """Ends the series of all other pools: those that are gone, or are sized by somebody else now."""
+        """Remove the series of all other pools: those that are gone or that another autoscaler sizes now."""
         for gone in self._told - pools:
             for gauge in (self._desired, self._current, self._demand, self._cold_start):
                 gauge.remove(*gone.split("/"))
@@ -105,9 +105,9 @@ class _Told:
     """One model's samples."""
 
     resource: dict[str, Any]
-    """Of which they tell; each version is an object of its own."""
+    """The resource. Each version is a new object."""
     lines: tuple[bytes, ...]
-    """Of each family."""
+    """Metric lines of each family."""
 
 
 class ModelSeries:

@@ -1,7 +1,8 @@
-"""The users' resources: kopf tells of their changes, and lists of our own tell of what kopf misses.
+"""The users' resources: kopf reports their changes, and our own lists report what kopf misses.
 
-After a watch breaks, kopf 1.45 lists anew and never tells what went meanwhile, and several answers of a server end it. So all is
-listed at the start, whenever kopf has listed, and every minute; and kopf is started again.
+After a watch breaks, kopf 1.45 lists again and does not report what was deleted meanwhile, and several answers of a server end
+it.
+So all resources are listed at the start, whenever kopf has listed, and every minute; and kopf is started again.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 KINDS: Final = ("InferenceModel", "LoraAdapter")
 SWEEP_S: Final = 60.0
 SETTLE_S: Final = 0.5
-"""From the first sign of a new list of kopf's to ours: each object in it is such a sign."""
+"""Seconds from the first sign of a new list by kopf to our own list. Each object in kopf's list is such a sign."""
 _LIMITS: Final = aiohttp.ClientTimeout(total=10)
 
 

@@ -60,6 +60,13 @@ def test_a_dry_run_is_one(tmp_path):
         ({"replicas": 2}, "replicas is for a model with one pool and no scaling"),
         ({"source": {"uri": "hf://a/b", "secretRef": {"name": "s"}}}, "secretRef: there are no Secrets here; set HF_TOKEN"),
         (
+            {
+                "engine": {"connector": {"type": "transfer", "memory": "1Gi", "secretRef": {"name": "s"}}},
+                "pools": [{"name": "p", "role": "Prefill"}, {"name": "d", "role": "Decode"}],
+            },
+            "spec.engine.connector.secretRef: there are no Secrets here",
+        ),
+        (
             {"pools": [{"name": "p", "accelerator": {"resource": "a.b/gpu"}}]},
             r"pools\[p\]\.accelerator: nobody hands out devices",
         ),

@@ -7,18 +7,18 @@ from penstock.api.resources import InferenceModel, LoraAdapter
 from penstock.operator.conditions.verdict import Verdict
 
 SCHEMES = ("hf", "file")
-"""Where engines read adapters; a plain path is a file."""
+"""Schemes from which engines read adapters. A plain path is a file."""
 
 
 class Origin(NamedTuple):
-    """Where an adapter's weights are."""
+    """The location of an adapter's weights."""
 
     uri: str
     revision: str | None
 
 
 class Action(NamedTuple):
-    """Something to tell a replica."""
+    """A call to make to a replica."""
 
     verb: Literal["load", "unload"]
     name: str
@@ -54,7 +54,7 @@ def accepted(adapter: LoraAdapter, model: InferenceModel | None, refusal: str, c
 
 
 def origin(adapter: LoraAdapter) -> Origin:
-    """Of a resource."""
+    """Return the origin of a resource."""
     return Origin(adapter.spec.source.uri, adapter.spec.source.revision)
 
 
@@ -69,7 +69,7 @@ class Report(NamedTuple):
 
     pod: str
     errors: Mapping[str, str]
-    """By adapter: why it does not serve it; those that it does are missing."""
+    """By adapter, why the replica does not serve it. Adapters that it serves are not listed."""
     pending: frozenset[str] = frozenset()
     """Adapters that it is still reading."""
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 KIND: Final = "Adapters"
-"""Of the key under which all adapters of a model are brought up to date together."""
+"""Kind of the queue key under which all adapters of a model are synchronized together."""
 AGAIN_LOADING_S: Final = 2.0
 AGAIN_FAILED_S: Final = 30.0
 AT_ONCE: Final = 64
@@ -47,14 +47,14 @@ def adapters_key(model: Key) -> Key:
 
 
 class AdapterSync:
-    """Of all models.
+    """Keeps the adapters of all models loaded on their replicas.
 
     Args:
-        resources: The users'.
+        resources: The users' resources.
         children: The models' pods.
-        replicas: Asks replicas.
+        replicas: Client of the replicas' administrative API.
         write: Writes the status of a resource if it differs.
-        later: Puts a key on the queue after so many seconds.
+        later: Puts a key on the queue after a number of seconds.
     """
 
     def __init__(
@@ -142,6 +142,6 @@ class AdapterSync:
 
 
 def _admin_port(pod: Pod) -> int:
-    """Where its adapters are loaded: replicas of older revisions have one port for everything."""
+    """Return the port that loads adapters. Replicas of older revisions have one port for everything."""
     given = argument(pod, "--admin-port")
     return int(given) if given is not None and given.isdecimal() else HTTP

@@ -1,4 +1,4 @@
-"""Which pools carry a demand, and what they may cost together. Pure."""
+"""Distribute a demand over pools, within what they may cost together. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ class Offer:
     unit: float
     """What one of its replicas carries, in the unit of the demand."""
     cost: float
-    """Of a replica."""
+    """Cost of a replica."""
     least: int
     most: int
 
     @property
     def price(self) -> float:
-        """Of what one unit of the demand costs here."""
+        """Cost of one unit of the demand in this pool."""
         return self.cost / self.unit
 
 
@@ -92,14 +92,15 @@ def balance(prefill: Sequence[Member], decode: Sequence[Member], bounds: tuple[f
 
 
 def _raise(side: Sequence[Member], count: int) -> dict[str, int]:
-    """At least `count` replicas in all, the cheapest first; counted, not weighed by what they carry."""
+    """Size the pools for at least `count` replicas in all, the cheapest first. Counts replicas and ignores what each can
+    carry."""
     offers = [replace(member.offer, unit=1.0, least=member.wanted, most=max(member.offer.most, member.wanted)) for member in side]
     return allocate(float(count), offers)
 
 
 def units(speeds: Mapping[str, float]) -> dict[str, float]:
-    """What a replica of each pool carries, relative to the strongest; a pool of which nothing is known yet carries as much as
-    the others do on average."""
+    """Return the capacity of a replica of each pool relative to the strongest. A pool without measurements gets the average of
+    the others."""
     learned = [speed for speed in speeds.values() if speed > 0]
     if not learned:
         return dict.fromkeys(speeds, 1.0)

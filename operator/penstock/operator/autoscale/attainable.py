@@ -1,4 +1,4 @@
-"""Which promised times between tokens a replica can keep at all. Pure."""
+"""Which promised times between tokens a replica can keep. Pure."""
 
 from dataclasses import replace
 

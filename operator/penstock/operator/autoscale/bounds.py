@@ -1,4 +1,5 @@
-"""From what demand asks for to what is done now: growth is paced, shrinking waits, and the bound that counted is named. Pure."""
+"""From the size that demand asks for to the size that is set: limit growth, delay shrinking, and name the bound that applied.
+Pure."""
 
 import math
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Case:
-    """Everything that the rules below look at."""
+    """All inputs of the rules below."""
 
     size: int
     """Replicas that the workload is asked to have."""
@@ -53,24 +54,24 @@ class Case:
     factor: float
     held: int
     panic_s: float
-    """So long nothing shrinks after a burst; 0: there was none."""
+    """Seconds after a burst in which nothing shrinks. 0: there was no burst."""
     no_gateway: bool
-    """No gateway answers: what they hold is unknown."""
+    """No gateway answers, so the number of requests that they hold is unknown."""
     blind: bool
-    """Something has been unknown for too long."""
+    """A signal has been unknown for too long."""
     young: int
     """Replicas that are starting and shall be waited for."""
     stuck: int
     """Replicas that should have started long ago."""
     cold_start_s: float
     highest: int
-    """Of the recommendations in the down window."""
+    """The highest recommendation in the down window."""
     watched_s: float
     """Since the policy began."""
     base: int
     """The smallest size in the growth period."""
     out_of_reach: str = ""
-    """See `Decision`."""
+    """The goal that no number of replicas meets, as in `Decision`."""
 
     @property
     def low(self) -> int:

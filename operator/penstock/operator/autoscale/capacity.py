@@ -17,7 +17,7 @@ LEAST_KV = 0.02
 LEAST_SPEED = 1e-3
 """Prompt tokens a second. What is slower was not measured, and quotients of it have no end."""
 LEAST_STEP_S, MOST_STEP_S = 1e-6, 3600.0
-"""So it is with a step that is shorter or longer."""
+"""Bounds of a plausible step, in seconds."""
 LEAST_SLOPE_S = 1e-12
 """Below which rows cost nothing."""
 
@@ -57,7 +57,7 @@ class StepLine:
         return max(self.seconds - self.slope * self.rows, 0.0) / self.weight if self.weight else 0.0
 
     def step_s(self, rows: float) -> float:
-        """Seconds of a step over so many rows."""
+        """Seconds of a step over that many rows."""
         return self.base + self.slope * rows
 
 
@@ -87,7 +87,8 @@ class Capacity:
 
 
 def learn(capacity: Capacity, reports: Iterable[LoadReport]) -> Capacity:
-    """What the reports of a pool's replicas add; a figure that none of them has, or that no replica can have, stays as it is."""
+    """Update the capacity with the reports of a pool's replicas. A figure that no replica reports, or that is implausible,
+    stays."""
     for report in reports:
         speed, rows, kv = report.prefill_tokens_per_s, report.num_requests_running, report.kv_cache_usage_perc
         stepped = rows and LEAST_STEP_S <= report.decode_step_s <= MOST_STEP_S

@@ -18,7 +18,7 @@ class Starting:
 
     age_s: float
     troubled: bool = False
-    """Something keeps it from starting: it cannot be scheduled, its image cannot be pulled, its engine exits."""
+    """The replica cannot start: it cannot be scheduled, its image cannot be pulled, or its engine exits."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ColdStart:
         return self.prior_s if self.learned_s is None else self.learned_s
 
     def observe(self, started_s: Iterable[float], prior_s: float = PRIOR_S) -> "ColdStart":
-        """After replicas became ready for the first time, each so many seconds after its creation."""
+        """Update with the start times, in seconds, of replicas that became ready for the first time."""
         learned = self.learned_s
         for seconds in started_s:
             latest = min(max(seconds, 0.0), MOST_S)

@@ -15,11 +15,11 @@ STEP_UP, STEP_DOWN = 1.1, 0.98
 LEAST, MOST = 0.8, 2.0
 """Bounds of the factor."""
 HELPED = 0.75
-"""More replicas have helped where no more than this share of the former lateness is left."""
+"""More replicas helped if at most this share of the former lateness is left."""
 RETRY_S = 3600.0
-"""After a goal was given up as out of reach, it is tried again."""
+"""Seconds after which a goal that was given up as out of reach is tried again."""
 PLENTY = 0.25
-"""Where so small a share of the lateness that is allowed is used, there is room to save."""
+"""Share of the allowed lateness below which there is room to save."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Correction:
     """When the factor had risen to `MOST` and nothing was won; None: it was not given up."""
 
     def observe(self, seen: Seen, goals: Goals, *, settled: bool, filled: bool, pause_s: float) -> "Correction":
-        """After one more look.
+        """Return the correction after one more observation.
 
         Args:
-            settled: No replica is starting and none was added lately: what is late now is late for want of size.
-            filled: Demand is what the size follows, so that a smaller factor would make it smaller.
-            pause_s: Between two changes: the effect of the last one must show first.
+            settled: No replica is starting and none was added lately, so lateness now means that the pool is too small.
+            filled: The size follows demand, so a smaller factor would reduce the size.
+            pause_s: Seconds between two changes. The effect of the last change must show first.
         """
         kept = tuple(one for one in self.seen if one.at >= seen.at - WINDOW_S)
         changed = replace(self, seen=(*kept, seen), changed_at=seen.at if self.changed_at is None else self.changed_at)
@@ -67,7 +67,7 @@ class Correction:
         return replace(new, changed_at=seen.at, seen=(seen,)) if new.factor != changed.factor else new
 
     def _more(self, late: float, now: float) -> "Correction":
-        """After too much lateness: a larger factor, or none where the largest did not help."""
+        """React to too much lateness: a larger factor, or none if the largest did not help."""
         if self.gave_up_at is not None and now - self.gave_up_at < RETRY_S:
             return self
         rising = self.factor > 1.0 and self.late_at_first is not None
@@ -96,7 +96,7 @@ class Correction:
 
 
 def _between(before: Sequence[int], after: Sequence[int]) -> list[int]:
-    """What was counted meanwhile; all of it where the counting began anew."""
+    """Return the counts between two readings, or all counts after a restart of the counter."""
     if len(before) != len(after) or any(b > a for b, a in zip(before, after, strict=True)):
         return list(after)
     return [a - b for b, a in zip(before, after, strict=True)]

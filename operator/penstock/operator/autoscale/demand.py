@@ -23,7 +23,7 @@ class Backlog:
 
     at: float = 0.0
     tokens: Mapping[str, int] = field(default_factory=dict[str, int])
-    """By UID."""
+    """Tokens by replica UID."""
 
     def growth(self, now: "Backlog") -> float:
         """Tokens a second from here to `now`, over the replicas that are in both."""
@@ -35,7 +35,7 @@ class Backlog:
 
 @dataclass(frozen=True)
 class Demand:
-    """Of one pool at one look, in replicas: what it would take if each were filled to its target."""
+    """Demand of one pool at one observation, in replicas: the number needed if each were filled to its target."""
 
     work: float
     width: float
@@ -67,7 +67,7 @@ class Demand:
 
     @property
     def measure(self) -> str:
-        """Which one it is."""
+        """The measure with the largest demand."""
         return max(("work", self.work), ("width", self.width), ("kv", self.kv), key=lambda pair: pair[1])[0]
 
 

@@ -1,4 +1,4 @@
-"""Where gateways do not know how replicas are, the replicas are asked themselves."""
+"""Ask replicas directly for their load when the gateways do not know it."""
 
 import asyncio
 import logging
@@ -24,13 +24,12 @@ class LoadClient(Protocol):
 async def ask_replicas(
     client: LoadClient, endpoints: Mapping[str, str], signals: PoolSignals | None, stale_after_s: float
 ) -> PoolSignals | None:
-    """The signals with what is missing in them, as far as replicas answer `/load`; None where nobody knows anything.
+    """Complete the signals with the replicas' own `/load` answers. None if neither gateways nor replicas answer.
 
     Args:
         endpoints: Base URLs of the ready replicas by UID.
-        signals: As the gateways tell them; None where none does. What is held at gateways is then unknown, and so is who is
-            cordoned.
-        stale_after_s: A report that is older is asked for anew.
+        signals: The gateways' signals; None if no gateway answers. Held requests and cordons are then unknown.
+        stale_after_s: Reports older than this are requested again.
     """
     if signals is None:
         found = await _ask(client, endpoints)

@@ -8,20 +8,20 @@ from penstock.operator.autoscale.correction import LEAST, MOST, Correction
 from penstock.operator.autoscale.policy import PoolMemory
 
 CHANGE = 0.1
-"""A figure that differs by less is not worth writing down anew."""
+"""Relative change below which a figure is not written again."""
 WEIGHT = 20.0
 """Samples that a step line counts for which was read back: what is seen from then on soon outweighs it."""
 
 
 @dataclass(frozen=True)
 class Learned:
-    """Of one pool. Figures are 0 where nothing was seen."""
+    """Figures learned about one pool. 0: not measured yet."""
 
     prefill_tokens_per_s: float = 0.0
     step_base_s: float = 0.0
     """Seconds of a decode step before its rows count."""
     step_row_s: float = 0.0
-    """For each row more."""
+    """Seconds of a step for each additional row."""
     max_num_seqs: float = 0.0
     rows_in_kv: float = 0.0
     cold_start_s: float = 0.0

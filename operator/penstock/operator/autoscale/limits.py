@@ -14,7 +14,7 @@ class Goals:
     ttft_s: float | None
     itl_s: float | None
     share: float = 0.95
-    """Of the requests that are to get it."""
+    """Share of requests that must meet the goal."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Limits:
     down_window_s: float = 300.0
     role: Role = "Both"
     cost: float = 1.0
-    """Of a replica, in any unit that the model's pools share."""
+    """Cost of a replica, in any unit that the model's pools share."""
     target_utilization: float = 0.75
     """Share of a replica's capacity, and of its batch width, that demand may fill."""
     target_kv_usage: float = 0.80
     max_up_factor: float = 2.0
     max_up_step: int = 4
-    """In `up_period_s` a pool grows to `max_up_factor` times its size or by `max_up_step`, whichever is more."""
+    """In `up_period_s` a pool grows to `max_up_factor` times its size or by `max_up_step` replicas, whichever is more."""
     up_period_s: float = 15.0
     cold_start_s: float = PRIOR_S
     """Assumed while no start was seen."""
@@ -61,7 +61,7 @@ class ModelLimits:
     """What an InferenceModel asks for all pools that the autoscaler sizes."""
 
     pools: Mapping[str, Limits]
-    """By name."""
+    """Limits by pool name."""
     budget: float | None = None
     """The most that all replicas may cost."""
     room: float | None = None

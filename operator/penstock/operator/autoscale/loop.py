@@ -34,7 +34,7 @@ class PoolScale:
     replicas: int
     """What the workload is asked to have."""
     starting: tuple[Starting, ...]
-    """Its replicas that are not ready."""
+    """Replicas that are not ready."""
     started_s: tuple[float, ...] = ()
     """Seconds that replicas took which have become ready for the first time since the last look."""
     endpoints: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -52,7 +52,7 @@ class ModelScale:
     """`namespace/name`."""
     limits: ModelLimits
     pools: Mapping[str, PoolScale]
-    """By name; of those in `limits`, the ones that exist."""
+    """Existing pools by name; a subset of those in `limits`."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Record:
 
 
 class Actuator(Protocol):
-    """Where pools live: Kubernetes, or processes on this machine."""
+    """The place that runs pools: Kubernetes, or processes on this machine."""
 
     async def targets(self) -> Sequence[ModelScale]:
         """What there is to scale."""
@@ -96,20 +96,20 @@ Listener = Callable[[Sequence[PoolsView], int], None]
 
 
 def _nobody(views: Sequence[PoolsView], asked: int) -> None:
-    """Nobody listens."""
+    """Ignore the views: no listener is set."""
 
 
 class Autoscaler:
     """Scales pools by what the gateways report.
 
     Args:
-        gateways: Where `/pools` is answered, asked anew at each look.
-        replicas: Asks replicas of whom the gateways know nothing.
-        actuator: Where the pools live.
-        settings: How the policy behaves.
-        tick_s: Seconds between looks while nothing urgent happens.
-        told: Somebody else who wants to know what the gateways say.
-        budgets: What the replicas of all models in a namespace may cost together, by namespace.
+        gateways: URLs that answer `/pools`, resolved again at each observation.
+        replicas: Client for replicas that the gateways do not know.
+        actuator: The place that runs the pools.
+        settings: Settings of the policy.
+        tick_s: Seconds between observations while nothing urgent happens.
+        told: Called with the gateways' answers.
+        budgets: By namespace, the most that the replicas of all its models may cost together.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class PoolView:
     starting: tuple[Starting, ...]
     """The replicas that are not ready."""
     signals: PoolSignals | None
-    """None: nobody answered."""
+    """The signals; None if nothing answered."""
     started_s: tuple[float, ...] = ()
     """Seconds from creation to ready of the replicas that have become ready for the first time since the last look."""
 
@@ -53,7 +53,7 @@ class Observation:
     wall: float
     """Unix time in seconds."""
     pools: Mapping[str, PoolView]
-    """By name: those that the autoscaler sizes."""
+    """The pools that the autoscaler sizes, by name."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class GroupMemory:
     """What is remembered of the pools of one role together."""
 
     demand: Samples[float] = ()
-    """In replicas of its strongest pool."""
+    """Demand in replicas of the model's strongest pool."""
     panic_until: float = -math.inf
     busy_at: float | None = None
     """When there was last any work."""
@@ -114,7 +114,7 @@ class _Group:
 
     @property
     def demand(self) -> float:
-        """In units."""
+        """The demand in units."""
         return max(self.stable, self.panic) if self.panicking else self.stable
 
 
@@ -230,7 +230,7 @@ def _stuck(name: str, seen: Observation, pools: Mapping[str, PoolMemory], settin
 
 
 def _speed(capacity: Capacity, limits: Limits) -> float:
-    """By which pools of one role are compared: what their role computes."""
+    """Return the speed that ranks pools of one role: the speed of the work that the role does."""
     itl_s = limits.goals.itl_s if limits.goals else None
     return capacity.prefill_tokens_per_s if limits.role != "Decode" else capacity.output_tokens_per_s(itl_s)
 

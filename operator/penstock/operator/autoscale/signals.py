@@ -71,12 +71,12 @@ def _merge(sightings: Sequence[ReplicaLoad]) -> ReplicaSignal:
 
 
 def choose_victims(signals: PoolSignals, ready: Set[str], replicas: int) -> list[str]:
-    """The replicas to give up when a pool shrinks to `replicas`: those of whom gateways do not know that they are ready, then
-    those that are victims already, then the least in flight, the least KV in use, the least cached; of equals the first by UID.
+    """Choose the replicas to remove when a pool shrinks to `replicas`: first those that gateways do not report as ready, then
+    those
+    already marked as victims, then the least in flight, the least KV in use, the least cached. Ties go by UID.
 
     Args:
-        ready: UIDs of its ready replicas that are to stay so far. Others go before any of them and need no mark, and what is
-            ending already is no loss.
+        ready: UIDs of the ready replicas that are not ending. Replicas that are not ready are removed first and need no mark.
     """
 
     def loss(replica: ReplicaSignal) -> tuple[bool, bool, int, float, int, str]:

@@ -21,18 +21,18 @@ class Outlook:
     next: Decision
     """The next step."""
     settled: Decision
-    """Where it ends: when windows have passed and growth has had its time."""
+    """The final decision, after the windows have passed and growth has had its time."""
 
 
 def outlook(
     pools: Mapping[str, PoolView], limits: ModelLimits, settings: Settings, memories: Mapping[str, PoolMemory], wall: float
 ) -> dict[str, Outlook]:
-    """Follows the policy look by look under a load that stays as it is, until no size changes any more.
+    """Run the policy repeatedly under a constant load until no size changes.
 
     Args:
-        pools: As they are now.
-        memories: What was learned.
-        wall: Unix time in seconds; it stands still, so that a schedule says what it says now.
+        pools: The pools at the start.
+        memories: The learned figures.
+        wall: Unix time in seconds. It stays constant, so that schedules apply as they do now.
     """
     first: dict[str, Decision] = {}
     views, memory, decisions = dict(pools), Memory(pools=dict(memories)), dict[str, Decision]()
@@ -50,7 +50,7 @@ def outlook(
 
 
 def scaled(signals: PoolSignals, factor: float) -> PoolSignals:
-    """The signals under so many times the load: more requests, tokens and memory, at the same speed."""
+    """Return the signals of a load that is `factor` times as large: more requests, tokens and memory, at the same speed."""
     replicas = tuple(replace(it, report=_scaled(it.report, factor)) if it.report else it for it in signals.replicas)
     return replace(signals, held=round(signals.held * factor), replicas=replicas)
 

@@ -10,7 +10,7 @@ Samples = tuple[tuple[float, T], ...]
 
 
 def kept(samples: Samples[T], since: float) -> Samples[T]:
-    """Those taken since then."""
+    """Return the samples taken at or after `since`."""
     return tuple(sample for sample in samples if sample[0] >= since)
 
 

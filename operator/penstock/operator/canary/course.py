@@ -1,4 +1,4 @@
-"""From one weight to the next: what a canary gets, and what becomes of that when it was judged. Pure."""
+"""A canary's course: its next weight, and the consequence of each judgement. Pure."""
 
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -27,7 +27,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a canary is on its course: all that must outlast the operator."""
+    """The state of a canary that must survive a restart of the operator."""
 
     weight: int
     verdict: Literal["Judging", "Passed", "Failed"]
@@ -37,7 +37,7 @@ class Standing:
     judged: str
 
     def to_status(self) -> Object:
-        """As `status.canary` has it."""
+        """Return the state in the form of `status.canary`."""
         return {
             "weight": self.weight,
             "verdict": self.verdict,
@@ -48,11 +48,11 @@ class Standing:
 
 
 def course_of(canary: Canary | None, runs: str) -> Course | None:
-    """The course of a canary; None where nobody judges it.
+    """Return the course of a canary; None if it is not judged.
 
     Args:
-        canary: As the spec has it.
-        runs: Which model in which revision: another one deserves another judgement.
+        canary: The canary of the spec.
+        runs: The model and revision that it runs. Another one is judged from the start.
     """
     if canary is None or canary.judge is None:
         return None
@@ -64,14 +64,14 @@ def course_of(canary: Canary | None, runs: str) -> Course | None:
 
 
 def begin(course: Course, now: str) -> Standing:
-    """Of a canary of which nothing is known yet."""
+    """Return the first standing of a canary, before any result."""
     return Standing(
         course.weights[0], "Judging", now, f"{_place(course, course.weights[0])}: nothing is known yet", course.judged
     )
 
 
 def written(status: Object) -> Standing | None:
-    """Where a canary stands by its model's status; None where that says nothing that can be read."""
+    """Read a canary's standing from its model's status; None if the status cannot be read."""
     try:
         said = CanaryStatus.model_validate(status["canary"])
     except (KeyError, ValidationError):
@@ -80,10 +80,10 @@ def written(status: Object) -> Standing | None:
 
 
 def after(standing: Standing, course: Course, judgement: Judgement, windows: int, now: str) -> Standing:
-    """Where a canary stands after a look.
+    """Return the standing after one judgement.
 
     Args:
-        judgement: Of what it did since its weight was last changed, or since the last good window.
+        judgement: The result since the weight last changed, or since the last good window.
         windows: Whole windows that have passed since.
     """
     if standing.verdict == "Failed":

@@ -25,9 +25,9 @@ class Limits:
 
     min_requests: int
     error_share: float
-    """By which its share of failures may be above the other's, 0 to 1."""
+    """Largest allowed excess of the canary's share of failures, 0 to 1."""
     ttft_ratio: float | None = None
-    """Of its time to the first token to the other's, at least 1; None: not judged."""
+    """Largest allowed ratio of the canary's time to the first token to the other model's, at least 1. None: not judged."""
     ttft_share: float = 0.95
     """The percentile of that time, 0 to 1."""
 
@@ -38,14 +38,14 @@ class Judgement:
 
     outcome: Outcome
     figures: str
-    """Those of both, in a sentence."""
+    """The figures of both models, in a sentence."""
 
 
 _WEIGHTIEST: Final[tuple[Outcome, ...]] = ("Bad", "Open", "Good")
 
 
 def limits_of(judge: Judge) -> Limits:
-    """As the spec has them."""
+    """Return the limits that the spec sets."""
     ratio = judge.max_ttft_percent
     return Limits(
         min_requests=judge.min_requests,
@@ -73,14 +73,14 @@ def _errors(canary: Tally, stable: Tally, limits: Limits) -> Outcome:
 
 
 def _variance(of: Tally) -> float:
-    """Of the share of failures; with one more of each kind, since no failure among few is no certainty (Agresti and Caffo,
-    2000)."""
+    """Variance of the share of failures, with one failure and one success added (Agresti and Caffo, 2000): no failure among few
+    requests is no certainty."""
     share = (of.failures + 1) / (of.requests + 2)
     return share * (1 - share) / (of.requests + 2)
 
 
 def _ttft(canary: Tally, stable: Tally, limits: Limits, ratio: float) -> Outcome:
-    """By how many of the canary's first tokens come later than they may: a share of them, whose error is known."""
+    """Judge the share of the canary's first tokens that come later than allowed, with the standard error of that share."""
     seen = min(canary.first_tokens, stable.first_tokens)
     if seen < limits.min_requests:
         return "Open"

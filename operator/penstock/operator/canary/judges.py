@@ -34,7 +34,7 @@ class _Trial:
     canary: Tally
     stable: Tally
     told: int = 0
-    """Windows of which the standing tells."""
+    """Windows that the standing already covers."""
 
     def again(self, now: float) -> None:
         """A new window."""
@@ -54,15 +54,15 @@ class Judges:
         self._clock = clock
         self._trials: dict[str, _Trial] = {}
         self._counted: dict[str, _Counted] = {}
-        """By epoch: what each gateway process had counted when it last answered."""
+        """By epoch, the counts in the last answer of each gateway process."""
 
     def follow(self, model: str, course: Course | None, last: Standing | None) -> Standing | None:
-        """Judges a model on this course; one whose course is another begins anew.
+        """Judge a model on this course. A changed course restarts the judgement.
 
         Args:
             model: `namespace/name`.
-            course: None: it is not judged (any more).
-            last: Where an earlier operator left it.
+            course: None: the canary is not judged, or no longer.
+            last: The standing that an earlier operator process wrote.
         """
         if course is None:
             self._trials.pop(model, None)

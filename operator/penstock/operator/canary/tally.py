@@ -25,7 +25,7 @@ class Tally:
 
     @property
     def failed_share(self) -> float:
-        """Of the requests, 0 to 1."""
+        """Share of requests that failed, 0 to 1."""
         return self.failures / self.requests if self.requests else 0.0
 
     def __add__(self, other: "Tally") -> "Tally":
@@ -33,7 +33,7 @@ class Tally:
         return Tally(self.requests + other.requests, self.failures + other.failures, ttft)
 
     def since(self, before: "Tally") -> "Tally":
-        """What was counted after `before`; all of it where the counting began anew."""
+        """Return the counts since `before`, or all counts after a restart of the counter."""
         ttft = tuple(a - b for a, b in zip_longest(self.ttft, before.ttft, fillvalue=0))
         grown = Tally(self.requests - before.requests, self.failures - before.failures, ttft)
         return self if min(grown.requests, grown.failures, *ttft, 0) < 0 else grown

@@ -30,7 +30,7 @@ JUDGES: Final[dict[str, Callable[[Observed], Verdict | None]]] = {
     "Degraded": degraded.judge,
     "CanaryPassed": canary_passed.judge,
 }
-"""By type, in the order of the status. A judge returns None for a model that does not have its condition."""
+"""Judges by condition type, in the order of the status. A judge returns None for a model that does not have its condition."""
 
 
 def verdicts(observed: Observed) -> dict[str, Verdict]:

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 import yaml
 
 RUNBOOKS: Final = "docs/runbooks/"
-"""Where panels say that their runbooks are, unless somebody has put them elsewhere."""
+"""Default location of the runbooks that panels link to."""
 SIDECAR: Final = "grafana_dashboard"
 """The label by which the sidecar of Grafana's chart finds dashboards."""
 
@@ -23,12 +23,12 @@ class Dashboard:
 
     @property
     def content(self) -> dict[str, Any]:
-        """As Grafana has it."""
+        """The dashboard as Grafana's JSON."""
         return json.loads(self.json)
 
     @property
     def uid(self) -> str:
-        """By which Grafana knows it; the same in every version."""
+        """Grafana's identifier of the dashboard; the same in every version."""
         return self.content["uid"]
 
     @property
@@ -47,12 +47,12 @@ class Dashboard:
         return frozenset(it["name"] for it in self.content["templating"]["list"])
 
     def link(self, grafana: str, **chosen: str) -> str:
-        """Its address at a Grafana, with those choices that it has."""
+        """Return the dashboard's URL at a Grafana, with those of `chosen` that are variables of the dashboard."""
         asked = urlencode({f"var-{name}": value for name, value in chosen.items() if name in self.variables})
         return f"{grafana.rstrip('/')}/d/{self.uid}" + (f"?{asked}" if asked else "")
 
     def config_map(self) -> dict[str, Any]:
-        """For the sidecar of Grafana's chart."""
+        """Return the ConfigMap for the sidecar of Grafana's chart."""
         return {
             "apiVersion": "v1",
             "kind": "ConfigMap",

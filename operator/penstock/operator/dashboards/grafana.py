@@ -8,7 +8,7 @@ TIMEOUT_S = 30.0
 
 
 class GrafanaRefused(Exception):
-    """It does not answer, or does not take a dashboard; the message holds its words."""
+    """Grafana does not answer, or refuses a dashboard. The message holds Grafana's words."""
 
 
 def import_into(grafana: str, token: str | None, folder: str | None, made: list[Dashboard]) -> list[str]:

@@ -53,17 +53,17 @@ def children(
     adapter_names: Sequence[str] = (),
     extra: Mapping[str, int] | None = None,
 ) -> list[Object]:
-    """Everything that the model is to own but its revisions, in the order in which to apply it.
+    """Return all objects that the model owns except its revisions, in the order to apply them.
 
     Args:
-        templates: Pod templates by pool, as a revision has them; None: as they are rendered now.
-        paces: Of the rollout, by pool; `Surge` where it says nothing.
-        adapter_names: By which clients ask for its LoRA adapters.
-        extra: Replicas beyond a pool's size, by pool, for those whose node is drained; None: nobody knows which nodes are.
+        templates: Pod templates by pool, as a revision has them. None: render them now.
+        paces: Pace of the rollout by pool; `Surge` if missing.
+        adapter_names: Names of its LoRA adapters in requests.
+        extra: By pool, replicas beyond its size that replace those on a drained node. None: nodes are not known.
 
     Raises:
-        TemplateError: a template asks for what it may not have.
-        OverlayError: a template has a shape that does not fit.
+        TemplateError: a template asks for something that is not allowed.
+        OverlayError: a template has the wrong shape.
     """
     objects: list[Object] = []
     for pool in model.spec.pools:

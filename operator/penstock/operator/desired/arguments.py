@@ -1,23 +1,29 @@
 """The arguments of the engine's container. A field that becomes one flag names it in `penstock.api.resources` (`Flag`)."""
 
+import json
 import math
+from typing import Final
 
 from penstock.api.resources import InferenceModel, seconds
 from penstock.api.resources.base import flags
 from penstock.api.resources.model import Lora
-from penstock.api.resources.pools import Parallelism
+from penstock.api.resources.pools import Pool
 from penstock.operator.desired.source import Fetched, source_args
 
 HTTP, ADMIN, EVENTS, REPLAY = 8000, 8003, 5557, 5558
 """Ports of a replica."""
+KV_ROLES: Final = {"Prefill": "kv_producer", "Decode": "kv_consumer"}
+"""By a pool's role, vLLM's name for what its replicas do with KV pages."""
+KV_SECRET, KV_SECRET_KEY = "/etc/penstock/kv-transfer", "secret"
+"""Where a replica finds the secret that both roles know, and its key."""
 
 
-def engine_args(model: InferenceModel, fetched: Fetched | None = None, parallelism: Parallelism | None = None) -> list[str]:
+def engine_args(model: InferenceModel, fetched: Fetched | None = None, pool: Pool | None = None) -> list[str]:
     """The arguments of `penstock serve`.
 
     Args:
         fetched: What the model's Job brought, where it needs one.
-        parallelism: Of the pool; None: a replica is one process.
+        pool: The replica's; None: a replica is one process that does all of a request.
     """
     return [
         *source_args(model, fetched),
@@ -31,14 +37,22 @@ def engine_args(model: InferenceModel, fetched: Fetched | None = None, paralleli
         f"--shutdown-timeout={math.ceil(seconds(model.spec.drain_timeout))}",
         *flags(model.spec.source),
         *flags(model.spec.engine),
-        *(() if parallelism is None else flags(parallelism)),
+        *(() if pool is None else [*flags(pool.parallelism), *_transfer(pool)]),
         *_lora(model.spec.lora),
         *model.spec.engine.extra_args,
     ]
 
 
+def _transfer(pool: Pool) -> list[str]:
+    """Return the flags by which replicas of one role lend KV pages to those of the other."""
+    if pool.role == "Both":
+        return []
+    config = {"kv_connector": "transfer", "kv_role": KV_ROLES[pool.role], "kv_ip": "$(POD_IP)"}
+    return [f"--kv-transfer-config={json.dumps(config)}", f"--kv-transfer-secret-file={KV_SECRET}/{KV_SECRET_KEY}"]
+
+
 def _lora(lora: Lora | None) -> list[str]:
-    """Room for adapters, which the operator then loads over HTTP; the gateway forwards no such request."""
+    """Return the flags for adapters. The operator loads them over HTTP; the gateway forwards no such request."""
     if lora is None:
         return []
     return ["--enable-lora", *flags(lora), "--allow-runtime-lora-updating"]

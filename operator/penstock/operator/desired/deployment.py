@@ -16,7 +16,7 @@ MIN_READY_S: Final = 5
 
 
 def limits(rollout: Rollout, pace: Pace) -> Object:
-    """Of a rolling update."""
+    """Return the limits of a rolling update."""
     if pace == "Surge":
         return {"maxUnavailable": rollout.max_unavailable, "maxSurge": rollout.max_surge}
     return {"maxUnavailable": rollout.max_unavailable or 1, "maxSurge": 0}

@@ -9,7 +9,7 @@ from penstock.operator.objects import Object
 from penstock.operator.overlay import mapping
 
 SHARED_MEMORY_GIB = 1
-"""Of /dev/shm for each device. A container has 64 MiB of it, in which collectives between processes fail."""
+"""Size of /dev/shm for each device. A container's default of 64 MiB is too small for collectives between processes."""
 
 
 CPU_ENGINE: Final[Mapping[str, str]] = {"cpu": "1", "memory": "2Gi"}
@@ -17,7 +17,7 @@ CPU_ENGINE: Final[Mapping[str, str]] = {"cpu": "1", "memory": "2Gi"}
 CPUS_A_DEVICE: Final = 2
 """The core and the frontend each keep a CPU busy."""
 MEMORY_A_DEVICE_GIB: Final = 8
-"""For torch, CUDA's own state and the pinned buffers through which weights are loaded."""
+"""Memory for torch, the CUDA context and the pinned buffers through which weights are loaded."""
 
 
 def devices(pool: Pool) -> Object:
@@ -65,11 +65,11 @@ def engine_requests(pool: Pool) -> dict[str, str]:
 
 
 def unnamed(requests: Mapping[str, str], spec: Object, container: Object) -> dict[str, str]:
-    """Those requests that neither a container nor its pod names. A limit names one too: Kubernetes takes it as the request.
+    """Return the requests that neither a container nor its pod names. A limit counts as a request, as in Kubernetes.
 
     Args:
-        spec: The pod's.
-        container: Of the pod; its `resources` may have any shape, as the API server checks them.
+        spec: The pod's spec.
+        container: A container of the pod. Its `resources` may have any shape, since the API server checks them.
     """
     named = {name for part in (spec, container) for amounts in _amounts(part) for name in amounts}
     return {name: amount for name, amount in requests.items() if name not in named}

@@ -12,11 +12,11 @@ from penstock.operator.objects import Object
 MOST_NAMES, NAMES_IN_RULE = 128, 64
 """What the Gateway API allows of an HTTPRoute, and of one of its rules."""
 SCRAPED_EVERY = "5s"
-"""As in manifests/monitoring: what goes wrong in a replica is often over in less than a minute."""
+"""Scrape interval, as in manifests/monitoring. Faults of a replica often last less than a minute."""
 
 
 def pod_monitor(model: InferenceModel, more_labels: dict[str, str]) -> Object:
-    """For Prometheus operators: the replicas' metrics, labelled with model, pool and role."""
+    """Return the PodMonitor of the replicas' metrics for Prometheus operators, labelled with model, pool and role."""
     metadata = model_metadata(model)
     endpoint = {"port": labels.HTTP_PORT, "path": "/metrics", "interval": SCRAPED_EVERY, "relabelings": _relabelings()}
     return {

@@ -22,7 +22,7 @@ def selector(model: InferenceModel, pool: Pool) -> dict[str, str]:
 
 
 def metadata(model: InferenceModel, pool: Pool) -> Object:
-    """Of every child: named and labelled after the pool, controlled by the model."""
+    """Return the metadata of a child of a pool: its name, labels and owner."""
     return {
         "name": child_name(model.metadata.name, pool.name),
         "namespace": model.metadata.namespace,
@@ -32,12 +32,12 @@ def metadata(model: InferenceModel, pool: Pool) -> Object:
 
 
 def workload_metadata(model: InferenceModel, pool: Pool) -> Object:
-    """Of the pool's workload: with the labels and annotations that the spec asks for."""
+    """Return the metadata of the pool's workload, with the labels and annotations of the spec."""
     return merge(metadata(model, pool), pool.metadata.model_dump(exclude_defaults=True))
 
 
 def model_metadata(model: InferenceModel) -> Object:
-    """Of a child that is there once for all pools."""
+    """Return the metadata of a child that a model has once for all pools."""
     common = {"app.kubernetes.io/part-of": "penstock", "app.kubernetes.io/managed-by": "penstock"}
     return {
         "name": model.metadata.name,

@@ -23,15 +23,15 @@ _MOST: Final = 65_535
 
 
 def network_policy(model: InferenceModel, pool: Pool, template: Object, system_namespace: str) -> Object:
-    """Who may reach a replica.
+    """Return the NetworkPolicy of a pool's replicas.
 
-    Anybody: the ports where it answers requests (whose gateway that is cannot be known). Pickers of the operator's and the
-    model's namespaces: those where it tells of its cache, which know no callers. The operator alone: the administrative one. The
-    model's own pods: every port but that one.
+    The ports that answer requests are open to all, since any gateway may call them. Pickers in the operator's and the model's
+    namespaces reach the ports of cache events, which do not authenticate clients. Only the operator reaches the administrative
+    port. The model's own pods reach every other port.
 
     Args:
         template: The pod template.
-        system_namespace: The operator's.
+        system_namespace: The operator's namespace.
     """
     ports = _declared(template["spec"])
     picker = {"podSelector": {"matchExpressions": [{"key": _APP, "operator": "In", "values": PICKERS}]}}
@@ -47,7 +47,7 @@ def network_policy(model: InferenceModel, pool: Pool, template: Object, system_n
 
 
 def worker_network_policy(model: InferenceModel, pool: Pool) -> Object:
-    """Who may reach the workers of a pool whose replicas span nodes: the model's own pods alone. Leaders answer for them."""
+    """Return the NetworkPolicy of the workers of a pool whose replicas span nodes: only the model's own pods reach them."""
     named = metadata(model, pool)
     chosen = {labels.WORKER_OF: named["name"]}
     return _policy({**named, "name": f"{named['name']}-workers"}, chosen, [{"from": _own_pods(model, pool)}])

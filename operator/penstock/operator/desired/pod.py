@@ -10,7 +10,7 @@ from typing import Any, cast
 from penstock.api import labels
 from penstock.api.resources import InferenceModel, Pool, seconds
 from penstock.operator import restrictions
-from penstock.operator.desired.arguments import ADMIN, EVENTS, HTTP, REPLAY, engine_args
+from penstock.operator.desired.arguments import ADMIN, EVENTS, HTTP, KV_SECRET, KV_SECRET_KEY, REPLAY, engine_args
 from penstock.operator.desired.devices import asks_for_device, devices, engine_requests, unnamed
 from penstock.operator.desired.names import common_labels
 from penstock.operator.desired.source import MOUNT, Fetched, needs_fetch, on_node, source_environment, source_volume
@@ -19,8 +19,9 @@ from penstock.operator.overlay import merge
 from penstock.operator.restrictions import Allowances
 
 TEMPLATE_VERSION = 5
-"""Of the templates that `pod_template` makes: raise it with every change of what an unchanged spec renders to. It is shown to
-people; what keeps an upgrade from restarting replicas is that revisions hold their templates (see `rollout.revisions`)."""
+"""Version of the templates that `pod_template` renders. Raise it with every change of what an unchanged spec renders to. It is
+only
+shown to people: an upgrade restarts no replicas because revisions hold their templates (see `rollout.revisions`)."""
 DRAIN_MARGIN_S = 15
 """Between the end of the drain and the kubelet's SIGKILL: the engine's own shutdown, and the time until SIGTERM arrives."""
 PROBE_PERIOD_S = 2
@@ -50,16 +51,16 @@ class Rendering:
     image: str
     """Engine image where the model names none."""
     system_namespace: str = "penstock-system"
-    """Where the operator is, which alone reaches the replicas' administrative port."""
+    """The operator's namespace, which alone reaches the replicas' administrative port."""
     allow_privileged_templates: bool = False
     """Any field, and all that `allowances` lists."""
     allowances: Allowances = field(default_factory=Allowances)
     monitor_labels: dict[str, str] | None = None
-    """Of a PodMonitor for each model, by which a Prometheus finds it; None: no PodMonitors."""
+    """Labels of each model's PodMonitor, by which a Prometheus selects it. None: no PodMonitors."""
     node_cache: str | None = None
     """A folder of each node where replicas may keep downloads; None: there is none."""
     storage_class: str | None = None
-    """Of claims for caches; None: the cluster's default."""
+    """Storage class of claims for caches. None: the cluster's default."""
     fetched: Fetched | None = None
     """What the model's Job brought; None: it is not done, or there is none."""
 
@@ -100,7 +101,7 @@ def pod_template(model: InferenceModel, pool: Pool, rendering: Rendering) -> Obj
         },
     }
     template = merge(
-        merge(merge(base, devices(pool)), source_volume(model, rendering.node_cache)),
+        merge(merge(merge(base, devices(pool)), source_volume(model, rendering.node_cache)), _kv_secret(model, pool)),
         pool.template,
         f"pools[{pool.name}].template",
     )
@@ -111,8 +112,9 @@ def pod_template(model: InferenceModel, pool: Pool, rendering: Rendering) -> Obj
 
 
 def _completed(template: Object, pool: Pool) -> Object:
-    """The template with the requests that it lacks. Where nothing asks for a device, the engine is told to use none: a node's
-    container runtime may show a GPU to every container."""
+    """Add the requests that the template lacks. If nothing asks for a device, tell the engine to use none: a node's container
+    runtime may
+    expose a GPU to every container."""
     spec = template["spec"]
     (engine,) = (it for it in spec["containers"] if it["name"] == "engine")
     more: Object = {"name": "engine"}
@@ -177,7 +179,7 @@ def _engine(model: InferenceModel, pool: Pool, rendering: Rendering) -> Object:
         "image": image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["penstock", "serve"],
-        "args": engine_args(model, rendering.fetched, pool.parallelism),
+        "args": engine_args(model, rendering.fetched, pool),
         "env": _environment(model),
         "ports": [
             {"name": labels.HTTP_PORT, "containerPort": HTTP, "protocol": "TCP"},
@@ -193,6 +195,17 @@ def _engine(model: InferenceModel, pool: Pool, rendering: Rendering) -> Object:
         # The last words of an engine that dies are the status' explanation.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
+
+
+def _kv_secret(model: InferenceModel, pool: Pool) -> Object:
+    """A pod template with the secret that replicas of both roles know, to be laid over the engine's; empty for other pools."""
+    secret = model.spec.engine.connector.secret_ref
+    if pool.role == "Both" or secret is None:
+        return {}
+    items = [{"key": KV_SECRET_KEY, "path": KV_SECRET_KEY}]
+    mount = {"name": "kv-transfer", "mountPath": KV_SECRET, "readOnly": True}
+    volume = {"name": "kv-transfer", "secret": {"secretName": secret.name, "items": items}}
+    return {"spec": {"volumes": [volume], "containers": [{"name": "engine", "volumeMounts": [mount]}]}}
 
 
 def _liveness_path(image: str) -> str:

@@ -13,8 +13,9 @@ class Size:
 
     initial: int
     owner: Literal["spec", "autoscaler", "others"]
-    """`spec`: always `initial`. Else `initial` is for the creation only, and later the workload's scale belongs to the autoscaler
-    or to whoever writes it (HPA, KEDA, kubectl)."""
+    """`spec`: always `initial`. Otherwise `initial` applies at creation only, and later the autoscaler or another client (HPA,
+    KEDA,
+    kubectl) sets the workload's scale."""
 
 
 def size(model: InferenceModel, pool: Pool) -> Size:

@@ -1,4 +1,5 @@
-"""Where a replica's weights are: the Job that brings them or finds out their commit, the volume, and the engine's argument."""
+"""The source of a replica's weights: the Job that downloads them or resolves their commit, the volume, and the engine's
+argument."""
 
 import hashlib
 import json
@@ -14,9 +15,9 @@ from penstock.operator.objects import Object
 from penstock.operator.overlay import mapping, merge
 
 MOUNT: Final = "/penstock/models"
-"""Where a claim, a node's folder or an image is in the pods."""
+"""Mount path of a claim, a node's folder or an image in the pods."""
 PROGRESS_PORT: Final = 8002
-"""Of the Job's pod: `GET /progress`. It has no token to write its progress anywhere, and the operator may not read logs."""
+"""Port of `GET /progress` in the Job's pod. The Job has no token to write its progress, and the operator may not read logs."""
 HOPELESS: Final = 3
 """Exit status of `penstock fetch` where another try at once would not help."""
 USER: Final = 65532
@@ -32,7 +33,7 @@ _SECRET_KEYS: Final = {
         "AWS_ENDPOINT_URL": False,
     },
 }
-"""By scheme: the keys of the Secret, and whether they must be there."""
+"""By scheme, the keys of the Secret and whether each is required."""
 _SHARED: Final = ("imagePullSecrets", "serviceAccountName", "nodeSelector", "tolerations", "priorityClassName")
 """What of a pool's template the Job's pod has too: it uses the same image, and often the same volume and role."""
 _AMOUNTS: Final = ("cpu", "memory", "ephemeral-storage")
@@ -64,7 +65,7 @@ def needs_fetch(model: InferenceModel) -> bool:
 
 
 def source_args(model: InferenceModel, fetched: Fetched | None) -> list[str]:
-    """What `penstock serve` is told to serve."""
+    """Return the model argument of `penstock serve`."""
     source = model.spec.source
     if fetched is not None and fetched.folder:
         return [f"{MOUNT}/{fetched.folder}"]
@@ -130,12 +131,12 @@ def source_environment(model: InferenceModel) -> list[Object]:
 
 
 def fetch_job(model: InferenceModel, default_image: str) -> Object | None:
-    """The Job that brings the model to its cache, or without a cache finds out the commit; None where neither is needed.
+    """Return the Job that downloads the model to its cache or, without a cache, resolves its commit. None if neither is needed.
 
-    Its name says what it brings, and for which restart: a restart looks again where a branch is.
+    The Job's name encodes what it downloads and for which restart: after a restart it resolves a branch again.
 
     Raises:
-        OverlayError: the first pool's template, of which its pod has a part, has a shape that does not fit.
+        OverlayError: the first pool's template has the wrong shape.
     """
     if not needs_fetch(model):
         return None
@@ -211,7 +212,7 @@ def _pod(model: InferenceModel, default_image: str) -> Object:
 
 
 def _resources(engine: Object) -> Object:
-    """Those of the pool's engine but its devices, with requests where it names none."""
+    """Return the resources of the pool's engine without its devices, with requests if it names none."""
     given = mapping(engine.get("resources"))
     kept: Object = {
         field: {name: amount for name, amount in mapping(given[field]).items() if name in _AMOUNTS}
@@ -222,7 +223,8 @@ def _resources(engine: Object) -> Object:
 
 
 def _node_affinity(spec: Object) -> Object:
-    """Which nodes the pool's pods may be on. Their affinity to other pods is left out: it could keep the Job from starting."""
+    """Return the node affinity of the pool's pods. Affinity to other pods is left out, since it could keep the Job from
+    starting."""
     nodes = mapping(mapping(spec.get("affinity")).get("nodeAffinity"))
     return {"affinity": {"nodeAffinity": nodes}} if nodes else {}
 

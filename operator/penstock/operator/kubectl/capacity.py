@@ -40,7 +40,7 @@ class Row:
     resource: str
     """The devices' resource; empty on the CPU."""
     devices: int
-    """Of the replicas that exist."""
+    """Devices of the existing replicas."""
     cost: int
     blocked: str
     """Why there are not more or newer replicas; empty: nothing holds the pool back."""

@@ -32,7 +32,7 @@ class Gateways:
 
     asked: int
     views: list[PoolsView]
-    """Of those that answered."""
+    """Views of the gateways that answered."""
 
 
 @dataclass(frozen=True)

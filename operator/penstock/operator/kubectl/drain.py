@@ -23,7 +23,7 @@ from penstock.operator.pods import is_live, is_ready
 
 POLL_S: Final = 0.5
 NOTICE_S: Final = 2.0
-"""After cordoning, before no request in flight means anything: so long a gateway may still choose the replica."""
+"""Seconds after cordoning in which a gateway may still choose the replica, so that "no request in flight" means nothing yet."""
 TOO_MANY_REQUESTS: Final = 429
 """The budget allows no eviction now."""
 
@@ -74,7 +74,7 @@ def is_cordoned(pod: Pod) -> bool:
 
 
 async def mark(cluster: Cluster, pod: Pod, *, cordoned: bool) -> Pod:
-    """Sets the annotation, or takes back what these commands set; returns the pod as it is then."""
+    """Set the annotation, or remove what these commands set. Return the resulting pod."""
     meta = pod["metadata"]
     annotations = {labels.CORDONED: "true"} if cordoned else {}
     head = {"name": meta["name"], "namespace": meta["namespace"], "uid": meta["uid"], "annotations": annotations}

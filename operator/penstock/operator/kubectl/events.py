@@ -19,7 +19,7 @@ Named = tuple[str, str]
 """Kind and name."""
 
 _MADE_BY_WORKLOADS: Final = ("Pod", "ReplicaSet", "StatefulSet")
-"""Their names begin with the workload's; those that are gone are told of too."""
+"""Kinds whose names begin with the workload's name. Events of deleted objects are shown too."""
 SILENCE_S: Final = 150.0
 
 
@@ -74,7 +74,7 @@ def concerns(event: Object, family: set[Named]) -> bool:
 
 
 def when(event: Object) -> str:
-    """Its last time, RFC 3339."""
+    """Return the last time of an event, RFC 3339."""
     series: Sequence[Any] = (
         event.get("series", {}).get("lastObservedTime") if event.get("series") else None,
         event.get("lastTimestamp"),

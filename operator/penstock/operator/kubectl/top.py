@@ -40,7 +40,7 @@ class Row:
     """One replica."""
 
     load: ReplicaLoad
-    """By the gateway that heard of it last."""
+    """Load from the gateway with the newest report."""
     in_flight: int
     """Requests, over all gateways."""
 
@@ -52,7 +52,7 @@ class PoolRows:
     held: int
     """Requests that wait at gateways for a replica."""
     rows: dict[tuple[str, int], Row]
-    """By UID and port."""
+    """Rows by UID and port."""
 
 
 def merged(views: Sequence[PoolsView]) -> dict[str, PoolRows]:

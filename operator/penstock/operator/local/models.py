@@ -36,13 +36,13 @@ class LocalModel:
 
     model: fleet.Model
     source: str
-    """Where its checkpoint comes from."""
+    """Source of the checkpoint."""
     adapters: list[fleet.Adapter]
     pools: list[fleet.Pool]
     deployments: dict[str, dict[str, Any]]
-    """By pool ID."""
+    """Deployments by pool ID."""
     limits: ModelLimits
-    """Of the pools that the autoscaler sizes."""
+    """Limits of the pools that the autoscaler sizes."""
     dry_runs: frozenset[str]
     """The names of those of them that it only explains."""
     resource: dict[str, Any]
@@ -132,6 +132,10 @@ def _parse(path: Path, documents: list[Any]) -> Iterator[InferenceModel | Placed
         if model.spec.source.secret_ref is not None:
             raise ModelFileError(
                 f"{place}: spec.source.secretRef: there are no Secrets here; set HF_TOKEN in the environment instead"
+            )
+        if model.spec.engine.connector.secret_ref is not None:
+            raise ModelFileError(
+                f"{place}: spec.engine.connector.secretRef: there are no Secrets here; give all pools the role Both"
             )
         for pool in model.spec.pools:
             asked = "accelerator" if pool.accelerator is not None else "resourceClaims" if pool.resource_claims else None

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 
 _PORTS = (8000, 9002, 9090)
-"""Of an engine and of a gateway."""
+"""Ports of an engine and of a gateway."""
 
 
 class NetworkError(RuntimeError):
@@ -15,7 +15,7 @@ class NetworkError(RuntimeError):
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of `host` that nobody listens on now."""
+    """Return a TCP port of `host` that is free now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]

@@ -73,7 +73,7 @@ class Pod:
 
     @property
     def url(self) -> str:
-        """Where its engine answers."""
+        """URL of the engine."""
         return f"http://{self.address}:{self.port(HTTP_PORT)}"
 
     def port(self, name: str) -> int:

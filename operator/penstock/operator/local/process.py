@@ -19,7 +19,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _die_with_parent() -> None:
-    """In the child, before exec: SIGTERM when the thread that started it is gone, so that a killed parent leaves nothing."""
+    """Ask for SIGTERM when the starting thread ends, so that a killed parent leaves no processes. Runs in the child before
+    exec."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -44,7 +44,7 @@ STEP_S = 0.2
 GATEWAY_GRACE_S = 5.0
 START_TIMEOUT_S = 60.0
 ENVOY_METRICS = 9902
-"""Where Envoy answers `/metrics`, as on a cluster."""
+"""Port of Envoy's `/metrics`, as on a cluster."""
 
 
 class LocalError(RuntimeError):
@@ -53,14 +53,14 @@ class LocalError(RuntimeError):
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where the parts of the local system listen."""
+    """Addresses of the parts of the local system."""
 
     url: str
     """What clients use: Envoy's listener."""
     gateway: str
     """The gateway's HTTP port: `/pools`, `/debug/decisions`, `/metrics`."""
     own: str
-    """Where this process tells of pools and the autoscaler: `/metrics`, `/models`."""
+    """URL of this process, with `/metrics` and `/models`."""
 
 
 class LocalRuntime:
@@ -283,7 +283,7 @@ class LocalRuntime:
         return [self.endpoints.gateway]
 
     async def targets(self) -> Sequence[ModelScale]:
-        """See `Actuator`."""
+        """What there is to scale."""
         return [
             ModelScale(local.model.id, local.limits, {name: self._pool(local, name) for name in local.limits.pools})
             for local in self.models
@@ -321,18 +321,18 @@ class LocalRuntime:
         deployment.scale(replicas, victims)
 
     async def spare(self, pool_id: str) -> None:
-        """See `Actuator`."""
+        """Ends the cordon of replicas that have not gone and need not go any more."""
         self.deployments[pool_id].spare()
 
     async def record(self, record: Record) -> None:
-        """See `Actuator`."""
+        """Makes a decision visible: status, metrics, and an Event where something was done."""
         old = self.reports.get(record.pool_id)
         self.reports[record.pool_id] = reported(record, old, () if old is None else old.decisions)
         self._scaling.record(record)
 
 
 def _starting(deployment: LocalDeployment) -> tuple[Starting, ...]:
-    """Its replicas that are not ready."""
+    """Return the replicas that are not ready."""
     now = monotonic()
     waited_for = (pod for pod in deployment.pods if pod.phase is not Phase.READY)
     return tuple(Starting(now - pod.created, pod.phase is Phase.CRASHED) for pod in waited_for)
@@ -345,7 +345,7 @@ class _PoolCollector(Collector):
         self._deployments = deployments
 
     def collect(self) -> Iterator[Metric]:
-        """See `Collector`."""
+        """Yield the metric families of one scrape."""
         family = replicas_family()
         for pool_id, it in self._deployments.items():
             add_replicas(family, pool_id, {"wanted": it.replicas, "ready": it.ready, "updated": it.ready})

@@ -31,7 +31,7 @@ class ToldModel(msgspec.Struct, frozen=True, kw_only=True):
     resource: dict[str, Any]
     """The InferenceModel, with `status.scaling`."""
     pools: dict[str, ToldPool]
-    """By name."""
+    """Pools by name."""
 
 
 def named(models: Sequence[ToldModel], name: str) -> ToldModel:

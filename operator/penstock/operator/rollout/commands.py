@@ -62,7 +62,7 @@ class Model:
         return found
 
     async def change(self, change: Callable[[Object], Object]) -> None:
-        """Writes what `change` makes of the spec; once more where somebody else wrote meanwhile."""
+        """Replace the spec by what `change` returns. Try again after a conflict with another writer."""
         for left in reversed(range(TRIES)):
             found = await self.get()
             try:

@@ -19,7 +19,7 @@ KINDS: Final = ("Deployment", "LeaderWorkerSet", "Service", "PodDisruptionBudget
 
 @dataclass(frozen=True)
 class Leaving:
-    """Of one model."""
+    """Workloads of one model that leave."""
 
     pools: Mapping[str, Workload]
     """Workloads that stay for now, by pool."""
@@ -34,12 +34,13 @@ class Leaving:
 
 
 def leaving(model: InferenceModel, workloads: Mapping[str, Workload], pods: Sequence[Pod], now: datetime) -> Leaving:
-    """Which pools stay though the spec names them no longer: all, until each pool of the spec has a replica that serves, and they
-    have as many together as are to go, or as they want, or as there is room for.
+    """Return the pools that stay although the spec no longer names them: all of them until each pool of the spec has a serving
+    replica,
+    and those together have as many as leave, or as they want, or as there is room for.
 
     Args:
-        workloads: The model's, by name.
-        pods: The model's.
+        workloads: The model's workloads by name.
+        pods: The model's pods.
         now: The time.
     """
     names = {pool.name for pool in model.spec.pools}

@@ -14,7 +14,7 @@ from penstock.operator.objects import Condition, Pod, Workload
 from penstock.operator.pods import is_live, is_ready, revision
 
 PATIENCE_S: Final = 20.0
-"""For a new replica without a node, before an old one makes room: another's pod may just be going."""
+"""Seconds that a new replica waits for a node before an old one makes room, since another pod may be about to end."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ def step(
     paused: bool,
     now: datetime,
 ) -> Step:
-    """The next step of one pool.
+    """Return the next step of one pool.
 
     Args:
-        workload: As it is.
+        workload: The live workload.
         pods: Its pods.
         target: The revision that is wanted.
-        wanted: How many replicas.
+        wanted: The number of replicas.
         allow_downtime: The only replica may stop before its successor is ready.
-        paused: Nothing is to be replaced.
+        paused: Replace no replicas.
     """
     if workload is None or not any(is_live(pod) and revision(pod) != target for pod in pods):
         return Step()

@@ -25,13 +25,13 @@ from penstock.operator.rollout.revisions import Resolution, resolve, sound
 
 @dataclass(frozen=True)
 class Plan:
-    """Made anew at each look."""
+    """A plan for one model, made again at each reconcile."""
 
     resolution: Resolution
     steps: dict[str, Step]
-    """By pool."""
+    """Steps by pool."""
     objects: list[Object]
-    """In the order in which to apply them."""
+    """Objects in the order to apply them."""
     leaving: Leaving
     """Pools that the spec names no longer."""
     extra: dict[str, int] = field(default_factory=dict[str, int])
@@ -60,16 +60,16 @@ def plan(
     adapter_names: Sequence[str] = (),
     going: frozenset[str] | None = None,
 ) -> Plan:
-    """The plan for a model whose children are these.
+    """Return the plan for a model with these children.
 
     Args:
-        revisions: Its ControllerRevisions. One that somebody else wrote may ask for no more than a template may.
-        workloads: Those that it has, by name.
-        adapter_names: By which clients ask for its LoRA adapters.
-        going: Names of the nodes that are about to go; None: nobody knows.
+        revisions: Its ControllerRevisions. A revision that another client wrote may ask for no more than a template may.
+        workloads: Its workloads by name.
+        adapter_names: Names of its LoRA adapters in requests.
+        going: Names of the nodes that are about to be removed. None: not known.
 
     Raises:
-        TemplateError, OverlayError, SourcePending: See `desired.pod_template`. What a revision holds is not looked at again.
+        TemplateError, OverlayError, SourcePending: See `desired.pod_template`. Trusted revisions are not checked again.
     """
     running = frozenset(revision(pod) for pod in pods if is_live(pod))
     trusted = [it for it in revisions if sound(it) and (rendering.allow_privileged_templates or not _privileged(it))]

@@ -23,7 +23,7 @@ Render = Callable[[InferenceModel, Pool], Object]
 HISTORY: Final = 5
 """Revisions that are kept beside those that pods still run: each is as large as its templates."""
 NEVER: Final = "1970-01-01T00:00:00Z"
-"""As `restartedAt`: the replicas from before any restart."""
+"""The value of `restartedAt` for replicas from before any restart."""
 # What decides how many replicas there are, who reaches them and when they change, but not what one of them runs.
 _OUTSIDE: Final = {
     "canary": True,
@@ -93,7 +93,7 @@ def pod_revisions(revision: Object) -> dict[str, str]:
 
 
 def sound(revision: Object) -> bool:
-    """Whether it has what ours have: whoever may write ControllerRevisions may have made it."""
+    """Return whether it has all fields of our revisions. Any client with write access may have created it."""
     try:
         pools, spec = revision["data"]["pools"], revision["data"]["spec"]
         named = all(pool_shape(spec, name) is not None for name in pools)

@@ -9,7 +9,7 @@ _KEPT_OF_POOL = ("scaling", "cost", "metadata")
 
 
 class NoSuchRevision(CommandFailed):
-    """There is no such revision; the message says which there are."""
+    """The revision does not exist. The message lists those that do."""
 
 
 def chosen(revisions: list[Object], number: int | None) -> Object:
