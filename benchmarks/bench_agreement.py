@@ -63,7 +63,7 @@ class Theirs:
         self._process = subprocess.Popen(command, text=True, env=environment, **pipes)
 
     def measure(self, flags: Sequence[str], result: Path) -> None:
-        """See `Ours`."""
+        """Runs it; its numbers are in the file then."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         backend = ["--backend", "openai", "--tokenizer", str(self._tokenizer), "--disable-tqdm", "--num-warmups", "1"]

@@ -10,6 +10,9 @@ the median of the rounds. transformers runs its own default for experts.
 Routing and sorting is what a layer does beside its products: the router, the choice, and bringing tokens to their experts and
 back. The last is measured by running the kernel over the same choices with experts of two inner features, so it is a little too
 much. The gate is 10 % of a step.
+
+Experts of few bits are measured by themselves: one layer of the same sizes, with all experts in one kernel, with one expert after
+the other, and in bfloat16, in turns.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +35,17 @@ from penstock.engine.core.ipc.process import build_core, build_executor
 from penstock.engine.messages import AddRequest
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.experts.routing import Routing
-from penstock.kernels.experts.table import ExpertTable
+from penstock.kernels.experts.table import ExpertTable, PackedExpertTable, PackedLayer
 from penstock.kernels.linear.reference import pack_weight
 from penstock.kernels.ops import ops_for
+from penstock.kernels.quantized_linear.reference import Number, bits, pack_quantized, pair_up, quantize
 
 BATCHES = (1, 8, 32)
 PROMPT, OUTPUT = 32, 33
 ROUNDS, QUICK_ROUNDS = 5, 1
 CALLS, QUICK_CALLS = 300, 30
 SHARE_GATE = 0.10
+PACKED: dict[str, tuple[Number, int | None]] = {"int8 by output": ("int8", None), "int4 in groups of 32": ("int4", 32)}
 HIDDEN, INNER, EXPERTS, CHOSEN, LAYERS = 768, 384, 32, 4, 6
 SIZES = {
     "vocab_size": 4096,
@@ -125,7 +131,47 @@ def routing_seconds(batch: int, calls: int) -> float:
     return LAYERS * _median_seconds(once, calls)
 
 
-def _median_seconds(call: Callable[[], None], calls: int) -> float:
+def packed_seconds(batch: int, calls: int) -> dict[str, Any]:
+    """One layer of experts in bfloat16 and in few bits, as one kernel and one after the other; by scheme."""
+    ops = ops_for("cpu", torch.bfloat16)
+    experts, packed_experts = ops.experts, ops.packed_experts
+    assert experts is not None and packed_experts is not None, "`routing_seconds` found the kernels"
+    shapes = ((2 * INNER, HIDDEN), (HIDDEN, INNER))
+    wide = [[pack_weight(torch.randn(*shape).bfloat16() / 20) for _ in range(EXPERTS)] for shape in shapes]
+    plain = ExpertTable(wide[0], wide[1], HIDDEN, INNER, "silu")
+    x, weights = torch.randn(batch, HIDDEN).bfloat16(), torch.rand(batch, CHOSEN)
+    ids = torch.stack([torch.randperm(EXPERTS)[:CHOSEN] for _ in range(batch)]).int()
+    found = dict[str, Any]()
+    for scheme, (number, group) in PACKED.items():
+        layers = [[_packed(*shape, number, group) for _ in range(EXPERTS)] for shape in shapes]
+        table = PackedExpertTable(layers[0], layers[1], HIDDEN, INNER, "silu")
+
+        def mlp(rows: torch.Tensor, first: PackedLayer, last: PackedLayer) -> torch.Tensor:
+            return ops.quantized_linear(ops.silu_mul(ops.quantized_linear(rows, first.weight, None)), last.weight, None)
+
+        mlps = [partial(mlp, first=first, last=last) for first, last in zip(*layers, strict=True)]
+        ways: dict[str, Callable[[], object]] = {
+            "bfloat16": partial(experts, x, ids, weights, plain),
+            "one kernel": partial(packed_experts, x, ids, weights, table),
+            "one by one": partial(ops.any_experts, x, ids, weights, mlps),
+        }
+        seconds = dict.fromkeys(ways, 0.0)
+        for _ in range(3):
+            seconds = {name: seconds[name] + _median_seconds(way, calls // 3) / 3 for name, way in ways.items()}
+        found[scheme] = {name: round(1e6 * value) for name, value in seconds.items()} | {
+            "one kernel is faster than one by one": round(seconds["one by one"] / seconds["one kernel"], 2),
+            "one kernel is faster than bfloat16": round(seconds["bfloat16"] / seconds["one kernel"], 2),
+        }
+    return found
+
+
+def _packed(outputs: int, inputs: int, number: Number, group: int | None) -> PackedLayer:
+    """A random layer of few bits."""
+    values, scales = quantize(torch.randn(outputs, inputs) / 20, bits(number), group or inputs, torch.bfloat16)
+    return PackedLayer(pack_quantized(pair_up(values, number), scales, None, number, group or inputs, inputs))
+
+
+def _median_seconds(call: Callable[[], object], calls: int) -> float:
     times: list[float] = []
     for _ in range(calls):
         began = time.process_time()
@@ -152,6 +198,7 @@ def measure(model: Path, rounds: int, calls: int) -> dict[str, Any]:
             "tokens a cpu second": {name: round(statistics.median(of), 1) for name, of in rates.items()},
             "ratio": {"median": round(statistics.median(ratios), 2), "rounds": [round(ratio, 2) for ratio in ratios]},
             "share of routing and sorting": round(routing_seconds(batch, calls) / step, 4),
+            "microseconds of a layer in few bits": packed_seconds(batch, calls),
         }
     passed = all(of["share of routing and sorting"] <= SHARE_GATE for of in found.values())
     return {"model": SIZES, "batches": found, "gate of the share": SHARE_GATE, "passed": passed}

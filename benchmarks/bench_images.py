@@ -27,9 +27,9 @@ from report import write_results
 from penstock.engine.args import EngineArgs
 from penstock.engine.core.ipc.process import build_core, build_executor
 from penstock.engine.messages import AddRequest
-from penstock.engine.multimodal.clip import clip_pixels
 from penstock.engine.multimodal.inputs import ImageInput
 from penstock.engine.multimodal.normalization import normalized
+from penstock.engine.multimodal.resize import resized
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.sampling import SamplingParams
 from penstock.prompt.hashing import PromptItem
@@ -80,7 +80,7 @@ def measure_tower(folder: Path, dtype: str, rounds: int) -> dict[str, Any]:
     assert settings is not None
     runner.load()
     theirs = transformers.LlavaForConditionalGeneration.from_pretrained(folder, dtype=DTYPES[dtype]).eval()
-    image = torch.from_numpy(normalized(clip_pixels(picture(0), settings.clip).array(), settings.normalization))
+    image = torch.from_numpy(normalized(resized(picture(0), settings.resize).array(), settings.normalization))
     batch = image.permute(2, 0, 1)[None].to(DTYPES[dtype])
     sides = {"penstock": lambda: runner.model.encode_image(image), "transformers": lambda: theirs.get_image_features(batch)}  # type: ignore[attr-defined]
     times: dict[str, list[float]] = {side: [] for side in sides}
@@ -107,7 +107,7 @@ class Engine:
         assert self._settings is not None
         length = self._settings.tokens
         prompt = [1, *[self._settings.token_id] * length, *range(2, 22), question]
-        image = ImageInput(PromptItem(str(seed), 1, length), clip_pixels(picture(seed), self._settings.clip))
+        image = ImageInput(PromptItem(str(seed), 1, length), resized(picture(seed), self._settings.resize))
         self._added += 1
         request = AddRequest(self._added, "", prompt, SamplingParams(max_tokens=1), time.time(), images=[image])
 

@@ -74,15 +74,15 @@ class StreamCore:
         self._poller.register(connection, select.POLLIN)
 
     def poll(self, patience_ms: int) -> bool:
-        """See CoreEnd."""
+        """Whether something has come, after as long a wait at most."""
         return bool(self._poller.poll(patience_ms))
 
     def receive(self) -> Iterator[CoreInput]:
-        """See CoreEnd."""
+        """What has come."""
         return map(messages.decode_input, taken(bytearray(self._connection.recv(2**18))))
 
     def send(self, message: CoreOutput) -> None:
-        """See CoreEnd."""
+        """Does not wait."""
         data = framed(messages.encode(message))
         assert self._connection.send(data) == len(data), "the frontend reads"
 
@@ -96,11 +96,11 @@ class StreamInbox(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """See `asyncio.Protocol`."""
+        """Start the connection."""
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
+        """Take in bytes."""
         self._rest += data
         self._messages += taken(self._rest)
         if self._waiter is not None and not self._waiter.done():

@@ -86,7 +86,7 @@ class Engine:
         """How many of the adapters requests go round; 0: they have none."""
 
     def add(self, number: int, prompt: list[int], tokens: int) -> None:
-        """See `peers.loop.Engine`."""
+        """A request of so many random tokens that generates exactly so many."""
         self._added += 1  # numbers begin again with each measurement
         lora_id = self._ids[number % self.mixed] if self.mixed else 0
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0)
@@ -103,7 +103,7 @@ class Engine:
         self._tokens[self._added] = tokens
 
     def step(self) -> list[tuple[int, int]]:
-        """See `peers.loop.Engine`."""
+        """Turns the core once."""
         frame = self._core.step()
         self._core.take_events()
         return [] if frame is None else [(end.index, self._tokens.pop(end.index)) for end in frame.finished]

@@ -50,7 +50,7 @@ class EmptyRunner:
         self._rows = 0
 
     def execute(self, plan: StepPlan) -> None:
-        """Nothing."""
+        """Do nothing."""
         self._rows = len(plan.rows)
 
     def sample(self, inputs: SampleInputs) -> StepResult:

@@ -2,12 +2,13 @@
 
     make bench-picker
 
-The bytes that our own Envoy sends for one request (an exchange of headers and a body of 2 kB, one that shows the response's head)
-go into the server's protocol as a transport would give them. `protocol` answers with bytes that were made before; `messages`
-reads and writes the messages of ext_proc with a decision that is made already; `decision` is the whole picker at so many
-replicas, with a prompt of 500 tokens that is tokenised and hashed already, with an audit log, and with tokenising, which meets
-its caches. `h2 package` is the protocol alone by the package of that name. Layers take turns, and the least of the rounds counts:
-that is what other processes disturb least.
+The bytes that our own Envoy sends for one request (an exchange of headers and a body of 2 kB, one that shows the response's
+head) go into the server's protocol as a transport would give them. `protocol` answers with bytes that were made before;
+`messages` reads and writes the messages of ext_proc with a decision that is made already; `decision` is the whole picker at so
+many replicas, with a prompt of 500 tokens that is tokenised and hashed already, with an audit log, and with tokenising, which
+meets its caches; with a body of 16 kB, with a trace of its own in each call's and request's headers, and while 1,000 streams of
+the same prompt are open, whose bookings count. `h2 package` is the protocol alone by the package of that name. Layers take
+turns, and the least of the rounds counts: that is what other processes disturb least.
 
 "hot" is one request after the other; "cold" is with the core's caches overwritten before each read, which is what a request
 finds that comes alone, on cores that do something else meanwhile (the median of its requests).
@@ -47,19 +48,21 @@ from penstock.gateway._pb.envoy.service.ext_proc.v3.external_processor_pb2_grpc 
 from penstock.gateway.extproc.call import Call, Refused, ResponseHead, Routed
 from penstock.gateway.extproc.service import ExtProcService
 from penstock.gateway.h2 import frames
+from penstock.gateway.h2.blocks import literal
 from penstock.gateway.h2.frames import END_HEADERS, END_STREAM, Setting
 from penstock.gateway.h2.messages import prefixed
 from penstock.gateway.h2.server import Server, ServerProtocol
 from penstock.gateway.load.tokenized import TokenizedPrompts, exact, extra_keys
 from penstock.gateway.picker.bookings import Bookings
 from penstock.gateway.picker.candidates import ReplicaKey, key_of
-from penstock.gateway.picker.request import Prompt
+from penstock.gateway.picker.request import Prompt, RequestView
 from penstock.gateway.process import Gateway, GatewaySettings
 from penstock.gateway.xds.listener import ListenerSettings
 from penstock.prompt.memo import PrefixMemo
 from penstock.prompt.processor import PromptProcessor
 
 ROUNDS, REQUESTS, TOKENS = 8, 400, 500
+MAX_FRAME = 2**14
 COLD_REQUESTS, READS = 50, 3  # of a request: what was left of the one before, the exchange, the head of the response
 OTHERS_BYTES = 4 * 2**20
 """What others touch between two reads: more than a core's own caches hold."""
@@ -86,9 +89,16 @@ REPORT = LoadReport(
 RESPONSE = [
     (":status", "200"), ("content-type", "application/json"), ("endpoint-load-metrics", load_report.encode(REPORT, "TEXT")),
 ]  # fmt: skip
-BODY = json.dumps(
-    {"model": "m", "messages": [{"role": "user", "content": " ".join(f"w{n % 97}" for n in range(500))}], "max_tokens": 16}
-).encode()
+OPEN_STREAMS = 1_000
+
+
+def body_of(words: int) -> bytes:
+    """A chat completion's body, of about four bytes a word."""
+    content = " ".join(f"w{n % 97}" for n in range(words))
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 16}).encode()
+
+
+BODY, LONG_BODY = body_of(500), body_of(4_200)
 
 
 class Play(Protocol):
@@ -99,13 +109,19 @@ class Play(Protocol):
         ...
 
 
-def said() -> tuple[bytes, bytes]:
+def said(body: bytes = BODY, trace: str = "") -> tuple[bytes, bytes]:
     """The two messages of a request, as Envoy frames them."""
-    first = _headers("request_headers", REQUEST)
+    traced = [("traceparent", trace)] if trace else []
+    first = _headers("request_headers", [*REQUEST, *traced])
     first.protocol_config.request_body_mode = ProcessingMode.FULL_DUPLEX_STREAMED
-    body = ProcessingRequest(request_body=HttpBody(body=BODY, end_of_stream=True))
-    one, two = (prefixed(message.SerializeToString()) for message in (first, body))
+    second = ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=True))
+    one, two = (prefixed(message.SerializeToString()) for message in (first, second))
     return one, two
+
+
+def trace_of(number: int) -> str:
+    """The `traceparent` of one call."""
+    return f"00-{number:032x}-{number:016x}-01"
 
 
 def response(written: bytes) -> bytes:
@@ -133,6 +149,11 @@ def _headers(kind: str, fields: list[tuple[str, str]]) -> ProcessingRequest:
     return message
 
 
+def data_frames(stream: int, data: bytes) -> bytes:
+    """DATA frames of the size that a peer takes without being asked."""
+    return b"".join(frames.frame(frames.DATA, 0, stream, data[at : at + MAX_FRAME]) for at in range(0, len(data), MAX_FRAME))
+
+
 class Sink(asyncio.Transport):
     """A transport that says when it is written to."""
 
@@ -142,22 +163,30 @@ class Sink(asyncio.Transport):
         self.written = b""
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """See `asyncio.BaseTransport`."""
+        """Return details of the connection."""
         return ("127.0.0.1", 1) if name == "peername" else default
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """See `asyncio.WriteTransport`."""
+        """Send bytes."""
         self.written = bytes(data)
         self.told()
 
     def is_closing(self) -> bool:
-        """See `asyncio.BaseTransport`."""
+        """Return whether it is closing."""
         return False
 
 
-def through(server: Server) -> Play:
-    """Requests through our own HTTP/2 into a service."""
-    loop, sink, protocol, parts = asyncio.get_running_loop(), Sink(), ServerProtocol(server), said()
+def through(server: Server, body: bytes = BODY, *, traced: bool = False) -> Play:
+    """Requests through our own HTTP/2 into a service.
+
+    Args:
+        server: The server.
+        body: That of each request.
+        traced: Each call, and each request, has a trace of its own.
+    """
+    loop, sink, protocol = asyncio.get_running_loop(), Sink(), ServerProtocol(server)
+    first_trace = trace_of(0) if traced else ""
+    parts = said(body, first_trace)
     protocol.connection_made(sink)
     encoder = Encoder()
     encoder.header_table_size = 0
@@ -173,14 +202,19 @@ def through(server: Server) -> Play:
         for n in range(count):
             stream += 2
             block = usual if n else first
-            head = frames.frame(frames.HEADERS, END_HEADERS, stream, block) + frames.frame(0, 0, stream, parts[0])
-            asked = head + frames.frame(frames.DATA, 0, stream, parts[1])
+            asking, shown = parts[0], showing
+            if traced:
+                asking = asking.replace(first_trace.encode(), trace_of(stream).encode())
+                block += literal("traceparent", trace_of(stream))
+                shown += literal("traceparent", trace_of(stream))
+            head = frames.frame(frames.HEADERS, END_HEADERS, stream, block) + frames.frame(0, 0, stream, asking)
+            asked = head + data_frames(stream, parts[1])
             yield (ended, asked) if ended else (asked,)
             ended = frames.rst_stream(stream, frames.Code.NO_ERROR)
             stream += 2
             last = response(sink.written).replace(b"seq=%d" % FIRST, b"seq=%d" % (FIRST + stream))  # each says something new
-            yield (frames.frame(frames.HEADERS, END_HEADERS, stream, showing) + frames.frame(frames.DATA, 0, stream, last),)
-            ended += frames.rst_stream(stream, frames.Code.NO_ERROR) + frames.window_update(0, 2_500)
+            yield (frames.frame(frames.HEADERS, END_HEADERS, stream, shown) + frames.frame(frames.DATA, 0, stream, last),)
+            ended += frames.rst_stream(stream, frames.Code.NO_ERROR) + frames.window_update(0, len(body) + 550)
 
     async def play(count: int, cold: list[float] | None = None) -> None:
         """Reads come from callbacks, outside of any task, as a transport's do."""
@@ -273,31 +307,31 @@ class Decided:
         self._routed = Routed(endpoints=endpoints, pool="b/m/p", booking=booking, model="b/m", name="m", came=0.0)
 
     def preview(self, call: Call) -> None:
-        """See `Director`."""
+        """Looks at the head of a request; raises `Refused` where no body could save it."""
 
     async def route(self, call: Call) -> Routed:
-        """See `Director`."""
+        """Choose the destination of a complete request."""
         return self._routed
 
     def responded(self, routed: Routed, head: ResponseHead) -> list[tuple[str, str]]:
-        """See `Director`."""
+        """Takes in the head of the response; returns headers to add to it."""
         return [("x-penstock-replica", "u"), ("x-penstock-model", "m")]
 
     def returned(self, noted: Mapping[str, str], head: ResponseHead) -> list[tuple[str, str]]:
-        """See `Director`."""
+        """As `responded`, for an exchange that saw only the response."""
         return []
 
     def passed_on(self, routed: Routed) -> None:
-        """See `Director`."""
+        """The exchange is over, and the request has gone to its replica; `returned` will show the response."""
 
     def ended(self, routed: Routed) -> None:
-        """See `Director`."""
+        """The whole response has passed: only gateways that send response bodies show that."""
 
     def closed(self, routed: Routed) -> None:
-        """See `Director`."""
+        """The exchange is over."""
 
     def refused(self, call: Call, refused: Refused) -> None:
-        """See `Director`."""
+        """Record that the request was answered with an error, by the gateway or the director."""
 
 
 def messages() -> Play:
@@ -311,13 +345,30 @@ class Still:
     """Discovery of what the benchmark says itself."""
 
     async def watch(self) -> AsyncIterator[Fleet]:
-        """See `Discovery`."""
+        """Yield the fleet once it is known completely, and again after each change."""
         await asyncio.Event().wait()
         yield Fleet()
 
 
-def decision(replicas: int, audit_log: Path | None = None, memo: PrefixMemo | None = None) -> Play:
-    """The whole picker; with an audit log, without what its own thread does. `memo`: what tokenises; None: nothing does."""
+def decision(
+    replicas: int,
+    audit_log: Path | None = None,
+    memo: PrefixMemo | None = None,
+    *,
+    body: bytes = BODY,
+    traced: bool = False,
+    open_streams: int = 0,
+) -> Play:
+    """The whole picker.
+
+    Args:
+        replicas: How many there are.
+        audit_log: Where it is written; what its own thread does is left out.
+        memo: What tokenises; None: nothing does.
+        body: That of each request.
+        traced: See `through`.
+        open_streams: Requests with the same prompt that run all the while.
+    """
     listener = ListenerSettings(host="127.0.0.1", port=1)
     settings = GatewaySettings(name="b", host="127.0.0.1", grpc_port=0, http_port=0, listener=listener, audit_log=audit_log)
     gateway = Gateway(settings, Still())
@@ -346,9 +397,14 @@ def decision(replicas: int, audit_log: Path | None = None, memo: PrefixMemo | No
         state.event(key_of(replica), BlockStored(list(hashes[: number % len(hashes)])), 0.0)
     for replica in fleet.replicas:
         state.reported(key_of(replica), REPORT, time.monotonic())
+    for number in range(open_streams):
+        key = key_of(fleet.replicas[number % replicas])
+        running = RequestView(id=f"open-{number}", path="", model="m", prompts=counted.prompts)
+        state.bookings.responded(state.book(running, key, 0, time.monotonic()), (1, FIRST), time.monotonic())
+        state.reported(key, REPORT, time.monotonic())
     server = Server(2**25)
     add_ExternalProcessorServicer_to_server(gateway._extproc, server)
-    play = through(server)
+    play = through(server, body, traced=traced)
 
     async def ended(count: int, cold: list[float] | None = None) -> None:
         """Nobody tells the picker here what has ended: it finds out by itself, in two looks."""
@@ -365,6 +421,10 @@ async def measure(rounds: int) -> list[dict[str, Any]]:
     layers |= {f"decision, {replicas} replicas": decision(replicas) for replicas in REPLICAS}
     layers["decision, 10 replicas, audit log"] = decision(10, Path(os.devnull))
     layers["decision, 10 replicas, tokenising"] = decision(10, memo=PrefixMemo(PromptProcessor(bundle())))
+    layers["decision, 10 replicas, 16 kB"] = decision(10, body=LONG_BODY)
+    layers["decision, 10 replicas, 16 kB, tokenising"] = decision(10, memo=PrefixMemo(PromptProcessor(bundle())), body=LONG_BODY)
+    layers["decision, 10 replicas, traceparent"] = decision(10, traced=True)
+    layers["decision, 10 replicas, 1,000 open streams"] = decision(10, open_streams=OPEN_STREAMS)
     least, cold = dict.fromkeys(layers, float("inf")), {name: list[float]() for name in layers}
     for play in layers.values():
         await play(100)

@@ -120,12 +120,12 @@ class Pages(asyncio.Protocol):
     """Answers every request with the page of its path."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
+        """Start the connection."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
+        """Take in bytes."""
         body = PAGE if b" /metrics " in data else msgspec.json.encode(LoadReport(epoch=1, seq=1))
         self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
 

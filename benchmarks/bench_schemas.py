@@ -8,21 +8,23 @@ after the last. The tokenizer is the demo model's.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from report import write_results
 from tokenizers import Tokenizer
 
-from penstock.engine.core.grammar.compiler import Compiler, GrammarError
+from penstock.engine.core.grammar.compiler import Compiler
 from penstock.engine.core.grammar.guide import GrammarGuide
-from penstock.engine.grammar import Grammar
+from penstock.engine.core.grammar.libraries import GrammarError
+from penstock.engine.grammar import Grammar, GrammarBackend
 from penstock.engine.loading.checkpoint import read_model_config
 
 MODEL = Path(__file__).parents[1] / "examples/models/penstock-tiny"
@@ -32,10 +34,12 @@ class Bench:
     """Follows instances token by token, as a step loop does.
 
     Args:
+        backend: The library.
         lenient: Whether keywords that cannot be enforced are left out.
     """
 
-    def __init__(self, lenient: bool) -> None:
+    def __init__(self, backend: GrammarBackend, lenient: bool) -> None:
+        self._backend: GrammarBackend = backend
         self._lenient = lenient
         self._model = read_model_config(MODEL, served_names=[])
         self._compiler = Compiler(self._model)
@@ -47,7 +51,7 @@ class Bench:
 
     def schema(self, schema: Any, tests: Sequence[dict[str, Any]]) -> None:
         """Takes one schema and its instances."""
-        grammar = Grammar("json_schema", json.dumps(schema), "schema", lenient=self._lenient)
+        grammar = Grammar("json_schema", json.dumps(schema), "schema", lenient=self._lenient, backend=self._backend)
         begin = time.perf_counter()
         try:
             prototype = self._compiler.compile(grammar)
@@ -63,6 +67,10 @@ class Bench:
             right = right and accepted == test["valid"]
             self.counts[("valid " if test["valid"] else "invalid ") + ("accepted" if accepted else "rejected")] += 1
         self.counts["wholly right"] += right
+
+    def close(self) -> None:
+        """Ends what the library runs."""
+        self._compiler.close()
 
     def _follow(self, guide: GrammarGuide, text: str) -> bool:
         mask = np.empty((1, guide.num_words), np.int32)
@@ -92,13 +100,14 @@ def main() -> None:
     parser.add_argument("schemas", type=Path, help="a file of schemas, one JSON object a line")
     path: Path = parser.parse_args().schemas
     results: dict[str, Any] = {}
-    for mode, lenient in (("strict", False), ("lenient", True)):
-        bench = Bench(lenient)
+    for backend, mode in itertools.product(get_args(GrammarBackend), ("strict", "lenient")):
+        bench = Bench(backend, mode == "lenient")
         with path.open() as lines:
             for line in lines:
                 entry = json.loads(line)
                 bench.schema(entry["schema"], entry["tests"])
-        results[mode] = {
+        bench.close()
+        results[f"{backend}, {mode}"] = {
             **dict(sorted(bench.counts.items())),
             "compile us": percentiles(bench.compile_s[1:]),  # the first one loads the tokenizer
             "fill us": percentiles(bench.fill_s),

@@ -12,11 +12,10 @@ from typing import Any
 from report import write_results
 
 from penstock.api.fleet import Fleet, Model, Pool, Replica
-from penstock.gateway._pb.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryRequest, DiscoveryRequest
+from penstock.gateway._pb.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryRequest
 from penstock.gateway.xds.delta import DeltaStream
 from penstock.gateway.xds.listener import ListenerSettings
 from penstock.gateway.xds.resources import CLUSTERS, ENDPOINTS, LISTENERS, ROUTES, Snapshot, SnapshotBuilder
-from penstock.gateway.xds.sotw import SotwStream
 
 
 def fleet_of(models: int, replicas: int, more: int = 0) -> Fleet:
@@ -34,14 +33,6 @@ def fleet_of(models: int, replicas: int, more: int = 0) -> Fleet:
     )
 
 
-def delta_request(kind: str, names: list[str]) -> DeltaDiscoveryRequest:
-    return DeltaDiscoveryRequest(type_url=kind, resource_names_subscribe=names)
-
-
-def sotw_request(kind: str, names: list[str]) -> DiscoveryRequest:
-    return DiscoveryRequest(type_url=kind, resource_names=names)
-
-
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     """(CPU milliseconds, result)."""
     began = time.process_time()
@@ -49,14 +40,14 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return (time.process_time() - began) * 1e3, result
 
 
-def measure(stream: Any, ask: Callable[[str, list[str]], Any], before: Fleet, after: Fleet) -> dict[str, float]:
+def measure(before: Fleet, after: Fleet) -> dict[str, float]:
     """The first push to one Envoy, and that of the change."""
-    builder = SnapshotBuilder(ListenerSettings(host="0.0.0.0", port=8080))
+    stream, builder = DeltaStream(), SnapshotBuilder(ListenerSettings(host="0.0.0.0", port=8080))
     build_ms, first = timed(lambda: builder.snapshot(before))
     names = {CLUSTERS: [], ENDPOINTS: [pool.id for pool in before.pools], LISTENERS: [], ROUTES: ["penstock"]}
 
     def subscribe(snapshot: Snapshot) -> list[bytes]:
-        requests = [ask(kind, wanted) for kind, wanted in names.items()]
+        requests = [DeltaDiscoveryRequest(type_url=kind, resource_names_subscribe=wanted) for kind, wanted in names.items()]
         return [it.SerializeToString() for request in requests for it in stream.on_request(request, snapshot)[0]]
 
     push_ms, sent = timed(lambda: subscribe(first))
@@ -79,16 +70,11 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=4, help="of each model")
     options = parser.parse_args()
     before, after = (fleet_of(options.models, options.replicas, more) for more in (0, 1))
-    rows = {
-        "delta": measure(DeltaStream(), delta_request, before, after),
-        "sotw": measure(SotwStream(), sotw_request, before, after),
-    }
-    columns = list(rows["delta"])
+    row = measure(before, after)
     print(f"{options.models} models of {options.replicas} replicas, one Envoy; CPU ms and bytes")
-    print(f"{'':8}" + "".join(f"{column:>18}" for column in columns))
-    for protocol, row in rows.items():
-        print(f"{protocol:8}" + "".join(f"{row[column]:>18,.2f}" for column in columns))
-    path = write_results("xds", {"models": options.models, "replicas": options.replicas, "rows": rows})
+    print("".join(f"{column:>18}" for column in row))
+    print("".join(f"{figure:>18,.2f}" for figure in row.values()))
+    path = write_results("xds", {"models": options.models, "replicas": options.replicas, "row": row})
     print(f"written to {path}")
 
 

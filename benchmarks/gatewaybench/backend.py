@@ -33,12 +33,12 @@ class Backend(asyncio.Protocol):
         self._data = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
+        """Start the connection."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
+        """Take in bytes."""
         self._data += data
         while (end := message_end(self._data)) is not None:
             path = bytes(self._data[:200]).split(b" ", 2)[1]

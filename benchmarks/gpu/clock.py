@@ -66,7 +66,7 @@ class HostClock:
     device = torch.device("cpu")
 
     def seconds(self, work: Callable[[], object], *, repeats: int = 20, flush: bool = True) -> float:
-        """See Clock."""
+        """The median of some runs after a few to warm up; `flush`: each begins with cold caches."""
         times: list[float] = []
         for _ in range(repeats):
             start = time.perf_counter()

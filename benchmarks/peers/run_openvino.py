@@ -23,14 +23,14 @@ class OpenVINO:
         self._tokens: dict[int, int] = {}
 
     def add(self, number: int, prompt: list[int], tokens: int) -> None:
-        """See `loop.Engine`."""
+        """A request of so many random tokens that generates exactly so many."""
         config = genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = tokens, True, False
         ids = openvino.Tensor(np.array([prompt], np.int64))
         self._running[number], self._tokens[number] = self._pipeline.add_request(number, ids, config), 0
 
     def step(self) -> list[tuple[int, int]]:
-        """See `loop.Engine`."""
+        """Turns the core once."""
         self._pipeline.step()
         ended: list[tuple[int, int]] = []
         for number, handle in list(self._running.items()):

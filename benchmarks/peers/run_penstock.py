@@ -24,7 +24,7 @@ class Penstock:
         self._tokens: dict[int, int] = {}
 
     def add(self, number: int, prompt: list[int], tokens: int) -> None:
-        """See `loop.Engine`."""
+        """A request of so many random tokens that generates exactly so many."""
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0)
         self._core.handle(
             AddRequest(index=number, request_id=str(number), prompt_token_ids=prompt, sampling=sampling, arrival_time=time.time())
@@ -32,7 +32,7 @@ class Penstock:
         self._tokens[number] = tokens
 
     def step(self) -> list[tuple[int, int]]:
-        """See `loop.Engine`."""
+        """Turns the core once."""
         frame = self._core.step()
         self._core.take_events()
         return [] if frame is None else [(end.index, self._tokens.pop(end.index)) for end in frame.finished]

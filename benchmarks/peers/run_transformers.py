@@ -22,11 +22,11 @@ class Transformers:
         self._manager.start()
 
     def add(self, number: int, prompt: list[int], tokens: int) -> None:
-        """See `loop.Engine`."""
+        """A request of so many random tokens that generates exactly so many."""
         self._manager.add_request(prompt, request_id=str(number), max_new_tokens=tokens)
 
     def step(self) -> list[tuple[int, int]]:
-        """See `loop.Engine`."""
+        """Turns the core once."""
         output = self._manager.get_result(timeout=60)
         assert output is not None and output.error is None, f"no answer: {output and output.error}"
         return [(int(output.request_id), len(output.generated_tokens))] if output.is_finished() else []

@@ -35,7 +35,7 @@ class Answer:
     first: float | None = None
     last: float = 0.0
     tokens: int | None = None
-    """By the server's count; None: it has not said."""
+    """Output tokens as the server counts them. None: not reported yet."""
     ended: str | None = None
     """The server's reason; None: the stream has not come to the answer's end."""
 
@@ -88,7 +88,7 @@ class Conversation:
             raise ServerError("input", "the question is not UTF-8 text") from None
 
     def keep(self, question: str, answer: str) -> None:
-        """What has been said; an answer of which nothing came leaves no trace."""
+        """Keep a question and its answer in the conversation. Drop both if the answer is empty."""
         if answer:
             self.messages += [{"role": "user", "content": self._content(question)}, {"role": "assistant", "content": answer}]
             self.images = []
@@ -101,7 +101,11 @@ class Conversation:
 
 
 def image_url(name: str) -> str:
-    """A file as a `data:` URL, and a URL as it is; raises `ServerError` for what is neither."""
+    """Return a file as a `data:` URL, and an https URL unchanged.
+
+    Raises:
+        ServerError: it is neither.
+    """
     if name.startswith("https://"):
         return name
     kind, _ = mimetypes.guess_type(name)

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 BASE_URL = "http://127.0.0.1:8000"
-"""Of `penstock serve`."""
+"""Default address of `penstock serve`."""
 
 
 def bench(argv: list[str]) -> int:

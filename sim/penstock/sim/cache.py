@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 class KVPool:
-    """Blocks that requests hold, and blocks that nobody holds but whose content can still be found.
+    """KV blocks: those that requests hold, and idle ones whose content can still be found.
 
     Args:
         capacity: Blocks.
@@ -14,7 +14,7 @@ class KVPool:
         self.capacity = capacity
         self._holders: dict[bytes, int] = {}
         self._idle: dict[bytes, None] = {}
-        """Named blocks that nobody holds, least recently used first."""
+        """Idle named blocks, least recently used first."""
         self._private = 0
         self.stored: list[bytes] = []
         """Names published since these were last taken."""
@@ -42,7 +42,7 @@ class KVPool:
         return len(blocks)
 
     def idle_among(self, blocks: Sequence[bytes]) -> int:
-        """How many of these cached blocks nobody holds: they use up free ones."""
+        """Return how many of these cached blocks are idle, and so use up free ones."""
         return sum(block in self._idle for block in blocks)
 
     def adopt(self, blocks: Sequence[bytes]) -> None:

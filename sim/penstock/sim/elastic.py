@@ -148,7 +148,7 @@ class ElasticPool:
                 self.replica_s += now - member.created
 
     def finish(self, now: float) -> None:
-        """The trace is over; what runs ends, on nobody's account."""
+        """End the trace. Requests that still run end and are not counted."""
         self.replica_s += sum(now - member.created for member in self.members)
         self.advance(math.inf)
 

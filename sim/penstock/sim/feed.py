@@ -26,15 +26,15 @@ class TalkingReplica:
     """A replica with its event stream.
 
     Args:
-        config: The replica's.
+        config: The replica's configuration.
         block_size: Tokens in a block of the trace.
-        boast: It says that it prefills so many times as fast as it does.
+        boast: Factor by which it overstates its prefill speed.
     """
 
     def __init__(self, config: ReplicaConfig, block_size: int, boast: float = 1.0) -> None:
         self.sim = SimReplica(config, block_size, self._stepped, self._done)
         self.stream: deque[Said] = deque()
-        """What it has said and nobody has read; a reader takes from the left."""
+        """Events that are sent and not read yet. A reader takes from the left."""
         self.finished: list[Running] = []
         self._meter = LoadMeter()
         self._boast = boast
@@ -87,7 +87,7 @@ class TalkingReplica:
         self.stream.append(Said(at, self.report(at)))
 
     def report(self, at: float) -> LoadReport:
-        """Its load now."""
+        """Return its present load."""
         self._seq += 1
         sim, pool, meter = self.sim, self.sim.pool, self._meter
         return LoadReport(

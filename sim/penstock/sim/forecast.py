@@ -13,9 +13,9 @@ from penstock.operator.autoscale.windows import Samples, kept
 
 SPAN_S = 3600.0
 STEP_S = 10.0
-"""Of looks that are closer together the highest demand is kept."""
+"""Of observations that are closer together, the highest demand is kept."""
 LEAST_S = 300.0
-"""So long, and two cold starts, it only watches."""
+"""Seconds, and at least two cold starts, in which it only observes."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,18 @@ class Surges:
     samples: Samples[float] = ()
 
     def observe(self, now: float, demand: float) -> "Surges":
-        """After one more look."""
+        """Return the record after one more observation."""
         if self.samples and now - self.samples[-1][0] < STEP_S:
             at, before = self.samples[-1]
             return replace(self, samples=(*self.samples[:-1], (at, max(before, demand))))
         return replace(self, samples=kept((*self.samples, (now, demand)), now - SPAN_S))
 
     def rise(self, now: float, lead_s: float, share: float) -> float:
-        """By how much demand rose at most within `lead_s`, in that `share` of all moments; 0 while too little was seen.
+        """Return the largest rise of demand within `lead_s`, in that `share` of all moments. 0 while too little was observed.
 
         Args:
-            now: The time of the last look.
-            lead_s: A cold start.
+            now: The time of the last observation.
+            lead_s: Seconds of a cold start.
             share: 0 to 1.
         """
         if not self.samples or now - self.samples[0][0] < max(LEAST_S, 2 * lead_s):
@@ -46,7 +46,8 @@ class Surges:
 
 
 def _rises(samples: Samples[float], now: float, lead_s: float) -> list[float]:
-    """From each sample to the highest of those within `lead_s` after it; samples whose time is not over are left out."""
+    """Return, for each sample, the rise to the highest sample within `lead_s` after it. Samples with an incomplete window are
+    left out."""
     ahead: deque[tuple[float, float]] = deque()
     """Samples of the window that none after them exceeds: the first is the highest."""
     found: list[float] = []

@@ -31,7 +31,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Busiest replica's work over the mean: prompt tokens computed and tokens sampled, weighed by their time."""
     preemptions: int
     makespan_s: float
-    """From the first arrival to the last token."""
+    """Seconds from the first arrival to the last token."""
 
 
 def outcome(finished: list[list[Running]], preemptions: int, slo: Slo, prefill_token_s: float, output_token_s: float) -> Outcome:

@@ -37,7 +37,7 @@ class Running(msgspec.Struct, eq=False):
     produced: int = 0
     """Output tokens until then."""
     tick: int = 0
-    """Of the replica's decode clock, when this began to decode."""
+    """Tick of the replica's decode clock at which this request began to decode."""
     hit_tokens: int = 0
     named: list[bytes] = []
     nameless: int = 0
@@ -51,7 +51,7 @@ class StepReport(msgspec.Struct, frozen=True):
 
     end: float
     seconds: float
-    """Of one step."""
+    """Seconds of one step."""
     prefill_tokens: int
     sampled_tokens: int
 
@@ -80,7 +80,7 @@ class SimReplica:
         self.waiting: deque[Running] = deque()
         self.prefilling: list[Running] = []
         self.decoding: dict[int, Running] = {}
-        """By request number, in the order of admission to decoding."""
+        """Decoding requests by number, in the order of admission to decoding."""
         self.context = 0
         """Tokens of context of all rows that decode."""
         self.preemptions = 0
@@ -100,7 +100,7 @@ class SimReplica:
         return sum(r.known - r.computed for r in self.prefilling) + sum(r.known for r in self.waiting)
 
     def ticks_until_room(self, request: TraceRequest) -> int:
-        """Decode steps until so many answers have ended that `request` finds its blocks and a row, after those that wait."""
+        """Return the decode steps until `request` finds its blocks and a row, after the waiting requests."""
         short = sum(self._blocks(r.known) for r in self.waiting) + self._blocks(request.prompt_tokens) - self.pool.free
         crowd = self.rows + len(self.waiting) + 1 - self.config.max_num_seqs
         if short <= 0 and crowd <= 0:

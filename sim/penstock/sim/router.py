@@ -1,4 +1,4 @@
-"""Who decides where a request goes: the gateway's own decision core, or an oracle that sees into the replicas."""
+"""Routers: the gateway's own decision core, or an oracle that sees into the replicas."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -16,7 +16,7 @@ from penstock.sim.traces import TraceRequest
 
 POOL = "sim/m/p"
 POLL_S = 1.0
-"""See `penstock.gateway.load.poller`."""
+"""Seconds between polls, as in `penstock.gateway.load.poller`."""
 
 
 class Router(Protocol):
@@ -27,7 +27,7 @@ class Router(Protocol):
         ...
 
     def sent(self, request: TraceRequest, replica: int, report: LoadReport, now: float) -> None:
-        """It went there; the response headers have come with `report`."""
+        """Record that the request went to the replica and that the response headers came with `report`."""
         ...
 
     def learn(self, now: float) -> None:
@@ -63,7 +63,7 @@ class GatewayRouter:
             self.state.reported(key, replica.report(0.0), 0.0)
 
     def route(self, request: TraceRequest, now: float) -> int:
-        """See `Router`."""
+        """The number of the replica that `request` goes to."""
         view = RequestView(
             id=str(request.number),
             path="/v1/completions",
@@ -78,17 +78,17 @@ class GatewayRouter:
         return self._numbers[choice.key]
 
     def correction(self, replica: int) -> float:
-        """By what the times that a replica promises are multiplied."""
+        """Return the factor on the times that a replica promises."""
         return self.state.correction(self._keys[replica])
 
     def sent(self, request: TraceRequest, replica: int, report: LoadReport, now: float) -> None:
-        """See `Router`."""
+        """Record that the request went to the replica and that the response headers came with `report`."""
         assert self._booking is not None
         self.state.bookings.responded(self._booking, (report.epoch, report.seq), now)
         self.state.reported(self._keys[replica], report, now)
 
     def learn(self, now: float) -> None:
-        """See `Router`."""
+        """Takes in what the replicas have said and what has reached it by now."""
         for key, replica in zip(self._keys, self._replicas, strict=True):
             stream = replica.stream
             while stream and stream[0].at + self._latency_s <= now:
@@ -108,7 +108,7 @@ class OracleRouter:
         """Tokens to compute of each request, by number, given all that was sent there before."""
 
     def route(self, request: TraceRequest, now: float) -> int:
-        """See `Router`."""
+        """The number of the replica that `request` goes to."""
         costs = [self._ttft_s(request, replica, now) for replica in self._replicas]
         best = min(range(len(costs)), key=lambda number: costs[number])
         self._fresh[request.number] = self._tokens(request, self._replicas[best])
@@ -132,7 +132,7 @@ class OracleRouter:
         return seconds + replica.ticks_until_room(request) * step
 
     def sent(self, request: TraceRequest, replica: int, report: LoadReport, now: float) -> None:
-        """See `Router`."""
+        """Record that the request went to the replica and that the response headers came with `report`."""
 
     def learn(self, now: float) -> None:
         """See `Router`: it knows all already."""

@@ -16,11 +16,11 @@ from penstock.sim.forecast import Surges
 
 
 class PenstockScaler:
-    """The autoscaling policy of the operator, as it is.
+    """The operator's autoscaling policy, unchanged.
 
     Args:
-        limits: Of the pool.
-        settings: How the policy behaves.
+        limits: The pool's limits.
+        settings: Settings of the policy.
     """
 
     period_s = 5.0
@@ -30,7 +30,7 @@ class PenstockScaler:
         self._starting = set[str]()
 
     def size(self, look: Look) -> int:
-        """See `Scaler`."""
+        """The size that the pool should have now."""
         return self._decide(look).replicas
 
     def _decide(self, look: Look) -> Decision:
@@ -60,7 +60,7 @@ class ForecastScaler(PenstockScaler):
         self._own, self._share, self._surges = limits, share, Surges()
 
     def size(self, look: Look) -> int:
-        """See `Scaler`."""
+        """The size that the pool should have now."""
         pool = self._memory.pools.get("p", PoolMemory())
         rise = self._surges.rise(look.now, pool.cold_start.seconds, self._share)
         self._limits = ModelLimits({"p": replace(self._own, warm=round(rise))})
@@ -85,7 +85,7 @@ class HpaScaler:
     _sizes: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
 
     def size(self, look: Look) -> int:
-        """See `Scaler`."""
+        """The size that the pool should have now."""
         values = [float(member.requests) for member in look.ready]
         return self.next(look.now, look.size, values, unready=len(look.starting))
 
@@ -142,12 +142,12 @@ class KpaScaler:
     _panic_most: int = 0
 
     def size(self, look: Look) -> int:
-        """See `Scaler`."""
+        """The size that the pool should have now."""
         total = float(sum(member.requests for member in look.ready) + look.held)
         return self.next(look.now, total, len(look.ready))
 
     def next(self, now: float, total: float, ready: int) -> int:
-        """The size after one tick, of a pool in which so many requests are at `ready` pods."""
+        """Return the size after one tick of a pool with `total` requests at `ready` pods."""
         self._samples = [(at, value) for at, value in self._samples if at > now - self.stable_window_s]
         self._samples.append((now, total))
         count = max(ready, 1)
@@ -171,5 +171,5 @@ class KpaScaler:
         return sum(inside) / len(inside)
 
     def _bounded(self, value: float, count: int) -> int:
-        """Pods for so many requests; at most a thousand times and at least half of what is ready."""
+        """Return the pods for that many requests: at least half and at most a thousand times those that are ready."""
         return min(max(math.ceil(value / self.target - 1e-9), count // 2), 1000 * count)

@@ -19,9 +19,10 @@ class TraceError(Exception):
 
 
 def trace_folder(start: Path) -> Path:
-    """Where the recorded traces lie: the nearest `shared/traces` in a folder above `start`, such as beside the repository.
+    """Return the folder of the recorded traces: the nearest `shared/traces` in a folder above `start`, such as beside the
+    repository.
 
-    Where there is none, a folder that does not exist: to read from it says so.
+    If there is none, it returns a folder that does not exist, and reading from it fails with its name.
     """
     folders = [parent / "shared/traces" for parent in start.resolve().parents]
     return next((folder for folder in folders if folder.is_dir()), folders[0])
@@ -31,7 +32,7 @@ class TraceRequest(msgspec.Struct, frozen=True):
     """One request of a trace."""
 
     number: int
-    """Its place in the trace: its name."""
+    """Position in the trace, which is its name."""
     at: float
     """Arrival, seconds after the beginning of the trace."""
     prompt_tokens: int
@@ -49,7 +50,7 @@ class Trace(msgspec.Struct, frozen=True):
 
     @property
     def duration_s(self) -> float:
-        """From the first arrival to the last."""
+        """Seconds from the first arrival to the last."""
         return self.requests[-1].at - self.requests[0].at if self.requests else 0.0
 
     def scaled(self, duration_s: float) -> "Trace":
@@ -63,8 +64,9 @@ class Trace(msgspec.Struct, frozen=True):
         return Trace(self.name, self.block_size, self.requests[:count])
 
     def thickened(self, copies: int, spread_s: float = 10.0, seed: int = 0) -> "Trace":
-        """So many times the load in the same hour: each request comes `copies` times, up to `spread_s` apart, with prefixes that
-        its copies do not share."""
+        """Return a trace with `copies` times the load in the same time: each request comes that many times, up to `spread_s`
+        apart, and copies
+        share no prefixes."""
         lots = Random(seed)
         arrivals = [
             (request.at + (lots.uniform(0.0, spread_s) if copy else 0.0), copy, request)

@@ -14,10 +14,11 @@ _T = TypeVar("_T")
 
 
 def arrival_times(rate: float, burstiness: float, rng: np.random.Generator) -> Iterator[float]:
-    """Seconds after the start, without end: the sums of gamma-distributed gaps of shape `burstiness` and mean 1 / `rate`.
+    """Yield endless arrival times in seconds after the start: sums of gamma-distributed gaps of shape `burstiness` and mean 1 /
+    `rate`.
 
     Args:
-        rate: Requests a second; infinity sends all at once.
+        rate: Requests per second; infinity sends all at once.
         burstiness: 1 is a Poisson process, less is burstier, more is smoother: the gaps' coefficient of variation is
             1 / sqrt(burstiness).
     """

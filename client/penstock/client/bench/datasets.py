@@ -44,7 +44,7 @@ class Lengths(NamedTuple):
 def random_requests(
     prompts: Prompts, rng: np.random.Generator, inputs: Lengths, outputs: Lengths, prefix_len: int = 0
 ) -> Iterator[Request]:
-    """Random tokens without end, after `prefix_len` tokens that all prompts share."""
+    """Yield endless requests of random tokens, after `prefix_len` tokens that all prompts share."""
     prefix = prompts.tokens(rng, prefix_len)
     while True:
         tokens = prefix + prompts.tokens(rng, inputs.draw(rng))
@@ -54,8 +54,9 @@ def random_requests(
 def prefix_requests(
     prompts: Prompts, rng: np.random.Generator, num_prefixes: int, prefix_len: int, suffix_len: int, output_len: int
 ) -> Iterator[Request]:
-    """One of `num_prefixes` shared beginnings and an end of its own, without end; each beginning once in every round of
-    `num_prefixes` requests, in random order."""
+    """Yield endless requests, each one of `num_prefixes` shared prefixes and a suffix of its own. Each round of `num_prefixes`
+    requests
+    uses every prefix once, in random order."""
     prefixes = [prompts.tokens(rng, prefix_len) for _ in range(num_prefixes)]
     while True:
         for at in rng.permutation(num_prefixes):

@@ -1,4 +1,4 @@
-"""What a run gave, for whoever shows it."""
+"""The results of a run."""
 
 from dataclasses import dataclass
 
@@ -18,6 +18,6 @@ class Outcome:
     saturation: Saturation | None
     missed_looks: int
     cpu_share: float
-    """Of one core, by this process; near 1, latencies are the client's own."""
+    """Share of one core that this process used. Near 1, the latencies are the client's own."""
     cpu_us_per_token: float | None
     interrupted: bool

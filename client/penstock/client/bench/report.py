@@ -1,4 +1,4 @@
-"""From records to numbers. `docs/bench.md` states the formulae."""
+"""Summary figures of a run's records. `docs/bench.md` states the formulae."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -55,13 +55,13 @@ class Report:
     """The numbers of a run. Tokens and latencies are those of complete answers."""
 
     duration: float
-    """From the first request sent to the end of the last answer, s."""
+    """Seconds from the first request sent to the end of the last answer."""
     completed: int
     errors: dict[str, int]
-    """By kind."""
+    """Failed requests by kind of error."""
     input_tokens: int
     cached_tokens: int | None
-    """Of the input, from the server's prefix cache; None: the server does not say."""
+    """Prompt tokens from the server's prefix cache. None: the server does not report them."""
     output_tokens: int
     chunks: int
     uncounted: int

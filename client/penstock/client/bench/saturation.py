@@ -31,7 +31,7 @@ class Sample:
     running: float
     waiting: float
     kv_usage: float
-    """Of the fullest replica, 0 to 1."""
+    """KV cache usage of the fullest replica, 0 to 1."""
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def _path(args: argparse.Namespace) -> Path:
 
 
 def _count(args: argparse.Namespace, available: int) -> int:
-    """More than there are would be asked twice, and answered from the prefix cache."""
+    """Return the number of requests. A dataset's requests are not repeated, since the prefix cache would answer them."""
     if not available:
         raise DatasetError(f"{args.dataset_path} holds no request that can be used")
     if (args.num_prompts or 0) > available:

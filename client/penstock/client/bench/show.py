@@ -181,8 +181,11 @@ def _plain(value: Any) -> Any:
 
 
 def result_path(args: argparse.Namespace, served: str) -> Path:
-    """Where the JSON goes, in a folder that is there then; raises `DatasetError` where nothing can be written, before the run
-    and not after it."""
+    """Return the path of the JSON result, and create its folder before the run.
+
+    Raises:
+        DatasetError: the file cannot be written.
+    """
     rate = f"{args.request_rate:g}qps" if args.request_rate else "trace" if args.dataset_name == "trace" else "infqps"
     cap = f"-concurrency{args.max_concurrency}" if args.max_concurrency else ""
     model = re.sub(r"[^\w.-]", "_", served.rpartition("/")[2])
