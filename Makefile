@@ -48,7 +48,7 @@ demo: setup ## the same, ask one question through the gateway, and stop
 	@$(BIN)/penstock demo -f examples/tiny.yaml
 
 .PHONY: test e2e e2e-build gpu requirements wheelhouse
-test: setup ## every test that needs no GPU and no cluster, a file a core (ARGS="-n 0": one after another)
+test: setup ## every test that needs no GPU and no cluster, files side by side (ARGS="-n 0": one after another)
 	@$(BIN)/python -m pytest -m "not gpu" -n auto --dist loadfile $(ARGS)
 
 e2e-build: setup ## build the Kubernetes control plane and the LeaderWorkerSet manager from their Go modules (once, about ten minutes)

@@ -24,6 +24,12 @@ settings.load_profile("same")
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return three workers for two cores: many tests wait for a process or a clock."""
+    return (3 * (os.cpu_count() or 1) + 1) // 2
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Has Triton's kernels interpreted, unless what needs a CUDA device is asked for: they are decorated for one or the other."""
     if config.option.markexpr != "gpu":

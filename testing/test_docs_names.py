@@ -32,7 +32,7 @@ PAGES = [file for file in FILES if file.endswith(".md") and not file.startswith(
 OTHERS_FLAGS = {  # that our own code passes to nobody
     "docker": {"--build-arg"},
     "helm": {"--create-namespace", "--reuse-values", "--set", "--take-ownership"},
-    "kubectl": {"--for", "--force-conflicts", "--previous", "--replicas", "--server-side", "--type"},
+    "kubectl": {"--for", "--force-conflicts", "--from-literal", "--previous", "--replicas", "--server-side", "--type"},
     "llama.cpp": {"--cache-ram"},
     "pip": {"--no-deps", "--no-index"},
     "pytest": {"--dist", "--hypothesis-profile"},
