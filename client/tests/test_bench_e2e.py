@@ -31,7 +31,8 @@ def test_a_real_engine_is_measured_token_by_token(engine: str, tmp_path: Path) -
     lengths = [one["prompt_tokens"] for one in found["requests"]]
     assert 20 <= min(lengths) < max(lengths) <= 60
     assert all(6 <= sum(one["tokens"]) <= 18 for one in found["requests"])
-    assert found["p50_ttft_ms"] > 0 and found["p99_itl_ms"] >= found["p50_itl_ms"] > 0
+    # Tokens that reach a busy client together have no gap between them, so only the slowest gaps are sure to be seen.
+    assert found["p50_ttft_ms"] > 0 and found["p99_itl_ms"] > 0 and found["p99_itl_ms"] >= found["p50_itl_ms"] >= 0
     assert "inter-token latency" in shown and "output tokens per device-second" in shown
 
 
