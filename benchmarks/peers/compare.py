@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -67,7 +68,8 @@ class Process:
             if line.startswith("{"):
                 return json.loads(line)
         self._errors.seek(0)
-        raise RuntimeError(f"an engine ended with {self._process.wait()}: {self._errors.read()[-2000:]}")
+        said = re.sub(r"(?s)Traceback.*?\n(?=\S)", "", self._errors.read()).strip()  # a stack names folders of the machine
+        raise RuntimeError(f"an engine ended with {self._process.wait()}: {said[-500:]}")
 
     def close(self) -> None:
         """Ends it."""
