@@ -1,9 +1,11 @@
-"""A replica of two ranks in one pod: it answers as one process does, and comes back whole when a rank dies."""
+"""A replica of several ranks in one pod: it answers as one process does, and comes back whole when a rank dies."""
 
 import os
 import signal
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from e2e import models
 from e2e.cluster.phases import Phases
@@ -27,9 +29,13 @@ def children(pid: int) -> list[int]:
     return own + [below for child in own for below in children(child)]
 
 
-def test_two_ranks_in_a_pod_answer_as_one_process_and_fall_together(system: System, namespace: str, phases: Phases) -> None:
+@pytest.mark.parametrize("parallelism", [{"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_two_ranks_in_a_pod_answer_as_one_process_and_fall_together(
+    system: System, namespace: str, phases: Phases, parallelism: dict[str, int]
+) -> None:
     cluster = system.cluster
-    pair = models.small(PAIR, engine=EXACT, pools=[{"name": "cpu", "parallelism": {"tensor": 2}}])
+    pair = models.small(PAIR, engine=EXACT, pools=[{"name": "cpu", "parallelism": parallelism}])
+    (flag,) = (f"--{name}-parallel-size=2" for name in parallelism)
 
     def container() -> Object:
         (pod,) = models.ready_pods(cluster, namespace, PAIR, 1).values()
@@ -44,7 +50,7 @@ def test_two_ranks_in_a_pod_answer_as_one_process_and_fall_together(system: Syst
         assert said == eventually(lambda: answer(system, ALONE), seconds=120)
         (pod,) = models.pods(cluster, namespace, PAIR).values()
         (engine,) = pod["spec"]["containers"]
-        assert "--tensor-parallel-size=2" in engine["args"] and engine["resources"]["requests"]["cpu"] == "2"
+        assert flag in engine["args"] and engine["resources"]["requests"]["cpu"] == "2"
 
         before = container()
         ranks = children(int(before["containerID"].removeprefix("process://")))

@@ -225,6 +225,30 @@ def test_ranks_on_cpus_are_processes_of_one_pod(make: Any, ranks: int) -> None:
     assert "--device=cpu" in engine["args"] and "volumeMounts" not in engine
 
 
+def test_the_stages_of_a_pipeline_on_cpus_are_processes_of_one_pod(make: Any) -> None:
+    model = make.model(pools=[{"name": "cpu", "parallelism": {"tensor": 2, "pipeline": 3}}])
+    assert unsupported(model.spec) == []
+    (engine,) = by_kind(model)["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert engine["resources"]["requests"]["cpu"] == "6"
+    assert [it for it in engine["args"] if "parallel" in it] == ["--tensor-parallel-size=2", "--pipeline-parallel-size=3"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"lora": {}}, "spec.lora"),
+        ({"engine": {"connector": {"type": "offload", "memory": "1Gi"}}}, "spec.engine.connector.type"),
+        ({"engine": {"speculative": {"method": "mtp"}}}, "spec.engine.speculative.method"),
+        ({"engine": {"speculative": {"method": "auto"}}}, "spec.engine.speculative.method"),
+        ({"engine": {"speculative": {"method": "ngram"}}}, None),
+    ],
+)
+def test_what_stages_cannot_do_is_refused_at_apply(make: Any, changes: Any, path: str | None) -> None:
+    model = make.model(pools=[{"name": "cpu", "parallelism": {"pipeline": 2}}], **changes)
+    refused = f"{path} (pool cpu has pipeline stages, which do not go with it)"
+    assert unsupported(model.spec) == ([] if path is None else [refused])
+
+
 def test_an_accelerator_becomes_requests_and_limits(make: Any) -> None:
     def pod(**pool: Any) -> Any:
         accelerated = {"name": "main", "accelerator": {"resource": "nvidia.com/gpu"}, **pool}

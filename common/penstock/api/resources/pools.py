@@ -35,8 +35,10 @@ class Parallelism(Part):
         default=1, ge=1, le=64
     )
     """Devices over which each layer is sliced; without an accelerator, processes."""
-    pipeline: int = Field(default=1, ge=1, le=64)
-    """Stages of consecutive layers."""
+    pipeline: Annotated[int, Flag("--pipeline-parallel-size", lambda stages: None if stages == 1 else stages)] = Field(
+        default=1, ge=1, le=64
+    )
+    """Stages of consecutive layers, each on `tensor` devices; without an accelerator, processes."""
     data: int = Field(default=1, ge=1, le=64)
     """Engine ranks with a cache of their own, served as one replica."""
     expert: ExpertParallelism = ExpertParallelism()
@@ -123,6 +125,11 @@ class Pool(Part):
 
     The engine's container is called `engine`. May not ask for host access, privilege or another ServiceAccount.
     """
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether a replica asks for devices; else it runs on CPUs."""
+        return self.accelerator is not None or bool(self.resource_claims)
 
 
 class RoutingWeights(Part):

@@ -8,7 +8,8 @@ from penstock.api.resources.pools import Pool
 
 DRAFTS: Final = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "auto")
 """Methods of speculative decoding that engines have."""
-
+LOOKUPS: Final = ("ngram", "suffix")
+"""Those of them that need no model."""
 
 WEIGHTS: Final = ("int8_per_channel_weight_only", "int8_per_group_32", "int4_per_group_32")
 """Schemes by which engines quantize weights while they load them."""
@@ -22,7 +23,7 @@ def unsupported(spec: InferenceModelSpec) -> list[str]:
     """Paths of the fields that are set and that this version cannot honour, with a word on what works; empty: all is honoured."""
     transfers = spec.engine.connector.type == "transfer"
     pools = (path for pool in spec.pools for path in _pool(pool, transfers=transfers))
-    return [*_source(spec), *_engine(spec), *_rest(spec), *pools]
+    return [*_source(spec), *_engine(spec), *_rest(spec), *pools, *_pipelines(spec)]
 
 
 def _source(spec: InferenceModelSpec) -> Iterator[str]:
@@ -41,7 +42,7 @@ def _engine(spec: InferenceModelSpec) -> Iterator[str]:
 
 def _connector(spec: InferenceModelSpec) -> Iterator[str]:
     kind, path = spec.engine.connector.type, "spec.engine.connector.type"
-    devices = [pool.name for pool in spec.pools if pool.accelerator is not None or pool.resource_claims]
+    devices = [pool.name for pool in spec.pools if pool.has_devices]
     if kind not in CONNECTORS:
         yield f"{path} ({kind}; {', '.join(CONNECTORS)} work)"
     elif kind != "none" and devices:
@@ -56,15 +57,15 @@ def _quantization(spec: InferenceModelSpec) -> Iterator[str]:
     found, path = spec.engine.quantization, "spec.engine.quantization"
     if found is None:
         return
-    devices = [pool.name for pool in spec.pools if pool.accelerator is not None]
+    devices = [pool.name for pool in spec.pools if pool.has_devices]
     if found.weights is not None and found.weights not in WEIGHTS:
         yield f"{path}.weights ({found.weights}; {', '.join(WEIGHTS)} work)"
     elif found.weights is not None and devices:
-        yield f"{path}.weights (pool {devices[0]} has an accelerator; quantized weights run on CPUs alone)"
+        yield f"{path}.weights (pool {devices[0]} has devices; quantized weights run on CPUs alone)"
     if found.kv_cache is not None and found.kv_cache not in KV_CACHES:
         yield f"{path}.kvCache ({found.kv_cache}; {', '.join(KV_CACHES)} work)"
     elif found.kv_cache is not None and found.kv_cache.startswith("fp8") and devices:
-        yield f"{path}.kvCache (pool {devices[0]} has an accelerator; {found.kv_cache} works on CPUs alone)"
+        yield f"{path}.kvCache (pool {devices[0]} has devices; {found.kv_cache} works on CPUs alone)"
     if found.activations is not None:
         yield f"{path}.activations (a checkpoint's own scheme is followed; there is no other)"
 
@@ -81,13 +82,28 @@ def _rest(spec: InferenceModelSpec) -> Iterator[str]:
 
 
 def _pool(pool: Pool, *, transfers: bool) -> Iterator[str]:
-    path = f"spec.pools[{pool.name}]"
+    path, ranks = f"spec.pools[{pool.name}]", pool.parallelism
     if pool.role != "Both" and not transfers:
         yield f"{path}.role ({pool.role}; it needs engine.connector of type transfer)"
-    if pool.parallelism.tensor != 1 and (pool.accelerator is not None or pool.resource_claims):
-        yield f"{path}.parallelism.tensor (only 1 works with devices; more work on CPUs)"
-    for name in ("pipeline", "data"):
-        if getattr(pool.parallelism, name) != 1:
-            yield f"{path}.parallelism.{name} (only 1 works)"
-    if pool.parallelism.expert.enabled or pool.parallelism.expert.redundant:
+    for name, number in (("tensor", ranks.tensor), ("pipeline", ranks.pipeline)):
+        if number != 1 and pool.has_devices:
+            yield f"{path}.parallelism.{name} (only 1 works with devices; more work on CPUs)"
+    if ranks.data != 1:
+        yield f"{path}.parallelism.data (only 1 works)"
+    if ranks.expert.enabled or ranks.expert.redundant:
         yield f"{path}.parallelism.expert"
+
+
+def _pipelines(spec: InferenceModelSpec) -> Iterator[str]:
+    """What the stages of a pipeline cannot do; the engine refuses the same flags."""
+    staged = [pool.name for pool in spec.pools if pool.parallelism.pipeline != 1 and not pool.has_devices]
+    if not staged:
+        return
+    drafts = spec.engine.speculative
+    for path, given in (
+        ("spec.lora", spec.lora is not None),
+        ("spec.engine.connector.type", spec.engine.connector.type != "none"),
+        ("spec.engine.speculative.method", drafts is not None and drafts.method not in LOOKUPS),
+    ):
+        if given:
+            yield f"{path} (pool {staged[0]} has pipeline stages, which do not go with it)"

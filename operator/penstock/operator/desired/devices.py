@@ -25,7 +25,7 @@ def devices(pool: Pool) -> Object:
 
     Extended resources are never overcommitted: requests and limits must be equal.
     """
-    if not _has_devices(pool):
+    if not pool.has_devices:
         return {}
     count = _a_node(pool)
     engine: Object = {"name": "engine", "resources": {}}
@@ -46,10 +46,6 @@ def devices(pool: Pool) -> Object:
     return {"spec": spec}
 
 
-def _has_devices(pool: Pool) -> bool:
-    return pool.accelerator is not None or bool(pool.resource_claims)
-
-
 def nodes(pool: Pool) -> int:
     """How many nodes one replica spans."""
     room = pool.accelerator.per_node if pool.accelerator is not None else None
@@ -58,7 +54,7 @@ def nodes(pool: Pool) -> int:
 
 def engine_requests(pool: Pool) -> dict[str, str]:
     """The CPU and memory that an engine requests unless its template says otherwise."""
-    if not _has_devices(pool):
+    if not pool.has_devices:
         return {**CPU_ENGINE, "cpu": str(pool.parallelism.devices)}
     count = _a_node(pool)
     return {"cpu": str(count * CPUS_A_DEVICE), "memory": f"{count * MEMORY_A_DEVICE_GIB}Gi"}
