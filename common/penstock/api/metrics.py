@@ -44,6 +44,7 @@ KV_OFFLOAD_BYTES: Final = "penstock_kv_offload_bytes"  # labels tier: memory, di
 KV_OFFLOAD_SECONDS: Final = "penstock_kv_offload_seconds"  # labels tier, transfer_type
 KV_OFFLOAD_PAGES: Final = "penstock_kv_offload_pages"  # labels tier; state: used, free
 KV_OFFLOAD_LOST_PAGES: Final = "penstock_kv_offload_lost_pages"  # labels tier; reason: evicted, failed
+KV_OFFLOAD_DECLINED_TOKENS: Final = "penstock_kv_offload_declined_tokens"  # label tier
 KV_TRANSFER_LEASES: Final = "penstock_kv_transfer_leases"
 KV_TRANSFER_LEASED_PAGES: Final = "penstock_kv_transfer_leased_pages"
 KV_TRANSFER_EXPIRED_LEASES: Final = "penstock_kv_transfer_expired_leases"

@@ -86,6 +86,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     kv_offload_directory: str | None = None
     kv_offload_disk_bytes: Count = 0
     """Of the disk, for copies of these pages."""
+    kv_offload_loads: Literal["cost", "always"] = "cost"
+    """When pages come back from there: where that is faster than to compute their tokens, or always."""
     kv_transfer_config: dict[str, Any] | None = None
     """vLLM's keys; None: no pages go to other replicas."""
     kv_transfer_secret_file: str | None = None
@@ -204,6 +206,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 offload_bytes=self.kv_offload_memory_bytes,
                 disk_folder=None if self.kv_offload_directory is None else Path(self.kv_offload_directory).absolute(),
                 disk_bytes=self.kv_offload_disk_bytes,
+                loads_by_cost=self.kv_offload_loads == "cost",
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,

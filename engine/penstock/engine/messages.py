@@ -380,6 +380,8 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     evicted_pages: int
     failed_pages: int
     """Pages of failed loads, whose tokens were computed."""
+    declined_tokens: int = 0
+    """Tokens that were computed because a load would have taken longer."""
 
 
 class TransferStats(msgspec.Struct, frozen=True, array_like=True):

@@ -222,7 +222,9 @@ def test_several_ranks_on_a_gpu_are_refused(monkeypatch) -> None:
 
 
 def test_pages_in_the_hosts_memory_need_a_prefix_cache_on_a_cpu() -> None:
-    assert EngineArgs(model=TINY, device="cpu", kv_offload_memory_bytes=1 << 20).config().cache.offload_bytes == 1 << 20
+    cache = EngineArgs(model=TINY, device="cpu", kv_offload_memory_bytes=1 << 20).config().cache
+    assert cache.offload_bytes == 1 << 20 and cache.loads_by_cost
+    assert not EngineArgs(model=TINY, device="cpu", kv_offload_loads="always").config().cache.loads_by_cost
     with pytest.raises(ConfigError, match=r"--kv-offload-memory-bytes .* needs --enable-prefix-caching"):
         EngineArgs(model=TINY, device="cpu", kv_offload_memory_bytes=1 << 20, enable_prefix_caching=False).config()
     with pytest.raises(ConfigError, match="--kv-offload-memory-bytes: pages are kept on a CPU alone so far"):

@@ -225,7 +225,7 @@ def test_what_the_hosts_memory_keeps_is_told_where_it_keeps_anything():
     engine = EngineMetrics("m", engine=0)
     engine.stats = stats()
     assert not any("offload" in name or "external" in name for name in scrape(engine))
-    offload = OffloadStats(TierStats(10, 4, 800, 300, 0.5, 0.25, 2, 1), TierStats(20, 9, 700, 70, 1.5, 0.5, 3, 1), 64, 48)
+    offload = OffloadStats(TierStats(10, 4, 800, 300, 0.5, 0.25, 2, 1), TierStats(20, 9, 700, 70, 1.5, 0.5, 3, 1, 32), 64, 48)
     engine.stats = msgspec.structs.replace(stats(), offload=offload)
     found = scrape(engine)
     assert found["penstock_external_prefix_cache_queries_total"] == 64
@@ -237,6 +237,7 @@ def test_what_the_hosts_memory_keeps_is_told_where_it_keeps_anything():
     assert found["penstock_kv_offload_pages state=used tier=memory"] == 4
     assert found["penstock_kv_offload_pages state=free tier=disk"] == 11
     assert found["penstock_kv_offload_lost_pages_total reason=evicted tier=memory"] == 2
+    assert [found[f"penstock_kv_offload_declined_tokens_total tier={tier}"] for tier in ("memory", "disk")] == [0, 32]
     text = generate_latest(Metrics([engine], vllm_names=True).registry()).decode()
     assert "vllm:external_prefix_cache_hits_total" in text
 

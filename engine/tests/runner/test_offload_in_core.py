@@ -1,5 +1,7 @@
 """Pages in the host's memory with a real model: what comes back has the bits that went there."""
 
+import time
+
 import msgspec
 import pytest
 import torch
@@ -109,3 +111,17 @@ def test_pages_are_forgotten_when_the_cache_sleeps_and_come_again_afterwards(che
     runner.wake_up(["kv_cache"])
     assert engine.core.stats().offload.memory.pages_used == 0
     assert engine.run(batch) == expected and engine.core.stats().offload.memory.stored_bytes > 0
+
+
+def test_an_engine_that_chooses_by_cost_learns_from_its_own_steps_and_loads(checkpoint, build_runner):
+    runner = build_runner(checkpoint("llama"), scheduler=SCHEDULER)
+    by_cost = msgspec.structs.replace(runner.config.cache, loads_by_cost=True)
+    runner.config = msgspec.structs.replace(runner.config, cache=by_cost)
+    engine, batch = Engine(runner, 1, 24, 400), requests(adjusted=False)[:5]
+    costs = engine.core._offload._costs
+    assert costs._prefill_tokens_per_s() == 0
+    expected = dict(engine.run(batch))
+    assert costs._prefill_tokens_per_s() > 0
+    assert engine.run(batch) == expected, "those that came back from the host's memory, and those that were computed"
+    now = time.time()
+    assert costs.memory.seconds(4, now) is not None and costs.memory.seconds(4, now) < 60

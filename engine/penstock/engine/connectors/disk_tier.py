@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from penstock.engine.connectors.load_costs import TierLoads
 from penstock.engine.connectors.moves import Move, Moved, PageFile
 from penstock.engine.connectors.tier_index import Key, TierIndex
 from penstock.engine.messages import TierStats
@@ -36,7 +37,8 @@ class _Wait(msgspec.Struct):
     """A request that waits for reads."""
 
     index: int
-    until: float
+    began: float
+    pages: int
     keys: set[Key]
 
 
@@ -47,12 +49,14 @@ class DiskTier:
         host: The tier in front, which all pages pass through.
         num_pages: That fit.
         page_bytes: Of a page.
+        loads: Learns what reads take; None: nobody asks.
     """
 
-    def __init__(self, host: TierIndex, num_pages: int, page_bytes: int) -> None:
+    def __init__(self, host: TierIndex, num_pages: int, page_bytes: int, loads: TierLoads | None = None) -> None:
         self.index = TierIndex(num_pages, on_evict=self._delete)
         self._host = host
         self._page_bytes = page_bytes
+        self._loads = loads
         self._wanted: dict[Key, None] = {}
         self._due: list[Move] = []
         self._under: dict[int, _Under] = {}
@@ -96,7 +100,7 @@ class DiskTier:
         if not coming:
             return False
         self.index.touch(keys)
-        self._waits.append(_Wait(index, now + PATIENCE_S, coming))
+        self._waits.append(_Wait(index, now, len(coming), coming))
         return True
 
     def _begin_read(self, key: Key) -> bool:
@@ -179,8 +183,11 @@ class DiskTier:
 
     def take_waits(self, now: float) -> list[int]:
         """Requests that need wait no longer: their pages are there, or do not come."""
-        over = [wait for wait in self._waits if not wait.keys or now >= wait.until]
+        over = [wait for wait in self._waits if not wait.keys or now >= wait.began + PATIENCE_S]
         self._waits = [wait for wait in self._waits if wait not in over]
+        if self._loads is not None:
+            for wait in over:
+                self._loads.observe(wait.pages, now - wait.began, now)
         return [wait.index for wait in over]
 
     def stats(self) -> TierStats:
@@ -194,4 +201,5 @@ class DiskTier:
             load_s=self._seconds["read"],
             evicted_pages=self.index.num_evicted,
             failed_pages=self._failed,
+            declined_tokens=0 if self._loads is None else self._loads.declined_tokens,
         )

@@ -22,6 +22,7 @@ from penstock.engine.cache.pins import Owner
 from penstock.engine.config import TransferConfig
 from penstock.engine.connectors.connector import Source
 from penstock.engine.connectors.disk_tier import DiskTier
+from penstock.engine.connectors.load_costs import LoadCosts
 from penstock.engine.connectors.tier_index import Key, TierIndex
 from penstock.engine.connectors.transfer.transfer import Transfer
 from penstock.engine.core.plan import Int32, Transfers
@@ -51,6 +52,8 @@ class _Store(msgspec.Struct, frozen=True):
 
 class _Load(msgspec.Struct, frozen=True):
     request: Request
+    began: float
+    """Unix time in seconds."""
     upto: int
     """Tokens whose KV is in the cache afterwards."""
     external: int
@@ -81,6 +84,7 @@ class Offload:
         disk_pages: That fit on the disk; 0: there is none.
         transfer: How pages go to other replicas and come from there; None: they do not.
         ranks: Of the model.
+        costs: Decides whether a load pays; None: each does.
     """
 
     def __init__(
@@ -91,10 +95,12 @@ class Offload:
         disk_pages: int = 0,
         transfer: TransferConfig | None = None,
         ranks: int = 1,
+        costs: LoadCosts | None = None,
     ) -> None:
         self.tier = TierIndex(num_slots)
         self.transfer = None if transfer is None else Transfer(transfer, kv, self.tier, page_bytes, ranks)
-        self.disk = DiskTier(self.tier, disk_pages, page_bytes) if disk_pages else None
+        self.disk = DiskTier(self.tier, disk_pages, page_bytes, None if costs is None else costs.disk) if disk_pages else None
+        self._costs = costs
         self._kv = kv
         self._page_bytes = page_bytes
         self._published: dict[Key, tuple[int, bool]] = {}
@@ -193,7 +199,7 @@ class Offload:
             return "remote_kv"
         request.asked_elsewhere_at = request.num_preemptions
         self._queried_tokens += candidate.num_tokens - local.num_tokens
-        return "remote_kv" if self._load(request, candidate.num_tokens, local) else None
+        return "remote_kv" if self._load(request, candidate.num_tokens, local, candidate.now) else None
 
     def _fetch(self, request: Request, num_tokens: int, local: CacheHit, now: float) -> bool:
         """Begins to bring pages of the request's prefix into the host's memory: from another replica once, from the disk once for
@@ -206,7 +212,18 @@ class Offload:
         if self.disk is None or request.awaited_disk_at == request.num_preemptions:
             return False
         request.awaited_disk_at = request.num_preemptions
+        if not self._disk_pays(self.disk, request, num_tokens, local, now):
+            return False
         return self._bring(self.disk, request, num_tokens, local, self.disk.has, now)
+
+    def _disk_pays(self, disk: DiskTier, request: Request, num_tokens: int, local: CacheHit, now: float) -> bool:
+        """Whether reading what the disk has beyond the host's memory is faster than computing it."""
+        if self._costs is None:
+            return True
+        upto, missing = self._kv.elsewhere(request, num_tokens, local, lambda group, name: disk.has(Key(group, name)))
+        here, _ = self._kv.elsewhere(request, num_tokens, local, lambda group, name: Key(group, name) in self.tier)
+        pages = sum(Key(group, name) not in self.tier for group, _, name in missing)
+        return not pages or self._costs.pays(upto - here, pages, now, disk=True)
 
     def _bring(
         self, source: Source, request: Request, limit: int, local: CacheHit, has: Callable[[Key], bool], now: float
@@ -229,15 +246,17 @@ class Offload:
             # The host's memory cannot take them all: as many of the first as it can.
             limit = upto - -(-lacking // self._kv.num_groups) * self._kv.block_size + 1
 
-    def _load(self, request: Request, num_tokens: int, local: CacheHit) -> bool:
+    def _load(self, request: Request, num_tokens: int, local: CacheHit, now: float) -> bool:
         """Begins to load what goes on where the local prefix ends, if anything does and there is room for it."""
         upto, missing = self._kv.elsewhere(request, num_tokens, local, lambda group, name: Key(group, name) in self.tier)
         external = upto - local.num_tokens
-        if not external or self._kv.allocate(request, upto, local=local, external=external) is None:
+        if not external or (self._costs is not None and not self._costs.pays(external, len(missing), now)):
+            return False
+        if self._kv.allocate(request, upto, local=local, external=external) is None:
             return False
         tables, keys = self._kv.tables(request), [Key(group, name) for group, _, name in missing]
         blocks, slots = [tables[group][at] for group, at, _ in missing], [self.tier.slot(key) for key in keys]
-        load = _Load(request, upto, external, keys, slots, blocks)
+        load = _Load(request, now, upto, external, keys, slots, blocks)
         self._kv.pin(load.blocks, load.owner)
         self.tier.pin(load.slots)
         self.tier.touch(load.keys)
@@ -296,6 +315,8 @@ class Offload:
             self._kv.commit(request, load.upto, lasting=request.adapter is None)
             self._loaded += len(load.blocks)
             self._loaded_tokens += load.external
+            if self._costs is not None:
+                self._costs.memory.observe(len(load.blocks), now - load.began, now)
         else:
             self._failed += len(load.blocks)
             self._kv.invalidate(load.blocks)
@@ -315,6 +336,7 @@ class Offload:
             load_s=self._seconds[1],
             evicted_pages=self.tier.num_evicted,
             failed_pages=self._failed,
+            declined_tokens=0 if self._costs is None else self._costs.memory.declined_tokens,
         )
         disk = None if self.disk is None else self.disk.stats()
         transfer = None if self.transfer is None else self.transfer.stats()

@@ -15,6 +15,7 @@ from penstock.engine.cache.layout import KVGroup, full_attention
 from penstock.engine.config import EngineConfig, LoraModule
 from penstock.engine.connectors.connector import Pump
 from penstock.engine.connectors.disk_pump import DiskPump
+from penstock.engine.connectors.load_costs import LoadCosts
 from penstock.engine.connectors.offload import Offload
 from penstock.engine.connectors.transfer.pump import TransferPump
 from penstock.engine.core.control.controls import Controls
@@ -95,9 +96,13 @@ class EngineCore:
         hasher, lora = BlockHasher(cache.block_size, cache.hash_seed), config.lora
         table = AdapterTable(lora.max_loras, lora.max_cpu_loras) if lora is not None else AdapterTable()
         self._offload = None
+        self._meter = LoadMeter()
         if offload is not None:
             sizes = offload.pages, offload.page_bytes, offload.disk_pages
-            self._offload = Offload(kv, *sizes, config.transfer, config.parallel.world)
+            # Another replica has computed what it lends so that this one need not: such pages are always loaded.
+            by_cost = cache.loads_by_cost and config.transfer is None
+            costs = LoadCosts(lambda: self._meter.prefill_tokens_per_s) if by_cost else None
+            self._offload = Offload(kv, *sizes, config.transfer, config.parallel.world, costs)
         self.scheduler = Scheduler(
             config.scheduler, config.model.max_model_len, kv, hasher, table, config.model.pooling, self._offload
         )
@@ -112,7 +117,6 @@ class EngineCore:
         self._executor = executor
         self._epoch = epoch
         self._engine_index = engine_index
-        self._meter = LoadMeter()
         self._step_meter = StepMeter(config.model.cost, ceilings, config.scheduler.num_speculative_tokens)
         self._graphs: GraphReport | None = None
         self._has_graphs = config.graphs.mode != "NONE"

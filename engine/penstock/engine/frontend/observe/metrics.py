@@ -191,6 +191,8 @@ def _tier(tier: TierStats, labels: dict[str, str]) -> Iterator[Family]:
     yield gauge(names.KV_OFFLOAD_PAGES, "Places for KV pages in the host's memory and on the disk.", pages, "state")
     lost = {"evicted": tier.evicted_pages, "failed": tier.failed_pages}
     yield counter(names.KV_OFFLOAD_LOST_PAGES, "KV pages that were evicted, or whose load failed.", lost, "reason")
+    what = "Tokens that were computed because a load of their KV pages would have taken longer."
+    yield counter(names.KV_OFFLOAD_DECLINED_TOKENS, what, tier.declined_tokens)
 
 
 def _encoder(encoder: EncoderStats, labels: dict[str, str]) -> Iterator[Family]:

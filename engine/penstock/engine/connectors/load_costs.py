@@ -1,0 +1,79 @@
+"""Whether pages are loaded or their tokens computed: whichever has been faster of late.
+
+Computing takes time in proportion to the tokens. A load takes a fixed time and one for each page, and both are learned from the
+loads before it. So a short prefix is computed and a long one loaded.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+_KEEP: Final = 0.9
+"""Weight of what is known beside the next load."""
+FORGET_S: Final = 60.0
+"""A time that old says nothing any more: the next load is tried."""
+
+
+class TierLoads:
+    """What loads from one tier take, by the number of pages: a line through the loads before, where newer ones weigh more."""
+
+    def __init__(self) -> None:
+        self.declined_tokens = 0
+        """Tokens that were computed, although their pages are here."""
+        self._count = self._pages = self._seconds = self._squares = self._products = 0.0
+        self._observed_at = -FORGET_S
+
+    def observe(self, pages: int, seconds: float, now: float) -> None:
+        """Takes in a load of `pages` that has ended at `now` after `seconds`; `now` is Unix time."""
+        keep = _KEEP if self._is_fresh(now) else 0.0
+        self._observed_at = now
+        self._count = keep * self._count + 1
+        self._pages = keep * self._pages + pages
+        self._seconds = keep * self._seconds + seconds
+        self._squares = keep * self._squares + pages * pages
+        self._products = keep * self._products + pages * seconds
+
+    def seconds(self, pages: int, now: float) -> float | None:
+        """Return what a load of `pages` would take; None: unknown."""
+        if not self._is_fresh(now):
+            return None
+        mean_pages, mean = self._pages / self._count, self._seconds / self._count
+        spread = self._squares / self._count - mean_pages**2
+        if spread < 0.01 * mean_pages**2:
+            # Loads of one size do not tell the fixed part from the other: the better case, so that another size is tried.
+            return mean * min(1.0, pages / mean_pages)
+        slope = max(0.0, (self._products / self._count - mean_pages * mean) / spread)
+        fixed = max(0.0, mean - slope * mean_pages)
+        return fixed + slope * pages
+
+    def _is_fresh(self, now: float) -> bool:
+        return 0 <= now - self._observed_at < FORGET_S
+
+
+class LoadCosts:
+    """The choice between loading and computing.
+
+    Args:
+        prefill_tokens_per_s: How fast the engine computes prompts at present; 0: unknown.
+    """
+
+    def __init__(self, prefill_tokens_per_s: Callable[[], float]) -> None:
+        self.memory, self.disk = TierLoads(), TierLoads()
+        self._prefill_tokens_per_s = prefill_tokens_per_s
+
+    def pays(self, tokens: int, pages: int, now: float, *, disk: bool = False) -> bool:
+        """Whether loading is faster than computing, or one of the two is unknown.
+
+        Args:
+            tokens: That need not be computed then.
+            pages: With these tokens.
+            now: Unix time in seconds.
+            disk: Whether they come from the disk into the host's memory, and from there; else from there alone.
+        """
+        speed = self._prefill_tokens_per_s()
+        tiers = [self.disk, self.memory] if disk else [self.memory]
+        found = [tier.seconds(pages, now) for tier in tiers]
+        known = [it for it in found if it is not None]
+        if not speed or len(known) < len(found) or sum(known) <= tokens / speed:
+            return True
+        tiers[0].declined_tokens += tokens
+        return False

@@ -1,0 +1,133 @@
+"""Loading or computing: what is learned of loads, and what follows from it for requests."""
+
+import random
+
+import pytest
+from fake_runner import reference
+from harness import Machine, make_request
+from test_kv_offload import PROMPT, again, flood, make
+
+from penstock.engine.connectors.disk_tier import DiskTier
+from penstock.engine.connectors.load_costs import FORGET_S, LoadCosts, TierLoads
+from penstock.engine.connectors.moves import Moved, PageFile
+from penstock.engine.connectors.tier_index import Key
+
+
+def learned(fixed: float, each: float, sizes: list[int]) -> TierLoads:
+    loads, noise = TierLoads(), random.Random(1)
+    for at, pages in enumerate(sizes):
+        loads.observe(pages, (fixed + each * pages) * noise.uniform(0.95, 1.05), float(at))
+    return loads
+
+
+@pytest.mark.parametrize(("fixed", "each"), [(0.02, 0.001), (0.0, 0.004), (0.05, 0.0)])
+def test_the_fixed_part_of_a_load_is_told_from_that_of_each_page(fixed: float, each: float) -> None:
+    loads = learned(fixed, each, [1, 3, 40, 200, 7, 90, 15, 120] * 5)
+    for pages in (1, 10, 100, 300):
+        assert loads.seconds(pages, 40.0) == pytest.approx(fixed + each * pages, rel=0.1, abs=0.004)
+
+
+def test_the_break_even_is_where_both_take_the_same_time() -> None:
+    """n* = fixed / (time to compute a token - time to load one), within a tenth."""
+    costs = LoadCosts(lambda: 1000.0)
+    costs.memory = learned(0.02, 0.004, [1, 3, 40, 20, 7] * 8)
+    even = 0.02 / (1 / 1000 - 0.004 / 16)
+    assert not costs.pays(int(even * 0.9), round(even * 0.9 / 16), 40.0)
+    assert costs.pays(int(even * 1.3), round(even * 1.3 / 16), 40.0)
+
+
+def test_nothing_is_declined_as_long_as_a_time_is_unknown() -> None:
+    speed = 0.0
+    costs = LoadCosts(lambda: speed)
+    assert costs.pays(16, 1, 0.0)
+    costs.memory.observe(1, 5.0, 0.0)
+    assert costs.pays(16, 1, 1.0), "how fast prompts are computed is unknown"
+    speed = 1e6
+    assert not costs.pays(16, 1, 1.0) and costs.memory.declined_tokens == 16
+    assert costs.pays(16, 1, 1.0, disk=True), "of the disk nothing is known"
+    costs.disk.observe(1, 5.0, 1.0)
+    assert not costs.pays(16, 1, 1.0, disk=True) and costs.disk.declined_tokens == 16
+
+
+def test_what_is_old_is_forgotten_so_that_a_tier_gets_another_chance() -> None:
+    loads = TierLoads()
+    loads.observe(4, 9.0, 0.0)
+    loads.observe(8, 18.0, 1.0)
+    assert loads.seconds(4, 1.0) == pytest.approx(9.0)
+    assert loads.seconds(4, 1.0 + FORGET_S) is None and loads.seconds(4, 0.5) is None, "a clock that goes back tells no age"
+    loads.observe(4, 0.1, 2.0 + FORGET_S)
+    assert loads.seconds(4, 2.0 + FORGET_S) == pytest.approx(0.1)
+
+
+def test_loads_of_one_size_leave_another_size_to_be_tried() -> None:
+    loads = TierLoads()
+    loads.observe(10, 1.0, 0.0)
+    assert loads.seconds(1, 0.0) == pytest.approx(0.1), "as if all of it were each page's"
+    assert loads.seconds(100, 0.0) == pytest.approx(1.0), "as if all of it were fixed"
+
+
+def machine_with(costs: LoadCosts, depth: int = 1) -> Machine:
+    machine = make(depth=depth)
+    offload = machine.scheduler._offload
+    assert offload is not None
+    offload._costs = costs
+    machine.add(make_request(0, PROMPT, 6))
+    machine.run()
+    flood(machine, 1)
+    return machine
+
+
+@pytest.mark.parametrize(("tokens_per_s", "loads"), [(1e9, False), (1e-9, True)])
+def test_a_request_computes_what_a_load_would_bring_more_slowly(tokens_per_s: float, loads: bool) -> None:
+    costs = LoadCosts(lambda: tokens_per_s)
+    costs.memory.observe(7, 2.0, 0.0)
+    machine = machine_with(costs)
+    again(machine, 50)
+    machine.run()
+    assert machine.streams[50] == machine.streams[0] == reference(PROMPT, 6)
+    assert machine.cached_tokens[50] == (28 if loads else 0)
+    found = machine.scheduler._offload.stats()
+    assert (found.memory.declined_tokens, found.loaded_tokens) == ((0, 28) if loads else (28, 0))
+    assert found.queried_tokens >= 29, "a load that was declined was looked up like any other"
+    machine.check_no_leak()
+
+
+def test_a_load_is_timed_from_the_decision_until_its_pages_are_there() -> None:
+    costs = LoadCosts(lambda: 1.0)
+    machine = machine_with(costs, depth=2)
+    assert costs.memory.seconds(7, machine.now) is None
+    again(machine, 50)
+    machine.run()
+    assert costs.memory.seconds(7, machine.now) == 1.0, "here each step takes a second"
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_the_disk_is_read_only_where_that_is_faster(slow: bool) -> None:
+    costs = LoadCosts(lambda: 10.0)
+    costs.memory.observe(7, 0.1, 0.0)
+    machine = machine_with(costs)
+    offload = machine.scheduler._offload
+    assert offload is not None
+    disk = offload.disk = DiskTier(offload.tier, 100, 1, costs.disk)
+    names = [name for name in offload.names() if Key(0, name) in offload.tier][:7]
+    disk.open(PageFile(0, name) for name in names)
+    offload.tier.clear()
+    disk._wanted.clear()
+    costs.memory.observe(7, 0.1, machine.now)
+    costs.disk.observe(7, 9.0 if slow else 1.0, machine.now)
+    machine.add(make_request(50, PROMPT, 6))
+    machine.step()
+    moves = disk.take(machine.now)
+    assert [move.action for move in moves] == ([] if slow else ["read"] * 7)
+    assert disk.stats().declined_tokens == (28 if slow else 0)
+    if slow:
+        machine.run()
+        assert machine.streams[50] == reference(PROMPT, 6) and machine.cached_tokens[50] == 0
+        return
+    for move in moves:
+        disk.moved(move.number, Moved(0.1), machine.now)
+    offload.resume(machine.scheduler, machine.now + 3)
+    assert costs.disk.seconds(7, machine.now + 3) == pytest.approx((0.9 + 3) / 1.9), "the wait for it was timed, too"
+    machine.step()
+    plan = machine.plans[-1]
+    assert plan.transfers is not None and len(plan.transfers.load_blocks) == 7
