@@ -139,6 +139,10 @@ bench-structured: setup ## what grammars cost a batch of 32, and what a new sche
 bench-images: setup ## the tower of images beside transformers', and the second question about an image (ARGS=--quick)
 	@$(BIN)/python benchmarks/bench_images.py $(ARGS)
 
+.PHONY: bench-kv
+bench-kv: setup ## the second turn of a prompt: computed, or loaded from the host's memory or a disk (ARGS=--quick)
+	@$(BIN)/python benchmarks/bench_kv.py $(ARGS)
+
 .PHONY: bench-quantization
 bench-quantization: setup ## what weights of eight and four bits save and cost on a CPU (ARGS=--quick)
 	@$(BIN)/python benchmarks/bench_quantization.py $(ARGS)
