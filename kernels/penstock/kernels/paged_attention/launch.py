@@ -147,8 +147,8 @@ def _prefill_tile(shape: AttentionShape) -> tuple[int, int, int, int]:
 
 
 def attention_steps(max_num_requests: int, max_num_tokens: int, max_query_len: int) -> Iterator[list[int]]:
-    """The lengths of requests in steps that between them launch every kernel variant of decode steps, and of steps with a prompt
-    that is too long for a launch of short requests: alone and beside decodes.
+    """The lengths of requests in steps that between them launch every kernel variant of any step within the limits: decodes,
+    drafts, and prompts short and long, alone and beside decodes.
 
     Args:
         max_num_requests: Of a step.
@@ -157,10 +157,13 @@ def attention_steps(max_num_requests: int, max_num_tokens: int, max_query_len: i
     """
     most = min(max_num_requests, max_num_tokens)
     powers = [1 << power for power in range(most.bit_length())]
-    # A launch's numbers change at powers of two, some of them just after.
+    # A launch has the power of two that holds a request's rows, queries times heads: each such power has queries of one of these
+    # numbers. Longer requests than the last are alike.
+    queries = [1 << power for power in range(SMALL_ROWS.bit_length())] + [SMALL_ROWS + 1]
+    # A launch's other numbers change at powers of two of requests, some of them just after.
     for requests in sorted({number for power in powers for number in (power, power + 1) if number <= most}):
-        prompt = min(SMALL_ROWS + 1, max_query_len, max_num_tokens - requests + 1)
-        yield from ([1] * (requests - 1) + [last] for last in sorted({1, prompt}))
+        longest = min(max_query_len, max_num_tokens - requests + 1)
+        yield from ([1] * (requests - 1) + [last] for last in sorted({min(number, longest) for number in queries}))
 
 
 LaunchTable = Callable[[AttentionShape, int, int, int], tuple[Launch, ...]]

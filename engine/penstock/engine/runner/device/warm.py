@@ -24,6 +24,7 @@ from penstock.engine.runner.device.graphs.runtime import CapturedGraph
 from penstock.engine.runner.device.runtime import MIN_CAPABILITY, DeviceFailed, DeviceMemory
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.ops import triton_ops
+from penstock.kernels.paged_attention.launch import attention_steps
 from penstock.kernels.sampling.ops import sampling_ops
 from penstock.kernels.step_state.ops import triton_step_ops
 
@@ -146,15 +147,16 @@ class Shape(NamedTuple):
     """Tokens of one more request; 0: there is none."""
 
 
-def shapes(max_num_seqs: int, max_num_batched_tokens: int) -> Iterator[Shape]:
+def shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[Shape]:
     """Steps in which every number that a launch may depend on takes every kind of value: 1, multiples of 16 and others, powers of
-    two, one less, one more, and the largest."""
-    for decodes in _numbers(max_num_seqs):
-        yield Shape(decodes, 0)
+    two, one less, one more, and the largest; and those of `attention_steps`."""
+    found = [Shape(decodes, 0) for decodes in _numbers(max_num_seqs)]
     for prompt in _numbers(max_num_batched_tokens):
-        yield Shape(0, prompt)
+        found.append(Shape(0, prompt))
         if prompt + 1 < max_num_batched_tokens:
-            yield Shape(min(max_num_seqs - 1, max_num_batched_tokens - prompt, max(prompt // 4, 1)), prompt)
+            found.append(Shape(min(max_num_seqs - 1, max_num_batched_tokens - prompt, max(prompt // 4, 1)), prompt))
+    steps = attention_steps(max_num_seqs, max_num_batched_tokens, max_num_batched_tokens)
+    return list(dict.fromkeys([*found, *(Shape(len(lengths) - 1, lengths[-1]) for lengths in steps)]))
 
 
 def _numbers(most: int) -> list[int]:
