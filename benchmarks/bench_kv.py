@@ -25,8 +25,9 @@ from rich.table import Table
 
 from penstock.engine.args import EngineArgs
 from penstock.engine.core.ipc.process import build_core, build_executor
-from penstock.engine.messages import AddRequest, OffloadStats
+from penstock.engine.messages import AddRequest
 from penstock.engine.sampling import SamplingParams
+from penstock.engine.stats import OffloadStats
 
 LENGTHS = (16, 64, 256, 1024, 2048)
 LONGEST, BLOCK = max(LENGTHS), 16

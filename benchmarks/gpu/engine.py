@@ -10,9 +10,10 @@ import numpy as np
 from penstock.engine.args import EngineArgs
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.ipc.process import build_executor
-from penstock.engine.messages import AddRequest, StepStats
+from penstock.engine.messages import AddRequest
 from penstock.engine.roofline import Ceilings
 from penstock.engine.sampling import SamplingParams
+from penstock.engine.stats import StepStats
 
 SHAPES = Path(__file__).parent.parent / "shapes"
 TOKENS = 256

@@ -13,7 +13,8 @@ from penstock.engine.commands import LoadAdapter, SyncAdapters, UnloadAdapter
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import InlineExecutor
 from penstock.engine.core.ipc.process import CoreLoop
-from penstock.engine.messages import AdaptersChanged, Control, ControlDone, CoreOutput, CoreStats
+from penstock.engine.messages import AdaptersChanged, Control, ControlDone, CoreOutput
+from penstock.engine.stats import CoreStats
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from penstock.engine.core.executor import InlineExecutor
 from penstock.engine.core.ipc.process import IDLE_S, CoreLoop
 from penstock.engine.core.measure.step_meter import StepMeter
 from penstock.engine.core.plan import GraphReport, GraphStep, StepPlan, StepResult, empty
-from penstock.engine.messages import Control, DraftStats, GraphSteps
+from penstock.engine.messages import Control
+from penstock.engine.stats import DraftStats, GraphSteps
 
 
 def make_core(mode="FULL_AND_PIECEWISE") -> tuple[EngineCore, FakeRunner]:

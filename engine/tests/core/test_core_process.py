@@ -25,7 +25,8 @@ from penstock.engine.commands import ResetPrefixCache
 from penstock.engine.config import ConfigError
 from penstock.engine.core.ipc.calls import CommandRefused
 from penstock.engine.core.ipc.client import CoreClient, CoreError
-from penstock.engine.messages import QUEUE_FULL, QUEUE_TIMEOUT, CoreStats, ExtendPrompt, FinishReason, StepOutputs
+from penstock.engine.messages import QUEUE_FULL, QUEUE_TIMEOUT, ExtendPrompt, FinishReason, StepOutputs
+from penstock.engine.stats import CoreStats
 from penstock.prompt.hashing import BlockHasher
 
 RUNNER = "fake_runner:FakeRunner"

@@ -7,16 +7,8 @@ import numpy as np
 
 from penstock.api.load_report import LoadReport
 from penstock.engine.core.ipc.client import CoreError
-from penstock.engine.messages import (
-    AddRequest,
-    CoreReady,
-    CoreStats,
-    Finished,
-    FinishReason,
-    Logprobs,
-    Started,
-    StepOutputs,
-)
+from penstock.engine.messages import AddRequest, CoreReady, Finished, FinishReason, Logprobs, Started, StepOutputs
+from penstock.engine.stats import CoreStats
 
 Answer = Callable[[AddRequest], tuple[Sequence[int], FinishReason]]
 

@@ -23,7 +23,8 @@ from penstock.engine.frontend.http.intake import Intake
 from penstock.engine.frontend.http.server import ApiServer
 from penstock.engine.frontend.http.settings import ApiSettings
 from penstock.engine.frontend.python.prompts import load_processor
-from penstock.engine.messages import AdapterInfo, AdaptersChanged, CoreStats
+from penstock.engine.messages import AdapterInfo, AdaptersChanged
+from penstock.engine.stats import CoreStats
 
 PROMPT = "the river turns the wheel and the wheel turns the mill"
 

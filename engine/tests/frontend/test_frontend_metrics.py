@@ -20,19 +20,8 @@ from penstock.engine.frontend.generation import Choice, Generation
 from penstock.engine.frontend.observe.metrics import EngineMetrics, Metrics
 from penstock.engine.frontend.observe.timeline import intervals, timeline
 from penstock.engine.frontend.vocabulary import Vocabulary
-from penstock.engine.messages import (
-    Buckets,
-    CoreStats,
-    EncoderStats,
-    Finished,
-    FinishReason,
-    Lifecycle,
-    LifecycleEvent,
-    OffloadStats,
-    Started,
-    StepStats,
-    TierStats,
-)
+from penstock.engine.messages import Finished, FinishReason, Lifecycle, LifecycleEvent, Started
+from penstock.engine.stats import Buckets, CoreStats, EncoderStats, OffloadStats, StepStats, TierStats
 
 QUEUED, SCHEDULED, PREEMPTED = LifecycleEvent.QUEUED, LifecycleEvent.SCHEDULED, LifecycleEvent.PREEMPTED
 

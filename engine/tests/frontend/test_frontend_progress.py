@@ -4,7 +4,7 @@ from typing import Any
 
 from penstock.api.load_report import LoadReport, WaitingReason
 from penstock.engine.frontend.progress import Progress
-from penstock.engine.messages import CoreStats
+from penstock.engine.stats import CoreStats
 
 
 def stats(steps: int, waiting: dict[WaitingReason, int] | None = None, **state: Any) -> CoreStats:

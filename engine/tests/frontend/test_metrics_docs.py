@@ -10,7 +10,8 @@ from penstock.api.load_report import LoadReport
 from penstock.engine.core.plan import GraphReport
 from penstock.engine.cost import StepCost
 from penstock.engine.frontend.observe.metrics import EngineMetrics, Metrics
-from penstock.engine.messages import (
+from penstock.engine.roofline import Ceilings
+from penstock.engine.stats import (
     Buckets,
     CoreStats,
     DraftStats,
@@ -23,7 +24,6 @@ from penstock.engine.messages import (
     TierStats,
     TransferStats,
 )
-from penstock.engine.roofline import Ceilings
 
 PAGE = Path(__file__).parents[3] / "docs/engine/metrics.md"
 

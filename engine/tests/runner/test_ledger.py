@@ -24,8 +24,9 @@ from penstock.engine.frontend.egress import Egress
 from penstock.engine.frontend.generation import Choice, Generation
 from penstock.engine.frontend.observe.metrics import EngineMetrics
 from penstock.engine.frontend.vocabulary import Vocabulary
-from penstock.engine.messages import AddRequest, CoreStats
+from penstock.engine.messages import AddRequest
 from penstock.engine.sampling import SamplingParams
+from penstock.engine.stats import CoreStats
 
 VOCAB = 257
 SCHEDULER = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, watermark=0.0)

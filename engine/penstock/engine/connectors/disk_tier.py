@@ -12,7 +12,7 @@ import msgspec
 from penstock.engine.connectors.load_costs import TierLoads
 from penstock.engine.connectors.moves import Move, Moved, PageFile
 from penstock.engine.connectors.tier_index import Key, TierIndex
-from penstock.engine.messages import TierStats
+from penstock.engine.stats import TierStats
 
 MAX_WRITES = 8
 """Most writes in flight, since a read may have to wait for them."""

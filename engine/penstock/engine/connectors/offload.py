@@ -28,7 +28,8 @@ from penstock.engine.connectors.transfer.transfer import Transfer
 from penstock.engine.core.plan import Int32, Transfers
 from penstock.engine.core.scheduling.admission.rule import Candidate
 from penstock.engine.core.scheduling.request import Request
-from penstock.engine.messages import FinishReason, Lent, OffloadStats, RemotePrefix, TierStats
+from penstock.engine.messages import FinishReason, Lent, RemotePrefix
+from penstock.engine.stats import OffloadStats, TierStats
 
 _log = logging.getLogger(__name__)
 _STORE, _LOAD = "store", "load"

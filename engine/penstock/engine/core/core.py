@@ -38,13 +38,13 @@ from penstock.engine.messages import (
     Control,
     ControlDone,
     CoreInput,
-    CoreStats,
     ExtendPrompt,
     FrontendJoined,
     FrontendLeft,
     StepOutputs,
 )
 from penstock.engine.roofline import Ceilings
+from penstock.engine.stats import CoreStats
 from penstock.prompt.hashing import BlockHasher
 
 MAX_FAILURES = 3

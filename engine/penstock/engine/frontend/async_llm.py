@@ -45,9 +45,10 @@ from penstock.engine.frontend.python.prompts import (
 from penstock.engine.frontend.python.request_output import OutputBuilder, RequestOutput, python_error, python_errors
 from penstock.engine.frontend.spec import GenerationSpec
 from penstock.engine.frontend.vocabulary import Vocabulary
-from penstock.engine.messages import AdapterInfo, AdaptersChanged, AddRequest, CoreReady, CoreStats, EventPorts, StepOutputs
+from penstock.engine.messages import AdapterInfo, AdaptersChanged, AddRequest, CoreReady, EventPorts, StepOutputs
 from penstock.engine.multimodal.fetch import Fetcher
 from penstock.engine.multimodal.reader import ImageReader
+from penstock.engine.stats import CoreStats
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, PromptProcessor
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Whether the core makes progress: the verdict of `/live`."""
 
 from penstock.api.load_report import LoadReport
-from penstock.engine.messages import CoreStats
+from penstock.engine.stats import CoreStats
 
 
 class Progress:

@@ -8,7 +8,8 @@ from penstock.engine.connectors.tier_index import Key, TierIndex
 from penstock.engine.connectors.transfer.leases import Leases
 from penstock.engine.connectors.transfer.pulls import Pulls
 from penstock.engine.connectors.transfer.words import Errand, News
-from penstock.engine.messages import Lent, RemotePrefix, TransferStats
+from penstock.engine.messages import Lent, RemotePrefix
+from penstock.engine.stats import TransferStats
 
 
 class Transfer:

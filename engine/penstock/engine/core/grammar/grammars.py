@@ -10,7 +10,8 @@ from penstock.engine.core.grammar.guide import GrammarGuide
 from penstock.engine.core.grammar.libraries import GrammarError, Prototype
 from penstock.engine.core.scheduling.scheduler import Scheduler
 from penstock.engine.grammar import Grammar
-from penstock.engine.messages import GRAMMAR_REFUSED, AddRequest, GrammarStats
+from penstock.engine.messages import GRAMMAR_REFUSED, AddRequest
+from penstock.engine.stats import GrammarStats
 
 CACHED = 256
 """Compiled grammars that are kept, the last ones used."""

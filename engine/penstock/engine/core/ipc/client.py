@@ -31,11 +31,11 @@ from penstock.engine.messages import (
     CoreOutput,
     CoreReady,
     CoreStart,
-    CoreStats,
     ExtendPrompt,
     FrontendLeft,
     StepOutputs,
 )
+from penstock.engine.stats import CoreStats
 
 _LAST_WORDS_S = 0.5
 _CLOSE_S = 5.0

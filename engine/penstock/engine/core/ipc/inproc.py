@@ -13,7 +13,8 @@ from penstock.engine.core.ipc.boot_times import BootTimes
 from penstock.engine.core.ipc.calls import Calls
 from penstock.engine.core.ipc.client import CoreError
 from penstock.engine.core.ipc.process import HEARTBEAT_S, READ_POLL_MS, REPORT_INTERVAL_S, build_core, build_executor
-from penstock.engine.messages import AbortRequests, AdaptersChanged, AddRequest, Control, CoreReady, CoreStats, StepOutputs
+from penstock.engine.messages import AbortRequests, AdaptersChanged, AddRequest, Control, CoreReady, StepOutputs
+from penstock.engine.stats import CoreStats
 
 
 class InprocClient:

@@ -7,8 +7,8 @@ import numpy as np
 from penstock.engine.core.measure.step_cost import step_cost
 from penstock.engine.core.plan import Int32, StepPlan, StepResult
 from penstock.engine.cost import ModelCost, StepCost
-from penstock.engine.messages import Buckets, DraftStats, GraphSteps, Roofline, StepStats
 from penstock.engine.roofline import Ceilings, floor_s
+from penstock.engine.stats import Buckets, DraftStats, GraphSteps, Roofline, StepStats
 
 SECONDS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05),

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 
 from penstock.api.load_report import WaitingReason
-from penstock.engine.messages import Buckets
+from penstock.engine.stats import Buckets
 
 SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 900)
 

@@ -20,18 +20,9 @@ from penstock.engine.frontend.generation import Choice, Generation
 from penstock.engine.frontend.observe.series import Family, SeriesTable, histogram_family
 from penstock.engine.frontend.observe.timeline import intervals
 from penstock.engine.frontend.observe.vllm_names import vllm_families
-from penstock.engine.messages import (
-    FINISH_REASONS,
-    Buckets,
-    CoreStats,
-    DraftStats,
-    EncoderStats,
-    GraphSteps,
-    OffloadStats,
-    TierStats,
-    TransferStats,
-)
+from penstock.engine.messages import FINISH_REASONS
 from penstock.engine.sampling import SamplingParams
+from penstock.engine.stats import Buckets, CoreStats, DraftStats, EncoderStats, GraphSteps, OffloadStats, TierStats, TransferStats
 
 # Seconds. Coarse enough for a large model on a busy device, fine enough for a small one on a CPU.
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)

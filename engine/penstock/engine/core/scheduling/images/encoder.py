@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from penstock.engine.core.scheduling.images.encoder_cache import EncoderCache
 from penstock.engine.core.scheduling.request import Request
-from penstock.engine.messages import EncoderStats
 from penstock.engine.multimodal.inputs import EncoderRun, ImageInput
+from penstock.engine.stats import EncoderStats
 
 
 class Reach(NamedTuple):
