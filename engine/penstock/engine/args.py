@@ -341,8 +341,6 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"--kv-cache-dtype float16: no kernel reads it beside --dtype {model.dtype}; use bfloat16, float32 or fp8_e4m3"
             )
-        if model.kv_dtype == "fp8_e4m3":
-            _log.warning("keys and values are stored in E4M3 as they are, with a scale of 1.0: those beyond 448 are cut")
 
     def _check_ranks(self, folder: Path, architecture: str, device: Literal["cpu", "cuda"]) -> None:
         """Refuses a number of ranks among which the model cannot be divided."""

@@ -76,7 +76,7 @@ def test_weights_and_cache_are_separate_choices(checkpoint, build_runner, weight
     assert runner.model.embed_tokens.weight.dtype is torch.bfloat16
 
 
-def test_a_cache_of_eight_bits_without_scales_is_warned_of_once(checkpoint, caplog):
-    for kv_dtype in ("fp8", "bfloat16"):
-        EngineArgs(model=str(checkpoint("llama")), dtype="bfloat16", kv_cache_dtype=kv_dtype).config("cpu")
-    assert caplog.text.count("with a scale of 1.0") == 1
+def test_a_cache_of_eight_bits_without_scales_is_warned_of_once(checkpoint, build_runner, caplog):
+    for kv_dtype in ("fp8_e4m3", "bfloat16"):
+        build_runner(checkpoint("llama"), "bfloat16", kv_dtype=kv_dtype)
+    assert caplog.text.count("the checkpoint has no scales for keys and values; 1.0 is used") == 1

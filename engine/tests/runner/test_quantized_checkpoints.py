@@ -475,22 +475,6 @@ def test_act_order_is_found_in_the_tensors_too(by_hand, tmp_path, build_runner):
         build_runner(edited(by_hand("gptq")[0], tmp_path, change))
 
 
-def test_scales_of_keys_and_values_are_not_needed(source, tmp_path, build_runner, caplog):
-    fp8(source, tmp_path / "fp8")
-
-    def change(tensors):
-        for layer in (0, 1):
-            for name in ("k_scale", "v_scale", "k_proj.output_scale", "v_proj.k_scale"):
-                tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.ones(1)
-
-    folder = edited(tmp_path / "fp8", tmp_path, change)
-    with caplog.at_level("WARNING"):
-        build_runner(folder)
-        assert "KV cache" not in caplog.text, "a cache in the model's dtype needs no scale"
-        build_runner(folder, "bfloat16", kv_dtype="fp8_e4m3")
-    assert "KV cache: its scale is 1.0; 8 scales of the checkpoint are not used, such as model.layers.0.self_attn" in caplog.text
-
-
 def test_names_that_leave_out_no_layer_are_logged(by_hand, tmp_path, build_runner, caplog):
     folder = edited(by_hand("awq")[0], tmp_path, config=lambda raw: raw.update(modules_to_not_convert=["visual", "lm_head"]))
     with caplog.at_level("WARNING"):

@@ -73,8 +73,8 @@ def test_a_decode_step_grows_no_buffer(loaded, driver):
 def test_a_steps_state_lives_from_execute_to_sample(loaded, driver, monkeypatch):
     runner, contexts = loaded("llama"), []
 
-    def context(*arguments) -> ForwardContext:
-        made = ForwardContext(*arguments)
+    def context(*arguments, **named) -> ForwardContext:
+        made = ForwardContext(*arguments, **named)
         contexts.append(weakref.ref(made))
         return made
 

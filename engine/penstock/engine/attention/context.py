@@ -1,7 +1,8 @@
 """What a step's forward pass carries besides tokens: where each request's keys and values lie. Passed on explicitly."""
 
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,13 @@ class GroupInputs:
         return replace(self, batch=replace(self.batch, ends=ends))
 
 
+class KVScales(NamedTuple):
+    """Of one layer: what its cache holds is a key or value divided by its scale."""
+
+    keys: float
+    values: float
+
+
 class AttentionContext(Protocol):
     """What a model's layers know of a step; all cache traffic passes through `attend`."""
 
@@ -45,6 +53,8 @@ class ForwardContext:
     """Per layer, [blocks, 2, kv_heads, block_size, head_size]; of latent attention, [blocks, 1, 1, block_size, head_size]."""
     layer_groups: list[GroupInputs]
     """Per layer, its group's."""
+    kv_scales: Sequence[KVScales] | None = field(default=None, kw_only=True)
+    """Per layer; None: 1.0."""
 
     def attend(
         self,
@@ -73,8 +83,21 @@ class ForwardContext:
         values = None if layer.value_size else v.view(k.shape)
         cache, group = self.kv_caches[layer.index], self.layer_groups[layer.index]
         # The write comes first: a token attends to itself and to its chunk's earlier tokens through the cache.
-        q = self.ops.prepare_kv(q, k, values, cache, group.slot_mapping, rotary, layer.qk_norm)
+        scales = None if self.kv_scales is None else self.kv_scales[layer.index]
+        scale, norm = layer.scale, layer.qk_norm
+        if scales is not None:
+            # Attention is linear in the values, and its scores in the keys: so the kernels need not know of scales.
+            scale *= scales.keys
+            if norm is None:
+                k = k / scales.keys
+            else:
+                norm = replace(norm, k_weight=norm.k_weight / scales.keys)
+            values = None if values is None else values / scales.values
+        q = self.ops.prepare_kv(q, k, values, cache, group.slot_mapping, rotary, norm)
         options: dict[str, Any] = {} if out is None else {"out": out.view(len(q), layer.num_heads, -1)}
         if layer.value_size:
             options["value_size"] = layer.value_size
-        return self.ops.paged_attention(q, cache, group.batch, layer.scale, layer.softcap, layer.sinks, **options).flatten(1)
+        found = self.ops.paged_attention(q, cache, group.batch, scale, layer.softcap, layer.sinks, **options).flatten(1)
+        if scales is None:
+            return found
+        return found.mul_(scales.keys if layer.value_size else scales.values)

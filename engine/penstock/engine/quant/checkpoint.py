@@ -10,7 +10,6 @@ from penstock.engine.config import ConfigError
 from penstock.engine.models.gpt_oss import gpt_oss_name
 from penstock.engine.models.layers.linear_method import LinearMethod, LinearMethodFactory
 from penstock.engine.models.layers.projection import FLOATS, LinearLayer, Projection, TensorSpec
-from penstock.engine.models.llama import KV_SCALE
 from penstock.engine.models.moe import mixtral_name
 from penstock.engine.quant.packed import NAME_OF_BIAS, PackedWeight, rows_of
 from penstock.engine.quant.scheme import CheckpointQuantization, WeightScheme
@@ -158,14 +157,3 @@ def warn_of_ignored(found: CheckpointQuantization, modules: Iterable[str]) -> No
     unused = [entry for entry in found.ignore if not any(found.ignores(entry, [name]) for name in names)]
     if unused:
         log.warning("config.json: quantization_config leaves out what no layer is called: %s", ", ".join(unused))
-
-
-def warn_of_kv_scales(tensors: Iterable[str]) -> None:
-    """Logs that a KV cache of eight bits leaves the checkpoint's scales for keys and values aside.
-
-    Args:
-        tensors: Names of all that the checkpoint has.
-    """
-    unused = sorted(name for name in tensors if KV_SCALE.search(name))
-    if unused:
-        log.warning("KV cache: its scale is 1.0; %d scales of the checkpoint are not used, such as %s", len(unused), unused[0])

@@ -16,6 +16,7 @@ import torch
 
 from penstock.engine.attention.backends.interface import AttentionBackend, AttentionNeeds
 from penstock.engine.attention.backends.registry import choose_backend
+from penstock.engine.attention.context import KVScales
 from penstock.engine.attention.pages import plane_views
 from penstock.engine.cache.layout import KVLayout, kv_layout
 from penstock.engine.cache.pages import PageGeometry, PageIdentity, kv_dtypes
@@ -28,7 +29,7 @@ from penstock.engine.connectors.transfer.agent import Agent
 from penstock.engine.connectors.transfer.words import Errand, News
 from penstock.engine.core.executor import AdapterRead
 from penstock.engine.core.plan import NONE, Admission, Bool, GraphReport, Int32, SampledTokens, StepPlan, StepResult, empty
-from penstock.engine.loading.checkpoint import packed_modules, resolve, tensor_dtypes
+from penstock.engine.loading.checkpoint import packed_modules, resolve
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.loading.loader import Source, check, fill
 from penstock.engine.loading.pooling import read_pooling
@@ -46,7 +47,8 @@ from penstock.engine.models.model import Model
 from penstock.engine.models.registry import model_class
 from penstock.engine.multimodal.settings import ImageSettings
 from penstock.engine.parallel.group import Group
-from penstock.engine.quant.checkpoint import stored, warn_of_ignored, warn_of_kv_scales
+from penstock.engine.quant.checkpoint import stored, warn_of_ignored
+from penstock.engine.quant.kv_scales import read_kv_scales
 from penstock.engine.quant.online import quantized
 from penstock.engine.quant.parse.config import parse_quantization
 from penstock.engine.runner.host_memory import return_free_memory
@@ -190,8 +192,6 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         self._adopt(self._new_model())
         if (found := self.config.model.stored_quantization) is not None:
             warn_of_ignored(found, {name.rpartition(".")[0] for name in self.model.weights()})
-        if self.config.model.kv_dtype == "fp8_e4m3" and self.config.model.load_format != "dummy":
-            warn_of_kv_scales(tensor_dtypes(self.config.model.path))
         self._fill(Source(self.config.model.path, self.config.model.load_format))
         if self._drafter is not None:
             self.draft_ops = self._choose_attention(self._drafter.config).bind(ops)
@@ -283,6 +283,7 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         if pooling is not None and read_pooling(source.path, raw, pooling.size, "pooling") != pooling:
             raise ConfigError(f"{source.path}: its embeddings are pooled otherwise than those of the model that is served")
         check(fresh, source)
+        self._read_kv_scales(source)
         if self._drafter is not None and self._drafter.in_target:
             check(self.draft_model, source)
         return source, fresh
@@ -315,7 +316,13 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         with torch.inference_mode():
             fill(self.model, source, self._dtype, self._uploader())
             self.model.finish()
-        self._source = source
+        self._source, self._kv_scales = source, self._read_kv_scales(source)
+
+    def _read_kv_scales(self, source: Source) -> Sequence[KVScales] | None:
+        """Of a cache of eight bits; ConfigError where the checkpoint's are none."""
+        if self.config.model.kv_dtype != "fp8_e4m3" or source.format == "dummy":
+            return None  # as 1.0
+        return read_kv_scales(source.path, self.decoder_config.num_layers)
 
     def _limit_threads(self) -> None:
         """OpenMP counts per calling thread, and an executor may run steps in another thread than the one that loaded."""

@@ -296,9 +296,10 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         groups = inputs.groups
         if (ends := self._images.ends(plan, starts)) is not None:
             groups = [group.seeing(ends) for group in groups]
-        ctx = ForwardContext(self.ops, self.kv_caches, [groups[number] for number in self._layer_groups])
+        of_layers, scales = [groups[number] for number in self._layer_groups], self._kv_scales
+        ctx = ForwardContext(self.ops, self.kv_caches, of_layers, kv_scales=scales)
         if (group := self._group) is not None and group.world == 1:
-            ctx = TickingContext(ctx.ops, ctx.kv_caches, ctx.layer_groups, partial(group.memory.tick, 0))
+            ctx = TickingContext(ctx.ops, ctx.kv_caches, of_layers, partial(group.memory.tick, 0), kv_scales=scales)
         return HostStep(plan, self.runtime, requests.rows, self.model, inputs, ctx, inputs.input_ids, starts, asked)
 
     def _encode(self, pixels: Pixels) -> torch.Tensor:

@@ -1,0 +1,159 @@
+"""Scales of an eight-bit KV cache that a checkpoint brings."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_core_with_runner import SCHEDULER, Engine, requests
+from torch.nn.functional import scaled_dot_product_attention
+
+from penstock.engine.attention.context import ForwardContext, GroupInputs, KVScales
+from penstock.engine.config import ConfigError
+from penstock.engine.models.layers.attention import Attention
+from penstock.engine.quant.kv_scales import read_kv_scales
+from penstock.kernels.ops import ops_for
+from penstock.kernels.paged_attention.batch import PagedBatch
+from penstock.kernels.prepare_kv.reference import Rotary
+
+FACTOR = 2.0**11
+"""A power of two: bfloat16 holds a weight times it exactly."""
+ATTENTION = "model.layers.{}.self_attn"
+
+
+def changed(folder, tmp_path, change):
+    copy = tmp_path / "changed"
+    shutil.copytree(folder, copy)
+    tensors = load_file(copy / "model.safetensors")
+    change(tensors)
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    return copy
+
+
+def scaled(*names):
+    """A change that adds these, relative to each layer's attention."""
+
+    def change(tensors):
+        for layer in (0, 1):
+            for name, value in names:
+                tensors[f"{ATTENTION.format(layer)}.{name}"] = torch.tensor(value)
+
+    return change
+
+
+@pytest.mark.parametrize("form", ["best", "reference"])
+@pytest.mark.parametrize(("family", "key", "query"), [("llama", "k_proj", "q_proj"), ("qwen3", "k_norm", "q_norm")])
+def test_large_keys_and_values_are_stored_as_finely_as_small_ones(family, key, query, form, checkpoint, build_runner, tmp_path):
+    """A model whose keys and values are 2,048 times as large, and nothing else differs: with scales of 2,048 the same bits."""
+
+    def enlarge(tensors):
+        for name in tensors:
+            part = name.split(".")[-2]
+            if part in (key, "v_proj"):
+                tensors[name] = tensors[name] * FACTOR
+            elif part in (query, "o_proj"):
+                tensors[name] = tensors[name] / FACTOR
+
+    def enlarge_and_say_so(tensors):
+        enlarge(tensors)
+        scaled(("k_scale", FACTOR), ("v_scale", FACTOR))(tensors)
+
+    def answers(folder):
+        runner = build_runner(folder, dtype="bfloat16", kv_dtype="fp8_e4m3", scheduler=SCHEDULER, form=form)
+        return Engine(runner, 1, 100).run(requests(adjusted=False)[:4])
+
+    plain = answers(checkpoint(family))
+    assert answers(changed(checkpoint(family), tmp_path / "with", enlarge_and_say_so)) == plain
+    assert answers(changed(checkpoint(family), tmp_path / "without", enlarge)) != plain, "what is beyond 448 is cut"
+
+
+@pytest.mark.parametrize("value_size", [0, 16])
+def test_attention_reads_what_was_stored_times_the_scales(value_size):
+    """Against dense attention in float64 over keys and values that were rounded to E4M3 by hand; with latent attention, too."""
+    heads, size, n = 4, 24 if value_size else 16, 21
+    torch.manual_seed(3)
+    q, k, v = torch.randn(n, heads * size), 900 * torch.randn(n, size), 700 * torch.randn(n, size)
+    layer = Attention(0, heads, 1, size, 0.001, 0.0, None, value_size=value_size)
+    scales = KVScales(7.0, 5.0)
+    cache = torch.zeros(3, 1 if value_size else 2, 1, 16, size, dtype=torch.float8_e4m3fn)
+    blocks = np.array([[2, 1]], np.int32)
+    slots = torch.tensor([(2 if at < 16 else 1) * 16 + at % 16 for at in range(n)])
+    batch = PagedBatch(16, np.array([0, n], np.int32), np.array([n], np.int32), blocks)
+    rotary = Rotary(torch.ones(n, size // 2), torch.zeros(n, size // 2))  # by no angle
+    ctx = ForwardContext(ops_for("cpu", torch.float32), [cache], [GroupInputs(slots, batch)], kv_scales=[scales])
+    found = ctx.attend(layer, q, k, k[:, -value_size:] if value_size else v, rotary).view(n, heads, -1)
+
+    def stored(x, scale):
+        return (x / scale).to(torch.float8_e4m3fn).double() * scale
+
+    keys = stored(k, 7.0)
+    values = keys[:, -value_size:] if value_size else stored(v, 5.0)
+    seen = torch.ones(n, n, dtype=torch.bool).tril()
+    every = (x[None].expand(heads, -1, -1) for x in (keys, values))
+    expected = scaled_dot_product_attention(q.double().view(n, heads, size).transpose(0, 1), *every, seen, scale=0.001)
+    torch.testing.assert_close(found.double(), expected.transpose(0, 1), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [("k_scale", [0.5]), ("v_scale", [0.25])],
+        [("attn.k_scale", 0.5), ("attn.v_scale", 0.25)],
+        [("k_proj.k_scale", 0.5), ("v_proj.v_scale", 0.25)],
+        [("k_proj.output_scale", [0.5]), ("v_proj.output_scale", [0.25])],
+        [("qkv_proj.k_scale", 0.5), ("qkv_proj.v_scale", 0.25)],
+        [("k_scale", 0.5), ("v_scale", 0.25), ("q_scale", 9.0), ("k_proj.output_scale", 0.5)],
+    ],
+)
+def test_every_name_that_checkpoints_have_for_a_scale_is_known(names, checkpoint, tmp_path):
+    if names[0][0].startswith("attn."):
+        names = [(f"../{name}", value) for name, value in names]
+
+    def change(tensors):
+        for layer in (0, 1):
+            for name, value in names:
+                full = f"{ATTENTION.format(layer)}.{name}".replace("self_attn.../attn", "attn")
+                tensors[full] = torch.tensor(value)
+
+    folder = changed(checkpoint("llama"), tmp_path, change)
+    assert read_kv_scales(folder, 2) == [KVScales(0.5, 0.25)] * 2
+
+
+def test_one_scale_may_be_for_both_and_a_layer_may_have_none(checkpoint, tmp_path, caplog):
+    def change(tensors):
+        tensors["model.layers.1.self_attn.kv_scale"] = torch.tensor(0.5)
+        tensors["model.layers.7.self_attn.kv_scale"] = torch.tensor(0.5)  # of an MTP layer, say
+
+    with caplog.at_level("WARNING"):
+        assert read_kv_scales(changed(checkpoint("llama"), tmp_path, change), 2) == [KVScales(1.0, 1.0), KVScales(0.5, 0.5)]
+    assert "layer 0 has no scales for keys and values; 1.0 is used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([("k_scale", 0.0)], r"model.layers.0.self_attn.k_scale is 0: a scale must be a positive number"),
+        ([("v_scale", -1.0)], r"model.layers.0.self_attn.v_scale is -1: a scale must be"),
+        ([("v_scale", float("nan"))], r"model.layers.0.self_attn.v_scale is nan: a scale must be"),
+        ([("k_scale", [1.0, 2.0])], r"k_scale has 2 scales: all heads of a layer share one"),
+        ([("k_scale", 1.0), ("kv_scale", 2.0)], r"is (1|2), but .*scale is (1|2): both are the KV cache's scale"),
+    ],
+)
+def test_a_wrong_scale_is_refused_by_its_name(names, message, checkpoint, build_runner, tmp_path):
+    folder = changed(checkpoint("llama"), tmp_path, scaled(*names))
+    with pytest.raises(ConfigError, match=message):
+        build_runner(folder, "bfloat16", kv_dtype="fp8_e4m3")
+    build_runner(folder, "bfloat16")  # a cache of the model's dtype needs no scale
+
+
+def test_new_weights_bring_new_scales_and_wrong_ones_change_nothing(checkpoint, build_runner, tmp_path):
+    other = changed(checkpoint("llama"), tmp_path / "other", scaled(("kv_scale", 0.5)))
+    wrong = changed(checkpoint("llama"), tmp_path / "wrong", scaled(("kv_scale", 0.0)))
+    runner = build_runner(checkpoint("llama"), "bfloat16", kv_dtype="fp8_e4m3")
+    assert runner._kv_scales is None
+    runner.reload_weights(str(other))
+    assert runner._kv_scales == [KVScales(0.5, 0.5)] * 2
+    with pytest.raises(ConfigError, match="kv_scale is 0"):
+        runner.reload_weights(str(wrong))
+    assert runner._kv_scales == [KVScales(0.5, 0.5)] * 2
