@@ -144,7 +144,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         # Heavy for `penstock --help`.
         from penstock.engine.loading.checkpoint import read_model_config, resolve
         from penstock.engine.spec.checkpoint import DraftCheckpoint, check_drafter, verifier
-        from penstock.engine.spec.settings import speculative_config
+        from penstock.engine.spec.settings import LOOKUPS, speculative_config
 
         names = self.served_model_name or [self.model]
         device = device or choose_device(self.device)
@@ -168,8 +168,11 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         images = self._images(model.images, device)
         source = self.model.removeprefix("hf://").removeprefix("file://")
         speculative = speculative_config(self.speculative_config, self.spec_method, self.spec_tokens, self.spec_model, model)
-        if speculative is not None and device == "cuda":
-            raise ConfigError("--speculative-config: drafts are verified on a CPU alone so far (--device cpu)")
+        if speculative is not None and device == "cuda" and speculative.method not in LOOKUPS:
+            raise ConfigError(
+                f"--speculative-config: the method {speculative.method} drafts on a CPU alone so far (--device cpu); "
+                f"{' and '.join(LOOKUPS)} do on every device"
+            )
         if model.pooling is not None:
             self._check_pooling(device)
         self._check_cache_dtype(model, device)
@@ -218,6 +221,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 watermark=self.watermark,
                 num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
                 num_lookahead_tokens=0 if drafter is None or speculative is None else speculative.num_speculative_tokens,
+                drafts_after_result=speculative is not None and device == "cuda",
                 pipeline_stages=self.pipeline_parallel_size,
                 tenant_weights=self.tenant_weights,
                 max_encoder_tokens=0 if images is None else max(self.max_num_batched_tokens, images.tokens),

@@ -196,6 +196,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Drafts that the runner proposes for a row's next step at most."""
     num_lookahead_tokens: int = 0
     """Tokens beyond a step's own for which it gets blocks: a draft model writes keys and values of what it proposes."""
+    drafts_after_result: bool = False
+    """Whether the runner proposes drafts of a row's next step once the host has the row's last token, as on a device; else as
+    soon as that is sampled."""
     max_encoder_tokens: int = 0
     """Embeddings of images that a step makes at most; 0: the model reads text alone."""
     encoder_cache_size: int = 0

@@ -176,10 +176,10 @@ class Told:
         self.seen: list[tuple[list[int], list[int]]] = []
         propose = HeadProposer.propose
 
-        def watched(proposer, table, rows, most):
-            drafts = propose(proposer, table, rows, most)
+        def watched(proposer, table, rows, known, most):
+            drafts = propose(proposer, table, rows, known, most)
             for at, row in enumerate(rows.tolist()):
-                self.seen.append((table.token_ids[row, : table.num_tokens[row]].tolist(), drafts[at][drafts[at] >= 0].tolist()))
+                self.seen.append((table.token_ids[row, : known[at]].tolist(), drafts[at][drafts[at] >= 0].tolist()))
             return drafts
 
         monkeypatch.setattr(HeadProposer, "propose", watched)

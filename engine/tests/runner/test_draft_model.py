@@ -11,7 +11,7 @@ from test_drafts_in_core import K, Watched
 
 from penstock.engine.args import EngineArgs
 from penstock.engine.config import ConfigError, SpeculativeConfig
-from penstock.engine.runner import model_runner
+from penstock.engine.runner import own_drafts
 from penstock.engine.spec.depth import Timing
 from penstock.kernels.cpu.tape import Tape
 
@@ -23,7 +23,7 @@ def drafting(checkpoint, build_runner, monkeypatch, target, draft, depth=1, num_
     scheduler = msgspec.structs.replace(SCHEDULER, num_speculative_tokens=K, num_lookahead_tokens=K)
     speculative = SpeculativeConfig(method="draft_model", num_speculative_tokens=K, model=checkpoint(draft))
     runner = build_runner(checkpoint(target), scheduler=scheduler, speculative=speculative)
-    monkeypatch.setattr(model_runner, "measure_steps", lambda *_: timings)
+    monkeypatch.setattr(own_drafts, "measure_steps", lambda *_: timings)
     return Watched(runner, depth, num_blocks)
 
 

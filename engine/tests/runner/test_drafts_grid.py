@@ -23,7 +23,7 @@ from penstock.engine.commands import LoadAdapter
 from penstock.engine.config import LoraConfig, SpeculativeConfig
 from penstock.engine.grammar import Grammar
 from penstock.engine.messages import AddRequest, Control
-from penstock.engine.runner import model_runner
+from penstock.engine.runner import own_drafts
 from penstock.engine.sampling import SamplingParams
 
 transformers = pytest.importorskip("transformers")
@@ -169,7 +169,7 @@ def test_each_two_values_meet():
 @pytest.mark.req("SD-03", "SD-10", "SD-11", "SD-23", "SPV-10")
 def test_drafts_change_nothing_whatever_is_asked_for(ground, monkeypatch, case):
     tokens, logprobs = ground.answers(case)
-    monkeypatch.setattr(model_runner, "measure_steps", lambda *_: PAYS)
+    monkeypatch.setattr(own_drafts, "measure_steps", lambda *_: PAYS)
     engine = ground.drafting(case)
     try:
         assert engine.run(asked(case)) == tokens

@@ -8,7 +8,7 @@ from test_core_with_runner import OUTPUTS, SCHEDULER, VOCAB, Engine, requests
 
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.plan import StepResult
-from penstock.engine.runner import model_runner
+from penstock.engine.runner import model_runner, own_drafts
 from penstock.engine.spec.depth import Timing
 from penstock.engine.spec.proposer import Proposer
 
@@ -26,14 +26,14 @@ class Guesses(Proposer):
         self.known = [prompts[index] + tokens for index, tokens in outputs.items()]
         self.right, self.wrong, self.rng = right, wrong, np.random.default_rng(0)
 
-    def propose(self, table, rows, most):
+    def propose(self, table, rows, known, most):
         if self.wrong == DIES:
             raise RuntimeError("the drafter is gone")
         drafts = np.full((len(rows), K), -1, np.int32)
-        for at, (row, length) in enumerate(zip(rows.tolist(), table.num_tokens[rows].tolist(), strict=True)):
+        for at, (row, length) in enumerate(zip(rows.tolist(), known.tolist(), strict=True)):
             there = table.token_ids[row, :length].tolist()
-            (known,) = {tuple(it) for it in self.known if it[:length] == there} or {()}
-            for place, token in enumerate(known[length : length + K]):
+            (due,) = {tuple(it) for it in self.known if it[:length] == there} or {()}
+            for place, token in enumerate(due[length : length + K]):
                 drafts[at, place] = token if self.rng.random() < self.right else self.other(token)
         return drafts
 
@@ -93,7 +93,7 @@ def drafting(checkpoint, build_runner, depth, num_blocks, config, proposer=None)
     scheduler = msgspec.structs.replace(SCHEDULER, num_speculative_tokens=K)
     runner = build_runner(checkpoint("llama"), scheduler=scheduler, speculative=config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "measure_steps", lambda *_: [Timing(1, 0, 1e9), Timing(1, K, 1e9)])  # drafts always pay
+        patch.setattr(own_drafts, "measure_steps", lambda *_: [Timing(1, 0, 1e9), Timing(1, K, 1e9)])  # drafts always pay
         if proposer is not None:
             patch.setattr(model_runner, "lookup_proposer", lambda *_: proposer)
         return Watched(runner, depth, num_blocks)

@@ -1,10 +1,12 @@
 """The drafts that a runner keeps: what it does not tell of, it does not have verified."""
 
 import numpy as np
+import torch
 
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.plan import Admission, StepPlan, empty
 from penstock.engine.core.row_table import RowTable
+from penstock.engine.runner.input_batch import StepInputs
 from penstock.engine.runner.own_drafts import OwnDrafts
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.depth import Timing
@@ -18,8 +20,14 @@ DEAR = [Timing(1, 0, 1e-9), Timing(1, K, 1e9)]
 class Sevens(Proposer):
     """Always has as many drafts as there may be."""
 
-    def propose(self, table, rows, most):
+    def propose(self, table, rows, known, most):
         return np.full((len(rows), K), 7, np.int32)
+
+
+def a_read_step() -> StepInputs:
+    """Nothing that these proposers look at."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return StepInputs(nothing, nothing, [], nothing, None, empty())
 
 
 def a_step(own: OwnDrafts, rows: RowTable, before: int):
@@ -31,7 +39,7 @@ def a_step(own: OwnDrafts, rows: RowTable, before: int):
     own.apply(plan, rows, 0.0)
     rows.apply(plan)
     own.drafts[0], own._has_any = before, True
-    return own.propose(plan, None, np.ones(1, np.int32), rows)
+    return own.propose(plan, a_read_step(), np.ones(1, np.int32), rows, rows.num_tokens[plan.rows])
 
 
 def owner(timings) -> OwnDrafts:
@@ -62,7 +70,7 @@ class Scripted(Sevens):
         if self.fails:
             raise RuntimeError("the drafter is gone")
 
-    def propose(self, table, rows, most):
+    def propose(self, table, rows, known, most):
         self.proposed += 1
         return np.array([self.drafts] * len(rows), np.int32)
 

@@ -12,7 +12,7 @@ from penstock.engine.spec.lookup import lookup_proposer
 def proposed(proposer, tokens):
     table = RowTable(1, len(tokens), [16])
     table.token_ids[0], table.num_tokens[0] = tokens, len(tokens)
-    (drafts,) = proposer.propose(table, np.zeros(1, np.int32), 8)
+    (drafts,) = proposer.propose(table, np.zeros(1, np.int32), table.num_tokens, 8)
     return drafts.tolist()
 
 

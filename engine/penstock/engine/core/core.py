@@ -202,7 +202,8 @@ class EngineCore:
     @property
     def _may_submit(self) -> bool:
         # A runner samples each step before it executes the next one.
-        return not self._controls.due and not self._unsampled and len(self._submitted) < self._depth
+        has_room = not self._controls.due and not self._unsampled and len(self._submitted) < self._depth
+        return has_room and not self.scheduler.awaits_drafts
 
     def _sample(self) -> None:
         """Has the step submitted last sampled: at once, unless masks depend on the step before, which must retire first. They

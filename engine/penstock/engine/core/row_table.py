@@ -119,6 +119,27 @@ class RowTable:
         positions = firsts[:, None] + np.arange(token_ids.shape[1], dtype=np.int32)
         self.write_sampled(np.repeat(_indexes(rows), counts), first_of(positions, counts), first_of(token_ids, counts))
 
+    def write_result(self, plan: StepPlan, starts: Int32, token_ids: Int32, counts: Int32) -> Int32:
+        """Fills in what a step gave, behind the tokens that it found known.
+
+        Args:
+            plan: The step's.
+            starts: [r]: as `apply` returned them, exact.
+            token_ids: [r, w].
+            counts: [r]: how many of a row's tokens count; 0 where the row has come to somebody else since.
+
+        Returns:
+            [r]: tokens of each row that are known then.
+        """
+        known = starts + plan.num_new_tokens
+        firsts = known - plan.num_drafts if len(plan.num_drafts) else known
+        # A row whose context is full may sample once more; that token has no place.
+        counts = np.minimum(counts, self.token_ids.shape[1] - firsts)
+        given = counts > 0
+        if given.any():
+            self.write_tokens(plan.rows[given], firsts[given], token_ids[given], counts[given])
+        return firsts + counts
+
     def _release(self, rows: Int32) -> None:
         if not len(rows):
             return

@@ -154,11 +154,11 @@ class HeadProposer(Proposer):
         if len(wanted):
             self._first[rows[asked]] = self._choose(logits, rows[asked], table.num_tokens[rows[asked]], 0)
 
-    def propose(self, table: RowTable, rows: Int32, most: int) -> Int32:
+    def propose(self, table: RowTable, rows: Int32, known: Int32, most: int) -> Int32:
         """See Proposer. Drafts end where a row's blocks end."""
         assert self._bound is not None, "the head sleeps"
         drafts = np.full((len(rows), self._num_drafts), -1, np.int32)
-        ends, found = table.num_tokens[rows] - 1, self._first[rows]
+        ends, found = known - 1, self._first[rows]
         drafts[:, 0] = found
         has_room = np.minimum(table.room[rows], self._max_model_len) - ends
         self._guessed[: len(rows)] = self._read[torch.from_numpy(self._place[rows])]

@@ -90,10 +90,10 @@ class DraftModel(Proposer):
         if behind.any():
             self._catch_up(table, rows[behind], ends[behind], wanted=False)
 
-    def propose(self, table: RowTable, rows: Int32, most: int) -> Int32:
+    def propose(self, table: RowTable, rows: Int32, known: Int32, most: int) -> Int32:
         """See Proposer. Drafts end where a row's blocks end."""
         drafts = np.full((len(rows), self._num_drafts), -1, np.int32)
-        ends = table.num_tokens[rows]
+        ends = known
         places = ends[:, None] - 1 + np.arange(most)  # of the tokens that are read for each draft
         has_room = (places < table.room[rows][:, None]) & (places < self._max_model_len)
         fits = has_room[:, -1]

@@ -45,15 +45,7 @@ class Follower:
         while step.plan.step_id != sampled.step_id:
             step = self._passed.popleft()
         plan, live = step.plan, step.suspect.live
-        goes_on = live & (sampled.counts > 0)
-        if goes_on.any():
-            known = step.starts + plan.num_new_tokens
-            firsts = (known - plan.num_drafts if len(plan.num_drafts) else known)[goes_on]
-            # A row whose context is full may sample once more; that token has no place.
-            counts = np.minimum(sampled.counts[goes_on], rows.token_ids.shape[1] - firsts)
-            fits = counts > 0
-            tokens = sampled.token_ids[goes_on]
-            rows.write_tokens(plan.rows[goes_on][fits], firsts[fits], tokens[fits], counts[fits])
+        rows.write_result(plan, step.starts, sampled.token_ids, np.where(live, sampled.counts, np.int32(0)))
         if len(plan.num_drafts):
             rows.reject(plan, sampled.counts, live)
         told = plan.rows[live]

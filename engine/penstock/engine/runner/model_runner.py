@@ -16,7 +16,7 @@ import torch
 from penstock.engine.attention.context import ForwardContext
 from penstock.engine.config import EngineConfig, SpeculativeConfig
 from penstock.engine.core.memory import Memory, measure_memory
-from penstock.engine.core.plan import NONE, Admission, Int32, SampledTokens, SampleInputs, StepPlan, StepResult
+from penstock.engine.core.plan import NONE, Int32, SampledTokens, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS
 from penstock.engine.models.draft_head import DraftHead
 from penstock.engine.models.layers.attention import Attention
@@ -35,16 +35,15 @@ from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.host_step import HostStep
 from penstock.engine.runner.image_positions import ImagePositions
 from penstock.engine.runner.images import Images
-from penstock.engine.runner.input_batch import StepArrays
+from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS, StepArrays
 from penstock.engine.runner.memory_profile import PeakMemory, peak_activation_bytes
-from penstock.engine.runner.own_drafts import OwnDrafts, measure_steps
+from penstock.engine.runner.own_drafts import measured_drafts
 from penstock.engine.runner.pending import PendingStep
 from penstock.engine.runner.pooling import Pooler
 from penstock.engine.runner.prompt_logprobs import PromptRows
 from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.runner.step_tapes import StepTapes
 from penstock.engine.runner.turns import Forward, Launched
-from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.lookup import lookup_proposer
 from penstock.engine.spec.proposer import Proposer
 from penstock.kernels.ops import Ops, ops_for
@@ -182,17 +181,10 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
                 raise RuntimeError("warm-up: an image's embeddings are not finite; are the checkpoint's weights?")
         self._warm = True
         if (config := self.config.speculative) is not None and self._stage.last:
-            rows, most = self.config.scheduler.max_num_seqs, config.num_speculative_tokens
-            fits = min(rows, self.config.scheduler.max_num_batched_tokens // (1 + most))
             self._proposer = self._make_proposer(config)
             self._bind_drafter()
-            timings = measure_steps(self._time_decodes, fits, most)
-            vocab_size = self.decoder_config.vocab_size
-            self._own_drafts = OwnDrafts(config, self._proposer, timings, rows, vocab_size, self._draft_sampler)
-            ends = ([it for it in timings if it.drafts == drafts] for drafts in (0, most))
-            pairs = zip(*ends, strict=True)
-            told = ", ".join(f"{after.seconds / before.seconds:.2f} at {before.rows} requests" for before, after in pairs)
-            log.info("steps with %d drafts take, as multiple of those without: %s", most, told)
+            sizes = self.config.scheduler, self.decoder_config.vocab_size, MAX_TAPED_TOKENS
+            self._own_drafts = measured_drafts(config, self._proposer, self._time_decodes, *sizes, self._draft_sampler)
 
     def _make_proposer(self, config: SpeculativeConfig) -> Proposer:
         if self._drafter is None:
@@ -220,16 +212,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
 
     def _time_decodes(self, rows: int, drafts: int) -> float:
         """Seconds of a step of so many decodes, each with so many drafts, in the null block."""
-        greedy = SamplingParams(max_tokens=1, temperature=0.0)
-        plan = self._null_plan(
-            [
-                Admission(row=row, token_ids=np.zeros(1, np.int32), num_prompt_tokens=1, num_computed_tokens=0, sampling=greedy)
-                for row in range(rows)
-            ],
-            np.full(rows, 1 + drafts, np.int32),
-            np.ones(rows, np.bool_),
-            np.full(rows, drafts, np.int32),
-        )
+        plan = self._null_decodes(rows, drafts)
         assert self._proposer is not None
         for row in range(rows):
             self._proposer.begins(row, 0)
@@ -242,7 +225,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         table.room[plan.rows] = self.config.model.max_model_len  # the null block takes any position
         self._proposer.follow(table, plan.rows, step, np.full(rows, drafts > 0))
         if drafts:
-            self._proposer.propose(table, plan.rows, drafts)
+            self._proposer.propose(table, plan.rows, table.num_tokens[plan.rows], drafts)
         seconds = time.perf_counter() - began
         self._reset()
         return self._comm.agree(seconds)
@@ -375,8 +358,11 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             result = pending.result()
             if plan.transfers is not None or plan.encoder_runs:
                 result = msgspec.structs.replace(result, transfer_s=step.transfer_s, encoder_s=step.encoder_s)
-            drafts = None if own is None else own.propose(plan, step.inputs, result.counts, self._requests.rows)
-            return result if drafts is None else msgspec.structs.replace(result, drafts=drafts)
+            if own is not None:
+                rows = self._requests.rows
+                drafts = own.propose(plan, step.inputs, result.counts, rows, rows.num_tokens[plan.rows])
+                result = result if drafts is None else msgspec.structs.replace(result, drafts=drafts)
+            return result
 
     def _target(self) -> "Model | TappedModel":
         """The model, which leaves its states where a head finds them."""

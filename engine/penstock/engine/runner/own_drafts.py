@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from penstock.engine.config import SpeculativeConfig
+from penstock.engine.config import SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.plan import Bool, Int32, StepPlan
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.runner.draft_sampler import DraftSampler
-from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS, StepInputs
+from penstock.engine.runner.input_batch import StepInputs
 from penstock.engine.runner.sampler.choice import Drawn
 from penstock.engine.runner.verification import choices_given
 from penstock.engine.spec.depth import DraftDepth, Timing, depths
@@ -33,6 +33,7 @@ class OwnDrafts:
         max_num_seqs: Rows.
         vocab_size: A draft outside is none.
         sampler: Of a proposer that may draw its drafts; None: it never does.
+        max_alike_tokens: Of a step whose rows shall all have as many drafts, at most.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class OwnDrafts:
         max_num_seqs: int,
         vocab_size: int,
         sampler: DraftSampler | None = None,
+        max_alike_tokens: int = 0,
     ) -> None:
         self._proposer, self._vocab_size, self._sampler = proposer, vocab_size, sampler
+        self._max_alike_tokens = max_alike_tokens
         self._depth = DraftDepth(max_num_seqs, config.num_speculative_tokens, timings)
         self.drafts: Int32 = np.full((max_num_seqs, config.num_speculative_tokens), _PAD, np.int32)
         """[rows, K]: of each row's next step, -1 pads."""
@@ -56,19 +59,22 @@ class OwnDrafts:
         """[rows, K]: which of `drafts` these are."""
         self._wanted: Bool = np.ones(max_num_seqs, np.bool_)
         """[rows]: whether the request lets itself be drafted for."""
+        self._known: Int32 = np.zeros(max_num_seqs, np.int32)
+        """[rows]: tokens of each row that the host has."""
         self._last: tuple[float, int, int] | None = None
         """When the last step was begun, its rows and its drafts of each; None: it was no step of decodes alone."""
 
     def apply(self, plan: StepPlan, rows: RowTable, now: float) -> None:
         """Takes in who leaves and who comes, before the plan is applied to the rows; `now` in seconds."""
         for row in plan.released.tolist():
-            self._proposer.ended(rows.token_ids[row, rows.num_prompt_tokens[row] : rows.num_tokens[row]])
+            self._proposer.ended(rows.token_ids[row, rows.num_prompt_tokens[row] : self._known[row]])
             if self._sampler is not None:
                 self._sampler.release(row)
         for admission in plan.admissions:
             self._depth.admit(admission.row)
             self._proposer.begins(admission.row, admission.num_computed_tokens)
             self.drafts[admission.row], self._own[admission.row] = _PAD, False
+            self._known[admission.row] = len(admission.token_ids)
             if self._sampler is not None:
                 self._sampler.admit(admission.row, admission.sampling)
             self._wanted[admission.row] = admission.sampling.speculative_decoding
@@ -98,19 +104,21 @@ class OwnDrafts:
             at[owners, places], drafts[owners, places], self._sampler.left_of(plan.rows[owners], places.astype(np.int32))
         )
 
-    def propose(self, plan: StepPlan, step: StepInputs, counts: Int32, rows: RowTable) -> Int32 | None:
+    def propose(self, plan: StepPlan, step: StepInputs | None, counts: Int32, rows: RowTable, known: Int32) -> Int32 | None:
         """Makes the drafts of the next step, once the tokens of this one are in their rows.
 
         Args:
             plan: The step's.
-            step: What the model has read.
-            counts: [r]: new tokens of each row; 0 where it does not sample, or has an error.
+            step: What the model has read; None: on a device, whose proposers look at text alone.
+            counts: [r]: new tokens of each row; 0 where it does not sample, has an error, or has come to another request since.
             rows: With these tokens.
+            known: [r]: how many tokens each row with new ones has by now.
 
         Returns:
             [r, K]: -1 pads; None: there are none.
         """
         goes_on = counts > 0
+        self._known[plan.rows[goes_on]] = known[goes_on]
         if len(plan.num_drafts):
             own = goes_on.copy()
             own[plan.draft_rows] = False  # what a guide forces says nothing of the proposer
@@ -122,31 +130,34 @@ class OwnDrafts:
             self.drafts[plan.rows], self._own[plan.rows] = _PAD, False
             self._has_any = bool((self.drafts != _PAD).any())
         if self._depth.rests:
-            self._follow(rows, plan.rows, step, np.zeros(len(plan.rows), np.bool_))
+            self._follow(rows, plan, step, np.zeros(len(plan.rows), np.bool_))
             return None
         asked = goes_on & self._wanted[plan.rows]
         of = plan.rows[asked]
         most = self._depth.most(of) if len(of) else 0
-        found = self._proposed(rows, plan.rows, step, asked if most else np.zeros_like(asked), most)
+        found = self._proposed(rows, plan, step, asked if most else np.zeros_like(asked), most)
         return None if found is None else self._kept(plan, of, found, rows)
 
-    def _proposed(self, rows: RowTable, stepped: Int32, step: StepInputs, asked: Bool, most: int) -> Int32 | None:
+    def _proposed(self, rows: RowTable, plan: StepPlan, step: StepInputs | None, asked: Bool, most: int) -> Int32 | None:
         """[m, K]: what the proposer says of the rows that are asked for, up to the first that is no token, and no more than
         `most`; None: nothing. A step does without drafts where the proposer fails."""
-        if not self._follow(rows, stepped, step, asked) or not most:
+        if not self._follow(rows, plan, step, asked) or not most:
             return None
+        of = plan.rows[asked]
         try:
-            drafts = self._proposer.propose(rows, stepped[asked], most)
+            drafts = self._proposer.propose(rows, of, self._known[of], most)
         except Exception:
             log.exception("no drafts: the proposer failed")
             return None
         fits = (drafts >= 0) & (drafts < self._vocab_size) & (np.arange(drafts.shape[1]) < most)
         return np.where(np.logical_and.accumulate(fits, axis=1), drafts, np.int32(_PAD))
 
-    def _follow(self, rows: RowTable, stepped: Int32, step: StepInputs, asked: Bool) -> bool:
+    def _follow(self, rows: RowTable, plan: StepPlan, step: StepInputs | None, asked: Bool) -> bool:
         """Lets the proposer take in the step; False: it has failed."""
+        if step is None:
+            return True
         try:
-            self._proposer.follow(rows, stepped, step, asked)
+            self._proposer.follow(rows, plan.rows, step, asked)
         except Exception:
             log.exception("no drafts: the proposer failed")
             return False
@@ -160,12 +171,31 @@ class OwnDrafts:
             return None
         found[:, depth:] = _PAD
         self._own[of], self._has_any = found >= 0, True
-        if len(of) * (1 + depth) <= MAX_TAPED_TOKENS:
-            # Rows that are alike run from a tape. What they are filled up with is a guess like any other.
-            last = rows.token_ids[of, rows.num_tokens[of] - 1]
+        if len(of) * (1 + depth) <= self._max_alike_tokens:
+            # Rows that are alike run from a tape or a graph. What they are filled up with is a guess like any other.
+            last = rows.token_ids[of, self._known[of] - 1]
             found[:, :depth] = np.where(found[:, :depth] < 0, last[:, None], found[:, :depth])
         self.drafts[of] = found
         return self.drafts[plan.rows]
+
+
+def measured_drafts(
+    config: SpeculativeConfig,
+    proposer: Proposer,
+    run: Callable[[int, int], float],
+    scheduler: SchedulerConfig,
+    vocab_size: int,
+    max_alike_tokens: int,
+    sampler: DraftSampler | None = None,
+) -> OwnDrafts:
+    """Times steps with and without drafts, logs what it finds, and returns drafts that go by it; arguments as of `OwnDrafts` and
+    `measure_steps`."""
+    rows, most = scheduler.max_num_seqs, config.num_speculative_tokens
+    timings = measure_steps(run, min(rows, scheduler.max_num_batched_tokens // (1 + most)), most)
+    pairs = zip(*([it for it in timings if it.drafts == drafts] for drafts in (0, most)), strict=True)
+    told = ", ".join(f"{after.seconds / before.seconds:.2f} at {before.rows} requests" for before, after in pairs)
+    log.info("steps with %d drafts take, as multiple of those without: %s", most, told)
+    return OwnDrafts(config, proposer, timings, rows, vocab_size, sampler, max_alike_tokens)
 
 
 def measure_steps(run: Callable[[int, int], float], max_num_seqs: int, num_drafts: int) -> list[Timing]:

@@ -14,6 +14,6 @@ class NgramProposer(Proposer):
         self._ops = ops
         self._limits = (config.prompt_lookup_min, config.prompt_lookup_max, config.num_speculative_tokens)
 
-    def propose(self, table: RowTable, rows: Int32, most: int) -> Int32:
+    def propose(self, table: RowTable, rows: Int32, known: Int32, most: int) -> Int32:
         """Drafts of the tokens that follow."""
-        return self._ops.ngram_drafts(table.token_ids, rows, table.num_tokens[rows], *self._limits)
+        return self._ops.ngram_drafts(table.token_ids, rows, known, *self._limits)

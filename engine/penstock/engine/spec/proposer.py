@@ -10,12 +10,13 @@ from penstock.engine.runner.input_batch import StepInputs
 class Proposer(Protocol):
     """Guesses how rows go on. A guess may be wrong: the model verifies each one."""
 
-    def propose(self, table: RowTable, rows: Int32, most: int) -> Int32:
+    def propose(self, table: RowTable, rows: Int32, known: Int32, most: int) -> Int32:
         """Drafts of the tokens that follow.
 
         Args:
             table: All rows, with the tokens that are known.
             rows: [m]: of the table.
+            known: [m]: tokens of each that are known. Where a plan is in flight, the table counts more.
             most: Drafts of each row that are asked for; more are of no use.
 
         Returns:
@@ -27,7 +28,7 @@ class Proposer(Protocol):
         """Takes in that a request has come to a row, and how many of its tokens the KV cache holds already."""
 
     def follow(self, table: RowTable, rows: Int32, step: StepInputs, asked: Bool) -> None:
-        """Takes in a step, before drafts are asked for.
+        """Takes in a step, before drafts are asked for. On a device nobody tells of it: what runs there looks at text alone.
 
         Args:
             table: All rows; rejected drafts are no longer counted.

@@ -24,6 +24,8 @@ _ALIASES: Final = {"deepseek_mtp": "mtp"}
 _MODELS: Final = ("draft_model", "eagle", "eagle3")
 """Methods that need a checkpoint."""
 _PREFIXES: Final = {"ngram": "prompt_lookup_", "suffix": "suffix_decoding_"}
+LOOKUPS: Final = tuple(_PREFIXES)
+"""Methods that look drafts up in text."""
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 

@@ -23,9 +23,9 @@ class SuffixProposer(Proposer):
         )
         self._keeps = outputs > 0
 
-    def propose(self, table: RowTable, rows: Int32, most: int) -> Int32:
+    def propose(self, table: RowTable, rows: Int32, known: Int32, most: int) -> Int32:
         """Drafts of the tokens that follow."""
-        return self._history.drafts(table.token_ids, rows, table.num_tokens[rows], *self._limits)
+        return self._history.drafts(table.token_ids, rows, known, *self._limits)
 
     def ended(self, output: Int32) -> None:
         """Takes in what a request has generated, [n], now that it has left its row."""

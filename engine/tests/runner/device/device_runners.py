@@ -8,7 +8,15 @@ import pytest
 from late_runtime import LateRuntime
 from recording_graphs import RecordingGraphs
 
-from penstock.engine.config import CacheConfig, EngineConfig, GraphConfig, LogprobsMode, LoraConfig, SchedulerConfig
+from penstock.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    GraphConfig,
+    LogprobsMode,
+    LoraConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from penstock.engine.loading.checkpoint import read_model_config
 from penstock.engine.models.layers.linear_method import DeviceLinearMethod
 from penstock.engine.runner import base
@@ -40,6 +48,7 @@ def make_device_runner(
     logprobs_mode: LogprobsMode = "raw_logprobs",
     recording: RecordingGraphs | None = None,
     graphs: GraphConfig | None = None,
+    speculative: SpeculativeConfig | None = None,
 ) -> DeviceRunner:
     """A loaded runner with its cache, on torch's forms of a device's operations and a runtime whose copies come late."""
     config = EngineConfig(
@@ -51,6 +60,7 @@ def make_device_runner(
         lora=lora,
         logprobs_mode=logprobs_mode,
         graphs=graphs or GraphConfig(),
+        speculative=speculative,
     )
     recording = recording or RecordingGraphs()
     runner = DeviceRunner(config, LateRuntime(), DeviceForms(*map(recording.wrap, forms)), recording)

@@ -54,6 +54,8 @@ class Retirement:
         self._book = book
         self._hasher = hasher
         self._proposes = proposes
+        self.brought_drafts = False
+        """Whether the last result did."""
 
     def take(self, flight: Flight, result: StepResult, now: float) -> RequestOutputs:
         """Takes in the result of a flight. What it holds for requests that have left since is ignored."""
@@ -112,6 +114,7 @@ class Retirement:
     def _take_drafts(self, result: StepResult, rows: Int64, tokens: Tokens, endings: Sequence[Ending]) -> None:
         """What comes next in rows whose requests go on: as the runner proposes, and as guides allow."""
         tenancy = self._tenancy
+        self.brought_drafts = result.drafts is not None
         if self._proposes and result.drafts is None and not self._in_flight:
             tenancy.num_proposed[rows] = 0
         elif self._proposes:

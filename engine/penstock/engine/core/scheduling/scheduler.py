@@ -273,7 +273,9 @@ class Scheduler:
         self._next_step_id += 1
         self.table.apply(plan)
         if self.config.num_speculative_tokens:
-            self._tenancy.num_proposed[plan.rows[plan.samples]] = self.config.num_speculative_tokens
+            # Drafts after the tokens of this step, should the next one be planned before its result is there.
+            ahead = 0 if self.config.drafts_after_result else self.config.num_speculative_tokens
+            self._tenancy.num_proposed[plan.rows[plan.samples]] = ahead
         self._in_flight.submit(plan)
         return plan
 
@@ -281,6 +283,11 @@ class Scheduler:
     def awaits_masks(self) -> bool:
         """Whether the plan made last cannot be sampled before the result of the one before it has been taken in."""
         return self._in_flight.awaits_masks
+
+    @property
+    def awaits_drafts(self) -> bool:
+        """Whether the next plan is to wait for the result of the one in flight, as its drafts come with that."""
+        return self.config.drafts_after_result and len(self._in_flight) > 0 and self._retirement.brought_drafts
 
     def sample_inputs(self) -> SampleInputs:
         """Return the inputs for sampling the last plan. Not allowed while `awaits_masks`."""

@@ -6,6 +6,7 @@ step is launched as soon as it is planned, and the host waits once, for the resu
 
 import gc
 import logging
+import time
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 
 from penstock.engine.attention.backends.interface import StepLengths
 from penstock.engine.config import EngineConfig
+from penstock.engine.core.executor import Pending
 from penstock.engine.core.memory import Memory
 from penstock.engine.core.plan import Bool, GraphReport, Int32, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.scheduling.guides import most_forced
@@ -35,14 +37,18 @@ from penstock.engine.runner.device.launched import LaunchedStep, Parts
 from penstock.engine.runner.device.memory import DeviceAccount
 from penstock.engine.runner.device.offload import HostCopy
 from penstock.engine.runner.device.program import StepBuffers, StepProgram
+from penstock.engine.runner.device.proposing import ProposingStep
 from penstock.engine.runner.device.rows import new_rows, stage_rows, targets
 from penstock.engine.runner.device.runtime import CudaRuntime, DeviceRuntime
 from penstock.engine.runner.device.staging import Staging
+from penstock.engine.runner.own_drafts import measured_drafts
 from penstock.engine.runner.pending import PendingStep
 from penstock.engine.runner.prompt_logprobs import PromptRows
 from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.runner.turns import Forward
 from penstock.engine.sampling import SamplingParams
+from penstock.engine.spec.lookup import lookup_proposer
+from penstock.engine.spec.proposer import Proposer
 from penstock.kernels.lora.device import DeviceLoraBatch
 from penstock.kernels.ops import Ops, ops_for
 from penstock.kernels.paged_attention.launch import attention_steps
@@ -64,7 +70,7 @@ class DeviceForms(NamedTuple):
     sampling: SamplingOps
 
 
-class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, PendingStep]):
+class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
     """Of a GPU. `sample` returns before the step is over; whoever wants its result waits for it.
 
     Args:
@@ -83,8 +89,8 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, PendingStep]):
     ) -> None:
         self._graph_runtime: GraphRuntime = CudaGraphs() if graphs is None else graphs
         most = config.scheduler.max_num_seqs
-        # One for each request, and those of forced tokens.
-        self._max_logits_rows = most + most_forced(most)
+        # One for each request and each of its drafts, and those of forced tokens.
+        self._max_logits_rows = most * (1 + config.scheduler.num_speculative_tokens) + most_forced(most)
         super().__init__(config, CudaRuntime() if runtime is None else runtime)
         self._account = DeviceAccount(self.runtime, config.cache)
         self._ceilings: Ceilings | None = None
@@ -92,6 +98,7 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, PendingStep]):
         self._empty = True
         """Whether the model waits for weights, as after sleep at level 2."""
         self._given = forms
+        self._proposer: Proposer | None = None
 
     def _make_ops(self) -> Ops:
         scheduler, model, device = self.config.scheduler, self.config.model, self.runtime.device
@@ -203,6 +210,22 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, PendingStep]):
                     np.array(lengths, np.int32), np.ones(len(lengths), np.bool_), SamplingParams(max_tokens=1, temperature=0.0)
                 )
         self._capture_first()
+        if (config := self.config.speculative) is not None:
+            self._proposer = lookup_proposer(config, self.config.cpu_isa)
+            sizes = scheduler, self.decoder_config.vocab_size, 0
+            self._own_drafts = measured_drafts(config, self._proposer, self._time_decodes, *sizes)
+
+    def _time_decodes(self, rows: int, drafts: int) -> float:
+        """Seconds of a step of so many decodes, each with so many drafts, in the null block; its drafts are looked up."""
+        assert self._proposer is not None
+        plan = self._null_decodes(rows, drafts)
+        began = time.perf_counter()
+        self.execute(plan)
+        self.sample(SampleInputs(plan.step_id)).result()
+        self._proposer.propose(self._requests.rows, plan.rows, np.ones(rows, np.int32), drafts)
+        seconds = time.perf_counter() - began
+        self._reset()
+        return seconds
 
     def capture_graph(self) -> GraphReport | None:
         """See Runner: this device has no graphs."""
@@ -226,7 +249,7 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, PendingStep]):
         self.initialize_kv_cache(1)
         with self.dispatcher.profile():
             most = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-            drafts = most_forced(scheduler.max_num_seqs) // scheduler.max_num_seqs
+            drafts = self._max_logits_rows // scheduler.max_num_seqs - 1
             peak = self._account.peak_of(lambda: self._dummy_step(*most, num_drafts=drafts))
         self._step_bytes = peak
         return peak
@@ -269,9 +292,9 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, PendingStep]):
         indices = running.inputs.logits_indices if drafts is None else drafts.logits_indices
         return self._score(hidden, indices if step.plan.samples.any() else None, step.asked)
 
-    def _ended(self, step: LaunchedStep, pending: PendingStep) -> PendingStep:
+    def _ended(self, step: LaunchedStep, pending: PendingStep) -> Pending:
         """See Turns: the result is on its way."""
-        return pending
+        return pending if self._own_drafts is None else ProposingStep(pending, self._own_drafts, step.starts)
 
     def _dispatch(self, plan: StepPlan, asked: PromptRows | None) -> Dispatch:
         """How the step is launched, given the prompt tokens that it scores. A step with drafts needs more rows of logits than the
