@@ -249,6 +249,14 @@ def test_what_stages_cannot_do_is_refused_at_apply(make: Any, changes: Any, path
     assert unsupported(model.spec) == ([] if path is None else [refused])
 
 
+@pytest.mark.parametrize(("method", "works"), [("ngram", True), ("suffix", True), ("auto", True), ("mtp", False)])
+def test_drafts_of_models_are_refused_for_devices_at_apply(make: Any, method: str, works: bool) -> None:
+    pools = [{"name": "gpu", "accelerator": {"resource": "nvidia.com/gpu"}}]
+    found = unsupported(make.model(engine={"speculative": {"method": method}}, pools=pools).spec)
+    refused = f"spec.engine.speculative.method ({method}; pool gpu has devices; ngram and suffix work there)"
+    assert found == ([] if works else [refused])
+
+
 def test_an_accelerator_becomes_requests_and_limits(make: Any) -> None:
     def pod(**pool: Any) -> Any:
         accelerated = {"name": "main", "accelerator": {"resource": "nvidia.com/gpu"}, **pool}
