@@ -106,6 +106,8 @@ class Engine:
         for other in others:
             self.ttft(other)
             self.settle()
+        self.ttft([0])  # its step copies to the host's memory what the one before has computed
+        self.settle()
         return self.ttft([*first, 2])
 
     def close(self) -> None:
