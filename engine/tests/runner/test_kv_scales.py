@@ -152,8 +152,10 @@ def test_new_weights_bring_new_scales_and_wrong_ones_change_nothing(checkpoint, 
     wrong = changed(checkpoint("llama"), tmp_path / "wrong", scaled(("kv_scale", 0.0)))
     runner = build_runner(checkpoint("llama"), "bfloat16", kv_dtype="fp8_e4m3")
     assert runner._kv_scales is None
+    plain = runner._namespace().identity.scales
     runner.reload_weights(str(other))
     assert runner._kv_scales == [KVScales(0.5, 0.5)] * 2
+    assert len(runner._namespace().identity.scales) == 64 != len(plain), "pages of one are not read by the other"
     with pytest.raises(ConfigError, match="kv_scale is 0"):
         runner.reload_weights(str(wrong))
     assert runner._kv_scales == [KVScales(0.5, 0.5)] * 2

@@ -76,6 +76,6 @@ class LoraLinearMethod:
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """[n, in] → [n, out]; a row's result does not depend on the others."""
         y = self._base.apply(x)
-        if self._shelves:  # the LM head, whose rows are not the step's tokens, has none
+        if self._shelves and self._batch.is_used:  # the LM head, whose rows are not the step's tokens, has no shelves
             self._ops.add_lora(y, x, self._shelves, self._batch)
         return y

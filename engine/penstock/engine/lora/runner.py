@@ -58,6 +58,10 @@ class NoLora:
     def apply(self, plan: StepPlan) -> None:
         """Do nothing."""
 
+    def is_used(self, plan: StepPlan) -> bool:
+        """No."""
+        return False
+
     def reset(self) -> None:
         """Do nothing."""
 
@@ -127,10 +131,18 @@ class LoraRunner:
     def apply(self, plan: StepPlan) -> None:
         """Brings slots and rows to where `plan` runs."""
         self._load_slots(plan)
+        self._take_in(plan)
+        self._batch.fill(np.repeat(self._row_slots[plan.rows], plan.num_new_tokens))
+
+    def is_used(self, plan: StepPlan) -> bool:
+        """Whether a request of a plan that has been applied has an adapter."""
+        return bool((self._row_slots[plan.rows] != NO_SLOT).any())
+
+    def _take_in(self, plan: StepPlan) -> None:
+        """Learns of rows that come and go."""
         self._row_slots[plan.released] = NO_SLOT
         for admission in plan.admissions:
             self._row_slots[admission.row] = admission.lora_slot
-        self._batch.fill(np.repeat(self._row_slots[plan.rows], plan.num_new_tokens))
 
     def reset(self) -> None:
         """No row has an adapter."""
@@ -214,9 +226,11 @@ class DeviceLoraRunner(LoraRunner):
     def apply(self, plan: StepPlan) -> None:
         """Brings slots to where `plan` runs."""
         self._load_slots(plan)
+        self._take_in(plan)
 
     def reset(self) -> None:
         """No token has an adapter."""
+        self._row_slots[:] = NO_SLOT
         self._device_batch.token_slots.fill_(NO_SLOT)
 
     def _step_batch(self) -> DeviceLoraBatch:

@@ -193,7 +193,7 @@ class LlamaForCausalLM:
 
     def ignores(self, name: str) -> bool:
         """Angles that we compute, the copy of a tied weight, an LM head that nobody asks, MTP layers, what other stages have, and
-        scales for keys and values, which the KV cache holds in a dtype that needs none."""
+        scales of keys and values, which `read_kv_scales` reads where the KV cache needs them."""
         unused = self.lm_head is None or self.config.tie_word_embeddings
         if name.endswith(".rotary_emb.inv_freq") or KV_SCALE.search(name) or (name == "lm_head.weight" and unused):
             return True

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import hashlib
 import logging
 import threading
 from abc import abstractmethod
@@ -416,7 +417,7 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
                 commit=" ".join([*commits, *(["made up"] if source.format == "dummy" else [])]),
                 quantization=model.quantization or "",
                 kv_dtypes=kv_dtypes(self._kv_layers),
-                scales="",
+                scales="" if self._kv_scales is None else hashlib.sha256(repr(self._kv_scales).encode()).hexdigest(),
                 images=_seen_as(model.images),
             ),
             geometry=PageGeometry(

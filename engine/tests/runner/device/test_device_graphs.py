@@ -117,7 +117,32 @@ def test_adapters_that_change_slots_need_no_new_graph(path, build_device_runner,
     assert run_adapters(runner, 2, modules) == expected
     report = runner.graphs.report()
     assert report.failed == 0 and recording.captures > 0 and recording.replays > 20
-    assert all(key.has_lora for key in runner.dispatcher.full_keys)
+
+
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE", "NONE"])
+def test_steps_without_adapters_launch_nothing_for_them(path, build_device_runner, tmp_path, mode) -> None:
+    lora = LoraConfig(max_loras=1, max_cpu_loras=4, max_lora_rank=16)
+    make_adapter(tmp_path / "a", pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(path), seed=0)
+    added: list[str] = []
+
+    def counted(*args) -> None:
+        added.append(mode)
+        FORMS.model.add_lora(*args)
+
+    forms = FORMS._replace(model=replace(FORMS.model, add_lora=counted))
+    recording, graphs = RecordingGraphs(), GraphConfig(mode=mode, capture_sizes=SIZES)
+    runner = build_device_runner(path, scheduler=SCHEDULER, lora=lora, forms=forms, recording=recording, graphs=graphs)
+    engine = Engine(runner, 2, 100)
+    while runner.graphs.capture_next():
+        pass
+    added.clear()
+    batch = requests(adjusted=False)[:4]
+    assert engine.run(batch) == Engine(build_device_runner(path, scheduler=SCHEDULER), 2, 100).run(batch)
+    assert not added and (recording.replays > 20) == (mode != "NONE")
+    engine.core.load_adapters([LoraModule("a", str(tmp_path / "a"))])
+    (adapter,) = engine.core.adapters()
+    engine.run([AddRequest(99, "with", [1, 2, 3], SamplingParams(max_tokens=5), 0.0, lora_id=adapter.lora_id)])
+    assert added
 
 
 def test_every_number_of_decodes_is_the_eager_step(path, build_device_runner) -> None:

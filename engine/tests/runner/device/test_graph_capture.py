@@ -291,10 +291,17 @@ def test_cleared_graphs_are_captured_anew() -> None:
     replayed(toy, [(1, 1)], GraphMode.FULL)
 
 
-def test_with_adapters_every_graph_adds_them() -> None:
-    toy = all_captured(lora=True)
-    assert all(key.has_lora for key in [*toy.dispatcher.full_keys, *toy.dispatcher.piecewise_keys])
-    assert len(toy.dispatcher.full_keys) == len(SIZES)
+def test_with_adapters_each_graph_is_there_with_and_without_them_the_one_that_serves_all_first() -> None:
+    toy = make(lora=True)
+    toy.manager.capture_first()
+    first = toy.dispatcher.full_keys | toy.dispatcher.piecewise_keys
+    assert first and all(key.has_lora for key in first)
+    assert toy.dispatcher.dispatch(Batch(1, 1, 1)).descriptor.has_lora, "until its own is there"
+    while toy.manager.capture_next():
+        pass
+    for keys in (toy.dispatcher.full_keys, toy.dispatcher.piecewise_keys):
+        assert sorted(key.has_lora for key in keys) == [False] * len(SIZES) + [True] * len(SIZES)
+    assert not toy.dispatcher.dispatch(Batch(1, 1, 1)).descriptor.has_lora
 
 
 def test_each_variant_has_its_graphs_the_first_of_them_at_once() -> None:

@@ -200,6 +200,17 @@ def test_a_batch_with_adapters_has_its_own_graphs() -> None:
     assert not with_adapters.dispatch(decode(3)).descriptor.has_lora
 
 
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_a_batch_without_adapters_takes_a_graph_with_them_where_there_is_no_other(mode) -> None:
+    dispatcher = GraphDispatcher(mode, (4, 8), 8)
+    for key in dispatcher.full_candidates(True):
+        dispatcher.add(GraphMode.FULL, key)
+    for key in dispatcher.piecewise_candidates(True):
+        dispatcher.add(GraphMode.PIECEWISE, key)
+    found = dispatcher.dispatch(decode(3))
+    assert found.mode is not GraphMode.NONE and found.descriptor.has_lora and found.descriptor.num_tokens == 4
+
+
 def test_a_variant_of_the_step_is_served_by_its_own_full_graph_or_one_that_does_more() -> None:
     served_by = {"greedy": ("greedy", "any"), "any": ("any",)}
     dispatcher = GraphDispatcher("FULL_AND_PIECEWISE", (4, 8), 8, served_by=served_by)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ class LoraBatch:
         slots: Adapters at a time.
         max_tokens: Of a step.
     """
+
+    is_used: Final = True
+    """As of `DeviceLoraBatch`: a tape serves steps with adapters and without, so the operation is always called."""
 
     def __init__(self, slots: int, max_tokens: int) -> None:
         self.order = np.zeros(max_tokens, np.int64)

@@ -11,12 +11,14 @@ OUTPUT_TILE = 64
 """Outputs that a program computes, all of one projection."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class DeviceLoraBatch:
     """Filled on the device, step by step."""
 
     token_slots: torch.Tensor
     """[at least n], int32: each token's slot, -1 for none; padding has none."""
+    is_used: bool = True
+    """Whether the kernels that add adapters are launched. The host knows before a step whether a request of it has one."""
 
 
 class DeviceLoraShelves:

@@ -49,7 +49,6 @@ from penstock.engine.runner.turns import Forward
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.lookup import lookup_proposer
 from penstock.engine.spec.proposer import Proposer
-from penstock.kernels.lora.device import DeviceLoraBatch
 from penstock.kernels.ops import Ops, ops_for
 from penstock.kernels.paged_attention.launch import attention_steps
 from penstock.kernels.sampling.ops import SamplingOps, sampling_ops
@@ -131,8 +130,7 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
         most, slots = scheduler.max_num_seqs, self.config.depth + 1
         self.buffers = StepBuffers(tokens, most, self._max_logits_rows, len(groups), slots, self.runtime.device)
-        batch = DeviceLoraBatch(self.buffers.inputs.token_slots)
-        return device_lora_runner(self.config.lora, scheduler.max_num_seqs, batch, self.runtime.pinned)
+        return device_lora_runner(self.config.lora, scheduler.max_num_seqs, self.buffers.lora, self.runtime.pinned)
 
     def _uploader(self) -> DeviceRuntime:
         return self.runtime
@@ -257,7 +255,8 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
     def measure_memory(self) -> Memory:
         """The device's."""
         tokens, layers = self.config.scheduler.max_num_batched_tokens, self.decoder_config.num_layers
-        graphs = estimate_graph_bytes(self.config.graphs, layers, self._step_bytes, tokens, num_variants=len(VARIANTS))
+        kinds = {"num_variants": len(VARIANTS), "lora": self.config.lora is not None}
+        graphs = estimate_graph_bytes(self.config.graphs, layers, self._step_bytes, tokens, **kinds)
         self.graphs.max_bytes = GRAPHS_OVER_ESTIMATE * graphs
         return self._account.measure(graphs)
 
@@ -305,7 +304,7 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         variant: Hashable = LOGITS if path is None else path
         if asked is not None or len(plan.num_drafts):
             variant = "hidden states"  # which no whole step leaves
-        return self.dispatcher.dispatch(Batch(tokens, reqs, uniform, self.config.lora is not None, variant))
+        return self.dispatcher.dispatch(Batch(tokens, reqs, uniform, self._lora.is_used(plan), variant))
 
     def _padded(self, plan: StepPlan, found: Dispatch) -> tuple[Int32, Int32, Bool]:
         """The plan's rows, where each one's tokens begin, and which sample; with the requests of nobody that a full graph has."""

@@ -17,6 +17,7 @@ from penstock.engine.attention.context import ForwardContext, GroupInputs
 from penstock.engine.cache.layout import KVGroup
 from penstock.engine.models.model import Model
 from penstock.engine.runner.device.staging import aligned
+from penstock.kernels.lora.device import DeviceLoraBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
 from penstock.kernels.sampling.buffers import RESULT
@@ -59,6 +60,7 @@ class StepBuffers:
             seq_lens=torch.zeros(max_reqs, dtype=torch.int32, device=device),
             logits_indices=torch.zeros(max_reqs, dtype=torch.int64, device=device),
         )
+        self.lora = DeviceLoraBatch(self.inputs.token_slots)
         self.results = torch.zeros(num_slots, max_logits_rows, RESULT, dtype=torch.int32, device=device)
         """[slots, max_logits_rows, RESULT]: what the sampler says of each request, or of each choice of a step with drafts; see
         its `Column`."""
@@ -105,9 +107,12 @@ class StepProgram:
         self.state, self.buffers = state, buffers
         self._step_ops, self._groups, self._layer_groups = step_ops, groups, layer_groups
 
-    def step(self, shape: StepShape, request: StepRequest, ops: Ops, kv_caches: list[torch.Tensor]) -> Step:
-        """What a step of that shape works on."""
+    def step(
+        self, shape: StepShape, request: StepRequest, ops: Ops, kv_caches: list[torch.Tensor], has_lora: bool = True
+    ) -> Step:
+        """What a step of that shape works on. It is launched before the next one is asked for: with adapters, or without."""
         inputs = self.buffers.of(shape)
+        self.buffers.lora.is_used = has_lora
         groups = [
             GroupInputs(
                 inputs.slot_mapping[number],

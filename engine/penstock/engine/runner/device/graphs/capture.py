@@ -75,7 +75,8 @@ class GraphManager:
         runtime: Captures.
         program: What is captured.
         dispatcher: Told of every graph.
-        lora: Whether the engine serves adapters: each graph then adds them, to the tokens that have one.
+        lora: Whether the engine serves adapters: each graph is then captured twice. One adds them to the tokens that have one,
+            and serves any step; the other is for steps without, and saves these launches.
         variants: Of full graphs; see `BatchDescriptor.variant`. The first is captured first.
     """
 
@@ -163,7 +164,7 @@ class GraphManager:
         later: list[_Pending] = []
         for group in self._candidates():
             first = first_sizes([item.key.num_tokens for item in group])
-            needed = group[0].key.variant in (None, self._variants[0])
+            needed = group[0].key.variant in (None, self._variants[0]) and group[0].key.has_lora == self._lora
             for item in group:
                 (urgent if needed and item.key.num_tokens in first else later).append(item)
         urgent.sort(key=lambda item: -item.key.num_tokens)
@@ -172,11 +173,12 @@ class GraphManager:
     def _candidates(self) -> list[list[_Pending]]:
         """All graphs there should be, by what tells them apart beside the size."""
         groups: dict[Hashable, list[_Pending]] = {}
-        full = [key for variant in self._variants for key in self._dispatcher.full_candidates(self._lora, variant)]
-        wanted = {GraphMode.FULL: full, GraphMode.PIECEWISE: self._dispatcher.piecewise_candidates(self._lora)}
-        for mode, keys in wanted.items():
+        kinds, made = (False, True) if self._lora else (False,), self._dispatcher
+        full = [key for variant in self._variants for kind in kinds for key in made.full_candidates(kind, variant)]
+        pieces = [key for kind in kinds for key in made.piecewise_candidates(kind)]
+        for mode, keys in ((GraphMode.FULL, full), (GraphMode.PIECEWISE, pieces)):
             for key in keys:
-                groups.setdefault((mode, key.uniform_query_len, key.variant), []).append(_Pending(mode, key))
+                groups.setdefault((mode, key.uniform_query_len, key.has_lora, key.variant), []).append(_Pending(mode, key))
         return list(groups.values())
 
     def _capture(self, mode: GraphMode, key: BatchDescriptor) -> None:

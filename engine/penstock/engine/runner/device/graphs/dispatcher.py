@@ -112,15 +112,20 @@ class GraphDispatcher:
             self._profiling = False
 
     def dispatch(self, batch: Batch) -> Dispatch:
-        """FULL where the exact key exists, else PIECEWISE, else NONE with the batch's own numbers."""
+        """FULL where the exact key exists, else PIECEWISE, else NONE with the batch's own numbers. Without a graph of its own, a
+        batch that has no adapters takes one that adds them."""
         if (reason := self._why_none()) is not None:
             return self._none(batch, reason)
-        if (full := self._full(batch)) is not None:
-            return Dispatch(GraphMode.FULL, full, UNIFORM if full.uniform else MIXED)
-        table = self._piecewise_tables.get(batch.has_lora)
-        if table is not None and (padded := table.padded(batch.num_tokens)) is not None:
-            key = BatchDescriptor(padded, None, None, batch.has_lora)
-            return Dispatch(GraphMode.PIECEWISE, key, MIXED if batch.uniform_query_len is None else NO_FULL_GRAPH)
+        # A graph that adds adapters adds none to tokens that have none.
+        kinds = [batch] if batch.has_lora else [batch, batch._replace(has_lora=True)]
+        for kind in kinds:
+            if (full := self._full(kind)) is not None:
+                return Dispatch(GraphMode.FULL, full, UNIFORM if full.uniform else MIXED)
+        for kind in kinds:
+            table = self._piecewise_tables.get(kind.has_lora)
+            if table is not None and (padded := table.padded(batch.num_tokens)) is not None:
+                key = BatchDescriptor(padded, None, None, kind.has_lora)
+                return Dispatch(GraphMode.PIECEWISE, key, MIXED if batch.uniform_query_len is None else NO_FULL_GRAPH)
         return self._none(batch, self._why_missed(batch))
 
     def _full(self, batch: Batch) -> BatchDescriptor | None:

@@ -12,7 +12,12 @@ LAUNCHES_PER_STEP = 32
 
 
 def estimate_graph_bytes(
-    graphs: GraphConfig, num_layers: int, step_bytes: int, max_num_batched_tokens: int, num_variants: int = 1
+    graphs: GraphConfig,
+    num_layers: int,
+    step_bytes: int,
+    max_num_batched_tokens: int,
+    num_variants: int = 1,
+    lora: bool = False,
 ) -> int:
     """Bytes of all graphs that a configuration asks for.
 
@@ -24,11 +29,12 @@ def estimate_graph_bytes(
         step_bytes: What the largest step takes beside weights and cache, of `max_num_batched_tokens` tokens.
         max_num_batched_tokens: Of that step.
         num_variants: Of full graphs of one size.
+        lora: Whether each is there twice, with adapters and without.
     """
     if graphs.mode == "NONE" or not graphs.capture_sizes:
         return 0
     full = {"FULL": 2 * num_variants, "FULL_AND_PIECEWISE": num_variants}.get(graphs.mode, 0)
     kinds = full + (graphs.mode != "FULL")
-    launches = len(graphs.capture_sizes) * kinds * (LAUNCHES_PER_LAYER * num_layers + LAUNCHES_PER_STEP)
+    launches = len(graphs.capture_sizes) * kinds * (1 + lora) * (LAUNCHES_PER_LAYER * num_layers + LAUNCHES_PER_STEP)
     pool = step_bytes * min(1.0, max(graphs.capture_sizes) / max_num_batched_tokens)
     return int(pool) + launches * BYTES_PER_LAUNCH

@@ -84,7 +84,8 @@ class CapturableStep:
     def at(self, key: BatchDescriptor, num_reqs: int, max_query_len: int) -> Step:
         """The step that is launched next: of the key's size, or of `num_reqs` requests where the key leaves that open."""
         shape = StepShape(key.num_tokens, key.num_reqs or num_reqs, key.uniform_query_len or max_query_len)
-        self._current = self._program.step(shape, self._staging.request(shape.num_reqs), self._loaded.ops, self._loaded.kv_caches)
+        request, loaded = self._staging.request(shape.num_reqs), self._loaded
+        self._current = self._program.step(shape, request, loaded.ops, loaded.kv_caches, key.has_lora)
         return self._current
 
     def forget(self) -> None:
