@@ -30,10 +30,43 @@ def pytest_xdist_auto_num_workers() -> int:
     return (3 * (os.cpu_count() or 1) + 1) // 2
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Return what `--dist loadfile` does, without two faults of xdist 3.8.
+
+    A worker begins a test only when it knows the next one, or that there is none, and it is told so when a test ends. One that
+    takes over from a worker that died, and gets an empty file or one test first, is never told and waits for ever. And one that
+    has not yet collected the tests cannot be given any.
+    """
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class TakingOver(LoadFileScheduling):
+        def _reschedule(self, node) -> None:
+            if node not in self.registered_collections:
+                return
+            super()._reschedule(node)
+            while not node.shutting_down and self._pending_of(self.assigned_work[node]) <= 2:
+                super()._reschedule(node)
+
+    return TakingOver(config, log)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Has Triton's kernels interpreted, unless what needs a CUDA device is asked for: they are decorated for one or the other."""
     if config.option.markexpr != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Keeps how the run ended: only when every test was run are its failures all that is left to try (.ci/run)."""
+    if hasattr(session.config, "workerinput"):
+        return
+    distributed = session.config.pluginmanager.getplugin("dsession")
+    if distributed is not None and distributed.sched is not None and distributed.sched.has_pending:
+        exitstatus = pytest.ExitCode.INTERRUPTED  # too many workers died; pytest itself calls that failed tests
+    session.config.cache.set("penstock/exitstatus", int(exitstatus))
 
 
 @pytest.hookimpl(tryfirst=True)
