@@ -61,12 +61,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Keeps how the run ended: only when every test was run are its failures all that is left to try (.ci/run)."""
-    if hasattr(session.config, "workerinput"):
+    cache = getattr(session.config, "cache", None)  # none with "-p no:cacheprovider"
+    if cache is None or hasattr(session.config, "workerinput"):
         return
     distributed = session.config.pluginmanager.getplugin("dsession")
     if distributed is not None and distributed.sched is not None and distributed.sched.has_pending:
         exitstatus = pytest.ExitCode.INTERRUPTED  # too many workers died; pytest itself calls that failed tests
-    session.config.cache.set("penstock/exitstatus", int(exitstatus))
+    cache.set("penstock/exitstatus", int(exitstatus))
 
 
 @pytest.hookimpl(tryfirst=True)
