@@ -38,14 +38,14 @@ from penstock.kernels.experts.routing import Routing
 from penstock.kernels.experts.table import ExpertTable, PackedExpertTable, PackedLayer
 from penstock.kernels.linear.reference import pack_weight
 from penstock.kernels.ops import ops_for
-from penstock.kernels.quantized_linear.reference import Number, bits, pack_quantized, pair_up, quantize
+from penstock.kernels.quantized_linear.reference import Quantizable, pack_quantized, pair_up, quantize
 
 BATCHES = (1, 8, 32)
 PROMPT, OUTPUT = 32, 33
 ROUNDS, QUICK_ROUNDS = 5, 1
 CALLS, QUICK_CALLS = 300, 30
 SHARE_GATE = 0.10
-PACKED: dict[str, tuple[Number, int | None]] = {"int8 by output": ("int8", None), "int4 in groups of 32": ("int4", 32)}
+PACKED: dict[str, tuple[Quantizable, int | None]] = {"int8 by output": ("int8", None), "int4 in groups of 32": ("int4", 32)}
 HIDDEN, INNER, EXPERTS, CHOSEN, LAYERS = 768, 384, 32, 4, 6
 SIZES = {
     "vocab_size": 4096,
@@ -165,9 +165,9 @@ def packed_seconds(batch: int, calls: int) -> dict[str, Any]:
     return found
 
 
-def _packed(outputs: int, inputs: int, number: Number, group: int | None) -> PackedLayer:
+def _packed(outputs: int, inputs: int, number: Quantizable, group: int | None) -> PackedLayer:
     """A random layer of few bits."""
-    values, scales = quantize(torch.randn(outputs, inputs) / 20, bits(number), group or inputs, torch.bfloat16)
+    values, scales = quantize(torch.randn(outputs, inputs) / 20, number, group or inputs, torch.bfloat16)
     return PackedLayer(pack_quantized(pair_up(values, number), scales, None, number, group or inputs, inputs))
 
 

@@ -8,15 +8,14 @@ from penstock.kernels.ops import REFERENCE
 from penstock.kernels.quantized_linear.reference import (
     E2M1,
     QuantizedWeight,
-    bits,
     dequantized,
     pack_quantized,
     pair_up,
     quantize,
 )
 
-SHAPES = [(1, 64), (16, 32), (17, 96), (100, 64), (259, 352), (40, 1120)]
-"""(out, in): whole panels and ends of panels."""
+SHAPES = [(1, 64), (16, 32), (17, 96), (100, 64), (259, 352), (40, 1120), (24, 112), (8, 18)]
+"""(out, in): whole panels and ends of panels, whole groups and shorter last ones."""
 ROWS = (1, 2, 3, 4, 5, 7, 64, 67, 130)
 """Tiles of each size, several blocks."""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-7}
@@ -26,6 +25,8 @@ SCHEMES = [
     ("int4", 32, torch.bfloat16),
     ("int4", 32, torch.float32),
     ("int4", 0, torch.float32),
+    ("e4m3", 0, torch.float32),
+    ("e4m3", 128, torch.float32),
 ]
 """Number, inputs of a group (0: all), scales."""
 
@@ -49,9 +50,10 @@ def made(weight: torch.Tensor, scheme) -> tuple[QuantizedWeight, torch.Tensor]:
     """A packed weight, and what it stands for in float64."""
     number, group, scale_dtype = scheme
     inputs = weight.shape[1]
-    values, scales = quantize(weight, bits(number), group or inputs, scale_dtype)
+    values, scales = quantize(weight, number, group or inputs, scale_dtype)
     packed = pack_quantized(pair_up(values, number), scales, None, number, group or inputs + inputs % 2, inputs)
-    return packed, values.double() * scales.double().repeat_interleave(group or inputs, 1)
+    wide = values.view(torch.float8_e4m3fn).double() if number == "e4m3" else values.double()
+    return packed, wide * scales.double().repeat_interleave(group or inputs, 1)[:, :inputs]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -95,13 +97,28 @@ def test_a_tape_repeats_it(native, dtype):
     assert torch.equal(tape.run(), ops.quantized_linear(x, packed, None))
 
 
-@pytest.mark.parametrize(("size", "group"), [(8, 32), (4, 32)])
-def test_numbers_are_the_nearest_and_within_their_bits(size, group):
-    weight = torch.randn(20, 96)
-    values, scales = quantize(weight, size, group, torch.float32)
+@pytest.mark.parametrize(("number", "size"), [("int8", 8), ("int4", 4)])
+def test_numbers_are_the_nearest_and_within_their_bits(number, size):
+    weight, group = torch.randn(20, 96), 32
+    values, scales = quantize(weight, number, group, torch.float32)
     error = (values.float() * scales.repeat_interleave(group, 1) - weight).abs()
     assert (error <= scales.repeat_interleave(group, 1) * 0.5001).all()
     assert values.min() >= -(2 ** (size - 1)) and values.max() == 2 ** (size - 1) - 1
+
+
+@pytest.mark.parametrize(("group", "outputs"), [(200, None), (200, 1), (128, 128)])
+def test_eight_bit_floats_are_those_of_torch_in_their_blocks(group, outputs):
+    """Each block by itself, the last ones smaller; the greatest of each becomes 448 exactly."""
+    weight = torch.randn(150, 200) * torch.logspace(-4, 3, 150)[:, None]
+    values, scales = quantize(weight, "e4m3", group, torch.float32, outputs)
+    assert values.shape == weight.shape and scales.shape == (150, -(-200 // group))
+    for rows in torch.arange(150).split(outputs or 150):
+        for number, columns in enumerate(torch.arange(200).split(group)):
+            block, found = weight[rows][:, columns], values[rows][:, columns].view(torch.float8_e4m3fn)
+            scale = block.abs().max() / 448
+            assert torch.equal(scales[rows, number], scale.expand(len(rows)))
+            assert torch.equal(found.view(torch.int8), (block / scale).to(torch.float8_e4m3fn).view(torch.int8))
+            assert found.float().abs().max() == 448
 
 
 @pytest.mark.req("Q-04")
@@ -110,7 +127,7 @@ def test_finer_scales_lose_less_of_a_weight_with_outliers():
     weight[5, 7], weight[40] = 60.0, weight[40] * 8
 
     def error(scaled: torch.Tensor, group: int) -> float:
-        values, scales = quantize(scaled, 8, group, torch.float32)
+        values, scales = quantize(scaled, "int8", group, torch.float32)
         return float((values * scales.repeat_interleave(group, 1) - scaled).square().mean())
 
     tensor, channel, groups = error(weight.view(1, -1), weight.numel()), error(weight, 256), error(weight, 32)
@@ -135,7 +152,7 @@ def test_packing_loses_nothing(scheme):
 def test_zeros_stay_zeros_and_what_is_not_finite_shows_in_its_scale():
     weight = torch.zeros(2, 64)
     weight[1, 40] = float("nan")
-    values, scales = quantize(weight, 4, 32, torch.bfloat16)
+    values, scales = quantize(weight, "int4", 32, torch.bfloat16)
     assert torch.equal(scales[0], torch.ones(2, dtype=torch.bfloat16)) and not values[0].any()
     assert scales[1].isnan().tolist() == [False, True]
 

@@ -50,6 +50,24 @@ def rewritten(
     return plain
 
 
+def one_by_one(source: Path, target: Path) -> None:
+    """Copies a Mixtral that has one tensor for all experts; in the copy each has its own `w1`, `w2` and `w3`."""
+    shutil.copytree(source, target)
+    tensors = Tensors()
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if ".experts." not in name or tensor.ndim != 3:
+            tensors[name] = tensor
+            continue
+        for expert, weight in enumerate(tensor):
+            stem = f"{name.rpartition('.')[0]}.{expert}"
+            if name.endswith("gate_up_proj"):
+                tensors[f"{stem}.w1.weight"], tensors[f"{stem}.w3.weight"] = weight.chunk(2)
+            else:
+                tensors[f"{stem}.w2.weight"] = weight
+    assert sum(name.endswith(".w1.weight") for name in tensors) > 2, "stored one by one"
+    save_file({name: value.contiguous() for name, value in tensors.items()}, target / "model.safetensors", {"format": "pt"})
+
+
 def set_quantization(folder: Path, config: dict) -> None:
     """Writes `quantization_config` into a folder's config.json."""
     raw = json.loads((folder / "config.json").read_text())

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from quantized_checkpoints import AWQ_COLUMNS, awq, compressed, fp8, gptq, whole_numbers, words
+from quantized_checkpoints import AWQ_COLUMNS, awq, compressed, fp8, gptq, one_by_one, whole_numbers, words
 from safetensors.torch import load_file, save_file
 from tiny_models import MAX_MODEL_LEN
 
@@ -296,20 +296,8 @@ def test_weights_stay_packed_in_memory(by_hand, build_runner):
 
 def test_experts_of_a_mixture(checkpoint, tmp_path, build_runner, driver):
     """Mixtral as AutoAWQ stores it: each expert's layers by names of their own, the router in float."""
-    source, tensors = tmp_path / "source", {}
-    shutil.copytree(checkpoint("mixtral"), source)
-    for name, tensor in load_file(source / "model.safetensors").items():
-        for expert in range(len(tensor) if ".experts." in name and tensor.ndim == 3 else 0):
-            stem = f"{name.rpartition('.')[0]}.{expert}"
-            if name.endswith("gate_up_proj"):
-                tensors[f"{stem}.w1.weight"], tensors[f"{stem}.w3.weight"] = tensor[expert].chunk(2)
-            else:
-                tensors[f"{stem}.w2.weight"] = tensor[expert]
-        if ".experts." not in name or tensor.ndim != 3:
-            tensors[name] = tensor
-    names = ("q_proj", "k_proj", "v_proj", "o_proj", "w1", "w2", "w3")
-    assert sum(name.endswith(".w1.weight") for name in tensors) > 2, "stored one by one"
-    save_file({name: value.contiguous() for name, value in tensors.items()}, source / "model.safetensors", {"format": "pt"})
+    source, names = tmp_path / "source", ("q_proj", "k_proj", "v_proj", "o_proj", "w1", "w2", "w3")
+    one_by_one(checkpoint("mixtral"), source)
     plain = awq(source, tmp_path / "awq", group=16, layers=names)
     runner = build_runner(tmp_path / "awq")
     assert all(layer.mlp.experts.fused for layer in runner.model.layers), "one kernel takes all experts"

@@ -337,15 +337,20 @@ def test_the_size_of_an_mlp_that_no_layer_has_is_not_looked_at(checkpoint):
     check_sizes("Qwen3MoeForCausalLM", parse_decoder_config(raw), 2)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
-@pytest.mark.parametrize("scheme", ["int8_per_channel_weight_only", "int4_per_group_32"])
-def test_quantized_weights_are_divided_too(scheme, name, driver, on_ranks, tmp_path):
+def wide_model(name: str, folder: Path) -> None:
+    """Writes random weights. Of the inputs that two ranks divide, each has whole groups."""
     transformers = pytest.importorskip("transformers")
-    family, fields = CONFIGS[name]
-    sizes = LLAMA | fields | {"intermediate_size": 128, "max_position_embeddings": 320}  # a rank's are whole groups of 32
+    family, own = CONFIGS[name]
+    sizes = LLAMA | own | {"intermediate_size": 256, "head_dim": 64, "max_position_embeddings": 320}
     torch.manual_seed(7)
     config = getattr(transformers, f"{family}Config")(**sizes, eos_token_id=None, bos_token_id=None)
-    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("scheme", ["int8_per_channel_weight_only", "int4_per_group_32", "fp8_per_block"])
+def test_quantized_weights_are_divided_too(scheme, name, driver, on_ranks, tmp_path):
+    wide_model(name, tmp_path)
     tokens = prompt(1, 40)
 
     def life(group: Group | None) -> tuple[Told, bool]:
@@ -359,3 +364,25 @@ def test_quantized_weights_are_divided_too(scheme, name, driver, on_ranks, tmp_p
         np.testing.assert_allclose(told.scores, expected.scores, atol=1e-4)
     [(plain, _)] = on_ranks(1, lambda group: (alone(driver(rank_runner(tmp_path, group)), tokens, ALL_LOGPROBS, 33), True))
     assert not np.allclose(plain.scores, expected.scores, atol=1e-3), "nothing was quantized"
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("scheme", ["fp8_per_tensor", "fp8_per_channel"])
+def test_ranks_round_their_own_parts_of_a_tokens_inputs(scheme, name, driver, on_ranks, tmp_path):
+    """They agree to the bit. One process rounds whole tokens: it is near, and nearer than a model whose weights are whole."""
+    wide_model(name, tmp_path)
+    tokens = prompt(1, 40)
+
+    def life(group: Group | None, scheme: QuantizationName | None = scheme) -> tuple[Told, bool]:
+        runner = rank_runner(tmp_path, group, quantization=scheme)
+        told = alone(driver(runner), tokens, ALL_LOGPROBS, 33)
+        return told, told.same_bits(in_a_crowd(driver(runner), tokens, ALL_LOGPROBS))
+
+    def distance(other: Told) -> float:
+        return float(np.abs(other.scores[0] - expected.scores[0]).mean())
+
+    [(expected, _)] = on_ranks(1, life)
+    [(plain, _)] = on_ranks(1, lambda group: life(group, None))
+    for told, same in (found := on_ranks(2, life)):
+        assert told.same_bits(found[0][0]) and same
+        assert 0 < distance(told) < 0.7 * distance(plain)

@@ -11,7 +11,14 @@ DRAFTS: Final = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "au
 LOOKUPS: Final = ("ngram", "suffix")
 """Those of them that need no model."""
 
-WEIGHTS: Final = ("int8_per_channel_weight_only", "int8_per_group_32", "int4_per_group_32")
+WEIGHTS: Final = (
+    "int8_per_channel_weight_only",
+    "int8_per_group_32",
+    "int4_per_group_32",
+    "fp8_per_tensor",
+    "fp8_per_channel",
+    "fp8_per_block",
+)
 """Schemes by which engines quantize weights while they load them."""
 CONNECTORS: Final = ("none", "offload", "transfer")
 """Ways in which KV cache leaves a replica."""

@@ -12,6 +12,9 @@ _QUANTIZED_BYTES: dict[QuantizationName, float] = {
     "int8_per_channel_weight_only": 1.0,
     "int8_per_group_32": 1.0 + 2 / 32,
     "int4_per_group_32": 0.5 + 2 / 32,
+    "fp8_per_tensor": 1.0,
+    "fp8_per_channel": 1.0,
+    "fp8_per_block": 1.0 + 4 / 128,
 }
 """Of a weight with its share of a group's scale; the scales of whole channels are too few to count."""
 

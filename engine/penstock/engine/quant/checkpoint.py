@@ -14,7 +14,6 @@ from penstock.engine.models.moe import mixtral_name
 from penstock.engine.quant.packed import NAME_OF_BIAS, PackedWeight, rows_of
 from penstock.engine.quant.scheme import CheckpointQuantization, WeightScheme
 from penstock.engine.quant.stored import OF_OUTPUTS, Role, number, stored_tensors
-from penstock.kernels.experts.table import PackedLayer
 from penstock.kernels.ops import Ops
 from penstock.kernels.quantized_linear.reference import pair_up
 from penstock.kernels.quantized_linear.rounding import Rounding
@@ -36,13 +35,10 @@ class StoredLinearMethod(PackedWeight):
     """
 
     def __init__(self, layer: LinearLayer, scheme: WeightScheme, ops: Ops) -> None:
-        super().__init__(layer, number(scheme), scheme.group, None, not scheme.symmetric, ops)
-        self._scheme = scheme
         asked = scheme.activations
-        self._rounding = None if asked is None else Rounding(asked.number, asked.dynamic, asked.group, asked.power_of_two)
-        self._input_scale = None if asked is None or asked.dynamic else torch.zeros(1)
-        self._input_zero: torch.Tensor | None = None
-        self._round = ops.rounded_inputs
+        rounding = None if asked is None else Rounding(asked.number, asked.dynamic, asked.group, asked.power_of_two)
+        super().__init__(layer, number(scheme), scheme.group, None, not scheme.symmetric, rounding, ops)
+        self._scheme = scheme
 
     def tensors(self, projection: Projection) -> Mapping[str, TensorSpec]:
         """What a checkpoint must hold for a projection, by name: `weight`, and `bias` or scales beside it."""
@@ -87,16 +83,6 @@ class StoredLinearMethod(PackedWeight):
     def tie(self, weight: torch.Tensor) -> None:
         """ConfigError: the embedding's weight is not quantized."""
         raise ConfigError(f"{self._layer.name} is quantized, and tie_word_embeddings is set: it has no weight of its own")
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, in] → [n, out]; a row's result does not depend on the others."""
-        if self._rounding is not None:
-            x = self._round(x, self._rounding, self._input_scale, self._input_zero)
-        return super().apply(x)
-
-    def packed_layer(self) -> PackedLayer:
-        """After `finish`: what a kernel that takes all experts reads."""
-        return PackedLayer(self.weight, self.bias, self._rounding, self._input_scale, self._input_zero)
 
     def _module(self, projection: Projection) -> str:
         return self._layer.modules[self._layer.projections.index(projection)]

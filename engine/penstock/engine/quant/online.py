@@ -13,7 +13,8 @@ from penstock.engine.models.layers.projection import Axis, LinearLayer, Projecti
 from penstock.engine.quant.packed import NAME_OF_BIAS, PackedWeight, rows_of
 from penstock.engine.quant.scheme import QuantizationName
 from penstock.kernels.ops import Ops
-from penstock.kernels.quantized_linear.reference import Number, bits, pair_up, quantize
+from penstock.kernels.quantized_linear.reference import Quantizable, pair_up, quantize
+from penstock.kernels.quantized_linear.rounding import Rounding
 
 log = logging.getLogger(__name__)
 
@@ -23,23 +24,31 @@ the embedding; routers decide which experts a token gets; latent attention takes
 
 
 class Scheme(NamedTuple):
-    """How a weight is stored."""
+    """How a weight is stored, and what becomes of the inputs that it is multiplied by."""
 
-    number: Number
+    number: Quantizable
     group: int | None
     """Inputs that share a scale; None: all inputs of an output."""
     scale_dtype: torch.dtype
+    outputs: int | None = 1
+    """Outputs of a projection that share a scale; None: all."""
+    rounding: Rounding | None = None
+    """Of the inputs; None: they keep the model's dtype."""
 
 
 SCHEMES: Mapping[QuantizationName, Scheme] = {
     "int8_per_channel_weight_only": Scheme("int8", None, torch.float32),
     "int8_per_group_32": Scheme("int8", 32, torch.bfloat16),
     "int4_per_group_32": Scheme("int4", 32, torch.bfloat16),
+    "fp8_per_tensor": Scheme("e4m3", None, torch.float32, None, Rounding("float8", dynamic=True)),
+    "fp8_per_channel": Scheme("e4m3", None, torch.float32, 1, Rounding("float8", dynamic=True)),
+    "fp8_per_block": Scheme("e4m3", 128, torch.float32, 128, Rounding("float8", dynamic=True, group=128)),
 }
+"""The last three do what checkpoints in FP8 with dynamic scales of activations do."""
 
 
 class QuantizedLinearMethod(PackedWeight):
-    """A weight of few bits with scales; activations keep the model's dtype.
+    """A weight of few bits with scales.
 
     Each projection is quantized whole and then cut, so that ranks hold the same numbers as one process does.
 
@@ -50,11 +59,14 @@ class QuantizedLinearMethod(PackedWeight):
     """
 
     def __init__(self, layer: LinearLayer, scheme: Scheme, ops: Ops) -> None:
-        inputs, group = layer.projections[0].inputs, scheme.group
-        for what, count in (("has", inputs.total), ("has a rank that begins at", inputs.start), ("has a rank of", inputs.size)):
-            if group is not None and count % group:
-                raise ConfigError(f"--quantization: {layer.name} {what} {count} inputs, no multiple of a group's {group}")
-        super().__init__(layer, scheme.number, group, scheme.scale_dtype, False, ops)
+        inputs, group = layer.projections[0].inputs, scheme.group or 1
+        for what, count in (("begins at", inputs.start), ("ends at", inputs.stop % inputs.total)):
+            if count % group:
+                raise ConfigError(
+                    f"--quantization: a rank's part of {layer.name} {what} input {count} of {inputs.total}, no multiple of a "
+                    f"group's {group}"
+                )
+        super().__init__(layer, scheme.number, scheme.group, scheme.scale_dtype, False, scheme.rounding, ops)
         self._scheme = scheme
 
     def tensors(self, projection: Projection) -> Mapping[str, TensorSpec]:
@@ -67,7 +79,7 @@ class QuantizedLinearMethod(PackedWeight):
             self.load_bias(projection, value)
             return
         scheme, spec = self._scheme, self.tensors(projection)[name]
-        values, scales = quantize(value, bits(scheme.number), scheme.group or value.shape[1], scheme.scale_dtype)
+        values, scales = quantize(value, scheme.number, scheme.group or value.shape[1], scheme.scale_dtype, scheme.outputs)
         if not scales.isfinite().all():
             raise ConfigError(f"--quantization: {self._layer.name}: {projection.name}.weight holds a value that is not finite")
         part = projection.ordered(spec.cut(values, projection))

@@ -7,6 +7,7 @@ from penstock.engine.models.layers.projection import Axis, LinearLayer, Projecti
 from penstock.kernels.experts.table import PackedLayer
 from penstock.kernels.ops import Ops
 from penstock.kernels.quantized_linear.reference import Number, bits, dequantized, pack_quantized
+from penstock.kernels.quantized_linear.rounding import Rounding
 
 NAME_OF_BIAS = "bias"
 
@@ -20,13 +21,21 @@ class PackedWeight:
         group: Inputs that share a scale; None: all.
         scale_dtype: Of the scales; None: as the first ones that are kept.
         zeros: Whether there are zero points.
+        rounding: Of the inputs; None: they are multiplied as they are.
         ops: The kernels.
     """
 
     device = CPU
 
     def __init__(
-        self, layer: LinearLayer, number: Number, group: int | None, scale_dtype: torch.dtype | None, zeros: bool, ops: Ops
+        self,
+        layer: LinearLayer,
+        number: Number,
+        group: int | None,
+        scale_dtype: torch.dtype | None,
+        zeros: bool,
+        rounding: Rounding | None,
+        ops: Ops,
     ) -> None:
         rows, inputs = layer.out_features, layer.in_features
         self._layer, self._linear = layer, ops.quantized_linear
@@ -37,6 +46,9 @@ class PackedWeight:
         self._scales = torch.ones(rows, -(-inputs // self._group), dtype=scale_dtype)
         self._zeros = torch.zeros(self._scales.shape, dtype=torch.int8) if zeros else None
         self.bias = torch.empty(rows, dtype=layer.dtype) if layer.bias else None
+        self._rounding, self._round = rounding, ops.rounded_inputs
+        self._input_scale = None if rounding is None or rounding.dynamic else torch.zeros(1)
+        self._input_zero: torch.Tensor | None = None
 
     def bias_of(self, projection: Projection) -> dict[str, TensorSpec]:
         """What a checkpoint must hold of the bias."""
@@ -63,7 +75,7 @@ class PackedWeight:
 
     def packed_layer(self) -> PackedLayer:
         """After `finish`: what a kernel that takes all experts reads."""
-        return PackedLayer(self.weight, self.bias)
+        return PackedLayer(self.weight, self.bias, self._rounding, self._input_scale, self._input_zero)
 
     def widened(self) -> torch.Tensor:
         """In place of `finish`: the weight [out, in] in the layer's dtype. The method keeps nothing."""
@@ -74,6 +86,8 @@ class PackedWeight:
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """[n, in] → [n, out]; a row's result does not depend on the others."""
+        if self._rounding is not None:
+            x = self._round(x, self._rounding, self._input_scale, self._input_zero)
         return self._linear(x, self.weight, self.bias)
 
 

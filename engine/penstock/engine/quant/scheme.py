@@ -6,7 +6,9 @@ from typing import Literal
 
 import msgspec
 
-QuantizationName = Literal["int8_per_channel_weight_only", "int8_per_group_32", "int4_per_group_32"]
+QuantizationName = Literal[
+    "int8_per_channel_weight_only", "int8_per_group_32", "int4_per_group_32", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"
+]
 """How weights are quantized while they are loaded; see `docs/engine/quantization.md`."""
 StoredMethod = Literal["awq", "compressed-tensors", "fp8", "gptq", "mxfp4"]
 """`quant_method` of checkpoints that are quantized already."""

@@ -12,6 +12,10 @@ Number = Literal["int8", "int4", "e4m3", "e2m1"]
 """What a weight's numbers are: signed whole numbers, or floating-point numbers of OCP's formats E4M3 (FP8) and E2M1 (MXFP4)."""
 NUMBERS: tuple[Number, ...] = ("int8", "int4", "e4m3", "e2m1")
 """In the order in which the compiled kernel numbers them."""
+Quantizable = Literal["int8", "int4", "e4m3"]
+"""What `quantize` makes."""
+LARGEST: dict[Quantizable, float] = {"int8": 127.5, "int4": 7.5, "e4m3": 448.0}
+"""The steps that the largest magnitude of a block is."""
 SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The compiled kernel's numbers for the dtypes of scales."""
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -48,28 +52,39 @@ def bits(number: Number) -> Literal[4, 8]:
 
 
 def quantize(
-    weight: torch.Tensor, size: Literal[4, 8], group: int, scale_dtype: torch.dtype
+    weight: torch.Tensor, number: Quantizable, group: int, scale_dtype: torch.dtype, outputs: int | None = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nearest whole numbers, symmetric around zero, and their scales.
+    """The nearest numbers, symmetric around zero, and their scales.
 
-    A scale is the largest magnitude of its group divided by 127.5 or 7.5, rounded to its dtype. Numbers are rounded half to even
-    and cut to the range of their bits. A group without any value but zero has scale 1.
+    A scale is the largest magnitude of its block divided by 127.5, 7.5 or 448 (E4M3), rounded to its dtype. Numbers are rounded
+    half to even and cut to their range. A block without any value but zero has scale 1.
 
     Args:
-        weight: [out, in]; `in` is a multiple of `group`.
-        size: Bits of a number.
-        group: Inputs that share a scale.
+        weight: [out, in].
+        number: What its numbers become.
+        group: Inputs that share a scale. The last group may be shorter.
         scale_dtype: Of the scales.
+        outputs: Outputs that share a scale; None: all. The last of them may be fewer.
 
     Returns:
-        int8 [out, in] and scales [out, in / group]. A scale is not finite where its group is not.
+        The numbers' bits, int8 [out, in], and each output's scales [out, ⌈in / group⌉]. A scale is not finite where its block is
+        not.
     """
-    grouped = weight.float().unflatten(1, (-1, group))
-    largest = 2 ** (size - 1)
-    scales = (grouped.abs().amax(2) / (largest - 0.5)).to(scale_dtype)
+    rows, inputs = weight.shape
+    tall = rows if outputs is None else outputs
+    blocks = F.pad(weight.float(), (0, -inputs % group, 0, -rows % tall)).unflatten(1, (-1, group)).unflatten(0, (-1, tall))
+    scales = (torch.maximum(blocks.amax((1, 3)), -blocks.amin((1, 3))) / LARGEST[number]).to(scale_dtype)
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-    values = (grouped / scales.float().unsqueeze(2)).round_().clamp_(-largest, largest - 1)
-    return values.to(torch.int8).flatten(1), scales
+    steps = (blocks / scales.float()[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :inputs]
+    return _rounded(steps, number), scales.repeat_interleave(tall, 0)[:rows]
+
+
+def _rounded(steps: torch.Tensor, number: Quantizable) -> torch.Tensor:
+    """float32 → the nearest numbers' bits in int8; the argument is overwritten."""
+    if number == "e4m3":
+        return steps.clamp_(-LARGEST[number], LARGEST[number]).to(torch.float8_e4m3fn).view(torch.int8)
+    most = 2 ** (bits(number) - 1)
+    return steps.round_().clamp_(-most, most - 1).to(torch.int8)
 
 
 def pair_up(values: torch.Tensor, number: Number) -> torch.Tensor:
