@@ -52,7 +52,7 @@ from penstock.engine.quant.checkpoint import stored, warn_of_ignored
 from penstock.engine.quant.kv_scales import read_kv_scales
 from penstock.engine.quant.online import quantized
 from penstock.engine.quant.parse.config import parse_quantization
-from penstock.engine.runner.host_memory import return_free_memory
+from penstock.engine.runner.host_memory import large_blocks_apart, return_free_memory
 from penstock.engine.runner.not_finite import NotFinite
 from penstock.engine.runner.profile import RunnerProfile
 from penstock.engine.runner.prompt_logprobs import PromptRows
@@ -190,10 +190,11 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         self._plain_method = linear_method(self._dtype, self.ops, self.config.threads, self._device)
         method = quantized(self._plain_method, self.config.model.quantization, self.ops, self.config.threads)
         self._linear_method = self._lora.wrap(self._as_stored(method), self.ops)
-        self._adopt(self._new_model())
-        if (found := self.config.model.stored_quantization) is not None:
-            warn_of_ignored(found, {name.rpartition(".")[0] for name in self.model.weights()})
-        self._fill(Source(self.config.model.path, self.config.model.load_format))
+        with large_blocks_apart():
+            self._adopt(self._new_model())
+            if (found := self.config.model.stored_quantization) is not None:
+                warn_of_ignored(found, {name.rpartition(".")[0] for name in self.model.weights()})
+            self._fill(Source(self.config.model.path, self.config.model.load_format))
         if self._drafter is not None:
             self.draft_ops = self._choose_attention(self._drafter.config).bind(ops)
             self._load_draft_model(self._drafter)
@@ -268,10 +269,11 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
             raise
         except Exception as error:  # whatever a strange file leads to: the weights that are there stay
             raise ConfigError(f"{path or self._source.path} cannot be read: {type(error).__name__}: {error}") from error
-        if fresh is not self.model:
-            self._adopt(fresh)
-            return_free_memory()
-        self._fill(source)
+        with large_blocks_apart():
+            if fresh is not self.model:
+                self._adopt(fresh)
+                return_free_memory()
+            self._fill(source)
         if self._drafter is not None and self._drafter.in_target:
             self._load_draft_model(self._drafter)
 

@@ -16,7 +16,8 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     float32. What is added is 0."""
     out_features, in_features = weight.shape
     word = WORD_BYTES // weight.dtype.itemsize
-    padded = F.pad(weight, (0, -in_features % word, 0, -out_features % LANES)).contiguous()
+    missing = -in_features % word, -out_features % LANES
+    padded = F.pad(weight, (0, missing[0], 0, missing[1])) if any(missing) else weight.contiguous()
     words = padded.view(torch.int32).view(-1, LANES, padded.shape[1] // word)
     return words.transpose(1, 2).contiguous().view(weight.dtype).view(*words.shape[::2], LANES, word)
 

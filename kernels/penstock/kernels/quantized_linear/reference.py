@@ -14,6 +14,8 @@ NUMBERS: tuple[Number, ...] = ("int8", "int4", "e4m3", "e2m1")
 """In the order in which the compiled kernel numbers them."""
 Quantizable = Literal["int8", "int4", "e4m3"]
 """What `quantize` makes."""
+AT_ONCE = 1 << 18
+"""Numbers that `quantize` divides at once: their float32 is all that it takes beside its result."""
 LARGEST: dict[Quantizable, float] = {"int8": 127.5, "int4": 7.5, "e4m3": 448.0}
 """The steps that the largest magnitude of a block is."""
 SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -72,11 +74,22 @@ def quantize(
     """
     rows, inputs = weight.shape
     tall = rows if outputs is None else outputs
-    blocks = F.pad(weight.float(), (0, -inputs % group, 0, -rows % tall)).unflatten(1, (-1, group)).unflatten(0, (-1, tall))
-    scales = (torch.maximum(blocks.amax((1, 3)), -blocks.amin((1, 3))) / LARGEST[number]).to(scale_dtype)
-    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-    steps = (blocks / scales.float()[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :inputs]
-    return _rounded(steps, number), scales.repeat_interleave(tall, 0)[:rows]
+    blocks = padded(weight, -inputs % group, -rows % tall).unflatten(1, (-1, group)).unflatten(0, (-1, tall))
+    scales = (torch.maximum(blocks.amax((1, 3)), -blocks.amin((1, 3))).float() / LARGEST[number]).to(scale_dtype)
+    scales = torch.where(scales == 0, torch.ones_like(scales), scales).repeat_interleave(tall, 0)[:rows]
+    values = torch.empty(rows, inputs, dtype=torch.int8)
+    for some in torch.arange(rows).split(max(AT_ONCE // inputs, 1)):
+        part = slice(int(some[0]), int(some[-1]) + 1)
+        divisors = scales[part].float().repeat_interleave(group, 1)[:, :inputs]
+        values[part] = _rounded(weight[part].float() / divisors, number)
+    return values, scales
+
+
+def padded(values: torch.Tensor, inputs: int, outputs: int) -> torch.Tensor:
+    """The same with so many zeros after the inputs, which run along dimension 1, and the outputs; itself where there are none."""
+    if not inputs and not outputs:
+        return values
+    return F.pad(values, (*[0] * 2 * (values.ndim - 2), 0, inputs, 0, outputs))
 
 
 def _rounded(steps: torch.Tensor, number: Quantizable) -> torch.Tensor:
@@ -97,7 +110,7 @@ def pair_up(values: torch.Tensor, number: Number) -> torch.Tensor:
     Returns:
         int8 [out, pairs of inputs, bytes of a pair]; a missing last input is 0.
     """
-    pairs = F.pad(values, (0, values.shape[1] % 2)).unflatten(1, (-1, 2))
+    pairs = padded(values, values.shape[1] % 2, 0).unflatten(1, (-1, 2))
     if bits(number) == 8:
         return pairs
     return ((pairs[..., :1] & 15) | (pairs[..., 1:] << 4)).contiguous()
@@ -117,7 +130,7 @@ def pack_quantized(
         in_features: Of the weight.
     """
     missing = -len(pairs) % LANES
-    panels = F.pad(pairs, (0, 0, 0, 0, 0, missing)).unflatten(0, (-1, LANES)).permute(0, 2, 3, 1).contiguous()
+    panels = padded(pairs, 0, missing).unflatten(0, (-1, LANES)).permute(0, 2, 3, 1).contiguous()
     packed_zeros = None if zeros is None or not zeros.any() else _panels(zeros)
     return QuantizedWeight(panels, _panels(scales), packed_zeros, number, group, len(pairs), in_features)
 
