@@ -5,11 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from penstock.engine.args import EngineArgs
+from penstock.engine.config import ConfigError
+from penstock.engine.core.ipc.process import build_executor
+from penstock.engine.core.memory import Memory, check_weights_fit
+from penstock.engine.quant.scheme import CheckpointQuantization
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
@@ -19,6 +24,10 @@ LAYERS, HIDDEN, INNER, VOCAB = 8, 1024, 4096, 256
 LOAD = """
 import sys
 from penstock.engine.args import EngineArgs
+from penstock.engine.config import ConfigError
+from penstock.engine.core.ipc.process import build_executor
+from penstock.engine.core.memory import Memory, check_weights_fit
+from penstock.engine.quant.scheme import CheckpointQuantization
 from penstock.engine.runner.model_runner import ModelRunner
 
 def load(path):
@@ -36,14 +45,14 @@ sys.stdin.readline()
 """
 
 
-def written(folder: Path, layers: int) -> Path:
-    """A Llama of random weights in bfloat16, a file for each layer."""
+def describe(folder: Path, layers: int, hidden: int, inner: int) -> None:
+    """Writes the config.json of a Llama in bfloat16."""
     folder.mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
@@ -54,6 +63,11 @@ def written(folder: Path, layers: int) -> Path:
         "torch_dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def written(folder: Path, layers: int) -> Path:
+    """A Llama of random weights, a file for each layer."""
+    describe(folder, layers, HIDDEN, INNER)
     torch.manual_seed(0)
     square, wide = torch.randn(HIDDEN, HIDDEN).bfloat16(), torch.randn(INNER, HIDDEN).bfloat16()
     norm = torch.ones(HIDDEN).bfloat16()
@@ -93,4 +107,33 @@ def test_a_load_takes_little_more_than_the_model_and_one_file(scheme, checkpoint
     assert process.returncode == 0
     assert taken <= most
     assert scheme is None or most < sum(sizes), "the weights in 16 bits would be more"
-    assert taken > cost.layer_weight_bytes, "it is all there"
+    assert taken > 0.9 * cost.layer_weight_bytes, "it is all there"
+
+
+@pytest.mark.parametrize("worker", [False, True])
+def test_weights_beyond_the_memory_are_refused_before_a_file_is_opened(worker, tmp_path):
+    """Petabytes: no layer is made, and the file is not one of safetensors, which nobody finds out."""
+    describe(tmp_path / "vast", 1000, 2**19, 2**20)
+    (tmp_path / "vast" / "model.safetensors").write_bytes(b"not read")
+    args = EngineArgs(model=str(tmp_path / "vast"), worker_process=worker, max_model_len=16)
+    arithmetic = (
+        r"the weights do not fit: layers of 5,497,558,138,880,000 bytes \+ an LM head of 268,435,456 = 5,497,558,407,315,456 "
+        r"bytes \(bfloat16\), and of [0-9,]+ bytes of memory [0-9,]+ are free before anything is loaded$"
+    )
+    with pytest.raises(ConfigError, match=arithmetic):
+        build_executor(args.config("cpu"))
+
+
+def test_weights_fit_up_to_the_last_byte_as_they_will_be_stored(checkpoints):
+    large = str(checkpoints[1])
+    for scheme, each in ((None, 2.0), ("int4_per_group_32", 0.5625), ("fp8_per_block", 1.03125)):
+        model = EngineArgs(model=large, dtype="bfloat16", quantization=scheme).config("cpu").model
+        needed = int(each * LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)) + 2 * HIDDEN * VOCAB
+        check_weights_fit(model, 10**15, Memory(needed, needed, 0))
+        with pytest.raises(ConfigError, match=rf"= {needed:,} bytes \(bfloat16.*\), and of .* {needed - 1:,} are free"):
+            check_weights_fit(model, 0, Memory(1, needed - 1, 0))
+    found = CheckpointQuantization(method="fp8", rules=())
+    model = msgspec.structs.replace(model, quantization=None, stored_quantization=found)
+    check_weights_fit(model, 1000, Memory(1000, 1000, 0))
+    with pytest.raises(ConfigError, match=r"the checkpoint's files have 1,000 bytes \(fp8\), and of 2,000 .* 999 are free"):
+        check_weights_fit(model, 1000, Memory(2000, 999, 0))

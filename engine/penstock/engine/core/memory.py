@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.engine.cache.layout import KVLayout, longest_sequence, max_blocks
-from penstock.engine.config import CacheConfig, ConfigError, EngineConfig
+from penstock.engine.config import CacheConfig, ConfigError, EngineConfig, ModelConfig
 from penstock.engine.connectors.moves import file_bytes
 
 CPU_MEMORY_SHARE = 0.1
@@ -89,6 +89,33 @@ def check_at_start(cache: CacheConfig, total: int, free: int) -> None:
             f"--gpu-memory-utilization {share:g} x {total:,} bytes of memory = {asked:,}, but only {free:,} are free before "
             f"anything is loaded: others use {total - free:,}; at most --gpu-memory-utilization "
             f"{math.floor(100 * free / total) / 100:g} can be had"
+        )
+
+
+def check_weights_fit(model: ModelConfig, stored_bytes: int, memory: Memory) -> None:
+    """Refuses weights that the host's memory cannot hold, before any is read.
+
+    Args:
+        model: Its cost tells what the weights become; of a quantized checkpoint they stay as they are stored.
+        stored_bytes: Of the checkpoint's files.
+        memory: Of the host, for all ranks.
+
+    Raises:
+        ConfigError: There is less free; the message shows the arithmetic.
+    """
+    if model.stored_quantization is not None:
+        needed, parts = stored_bytes, f"the checkpoint's files have {stored_bytes:,} bytes ({model.quantization_name})"
+    elif (cost := model.cost) is not None:
+        needed = cost.layer_weight_bytes + cost.lm_head_bytes
+        kind = model.dtype if model.quantization is None else f"{model.dtype} and {model.quantization}"
+        parts = f"layers of {cost.layer_weight_bytes:,} bytes + an LM head of {cost.lm_head_bytes:,}"
+        parts += f" = {needed:,} bytes ({kind})"
+    else:
+        return
+    if needed > memory.free:
+        raise ConfigError(
+            f"the weights do not fit: {parts}, and of {memory.total:,} bytes of memory {memory.free:,} are free before "
+            "anything is loaded"
         )
 
 

@@ -28,7 +28,7 @@ from penstock.engine.core.ipc.framing import LENGTH_BYTES
 from penstock.engine.core.ipc.ports import Port, SharedPort, SinglePort
 from penstock.engine.core.ipc.publisher import EventPublisher
 from penstock.engine.core.ipc.sockets import Context
-from penstock.engine.core.memory import least, num_kv_blocks, offload_size
+from penstock.engine.core.memory import check_weights_fit, least, measure_memory, num_kv_blocks, offload_size
 from penstock.engine.loading.bandwidth import load_floor_s
 from penstock.engine.messages import CoreFailed, CoreReady, CoreStart
 from penstock.engine.parallel.process_executor import ProcessExecutor
@@ -156,6 +156,9 @@ def build_executor(config: EngineConfig, path: str | None = None, boot: BootTime
         boot: Told what it took.
     """
     boot = boot or BootTimes()
+    if config.device == "cpu":
+        files = config.model.path.glob("*.safetensors")
+        check_weights_fit(config.model, sum(file.stat().st_size for file in files), measure_memory())
     executor = _start(config, path or RUNNERS[config.device])
     boot.end("imports")
     try:
