@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 import urllib.request
@@ -78,3 +79,39 @@ def test_python_has_ranks_too(llama):
             output.outputs[0].text for output in two.generate(PROMPTS, SamplingParams(max_tokens=8, temperature=0.0))
         ] == expected
     wait_gone(*ranks)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8_per_channel_weight_only"], ids=["whole", "quantized"])
+def test_grammars_and_pages_from_host_memory_are_those_of_one_process(llama, quantization):
+    """A small cache gives up the pages of most prompts, so the second time they come back from the memory of each rank. Rows
+    with a grammar and rows without one share the steps."""
+    form, prompts = r"[a-d]{3}(-[0-9]{2}){6}", [f"{number} " + "the river turns the wheel " * 20 for number in range(6)]
+    params = [
+        SamplingParams(max_tokens=30, seed=at, ignore_eos=not at % 2, structured_outputs={"regex": form} if at % 2 else None)  # type: ignore[arg-type]
+        for at in range(len(prompts))
+    ]
+    sizes = {
+        "max_model_len": 256,
+        "num_gpu_blocks_override": 20,
+        "kv_offload_memory_bytes": 8 << 20,
+        "kv_offload_loads": "always",
+    }
+    told: list[list[list[int]]] = []
+    for ranks in (1, 2):
+        with LLM(str(llama), quantization=quantization, tensor_parallel_size=ranks, **sizes) as llm:
+            for _ in range(2):
+                outputs = [output.outputs[0] for output in llm.generate(prompts, params, progress=False)]
+                assert all(re.fullmatch(form, output.text) for output in outputs[1::2])
+                told.append([list(output.token_ids) for output in outputs])
+            wait_loaded(llm)
+    assert len({tuple(stream) for stream in told[0]}) == len(prompts)
+    assert told[1:] == told[:1] * 3
+
+
+def wait_loaded(llm: LLM) -> None:
+    """Until a report of the core counts pages that came from host memory, and none that failed."""
+    deadline = time.monotonic() + 60
+    while (stats := llm._llm.metrics.stats) is None or stats.offload is None or not stats.offload.memory.loaded_bytes:
+        assert time.monotonic() < deadline, "no page was loaded"
+        time.sleep(0.05)
+    assert stats.offload.memory.failed_pages == 0
