@@ -1,20 +1,22 @@
-"""Both torch forms of sampling, the CPU's and the devices' reference, against plain Python arithmetic on one row at a time."""
+"""The forms of sampling on a CPU, the reference among them, against plain Python arithmetic on one row at a time."""
 
 import math
+import shutil
 from collections.abc import Sequence
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
+from penstock.kernels.cpu.build import COMPILERS
+from penstock.kernels.cpu.isa import available
 from penstock.kernels.sampling import cpu, reference
 from penstock.kernels.sampling.buffers import Column, Path, SamplingBuffers
+from penstock.kernels.sampling.ops import CPU, REFERENCE, SamplingOps, cpu_sampling_ops
 from penstock.kernels.sampling.params import pack
 from penstock.kernels.sampling.philox import Purpose, uniform
 
 NOTHING = -math.inf
-FORMS = pytest.mark.parametrize("form", [cpu, reference], ids=["cpu", "reference"])
 PARAMS = [
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -30,6 +32,15 @@ PARAMS = [
     {"temperature": 2.9, "top_k": 300, "top_p": 0.9571},
 ]
 """A row each. Probabilities are no ratios of small numbers: of equal tokens, rounding would decide which is the last."""
+
+
+@pytest.fixture(params=["reference", "torch", *(isa.name for isa in available())])
+def form(request: pytest.FixtureRequest) -> SamplingOps:
+    if request.param in ("reference", "torch"):
+        return REFERENCE if request.param == "reference" else CPU
+    if not any(map(shutil.which, COMPILERS)):
+        pytest.skip("native sampling: no C++ compiler; apt-get install g++")
+    return cpu_sampling_ops(request.param)
 
 
 def philox(counter: list[int], key: list[int]) -> list[int]:
@@ -86,19 +97,22 @@ def table(params: list[dict], seeds: list[int]) -> torch.Tensor:
     return torch.from_numpy(np.stack(rows))
 
 
-def sample(form: ModuleType, logits: torch.Tensor, params: list[dict], seeds: list[int], positions: list[int], masked: bool):
+def sample(
+    form: SamplingOps, logits: torch.Tensor, params: list[dict], seeds: list[int], positions: list[int], masked: bool, **masks
+):
     buffers = SamplingBuffers.allocate(len(logits) + 2, logits.shape[1], torch.device("cpu"))
     buffers.result.fill_(-7)
     rows = torch.arange(len(logits), dtype=torch.int32).flip(0)  # a row's parameters are found by its number
     at = torch.tensor(positions, dtype=torch.int32)
-    return form.sample(logits, rows, at, table(params[::-1], seeds[::-1]), buffers, Path.FILTERED, masked), buffers, rows
+    return form.sample(logits, rows, at, table(params[::-1], seeds[::-1]), buffers, Path.FILTERED, masked, **masks), buffers, rows
 
 
-@FORMS
-@pytest.mark.parametrize("vocab", [11, 257, 700])
-def test_a_row_s_token_and_what_its_filters_leave_are_those_of_the_definition(form: ModuleType, vocab: int) -> None:
+@pytest.mark.parametrize(("vocab", "spread"), [(11, 3.0), (257, 3.0), (700, 3.0), (9_000, 3.0), (9_000, 0.2)])
+def test_a_row_s_token_and_what_its_filters_leave_are_those_of_the_definition(
+    form: SamplingOps, vocab: int, spread: float
+) -> None:
     generator = torch.Generator().manual_seed(vocab)
-    logits = torch.randn(len(PARAMS), vocab, generator=generator) * 3
+    logits = torch.randn(len(PARAMS), vocab, generator=generator) * spread
     for position in (0, 3, 2**31 - 1):
         seeds = [(7919 * row * row * 2**31 + position) % 2**63 for row in range(len(PARAMS))]
         result, buffers, rows = sample(form, logits, PARAMS, seeds, [position] * len(PARAMS), False)
@@ -118,8 +132,7 @@ def test_a_row_s_token_and_what_its_filters_leave_are_those_of_the_definition(fo
     assert torch.equal(greedy[0], logits[0])
 
 
-@FORMS
-def test_of_equal_logits_the_smallest_ids_stay_and_the_first_is_the_greedy_one(form: ModuleType) -> None:
+def test_of_equal_logits_the_smallest_ids_stay_and_the_first_is_the_greedy_one(form: SamplingOps) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0]]).repeat(2, 1)
     params = [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 2}]
     for seed in range(8):
@@ -128,9 +141,8 @@ def test_of_equal_logits_the_smallest_ids_stay_and_the_first_is_the_greedy_one(f
         assert drawn == (1 if number(seed, 5) < 0.5 else 2)
 
 
-@FORMS
 @pytest.mark.parametrize("masked", [False, True])
-def test_broken_logits_are_counted_never_chosen_and_a_row_of_nothing_says_so(form: ModuleType, masked: bool) -> None:
+def test_broken_logits_are_counted_never_chosen_and_a_row_of_nothing_says_so(form: SamplingOps, masked: bool) -> None:
     nan, infinite = math.nan, math.inf
     rows = [
         [1.0, nan, nan, 3.0, 2.0, NOTHING],
@@ -150,16 +162,14 @@ def test_broken_logits_are_counted_never_chosen_and_a_row_of_nothing_says_so(for
         assert 0 <= result[3, Column.TOKEN] < 6
 
 
-@FORMS
-def test_a_mask_alone_is_no_broken_logit(form: ModuleType) -> None:
+def test_a_mask_alone_is_no_broken_logit(form: SamplingOps) -> None:
     logits = torch.tensor([[NOTHING, 2.0, 1.0], [1.0, NOTHING, 0.0]])
     assert sample(form, logits, [{"temperature": 0.0}] * 2, [0, 0], [0, 0], True)[0].tolist() == [[1, 0, 0, 0], [0, 0, 0, 0]]
 
 
-@FORMS
 @pytest.mark.parametrize(("normalised", "masked"), [(True, False), (False, True)])
 def test_log_probabilities_ranks_and_alternatives_are_those_of_the_definition(
-    form: ModuleType, normalised: bool, masked: bool
+    form: SamplingOps, normalised: bool, masked: bool
 ) -> None:
     rows = [[1.0, 4.0, 2.0, 4.0, 0.0], [0.0, 1.0, 2.0, 3.0, 4.0], [1.0, math.nan, 3.0, NOTHING, math.inf]]
     tokens, counts, width = [2, 4, 0], [3, 0, 4], 4
@@ -191,8 +201,7 @@ def test_the_reference_has_room_for_so_many_alternatives_and_no_more() -> None:
         reference.logprobs(logits, ids, ids + 4, 5, True, buffers)
 
 
-@FORMS
-def test_a_copy_to_be_changed_has_zeros_in_broken_rows_alone(form: ModuleType) -> None:
+def test_a_copy_to_be_changed_has_zeros_in_broken_rows_alone(form: SamplingOps) -> None:
     logits = torch.tensor([[1.0, 2.0], [math.nan, 1.0], [NOTHING, math.inf], [3.0, 4.0]])
     copy, bad = form.clean(logits)
     assert copy.tolist() == [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0], [3.0, 4.0]]
@@ -203,9 +212,8 @@ def test_a_copy_to_be_changed_has_zeros_in_broken_rows_alone(form: ModuleType) -
     assert sound.tolist() == [[1.0, 2.0]] and bad.tolist() == [[0, 0]]
 
 
-@FORMS
 @pytest.mark.parametrize("vocab", [5, 32, 40, 70])
-def test_a_mask_leaves_the_tokens_whose_bits_are_set(form: ModuleType, vocab: int) -> None:
+def test_a_mask_leaves_the_tokens_whose_bits_are_set(form: SamplingOps, vocab: int) -> None:
     allowed = [{0, 3, 31, 32, 39}, {1, 4, 33, 64, 69}]
     words = -(-vocab // 32)
     bits = [[sum(1 << (token % 32) for token in each if token // 32 == word) for word in range(words)] for each in allowed]
@@ -217,16 +225,14 @@ def test_a_mask_leaves_the_tokens_whose_bits_are_set(form: ModuleType, vocab: in
         assert logits[row].tolist() == wanted
 
 
-@FORMS
-def test_no_token_beyond_the_mask_may_be_chosen(form: ModuleType) -> None:
+def test_no_token_beyond_the_mask_may_be_chosen(form: SamplingOps) -> None:
     logits = torch.zeros(1, 40)
     form.mask(logits, torch.tensor([0]), torch.full((1, 1), -1, dtype=torch.int32))
     assert (logits[0, :32] == 0).all() and logits[0, 32:].isneginf().all()
 
 
-@FORMS
 @pytest.mark.parametrize("places", [range(60), range(3, 50), range(0, 60, 2), [5, 4, 7, 1]])
-def test_many_masks_at_a_time_are_each_for_their_row(form: ModuleType, places: Sequence[int]) -> None:
+def test_many_masks_at_a_time_are_each_for_their_row(form: SamplingOps, places: Sequence[int]) -> None:
     """More logits than are masked at a time; neighbours, or rows here and there."""
     vocab, draw = 5_000, np.random.default_rng(0)
     bitmask = draw.integers(-(2**31), 2**31 - 1, (len(places), -(-vocab // 32)), dtype=np.int32)
@@ -239,8 +245,31 @@ def test_many_masks_at_a_time_are_each_for_their_row(form: ModuleType, places: S
     assert torch.equal(logits, wanted)
 
 
-@FORMS
-def test_penalties_are_those_of_the_definition(form: ModuleType) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [40, 700])
+def test_masks_beside_the_logits_choose_what_masked_logits_would(form: SamplingOps, vocab: int, dtype: torch.dtype) -> None:
+    """The second row has none. The last has a broken logit where its mask is shut, and the one before it allows nothing."""
+    if not form.takes_masks:
+        pytest.skip("this form wants masks in the logits")
+    rows, draw = len(PARAMS) + 2, np.random.default_rng(0)
+    logits = (torch.randn(rows, vocab) * 3).to(dtype)
+    at, words = torch.tensor([0, *range(2, rows)]).flip(0), vocab // 32  # tokens behind the last word may not come either
+    bitmask = torch.from_numpy(draw.integers(-(2**31), 2**31 - 1, (rows - 1, words), dtype=np.int32))
+    bitmask[1] = 0
+    bitmask[0, 0], logits[-1, 3] = 4 + 2, math.nan
+    params, positions = [*PARAMS, {"temperature": 1.0}, {"temperature": 0.0}], list(range(rows))
+    allowed = logits.float().clone()
+    allowed[-1, 3] = 0.0
+    form.mask(allowed, at, bitmask)
+    expected = sample(form, allowed, params, positions, positions, True)[0].clone()
+    assert expected[-2].tolist()[1:] == [0, 0, 1]
+    expected[-1, Column.NANS] = 1
+    expected[-2, Column.TOKEN] = 0
+    found = sample(form, logits, params, positions, positions, False, masks=(at, bitmask))[0]
+    assert torch.equal(found, expected)
+
+
+def test_penalties_are_those_of_the_definition(form: SamplingOps) -> None:
     logits = torch.tensor([[2.0, -1.0, 0.5, 0.0, 3.0, -2.0]]).repeat(4, 1)
     table = torch.tensor([[1, 1, 4, 0, 0, 4, 9, 2], [5, 0, 4, 4, 1, 4, 3, 3], [0, 1, 2, 3, 4, 5, 0, 0]], dtype=torch.int32)
     at, rows = torch.tensor([3, 0, 1], dtype=torch.int32), torch.tensor([1, 0, 2], dtype=torch.int32)

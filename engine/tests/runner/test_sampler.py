@@ -13,16 +13,19 @@ from penstock.engine.sampling import SamplingParams
 from penstock.kernels.sampling import cpu
 from penstock.kernels.sampling.buffers import Column
 from penstock.kernels.sampling.cpu import CANDIDATES, apply_filters
-from penstock.kernels.sampling.ops import CPU
+from penstock.kernels.sampling.ops import CPU, SamplingOps, cpu_sampling_ops
 from penstock.kernels.sampling.philox import Purpose, philox, uniform
 
 LOGITS = torch.tensor([4.0, 3.0, 2.5, 2.0, 1.5, 1.0, 0.5, 0.0])
 DRAWS = 20_000
+OPS = cpu_sampling_ops()
 
 
-def choose(logits: torch.Tensor, params: list[SamplingParams], rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+def choose(
+    logits: torch.Tensor, params: list[SamplingParams], rows: np.ndarray, positions: np.ndarray, ops: SamplingOps = OPS
+) -> torch.Tensor:
     """What comes of logits [m, vocab], whose rows belong to requests with these parameters."""
-    sampler = Sampler(len(params), len(rows), logits.shape[1], torch.device("cpu"), CPU)
+    sampler = Sampler(len(params), len(rows), logits.shape[1], torch.device("cpu"), ops)
     for row, each in enumerate(params):
         sampler.admit(row, each)
     changes = sampler.take_changes()
@@ -30,10 +33,10 @@ def choose(logits: torch.Tensor, params: list[SamplingParams], rows: np.ndarray,
     return sampler.sample(logits, torch.from_numpy(rows), torch.from_numpy(positions), sampler.path(rows))
 
 
-def draw(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> list[int]:
+def draw(logits: torch.Tensor, params: list[SamplingParams], positions: list[int], ops: SamplingOps = OPS) -> list[int]:
     """Tokens of rows with these logits [m, vocab], parameters and positions."""
     rows = np.arange(len(params), dtype=np.int32)
-    return choose(logits, params, rows, np.array(positions, np.int32))[:, Column.TOKEN].tolist()
+    return choose(logits, params, rows, np.array(positions, np.int32), ops)[:, Column.TOKEN].tolist()
 
 
 def frequencies(params: SamplingParams, draws: int = DRAWS) -> np.ndarray:
@@ -191,10 +194,10 @@ def test_greedy_rows_neither_sort_nor_draw(monkeypatch):
     monkeypatch.setattr(cpu, "_likeliest", lambda logits, count: rows["sorted"].append(len(logits)) or likeliest(logits, count))
     monkeypatch.setattr(cpu, "draw", lambda logits, numbers: rows["drawn"].append(len(logits)) or draw_from(logits, numbers))
     greedy = SamplingParams(max_tokens=1, temperature=0.0, top_p=0.5, top_k=3)
-    assert draw(LOGITS.expand(2, -1), [greedy] * 2, [0, 1]) == [0, 0]
+    assert draw(LOGITS.expand(2, -1), [greedy] * 2, [0, 1], CPU) == [0, 0]
     assert rows == {"sorted": [], "drawn": []}
     drawn = SamplingParams(max_tokens=1, temperature=1.0, top_k=3)
-    assert draw(LOGITS.expand(3, -1), [greedy, drawn, greedy], [0, 1, 2])[::2] == [0, 0]
+    assert draw(LOGITS.expand(3, -1), [greedy, drawn, greedy], [0, 1, 2], CPU)[::2] == [0, 0]
     assert rows == {"sorted": [1], "drawn": [1]}
 
 
@@ -216,7 +219,7 @@ def test_the_whole_vocabulary_is_sorted_only_where_it_must_be(monkeypatch, param
     counts, likeliest = [], cpu._likeliest
     monkeypatch.setattr(cpu, "_likeliest", lambda logits, count: counts.append(count) or likeliest(logits, count))
     logits = torch.randn(1, 1024, generator=torch.Generator().manual_seed(0)) * spread
-    draw(logits, [SamplingParams(**({"max_tokens": 1, "temperature": 1.0} | params))], [0])
+    draw(logits, [SamplingParams(**({"max_tokens": 1, "temperature": 1.0} | params))], [0], CPU)
     assert counts == sorted_tokens
 
 

@@ -48,7 +48,7 @@ from penstock.engine.spec.lookup import lookup_proposer
 from penstock.engine.spec.proposer import Proposer
 from penstock.kernels.ops import Ops, ops_for
 from penstock.kernels.prepare_kv.reference import Rotary
-from penstock.kernels.sampling.ops import CPU
+from penstock.kernels.sampling.ops import cpu_sampling_ops
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,8 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         self._max_logits_rows = scheduler.max_num_seqs * (1 + drafts)
         self._arrays = StepArrays(most, scheduler.max_num_seqs, longest, groups, self._max_logits_rows)
         vocab_size = self.decoder_config.vocab_size
-        self.sampler = Sampler(scheduler.max_num_seqs, self._max_logits_rows, vocab_size, self.runtime.device, CPU)
+        sampling = cpu_sampling_ops(config.cpu_isa)
+        self.sampler = Sampler(scheduler.max_num_seqs, self._max_logits_rows, vocab_size, self.runtime.device, sampling)
         self._max_num_tokens, self._states = most, None
         if self._drafter is not None and self._drafter.head is not None:
             self._states = torch.zeros(most, self._drafter.head.states_size, dtype=self._dtype)

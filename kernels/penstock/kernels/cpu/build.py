@@ -17,6 +17,7 @@ _NAMES = (
     "experts.cpp",
     "lora.cpp",
     "replay.cpp",
+    "sampling.cpp",
     "drafts.cpp",
     "collective.cpp",
 )

@@ -61,23 +61,6 @@ inline float maximum_of(const float* x, int64_t n) {
   return *std::max_element(lanes, lanes + kLanes);
 }
 
-// e^x for x <= 0 with a relative error of about 1e-7: 2^n times a polynomial (Cephes' expf); 0 below the smallest normal number.
-inline Vec exp_nonpositive(Vec x) {
-  const Vec low = splat(-87.0f);
-  const IntVec tiny = x < low;
-  const Vec clamped = tiny ? low : x;
-  const Vec shifted = clamped * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the rounded quotient
-  const Vec n = shifted - 12582912.0f;
-  const Vec r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
-  Vec p = splat(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = p * r + c;
-  const Vec value = p * r * r + r + 1.0f;
-  const IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
-  Vec scale;
-  std::memcpy(&scale, &exponent, sizeof scale);
-  return tiny ? Vec{} : value * scale;
-}
-
 inline int64_t round_up(int64_t x) { return (x + kLanes - 1) / kLanes * kLanes; }
 
 // n elements to float, the rest up to whole vectors 0.

@@ -77,6 +77,23 @@ inline Vec multiply_add(Vec a, Vec b, Vec c) {
 #endif
 }
 
+// e^x for x <= 0 with a relative error of about 1e-7: 2^n times a polynomial (Cephes' expf); 0 below the smallest normal number.
+inline Vec exp_nonpositive(Vec x) {
+  const Vec low = splat(-87.0f);
+  const IntVec tiny = x < low;
+  const Vec clamped = tiny ? low : x;
+  const Vec shifted = clamped * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the rounded quotient
+  const Vec n = shifted - 12582912.0f;
+  const Vec r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+  Vec p = splat(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = p * r + c;
+  const Vec value = p * r * r + r + 1.0f;
+  const IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
+  Vec scale;
+  std::memcpy(&scale, &exponent, sizeof scale);
+  return tiny ? Vec{} : value * scale;
+}
+
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 constexpr bool kDotsPairs = true;
 #else

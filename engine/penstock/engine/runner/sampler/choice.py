@@ -130,21 +130,27 @@ class Chooser:
             return Choice(result)
         path = self._sampler.path(of)
         adjusted, params = logits, self._sampler.params
-        if len(masked) or self._adjusted[of].any():
+        masks = upload(self._runtime, choosing.at[masked], inputs.bitmask) if len(masked) else None
+        if self._adjusted[of].any() or (masks is not None and not self._masks_alone(of, drawn)):
             adjusted, bad = self._sampler.ops.clean(logits)
-            if len(masked):
-                self._sampler.ops.mask(adjusted, *upload(self._runtime, choosing.at[masked], inputs.bitmask))
+            if masks is not None:
+                self._sampler.ops.mask(adjusted, *masks)
             self._adjustments.apply(adjusted, choosing.at, choosing.rows, positions)
             params = self._change_invariant(adjusted, choosing, positions)
             result = self._sampler.sample(adjusted, request_rows, positions, path, masked=True, params=params)
             # The model's logits are judged, not those with masks.
             result[:, Column.NANS : Column.INFINITIES + 1] = bad
         else:
-            result = self._sampler.sample(logits, request_rows, positions, path)
+            result = self._sampler.sample(logits, request_rows, positions, path, masks=masks)
         self._settle(result, adjusted, params, drawn, request_rows, positions)
         scores = self._scores(logits, adjusted, params, result, choosing)
         failures = self._adjustments.failures(choosing.rows)
         return Choice(result, scores, {int(choosing.plan_rows[index]): message for index, message in failures.items()})
+
+    def _masks_alone(self, request_rows: Int32, drawn: Drawn | None) -> bool:
+        """Whether the sampler can apply the masks itself: it does, and nothing else looks at logits under them."""
+        judged = drawn is not None or (self._mode.startswith("processed") and (self._logprobs[request_rows] != NO_LOGPROBS).any())
+        return self._sampler.ops.takes_masks and not judged
 
     def _settle(
         self,
@@ -202,7 +208,9 @@ def _masked(choosing: Choosing, inputs: SampleInputs) -> Int64:
     """[l]: which of the choices are those of `inputs.bitmask`, in its order."""
     if not len(inputs.masked_rows):
         return _NO_CHOICE
-    masked = np.flatnonzero(np.isin(choosing.plan_rows, inputs.masked_rows))
+    has_mask = np.zeros(1 + max(choosing.plan_rows.max(initial=0), inputs.masked_rows.max()), np.bool_)
+    has_mask[inputs.masked_rows] = True
+    masked = np.flatnonzero(has_mask[choosing.plan_rows])
     if len(masked) != len(inputs.bitmask):
         raise ValueError(f"{len(inputs.bitmask)} masks came for {len(masked)} choices")
     return masked

@@ -71,6 +71,7 @@ class Sampler:
         path: Path = Path.FILTERED,
         masked: bool = False,
         params: torch.Tensor | None = None,
+        masks: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Chooses a token a row; a CUDA graph may capture it: launches depend on m, `path` and `masked` alone.
 
@@ -81,11 +82,14 @@ class Sampler:
             path: At least `path` of these rows.
             masked: Whether -inf stands for a token that cannot be chosen; else it is no number.
             params: In place of the rows' own.
+            masks: As of `SamplingOps.takes_masks`; None: there are none.
 
         Returns:
             [m, RESULT], int32: see `Column`; the same memory in every call.
         """
-        return self.ops.sample(logits, rows, positions, self.params if params is None else params, self.buffers, path, masked)
+        params = self.params if params is None else params
+        given = {} if masks is None else {"masks": masks}
+        return self.ops.sample(logits, rows, positions, params, self.buffers, path, masked, **given)
 
 
 def param_words(params: SamplingParams) -> Int32:
