@@ -27,10 +27,14 @@ class GuidanceMatcher:
 
     Args:
         matcher: The library's, for this object alone.
+        num_words: Words of its mask.
     """
 
-    def __init__(self, matcher: "LLMatcher") -> None:
+    def __init__(self, matcher: "LLMatcher", num_words: int) -> None:
         self._matcher = matcher
+        self._mask = np.empty(num_words, np.int32)
+        # To ask numpy for it takes longer than most masks.
+        self._mask_at = self._mask.ctypes.data, self._mask.nbytes
 
     @property
     def error(self) -> str | None:
@@ -51,7 +55,7 @@ class GuidanceMatcher:
 
     def copy(self) -> "GuidanceMatcher":
         """A matcher in the same state, which goes on by itself."""
-        return GuidanceMatcher(self._matcher.deep_copy())
+        return GuidanceMatcher(self._matcher.deep_copy(), len(self._mask))
 
     def forced(self) -> Sequence[int]:
         """The tokens that must come next."""
@@ -69,9 +73,10 @@ class GuidanceMatcher:
         """Takes back the last tokens."""
         self._matcher.rollback(num_tokens)
 
-    def fill(self, mask: Int32) -> None:
-        """Writes the mask of the next token, [words]."""
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    def mask(self) -> Int32:
+        """The mask of the next token, [words], valid until the next call."""
+        self._matcher.unsafe_compute_mask_ptr(*self._mask_at)
+        return self._mask
 
 
 class Guidance:
@@ -98,16 +103,17 @@ class Guidance:
         from llguidance import LLMatcher, LLParserLimits
 
         compiled = LLMatcher(tokenizer, _definition(grammar, tokenizer), log_level=0, limits=LLParserLimits(verbose_errors=False))
-        matcher, words = GuidanceMatcher(compiled), -(-tokenizer.vocab_size // 32)
+        words = -(-tokenizer.vocab_size // 32)
+        matcher = GuidanceMatcher(compiled, words)
         if (error := matcher.error) is None:
             # Some errors show with the first mask; and it is the slowest.
             first = matcher.copy()
-            first.fill(np.empty(words, np.int32))
+            first.mask()
             error = first.error
         if error is not None:
             raise GrammarError(located(error, json.loads(grammar.text)) if grammar.kind == "json_schema" else error)
         of_model = words if self._vocab_size is None else -(-self._vocab_size // 32)
-        return Prototype(matcher, of_model, words, compiled.get_grammar_warnings())
+        return Prototype(matcher, of_model, compiled.get_grammar_warnings())
 
     def close(self) -> None:
         """Has nothing to end: all of it is in this process."""

@@ -34,8 +34,8 @@ class GrammarGuide:
         self._stops = frozenset(stop_token_ids) | frozenset(eos_token_ids)
         self._more_stops = _bits(set(stop_token_ids) - set(eos_token_ids), num_words)
         self._no_stops = _bits(set(eos_token_ids) - set(stop_token_ids), num_words)
+        self._words_of_no_stops = [] if self._no_stops is None else self._no_stops.nonzero()[0].tolist()
         self._begin = _bits(() if reasoning is None or reasoning.begin is None else (reasoning.begin,), num_words)
-        self._whole = np.empty(prototype.matcher_words, np.int32)
 
     @property
     def ended(self) -> bool:
@@ -56,7 +56,9 @@ class GrammarGuide:
     def accept(self, token_ids: Sequence[int]) -> None:
         """See `Guide`; a token that the grammar does not allow is an `error`, and so is a mask that could not be made."""
         for token in token_ids:
-            self._gate, of_answer = self._gate.take(token)
+            of_answer = True
+            if self._gate.phase is not Phase.ANSWER:
+                self._gate, of_answer = self._gate.take(token)
             if of_answer and self.error is None and not self._matcher.accept(token):
                 why = self._matcher.error or "the answer was complete before"
                 self.error = f"the grammar does not allow token {token}, which was sampled: {why}"
@@ -64,30 +66,32 @@ class GrammarGuide:
     def fill(self, masks: Int32, drafts: Sequence[int]) -> None:
         """Writes the masks of a step that verifies drafts; the guide stays where it is."""
         gate, advanced = self._gate, 0
-        for at, draft in enumerate((*drafts, None)):
+        for at, draft in enumerate(drafts):
             if gate.phase is not Phase.REASONING:
                 self._fill(masks[at], gate.phase)
-            if draft is None:
-                break
             gate, of_answer = gate.take(draft)
             if of_answer and (draft in self._stops or not self._matcher.try_accept(draft)):
                 break
             advanced += of_answer
+        else:
+            if gate.phase is not Phase.REASONING:
+                self._fill(masks[len(drafts)], gate.phase)
         if advanced:
             self._matcher.rollback(advanced)
 
     def _fill(self, mask: Int32, phase: Phase) -> None:
-        whole = self._whole if len(self._whole) != len(mask) else mask
-        self._matcher.fill(whole)
+        made = self._matcher.mask()
         if (error := self._matcher.error) is not None:
             # What is sampled now is not taken: the request fails with the step's result.
             self.error = f"the grammar's limits do not allow a next token to be found: {error}"
-            mask[:] = -1
             return
-        if whole is not mask:
-            mask[:] = whole[: len(mask)]
-        if self._no_stops is not None and (mask & ~self._no_stops).any():
-            mask &= ~self._no_stops
+        mask[:] = made if len(made) == len(mask) else made[: len(mask)]
+        shut = self._no_stops
+        # A look at the whole mask takes as long as the grammar: it is due only where EOS tokens are among those allowed.
+        if shut is not None and any(mask.item(word) & shut.item(word) for word in self._words_of_no_stops):
+            others = mask & ~shut
+            if others.any():
+                mask[:] = others
         if self._more_stops is not None and self._matcher.is_accepting:
             mask |= self._more_stops
         if self._begin is not None and phase is Phase.OPENING:

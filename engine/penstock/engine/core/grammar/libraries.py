@@ -57,9 +57,9 @@ class Matcher(Protocol):
         """Takes back the last tokens of `try_accept`."""
         ...
 
-    def fill(self, mask: Int32) -> None:
-        """Writes the mask of the next token, [words]: EOS tokens are allowed where the answer may end. Sets `error` where nothing
-        can follow."""
+    def mask(self) -> Int32:
+        """The mask of the next token, [words], valid until the next call: EOS tokens are allowed where the answer may end. Sets
+        `error` where nothing can follow."""
         ...
 
 
@@ -68,9 +68,7 @@ class Prototype(NamedTuple):
 
     matcher: Matcher
     num_words: int
-    """Words of a mask, for all of the model's logits."""
-    matcher_words: int
-    """Words of a mask as the matcher makes it: more, where the tokenizer has tokens that the model does not know."""
+    """Words of a mask, for all of the model's logits. The matcher's has more where the tokenizer has more tokens."""
     warnings: list[str]
     """What a lenient grammar leaves out."""
 

@@ -44,6 +44,7 @@ class XgrammarMatcher:
         self._matcher = matcher
         self._tokenizer = tokenizer
         self._stops = stops
+        self._mask = np.empty_like(stops)
         self._stopped: bool | None = None
 
     @property
@@ -94,20 +95,18 @@ class XgrammarMatcher:
         self._matcher.rollback(num_tokens)
         self._stopped = None
 
-    def fill(self, mask: Int32) -> None:
-        """Writes the mask of the next token, [words]."""
+    def mask(self) -> Int32:
+        """The mask of the next token, [words], valid until the next call."""
         if self._matcher.is_terminated():
-            mask[:] = self._stops
-            return
-        mask[:] = -1
-        self._matcher.fill_next_token_bitmask(mask.reshape(1, -1))
-        if not mask.any():
+            return self._stops
+        self._mask[:] = -1
+        self._matcher.fill_next_token_bitmask(self._mask.reshape(1, -1))
+        if not self._mask.any():
             self.error = "no token can follow"
+        return self._mask
 
     def _only_stops(self) -> bool:
-        mask = np.empty_like(self._stops)
-        self.fill(mask)
-        return not (mask & ~self._stops).any()
+        return not (self.mask() & ~self._stops).any()
 
 
 class Xgrammar:
@@ -152,11 +151,11 @@ class Xgrammar:
         stops[info.stop_token_ids] = 1
         matcher = XgrammarMatcher(GrammarMatcher(compiled), tokenizer, np.packbits(stops, bitorder="little").view(np.int32))
         first = matcher.copy()
-        first.fill(np.empty(words, np.int32))
+        first.mask()
         if first.error is not None:
             raise GrammarError(f"the grammar has no answer: {first.error}")
         of_model = words if self._vocab_size is None else -(-self._vocab_size // 32)
-        return Prototype(matcher, of_model, words, [])
+        return Prototype(matcher, of_model, [])
 
     def close(self) -> None:
         """Ends the process that compiles."""

@@ -85,21 +85,21 @@ class Grants:
 
     def _grant_drafts(self, step: StepBuilder, rows: Int64) -> None:
         """A token for each, and its drafts as far as it may still grow."""
-        guides = self._tenancy.guides
-        if guides:
+        forced = self._tenancy.guides.forced
+        if forced:
             # What is forced follows the last token of all, which a row in flight does not have yet.
-            ready = np.array([guides.forced(row) is None for row in ints(rows)], np.bool_)
+            ready = np.array([row not in forced for row in ints(rows)], np.bool_)
             rows = rows[ready | ~self._in_flight.holds(rows)]
         wanted = self._tenancy.num_proposed[rows]
-        if not guides and not wanted.any():
+        if not forced and not wanted.any():
             step.grant_decodes(rows)
             return
         room = most_forced(len(self._table.num_tokens))
-        for at, row in enumerate(ints(rows) if guides else ()):
-            if room and (forced := guides.forced(row)) is not None:
-                forced = forced[:room]
-                wanted[at], step.draft_ids[row] = len(forced), forced
-                room -= len(forced)
+        for at, row in enumerate(ints(rows) if forced else ()):
+            if room and row in forced:
+                step.draft_ids[row] = forced[row][:room]
+                wanted[at] = len(step.draft_ids[row])
+                room -= len(step.draft_ids[row])
         step.grant_decodes(rows, np.minimum(wanted, self._tenancy.limits[rows] - self._table.num_tokens[rows] - 1))
 
     def _grant_chunks(self, step: StepBuilder, rows: Int64) -> None:

@@ -69,7 +69,8 @@ class Guides:
 
     def __init__(self) -> None:
         self._guides: dict[int, Guide] = {}
-        self._forced: dict[int, list[int]] = {}
+        self.forced: dict[int, list[int]] = {}
+        """Tokens that must come next, by row, where there is no choice."""
         self._told: dict[int, list[int]] = {}
 
     def __bool__(self) -> bool:
@@ -86,12 +87,8 @@ class Guides:
 
     def move_out(self, row: int) -> None:
         """Remove the row's guide: its request leaves."""
-        for of in (self._guides, self._forced, self._told):
+        for of in (self._guides, self.forced, self._told):
             of.pop(row, None)
-
-    def forced(self, row: int) -> list[int] | None:
-        """Tokens that must come next in the row; None: there is a choice, or no guide."""
-        return self._forced.get(row)
 
     def advance(self, row: int, token_id: int) -> Guide | None:
         """The row's guide, which has taken in its next token; None: it has none."""
@@ -107,31 +104,31 @@ class Guides:
     def look(self, row: int, drafts: Sequence[int]) -> None:
         """The row goes on; `drafts` are what the runner will have verified in its next step."""
         self._told[row] = list(drafts)
-        if forced := list(self._guides[row].forced()[:MAX_FORCED_TOKENS]):
-            self._forced[row] = forced
+        if forced := self._guides[row].forced():
+            self.forced[row] = list(forced[:MAX_FORCED_TOKENS])
         else:
-            self._forced.pop(row, None)
+            self.forced.pop(row, None)
 
     def masked(self, plan: StepPlan) -> Int32:
         """Indexes of the plan's rows that sample under a mask."""
-        return np.array([at for at, row in enumerate(ints(plan.rows)) if plan.samples[at] and row in self._guides], np.int32)
+        guides, samples = self._guides, plan.samples.tolist()
+        return np.array([at for at, row in enumerate(ints(plan.rows)) if samples[at] and row in guides], np.int32)
 
     def inputs(self, plan: StepPlan, masked: Int32, live: Bool) -> SampleInputs:
         """Masks for the `masked` rows of a plan whose requests are still there. All steps before it have been taken in."""
         at = masked[live[masked]]
         if not len(at):
             return SampleInputs(plan.step_id)
-        given, begins = plan.draft_ids, np.zeros(len(plan.rows), np.int32)
-        counts = plan.num_drafts if len(plan.num_drafts) else np.zeros(len(plan.rows), np.int32)
+        begins = np.zeros(len(plan.rows), np.int32)
+        counts = plan.num_drafts if len(plan.num_drafts) else begins
         lengths = counts[plan.draft_rows]
         begins[plan.draft_rows] = np.cumsum(lengths) - lengths
-        with_plan = set(ints(plan.draft_rows))
+        given, with_plan = ints(plan.draft_ids), set(ints(plan.draft_rows))
         words = next(iter(self._guides.values())).num_words
         bitmask = np.full((int((counts[at] + 1).sum()), words), _ALL, np.int32)
         first = 0
-        for index in ints(at):
-            row, count = int(plan.rows[index]), int(counts[index])
-            drafts = ints(given[begins[index] : begins[index] + count]) if index in with_plan else self._told[row][:count]
+        for index, row, count, begin in zip(ints(at), ints(plan.rows[at]), ints(counts[at]), ints(begins[at]), strict=True):
+            drafts = given[begin : begin + count] if index in with_plan else self._told[row][:count]
             # Where the runner has fewer drafts than planned, what it fills up with is never accepted.
             self._guides[row].fill(bitmask[first : first + 1 + len(drafts)], drafts)
             first += 1 + count

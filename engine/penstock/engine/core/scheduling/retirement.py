@@ -126,8 +126,8 @@ class Retirement:
         if not tenancy.guides:
             return
         ended = {ending.request.row for ending in endings}
-        for at in tokens.counts.nonzero()[0].tolist():
-            if (row := int(rows[at])) in tenancy.guides and row not in ended:
+        for at, (row, count) in enumerate(zip(rows.tolist(), tokens.counts.tolist(), strict=True)):
+            if count and row in tenancy.guides and row not in ended:
                 tenancy.guides.look(row, told_drafts(result.drafts, at))
 
     def _end_pooled(self, pooled: Pooled | None, plan: StepPlan, live: Bool) -> None:

@@ -168,8 +168,8 @@ class Tenancy:
     def _guided(self, rows: Int64, tokens: Int32, stopped: Bool) -> dict[int, str | None]:
         """Return which of the rows' guides end their requests with these tokens, and the error of each, if any."""
         found: dict[int, str | None] = {}
-        for at in (~stopped).nonzero()[0].tolist():
-            guide = self.guides.advance(int(rows[at]), int(tokens[at]))
+        for at, (row, token, stops) in enumerate(zip(rows.tolist(), tokens.tolist(), stopped.tolist(), strict=True)):
+            guide = None if stops else self.guides.advance(row, token)
             if guide is not None and (guide.error is not None or guide.ended):
                 found[at] = guide.error
         return found

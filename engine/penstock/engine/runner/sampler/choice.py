@@ -130,7 +130,7 @@ class Chooser:
             return Choice(result)
         path = self._sampler.path(of)
         adjusted, params = logits, self._sampler.params
-        masks = upload(self._runtime, choosing.at[masked], inputs.bitmask) if len(masked) else None
+        masks = self._upload_masks(choosing.at[masked], inputs.bitmask) if len(masked) else None
         if self._adjusted[of].any() or (masks is not None and not self._masks_alone(of, drawn)):
             adjusted, bad = self._sampler.ops.clean(logits)
             if masks is not None:
@@ -146,6 +146,10 @@ class Chooser:
         scores = self._scores(logits, adjusted, params, result, choosing)
         failures = self._adjustments.failures(choosing.rows)
         return Choice(result, scores, {int(choosing.plan_rows[index]): message for index, message in failures.items()})
+
+    def _upload_masks(self, at: Int64, bitmask: Int32) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, bits = upload(self._runtime, at, bitmask)
+        return rows, bits
 
     def _masks_alone(self, request_rows: Int32, drawn: Drawn | None) -> bool:
         """Whether the sampler can apply the masks itself: it does, and nothing else looks at logits under them."""
