@@ -15,7 +15,7 @@ namespace {
 using namespace penstock;
 
 constexpr int64_t kBlock = 128;  // tokens that are read at a time: a multiple of a mask's word, and few enough for the nearest cache
-constexpr int64_t kFewBlocks = 64, kMoreBlocks = 8;  // how many blocks top-p looks into first, and how many times as many next
+constexpr int64_t kFewBlocks = 64, kMoreBlocks = 8;  // how many blocks top-p looks into first at most, and how many times as many next
 constexpr size_t kFewCandidates = 64;  // that are sorted
 constexpr float kNothing = -std::numeric_limits<float>::infinity(), kGreatest = std::numeric_limits<float>::max();
 
@@ -190,7 +190,8 @@ class Row {
   Left nucleus() {
     const double wanted = params_.top_p * masses({kNothing, static_cast<int32_t>(vocab_)}, 0).total;
     std::vector<Candidate> kept;
-    for (int64_t blocks = kFewBlocks;; blocks *= kMoreBlocks) {
+    const int64_t first = std::min(kFewBlocks, static_cast<int64_t>(most_.size()) / kMoreBlocks + 1);
+    for (int64_t blocks = first;; blocks *= kMoreBlocks) {
       const float limit = limit_for(blocks);
       gather(limit, kept);
       const size_t inside = within(kept, wanted);
