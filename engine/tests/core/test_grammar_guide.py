@@ -283,6 +283,27 @@ def test_a_character_without_a_token_comes_byte_by_byte(byte_fallback, guide_of)
         compiler.close()
 
 
+@pytest.mark.req("SO-05")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_drafts_alone_can_be_taken_back(backend, compiler, tokenizer):
+    matcher = compiler.compile(msgspec.structs.replace(schema(OBJECT), backend=backend)).matcher.copy()
+    first, *drafts = ids(tokenizer, '{"a": 12}')
+    assert matcher.accept(first) and len(drafts) > 3
+    before = matcher.mask().copy()
+    for _ in range(2):
+        assert all(map(matcher.try_accept, drafts[:3]))
+        with pytest.raises(ValueError, match="4 tokens cannot be taken back: 3 were tried"):
+            matcher.rollback(4)
+        matcher.rollback(2)
+        matcher.rollback(1)
+        assert np.array_equal(matcher.mask(), before)
+    with pytest.raises(ValueError, match="1 tokens cannot be taken back: 0 were tried"):
+        matcher.rollback(1)
+    assert matcher.try_accept(drafts[0]) and matcher.accept(drafts[1])
+    with pytest.raises(ValueError, match="0 were tried"):
+        matcher.rollback(1)
+
+
 @pytest.mark.req("SO-18")
 def test_the_grammar_begins_after_the_reasoning(tokenizer, guide_of):
     end = tuple(ids(tokenizer, "</think>"))

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.core.grammar.libraries import MAX_SPACES, GrammarError, GrammarsUnavailable, Prototype
+from penstock.engine.core.grammar.libraries import MAX_SPACES, GrammarError, GrammarsUnavailable, Prototype, without
 from penstock.engine.core.grammar.schema_errors import located
 from penstock.engine.core.grammar.tags import lark_of, with_options
 from penstock.engine.core.plan import Int32
@@ -35,6 +35,7 @@ class GuidanceMatcher:
         self._mask = np.empty(num_words, np.int32)
         # To ask numpy for it takes longer than most masks.
         self._mask_at = self._mask.ctypes.data, self._mask.nbytes
+        self._num_tried = 0
 
     @property
     def error(self) -> str | None:
@@ -63,14 +64,18 @@ class GuidanceMatcher:
 
     def accept(self, token_id: int) -> bool:
         """Takes the next token, if the grammar allows it."""
+        self._num_tried = 0
         return self._matcher.consume_token(token_id)
 
     def try_accept(self, token_id: int) -> bool:
         """Takes a token, or changes nothing."""
-        return self._matcher.try_consume_tokens([token_id]) == 1
+        taken = self._matcher.try_consume_tokens([token_id]) == 1
+        self._num_tried += taken
+        return taken
 
     def rollback(self, num_tokens: int) -> None:
-        """Takes back the last tokens."""
+        """Takes back the last tokens; raises what `Matcher.rollback` says."""
+        self._num_tried = without(num_tokens, self._num_tried)
         self._matcher.rollback(num_tokens)
 
     def mask(self) -> Int32:

@@ -54,7 +54,11 @@ class Matcher(Protocol):
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Takes back the last tokens of `try_accept`."""
+        """Takes back the last tokens of `try_accept`.
+
+        Raises:
+            ValueError: There are not as many since the last `accept`, whose tokens stay.
+        """
         ...
 
     def mask(self) -> Int32:
@@ -92,3 +96,10 @@ class Library(Protocol):
     def close(self) -> None:
         """Ends whatever it runs beside this process."""
         ...
+
+
+def without(num_tokens: int, num_tried: int) -> int:
+    """How many of the tokens of `try_accept` are left after a rollback; raises what `Matcher.rollback` says."""
+    if num_tokens > num_tried:
+        raise ValueError(f"{num_tokens} tokens cannot be taken back: {num_tried} were tried")
+    return num_tried - num_tokens

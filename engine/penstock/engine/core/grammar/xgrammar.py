@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.core.grammar.guidance import Guidance
-from penstock.engine.core.grammar.libraries import MAX_SPACES, GrammarError, GrammarsUnavailable, Prototype
+from penstock.engine.core.grammar.libraries import MAX_SPACES, GrammarError, GrammarsUnavailable, Prototype, without
 from penstock.engine.core.grammar.xgrammar_limits import beyond_xgrammar
 from penstock.engine.core.grammar.xgrammar_process import CompileProcess, Work, compile_with
 from penstock.engine.core.grammar.xgrammar_tags import structural_tag
@@ -46,6 +46,7 @@ class XgrammarMatcher:
         self._stops = stops
         self._mask = np.empty_like(stops)
         self._stopped: bool | None = None
+        self._num_tried = 0
 
     @property
     def is_stopped(self) -> bool:
@@ -81,6 +82,7 @@ class XgrammarMatcher:
         if not self.try_accept(token_id):
             self.error = self.error or "no rule of the grammar goes on with it"
             return False
+        self._num_tried = 0
         return True
 
     def try_accept(self, token_id: int) -> bool:
@@ -88,10 +90,12 @@ class XgrammarMatcher:
         if self._matcher.is_terminated() or not self._matcher.accept_token(token_id):
             return False
         self._stopped = None
+        self._num_tried += 1
         return True
 
     def rollback(self, num_tokens: int) -> None:
-        """Takes back the last tokens."""
+        """Takes back the last tokens; raises what `Matcher.rollback` says."""
+        self._num_tried = without(num_tokens, self._num_tried)
         self._matcher.rollback(num_tokens)
         self._stopped = None
 
