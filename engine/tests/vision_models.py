@@ -24,7 +24,13 @@ LONGEST = 320
 
 
 def make_llava(
-    folder: Path, text: str = "Llama", strategy: str = "default", layer: int = -2, image_token: int = IMAGE_TOKEN, **fields
+    folder: Path,
+    text: str = "Llama",
+    strategy: str = "default",
+    layer: int = -2,
+    image_token: int = IMAGE_TOKEN,
+    size: int = SIZE,
+    **fields,
 ) -> Path:
     """Saves a LLaVA 1.5 with random weights."""
     import transformers
@@ -38,13 +44,13 @@ def make_llava(
         | fields
     )
     vision = transformers.CLIPVisionConfig(
-        hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=3, image_size=SIZE, patch_size=PATCH
+        hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=3, image_size=size, patch_size=PATCH
     )
     config = transformers.LlavaConfig(
         vision_config=vision,
         text_config=language,
         image_token_index=image_token,
-        image_seq_length=TOKENS + (strategy == "full"),
+        image_seq_length=(size // PATCH) ** 2 + (strategy == "full"),
         vision_feature_select_strategy=strategy,
         vision_feature_layer=layer,
     )
@@ -56,8 +62,35 @@ def make_llava(
         elif "vision_tower" in name or "projector" in name:
             torch.nn.init.normal_(parameter, 0.0, 0.2)
     model.save_pretrained(folder)
-    processor = {"size": {"shortest_edge": SIZE}, "crop_size": {"height": SIZE, "width": SIZE}}
+    processor = {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+TILE = 12
+NEXT_RESOLUTIONS = [[TILE, 2 * TILE], [2 * TILE, TILE], [2 * TILE, 2 * TILE], [3 * TILE, TILE]]
+
+
+def make_llava_next(folder: Path, text: str = "Mistral", **fields) -> Path:
+    """Saves a LLaVA-NeXT with random weights; a tile has four embeddings."""
+    import transformers
+
+    make_llava(folder, text, size=TILE, **fields)
+    config = transformers.LlavaNextConfig(
+        **{name: json.loads((folder / "config.json").read_text())[name] for name in ("vision_config", "text_config")},
+        image_token_index=IMAGE_TOKEN,
+        image_grid_pinpoints=NEXT_RESOLUTIONS,
+    )
+    torch.manual_seed(zlib.crc32(folder.name.encode()))
+    model = transformers.LlavaNextForConditionalGeneration(config)
+    known = transformers.LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).state_dict()
+    left = model.load_state_dict(known, strict=False)
+    assert left.missing_keys == ["model.image_newline"] and not left.unexpected_keys
+    torch.nn.init.normal_(model.model.image_newline, 0.0, 0.5)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder)
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor | {"image_grid_pinpoints": NEXT_RESOLUTIONS}))
     return folder
 
 
@@ -191,6 +224,12 @@ class Seeing(NamedTuple):
 SEEING = {
     "llava": Seeing(
         make_llava, "LlavaForConditionalGeneration", ("clip.image_processing_pil_clip", "CLIPImageProcessorPil"), TOKENS
+    ),
+    "llava_next": Seeing(
+        make_llava_next,
+        "LlavaNextForConditionalGeneration",
+        ("llava_next.image_processing_pil_llava_next", "LlavaNextImageProcessorPil"),
+        0,
     ),
     "gemma3": Seeing(
         make_gemma3,

@@ -8,11 +8,18 @@ import msgspec
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 _FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 """JPEG's markers of a frame, which hold its size."""
+_EXIF: Final = ((b"Exif\0\0", 6), (b"eXIf", 4), (b"EXIF", 8))
+"""What is before EXIF data in JPEG, PNG and WebP, and how many bytes that is."""
+_MAYBE_EXIF: Final = (b"tiff:Orientation", b"XML:com.adobe.xmp", b"Raw profile type")
+"""Other forms of the same data, some of them compressed, which decoders read too."""
+_ORIENTATION: Final = 0x112
+_FIRST_QUARTER: Final = 5
+"""Orientations from this one on turn an image by a quarter."""
 MAX_ASPECT: Final = 200
 """The longer side over the shorter one: resizing a thinner image to a model's height would take gigabytes."""
 
 
-class DynamicSize(msgspec.Struct, frozen=True, kw_only=True):
+class DynamicSize(msgspec.Struct, frozen=True, kw_only=True, tag="dynamic"):
     """A model reads an image in about its own size: sides are multiples of `factor`, and the area is bounded."""
 
     factor: int
@@ -38,6 +45,68 @@ class DynamicSize(msgspec.Struct, frozen=True, kw_only=True):
         return (high // self.factor) * (wide // self.factor)
 
 
+class TiledSize(msgspec.Struct, frozen=True, kw_only=True, tag="tiled"):
+    """A model reads an image as one square, and once more in the tiles of a larger resolution, as LLaVA-NeXT does."""
+
+    tile: int
+    """Pixels of either side of the square, and of a tile."""
+    side: int
+    """Embeddings of either side of a tile."""
+    resolutions: tuple[tuple[int, int], ...]
+    """Height and width of each: multiples of a tile."""
+
+    def resolution(self, height: int, width: int) -> tuple[int, int]:
+        """The resolution that shows most of an image's pixels; of equal ones that with the least margin, else the first."""
+
+        def worth(resolution: tuple[int, int]) -> tuple[int, int]:
+            high, wide = resolution
+            scale = min(wide / width, high / height)
+            shown = min(int(width * scale) * int(height * scale), width * height)
+            return shown, shown - high * wide
+
+        return max(self.resolutions, key=worth)
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of an image within its resolution; the rest is margin."""
+        high, wide = self.resolution(height, width)
+        if wide / width < high / height:
+            return min(math.ceil(height * (wide / width)), high), wide
+        return high, min(math.ceil(width * (high / height)), wide)
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of a resolution's embeddings that are not margin."""
+        high, wide = (pixels // self.tile * self.side for pixels in self.resolution(height, width))
+        if width / height > wide / high:
+            return high - (high - int(round(height * (wide / width), 7))) // 2 * 2, wide
+        return high, wide - (wide - int(round(width * (high / height), 7))) // 2 * 2
+
+    def tokens(self, height: int, width: int) -> int:
+        """Embeddings of an image of this size: the square's, and the rows of the tiles, each with an end of its own."""
+        rows, columns = self.grid(height, width)
+        return self.side**2 + rows * (columns + 1)
+
+    @property
+    def most_tokens(self) -> int:
+        """Embeddings of an image without margin at the largest resolution."""
+        return max(self.tokens(high, wide) for high, wide in self.resolutions)
+
+
+def is_turned(data: bytes) -> bool | None:
+    """Whether a file's EXIF data turns it by a quarter, so that height and width change places; None: that is not clear.
+
+    Specification: EXIF 2.32, section 4.6.4, in the places that JPEG, PNG and WebP have for it.
+    """
+    for mark, size in _EXIF:
+        if (at := data.find(mark)) >= 0:
+            try:
+                found = _orientation(data, at + size)
+            except IndexError:
+                return None
+            if found is not None:
+                return found >= _FIRST_QUARTER
+    return None if any(mark in data for mark in _MAYBE_EXIF) else False
+
+
 def image_size(data: bytes) -> tuple[int, int] | None:
     """Height and width that a file states, turned or not; None: it does not say, or no server reads such an image."""
     try:
@@ -47,6 +116,19 @@ def image_size(data: bytes) -> tuple[int, int] | None:
     if found is None or not min(found) or max(found) > MAX_ASPECT * min(found):
         return None
     return found
+
+
+def _orientation(data: bytes, at: int) -> int | None:
+    """Of the TIFF directory that begins at a place; None: it says nothing."""
+    order = {b"II*\0": "little", b"MM\0*": "big"}.get(data[at : at + 4])
+    if order is None:
+        return None
+    directory = at + _number(data, at + 4, 4, order)
+    for entry in range(_number(data, directory, 2, order)):
+        place = directory + 2 + 12 * entry
+        if _number(data, place, 2, order) == _ORIENTATION:
+            return _number(data, place + 8, 2, order)
+    return None
 
 
 def _stated(data: bytes) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.prompt.errors import PromptError
 from penstock.prompt.hashing import PromptItem
-from penstock.prompt.image_size import DynamicSize, image_size
+from penstock.prompt.image_size import DynamicSize, TiledSize, image_size, is_turned
 
 _DETAILS: Final = ("auto", "low", "high")
 _OTHERS: Final = {"video_url": "videos", "input_audio": "audio", "audio_url": "audio", "image_embeds": "embeddings of images"}
@@ -30,7 +30,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     """What ends an image, where there is a `begin_id`: the prompt has the placeholders between both, and empty lines around."""
     tokens: int
     """Placeholders of an image in the end, one for each of its embeddings; of the largest, where that depends on its size."""
-    size: DynamicSize | None = None
+    size: DynamicSize | TiledSize | None = None
     """None: all images have as many."""
 
     def tokens_of(self, data: bytes) -> int | None:
@@ -38,7 +38,12 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
         if self.size is None:
             return self.tokens
         stated = image_size(data)
-        return None if stated is None else self.size.tokens(*stated)
+        if stated is None:
+            return None
+        found, turned = self.size.tokens(*stated), self.size.tokens(*reversed(stated))
+        if found == turned:
+            return found
+        return {None: None, False: found, True: turned}[is_turned(data)]
 
     @property
     def usual(self) -> int:

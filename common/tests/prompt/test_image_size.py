@@ -4,9 +4,10 @@ import io
 import random
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
-from penstock.prompt.image_size import DynamicSize, image_size
+from penstock.prompt.image_size import DynamicSize, TiledSize, image_size, is_turned
+from penstock.prompt.images import ImageRules
 
 SIZES = [(1, 1), (40, 50), (333, 1), (1, 200), (640, 480), (16383, 100), (300, 65)]
 
@@ -52,6 +53,40 @@ def test_what_states_no_size_has_none():
         b"BM" + bytes(50),
     ):
         assert image_size(data) is None
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_quarter_turns_are_those_that_pillow_makes(form, order):
+    for orientation in range(9):
+        exif = Image.Exif()
+        exif.endian = order
+        exif[0x10E], exif[0x112] = "a description", orientation
+        data = file_of(Image.new("RGB", (30, 20)), form, exif=exif)
+        turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).size == (20, 30)
+        assert is_turned(data) == turned == (orientation >= 5)
+    assert is_turned(file_of(Image.new("RGB", (30, 20)), form)) is False
+
+
+def test_quarter_turns_that_are_written_otherwise_are_not_guessed():
+    data = file_of(Image.new("RGB", (30, 20)), "JPEG", xmp=b"<x tiff:Orientation='6'/>")
+    assert is_turned(data) is None
+    exif = Image.Exif()
+    exif[0x112] = 6
+    data = file_of(Image.new("RGB", (30, 20)), "WEBP", exif=exif)
+    assert is_turned(data[: data.find(b"EXIF") + 20]) is None
+
+
+def test_tiles_are_counted_as_the_image_is_turned():
+    """Rows of tiles have an end each, so that an image on its side has another number of embeddings."""
+    size = TiledSize(tile=12, side=2, resolutions=((12, 24), (24, 12), (24, 24)))
+    rules, exif = ImageRules(token_id=1, tokens=24, size=size), Image.Exif()
+    upright = rules.tokens_of(file_of(Image.new("RGB", (40, 20)), "JPEG"))
+    exif[0x112] = 6
+    turned = rules.tokens_of(file_of(Image.new("RGB", (40, 20)), "JPEG", exif=exif))
+    assert (upright, turned) == (4 + 2 * 5, 4 + 4 * 3)
+    assert rules.tokens_of(file_of(Image.new("RGB", (40, 20)), "JPEG", xmp=b"<x tiff:Orientation='6'/>")) is None
+    assert rules.tokens_of(file_of(Image.new("RGB", (40, 40)), "JPEG", xmp=b"<x tiff:Orientation='6'/>")) == 4 + 4 * 5
 
 
 def test_an_image_keeps_about_its_size():

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import BundleError, PromptError
 from penstock.prompt.hashing import BlockHasher, ExtraKeys
-from penstock.prompt.image_size import DynamicSize
+from penstock.prompt.image_size import DynamicSize, TiledSize
 from penstock.prompt.images import ImagePart, ImageRules, image_name, place
 from penstock.prompt.memo import PrefixMemo
 from penstock.prompt.processor import CHAT_PATH, RESPONSES_PATH, PromptProcessor
@@ -198,7 +198,10 @@ def test_a_placeholder_that_the_tokenizer_lacks_is_refused():
     bundle = processor().bundle
     with pytest.raises(BundleError, match="no token 5000"):
         PromptProcessor(msgspec.structs.replace(bundle, images=ImageRules(token_id=5000, tokens=1)))
-    assert PromptBundle.from_json(bundle.to_json()) == bundle
+    sizes = (None, DynamicSize(factor=8, min_pixels=64, max_pixels=4096), TiledSize(tile=8, side=2, resolutions=((8, 16),)))
+    for size in sizes:
+        other = msgspec.structs.replace(bundle, images=ImageRules(token_id=1, tokens=1, size=size))
+        assert PromptBundle.from_json(other.to_json()) == other
 
 
 @pytest.mark.req("MM-04", "MM-07")

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from penstock.engine.config import ConfigError
@@ -18,8 +19,10 @@ from penstock.engine.multimodal.clip import MEAN, STD, clip_pixels, read_clip
 from penstock.engine.multimodal.decode import MAX_PIXELS, decode_image
 from penstock.engine.multimodal.normalization import normalized, read_normalization
 from penstock.engine.multimodal.resize import SIGLIP_MEAN, SIGLIP_STD, read_patches, read_square, resized
+from penstock.engine.multimodal.settings import TileSettings
 from penstock.prompt.data_url import MAX_IMAGE_BYTES, read_data_url
 from penstock.prompt.errors import PromptError
+from penstock.prompt.image_size import TiledSize
 
 PARAM = "messages[0].content[1].image_url.url"
 COLOURS = np.random.default_rng(0).integers(0, 256, (7, 5, 3), np.uint8)
@@ -185,6 +188,21 @@ def test_patches_are_those_of_transformers(size, raw):
     squares = ours.reshape(height // 28, 2, 14, width // 28, 2, 14, 3).transpose(0, 3, 1, 4, 6, 2, 5)
     film = np.repeat(squares[:, :, :, :, :, None], 2, axis=5).reshape(height * width // 196, -1)
     assert np.abs(film - reference["pixel_values"]).max() < 5e-7
+
+
+@pytest.mark.parametrize("size", [(640, 480), (31, 77), (336, 336), (1200, 337), (17, 2000)])
+def test_tiles_are_those_of_transformers(size):
+    """Margins are black before the normalisation."""
+    image = Image.fromarray(np.random.default_rng(2).integers(0, 256, (size[1], size[0], 3), np.uint8))
+    tile, resolutions = 42, [[42, 84], [84, 42], [84, 84], [126, 42], [42, 126]]
+    raw = {"size": {"shortest_edge": tile}, "crop_size": {"height": tile, "width": tile}, "image_grid_pinpoints": resolutions}
+    reference = LlavaNextImageProcessorPil(**raw)(image, return_tensors="np")["pixel_values"][0]
+    tiled = TiledSize(tile=tile, side=3, resolutions=tuple((high, wide) for high, wide in resolutions))
+    pixels = resized(image, TileSettings(size=tiled, resample=3))
+    ours = normalized(pixels.array(), read_normalization(raw, MEAN, STD)).reshape(-1, tile, tile, 3).transpose(0, 3, 1, 2)
+    assert pixels.original == (size[1], size[0])
+    assert ours.shape == reference.shape
+    assert np.abs(ours - reference).max() < 5e-7
 
 
 def test_a_processor_of_patches_for_another_tower_is_refused():

@@ -87,7 +87,7 @@ def make_request(family, settings, index: int, layout: list, first: int = 0, **s
                 tokens.append(next(text))  # transformers takes neighbours for one image; prompts have words between them
             pixels = resized(family.picture(part[0]), settings.resize)
             grid = settings.grid(pixels.height, pixels.width)
-            length = settings.tokens if grid is None else grid[0] * grid[1]
+            length = settings.tokens_of(pixels)
             images.append(ImageInput(PromptItem(f"image {part[0]}", len(tokens), length), pixels, grid))
             tokens += [IMAGE_TOKEN] * length
         else:
@@ -185,8 +185,7 @@ def test_embeddings_of_another_number_than_placeholders_are_that_requests_error(
     play = driver(runner := build_runner(path, scheduler=scheduler))
     sound, wrong = play.admit(list(range(20))), play.admit([IMAGE_TOKEN] * 30)
     pixels = resized(family.picture(0), settings.resize)
-    grid = settings.grid(pixels.height, pixels.width)
-    length = settings.tokens if grid is None else grid[0] * grid[1]
+    length = settings.tokens_of(pixels)
     plan = play.plan([(sound, 20), (wrong, 30)])
     from penstock.engine.multimodal.inputs import EncoderRun
 

@@ -1,8 +1,12 @@
 """Towers and projectors give transformers' embeddings, and the decoders inside serve text as they do alone."""
 
 import json
+import random
 import shutil
+from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -12,8 +16,9 @@ from penstock.engine.config import ConfigError
 from penstock.engine.loading.checkpoint import read_model_config
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.config import parse_decoder_config
-from penstock.engine.multimodal.normalization import normalized
+from penstock.engine.models.vision.config import LLAVA_NEXT_RESOLUTIONS
 from penstock.engine.multimodal.resize import resized
+from penstock.prompt.image_size import TiledSize
 
 KINDS = {
     "llava": {},
@@ -21,6 +26,8 @@ KINDS = {
     "llava-qwen2": {"text": "Qwen2"},
     "llava-class": {"strategy": "full", "layer": -1},
     "llava-first": {"layer": 1, "tie_word_embeddings": True},
+    "llava_next": {},
+    "llava_next-llama": {"text": "Llama", "layer": -1},
     "gemma3": {},
     "qwen2_5_vl": {},
     "qwen2_5_vl-windows": {"vision": {"window_size": 24, "fullatt_block_indexes": [0, 2]}, "tie_word_embeddings": True},
@@ -46,10 +53,11 @@ def model(tmp_path_factory):
 
 def embeddings(runner, image):
     settings = runner.config.model.images
-    found = resized(image, settings.resize)
-    pixels = normalized(found.array(), settings.normalization)
+    pixels = resized(image, settings.resize)
     with torch.inference_mode():
-        return runner.model.encode_image(torch.from_numpy(pixels))
+        found = runner._encode(pixels)
+    assert len(found) == settings.tokens_of(pixels) <= settings.tokens
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,6 +117,18 @@ def test_towers_under_their_old_name_are_read(model, build_runner, tmp_path, kin
         ("llava", {"vision_config": {"num_attention_heads": 5}}, "hidden_size"),
         ("llava", {"text_config": {"model_type": "opt"}}, "opt"),
         ("llava", {"text_config": None}, "text_config"),
+        (
+            "llava_next",
+            {"vision_feature_select_strategy": "full"},
+            "vision_feature_select_strategy 'full' is not supported for tiles",
+        ),
+        (
+            "llava_next",
+            {"image_grid_pinpoints": [[12, 24], [13, 24]]},
+            r"image_grid_pinpoints .* multiples of 12, not \[13, 24\]",
+        ),
+        ("llava_next", {"image_grid_pinpoints": "(1x1)"}, "image_grid_pinpoints"),
+        ("llava_next", {"vision_config": {"image_size": 13, "patch_size": 6}}, "image_size 13 is no multiple of patch_size 6"),
         ("qwen2_5_vl", {"vision_config": None}, "vision_config"),
         ("qwen2_5_vl", {"vision_config": {"hidden_act": "gelu"}}, "hidden_act"),
         ("qwen2_5_vl", {"vision_config": {"num_heads": 17}}, "hidden_size"),
@@ -128,15 +148,46 @@ def test_what_is_not_supported_is_refused_by_its_field(model, tmp_path, kind, ch
 
 
 @pytest.mark.parametrize(
-    ("change", "field"),
-    [({"do_resize": False}, "do_resize"), ({"do_pan_and_scan": True}, "do_pan_and_scan"), ({"size": 5}, "size")],
+    ("kind", "change", "field"),
+    [
+        ("gemma3", {"do_resize": False}, "do_resize"),
+        ("gemma3", {"do_pan_and_scan": True}, "do_pan_and_scan"),
+        ("gemma3", {"size": 5}, "size"),
+        ("llava_next", {"do_pad": False}, "do_pad"),
+        ("llava_next", {"size": 24, "crop_size": 12}, "size 24 is not that of a tile, 12"),
+        ("llava_next", {"size": 12, "crop_size": 12, "image_grid_pinpoints": [[12, 12]]}, "image_grid_pinpoints"),
+        ("llava_next", {}, "size 336 and crop_size 336 do not give"),
+    ],
 )
-def test_processors_that_are_not_supported_are_refused_by_their_field(model, tmp_path, change, field):
+def test_processors_that_are_not_supported_are_refused_by_their_field(model, tmp_path, kind, change, field):
     path = tmp_path / "other"
-    shutil.copytree(model("gemma3"), path)
+    shutil.copytree(model(kind), path)
     (path / "preprocessor_config.json").write_text(json.dumps(change))
     with pytest.raises(ConfigError, match=field):
         read_model_config(path, served_names=())
+
+
+def test_resolutions_and_numbers_of_tokens_are_those_of_transformers():
+    """Of images from 1 x 200 to 4,000 pixels, with the resolutions of the published checkpoints."""
+    from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
+    from transformers.image_utils import ChannelDimension
+    from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+
+    size, draw = TiledSize(tile=336, side=24, resolutions=LLAVA_NEXT_RESOLUTIONS), random.Random(0)
+    processor = SimpleNamespace(patch_size=14, num_additional_image_tokens=0, image_processor=SimpleNamespace())
+    processor.image_processor.image_grid_pinpoints = [list(each) for each in LLAVA_NEXT_RESOLUTIONS]
+    processor._get_unpadded_features = partial(LlavaNextProcessor._get_unpadded_features, processor)
+    sizes = [(1, 200), (200, 1), (336, 336), (1, 1), *((draw.randint(20, 4000), draw.randint(20, 4000)) for _ in range(3000))]
+    seen = set()
+    for height, width in sizes:
+        best = select_best_resolution((height, width), LLAVA_NEXT_RESOLUTIONS)
+        assert size.resolution(height, width) == best
+        seen.add(best)
+        image = np.empty((height, width, 1), np.uint8)
+        assert size.resized(height, width) == get_patch_output_size(image, best, ChannelDimension.LAST)
+        tokens = LlavaNextProcessor._get_number_of_features(processor, height, width, 336, 336)
+        assert size.tokens(height, width) == tokens <= size.most_tokens
+    assert seen == set(LLAVA_NEXT_RESOLUTIONS) and size.most_tokens == 576 + 48 * 49
 
 
 def test_fields_that_a_checkpoint_leaves_out_are_those_of_transformers(tmp_path):

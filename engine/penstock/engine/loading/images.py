@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from penstock.engine.config import ConfigError
 from penstock.engine.loading.json_files import read_object
-from penstock.engine.models.vision.config import Gemma3Config, QwenConfig, SquareConfig, VisionConfig
+from penstock.engine.models.vision.config import Gemma3Config, LlavaNextConfig, QwenConfig, SquareConfig, VisionConfig
 from penstock.engine.multimodal.settings import ImageSettings
 
 _PROCESSOR: Final = "processor_config.json"
@@ -39,6 +39,7 @@ def read_image_settings(path: Path, vision: VisionConfig | None, overrides: Mapp
     from penstock.engine.multimodal.clip import MEAN, STD, read_clip
     from penstock.engine.multimodal.normalization import FILE, read_normalization
     from penstock.engine.multimodal.resize import SIGLIP_MEAN, SIGLIP_STD, read_patches, read_square
+    from penstock.engine.multimodal.tiles import read_tiles
 
     raw = _image_processor(path, FILE)
     if raw is None:
@@ -64,11 +65,12 @@ def read_image_settings(path: Path, vision: VisionConfig | None, overrides: Mapp
             normalization=read_normalization(raw, SIGLIP_MEAN, SIGLIP_STD),
             resize=read_square(raw, size),
         )
+    tiles = read_tiles(raw, vision) if isinstance(vision, LlavaNextConfig) else None
     return ImageSettings(
         token_id=vision.image_token_id,
-        tokens=vision.tokens_per_image,
+        tokens=vision.tokens_per_image if tiles is None else tiles.size.most_tokens,
         normalization=read_normalization(raw, MEAN, STD),
-        resize=read_clip(raw, size),
+        resize=read_clip(raw, size) if tiles is None else tiles,
     )
 
 

@@ -58,6 +58,6 @@ class Gemma3ForConditionalGeneration(ModelWithImages):
         """The head with which SigLIP was trained."""
         return name.startswith(f"{_TOWER}.") and (".head." in name or name.endswith(".position_ids"))
 
-    def encode_image(self, image: torch.Tensor) -> torch.Tensor:
+    def encode_image(self, image: torch.Tensor, original: tuple[int, int] | None) -> torch.Tensor:
         """The embeddings that take the places of an image's placeholders."""
         return self.projector(self.tower(image))

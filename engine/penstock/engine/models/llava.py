@@ -59,7 +59,7 @@ class LlavaForConditionalGeneration(ModelWithImages):
         layer = re.match(rf"{_TOWER}\..*?layers\.(\d+)\.", name)
         return layer is not None and int(layer[1]) >= len(self.tower.layers)
 
-    def encode_image(self, image: torch.Tensor) -> torch.Tensor:
+    def encode_image(self, image: torch.Tensor, original: tuple[int, int] | None) -> torch.Tensor:
         """The embeddings that take the places of an image's placeholders."""
         features = self.tower(image)
         return self.projector(features if self._keeps_class else features[1:])

@@ -124,11 +124,12 @@ class Model(Protocol):
 class VisionModel(Model, Protocol):
     """A decoder with a tower, for which an image is some tokens' embeddings."""
 
-    def encode_image(self, image: torch.Tensor) -> torch.Tensor:
+    def encode_image(self, image: torch.Tensor, original: tuple[int, int] | None) -> torch.Tensor:
         """The embeddings that take the places of an image's placeholders.
 
         Args:
             image: [height, width, 3], normalised, float32.
+            original: As of `Pixels`.
 
         Returns:
             [tokens, hidden].

@@ -28,6 +28,6 @@ class Qwen2_5_VLForConditionalGeneration(ModelWithImages):
         """Angles that the tower computes."""
         return name.endswith(".inv_freq")
 
-    def encode_image(self, image: torch.Tensor) -> torch.Tensor:
+    def encode_image(self, image: torch.Tensor, original: tuple[int, int] | None) -> torch.Tensor:
         """The embeddings that take the places of an image's placeholders."""
         return self.tower(image)

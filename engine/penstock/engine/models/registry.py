@@ -159,6 +159,7 @@ FAMILIES = {
     "KimiK2ForCausalLM": Family(_DEEPSEEK, _LATENT | _DEEPSEEK_V3, has_experts=True, has_latent=True),
     "LlamaForCausalLM": Family(_LLAMA, _NO_WINDOW),
     "LlavaForConditionalGeneration": Family(f"{_MODELS}.llava:LlavaForConditionalGeneration", reads_images=True),
+    "LlavaNextForConditionalGeneration": Family(f"{_MODELS}.llava_next:LlavaNextForConditionalGeneration", reads_images=True),
     "MinistralForCausalLM": Family(_LLAMA, {"sliding_window": 4096}),
     "MixtralForCausalLM": Family(
         f"{_MODELS}.moe:MixtralForCausalLM",

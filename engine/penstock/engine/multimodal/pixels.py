@@ -12,13 +12,15 @@ class Pixels(msgspec.Struct, frozen=True, array_like=True):
     width: int
     data: bytes
     """[height, width, 3], uint8."""
+    original: tuple[int, int] | None = None
+    """Height and width of the image that was resized, where its embeddings depend on them."""
 
     def array(self) -> npt.NDArray[np.uint8]:
         """[height, width, 3]; read-only."""
         return np.frombuffer(self.data, np.uint8).reshape(self.height, self.width, 3)
 
     @staticmethod
-    def of(array: npt.NDArray[np.uint8]) -> "Pixels":
+    def of(array: npt.NDArray[np.uint8], original: tuple[int, int] | None = None) -> "Pixels":
         """The pixels of an array, [height, width, 3]."""
         height, width, _ = array.shape
-        return Pixels(height, width, array.tobytes())
+        return Pixels(height, width, array.tobytes(), original)

@@ -72,5 +72,4 @@ class ImageReader:
         data = read_data_url(part.url, part.param) if fetched is None else fetched
         pixels = resized(decode_image(data, part.param), self._settings.resize)
         grid = self._settings.grid(pixels.height, pixels.width)
-        tokens = self._settings.tokens if grid is None else grid[0] * grid[1]
-        return ReadImage(image_name(data), pixels, tokens, grid)
+        return ReadImage(image_name(data), pixels, self._settings.tokens_of(pixels), grid)

@@ -11,7 +11,8 @@ from penstock.engine.models.vision.config import QwenTowerConfig
 from penstock.engine.multimodal.clip import clip_pixels
 from penstock.engine.multimodal.normalization import FILE
 from penstock.engine.multimodal.pixels import Pixels
-from penstock.engine.multimodal.settings import ClipSettings, PatchSettings, SquareSettings
+from penstock.engine.multimodal.settings import ClipSettings, PatchSettings, SquareSettings, TileSettings
+from penstock.engine.multimodal.tiles import tile_pixels
 from penstock.prompt.image_size import DynamicSize
 
 SIGLIP_MEAN: Final = (0.5, 0.5, 0.5)
@@ -22,7 +23,7 @@ _MIN_PIXELS: Final = 56 * 56
 _MAX_PIXELS: Final = 28 * 28 * 1280
 
 
-def resized(image: Image.Image, settings: ClipSettings | SquareSettings | PatchSettings) -> Pixels:
+def resized(image: Image.Image, settings: ClipSettings | SquareSettings | PatchSettings | TileSettings) -> Pixels:
     """What a model's tower reads, but for the normalisation; equal to transformers' processor for the model."""
     match settings:
         case ClipSettings():
@@ -31,6 +32,8 @@ def resized(image: Image.Image, settings: ClipSettings | SquareSettings | PatchS
             return square_pixels(image, settings)
         case PatchSettings():
             return patch_pixels(image, settings)
+        case TileSettings():
+            return tile_pixels(image, settings)
 
 
 def patch_pixels(image: Image.Image, settings: PatchSettings) -> Pixels:

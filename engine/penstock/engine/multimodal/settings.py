@@ -5,7 +5,8 @@ from typing import Final
 
 import msgspec
 
-from penstock.prompt.image_size import DynamicSize
+from penstock.engine.multimodal.pixels import Pixels
+from penstock.prompt.image_size import DynamicSize, TiledSize
 
 _SAMPLE: Final = 256
 """Embeddings of a sample."""
@@ -47,6 +48,14 @@ class PatchSettings(msgspec.Struct, frozen=True, kw_only=True, tag="patches"):
     """Pillow's filter."""
 
 
+class TileSettings(msgspec.Struct, frozen=True, kw_only=True, tag="tiles"):
+    """An image becomes a square, and tiles of a larger one."""
+
+    size: TiledSize
+    resample: int
+    """Pillow's filter."""
+
+
 class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a model makes of an image."""
 
@@ -61,7 +70,7 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     two_way: bool = False
     """Whether the tokens of an image see each other both ways, so that no chunk may cut an image."""
     normalization: Normalization
-    resize: ClipSettings | SquareSettings | PatchSettings
+    resize: ClipSettings | SquareSettings | PatchSettings | TileSettings
     """How an image of any size becomes what the tower reads."""
     limit: int = 16
     """Images of a request at most."""
@@ -75,9 +84,23 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
         factor = self.resize.size.factor
         return height // factor, width // factor
 
-    def sample(self) -> tuple[int, int]:
-        """Height and width of an image that tells what images take: the only size, or one that is quickly read."""
-        if not isinstance(self.resize, PatchSettings):
-            return self.resize.size, self.resize.size
-        side = math.isqrt(min(self.tokens, _SAMPLE)) * self.resize.size.factor
-        return side, side
+    def tokens_of(self, pixels: Pixels) -> int:
+        """Embeddings of an image that has been resized."""
+        if isinstance(self.resize, TileSettings):
+            assert pixels.original is not None
+            return self.resize.size.tokens(*pixels.original)
+        grid = self.grid(pixels.height, pixels.width)
+        return self.tokens if grid is None else grid[0] * grid[1]
+
+    def sample(self) -> Pixels:
+        """A black image that tells what images take: of the only size, or one that is quickly read."""
+        original = None
+        match self.resize:
+            case PatchSettings(size=size):
+                height = width = math.isqrt(min(self.tokens, _SAMPLE)) * size.factor
+            case TileSettings(size=size):
+                original = min(size.resolutions, key=math.prod)
+                height, width = size.tile + math.prod(original) // size.tile, size.tile
+            case ClipSettings(size=side) | SquareSettings(size=side):
+                height = width = side
+        return Pixels(height, width, bytes(3 * height * width), original)

@@ -12,7 +12,10 @@ _FAMILIES: Final = (
     *("Mistral", "Olmo2", "Olmo3", "Phi3", "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Starcoder2"),
     *("DeepseekV2", "DeepseekV3", "Glm4Moe", "GptOss", "KimiK2", "Mixtral", "Qwen2Moe", "Qwen3Moe"),
 )
-DIVIDED: Final = frozenset(f"{family}ForCausalLM" for family in _FAMILIES) | {"LlavaForConditionalGeneration"}
+DIVIDED: Final = frozenset(f"{family}ForCausalLM" for family in _FAMILIES) | {
+    "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+}
 """Architectures whose every layer is known to give the same on several ranks as on one."""
 
 

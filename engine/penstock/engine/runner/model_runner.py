@@ -261,8 +261,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         """The embeddings of a black image."""
         settings = self.config.model.images
         assert settings is not None
-        height, width = settings.sample()
-        return self._encode(Pixels(height, width, bytes(3 * height * width)))
+        return self._encode(settings.sample())
 
     def _begin(self, plan: StepPlan, starts: Int32, drafts: Int32 | None, asked: PromptRows | None) -> HostStep:
         """Brings the inputs of a step to the device."""
@@ -291,7 +290,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         settings = self.config.model.images
         assert settings is not None, "an image for a model that reads text alone"
         image = torch.from_numpy(normalized(pixels.array(), settings.normalization))
-        return cast("VisionModel", self.model).encode_image(image)
+        return cast("VisionModel", self.model).encode_image(image, pixels.original)
 
     def _forward(self, step: HostStep) -> Forward:
         """See Turns: the forward pass is over when this returns."""

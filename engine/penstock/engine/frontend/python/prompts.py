@@ -18,7 +18,7 @@ from penstock.engine.frontend.spec import GenerationSpec, generation_spec
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.multimodal.inputs import ImageInput
 from penstock.engine.multimodal.reader import ImageReader
-from penstock.engine.multimodal.settings import ImageSettings, PatchSettings
+from penstock.engine.multimodal.settings import ImageSettings, PatchSettings, TileSettings
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import BundleError, PromptError
 from penstock.prompt.images import ImageRules
@@ -58,7 +58,7 @@ def load_processor(engine: EngineConfig) -> PromptProcessor:
 
 
 def _rules(images: ImageSettings) -> ImageRules:
-    size = images.resize.size if isinstance(images.resize, PatchSettings) else None
+    size = images.resize.size if isinstance(images.resize, PatchSettings | TileSettings) else None
     tokens, ends = images.tokens, {"begin_id": images.begin_id, "end_id": images.end_id}
     return ImageRules(token_id=images.token_id, tokens=tokens, size=size, **ends)
 

@@ -45,6 +45,8 @@ QWEN_DEFAULTS: Final = {
     "hidden_act": "silu",
 }
 """transformers' own."""
+LLAVA_NEXT_RESOLUTIONS: Final = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+"""transformers' own."""
 _ACTIVATIONS: Final = ("quick_gelu", "gelu", "gelu_pytorch_tanh")
 
 
@@ -118,6 +120,13 @@ class LlavaConfig(SquareConfig, frozen=True, kw_only=True):
     projector_bias: bool
 
 
+class LlavaNextConfig(LlavaConfig, frozen=True, kw_only=True):
+    """LLaVA-NeXT's. The tower reads the whole image and tiles of it."""
+
+    resolutions: tuple[tuple[int, int], ...]
+    """Height and width of those of which tiles are made."""
+
+
 class Gemma3Config(SquareConfig, frozen=True, kw_only=True):
     """Gemma 3's. The tokens of an image see each other both ways."""
 
@@ -157,6 +166,34 @@ def parse_llava(raw: Mapping[str, Any], text_architecture: str) -> LlavaConfig:
         image_token_id=whole_number(raw, "image_token_id", default=raw.get("image_token_index", 32000)),
         text_architecture=text_architecture,
         tokens_per_image=parsed.num_patches + (strategy == "full"),
+    )
+
+
+def parse_llava_next(raw: Mapping[str, Any], text_architecture: str) -> LlavaNextConfig:
+    """Reads the object of a LLaVA-NeXT checkpoint; `ConfigError` names a field that is missing or not supported."""
+    llava, given = parse_llava(raw, text_architecture), raw.get("image_grid_pinpoints") or LLAVA_NEXT_RESOLUTIONS
+    if llava.keeps_class:
+        raise ConfigError("config.json: vision_feature_select_strategy 'full' is not supported for tiles (default is)")
+    side, patch = llava.tower.image_size, llava.tower.patch_size
+    if side % patch:
+        raise ConfigError(f"config.json: vision_config.image_size {side} is no multiple of patch_size {patch}")
+    resolutions: list[tuple[int, int]] = []
+    for one in given if isinstance(given, list | tuple) else [given]:
+        match one:
+            case [int(height), int(width)] if min(height, width) > 0 and height % side == width % side == 0:
+                resolutions.append((height, width))
+            case _:
+                raise ConfigError(
+                    f"config.json: image_grid_pinpoints must list heights and widths in multiples of {side}, not {one}"
+                )
+    return LlavaNextConfig(
+        tower=llava.tower,
+        keeps_class=False,
+        projector_bias=llava.projector_bias,
+        image_token_id=llava.image_token_id,
+        text_architecture=text_architecture,
+        tokens_per_image=llava.tokens_per_image,
+        resolutions=tuple(resolutions),
     )
 
 
@@ -221,6 +258,7 @@ def parse_qwen(raw: Mapping[str, Any], text_architecture: str) -> QwenConfig:
 _PARSERS: Final[dict[str, Callable[[Mapping[str, Any], str], VisionConfig]]] = {
     "Gemma3ForConditionalGeneration": parse_gemma3,
     "LlavaForConditionalGeneration": parse_llava,
+    "LlavaNextForConditionalGeneration": parse_llava_next,
     "Qwen2_5_VLForConditionalGeneration": parse_qwen,
 }
 
