@@ -3,6 +3,8 @@
 import json
 import random
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.core.grammar.compiler import Compiler
+from penstock.engine.core.grammar.guidance_filler import PARALLEL_MASKS, GuidanceFiller
 from penstock.engine.core.grammar.guide import GrammarGuide
 from penstock.engine.core.grammar.libraries import GrammarError, GrammarsUnavailable
 from penstock.engine.grammar import Grammar, ReasoningMarkers, Tag, Tags
@@ -281,6 +284,60 @@ def test_a_character_without_a_token_comes_byte_by_byte(byte_fallback, guide_of)
         assert guide.ended and guide.error is None
     finally:
         compiler.close()
+
+
+@pytest.mark.req("SO-12")
+def test_masks_that_are_filled_together_are_those_of_each_guide_alone(compiler, tokenizer, monkeypatch):
+    """In threads too, with stop tokens of several kinds, and where the tokenizer has more tokens than the model has logits."""
+    text, calls = ids(tokenizer, '{"a": 12, "b": "mill"}'), []
+    narrow = Compiler(model(VOCAB - 40))
+    for made in (compiler, narrow):
+        prototype = made.compile(schema({"type": "object"}).source)
+        guides = []
+        for count in range(150):
+            guides.append(GrammarGuide(prototype, ((EOT,), (), (EOT, USER))[count % 3], (EOT,)))
+            guides[-1].accept(text[: count % (len(text) + 1)])
+        counted = partial(GuidanceFiller._compute, prototype.filler)
+        monkeypatch.setattr(prototype.filler, "_compute", lambda *of, then=counted: (calls.append(len(of[0])), then(*of)))
+        for number in (PARALLEL_MASKS - 1, PARALLEL_MASKS, 150):
+            together = np.full((150, prototype.num_words), -1, np.int32)
+            places = random.Random(number).sample(range(150), number)
+            guides[0].filler.fill(guides[:number], together, places)
+            for guide, place in zip(guides, places, strict=False):
+                alone = np.full((1, prototype.num_words), -1, np.int32)
+                guide.fill(alone, ())
+                assert np.array_equal(together[place], alone[0])
+            assert (together[sorted(set(range(150)) - set(places))] == -1).all(), "a row of nobody's was written"
+        assert prototype.filler is not None and prototype.filler._executor is not None, "no call went to the threads"
+        monkeypatch.undo()
+    assert calls == 2 * [PARALLEL_MASKS - 1, PARALLEL_MASKS, 150]
+    narrow.close()
+
+
+def test_a_guide_that_fails_among_others_fails_alone(compiler):
+    prototype = compiler.compile(schema({"type": "object"}).source)
+    guides = [GrammarGuide(prototype, (EOT,), (EOT,)) for _ in range(3)]
+    guides[1].matcher.accept(USER)  # behind the guide's back
+    masks = np.full((3, prototype.num_words), -1, np.int32)
+    guides[0].filler.fill(guides, masks, range(3))
+    assert [guide.error is None for guide in guides] == [True, False, True]
+    assert "next token" in guides[1].error and np.array_equal(masks[0], masks[2]) and (masks[1] == -1).all()
+
+
+@pytest.mark.req("SO-04")
+def test_a_mask_costs_a_fraction_of_asking_about_each_token(compiler, tokenizer):
+    """The library holds what always and what never follows, and looks at the rest: no tenth of the time of trying all tokens."""
+    matcher = compiler.compile(schema({"type": "array", "items": {"type": "string"}}).source).matcher.copy()
+    for token in ids(tokenizer, '["the mill'):
+        assert matcher.accept(token)
+    mask, seconds = matcher.mask().copy(), []
+    for work in (matcher.mask, lambda: [matcher.try_accept(token) and (matcher.rollback(1) or True) for token in range(VOCAB)]):
+        began = time.thread_time()
+        found = work()
+        seconds.append(time.thread_time() - began)
+    of_mask = set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+    assert of_mask - {EOT} == {token for token, taken in enumerate(found) if taken} - {EOT}
+    assert seconds[0] < seconds[1] / 10
 
 
 @pytest.mark.req("SO-05")

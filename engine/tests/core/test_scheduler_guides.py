@@ -18,7 +18,7 @@ def allowed(number: int) -> set[int]:
 class Numbered:
     """A guide that says what `allowed` says."""
 
-    num_words = 2
+    num_words, filler = 2, None
     ended = is_open = False
     error = None
 

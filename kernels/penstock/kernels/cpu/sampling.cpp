@@ -15,6 +15,7 @@ namespace {
 using namespace penstock;
 
 constexpr int64_t kBlock = 128;  // tokens that are read at a time: a multiple of a mask's word, and few enough for the nearest cache
+constexpr int64_t kWord = 32;  // tokens of a mask's word
 constexpr int64_t kFewBlocks = 64, kMoreBlocks = 8;  // how many blocks top-p looks into first at most, and how many times as many next
 constexpr size_t kFewCandidates = 64;  // that are sorted
 constexpr float kNothing = -std::numeric_limits<float>::infinity(), kGreatest = std::numeric_limits<float>::max();
@@ -96,6 +97,11 @@ class Row {
   // Reads a block into `block_`, divided by the temperature, shows `each` the logits as they are, and returns the greatest that is left.
   template <typename Each>
   float read(int64_t b, float temperature, const Each& each) {
+    return all_allowed(b) ? read_as<false>(b, temperature, each) : read_as<true>(b, temperature, each);
+  }
+
+  template <bool kGuided, typename Each>
+  float read_as(int64_t b, float temperature, const Each& each) {
     const int64_t begin = b * kBlock, count = std::min(kBlock, vocab_ - begin);
     T ends[kBlock];
     const T* from = logits_ + begin;
@@ -106,13 +112,22 @@ class Row {
     }
     Vec most = splat(kNothing);
     const Vec divisor = splat(temperature), nothing = splat(kNothing);
-    for (int64_t i = 0; i < kBlock; i += kLanes) {
-      Vec x = load(from + i);
-      each(x);
-      x = (x >= -kGreatest) & (x <= kGreatest) & allowed(begin + i) ? x : nothing;
-      if (temperature != 1.0f) x /= divisor;
-      store(block_ + i, x);
-      most = x > most ? x : most;
+    const IntVec place = places();
+    for (int64_t first = 0; first < kBlock; first += kWord) {
+      IntVec bits = IntVec{} + (kGuided ? word_of(begin + first) : 0);
+      for (int64_t i = first; i < first + kWord; i += kLanes) {
+        Vec x = load(from + i);
+        each(x);
+        IntVec left = (x >= -kGreatest) & (x <= kGreatest);
+        if (kGuided) {
+          left &= (bits & place) == place;
+          bits >>= kLanes;
+        }
+        x = left ? x : nothing;
+        if (temperature != 1.0f) x /= divisor;
+        store(block_ + i, x);
+        most = x > most ? x : most;
+      }
     }
     std::fill(block_ + count, block_ + kBlock, kNothing);
     float greatest = most[0];
@@ -124,12 +139,15 @@ class Row {
     read(b, temperature_, [](Vec) {});
   }
 
-  // -1 in the lanes of tokens that the mask allows.
-  IntVec allowed(int64_t token) const {
-    if (bits_ == nullptr) return ~IntVec{};
-    const int64_t word = token / 32;
-    const int32_t bits = word < words_ ? static_cast<int32_t>(bits_[word] >> (token % 32)) : 0;
-    return ((IntVec{} + bits) & places()) != 0;
+  bool all_allowed(int64_t b) const {
+    const int64_t first = b * (kBlock / kWord), end = first + kBlock / kWord;
+    return bits_ == nullptr || (end <= words_ && std::all_of(bits_ + first, bits_ + end, [](uint32_t word) { return word == ~0u; }));
+  }
+
+  // The mask of 32 tokens from this one on: tokens beyond the mask are not allowed.
+  int32_t word_of(int64_t token) const {
+    const int64_t word = token / kWord;
+    return word < words_ ? static_cast<int32_t>(bits_[word]) : 0;
   }
 
   // The bit of each lane.
@@ -315,15 +333,16 @@ class Row {
 
 }  // namespace
 
-// logits: [m, vocab]. rows, positions: [m]. mask_of: [m], which of the masks [k, words] is the row's, -1 none; null: no row has one.
+// logits: [m, vocab]. rows, positions: [m]. masks: [k, words], each of the row of logits that `masked_at` [k] says; k may be 0.
 extern "C" void penstock_sample(int dtype, const void* logits, int64_t m, int64_t vocab, const int32_t* rows, const int32_t* positions,
-                                const void* params, const int32_t* mask_of, const uint32_t* masks, int64_t words, int masked, void* results,
-                                float* thresholds, int32_t* last_ids) {
+                                const void* params, const int64_t* masked_at, int64_t k, const uint32_t* masks, int64_t words, int masked,
+                                void* results, float* thresholds, int32_t* last_ids) {
   std::vector<float> most;
+  std::vector<const uint32_t*> bits(m, nullptr);
+  for (int64_t i = 0; i < k; ++i) bits[masked_at[i]] = masks + i * words;
   const auto run = [&](const auto* of) {
     for (int64_t i = 0; i < m; ++i) {
-      const uint32_t* bits = mask_of == nullptr || mask_of[i] < 0 ? nullptr : masks + mask_of[i] * words;
-      Row row(of + i * vocab, vocab, bits, words, masked != 0, static_cast<const Params*>(params)[rows[i]], most);
+      Row row(of + i * vocab, vocab, bits[i], words, masked != 0, static_cast<const Params*>(params)[rows[i]], most);
       Left left;
       static_cast<Result*>(results)[i] = row.sample(static_cast<uint32_t>(positions[i]), masked != 0, &left);
       thresholds[i] = left.threshold, last_ids[i] = left.last_id;

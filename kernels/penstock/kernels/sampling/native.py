@@ -4,14 +4,13 @@ import ctypes
 from ctypes import c_int, c_int64, c_void_p
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from penstock.kernels.cpu.native import DTYPES
 from penstock.kernels.sampling.buffers import Path as SamplingPath
 from penstock.kernels.sampling.buffers import SamplingBuffers
 
-_ARGUMENTS = [c_int, c_void_p, *[c_int64] * 2, *[c_void_p] * 5, c_int64, c_int, *[c_void_p] * 3]
+_ARGUMENTS = [c_int, c_void_p, *[c_int64] * 2, *[c_void_p] * 4, c_int64, c_void_p, c_int64, c_int, *[c_void_p] * 3]
 
 
 class NativeSampling:
@@ -45,16 +44,14 @@ class NativeSampling:
         logits = (logits if logits.dtype in DTYPES else logits.float()).contiguous()
         count, vocab_size = logits.shape
         result = buffers.result[:count]
-        mask_of, bits, words = None, None, 0
+        given: tuple[int | None, int, int | None, int] = (None, 0, None, 0)
         if masks is not None:
-            at, bitmask = masks
-            of, packed = np.full(count, -1, np.int32), bitmask.contiguous()
-            of[at.numpy()] = np.arange(len(packed))
-            mask_of, bits, words = of.ctypes.data, packed.data_ptr(), packed.shape[1]
+            at, bitmask = (part.contiguous() for part in masks)
+            given = (at.data_ptr(), len(at), bitmask.data_ptr(), bitmask.shape[1])
         self._sample(
             *(DTYPES[logits.dtype], logits.data_ptr(), count, vocab_size),
             *(rows.data_ptr(), positions.data_ptr(), params.data_ptr()),
-            *(mask_of, bits, words, masked),
+            *(*given, masked),
             *(result.data_ptr(), buffers.threshold.data_ptr(), buffers.last_id.data_ptr()),
         )
         return result

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from penstock.engine.config import ModelConfig
+from penstock.engine.core.grammar.guidance_filler import GuidanceFiller
 from penstock.engine.core.grammar.libraries import MAX_SPACES, GrammarError, GrammarsUnavailable, Prototype, without
 from penstock.engine.core.grammar.schema_errors import located
 from penstock.engine.core.grammar.tags import lark_of, with_options
@@ -31,7 +32,10 @@ class GuidanceMatcher:
     """
 
     def __init__(self, matcher: "LLMatcher", num_words: int) -> None:
-        self._matcher = matcher
+        self.inner = matcher
+        """The library's."""
+        self.num_words = num_words
+        self._consume, self.compute = matcher.consume_token, matcher.unsafe_compute_mask_ptr
         self._mask = np.empty(num_words, np.int32)
         # To ask numpy for it takes longer than most masks.
         self._mask_at = self._mask.ctypes.data, self._mask.nbytes
@@ -40,47 +44,47 @@ class GuidanceMatcher:
     @property
     def error(self) -> str | None:
         """Why the answer cannot go on; None: it can."""
-        if not self._matcher.is_error():
+        if not self.inner.is_error():
             return None
-        return self._matcher.get_error().partition("\n<state>")[0].strip()
+        return self.inner.get_error().partition("\n<state>")[0].strip()
 
     @property
     def is_stopped(self) -> bool:
         """Whether the answer is complete and nothing can follow."""
-        return self._matcher.is_stopped()
+        return self.inner.is_stopped()
 
     @property
     def is_accepting(self) -> bool:
         """Whether the answer may end here."""
-        return self._matcher.is_accepting()
+        return self.inner.is_accepting()
 
     def copy(self) -> "GuidanceMatcher":
         """A matcher in the same state, which goes on by itself."""
-        return GuidanceMatcher(self._matcher.deep_copy(), len(self._mask))
+        return GuidanceMatcher(self.inner.deep_copy(), self.num_words)
 
     def forced(self) -> Sequence[int]:
         """The tokens that must come next."""
-        return self._matcher.compute_ff_tokens()
+        return self.inner.compute_ff_tokens()
 
     def accept(self, token_id: int) -> bool:
         """Takes the next token, if the grammar allows it."""
         self._num_tried = 0
-        return self._matcher.consume_token(token_id)
+        return self._consume(token_id)
 
     def try_accept(self, token_id: int) -> bool:
         """Takes a token, or changes nothing."""
-        taken = self._matcher.try_consume_tokens([token_id]) == 1
+        taken = self.inner.try_consume_tokens([token_id]) == 1
         self._num_tried += taken
         return taken
 
     def rollback(self, num_tokens: int) -> None:
         """Takes back the last tokens; raises what `Matcher.rollback` says."""
         self._num_tried = without(num_tokens, self._num_tried)
-        self._matcher.rollback(num_tokens)
+        self.inner.rollback(num_tokens)
 
     def mask(self) -> Int32:
         """The mask of the next token, [words], valid until the next call."""
-        self._matcher.unsafe_compute_mask_ptr(*self._mask_at)
+        self.compute(*self._mask_at)
         return self._mask
 
 
@@ -97,6 +101,7 @@ class Guidance:
         self._file: Path = (model.tokenizer or model.path) / "tokenizer.json"
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
+        self._filler: GuidanceFiller | None = None
 
     def prepare(self) -> None:
         """Imports the library and reads the tokenizer."""
@@ -118,7 +123,7 @@ class Guidance:
         if error is not None:
             raise GrammarError(located(error, json.loads(grammar.text)) if grammar.kind == "json_schema" else error)
         of_model = words if self._vocab_size is None else -(-self._vocab_size // 32)
-        return Prototype(matcher, of_model, compiled.get_grammar_warnings())
+        return Prototype(matcher, of_model, compiled.get_grammar_warnings(), self._filler)
 
     def close(self) -> None:
         """Has nothing to end: all of it is in this process."""
@@ -139,6 +144,7 @@ class Guidance:
                 # A model may have more logits than its tokenizer has tokens: none of those beyond is ever allowed.
                 larger = self._vocab_size is not None and self._vocab_size > known.vocab_size
                 self._tokenizer = LLTokenizer(str(self._file), self._vocab_size, eos) if larger else known
+                self._filler = GuidanceFiller(self._eos_token_ids)
             return self._tokenizer
 
 

@@ -9,6 +9,9 @@ from penstock.engine.core.grammar.reasoning import Phase, gate_of
 from penstock.engine.core.plan import Int32
 from penstock.engine.grammar import ReasoningMarkers
 
+_ALL = -1
+"""A word with all bits set."""
+
 
 class GrammarGuide:
     """A guide, as `scheduling.guides` defines it, with a matcher of its own.
@@ -29,38 +32,41 @@ class GrammarGuide:
     ) -> None:
         self.num_words = num_words = prototype.num_words
         self.error: str | None = None
-        self._matcher = prototype.matcher.copy()
-        self._gate = gate_of(reasoning)
+        self.matcher = prototype.matcher.copy()
+        self._gate, self._filler = gate_of(reasoning), prototype.filler
+        self.filler = self._filler if self._gate.phase is Phase.ANSWER else None
         self._stops = frozenset(stop_token_ids) | frozenset(eos_token_ids)
         self._more_stops = _bits(set(stop_token_ids) - set(eos_token_ids), num_words)
         self._no_stops = _bits(set(eos_token_ids) - set(stop_token_ids), num_words)
-        self._words_of_no_stops = [] if self._no_stops is None else self._no_stops.nonzero()[0].tolist()
         self._begin = _bits(() if reasoning is None or reasoning.begin is None else (reasoning.begin,), num_words)
 
     @property
     def ended(self) -> bool:
         """Whether the answer is complete and nothing can follow."""
-        return self._gate.phase is Phase.ANSWER and self.error is None and self._matcher.is_stopped
+        return self._gate.phase is Phase.ANSWER and self.error is None and self.matcher.is_stopped
 
     @property
     def is_open(self) -> bool:
         """Whether the answer would be no whole one if it ended here."""
-        return not self._matcher.is_accepting
+        return not self.matcher.is_accepting
 
     def forced(self) -> Sequence[int]:
         """See `Guide`: as the tokenizer writes them. The model may choose others for the same text, which then count."""
-        if self._gate.phase is not Phase.ANSWER or self.error is not None or self._matcher.is_stopped:
+        if self._gate.phase is not Phase.ANSWER or self.error is not None:
             return ()
-        return self._matcher.forced()
+        return self.matcher.forced()
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """See `Guide`; a token that the grammar does not allow is an `error`, and so is a mask that could not be made."""
         for token in token_ids:
-            of_answer = True
             if self._gate.phase is not Phase.ANSWER:
                 self._gate, of_answer = self._gate.take(token)
-            if of_answer and self.error is None and not self._matcher.accept(token):
-                why = self._matcher.error or "the answer was complete before"
+                if self._gate.phase is Phase.ANSWER:
+                    self.filler = self._filler
+                if not of_answer:
+                    continue
+            if self.error is None and not self.matcher.accept(token):
+                why = self.matcher.error or "the answer was complete before"
                 self.error = f"the grammar does not allow token {token}, which was sampled: {why}"
 
     def fill(self, masks: Int32, drafts: Sequence[int]) -> None:
@@ -68,34 +74,42 @@ class GrammarGuide:
         gate, advanced = self._gate, 0
         for at, draft in enumerate(drafts):
             if gate.phase is not Phase.REASONING:
-                self._fill(masks[at], gate.phase)
+                self._fill(masks, at, gate.phase)
             gate, of_answer = gate.take(draft)
-            if of_answer and (draft in self._stops or not self._matcher.try_accept(draft)):
+            if of_answer and (draft in self._stops or not self.matcher.try_accept(draft)):
                 break
             advanced += of_answer
         else:
             if gate.phase is not Phase.REASONING:
-                self._fill(masks[len(drafts)], gate.phase)
+                self._fill(masks, len(drafts), gate.phase)
         if advanced:
-            self._matcher.rollback(advanced)
+            self.matcher.rollback(advanced)
 
-    def _fill(self, mask: Int32, phase: Phase) -> None:
-        made = self._matcher.mask()
-        if (error := self._matcher.error) is not None:
+    def _fill(self, masks: Int32, at: int, phase: Phase) -> None:
+        made, mask = self.matcher.mask(), masks[at]
+        mask[:] = made if len(made) == len(mask) else made[: len(mask)]
+        self.complete(masks, at)
+        if self._begin is not None and phase is Phase.OPENING and self.error is None:
+            mask |= self._begin
+
+    def complete(self, masks: Int32, place: int, *, may_end: bool = True) -> None:
+        """Adds the request's stop tokens to a mask that its matcher has written, and takes away EOS tokens that do not stop it.
+
+        Args:
+            masks: [m, words]; changed.
+            place: Which of the m it is.
+            may_end: False: the mask has none of the model's EOS tokens.
+        """
+        if (error := self.matcher.error) is not None:
             # What is sampled now is not taken: the request fails with the step's result.
             self.error = f"the grammar's limits do not allow a next token to be found: {error}"
+            masks[place] = _ALL
             return
-        mask[:] = made if len(made) == len(mask) else made[: len(mask)]
         shut = self._no_stops
-        # A look at the whole mask takes as long as the grammar: it is due only where EOS tokens are among those allowed.
-        if shut is not None and any(mask.item(word) & shut.item(word) for word in self._words_of_no_stops):
-            others = mask & ~shut
-            if others.any():
-                mask[:] = others
-        if self._more_stops is not None and self._matcher.is_accepting:
-            mask |= self._more_stops
-        if self._begin is not None and phase is Phase.OPENING:
-            mask |= self._begin
+        if may_end and shut is not None and (others := masks[place] & ~shut).any():
+            masks[place] = others
+        if self._more_stops is not None and self.matcher.is_accepting:
+            masks[place] |= self._more_stops
 
 
 def _bits(token_ids: Sequence[int] | set[int], num_words: int) -> Int32 | None:

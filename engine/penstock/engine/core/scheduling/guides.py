@@ -5,7 +5,7 @@ leaves no choice it forces tokens, which are verified as drafts in one step; suc
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,8 +22,27 @@ def most_forced(max_num_seqs: int) -> int:
     return max(max_num_seqs, MAX_FORCED_TOKENS)
 
 
+class Filler(Protocol):
+    """Fills the masks of many guides in one call, which costs less than to ask one after the other."""
+
+    def fill(self, guides: Sequence[Any], masks: Int32, places: Sequence[int]) -> None:
+        """Writes the masks of steps without drafts; the guides stay where they are.
+
+        Args:
+            guides: Whose `filler` it is.
+            masks: [m, words], all bits set.
+            places: Which of the m is for which guide.
+        """
+        ...
+
+
 class Guide(Protocol):
     """Guides the output of one request."""
+
+    @property
+    def filler(self) -> Filler | None:
+        """Fills the mask of the next token together with those of others; None: only `fill` can."""
+        ...
 
     @property
     def num_words(self) -> int:
@@ -71,7 +90,7 @@ class Guides:
         self._guides: dict[int, Guide] = {}
         self.forced: dict[int, list[int]] = {}
         """Tokens that must come next, by row, where there is no choice."""
-        self._told: dict[int, list[int]] = {}
+        self._told: dict[int, Sequence[int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._guides)
@@ -103,11 +122,11 @@ class Guides:
 
     def look(self, row: int, drafts: Sequence[int]) -> None:
         """The row goes on; `drafts` are what the runner will have verified in its next step."""
-        self._told[row] = list(drafts)
+        self._told[row] = drafts
         if forced := self._guides[row].forced():
             self.forced[row] = list(forced[:MAX_FORCED_TOKENS])
-        else:
-            self.forced.pop(row, None)
+        elif row in self.forced:
+            del self.forced[row]
 
     def masked(self, plan: StepPlan) -> Int32:
         """Indexes of the plan's rows that sample under a mask."""
@@ -126,12 +145,20 @@ class Guides:
         given, with_plan = ints(plan.draft_ids), set(ints(plan.draft_rows))
         words = next(iter(self._guides.values())).num_words
         bitmask = np.full((int((counts[at] + 1).sum()), words), _ALL, np.int32)
-        first = 0
+        first, together = 0, dict[Filler, tuple[list[Guide], list[int]]]()
         for index, row, count, begin in zip(ints(at), ints(plan.rows[at]), ints(counts[at]), ints(begins[at]), strict=True):
-            drafts = given[begin : begin + count] if index in with_plan else self._told[row][:count]
-            # Where the runner has fewer drafts than planned, what it fills up with is never accepted.
-            self._guides[row].fill(bitmask[first : first + 1 + len(drafts)], drafts)
+            guide = self._guides[row]
+            if not count and (filler := guide.filler) is not None:
+                guides, places = together.setdefault(filler, ([], []))
+                guides.append(guide)
+                places.append(first)
+            else:
+                drafts = given[begin : begin + count] if index in with_plan else self._told[row][:count]
+                # Where the runner has fewer drafts than planned, what it fills up with is never accepted.
+                guide.fill(bitmask[first : first + 1 + len(drafts)], drafts)
             first += 1 + count
+        for filler, (guides, places) in together.items():
+            filler.fill(guides, bitmask, places)
         return SampleInputs(plan.step_id, at, bitmask)
 
 

@@ -169,8 +169,7 @@ class Tenancy:
         """Return which of the rows' guides end their requests with these tokens, and the error of each, if any."""
         found: dict[int, str | None] = {}
         for at, (row, token, stops) in enumerate(zip(rows.tolist(), tokens.tolist(), stopped.tolist(), strict=True)):
-            guide = None if stops else self.guides.advance(row, token)
-            if guide is not None and (guide.error is not None or guide.ended):
+            if not stops and (guide := self.guides.advance(row, token)) is not None and (guide.ended or guide.error is not None):
                 found[at] = guide.error
         return found
 
