@@ -180,6 +180,36 @@ def make_qwen(folder: Path, image_token: int = IMAGE_TOKEN, vision: dict | None 
     return folder
 
 
+def make_qwen3(folder: Path, image_token: int = IMAGE_TOKEN, vision: dict | None = None, **fields) -> Path:
+    """Saves a Qwen3-VL with random weights; each embedding stands for 8 x 8 pixels."""
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "initializer_range": 0.2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}
+    rope = {"rope_type": "default", "mrope_section": [6, 3, 3], "mrope_interleaved": True, "rope_theta": 10000.0}
+    text = {"vocab_size": VOCAB, "max_position_embeddings": LONGEST, "eos_token_id": None, "bos_token_id": None}
+    shape = {"hidden_size": 48, "intermediate_size": 80, "depth": 3, "num_heads": 3, "patch_size": QWEN_PATCH}
+    own = {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1], "out_hidden_size": 64}
+    config = transformers.Qwen3VLConfig(
+        text_config=text | sizes | heads | {"rope_parameters": rope} | fields,
+        vision_config=shape | own | (vision or {}),
+        image_token_id=image_token,
+        tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
+    )
+    torch.manual_seed(zlib.crc32(folder.name.encode()))
+    model = transformers.Qwen3VLForConditionalGeneration(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, 0.5, 0.3)
+        elif "visual" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    model.save_pretrained(folder)
+    processor = {"min_pixels": 256, "max_pixels": 1280, "patch_size": QWEN_PATCH, "merge_size": 2, "temporal_patch_size": 2}
+    processor |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
 class Seeing(NamedTuple):
     """A family, and what it is compared with."""
 
@@ -216,7 +246,7 @@ class Seeing(NamedTuple):
         found.pop("num_crops", None)
         if self.make is make_gemma3:
             found["token_type_ids"] = (ids == image_token).long()
-        if self.make is make_qwen:
+        if self.make in (make_qwen, make_qwen3):
             found["mm_token_type_ids"] = (ids == image_token).long()
         return text | found
 
@@ -240,6 +270,12 @@ SEEING = {
     "qwen2_5_vl": Seeing(
         make_qwen,
         "Qwen2_5_VLForConditionalGeneration",
+        ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
+        0,
+    ),
+    "qwen3_vl": Seeing(
+        make_qwen3,
+        "Qwen3VLForConditionalGeneration",
         ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
         0,
     ),

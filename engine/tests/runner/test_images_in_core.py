@@ -214,9 +214,10 @@ def test_sleep_and_new_weights_drop_embeddings(build, request_of, expected):
 
 
 def test_the_memory_of_images_is_counted(build_runner, path):
-    with_images = build_runner(path, scheduler=SCHEDULER).profile_memory()
+    runner = build_runner(path, scheduler=SCHEDULER)
+    with_images = runner.profile_memory()
     plain = msgspec.structs.replace(SCHEDULER, encoder_cache_size=0)
-    assert with_images - build_runner(path, scheduler=plain).profile_memory() == 100 * 64 * 4
+    assert with_images - build_runner(path, scheduler=plain).profile_memory() == 100 * runner._encode_blank()[0].nbytes
 
 
 def test_ranks_divide_the_decoder_and_each_has_the_tower(request_of, scheduler, expected, path):

@@ -31,6 +31,8 @@ KINDS = {
     "gemma3": {},
     "qwen2_5_vl": {},
     "qwen2_5_vl-windows": {"vision": {"window_size": 24, "fullatt_block_indexes": [0, 2]}, "tie_word_embeddings": True},
+    "qwen3_vl": {},
+    "qwen3_vl-last": {"vision": {"num_position_embeddings": 81, "deepstack_visual_indexes": [2]}, "tie_word_embeddings": True},
     "gemma3-full": {"sliding_window": 200, "query_pre_attn_scalar": 16, "final_logit_softcapping": 8.0},
 }
 
@@ -70,10 +72,13 @@ def test_embeddings_are_those_of_transformers(model, build_runner, kind):
         inputs = dict(processor(image, return_tensors="pt"))
         inputs.pop("num_crops", None)
         with torch.inference_mode():
-            [expected] = reference.get_image_features(**inputs).pooler_output
+            found = reference.get_image_features(**inputs)
+        [expected] = found.pooler_output
+        deep = getattr(found, "deepstack_features", None) or []
+        expected = torch.cat([expected, *(feature for [feature] in deep)], dim=-1)
         ours = embeddings(runner, image)
         assert ours.shape == expected.shape
-        assert ours.shape[1] == 64
+        assert ours.shape[1] == 64 * (1 + len(deep))
         torch.testing.assert_close(ours, expected, atol=2e-4, rtol=2e-4)
 
 
@@ -129,6 +134,9 @@ def test_towers_under_their_old_name_are_read(model, build_runner, tmp_path, kin
         ),
         ("llava_next", {"image_grid_pinpoints": "(1x1)"}, "image_grid_pinpoints"),
         ("llava_next", {"vision_config": {"image_size": 13, "patch_size": 6}}, "image_size 13 is no multiple of patch_size 6"),
+        ("qwen3_vl", {"vision_config": {"num_position_embeddings": 26}}, "num_position_embeddings 26 is no square"),
+        ("qwen3_vl", {"vision_config": {"deepstack_visual_indexes": [1, 0]}}, "deepstack_visual_indexes"),
+        ("qwen3_vl", {"vision_config": {"deepstack_visual_indexes": [27]}}, "deepstack_visual_indexes"),
         ("qwen2_5_vl", {"vision_config": None}, "vision_config"),
         ("qwen2_5_vl", {"vision_config": {"hidden_act": "gelu"}}, "hidden_act"),
         ("qwen2_5_vl", {"vision_config": {"num_heads": 17}}, "hidden_size"),
@@ -212,7 +220,7 @@ def test_fields_among_those_of_the_model_are_the_decoders(model, tmp_path):
     flat, nested = (parse_decoder_config(read_object(path / "config.json")) for path in (tmp_path, model("qwen2_5_vl")))
     assert flat == nested
     assert flat.ropes[0].sections == (2, 3, 3)
-    for wrong, word in (({"mrope_section": [2, 3]}, "mrope_section"), ({"mrope_interleaved": True}, "mrope_interleaved")):
+    for wrong, word in (({"mrope_section": [2, 3]}, "mrope_section"), ({"mrope_interleaved": True}, "fewer pairs for time")):
         scaling = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]} | wrong}
         with pytest.raises(ConfigError, match=word):
             parse_decoder_config(text | raw | scaling)

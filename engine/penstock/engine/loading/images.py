@@ -7,7 +7,14 @@ from typing import Any, Final
 
 from penstock.engine.config import ConfigError
 from penstock.engine.loading.json_files import read_object
-from penstock.engine.models.vision.config import Gemma3Config, LlavaNextConfig, QwenConfig, SquareConfig, VisionConfig
+from penstock.engine.models.vision.config import (
+    Gemma3Config,
+    LlavaNextConfig,
+    Qwen3Config,
+    QwenConfig,
+    SquareConfig,
+    VisionConfig,
+)
 from penstock.engine.multimodal.settings import ImageSettings
 
 _PROCESSOR: Final = "processor_config.json"
@@ -29,7 +36,7 @@ def read_image_settings(path: Path, vision: VisionConfig | None, overrides: Mapp
     Raises:
         ConfigError: The file asks for what is not supported; the message names the field.
     """
-    known = _OVERRIDES if isinstance(vision, QwenConfig) else ()
+    known = _OVERRIDES if isinstance(vision, QwenConfig | Qwen3Config) else ()
     if others := sorted(overrides.keys() - set(known)):
         takes = f"this model takes {' and '.join(known)}" if known else "this model takes none"
         raise ConfigError(f"--mm-processor-kwargs: {', '.join(others)}: {takes}")
@@ -45,7 +52,7 @@ def read_image_settings(path: Path, vision: VisionConfig | None, overrides: Mapp
     if raw is None:
         _log.warning("%s has neither %s nor %s: images are refused", path, FILE, _PROCESSOR)
         return None
-    if isinstance(vision, QwenConfig):
+    if isinstance(vision, QwenConfig | Qwen3Config):
         patches = read_patches(raw | dict(overrides), vision.tower)
         return ImageSettings(
             token_id=vision.image_token_id,

@@ -35,8 +35,12 @@ DTYPES: dict[str, torch.dtype] = {
 """Dtypes by safetensors' names. Each tensor accepts some of them."""
 BODY = "model."
 """Before the names of all tensors but the LM head's; a decoder that was saved without one may lack it (`Qwen3-Embedding`)."""
-_OLD_TOWER, _TOWER = "vision_tower.vision_model.", "vision_tower."
-"""Before the names of a vision tower's tensors: until transformers 5, and since."""
+_OLD_NAMES = {
+    "vision_tower.vision_model.": "vision_tower.",
+    "model.language_model.": "model.",
+    "model.visual.": "visual.",
+}
+"""What stands before the names of a part's tensors in some checkpoints, and what does in ours."""
 _SHOWN = 5
 _ALL_EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 
@@ -120,7 +124,10 @@ def check_weights(model: Loadable, path: Path) -> list[StoredTensor]:
 
 def _renamed(tensor: StoredTensor) -> StoredTensor:
     """The tensor by its name of today."""
-    return tensor._replace(name=_TOWER + tensor.name.removeprefix(_OLD_TOWER)) if tensor.name.startswith(_OLD_TOWER) else tensor
+    for old, name in _OLD_NAMES.items():
+        if tensor.name.startswith(old):
+            return tensor._replace(name=name + tensor.name.removeprefix(old))
+    return tensor
 
 
 def _with_body(stored: list[StoredTensor], wanted: Weights) -> list[StoredTensor]:

@@ -15,6 +15,7 @@ from penstock.engine.lora.peft import PeftConfig, read_peft_config
 
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
 _NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
+_DECODER: Final = "model.language_model."
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -58,12 +59,19 @@ def read_adapter(path: Path, targets: Mapping[str, Target], max_rank: int) -> Ho
         pair = found.get((module, "A")), found.get((module, "B"))
         if pair[0] is None or pair[1] is None:
             raise ConfigError(f"{WEIGHTS_FILE}: {module} has lora_{'B' if pair[0] is None else 'A'} alone")
-        if module not in targets:
+        target = next((name for name in _spellings(module) if name in targets), None)
+        if target is None:
             raise ConfigError(f"{WEIGHTS_FILE}: the model has no {module}, or none that an adapter may be on")
-        adapter[module] = _factors(module, pair[0], pair[1], targets[module], config, max_rank)
+        adapter[target] = _factors(module, pair[0], pair[1], targets[target], config, max_rank)
     if not adapter:
         raise ConfigError(f"{WEIGHTS_FILE} holds no LoRA weights")
     return adapter
+
+
+def _spellings(module: str) -> tuple[str, ...]:
+    """A module's possible names in the model: transformers has the decoder of a model that reads images by another one."""
+    inner = module.removeprefix(_DECODER)
+    return (module,) if inner == module else (module, f"model.{inner}", f"language_model.model.{inner}")
 
 
 def digest(adapter: HostAdapter) -> bytes:

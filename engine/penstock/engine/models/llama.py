@@ -258,17 +258,26 @@ class LlamaForCausalLM:
     ) -> Iterator[tuple[str, Carry]]:
         """What each part passes on, by the part's name."""
         if carry is None:
-            carry = Carry(inputs if inputs.is_floating_point() else self.embed(inputs), None)
+            carry = self._entered(inputs)
             yield "embed_tokens", carry
         angles = [rotary(positions) for rotary in self._rotaries]
         for index, layer in zip(self._indices, self.layers, strict=True):
             if aux is not None and index in aux:
                 aux[index] = carry.stream()
-            carry = Carry(*layer(carry.hidden, carry.residual, angles[self._rotary_of[index]], ctx))
+            hidden, residual = layer(carry.hidden, carry.residual, angles[self._rotary_of[index]], ctx)
+            if carry.deep:
+                hidden = hidden + carry.deep[0]
+            carry = Carry(hidden, residual, carry.deep[1:])
             yield f"layers.{index}", carry
 
+    def _entered(self, inputs: torch.Tensor) -> Carry:
+        if not inputs.is_floating_point():
+            return Carry(self.embed(inputs), None)
+        hidden, *deep = inputs.split(self.config.hidden_size, dim=-1)
+        return Carry(hidden.contiguous(), None, tuple(deep))
+
     def _normalised(self, carry: Carry) -> torch.Tensor:
-        hidden, residual = carry
+        hidden, residual = carry.hidden, carry.residual
         return self.norm(hidden) if residual is None else self.norm.add(hidden, residual)[0]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:

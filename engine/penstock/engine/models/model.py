@@ -18,6 +18,8 @@ class Carry(NamedTuple):
     """[n, hidden]: the last sublayer's output."""
     residual: torch.Tensor | None
     """[n, hidden]: the residual stream without it; None: `hidden` is the whole stream."""
+    deep: tuple[torch.Tensor, ...] = ()
+    """[n, hidden] each: what is added to the stream after each of the next layers (DeepStack, Meng et al., 2024)."""
 
     def stream(self) -> torch.Tensor:
         """[n, hidden]: the whole residual stream."""
@@ -87,7 +89,8 @@ class Model(Protocol):
         """Hidden states after the final norm, of the last stage.
 
         Args:
-            inputs: Token ids, [n] int32 or int64; or embeddings in their place, [n, hidden] in floating point.
+            inputs: Token ids, [n] int32 or int64; or embeddings in their place, [n, hidden] in floating point; where images have
+                features for layers, [n, (1 + layers) · hidden]: what is added after each of the first ones is behind.
             positions: [n], int32 or int64: of each token in its request; or [3, n] in time, row and column, where the rotary
                 embedding has sections.
             ctx: The caches, and which tokens are whose.
@@ -132,6 +135,6 @@ class VisionModel(Model, Protocol):
             original: As of `Pixels`.
 
         Returns:
-            [tokens, hidden].
+            [tokens, hidden], or where it has features for layers, [tokens, (1 + layers) · hidden].
         """
         ...

@@ -43,6 +43,12 @@ TEXT_MODELS: Final = {
         | {"num_key_value_heads": 8, "max_position_embeddings": 32768, "eos_token_id": 151645, "rms_norm_eps": 1e-5}
         | {"rope_theta": 1e6},
     ),
+    "qwen3_vl_text": TextModel(
+        "Qwen3ForCausalLM",
+        _COMMON
+        | {"vocab_size": 151936, "intermediate_size": 22016, "head_dim": 128, "max_position_embeddings": 128000}
+        | {"rope_theta": 5e5},
+    ),
     "qwen2": TextModel(
         "Qwen2ForCausalLM",
         _COMMON | {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768},
@@ -51,6 +57,9 @@ TEXT_MODELS: Final = {
 """By `text_config.model_type`."""
 _FLAT: Final = {"qwen2_5_vl": "qwen2_5_vl_text"}
 """By `model_type`, of models whose `config.json` may hold the decoder's fields among its own."""
+
+_ROPES: Final = {"qwen3_vl_text": {"mrope_section": [24, 20, 20], "mrope_interleaved": True}}
+"""By `text_config.model_type`: what its rotary embedding has where `config.json` is silent."""
 
 
 def text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,5 +74,8 @@ def text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"config.json: text_config.model_type {kind!r} is not supported ({', '.join(TEXT_MODELS)} are)")
     found = TEXT_MODELS[kind]
     fields = {**found.defaults, **text}
+    if kind in _ROPES:
+        field = "rope_scaling" if fields.get("rope_scaling") and not fields.get("rope_parameters") else "rope_parameters"
+        fields |= {field: {**_ROPES[kind], **(fields.get(field) or {})}}
     tied = bool(fields.get("tie_word_embeddings")) or bool(raw.get("tie_word_embeddings"))
     return fields | {"architectures": [found.architecture], "tie_word_embeddings": tied}

@@ -47,6 +47,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """[size / 2]: of the wavelengths where it is longer."""
     sections: tuple[int, ...] = ()
     """Pairs that turn by the position in time, then those by row, then those by column (M-RoPE); empty: all by one position."""
+    interleaved_sections: bool = False
+    """Whether the pairs take turns (time, row, column, time, …) as long as there are some of each; the rest turns by time."""
 
     def without_rotation(self) -> "RopeConfig":
         """For a layer that leaves positions out: of the same size, so that kernels need no second form, with angles of 0."""
@@ -112,7 +114,9 @@ def _parse(raw: Mapping[str, Any], field: str, scaling: Mapping[str, Any], head_
             f"config.json: partial_rotary_factor {partial} of head_dim {head_size} rotates {size} elements, not pairs"
         )
     theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    base = RopeConfig(size=size, type=kind, theta=theta, sections=_sections(scaling, field, size))
+    sections = _sections(scaling, field, size)
+    interleaved = bool(sections) and bool(scaling.get("mrope_interleaved"))
+    base = RopeConfig(size=size, type=kind, theta=theta, sections=sections, interleaved_sections=interleaved)
     if kind == "default":
         return base
     original = raw.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings") or positions
@@ -130,10 +134,10 @@ def _sections(scaling: Mapping[str, Any], field: str, size: int) -> tuple[int, .
     found = scaling.get("mrope_section")
     if found is None:
         return ()
-    if scaling.get("mrope_interleaved"):
-        raise ConfigError(f"config.json: {field}.mrope_interleaved is not supported")
     if len(found) != 3 or sum(found) != size // 2:
         raise ConfigError(f"config.json: {field}.mrope_section {found} must be three numbers whose sum is {size // 2}")
+    if scaling.get("mrope_interleaved") and max(found[1:]) > found[0]:
+        raise ConfigError(f"config.json: {field}.mrope_section {found} has fewer pairs for time than for rows or columns")
     return tuple(int(pairs) for pairs in found)
 
 

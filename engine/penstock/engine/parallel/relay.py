@@ -130,7 +130,8 @@ class Relay:
         if self._alone:
             return
         assert self._after is not None, "an earlier stage has a link to the next one"
-        parts = [part for part in carry if part is not None]
+        assert not carry.deep, "what images add to layers stays within a stage"
+        parts = [part for part in (carry.hidden, carry.residual) if part is not None]
         at = self._sent % self._slots * self._slot_bytes
         self._sent += 1
         count, dtype = len(carry.hidden), carry.hidden.dtype

@@ -15,6 +15,7 @@ _FAMILIES: Final = (
 DIVIDED: Final = frozenset(f"{family}ForCausalLM" for family in _FAMILIES) | {
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
 }
 """Architectures whose every layer is known to give the same on several ranks as on one."""
 

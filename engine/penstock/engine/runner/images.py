@@ -23,11 +23,20 @@ class _Part(NamedTuple):
     """Where they go among the step's tokens."""
 
 
+def _widened(embeddings: torch.Tensor, width: int) -> torch.Tensor:
+    """[n, hidden] → [n, width]: nothing is added to text after the first layers."""
+    if width == embeddings.shape[1]:
+        return embeddings
+    wide = embeddings.new_zeros(len(embeddings), width)
+    wide[:, : embeddings.shape[1]] = embeddings
+    return wide
+
+
 class Images:
     """What a rank keeps of images.
 
     Args:
-        encode: Makes an image's embeddings, [tokens, hidden].
+        encode: Makes an image's embeddings, as `VisionModel.encode_image` does.
         two_way: Whether the tokens of an image see each other both ways.
     """
 
@@ -68,7 +77,8 @@ class Images:
             embed: Embeds the step's tokens, [n, hidden].
 
         Returns:
-            [n, hidden], or None where no token is an image's; and why rows, as indexes into the plan's, cannot be computed.
+            What `Model.forward` takes in place of tokens, or None where no token is an image's; and why rows, as indexes into the
+            plan's, cannot be computed.
         """
         merged, failed = None, dict[int, str]()
         for at, item, offset, place in self._parts(plan, starts):
@@ -77,7 +87,7 @@ class Images:
                 there = "none are there" if found is None else f"it has {len(found)}"
                 failed[at] = f"the image at token {item.start} needs {item.length} embeddings, and {there}"
                 continue
-            merged = embed() if merged is None else merged
+            merged = _widened(embed(), found.shape[1]) if merged is None else merged
             merged[place] = found[offset : offset + place.stop - place.start]
         return merged, failed
 

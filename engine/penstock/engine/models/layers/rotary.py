@@ -20,16 +20,27 @@ class RotaryEmbedding:
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(rope, max_positions))
         # [positions, r]: the cosines, then the sines.
         self._table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(rope.attention_factor).to(device)
-        self._ops, self._sections = ops, list(rope.sections)
+        self._ops, self._axes = ops, section_axes(rope).to(device)
 
     def __call__(self, positions: torch.Tensor) -> Rotary:
         """The angles of positions [n], or of positions in time, row and column, [3, n]; once a step for all layers."""
         if positions.ndim == 1:
             return Rotary(*self._ops.embedding(self._table, positions).chunk(2, dim=-1))
         found = self._ops.embedding(self._table, positions.reshape(-1)).view(3, positions.shape[1], 2, -1)
-        parts = found.split(self._sections, dim=-1)
-        cos, sin = torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1).unbind(1)
+        cos, sin = found.gather(0, self._axes.expand(1, *found.shape[1:]))[0].unbind(1)
         return Rotary(cos.contiguous(), sin.contiguous())
+
+
+def section_axes(rope: RopeConfig) -> torch.Tensor:
+    """By which position each pair turns, [size / 2] int64: 0 time, 1 the row, 2 the column; empty without sections."""
+    if not rope.sections:
+        return torch.empty(0, dtype=torch.int64)
+    if not rope.interleaved_sections:
+        return torch.arange(3).repeat_interleave(torch.tensor(rope.sections))
+    axes = torch.arange(rope.size // 2) % 3
+    for axis in (1, 2):
+        axes[3 * rope.sections[axis] + axis :: 3] = 0
+    return axes
 
 
 def inverse_frequencies(rope: RopeConfig, max_positions: int) -> torch.Tensor:

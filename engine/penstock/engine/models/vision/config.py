@@ -45,6 +45,20 @@ QWEN_DEFAULTS: Final = {
     "hidden_act": "silu",
 }
 """transformers' own."""
+QWEN3_DEFAULTS: Final = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "depth": 27,
+    "num_heads": 16,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": (8, 16, 24),
+    "out_hidden_size": 3584,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+"""transformers' own."""
 LLAVA_NEXT_RESOLUTIONS: Final = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 """transformers' own."""
 _ACTIVATIONS: Final = ("quick_gelu", "gelu", "gelu_pytorch_tanh")
@@ -90,6 +104,26 @@ class QwenTowerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of an embedding."""
 
 
+class Qwen3TowerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A vision transformer over the patches of an image of any size, with features of several layers."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    merge_size: int
+    """Patches of either side of the square that becomes one embedding."""
+    temporal_patch_size: int
+    """Frames of a film that are one patch."""
+    positions_per_side: int
+    """Of the square table of positions, which is stretched over an image."""
+    deep_layers: tuple[int, ...]
+    """Layers whose features are added after the decoder's first ones, in this order."""
+    out_size: int
+    """Of an embedding."""
+
+
 class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How a model sees, and the token in whose place it sees."""
 
@@ -110,6 +144,12 @@ class QwenConfig(VisionConfig, frozen=True, kw_only=True):
     """Qwen2.5-VL's."""
 
     tower: QwenTowerConfig
+
+
+class Qwen3Config(VisionConfig, frozen=True, kw_only=True):
+    """Qwen3-VL's."""
+
+    tower: Qwen3TowerConfig
 
 
 class LlavaConfig(SquareConfig, frozen=True, kw_only=True):
@@ -220,18 +260,9 @@ def parse_gemma3(raw: Mapping[str, Any], text_architecture: str) -> Gemma3Config
 
 def parse_qwen(raw: Mapping[str, Any], text_architecture: str) -> QwenConfig:
     """Reads the object of a Qwen2.5-VL checkpoint; `ConfigError` names a field that is missing or not supported."""
-    given = raw.get("vision_config")
-    if not isinstance(given, Mapping):
-        raise ConfigError("config.json: vision_config is missing")
-    tower = {**QWEN_DEFAULTS, **given}
-    if tower["hidden_act"] != "silu":
-        raise ConfigError(f"config.json: vision_config.hidden_act {tower['hidden_act']!r} is not supported (silu is)")
+    tower = _qwen_fields(raw, QWEN_DEFAULTS, "silu")
     hidden, heads, layers = (whole_number(tower, field) for field in ("hidden_size", "num_heads", "depth"))
     patch, merge, window = (whole_number(tower, field) for field in ("patch_size", "spatial_merge_size", "window_size"))
-    if hidden % (4 * heads):
-        raise ConfigError(
-            f"config.json: vision_config.hidden_size {hidden} is no multiple of 4 elements for each of {heads} heads"
-        )
     if window < patch * merge:
         raise ConfigError(f"config.json: vision_config.window_size {window} is less than {patch * merge}: one embedding's pixels")
     full = tower["fullatt_block_indexes"]
@@ -255,11 +286,56 @@ def parse_qwen(raw: Mapping[str, Any], text_architecture: str) -> QwenConfig:
     )
 
 
+def parse_qwen3(raw: Mapping[str, Any], text_architecture: str) -> Qwen3Config:
+    """Reads the object of a Qwen3-VL checkpoint; `ConfigError` names a field that is missing or not supported."""
+    tower = _qwen_fields(raw, QWEN3_DEFAULTS, "gelu_pytorch_tanh")
+    layers, positions, deep = (tower[field] for field in ("depth", "num_position_embeddings", "deepstack_visual_indexes"))
+    side = math.isqrt(whole_number(tower, "num_position_embeddings"))
+    if side**2 != positions:
+        raise ConfigError(f"config.json: vision_config.num_position_embeddings {positions} is no square")
+    if not isinstance(deep, list | tuple) or sorted(set(deep)) != list(deep) or not set(deep) <= set(range(layers)):
+        raise ConfigError(
+            f"config.json: vision_config.deepstack_visual_indexes must list layers of {layers} in order, not {deep}"
+        )
+    return Qwen3Config(
+        tower=Qwen3TowerConfig(
+            hidden_size=whole_number(tower, "hidden_size"),
+            intermediate_size=whole_number(tower, "intermediate_size"),
+            num_layers=whole_number(tower, "depth"),
+            num_heads=whole_number(tower, "num_heads"),
+            patch_size=whole_number(tower, "patch_size"),
+            merge_size=whole_number(tower, "spatial_merge_size"),
+            temporal_patch_size=whole_number(tower, "temporal_patch_size"),
+            positions_per_side=side,
+            deep_layers=tuple(deep),
+            out_size=whole_number(tower, "out_hidden_size"),
+        ),
+        image_token_id=whole_number(raw, "image_token_id", default=151655),
+        text_architecture=text_architecture,
+    )
+
+
+def _qwen_fields(raw: Mapping[str, Any], defaults: Mapping[str, Any], activation: str) -> dict[str, Any]:
+    given = raw.get("vision_config")
+    if not isinstance(given, Mapping):
+        raise ConfigError("config.json: vision_config is missing")
+    tower = {**defaults, **given}
+    if tower["hidden_act"] != activation:
+        raise ConfigError(f"config.json: vision_config.hidden_act {tower['hidden_act']!r} is not supported ({activation} is)")
+    hidden, heads = whole_number(tower, "hidden_size"), whole_number(tower, "num_heads")
+    if hidden % (4 * heads):
+        raise ConfigError(
+            f"config.json: vision_config.hidden_size {hidden} is no multiple of 4 elements for each of {heads} heads"
+        )
+    return tower
+
+
 _PARSERS: Final[dict[str, Callable[[Mapping[str, Any], str], VisionConfig]]] = {
     "Gemma3ForConditionalGeneration": parse_gemma3,
     "LlavaForConditionalGeneration": parse_llava,
     "LlavaNextForConditionalGeneration": parse_llava_next,
     "Qwen2_5_VLForConditionalGeneration": parse_qwen,
+    "Qwen3VLForConditionalGeneration": parse_qwen3,
 }
 
 

@@ -57,14 +57,31 @@ def layout(rows: int, columns: int, config: QwenTowerConfig) -> Layout:
     order = torch.cat(windows)
     ends = (torch.tensor([len(window) for window in windows]).cumsum(0) * merge**2).tolist()
     size = config.hidden_size // config.num_heads // 2
+    places = places_by_square(rows, columns, merge).view(high * wide, merge**2, 2)[order].view(rows * columns, 2)
+    return Layout(order, Segments(ends), Segments([rows * columns]), angles_of(places, size))
+
+
+def places_by_square(rows: int, columns: int, merge: int) -> torch.Tensor:
+    """Row and column of each patch, square after square of `merge` x `merge` patches, [patches, 2]."""
+    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+    return places.view(rows // merge, merge, columns // merge, merge, 2).transpose(1, 2).reshape(-1, 2)
+
+
+def angles_of(places: torch.Tensor, size: int) -> torch.Tensor:
+    """[patches, 2] → [patches, size]: the first half of a head's pairs turns by row, the second by column."""
     frequencies = 1.0 / _THETA ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).view(high, merge, wide, merge, 2)
-    places = places.transpose(1, 2).reshape(high * wide, merge**2, 2)[order].view(rows * columns, 2)
-    angles = (places[..., None].float() * frequencies).flatten(1)
-    return Layout(order, Segments(ends), Segments([rows * columns]), angles)
+    return (places[..., None].float() * frequencies).flatten(1)
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def patches_by_square(image: torch.Tensor, patch: int, merge: int, frames: int) -> torch.Tensor:
+    """[height, width, 3] → [patches, pixels], square after square: a still image is a film of equal frames."""
+    rows, columns = image.shape[0] // patch, image.shape[1] // patch
+    squares = image.view(rows // merge, merge, patch, columns // merge, merge, patch, 3).permute(0, 3, 1, 4, 6, 2, 5)
+    film = squares.reshape(rows * columns, 3, 1, patch, patch).expand(-1, -1, frames, -1, -1)
+    return film.reshape(rows * columns, -1)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """[heads, n, d], whose halves are pairs, turned by [n, d / 2]."""
     first, second = x.float().chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
@@ -98,7 +115,7 @@ class QwenVisionLayer:
     def __call__(self, hidden: torch.Tensor, segments: Segments, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[n, hidden] → [n, hidden]."""
         q, k, v = self.qkv(self.norm1(hidden)).view(len(hidden), 3, self._heads, -1).permute(1, 2, 0, 3)
-        mixed = segments.attend(_rotated(q, cos, sin), _rotated(k, cos, sin), v)
+        mixed = segments.attend(rotated(q, cos, sin), rotated(k, cos, sin), v)
         hidden = hidden + self.proj(mixed.transpose(0, 1).flatten(1))
         return hidden + self.down(self._ops.silu_mul(self.gate_up(self.norm2(hidden))))
 
@@ -141,14 +158,11 @@ class QwenTower:
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
         """[height, width, 3], normalised → [height · width / pixels of a square, the decoder's hidden]."""
         config = self._config
-        patch, merge, unit = config.patch_size, config.merge_size, config.merge_size**2
+        patch, merge = config.patch_size, config.merge_size
         rows, columns = image.shape[0] // patch, image.shape[1] // patch
         laid = layout(rows, columns, config)
-        squares = image.view(rows // merge, merge, patch, columns // merge, merge, patch, 3).permute(0, 3, 1, 4, 6, 2, 5)
-        patches = squares.reshape(-1, unit, 3, 1, patch, patch)[laid.order]
-        # A still image is a film of equal frames.
-        film = patches.expand(-1, -1, -1, config.temporal_patch_size, -1, -1).reshape(rows * columns, -1)
-        hidden = self.proj(film.to(self._dtype))
+        film = patches_by_square(image, patch, merge, config.temporal_patch_size)
+        hidden = self.proj(film.view(-1, merge**2, film.shape[1])[laid.order].flatten(0, 1).to(self._dtype))
         cos, sin = laid.angles.cos(), laid.angles.sin()
         for at, block in enumerate(self.blocks):
             hidden = block(hidden, laid.whole if at in config.full_layers else laid.windows, cos, sin)
