@@ -39,6 +39,18 @@ $(PROTOS): gateway/protogen.py requirements/protogen.txt | $(UV)
 
 .PHONY: setup
 setup: $(SETUP) $(PROTOS) ## install everything into .venv and generate what is generated
+	@[ -e $(NATIVE) ] || echo "the gateway's picks are made in Python: \"make native\" builds their compiled form, where cargo is"
+
+# Not part of the set-up: a first build takes half a minute of CPU, and picks are made in Python without it.
+NATIVE := $(VENV)/.native
+.PHONY: native
+native: $(NATIVE) ## build the compiled parts of the gateway (gateway/native, needs cargo), and install them into .venv
+$(NATIVE): gateway/native/Cargo.toml gateway/native/Cargo.lock gateway/native/pyproject.toml requirements/native.txt \
+		$(wildcard gateway/native/src/*.rs) | $(SETUP)
+	@command -v cargo > /dev/null || { echo "cargo is not installed: picks are made in Python (docs/gateway/native.md)" >&2; exit 1; }
+	@echo "==> building penstock-gateway-native"
+	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --reinstall --build-constraints requirements/native.txt ./gateway/native
+	@touch $@
 
 .PHONY: up demo
 up: setup ## start the local system and show it working; Ctrl-C stops it
@@ -249,6 +261,8 @@ PROSE := README.md CONTRIBUTING.md CHANGELOG.md docs examples charts manifests m
 lint: setup ## no symbolic links, ruff, the import contracts, and spelling and word list of documents and help texts
 	@! git ls-files --stage | grep ^120000 || { echo "symbolic links get lost in archives: commit a copy (manifests/copies.py)" >&2; exit 1; }
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
+	@if [ -e $(NATIVE) ]; then cd gateway/native && cargo fmt --check && cargo clippy --quiet --locked --all-targets -- -D warnings; \
+	else echo "gateway/native is not looked at, since it is not built (make native)"; fi
 	@$(BIN)/codespell --dictionary - --dictionary docs/style-words.txt $(PROSE)
 
 types: setup ## pyright, strict on the pure cores
@@ -261,7 +275,7 @@ COMPILE := $(UV) pip compile --quiet --upgrade --generate-hashes --no-emit-index
 	--constraint requirements/constraints.txt --custom-compile-command "make lock"
 lock: | $(UV) ## pin and hash the dependencies anew
 	@for extra in engine gateway operator client dev; do $(COMPILE) --extra $$extra pyproject.toml -o requirements/$$extra.txt; done
-	@for name in build protogen; do $(COMPILE) requirements/$$name.in -o requirements/$$name.txt; done
+	@for name in build native protogen; do $(COMPILE) requirements/$$name.in -o requirements/$$name.txt; done
 
 # Its overrides take torch as it is on PyPI and leave out what has no build for a CPU.
 lock-peers: | $(UV) ## pin and hash the engines to compare with anew

@@ -44,6 +44,11 @@ _DECISIONS = Row(
             warn=0.01,
         ),
         Panel(
+            "What makes picks",
+            "Gateways by version: python, or the compiled package.",
+            [Query(f"count by (version, picks) ({metrics.GATEWAY_INFO})", "{{version}}: {{picks}}")],
+        ),
+        Panel(
             "Waiting at the gateway",
             "For a share of the room, or for a replica that wakes.",
             [

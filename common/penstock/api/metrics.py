@@ -116,6 +116,7 @@ VLLM_NAMES: Final = {
 estimated by part have other labels there."""
 
 # --- gateway ---
+GATEWAY_INFO: Final = "penstock_gateway_info"  # labels version; picks: python, or the compiled package
 PICKS: Final = "penstock_picker_picks"  # labels pool, policy
 PICK_SECONDS: Final = "penstock_picker_pick_seconds"
 MODEL_REQUESTS: Final = "penstock_gateway_requests"  # labels model, code

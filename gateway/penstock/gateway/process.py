@@ -57,6 +57,7 @@ from penstock.gateway.load.prompts import PromptLibrary
 from penstock.gateway.load.replica_client import ReplicaClient, ReplicaTlsStates
 from penstock.gateway.models.served import ServedNames
 from penstock.gateway.picker.choice import MAX_ENDPOINTS
+from penstock.gateway.picker.compiled import installed
 from penstock.gateway.picker.state import FleetState
 from penstock.gateway.pool_ports import Listening, PoolPorts
 from penstock.gateway.residency.index import SWEPT_AT_ONCE
@@ -130,7 +131,7 @@ class Gateway:
         self._settings = settings
         self._discovery = discovery
         registry = CollectorRegistry()
-        state = FleetState(blocks_that_fit())
+        state = FleetState(blocks_that_fit(), compiled=installed())
         decisions = DecisionLog()
         self._failures = FailureLog()
         self._follower = FleetFollower(state)

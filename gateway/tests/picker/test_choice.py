@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 from picks import NOW, Known, arrivals, columns_of, cost, pick, replica, report, request, scores, slate
 
 from penstock.api.fleet import Replica, Weights
-from penstock.gateway.picker import choice, figures
+from penstock.gateway.picker import figures, ranking
 from penstock.gateway.picker.candidates import Booked, key_of, why_not
-from penstock.gateway.picker.choice import NOISE, RANKED, choose
+from penstock.gateway.picker.choice import RANKED, choose
 from penstock.gateway.picker.columns import ARRIVALS_S, Columns
 from penstock.gateway.picker.cost import HORIZON_TOKENS, cost_s, estimate, horizon
 from penstock.gateway.picker.figures import PRIOR_QUEUE_S
 from penstock.gateway.picker.policies import POLICIES
 from penstock.gateway.picker.price import CROWDING, EVICTION
+from penstock.gateway.picker.ranking import NOISE
 from penstock.gateway.picker.slate import slate_of
 from penstock.gateway.picker.subset import Subset, parse_subset
+
+pytestmark = pytest.mark.usefixtures("in_python_and_compiled")
 
 replicas = st.lists(
     st.builds(lambda at, r, t, c: replica(at, ready=r, terminating=t, cordoned=c), st.integers(1, 20), *[st.booleans()] * 3),
@@ -393,7 +396,7 @@ def test_few_rows_and_many_are_ranked_alike(fleet: list[tuple[int, int, bool]], 
     for few in (0, 1000):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(figures, "FEW", few)
-            patch.setattr(choice, "FEW", few)
+            patch.setattr(ranking, "FEW", few)
             choices.append(pick(known, policy))
     one, other = choices
     assert (one.rows, one.scores, one.endpoints) == (other.rows, other.scores, other.endpoints)

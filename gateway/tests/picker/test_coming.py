@@ -16,6 +16,8 @@ from penstock.gateway.picker.choice import choose
 from penstock.gateway.picker.request import Prompt, RequestView
 from penstock.gateway.picker.state import FleetState
 
+pytestmark = pytest.mark.usefixtures("in_python_and_compiled")
+
 MODEL = Model(id="d/m", served_names=["m"])
 KEYS = [ReplicaKey(f"u{number}", 8000) for number in range(8)]
 SIZE = 16

@@ -5,6 +5,7 @@ import gc
 import socket
 import time
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from typing import Any
 
 import grpc
@@ -27,6 +28,7 @@ from penstock.gateway.cli import gateway as gateway_command
 from penstock.gateway.extproc.body import MAX_BODY_BYTES
 from penstock.gateway.extproc.health import READINESS
 from penstock.gateway.picker.candidates import key_of
+from penstock.gateway.picker.compiled import installed, name_of
 from penstock.gateway.picker.request import RequestView
 from penstock.gateway.process import Gateway, GatewaySettings
 from penstock.gateway.xds.listener import ListenerSettings
@@ -281,6 +283,10 @@ async def test_health_readiness_and_metrics(world: Any) -> None:
     assert 'penstock_picker_booking_released_total{by="answered"} 1.0' in text
     assert 'penstock_picker_refusals_total{reason="missing_model"} 1.0' in text
     assert 'penstock_picker_load_report_age_seconds{replica="r0"}' in text
+    async with world.http.get("/version") as response:
+        told = await response.json()
+    assert told == {"version": version("penstock"), "picks": name_of(installed())}
+    assert f'penstock_gateway_info{{picks="{told["picks"]}",version="{told["version"]}"}} 1.0' in text
     async with world.http.get("/pools?after=soon") as response:
         assert response.status == 400
 

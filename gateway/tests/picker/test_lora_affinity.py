@@ -11,6 +11,8 @@ from penstock.api.load_report import LoadReport
 from penstock.gateway.picker.choice import Choice, choose
 from penstock.gateway.picker.slate import slate_of
 
+pytestmark = pytest.mark.usefixtures("in_python_and_compiled")
+
 SLOTS = 4
 
 

@@ -11,6 +11,8 @@ from penstock.gateway.picker.request import Prompt
 from penstock.gateway.picker.resident import ResidentColumn
 from penstock.gateway.residency.index import ResidencyIndex
 
+pytestmark = pytest.mark.usefixtures("in_python_and_compiled")
+
 KEYS = [ReplicaKey(uid, 8000) for uid in "abcd"]
 BLOCKS = [bytes([n]) * 32 for n in range(12)]
 operations = st.lists(

@@ -21,6 +21,8 @@ from penstock.gateway.picker.pooled import pools_view
 from penstock.gateway.picker.request import Prompt, RequestView
 from penstock.gateway.picker.state import FleetState
 
+pytestmark = pytest.mark.usefixtures("in_python_and_compiled")
+
 MODEL = Model(id="ns/m", served_names=["m"])
 
 

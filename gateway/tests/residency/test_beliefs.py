@@ -16,6 +16,8 @@ from penstock.gateway.residency import history
 from penstock.gateway.residency.index import Knowledge
 from penstock.gateway.residency.truth import KEPT, Prediction, Truth
 
+pytestmark = pytest.mark.usefixtures("in_python_and_compiled")
+
 MODEL = Model(id="ns/m", served_names=["m"])
 SIZE = 16
 

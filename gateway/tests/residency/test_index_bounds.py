@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.residency.index import SWEPT_AT_ONCE, Knowledge, ResidencyIndex
 
+pytestmark = pytest.mark.usefixtures("in_python_and_compiled")
+
 A, B, C = KEYS = [ReplicaKey(uid, 8000) for uid in "abc"]
 
 

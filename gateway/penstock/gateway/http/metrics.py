@@ -4,6 +4,7 @@ import functools
 import time
 from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -14,6 +15,7 @@ from penstock.api import metrics
 from penstock.gateway.load.follower import FleetFollower
 from penstock.gateway.models.outcomes import Outcomes
 from penstock.gateway.picker.bookings import State
+from penstock.gateway.picker.compiled import name_of
 from penstock.gateway.residency.index import Knowledge
 from penstock.gateway.residency.truth import BUCKETS, TTFT_BUCKETS, Truth
 
@@ -82,6 +84,7 @@ class StateCollector(Collector):
         yield bookings
         yield CounterMetricFamily(metrics.EVENT_GAPS, "Gaps found in event streams", value=self._follower.gaps)
         yield from self._residency()
+        yield self._info()
         age = GaugeMetricFamily(metrics.REPORT_AGE, "Age of the latest load report in seconds", labels=["replica"])
         for key, replica in state.replicas().items():
             if (heard := state.reports.get(key)) is not None:
@@ -97,6 +100,11 @@ class StateCollector(Collector):
         for model, count in state.held.items():
             held.add_metric([model], count)
         yield held
+
+    def _info(self) -> Metric:
+        info = GaugeMetricFamily(metrics.GATEWAY_INFO, "What runs, and what makes its picks", labels=["version", "picks"])
+        info.add_metric([version("penstock"), name_of(self._follower.state.compiled)], 1)
+        return info
 
     def _residency(self) -> Iterator[Metric]:
         state, index = self._follower.state, self._follower.state.residency

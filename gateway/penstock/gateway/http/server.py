@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 
 import msgspec
 from aiohttp import web
@@ -18,6 +19,7 @@ from penstock.gateway.http.models import models_view
 from penstock.gateway.http.tenants import TenantView
 from penstock.gateway.load.follower import FleetFollower
 from penstock.gateway.load.replica_client import ReplicaTlsStates
+from penstock.gateway.picker.compiled import name_of
 from penstock.gateway.picker.pooled import pools_view
 from penstock.gateway.pool_ports import PoolPorts
 from penstock.gateway.xds.server import AdsServicer
@@ -26,7 +28,7 @@ MAX_POLL_S = 60.0
 
 
 class GatewayHttp:
-    """`/pools`, `/debug/*`, `/metrics`, `/healthz`, `/readyz` and the console.
+    """`/pools`, `/debug/*`, `/metrics`, `/version`, `/healthz`, `/readyz` and the console.
 
     Args:
         token: Guards `/debug/*`; None: they answer clients on this machine alone.
@@ -73,6 +75,7 @@ class GatewayHttp:
                 web.get("/debug/xds", self._xds),
                 web.get("/debug/tls", self._tls),
                 web.get("/metrics", self._metrics),
+                web.get("/version", self._version),
                 web.get("/healthz", self._healthz),
                 web.get("/readyz", self._readyz),
             ]
@@ -120,6 +123,10 @@ class GatewayHttp:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _version(self, request: web.Request) -> web.Response:
+        """Which version runs, and what makes its picks."""
+        return _json({"version": version("penstock"), "picks": name_of(self._follower.state.compiled)})
 
     async def _healthz(self, request: web.Request) -> web.Response:
         """The event loop turns."""

@@ -1,17 +1,16 @@
 """The choice: one replica, an ordered list to fall back on, and reasons that a person can read."""
 
 from collections.abc import Collection
-from math import inf
 
 import msgspec
 import numpy as np
 
 from penstock.api.fleet import Replica
 from penstock.gateway.picker.candidates import Booked, Candidate, Rejected, ReplicaKey, key_of, why_not
-from penstock.gateway.picker.cost import promised_ttft_s
 from penstock.gateway.picker.disaggregation import Hop, Joint, join
-from penstock.gateway.picker.figures import FEW, Floats, at
-from penstock.gateway.picker.policies import POLICIES
+from penstock.gateway.picker.figures import Floats, at
+from penstock.gateway.picker.policies import POLICIES, Policy
+from penstock.gateway.picker.ranking import ByCompiledPrice, ByScore, Ranking
 from penstock.gateway.picker.slate import Slate
 from penstock.gateway.picker.subset import Subset
 
@@ -21,8 +20,6 @@ RANKED = 10
 """How many candidates a choice remembers."""
 JOINT_POLICY = "Cost"
 """The policy that weighs pairs of prefill and decode replicas; the others choose the latter by themselves."""
-NOISE = 0.001
-"""Scores (seconds, for `Cost`) closer than this are equal where a policy tolerates differences at all."""
 
 
 class Ranked(msgspec.Struct, frozen=True):
@@ -161,10 +158,8 @@ def choose(
     if rule is None:
         raise ValueError(f"routing policy {policy!r} does not exist; there are {', '.join(POLICIES)}")
     joint = join(slate, prefill) if prefill is not None else None
-    seconds = joint.score if joint is not None and policy == JOINT_POLICY else rule.score(slate)
-    score = seconds if slate.candidates == len(seconds) else np.where(slate.open, seconds, np.inf)
-    limit = _limit(slate, score, rule.tolerance)
-    rows = _ranking(slate, score, limit, RANKED)
+    ranking = _ranking(slate, policy, rule, joint)
+    rows, scores, limit, ttft_s = ranking.best(None, RANKED)
     best = rows[0]
     hop = joint.hop(best, prefill) if joint is not None and prefill is not None else None
     replica = slate.replicas[best]
@@ -173,65 +168,33 @@ def choose(
         policy=policy,
         replica=replica,
         resident_tokens=int(slate.resident[best]),
-        endpoints=_endpoints(slate, score, limit, rows, same_layout=hop is not None),
+        endpoints=_endpoints(slate, ranking, limit, rows, same_layout=hop is not None),
         whole=slate,
         rows=rows,
         table=slate.table.take(rows, axis=1),
-        scores=at(score, rows),
+        scores=scores,
         limit=limit,
         subset=subset,
         excluded=excluded,
         joint=None if joint is None else joint.kept(np.array(rows)),
         hop=hop,
-        ttft_s=promised_ttft_s(slate, best) if policy == JOINT_POLICY and joint is None else 0.0,
+        ttft_s=ttft_s,
     )
 
 
-def _limit(slate: Slate, score: Floats, tolerance: float) -> float:
-    """The score up to which rows are as good as the best; those that may not be picked have the score inf."""
-    best = np.minimum.reduce(score)
-    if slate.last_resorts is not None and (sound := score[slate.open & ~slate.last_resorts]).size:
-        best = sound.min()
-    return float(best + max(NOISE, abs(best) * tolerance) if tolerance else best)
+def _ranking(slate: Slate, policy: str, rule: Policy, joint: Joint | None) -> Ranking:
+    """What ranks the rows: where only the price counts, in compiled form if there is one."""
+    compiled = slate.columns.compiled
+    if policy != JOINT_POLICY:
+        return ByScore(slate, rule.score(slate), rule.tolerance)
+    if joint is not None:
+        return ByScore(slate, joint.score, rule.tolerance)
+    if compiled is not None:
+        return ByCompiledPrice(slate, rule.tolerance, compiled)
+    return ByScore(slate, rule.score(slate), rule.tolerance, promised=True)
 
 
-def _ranking(slate: Slate, score: Floats, limit: float, most: int) -> list[int]:
-    """The best `most` rows in order, last resorts last."""
-    if slate.last_resorts is None:
-        return _order(slate, score, limit, most)
-    first = _order(slate, np.where(slate.last_resorts, np.inf, score), limit, most)
-    return first + _order(slate, np.where(slate.last_resorts, score, np.inf), limit, most - len(first))
-
-
-def _order(slate: Slate, score: Floats, limit: float, most: int) -> list[int]:
-    """The best `most` rows of finite score. Of those as good as the best: less on its way, then more of the prompt in its cache,
-    then by lot; the others follow by their scores."""
-    ties = _untied(slate, (score <= limit).nonzero()[0].tolist(), most)
-    if len(ties) >= most:
-        return ties[:most]
-    near = list(range(len(score))) if len(score) <= most else score.argpartition(most)[:most].tolist()
-    places = zip(at(score, near), at(slate.seeds, near), near, strict=True)
-    rest = sorted([place for place in places if limit < place[0] < inf])
-    return ties + [row for _, _, row in rest[: most - len(ties)]]
-
-
-def _untied(slate: Slate, ties: list[int], most: int) -> list[int]:
-    """The best `most` of rows with equal scores, in order."""
-    if len(ties) < 2:
-        return ties
-    # Bookings and tokens are whole numbers, so that neither outweighs the one before it.
-    of_booked, booked = slate.prompt_tokens + 1.0, slate.figures.booked_requests
-    if len(ties) <= FEW:
-        known = zip(at(booked, ties), at(slate.resident, ties), slate.lots_of_few(ties), at(slate.seeds, ties), ties, strict=True)
-        ranks = sorted([(requests * of_booked - tokens + lot, seed, row) for requests, tokens, lot, seed, row in known])
-        return [row for _, _, row in ranks]
-    rows = np.array(ties)
-    rank = booked[rows] * of_booked - slate.resident[rows] + slate.lots(rows)
-    best = rank.argpartition(most)[:most] if len(ties) > most else np.arange(len(ties))
-    return rows[best[np.lexsort((slate.seeds[rows][best], rank[best]))]].tolist()
-
-
-def _endpoints(slate: Slate, score: Floats, limit: float, rows: list[int], *, same_layout: bool) -> list[str]:
+def _endpoints(slate: Slate, ranking: Ranking, limit: float, rows: list[int], *, same_layout: bool) -> list[str]:
     """The pick's, and those to fall back on in its pool; `same_layout`: only where the transferred KV blocks can be read too."""
     same = rows
     if same_layout or len(slate.columns.pools) > 1:
@@ -243,7 +206,7 @@ def _endpoints(slate: Slate, score: Floats, limit: float, rows: list[int], *, sa
             like = slate.figures.pool == pools[0]
             if same_layout:
                 like &= slate.figures.kv_layout == layouts[0]
-            same = _ranking(slate, np.where(like, score, np.inf), limit, MAX_ENDPOINTS)
+            same = ranking.best(like, MAX_ENDPOINTS, limit).rows
     return [slate.endpoints[row] for row in same[:MAX_ENDPOINTS]]
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from penstock.api.fleet import Replica
 from penstock.api.load_report import LoadReport
 from penstock.gateway.picker.candidates import Booked, ReplicaKey, key_of
+from penstock.gateway.picker.compiled import Compiled
 from penstock.gateway.picker.correction import LONGEST_S, corrections, fading
 from penstock.gateway.picker.figures import (
     PRIOR_OUTPUT_TOKENS,
@@ -51,9 +52,14 @@ _PROMISED, _TAKEN = Figures._fields.index("promised_s"), Figures._fields.index("
 
 
 class Columns:
-    """The replicas of one model. Time is an argument (monotonic seconds)."""
+    """The replicas of one model. Time is an argument (monotonic seconds).
 
-    def __init__(self) -> None:
+    Args:
+        compiled: What prices and ranks them; None: Python.
+    """
+
+    def __init__(self, compiled: Compiled | None = None) -> None:
+        self.compiled = compiled
         self.table = _blank(0)
         """float64 [figures, rows]."""
         self.figures = Figures(*self.table)
@@ -82,7 +88,7 @@ class Columns:
         self._arrived = 0.0
         """Requests that were sent to the replicas, fading."""
         self._rates = Rates()
-        self._folded = Folded()
+        self._folded = Folded(compiled)
         self._rated_at = self._faded_at = -np.inf
         self._able: dict[str, Bools] = {}
         self._rows_at: dict[tuple[str, int], list[int]] = {}

@@ -74,6 +74,11 @@ def cost_s(slate: Slate) -> Floats:
     return costs(folded, fresh, horizon(slate), lora_s)
 
 
+def folded_of(slate: Slate) -> Floats:
+    """The folded prices for the slate's request; see `penstock.gateway.picker.folded`."""
+    return slate.columns.folded(slate.now, slate.block_size)
+
+
 def estimate(slate: Slate) -> Estimate:
     """The cost of the slate's request in every row, part by part."""
     f, fresh = slate.figures, slate.prompt_tokens - slate.resident

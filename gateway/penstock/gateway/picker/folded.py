@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.gateway.picker.compiled import Compiled
 from penstock.gateway.picker.figures import Figures, Floats, Rates
 from penstock.gateway.picker.price import EVICTION, Most, crowding, price
 
@@ -23,9 +24,14 @@ _FEW = 8
 
 
 class Folded:
-    """The numbers of all replicas of a model. Time is an argument (monotonic seconds)."""
+    """The numbers of all replicas of a model. Time is an argument (monotonic seconds).
 
-    def __init__(self) -> None:
+    Args:
+        compiled: What folds; None: Python.
+    """
+
+    def __init__(self, compiled: Compiled | None = None) -> None:
+        self._compiled = compiled
         self.changed: set[int] = set()
         """Rows with changed figures."""
         self._table: Floats = np.zeros((_CROWDING + 1, 0))
@@ -45,15 +51,24 @@ class Folded:
         """
         if self._of is None or self._of[0] is not rates or self._of[1] != block_size or len(self.changed) > _FEW:
             self._of = rates, block_size
-            table = self._table = np.empty((_CROWDING + 1, figures.shape[1]))
-            for row, numbers in enumerate(_fold(Figures(*figures), rates, block_size, now, np.maximum)):
-                table[row] = numbers
-        else:
-            for row in self.changed:
-                one = Figures(*figures[:, row].tolist())
-                self._table[:, row] = _fold(one, rates, block_size, now, max)
+            self._table = np.empty((_CROWDING + 1, figures.shape[1]))
+            self._fold(figures, rates, block_size, now, None)
+        elif self.changed:
+            self._fold(figures, rates, block_size, now, list(self.changed))
         self.changed.clear()
         return self._table
+
+    def _fold(self, figures: Floats, rates: Rates, block_size: int, now: float, rows: list[int] | None) -> None:
+        """Folds `rows` of the table anew; None: all."""
+        if self._compiled is not None:
+            common = rates.queue_s, rates.itl_s, rates.output_tokens, crowding(rates)
+            self._compiled.fold(figures, *common, block_size, now, rows, self._table)
+        elif rows is None:
+            for number, values in enumerate(_fold(Figures(*figures), rates, block_size, now, np.maximum)):
+                self._table[number] = values
+        else:
+            for row in rows:
+                self._table[:, row] = _fold(Figures(*figures[:, row].tolist()), rates, block_size, now, max)
 
 
 def first_s(table: Floats, fresh: Any) -> Floats:
@@ -67,7 +82,7 @@ def first_s(table: Floats, fresh: Any) -> Floats:
     lines = table[:_LINES] * fresh
     lines += table[_LINES : 2 * _LINES]
     np.maximum(lines, table[2 * _LINES : _ITL], out=lines)
-    return np.add.reduce(lines)
+    return lines[0] + lines[1] + lines[2]  # in this order whatever the number of rows
 
 
 def costs(table: Floats, fresh: Floats, tokens: int, lora_s: Floats | None = None) -> Floats:

@@ -1,6 +1,6 @@
 """A column from the bits of the residency index: how many prompt tokens each replica's cache would supply."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -9,9 +9,6 @@ from penstock.gateway.picker.columns import Columns
 from penstock.gateway.picker.figures import Bools, Floats, Rows
 from penstock.gateway.picker.request import Prompt
 from penstock.gateway.residency.index import ResidencyIndex
-
-FEW = 16
-"""Replicas up to which a loop is quicker than array operations."""
 
 
 class ResidentColumn:
@@ -22,8 +19,7 @@ class ResidentColumn:
         self._residency = residency
         self._columns = columns
         self._of = (-1, -1)
-        self._rows: list[int] = []
-        self._array = np.zeros(0, np.intp)
+        self._rows: Rows = np.zeros(0, np.intp)
         self._masked: tuple[Collection[ReplicaKey], int, Bools | None] | None = None
 
     def tokens(self, prompts: Iterable[Prompt], block_size: int, among: Collection[ReplicaKey] | None) -> Floats:
@@ -40,17 +36,7 @@ class ResidentColumn:
             if not prompt.block_hashes:
                 continue
             most = (prompt.tokens - 1) // block_size
-            spans = self._residency.spans(prompt.block_hashes)
-            if len(rows) > FEW and sum([bits.bit_count() for bits, _ in spans]) > FEW:
-                span, bit = _ones([bits for bits, _ in spans], len(rows))
-                supplied = np.array([float(min(depth, most) * block_size) for _, depth in spans])
-                tokens[self._array[bit]] += supplied[span]  # at once: no replica is in two spans
-                continue
-            for bits, depth in spans:
-                while bits:
-                    lowest = bits & -bits
-                    tokens[rows[lowest.bit_length() - 1]] += min(depth, most) * block_size
-                    bits ^= lowest
+            self._residency.add_tokens(prompt.block_hashes, most, block_size, rows, tokens)
         known = tokens[:-1]
         if among is not None and (mask := self._mask(among)) is not None:
             known *= mask
@@ -65,19 +51,9 @@ class ResidentColumn:
             self._masked = keys, self._columns.version, None if mask.all() else mask
         return self._masked[2]
 
-    def _rows_by_bit(self) -> list[int]:
+    def _rows_by_bit(self) -> Rows:
         of = self._residency.version, self._columns.version
         if self._of != of:
             self._of = of
-            self._rows = self._residency.rows_by_bit(self._columns.rows)
-            self._array = np.array(self._rows, np.intp)
+            self._rows = np.array(self._residency.rows_by_bit(self._columns.rows), np.intp)
         return self._rows
-
-
-def _ones(words: Sequence[int], width: int) -> tuple[Rows, Rows]:
-    """The ones in `words` of up to `width` bits: the numbers of their words, and of their bits."""
-    size = (width + 7) // 8
-    data = np.frombuffer(b"".join([word.to_bytes(size, "little") for word in words]), np.uint8)
-    at = np.unpackbits(data, bitorder="little").view(np.bool_).nonzero()[0]
-    word = at // (8 * size)
-    return word, at - word * (8 * size)

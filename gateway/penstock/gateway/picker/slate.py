@@ -54,21 +54,22 @@ class Slate(NamedTuple):
 
     def lots(self, rows: Rows) -> Floats:
         """A number in [0, 1) for each of `rows`, which differs by request and replica: ties spread and yet repeat."""
-        mixed = (self.seeds[rows] ^ np.uint64(self._word())) * _MIX_64
+        mixed = (self.seeds[rows] ^ np.uint64(self.word())) * _MIX_64
         mixed ^= mixed >> _SHIFT_64
         mixed *= _MIX_64
         return (mixed >> _SHIFT_64).astype(np.float64) * 2.0**-31
 
     def lots_of_few(self, rows: Sequence[int]) -> list[float]:
         """The same numbers, more quickly where there are few."""
-        word, lots = self._word(), list[float]()
+        word, lots = self.word(), list[float]()
         for seed in at(self.seeds, rows):
             mixed = (seed ^ word) * _MIX & _WORD
             mixed = (mixed ^ mixed >> _SHIFT) * _MIX & _WORD
             lots.append((mixed >> _SHIFT) * 2.0**-31)
         return lots
 
-    def _word(self) -> int:
+    def word(self) -> int:
+        """What the request's lots are drawn from: 64 bits."""
         return crc32(self.request_id.encode()) * _SPREAD & _WORD
 
     def kept(self, rows: list[int], table: Floats) -> "Slate":

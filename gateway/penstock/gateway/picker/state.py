@@ -19,6 +19,7 @@ from penstock.gateway.picker.bookings import Booking, Bookings
 from penstock.gateway.picker.candidates import Booked, ReplicaKey, key_of
 from penstock.gateway.picker.columns import Columns
 from penstock.gateway.picker.coming import Coming
+from penstock.gateway.picker.compiled import Compiled, index_of
 from penstock.gateway.picker.figures import Floats
 from penstock.gateway.picker.outliers import Outliers
 from penstock.gateway.picker.pooled import takes_requests
@@ -27,7 +28,7 @@ from penstock.gateway.picker.resident import ResidentColumn
 from penstock.gateway.picker.slate import Slate, slate_of
 from penstock.gateway.picker.subset import Subset, spelled
 from penstock.gateway.residency.beliefs import Beliefs
-from penstock.gateway.residency.index import MAX_BLOCKS, Knowledge, ResidencyIndex
+from penstock.gateway.residency.index import MAX_BLOCKS, Knowledge
 
 
 class FleetState:
@@ -35,15 +36,17 @@ class FleetState:
 
     Args:
         residency_blocks: KV blocks that the residency index knows at most.
+        compiled: What looks prompts up, prices and ranks; None: Python.
     """
 
-    def __init__(self, residency_blocks: int = MAX_BLOCKS) -> None:
+    def __init__(self, residency_blocks: int = MAX_BLOCKS, *, compiled: Compiled | None = None) -> None:
+        self.compiled = compiled
         self.fleet = Fleet()
         self.version = 0
         """Rises when replicas change or a hold begins: what must wake an autoscaler."""
         self.reports = ReportStore()
         self._loaded = LoadedAdapters()
-        self.residency = ResidencyIndex(total=residency_blocks)
+        self.residency = index_of(compiled, total=residency_blocks)
         self.beliefs = Beliefs(self.residency)
         self.outliers = Outliers()
         self._traits: dict[ReplicaKey, Traits] = {}
@@ -112,7 +115,7 @@ class FleetState:
         self, old: dict[str, Columns], members: dict[str, list[Replica]], before: dict[ReplicaKey, tuple[Columns, int]]
     ) -> dict[str, Columns]:
         """Gives every replica its row, and a new row what is known already."""
-        placed = {model: old.get(model) or Columns() for model in members}
+        placed = {model: old.get(model) or Columns(self.compiled) for model in members}
         for model, columns in placed.items():
             columns.update(members[model])
             for key, row in columns.rows.items():
@@ -366,7 +369,7 @@ class FleetState:
             excluded: Replicas that this request must not go to.
             comparable: Replicas whose hash space is that of the request's hashes; residency elsewhere says nothing. None: all.
         """
-        columns = self._columns.get(model.id) or Columns()
+        columns = self._columns.get(model.id) or Columns(self.compiled)
         resident = self._resident_tokens(columns, request, comparable)
         eligible, turn = columns.eligible(subset, excluded, _loaded(model, request.adapter)), self._turns.get(model.id, 0)
         return slate_of(request, columns, eligible, resident, now, turn, model.weights)

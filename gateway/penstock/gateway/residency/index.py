@@ -15,7 +15,11 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.gateway.picker.candidates import ReplicaKey
+from penstock.gateway.picker.figures import FEW, Floats
 
 MAX_BLOCKS_PER_REPLICA = 262_144
 """4 M tokens in blocks of 16: more than a replica of eight H200 caches of an 8B model."""
@@ -219,6 +223,28 @@ class ResidencyIndex:
             spans.append((alive, depth))
         return spans
 
+    def add_tokens(self, hashes: Sequence[bytes], most: int, block_size: int, rows: NDArray[np.intp], tokens: Floats) -> None:
+        """Adds to `tokens` what each replica's cache would supply of a prompt: whole blocks, `most` of them at most.
+
+        Args:
+            hashes: Those of the prompt.
+            most: Blocks that count at most.
+            block_size: Tokens in a block.
+            rows: intp [bits], from `rows_by_bit`.
+            tokens: float64 [rows + 1]; the last is for replicas without a row.
+        """
+        spans = self.spans(hashes)
+        if len(rows) > FEW and sum([bits.bit_count() for bits, _ in spans]) > FEW:
+            span, bit = _ones([bits for bits, _ in spans], len(rows))
+            supplied = np.array([float(min(depth, most) * block_size) for _, depth in spans])
+            tokens[rows[bit]] += supplied[span]  # at once: no replica is in two spans
+            return
+        for bits, depth in spans:
+            while bits:
+                lowest = bits & -bits
+                tokens[rows[lowest.bit_length() - 1]] += min(depth, most) * block_size
+                bits ^= lowest
+
     def rows_by_bit(self, rows: Mapping[ReplicaKey, int]) -> list[int]:
         """Return, for every bit, the number that `rows` gives its replica, or -1. Valid while `version` stays the same."""
         return [rows.get(holder.key, -1) if holder is not None else -1 for holder in self._by_bit]
@@ -271,3 +297,12 @@ class ResidencyIndex:
             self._bits[block] = left
         else:
             del self._bits[block]
+
+
+def _ones(words: Sequence[int], width: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The ones in `words` of up to `width` bits: the numbers of their words, and of their bits."""
+    size = (width + 7) // 8
+    data = np.frombuffer(b"".join([word.to_bytes(size, "little") for word in words]), np.uint8)
+    at = np.unpackbits(data, bitorder="little").view(np.bool_).nonzero()[0]
+    word = at // (8 * size)
+    return word, at - word * (8 * size)

@@ -1,0 +1,94 @@
+"""The compiled parts of the gateway: a package of its own, `penstock-gateway-native`, written in Rust (`gateway/native`).
+
+Each part has a twin in Python, which is its statement, does the work where the package is not installed, and is what tests hold
+the compiled one against.
+"""
+
+import importlib
+import logging
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.gateway.picker.figures import Figures, Floats
+from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, Knowledge, ResidencyIndex
+
+PACKAGE, MODULE = "penstock-gateway-native", "penstock_gateway_native"
+INTERFACE = 1
+"""Number of what follows; rises with each change of it. A package with another number is not used."""
+
+log = logging.getLogger(__name__)
+
+
+class Compiled(Protocol):
+    """What the package has. Arrays are contiguous; bytes stand for booleans."""
+
+    VERSION: str
+
+    def fold(
+        self,
+        figures: Floats,
+        queue_s: float,
+        itl_s: float,
+        output_tokens: float,
+        crowding: float,
+        block_size: int,
+        now: float,
+        rows: Sequence[int] | None,
+        folded: Floats,
+    ) -> None:
+        """Writes `rows`, or all, of `folded`: see `penstock.gateway.picker.folded.Folded.table`."""
+        ...
+
+    def rank(
+        self,
+        folded: Floats,
+        figures: Floats,
+        resident: Floats,
+        prompt_tokens: int,
+        tokens: int,
+        seeds: NDArray[np.uint64],
+        word: int,
+        tolerance: float,
+        most: int,
+        lora_s: Floats | None,
+        may: NDArray[np.uint8] | None,
+        last_resorts: NDArray[np.uint8] | None,
+        limit: float | None,
+    ) -> tuple[list[int], list[float], float, float]:
+        """The best `most` rows in order, their scores, the score up to which they are equal (`limit` where that is given), and
+        the seconds until the first token that the first of them promises."""
+        ...
+
+    def ResidencyIndex(self, per_replica: int, total: int, unknown: Knowledge) -> ResidencyIndex:
+        """A compiled `ResidencyIndex`."""
+        ...
+
+
+def installed() -> Compiled | None:
+    """The package, as the log says; None where it is not installed, or is of another version than this one."""
+    try:
+        module = importlib.import_module(MODULE)
+    except ModuleNotFoundError:
+        log.info("picks are made in Python: %s is not installed", PACKAGE)
+        return None
+    found = getattr(module, "INTERFACE", None), tuple(getattr(module, "FIGURES", ()))
+    if found != (INTERFACE, Figures._fields):
+        log.warning("picks are made in Python: %s %s is of another version", PACKAGE, module.VERSION)
+        return None
+    log.info("picks are made by %s %s", PACKAGE, module.VERSION)
+    return cast(Compiled, module)
+
+
+def name_of(compiled: Compiled | None) -> str:
+    """What makes picks, for people: `python`, or the package with its version."""
+    return "python" if compiled is None else f"{PACKAGE} {compiled.VERSION}"
+
+
+def index_of(compiled: Compiled | None, per_replica: int = MAX_BLOCKS_PER_REPLICA, total: int = MAX_BLOCKS) -> ResidencyIndex:
+    """An empty residency index; see `ResidencyIndex` for the bounds."""
+    if compiled is None:
+        return ResidencyIndex(per_replica, total)
+    return compiled.ResidencyIndex(per_replica, total, Knowledge.UNKNOWN)

@@ -1,0 +1,199 @@
+"""The compiled parts against Python's: the same history in, the same picks out, to the last bit."""
+
+import random
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored
+from penstock.api.fleet import Fleet, Model, Pool, Replica
+from penstock.api.load_report import LoadReport
+from penstock.gateway.picker.candidates import ReplicaKey
+from penstock.gateway.picker.choice import Choice, choose
+from penstock.gateway.picker.compiled import MODULE, index_of, installed
+from penstock.gateway.picker.figures import Figures, Rates
+from penstock.gateway.picker.folded import Folded
+from penstock.gateway.picker.request import Prompt, RequestView
+from penstock.gateway.picker.state import FleetState
+from penstock.gateway.residency.index import ResidencyIndex
+
+pytest.importorskip(MODULE, reason="penstock-gateway-native is not built: make native")
+COMPILED = installed()
+MODEL = Model(id="b/m", served_names=["m"])
+BLOCK = 16
+TREE = [[random.Random(branch * 100 + depth).randbytes(32) for depth in range(12)] for branch in range(4)]
+"""Hashes of four prompts, which share their first blocks by pairs."""
+for pair in (0, 2):
+    TREE[pair + 1][:5] = TREE[pair][:5]
+
+
+def figures_of(rng: random.Random, rows: int) -> np.ndarray:
+    """float64 [figures, rows], with the odd values that figures have."""
+    odd = {
+        "heard_at": (-np.inf, 1000.0, 998.5, 990.0, 400.0),
+        "rows_free": (np.inf, 0.0, 5.0),
+        "blocks_free": (np.inf, 0.0, 700.0),
+        "kv_usage": (0.0, 0.3, 0.9, 0.97),
+        "correction": (1.0, 0.5, 3.7),
+        "s_per_token": (5e-4, 1e-3 / 3),
+        "step_s": (0.03, 0.011),
+    }
+    usual = (0.0, 0.0, 1.0, 7.0, 1234.5)
+    return np.array([[rng.choice(odd.get(name, usual)) for _ in range(rows)] for name in Figures._fields])
+
+
+@given(st.integers(0, 10**9), st.sampled_from((1, 2, 15, 40)), st.sampled_from((1, 16, 64)))
+def test_prices_fold_to_the_same_numbers(seed: int, rows: int, block_size: int) -> None:
+    rng = random.Random(seed)
+    common = Rates(*(rng.uniform(1e-3, 100.0) for _ in Rates.__struct_fields__))
+    figures, by_python, compiled = figures_of(rng, rows), Folded(), Folded(COMPILED)
+    for _ in range(2):  # all of them, and then some
+        one, other = (folded.table(figures, common, block_size, 1000.0) for folded in (by_python, compiled))
+        assert one.tolist() == other.tolist()
+        for row in rng.sample(range(rows), min(rows, 3)):
+            figures[:, row] = figures_of(rng, 1)[:, 0]
+            by_python.changed.add(row)
+            compiled.changed.add(row)
+
+
+class World:
+    """A fleet that lives through a history by lot."""
+
+    def __init__(self, seed: int, state: FleetState) -> None:
+        self.state, self._rng, self.now = state, random.Random(seed), 100.0
+        self._pools = [f"b/m/p{n}" for n in range(self._rng.choice((1, 1, 3)))]
+        self._count, self._seq = self._rng.choice((1, 2, 3, 15, 40, 130)), 0
+        self._gone: set[int] = set()
+        self._booked: list[Any] = []
+        self._update()
+
+    def _update(self) -> None:
+        replicas = [
+            Replica(uid=f"u{n}", name=f"r{n}", pool=self._pools[n % len(self._pools)], host=f"10.0.0.{n}", port=8000,
+                    events_port=1, replay_port=1, ready=n == 0 or n % 11 > 0)
+            for n in range(self._count) if n not in self._gone
+        ]  # fmt: skip
+        pools = [Pool(id=pool, model=MODEL.id) for pool in self._pools]
+        self.state.update(Fleet(models=[MODEL], pools=pools, replicas=replicas))
+
+    def _key(self) -> ReplicaKey:
+        return ReplicaKey(f"u{self._rng.randrange(self._count)}", 8000)
+
+    def step(self) -> Choice:
+        """Something happens, and then a request is picked for."""
+        rng, state = self._rng, self.state
+        self.now += rng.choice((0.0, 0.0, 0.01, 0.3, 3.0))
+        for _ in range(rng.randrange(5)):
+            self._happen()
+        hashes = tuple(rng.choice(TREE)[: rng.randrange(13)])
+        prompts = (Prompt(len(hashes) * BLOCK + rng.randrange(BLOCK), hashes),) * rng.choice((1, 1, 1, 2))
+        asked = RequestView(
+            id=f"q{rng.randrange(50)}", path="", model="m", prompts=prompts, block_size=BLOCK,
+            max_tokens=rng.choice((None, 1, 100)), adapter=rng.choice((None, None, None, "a")),
+        )  # fmt: skip
+        # What only some can compare, and an excluded one.
+        among = None if rng.random() < 0.8 else frozenset(self._key() for _ in range(3))
+        excluded = [self._key()] if self._count > 1 and rng.random() < 0.1 else ()
+        slate = state.slate(MODEL, asked, self.now, comparable=among, excluded=excluded)
+        if not slate.candidates:
+            slate = state.slate(MODEL, msgspec.structs.replace(asked, adapter=None), self.now, comparable=among)
+        choice = choose(slate, "Cost")
+        state.picked(MODEL)
+        state.routed(MODEL, asked, choice.key, choice.resident_tokens, self.now, choice.ttft_s)
+        self._booked.append(state.book(asked, choice.key, choice.resident_tokens, self.now))
+        return choice
+
+    def _happen(self) -> None:
+        rng, state, key = self._rng, self.state, self._key()
+        match rng.choice(("report", "report", "event", "event", "end", "trouble", "left", "lost")):
+            case "report":
+                self._seq += 1
+                report = LoadReport(
+                    epoch=1, seq=self._seq, num_requests_running=rng.randrange(20),
+                    num_requests_waiting=rng.choice(({}, {}, {"capacity": 3})),
+                    max_num_seqs=rng.choice((0, 16, 64)), kv_cache_usage_perc=rng.choice((0.0, 0.5, 0.97)),
+                    kv_blocks_total=rng.choice((0, 1000)), kv_blocks_reclaimable=rng.randrange(900),
+                    prefill_backlog_tokens=rng.choice((0, 0, 5000)), prefill_tokens_per_s=rng.choice((0.0, 1000.0, 3000.0)),
+                    decode_step_s=rng.choice((0.0, 0.01, 0.02)), lora_slots=rng.choice((0, 2)), lora_running={"a": 1},
+                )  # fmt: skip
+                state.reported(key, report, self.now)
+            case "event":
+                stored = rng.choice(TREE)[: rng.randrange(13)]
+                kinds = (BlockStored(stored), BlockStored(stored), BlockRemoved(stored[3:]), AllBlocksCleared())
+                state.event(key, rng.choice(kinds), self.now)
+            case "end" if self._booked:
+                booking = self._booked.pop(rng.randrange(len(self._booked)))
+                if rng.random() < 0.5:
+                    state.bookings.responded(booking, (1, self._seq), self.now)
+                else:
+                    state.bookings.release(booking, "answered")
+            case "trouble" if rng.random() < 0.2:
+                state.unreachable(key, self.now)
+            case "left" if rng.random() < 0.2:
+                self._gone.symmetric_difference_update({rng.randrange(1, self._count)} if self._count > 1 else set())
+                self._update()
+            case "lost":
+                state.events_lost(key)
+
+
+def seen(choice: Choice) -> tuple[object, ...]:
+    """All that a choice decides, says and shows."""
+    figures = choice.table.tolist()
+    return choice.key, choice.rows, choice.scores, choice.limit, choice.ttft_s, choice.endpoints, figures, choice.reasons
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=40)
+def test_the_same_history_has_the_same_picks(seed: int) -> None:
+    worlds = World(seed, FleetState(400)), World(seed, FleetState(400, compiled=COMPILED))
+    for _ in range(25):
+        one, other = (seen(world.step()) for world in worlds)
+        assert one == other
+    first, second = (world.state.residency for world in worlds)
+    assert isinstance(first, ResidencyIndex) and not isinstance(second, ResidencyIndex)
+    assert (first.entries, first.dropped, len(first)) == (second.entries, second.dropped, len(second))
+
+
+def test_another_hash_than_ours_is_a_name_too() -> None:
+    key, short, long = ReplicaKey("u", 1), b"x", b"y" * 40
+    index = index_of(COMPILED)
+    index.store(key, [short, long])
+    assert index.holds(key, short) and index.holds(key, long) and not index.holds(key, b"y" * 32)
+    assert index.longest_prefix([short, long, b""]) == {key: 2}
+
+
+def test_what_is_no_block_or_no_array_is_refused() -> None:
+    assert COMPILED is not None
+    index, key = index_of(COMPILED), ReplicaKey("u", 1)
+    with pytest.raises(TypeError, match="a block's hash must be bytes"):
+        index.store(key, cast("list[bytes]", [b"a" * 32, "text"]))
+    assert not index.blocks(key), "nothing of it was taken"
+    table, folded = np.zeros((28, 3)), np.zeros((12, 3))
+    with pytest.raises(ValueError, match=r"a table of 28 columns has the shape \[27, 3\]"):
+        COMPILED.fold(table[1:], 0.0, 0.0, 0.0, 0.0, 16, 0.0, None, folded)
+    with pytest.raises(ValueError, match="there is no row 3"):
+        COMPILED.fold(table, 0.0, 0.0, 0.0, 0.0, 16, 0.0, [3], folded)
+    folded.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        COMPILED.fold(table, 0.0, 0.0, 0.0, 0.0, 16, 0.0, None, folded)
+    with pytest.raises(ValueError, match="not 3 rows"):
+        none = None
+        COMPILED.rank(folded, table, np.zeros(2), 1, 1, np.zeros(3, np.uint64), 1, 0.02, 10, none, none, none, none)
+
+
+def test_a_package_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(f"{MODULE}.FIGURES", ["pool"])
+    assert installed() is None
+    assert "is of another version" in caplog.text
+
+
+def test_bounds_and_rows_are_those_of_replicas() -> None:
+    index, key = index_of(COMPILED, per_replica=2, total=3), ReplicaKey("u", 7)
+    assert index.limit(key) == 2
+    index.store(key, [bytes([n]) * 32 for n in range(3)])
+    assert (index.blocks(key), index.dropped) == (2, 1)
+    assert index.rows_by_bit({key: 5}) == [5]
