@@ -7,6 +7,7 @@ import torch
 
 from penstock.kernels.cpu import build
 from penstock.kernels.ops import REFERENCE, ops_for
+from penstock.kernels.prepare_kv.cache_rows import SCALED, from_rows, row_size
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
 from penstock.kernels.rope.reference import rope
 
@@ -128,21 +129,57 @@ def test_a_cache_of_another_dtype_is_written_as_in_the_reference(native, dtype, 
     torch.testing.assert_close(found, expected, rtol=2 * TOLERANCE[cached], atol=TOLERANCE[cached])
 
 
+@pytest.mark.req("Q-06")
+@pytest.mark.parametrize(("kept", "greatest"), [(torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_cache_in_e4m3_is_rounded_as_by_torch(native, dtype):
+def test_a_cache_of_eight_bits_is_rounded_as_by_torch_and_saturates(native, dtype, kept, greatest):
     """Every code, all middles between two, numbers beyond the greatest, tails of vectors, and NaN."""
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = torch.arange(256, dtype=torch.uint8).view(kept).float()
     codes = codes[codes.isfinite()].sort().values.unique()
+    assert codes[-1] == greatest
     middles = (codes[1:] + codes[:-1]) / 2
-    numbers = torch.cat((codes, middles, middles * 1.01, middles * 0.99, torch.tensor([1e9, -1e9, 449.0, 1e-9, float("nan")])))
+    beyond = torch.tensor([1e9, -1e9, greatest * 1.002, -greatest * 1.2, float("inf"), 1e-9, float("nan")])
+    numbers = torch.cat((codes, middles, middles * 1.01, middles * 0.99, beyond))
     numbers = torch.cat((numbers, torch.randn(-len(numbers) % 37) * 10)).to(dtype).view(-1, 1, 37)
     rotary, slots = Rotary(torch.ones(len(numbers), 4), torch.zeros(len(numbers), 4)), torch.arange(len(numbers)) + 8
-    found, expected = (torch.zeros(-(-len(numbers) // 8) + 1, 2, 1, 8, 37, dtype=torch.float8_e4m3fn) for _ in range(2))
+    found, expected = (torch.zeros(-(-len(numbers) // 8) + 1, 2, 1, 8, 37, dtype=kept) for _ in range(2))
     native(dtype).prepare_kv(numbers[..., :37], numbers, numbers, found, slots, rotary, None)
     REFERENCE.prepare_kv(numbers[..., :37], numbers, numbers, expected, slots, rotary, None)
     placed = found[1:, 1].transpose(1, 2).reshape(-1, 37)[: len(numbers)].float()
-    assert torch.equal(placed.nan_to_num(777.0), numbers[:, 0].to(torch.float8_e4m3fn).float().nan_to_num(777.0))
-    assert torch.equal(found.float().nan_to_num(777.0), expected.float().nan_to_num(777.0))
+    wanted = numbers[:, 0].float().clamp(-greatest, greatest).to(kept).float()
+    assert torch.equal(placed.nan_to_num(777.0), wanted.nan_to_num(777.0))
+    assert torch.equal(found.float().nan_to_num(777.0), expected.float().nan_to_num(777.0)), "keys take the same way"
+    assert placed[placed.isfinite()].abs().max() == greatest and not placed.isinf().any()
+    # Next to 1, codes are 2^-3 or 2^-2 apart: the one format is finer, the other goes further.
+    apart = (codes[codes > 1].min() - 1).item()
+    assert apart == {448.0: 2**-3, 57344.0: 2**-2}[greatest]
+    ordinary = (wanted.abs() >= 2**-6) & (wanted.abs() < greatest)
+    errors = ((wanted - numbers[:, 0].float()) / wanted)[ordinary].abs()
+    assert apart / 4 < errors.max() <= apart / 2 + 2**-7
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_cache_of_int8_is_rounded_by_row_as_in_the_reference(native, dtype):
+    """Bit by bit: rows of all magnitudes, of zeros, with ties, and with numbers that are not finite, which stay so."""
+    torch.manual_seed(1)
+    numbers = torch.randn(11, 2, 37) * 10 ** torch.linspace(-38, 30, 22).view(11, 2, 1)
+    numbers[3, 0], numbers[4, 1, :] = 0.0, torch.arange(37) / 2
+    numbers[4, 1, 36] = 127.0
+    numbers[5, 0, 36], numbers[6, 1, 3] = float("nan"), -float("inf")
+    numbers = numbers.to(dtype)
+    rotary, slots = Rotary(torch.ones(11, 4), torch.zeros(11, 4)), torch.arange(11) + 5
+    found, expected = (torch.zeros(4, 2, 2, 5, row_size(37, SCALED), dtype=SCALED) for _ in range(2))
+    native(dtype).prepare_kv(numbers, numbers, numbers, found, slots, rotary, None)
+    REFERENCE.prepare_kv(numbers, numbers, numbers, expected, slots, rotary, None)
+    read, wanted = from_rows(found, 37), from_rows(expected, 37)
+    assert torch.equal(read.nan_to_num(7.0), wanted.nan_to_num(7.0)) and read.isnan().any((-1, -2)).sum() == 2 * 2
+    tokens = read[1:, 1].transpose(1, 2).flatten(0, 1)[:11]
+    assert torch.equal(tokens[4, 1, :5], torch.tensor([0.0, 0.0, 1.0, 2.0, 2.0])), "half to even"
+    rows = torch.tensor([0, 1, 2, 7, 8, 9, 10])
+    scale = numbers[rows].float().abs().amax(-1, keepdim=True) / 127
+    assert ((tokens[rows] - numbers[rows].float()).abs() <= scale.clamp(min=torch.finfo(torch.float32).tiny) * 0.5001).all()
+    with pytest.raises(ValueError, match="a cache with rows of 41 meets heads of 36"):
+        native(dtype).prepare_kv(*[numbers[..., :36].contiguous()] * 3, found, slots, rotary, None)
 
 
 def test_a_cache_that_nothing_reads_is_refused(native):

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from penstock.kernels.ops import Ops
 from penstock.kernels.paged_attention.batch import PagedBatch
 from penstock.kernels.paged_attention.launch import AttentionShape, Launch, attention_steps, fast_launches
+from penstock.kernels.prepare_kv.cache_rows import SCALED, row_size
+from penstock.kernels.prepare_kv.reference import Rotary
 
 shapes = st.sampled_from([(1, 1, 64), (2, 1, 32), (7, 1, 80), (2, 4, 96), (3, 2, 128)])
 """Queries a key head, key heads, head size."""
@@ -139,7 +141,7 @@ def test_a_sink_takes_its_share_of_the_weights(ops_in):
     assert out[0, 1].abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cache_of_another_dtype_is_read_as_it_is(ops_in, dtype, cached):
     case = Case((2, 2, 72), [(40, 3), (300, 1), (0, 37)], 16, 0)
@@ -149,6 +151,37 @@ def test_a_cache_of_another_dtype_is_read_as_it_is(ops_in, dtype, cached):
         assert out.dtype == dtype
         loose = dtype is torch.bfloat16
         torch.testing.assert_close(out.double(), case.dense(i), rtol=2**-8 if loose else 1e-4, atol=1e-3 if loose else 1e-5)
+
+
+@pytest.mark.parametrize("value_size", [0, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_int8_have_a_scale_of_their_own(ops_in, dtype, value_size):
+    """Tokens and heads whose magnitudes differ by thousands, written and read: against float64, to what each row rounds."""
+    torch.manual_seed(0)
+    heads, size, n = (1 if value_size else 2), 45, 21
+    sizes = 10 ** torch.linspace(-3, 1, n * heads).view(n, heads, 1)
+    k, v = torch.randn(n, heads, size), torch.randn(n, heads, size) * sizes
+    k, v, q = k.to(dtype), v.to(dtype), (torch.randn(n, 2 * heads, size)).to(dtype)
+    v = k if value_size else v
+    cache = torch.full((4, 2 - bool(value_size), heads, 16, row_size(size, SCALED)), 77, dtype=SCALED)
+    slots = torch.tensor([(3 if at < 16 else 1) * 16 + at % 16 for at in range(n)])
+    rotary = Rotary(torch.ones(n, 4), torch.zeros(n, 4))
+    ops = ops_in(dtype)
+    queries = ops.prepare_kv(q, k, None if value_size else v, cache, slots, rotary, None)
+    assert (cache[[0, 2]] == 77).all()
+    batch = PagedBatch(16, np.array([0, n], np.int32), np.array([n], np.int32), np.array([[3, 1]], np.int32))
+    found = ops.paged_attention(queries, cache, batch, 0.2, value_size=value_size)
+
+    def rounded(x):
+        scale = x.double().abs().amax(-1, keepdim=True) / 127
+        return (x.double() / scale).round() * scale
+
+    keys, values = rounded(k), rounded(v)[..., -value_size:]
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys.repeat_interleave(2, 1)) * 0.2
+    scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf"))
+    expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values.repeat_interleave(2, 1))
+    loose = dtype is torch.bfloat16
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8 if loose else 1e-4, atol=1e-3 if loose else 1e-5)
 
 
 def test_bfloat16_is_rounded_once(ops_in):

@@ -343,7 +343,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--kv-cache-dtype {asked}: on a GPU the cache has the model's dtype so far, {model.dtype}")
         if asked == "float16":
             raise ConfigError(
-                f"--kv-cache-dtype float16: no kernel reads it beside --dtype {model.dtype}; use bfloat16, float32 or fp8_e4m3"
+                f"--kv-cache-dtype float16: no kernel reads it beside --dtype {model.dtype}; use bfloat16, float32, fp8_e4m3, fp8_e5m2 or int8_per_token_head"
             )
 
     def _check_ranks(self, folder: Path, architecture: str, device: Literal["cpu", "cuda"]) -> None:

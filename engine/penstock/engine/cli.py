@@ -240,7 +240,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=positive, default=16, help="tokens in a KV block")
     add(
         "--kv-cache-dtype",
-        choices=["auto", "bfloat16", "float32", "float16", "fp8", "fp8_e4m3"],
+        choices=["auto", "bfloat16", "float32", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head"],
         default="auto",
         help="number type of the KV cache; auto: that of the weights; fp8 is fp8_e4m3",
     )

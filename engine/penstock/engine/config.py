@@ -12,8 +12,8 @@ from penstock.engine.quant.scheme import CheckpointQuantization, QuantizationNam
 from penstock.kernels.cpu.isa import IsaName
 
 DType = Literal["bfloat16", "float16", "float32"]
-KVDType = Literal["bfloat16", "float16", "float32", "fp8_e4m3"]
-"""Of keys and values; `fp8_e4m3` has eight bits."""
+KVDType = Literal["bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head"]
+"""Of keys and values; the last three have eight bits."""
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 """Where weights come from: `auto` is `safetensors`; `dummy` makes them up."""
 AttentionBackendName = Literal["triton", "flash_attn", "flashinfer", "torch"]

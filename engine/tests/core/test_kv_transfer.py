@@ -111,6 +111,7 @@ def test_pages_whose_lease_ends_while_they_are_sent_are_not_used(pair, monkeypat
     assert told.got == [] and told.error == "the lease ran out while its pages were sent"
 
 
+@pytest.mark.req("Q-19")
 @pytest.mark.parametrize(
     ("how", "words"),
     [

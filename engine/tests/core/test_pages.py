@@ -83,6 +83,7 @@ def test_ends_that_do_not_fit_are_refused_by_name():
         list(copies(geometry([FULL, FULL]), 0, geometry([FULL, SCALED])))
 
 
+@pytest.mark.req("Q-19")
 def test_a_page_is_read_only_where_all_that_decides_its_content_is_equal():
     layers = [FULL, SCALED]
     mine = PageIdentity(commit="abc", quantization="", kv_dtypes=kv_dtypes(layers), scales="")

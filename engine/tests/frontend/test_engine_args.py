@@ -154,7 +154,10 @@ def test_the_tokenizer_may_come_from_another_folder(tmp_path: Path) -> None:
             {"kv_cache_dtype": "float16", "dtype": "bfloat16"},
             "--kv-cache-dtype float16: no kernel reads it beside --dtype bfloat16",
         ),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype: must be auto, bfloat16, float16, float32, fp8 or fp8_e4m3, not 'int8'"),
+        (
+            {"kv_cache_dtype": "int8"},
+            "kv_cache_dtype: must be auto, bfloat16, float16, float32, fp8, fp8_e4m3, fp8_e5m2 or int8_per_token_head, not 'int8'",
+        ),
     ],
 )
 def test_a_kv_cache_that_no_kernel_reads_is_refused_by_name(given: dict[str, Any], words: str) -> None:

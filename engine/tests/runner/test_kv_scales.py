@@ -68,6 +68,28 @@ def test_large_keys_and_values_are_stored_as_finely_as_small_ones(family, key, q
     assert answers(changed(checkpoint(family), tmp_path / "without", enlarge)) != plain, "what is beyond 448 is cut"
 
 
+@pytest.mark.req("Q-21")
+@pytest.mark.parametrize("form", ["best", "reference"])
+def test_large_keys_and_values_need_no_scales_where_each_row_has_one(form, checkpoint, build_runner, tmp_path):
+    """The same model, whose keys and values are beyond what E4M3 holds: in int8 the same bits as those of ordinary ones."""
+
+    def enlarge(tensors):
+        for name in tensors:
+            if (part := name.split(".")[-2]) in ("k_proj", "v_proj"):
+                tensors[name] = tensors[name] * FACTOR
+            elif part in ("q_proj", "o_proj"):
+                tensors[name] = tensors[name] / FACTOR
+
+    enlarged = changed(checkpoint("llama"), tmp_path, enlarge)
+    found = [
+        Engine(build_runner(folder, "bfloat16", kv_dtype="int8_per_token_head", scheduler=SCHEDULER, form=form), 1, 100).run(
+            requests(adjusted=False)[:3]
+        )
+        for folder in (checkpoint("llama"), enlarged)
+    ]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("value_size", [0, 16])
 def test_attention_reads_what_was_stored_times_the_scales(value_size):
     """Against dense attention in float64 over keys and values that were rounded to E4M3 by hand; with latent attention, too."""

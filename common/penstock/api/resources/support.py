@@ -22,7 +22,7 @@ WEIGHTS: Final = (
 """Schemes by which engines quantize weights while they load them."""
 CONNECTORS: Final = ("none", "offload", "transfer")
 """Ways in which KV cache leaves a replica."""
-KV_CACHES: Final = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3")
+KV_CACHES: Final = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head")
 """Types of KV caches that engines have."""
 
 
@@ -76,7 +76,7 @@ def _quantization(spec: InferenceModelSpec) -> Iterator[str]:
         yield f"{path}.weights (pool {devices[0]} has devices; quantized weights run on CPUs alone)"
     if found.kv_cache is not None and found.kv_cache not in KV_CACHES:
         yield f"{path}.kvCache ({found.kv_cache}; {', '.join(KV_CACHES)} work)"
-    elif found.kv_cache is not None and found.kv_cache.startswith("fp8") and devices:
+    elif found.kv_cache is not None and found.kv_cache.startswith(("fp8", "int8")) and devices:
         yield f"{path}.kvCache (pool {devices[0]} has devices; {found.kv_cache} works on CPUs alone)"
     if found.activations is not None:
         yield f"{path}.activations (a checkpoint's own scheme is followed; there is no other)"

@@ -50,7 +50,8 @@ class ForwardContext:
 
     ops: Ops
     kv_caches: list[torch.Tensor]
-    """Per layer, [blocks, 2, kv_heads, block_size, head_size]; of latent attention, [blocks, 1, 1, block_size, head_size]."""
+    """Per layer, [blocks, 2, kv_heads, block_size, row]; of latent attention, [blocks, 1, 1, block_size, row]. A row holds
+    `head_size` numbers; see `penstock.kernels.prepare_kv.cache_rows`."""
     layer_groups: list[GroupInputs]
     """Per layer, its group's."""
     kv_scales: Sequence[KVScales] | None = field(default=None, kw_only=True)

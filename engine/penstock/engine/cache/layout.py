@@ -53,9 +53,9 @@ class KVLayer(msgspec.Struct, frozen=True, kw_only=True):
         return list(accumulate(sizes, initial=0))
 
 
-def attention_plane(num_kv_heads: int, head_size: int, dtype: str) -> Plane:
-    """Keys and values, in the form that attention kernels read."""
-    return Plane("kv", dtype, (2, num_kv_heads, TOKENS, head_size))
+def attention_plane(num_kv_heads: int, row_size: int, dtype: str) -> Plane:
+    """Keys and values, in the form that attention kernels read; a row holds a head's of one token."""
+    return Plane("kv", dtype, (2, num_kv_heads, TOKENS, row_size))
 
 
 class KVGroup(msgspec.Struct, frozen=True):

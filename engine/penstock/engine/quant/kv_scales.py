@@ -22,12 +22,13 @@ _LAST_WORD: Final = {"kv_scale": _BOTH, "k_scale": _KEYS, "v_scale": _VALUES}
 _OUTPUTS: Final = {"k_proj.output_scale": _KEYS, "v_proj.output_scale": _VALUES}
 
 
-def read_kv_scales(path: Path, num_layers: int) -> Sequence[KVScales] | None:
-    """Return the scales of each layer; 1.0, with a warning, where the checkpoint has none. None: it has none at all.
+def read_kv_scales(path: Path, num_layers: int, needed: bool = True) -> Sequence[KVScales] | None:
+    """Return the scales of each layer; 1.0 where the checkpoint has none. None: it has none at all.
 
     Args:
         path: The checkpoint's folder.
         num_layers: Of the decoder; those after them (MTP) have scales of 1.0.
+        needed: Whether to warn of layers without: E4M3 ends at 448, E5M2 at 57,344.
 
     Raises:
         ConfigError: A scale is no positive number, there is more than one for a layer's keys or values, or two tensors disagree.
@@ -45,7 +46,7 @@ def read_kv_scales(path: Path, num_layers: int) -> Sequence[KVScales] | None:
                     if known != scale:
                         raise ConfigError(f"{name} is {scale:g}, but {other} is {known:g}: both are the KV cache's scale")
     missing = [f"layer {at}" for at in range(num_layers) if (at, 0) not in found or (at, 1) not in found]
-    if missing:
+    if missing and needed:
         where = "the checkpoint" if len(missing) == num_layers else ", ".join(missing)
         log.warning("KV cache: %s has no scales for keys and values; 1.0 is used, and what is beyond 448 is cut", where)
     if not found:

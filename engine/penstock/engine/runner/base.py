@@ -322,10 +322,11 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         self._source, self._kv_scales = source, self._read_kv_scales(source)
 
     def _read_kv_scales(self, source: Source) -> Sequence[KVScales] | None:
-        """Of a cache of eight bits; ConfigError where the checkpoint's are none."""
-        if self.config.model.kv_dtype != "fp8_e4m3" or source.format == "dummy":
+        """Of a cache in FP8; ConfigError where the checkpoint's are none."""
+        dtype = self.config.model.kv_dtype
+        if dtype not in ("fp8_e4m3", "fp8_e5m2") or source.format == "dummy":
             return None  # as 1.0
-        return read_kv_scales(source.path, self.decoder_config.num_layers)
+        return read_kv_scales(source.path, self.decoder_config.num_layers, needed=dtype == "fp8_e4m3")
 
     def _limit_threads(self) -> None:
         """OpenMP counts per calling thread, and an executor may run steps in another thread than the one that loaded."""

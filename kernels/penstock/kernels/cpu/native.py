@@ -18,6 +18,7 @@ from penstock.kernels.linear.reference import pack_weight
 from penstock.kernels.lora.batch import LoraBatch
 from penstock.kernels.lora.packed import PackedLoraShelves
 from penstock.kernels.paged_attention.batch import PagedBatch
+from penstock.kernels.prepare_kv.cache_rows import SCALED, row_size
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
 from penstock.kernels.quantized_linear.reference import NUMBERS, SCALES, QuantizedWeight
 from penstock.kernels.quantized_linear.rounding import Rounding
@@ -25,15 +26,15 @@ from penstock.kernels.quantized_linear.rounding import Rounding
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _GATES = ("silu", "gelu_tanh", "clamped_swiglu")
 """As the compiled kernel of experts numbers them."""
-_WITH_CACHE = {
-    (torch.float32, torch.float32): 0,
-    (torch.bfloat16, torch.bfloat16): 1,
-    (torch.float32, torch.bfloat16): 2,
-    (torch.bfloat16, torch.float32): 3,
-    (torch.float32, torch.float8_e4m3fn): 4,
-    (torch.bfloat16, torch.float8_e4m3fn): 5,
-}
-"""Of a model and its KV cache."""
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, SCALED)
+_CACHES = (
+    *((dtype, dtype) for dtype in DTYPES),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    *((dtype, kept) for kept in _EIGHT_BITS for dtype in DTYPES),
+)
+_WITH_CACHE = {pair: number for number, pair in enumerate(_CACHES)}
+"""The compiled kernels' numbers for the dtypes of a model and its KV cache."""
 
 _SIGNATURES = {
     "penstock_rms_norm": [c_int, *[c_void_p] * 3, *[c_int64] * 2, c_float],
@@ -206,7 +207,7 @@ class NativeOps:
         q, k = (x if _has_rows(x) else x.contiguous() for x in (q, k))
         v = v if v is None or _has_rows(v) else v.contiguous()
         out = torch.empty(q.shape, dtype=self._dtype)
-        code, block_stride, kv_heads, block_size = self._cache_layout(kv_cache)
+        code, block_stride, kv_heads, block_size = self._cache_layout(kv_cache, q.shape[2])
         weights = (
             (None, None) if qk_norm is None else tuple(_norm_weight(x).data_ptr() for x in (qk_norm.q_weight, qk_norm.k_weight))
         )
@@ -238,7 +239,7 @@ class NativeOps:
         """See the reference."""
         q = self._checked(q)
         out = torch.empty((q.shape[0], q.shape[1], value_size or q.shape[2]), dtype=self._dtype)
-        code, block_stride, kv_heads, block_size = self._cache_layout(kv_cache)
+        code, block_stride, kv_heads, block_size = self._cache_layout(kv_cache, q.shape[2])
         starts, lens, table = np.ascontiguousarray(batch.query_start_loc), np.ascontiguousarray(batch.seq_lens), batch.block_table
         if table.strides[1] != table.itemsize:
             raise ValueError("a row's blocks must lie side by side")
@@ -298,7 +299,7 @@ class NativeOps:
             raise TypeError(f"these operations are for {self._dtype}, not {x.dtype}")
         return x.contiguous()
 
-    def _cache_layout(self, kv_cache: torch.Tensor) -> tuple[int, int, int, int]:
+    def _cache_layout(self, kv_cache: torch.Tensor, head_size: int) -> tuple[int, int, int, int]:
         """Number of the two dtypes, elements between blocks, key heads, tokens a block; a block's own elements must lie side by
         side."""
         code = _WITH_CACHE.get((self._dtype, kv_cache.dtype))
@@ -306,6 +307,8 @@ class NativeOps:
             raise TypeError(
                 f"a cache of {kv_cache.dtype} has no compiled form for {self._dtype}, or its blocks are not in one piece"
             )
+        if kv_cache.shape[4] != row_size(head_size, kv_cache.dtype):
+            raise ValueError(f"a cache with rows of {kv_cache.shape[4]} meets heads of {head_size}")
         return code, kv_cache.stride(0), kv_cache.shape[2], kv_cache.shape[3]
 
 

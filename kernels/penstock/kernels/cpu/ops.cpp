@@ -138,9 +138,56 @@ void gated_mul(const T* x, T* out, int64_t n, int64_t d, Gate gated) {
   }
 }
 
-// One head: normalise where there is a weight, rotate the first 2 * half elements, write.
-template <typename T, typename Out>
-void rotate(const T* x, const float* weight, float eps, const float* cos, const float* sin, int64_t d, int64_t half, float* row, Out* out) {
+// A row of a cache that has a scale for each token and head: its whole numbers, and behind them the scale, a float32.
+struct ScaledInt8 {
+  int8_t number;
+};
+constexpr float kInt8Most = 127.0f;
+
+// Elements from one row of a cache to the next.
+template <typename C>
+constexpr int64_t row_size(int64_t d) {
+  return std::is_same_v<C, ScaledInt8> ? d + static_cast<int64_t>(sizeof(float)) : d;
+}
+
+// Rows of the cache, from and to float; the rows in float have room for whole vectors.
+template <typename C>
+inline void keep_row(const float* row, int64_t d, C* out) {
+  narrow_row(row, d, out);
+}
+inline void keep_row(float* row, int64_t d, ScaledInt8* out) {
+  std::fill(row + d, row + round_up(d), 0.0f);
+  Vec most{}, check{};  // whatever is not finite makes the check a NaN, and with it the scale
+  for (int64_t i = 0; i < d; i += kLanes) {
+    const Vec x = load(row + i), size = x < 0.0f ? -x : x;
+    most = size > most ? size : most, check += x * 0.0f;
+  }
+  float lanes[kLanes];
+  store(lanes, most);
+  const float largest = *std::max_element(lanes, lanes + kLanes);
+  const float scale = std::max(largest / kInt8Most, std::numeric_limits<float>::min()) + sum(check);
+  // To nearest, ties to even: no number is beyond 127, since the largest is divided by its own 127th part.
+  for (int64_t i = 0; i < d; i += kLanes) store(row + i, load(row + i) / scale + 12582912.0f);
+  for (int64_t i = 0; i < d; ++i) out[i].number = static_cast<int8_t>(bit_cast<int32_t>(row[i]) - bit_cast<int32_t>(12582912.0f));
+  std::memcpy(out + d, &scale, sizeof scale);
+}
+template <typename C>
+inline void read_row(const C* from, int64_t d, float* row) {
+  widen_row(from, d, row);
+}
+inline void read_row(const ScaledInt8* from, int64_t d, float* row) {
+  float scale;
+  std::memcpy(&scale, from + d, sizeof scale);
+  const int8_t* numbers = reinterpret_cast<const int8_t*>(from);
+  int64_t i = 0;
+  for (; i + kLanes <= d; i += kLanes) store(row + i, __builtin_convertvector(load_bytes(numbers + i), Vec) * scale);
+  for (; i < d; ++i) row[i] = static_cast<float>(numbers[i]) * scale;
+  for (; i < round_up(d); ++i) row[i] = 0.0f;
+}
+
+// One head into `row`: normalised where there is a weight, and the first 2 * half elements rotated.
+template <typename T>
+void rotate(const T* x, const float* weight, float eps, const float* cos, const float* sin, int64_t d, int64_t half, float* row) {
   widen_row(x, d, row);
   if (weight != nullptr) {
     const float factor = inverse_rms(row, d, eps);
@@ -149,20 +196,20 @@ void rotate(const T* x, const float* weight, float eps, const float* cos, const 
   int64_t i = 0;
   for (; i + kLanes <= half; i += kLanes) {
     const Vec first = load(row + i), second = load(row + half + i);
-    store(out + i, first * load(cos + i) - second * load(sin + i));
-    store(out + half + i, second * load(cos + i) + first * load(sin + i));
+    store(row + i, first * load(cos + i) - second * load(sin + i));
+    store(row + half + i, second * load(cos + i) + first * load(sin + i));
   }
   for (; i < half; ++i) {
-    narrow(row[i] * cos[i] - row[i + half] * sin[i], out + i);
-    narrow(row[i + half] * cos[i] + row[i] * sin[i], out + half + i);
+    const float first = row[i], second = row[i + half];
+    row[i] = first * cos[i] - second * sin[i];
+    row[i + half] = second * cos[i] + first * sin[i];
   }
-  narrow_row(row + 2 * half, d - 2 * half, out + 2 * half);
 }
 
 struct CacheShape {
-  int64_t block_stride, kv_heads, block_size, d;
+  int64_t block_stride, kv_heads, block_size, d, row;  // row: elements from one token to the next
   int64_t offset(int64_t block, int64_t kind, int64_t head, int64_t token) const {
-    return block * block_stride + ((kind * kv_heads + head) * block_size + token) * d;
+    return block * block_stride + ((kind * kv_heads + head) * block_size + token) * row;
   }
 };
 
@@ -173,7 +220,7 @@ void write(const T* x, int64_t d, float* row, C* out) {
     std::memcpy(out, x, d * sizeof(T));
   } else {
     widen_row(x, d, row);
-    narrow_row(row, d, out);
+    keep_row(row, d, out);
   }
 }
 
@@ -182,15 +229,19 @@ void prepare_kv(const T* q, const T* k, const T* v, int64_t q_stride, int64_t k_
                 CacheShape shape, const int64_t* slots, const float* cos, const float* sin, int64_t angle_stride,
                 const float* q_weight, const float* k_weight, float eps, int64_t n, int64_t heads, int64_t rotary_size) {
   const int64_t d = shape.d, half = rotary_size / 2;
-  std::vector<float> row(round_up(d));
+  std::vector<float> room(round_up(d));
+  float* row = room.data();
   for (int64_t t = 0; t < n; ++t, cos += angle_stride, sin += angle_stride) {
-    for (int64_t h = 0; h < heads; ++h)
-      rotate(q + t * q_stride + h * d, q_weight, eps, cos, sin, d, half, row.data(), q_out + (t * heads + h) * d);
+    for (int64_t h = 0; h < heads; ++h) {
+      rotate(q + t * q_stride + h * d, q_weight, eps, cos, sin, d, half, row);
+      narrow_row(row, d, q_out + (t * heads + h) * d);
+    }
     const int64_t block = slots[t] / shape.block_size, token = slots[t] % shape.block_size;
     for (int64_t h = 0; h < shape.kv_heads; ++h) {
-      rotate(k + t * k_stride + h * d, k_weight, eps, cos, sin, d, half, row.data(), cache + shape.offset(block, 0, h, token));
+      rotate(k + t * k_stride + h * d, k_weight, eps, cos, sin, d, half, row);
+      keep_row(row, d, cache + shape.offset(block, 0, h, token));
       if (v == nullptr) continue;  // latent attention: values are a part of the keys
-      write(v + t * v_stride + h * d, d, row.data(), cache + shape.offset(block, 1, h, token));
+      write(v + t * v_stride + h * d, d, row, cache + shape.offset(block, 1, h, token));
     }
   }
 }
@@ -350,8 +401,8 @@ struct Attention {
   void convert(int64_t start, int64_t begin, int64_t count, const int32_t* blocks, int64_t head) {
     for (int64_t j = begin; j < count; ++j) {
       const int64_t block = blocks[(start + j) / shape.block_size], token = (start + j) % shape.block_size;
-      widen_row(cache + shape.offset(block, 0, head, token), shape.d, &keys[j * width]);
-      if (!value_size) widen_row(cache + shape.offset(block, 1, head, token), shape.d, &values[j * width]);
+      read_row(cache + shape.offset(block, 0, head, token), shape.d, &keys[j * width]);
+      if (!value_size) read_row(cache + shape.offset(block, 1, head, token), shape.d, &values[j * width]);
     }
   }
 };
@@ -382,39 +433,25 @@ void paged_attention(const T* q, T* out, const C* cache, CacheShape shape, const
     using T = BFloat16;      \
     call;                    \
   }
-// The same of a model and its cache, T and C: their dtypes are equal, or the cache has the other one, or E4M3.
-#define PENSTOCK_WITH_CACHE(call) \
-  switch (dtype) {                \
-    case 0: {                     \
-      using T = float;            \
-      using C = float;            \
-      call;                       \
-    } break;                      \
-    case 1: {                     \
-      using T = BFloat16;         \
-      using C = BFloat16;         \
-      call;                       \
-    } break;                      \
-    case 2: {                     \
-      using T = float;            \
-      using C = BFloat16;         \
-      call;                       \
-    } break;                      \
-    case 3: {                     \
-      using T = BFloat16;         \
-      using C = float;            \
-      call;                       \
-    } break;                      \
-    case 4: {                     \
-      using T = float;            \
-      using C = E4m3;             \
-      call;                       \
-    } break;                      \
-    default: {                    \
-      using T = BFloat16;         \
-      using C = E4m3;             \
-      call;                       \
-    }                             \
+// The same of a model and its cache, T and C, as `native.py` numbers the pairs.
+#define PENSTOCK_PAIR(number, model, kept, call) \
+  case number: {                                 \
+    using T = model;                             \
+    using C = kept;                              \
+    call;                                        \
+  } break;
+#define PENSTOCK_WITH_CACHE(call)                    \
+  switch (dtype) {                                   \
+    PENSTOCK_PAIR(0, float, float, call)             \
+    PENSTOCK_PAIR(1, BFloat16, BFloat16, call)       \
+    PENSTOCK_PAIR(2, float, BFloat16, call)          \
+    PENSTOCK_PAIR(3, BFloat16, float, call)          \
+    PENSTOCK_PAIR(4, float, E4m3, call)              \
+    PENSTOCK_PAIR(5, BFloat16, E4m3, call)           \
+    PENSTOCK_PAIR(6, float, E5m2, call)              \
+    PENSTOCK_PAIR(7, BFloat16, E5m2, call)           \
+    PENSTOCK_PAIR(8, float, ScaledInt8, call)        \
+    PENSTOCK_PAIR(9, BFloat16, ScaledInt8, call)     \
   }
 #define IN(x) static_cast<const T*>(x)
 #define OUT(x) static_cast<T*>(x)
@@ -446,18 +483,18 @@ void penstock_prepare_kv(int dtype, const void* q, const void* k, const void* v,
                          void* q_out, void* cache, int64_t block_stride, const int64_t* slots, const float* cos, const float* sin,
                          int64_t angle_stride, const float* q_weight, const float* k_weight, float eps, int64_t n, int64_t heads, int64_t kv_heads,
                          int64_t block_size, int64_t d, int64_t rotary_size) {
-  const CacheShape shape{block_stride, kv_heads, block_size, d};
-  PENSTOCK_WITH_CACHE((prepare_kv<T, C>(IN(q), IN(k), IN(v), q_stride, k_stride, v_stride, OUT(q_out), static_cast<C*>(cache), shape,
-                                        slots, cos, sin, angle_stride, q_weight, k_weight, eps, n, heads, rotary_size)))
+  PENSTOCK_WITH_CACHE((prepare_kv<T, C>(IN(q), IN(k), IN(v), q_stride, k_stride, v_stride, OUT(q_out), static_cast<C*>(cache),
+                                        CacheShape{block_stride, kv_heads, block_size, d, row_size<C>(d)}, slots, cos, sin,
+                                        angle_stride, q_weight, k_weight, eps, n, heads, rotary_size)))
 }
 
 void penstock_paged_attention(int dtype, const void* q, void* out, const void* cache, int64_t block_stride,
                               const int32_t* query_start_loc, const int32_t* seq_lens, const int32_t* block_table, const float* sinks,
                               const int32_t* ends, int64_t table_width, int64_t requests, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d,
                               int64_t window, int64_t value_size, float scale, float softcap) {
-  const CacheShape shape{block_stride, kv_heads, block_size, d};
-  PENSTOCK_WITH_CACHE((paged_attention<T, C>(IN(q), OUT(out), static_cast<const C*>(cache), shape, query_start_loc, seq_lens, block_table,
-                                             sinks, ends, table_width, requests, heads, window, value_size, scale, softcap)))
+  PENSTOCK_WITH_CACHE((paged_attention<T, C>(IN(q), OUT(out), static_cast<const C*>(cache),
+                                             CacheShape{block_stride, kv_heads, block_size, d, row_size<C>(d)}, query_start_loc, seq_lens,
+                                             block_table, sinks, ends, table_width, requests, heads, window, value_size, scale, softcap)))
 }
 
 }  // extern "C"

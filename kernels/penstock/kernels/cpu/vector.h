@@ -39,6 +39,9 @@ struct Float16 {
 struct E4m3 {
   uint8_t bits;
 };
+struct E5m2 {
+  uint8_t bits;
+};
 
 // Elements of T in a word of 32 bits.
 template <typename T>
@@ -195,6 +198,21 @@ inline Vec load_e4m3(const int8_t* at) {
 
 inline Vec load(const E4m3* p) { return load_e4m3(reinterpret_cast<const int8_t*>(p)) * kE4m3Unit; }
 
+// E5M2 is the upper half of float16.
+inline Vec load(const E5m2* p) {
+#if defined(__AVX512F__)
+  const __m256i wide = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 8);
+  return (Vec)_mm512_cvtph_ps(wide);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), 8));
+#else
+  const IntVec bytes = load_bytes(reinterpret_cast<const int8_t*>(p)), magnitude = bytes & 0x7f;
+  const IntVec sign = bytes & static_cast<int32_t>(0x80000000u), huge = magnitude > 0x7b;  // infinity and NaN
+  const Vec finite = bit_cast<Vec>(magnitude << 21) * 0x1p112f;
+  return bit_cast<Vec>((huge ? (magnitude << 21) | 0x7f800000 : bit_cast<IntVec>(finite)) | sign);
+#endif
+}
+
 inline void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
 inline void store(BFloat16* p, Vec x) {
 #if defined(__AVX512BF16__)
@@ -213,29 +231,44 @@ inline void store(BFloat16* p, Vec x) {
   std::memcpy(p, &half, sizeof half);
 }
 
+typedef uint8_t ByteVec __attribute__((vector_size(kLanes)));
 
-// To nearest, ties to even; what is beyond the greatest number becomes it, and NaN stays.
-inline void store(E4m3* p, Vec x) {
+// Codes of floating-point numbers in eight bits, to nearest, ties to even. What is beyond the greatest number becomes it, and NaN
+// becomes `nan`.
+//
+// `kMantissa`: bits after the point. `kBias`: of the exponent; the smallest normal number is 2^(1 - kBias), and below it a code counts
+// 2^(1 - kBias - kMantissa).
+template <int kMantissa, int kBias>
+inline ByteVec to_eight_bits(Vec x, float greatest, int32_t nan) {
+  constexpr int kDropped = 23 - kMantissa;
   const IntVec sign = (bit_cast<IntVec>(x) >> 24) & 0x80;
   Vec magnitude = bit_cast<Vec>(bit_cast<IntVec>(x) & 0x7fffffff);
-  magnitude = magnitude < 448.0f ? magnitude : splat(448.0f);
+  magnitude = magnitude < greatest ? magnitude : splat(greatest);
   const IntVec bits = bit_cast<IntVec>(magnitude);
-  // Eight exponents of the smaller bias are 960 codes. Below the smallest normal number a code counts 2^-9.
-  const IntVec normal = ((bits + 0x7ffff + ((bits >> 20) & 1)) >> 20) - 960;
-  const IntVec small = bit_cast<IntVec>(magnitude + 16384.0f) - bit_cast<int32_t>(16384.0f);
-  const IntVec code = magnitude < 0x1p-6f ? small : normal, nan = IntVec{} + 0x7f;
-  typedef uint8_t ByteVec __attribute__((vector_size(kLanes)));
-  const ByteVec bytes = __builtin_convertvector((x == x ? code : nan) | sign, ByteVec);
+  const IntVec normal = ((bits + ((1 << (kDropped - 1)) - 1) + ((bits >> kDropped) & 1)) >> kDropped) - ((127 - kBias) << kMantissa);
+  const float shift = bit_cast<float>((127 + 24 - kBias - kMantissa) << 23);  // its last bit is worth one code
+  const IntVec small = bit_cast<IntVec>(magnitude + shift) - bit_cast<int32_t>(shift);
+  const IntVec code = magnitude < bit_cast<float>((128 - kBias) << 23) ? small : normal;
+  return __builtin_convertvector((x == x ? code : IntVec{} + nan) | sign, ByteVec);
+}
+inline void store(E4m3* p, Vec x) {
+  const ByteVec bytes = to_eight_bits<3, 7>(x, 448.0f, 0x7f);
+  std::memcpy(p, &bytes, sizeof bytes);
+}
+inline void store(E5m2* p, Vec x) {
+  const ByteVec bytes = to_eight_bits<2, 15>(x, 57344.0f, 0x7f);
   std::memcpy(p, &bytes, sizeof bytes);
 }
 
 // One number, by way of a vector.
-inline float widen(E4m3 x) {
-  E4m3 all[kLanes] = {x};
+template <typename T>
+inline float widen(T x) {
+  T all[kLanes] = {x};
   return load(all)[0];
 }
-inline void narrow(float x, E4m3* out) {
-  E4m3 all[kLanes];
+template <typename T>
+inline void narrow(float x, T* out) {
+  T all[kLanes];
   store(all, splat(x));
   *out = all[0];
 }

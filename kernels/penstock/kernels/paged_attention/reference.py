@@ -9,6 +9,7 @@ change how many items there are, never one of them.
 import torch
 
 from penstock.kernels.paged_attention.batch import DecodeTile, PagedBatch, Prefill
+from penstock.kernels.prepare_kv.cache_rows import from_rows
 
 
 def paged_attention(
@@ -24,19 +25,19 @@ def paged_attention(
 
     Args:
         q: [n, heads, d].
-        kv_cache: [blocks, 2, kv_heads, block_size, d], this step's keys and values included. What lies outside the requests'
-            tokens may be anything, NaN as well.
+        kv_cache: [blocks, 2, kv_heads, block_size, row], this step's keys and values included; rows as in
+            `prepare_kv.cache_rows`. What lies outside the requests' tokens may be anything, NaN as well.
         batch: Which of the n tokens and which blocks are whose.
         scale: Of the scores, 1/√d as a rule.
         softcap: Where not 0, a score s becomes softcap · tanh(s / softcap), as in Gemma 2.
         sinks: [heads], float32: the score of one more key a head, whose value is zero (gpt-oss). None: there is none.
         value_size: Where not 0, so many last elements of a key are its value (latent attention), and the cache is
-            [blocks, 1, kv_heads, block_size, d].
+            [blocks, 1, kv_heads, block_size, row].
 
     Returns:
         [n, heads, d], or [n, heads, value_size], in q's dtype.
     """
-    kv_heads, head_size = kv_cache.shape[2], kv_cache.shape[4]
+    kv_heads, head_size = kv_cache.shape[2], q.shape[2]
     grouped = (q.float() * scale).view(q.shape[0], kv_heads, -1, head_size)
     of_key_heads = None if sinks is None else sinks.view(kv_heads, -1)
     out = grouped.new_empty(*grouped.shape[:3], value_size or head_size)
@@ -56,7 +57,7 @@ def _decode(
     kv_heads, group, head_size = q.shape[1:]
     state = _Softmax(q.reshape(-1, group, head_size), softcap, value_size)
     for tile in tiles:
-        keys, values = _gather(kv_cache, tile.block_ids, tile.rows.stop - tile.rows.start, value_size)
+        keys, values = _gather(kv_cache, tile.block_ids, tile.rows.stop - tile.rows.start, head_size, value_size)
         if tile.unseen is not None:
             values.masked_fill_(tile.unseen[:, None, :, None], 0.0)
         masked = None if tile.unseen is None else tile.unseen.repeat_interleave(kv_heads, 0)[:, None]
@@ -71,7 +72,7 @@ def _prefill(
     """Several queries of one request share its keys. q, result: [n, kv_heads, group, d]; sinks: [kv_heads, group]."""
     heads = [_Softmax(q[:, head].contiguous(), softcap, value_size) for head in range(q.shape[1])]
     for tile in prefill.tiles:
-        keys, values = _gather(kv_cache, tile.block_ids, 1, value_size)
+        keys, values = _gather(kv_cache, tile.block_ids, 1, q.shape[3], value_size)
         if tile.foreign is not None:
             values.masked_fill_(tile.foreign[:, None], 0.0)
         masked = None if tile.unseen is None else tile.unseen[:, None]
@@ -83,12 +84,15 @@ def _prefill(
     return torch.stack(results, dim=1)
 
 
-def _gather(kv_cache: torch.Tensor, block_ids: torch.Tensor, rows: int, value_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(
+    kv_cache: torch.Tensor, block_ids: torch.Tensor, rows: int, head_size: int, value_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a tile, each [rows, kv_heads, keys, d] float32."""
     # torch gathers no numbers of eight bits, but bytes.
     stored = kv_cache if kv_cache.itemsize > 1 else kv_cache.view(torch.uint8)
-    _, kinds, kv_heads, block_size, head_size = kv_cache.shape
-    blocks = stored.index_select(0, block_ids).view(kv_cache.dtype).view(rows, -1, kinds, kv_heads, block_size, head_size)
+    _, kinds, kv_heads, block_size, _ = kv_cache.shape
+    blocks = from_rows(stored.index_select(0, block_ids).view(kv_cache.dtype), head_size)
+    blocks = blocks.view(rows, -1, kinds, kv_heads, block_size, head_size)
     both = torch.empty(kinds, rows, kv_heads, blocks.shape[1], block_size, head_size)
     both.copy_(blocks.permute(2, 0, 3, 1, 4, 5))
     found = both.flatten(3, 4)

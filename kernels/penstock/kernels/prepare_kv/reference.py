@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.kernels.prepare_kv.cache_rows import to_rows
 from penstock.kernels.rms_norm.reference import rms_norm
 from penstock.kernels.rope.reference import rope
 
@@ -47,8 +48,8 @@ def prepare_kv(
         q: [n, heads, d].
         k: [n, kv_heads, d].
         v: [n, kv_heads, d]. None: values are a part of the keys (latent attention).
-        kv_cache: [blocks, 2, kv_heads, block_size, d]: keys at 0, values at 1 of the second dimension, which is 1 without values.
-            Changed.
+        kv_cache: [blocks, 2, kv_heads, block_size, row]: keys at 0, values at 1 of the second dimension, which is 1 without
+            values; rows as in `cache_rows`. Changed.
         slot_mapping: [n], int64 (on a device int32 too): block · block_size + offset in the block, of each token; no slot twice
             but PAD_SLOT_ID: such a token is written nowhere, or, in this form, to the first slot of block 0, the null block,
             whose content nobody reads.
@@ -67,7 +68,7 @@ def prepare_kv(
     offset = slots - block * block_size
     # torch places no numbers of eight bits, but bytes.
     stored = kv_cache if kv_cache.itemsize > 1 else kv_cache.view(torch.uint8)
-    stored[block, 0, :, offset] = rope(k, rotary.cos, rotary.sin).to(kv_cache.dtype).view(stored.dtype)
+    stored[block, 0, :, offset] = to_rows(rope(k, rotary.cos, rotary.sin), kv_cache.dtype).view(stored.dtype)
     if v is not None:
-        stored[block, 1, :, offset] = v.to(kv_cache.dtype).view(stored.dtype)
+        stored[block, 1, :, offset] = to_rows(v, kv_cache.dtype).view(stored.dtype)
     return rope(q, rotary.cos, rotary.sin)
