@@ -3,13 +3,15 @@
 import torch
 
 from penstock.kernels.embedding.triton import embedding
-from penstock.kernels.experts.table import ExpertTable
-from penstock.kernels.experts.triton import experts
+from penstock.kernels.experts.table import ExpertTable, PackedExpertTable, PackedLayer
+from penstock.kernels.experts.triton import experts, packed_experts
 from penstock.kernels.gated_mul.triton import clamped_swiglu, gelu_tanh_mul, silu_mul
 from penstock.kernels.lora.device import DeviceLoraBatch, DeviceLoraShelves
 from penstock.kernels.lora.triton import add_lora
 from penstock.kernels.prepare_kv.reference import QKNorm, Rotary
 from penstock.kernels.prepare_kv.triton import prepare_kv
+from penstock.kernels.quantized_linear.reference import LANES, Number, QuantizedWeight
+from penstock.kernels.quantized_linear.triton import quantized_linear
 from penstock.kernels.rms_norm.triton import add_rms_norm, rms_norm
 
 HIDDEN = 4096
@@ -83,4 +85,45 @@ def mixtures(tokens: int = 16) -> None:
         experts(empty(tokens, table.hidden), ids, weights, table)
 
 
-LAUNCHES = [norms, gates, tables, writes, adapters, mixtures]
+def packed(outputs: int, inputs: int, number: Number, group: int, zeros: bool = False) -> QuantizedWeight:
+    """A weight of few bits without memory."""
+    panels, pairs, groups = outputs // LANES, inputs // 2, inputs // group
+    values = empty(panels, pairs, 1 if number in ("int4", "e2m1") else 2, LANES, dtype=torch.int8)
+    scales = empty(panels, groups, LANES, dtype=torch.float32 if group == inputs else DTYPE)
+    points = empty(panels, groups, LANES, dtype=torch.int8) if zeros else None
+    return QuantizedWeight(values, scales, points, number, group, outputs, inputs)
+
+
+FEW_BITS: list[tuple[Number, int, bool]] = [
+    ("int8", HIDDEN, False),
+    ("int4", 32, False),
+    ("int4", 128, True),
+    ("e4m3", HIDDEN, False),
+    ("e4m3", 128, False),
+    ("e2m1", 32, False),
+]
+"""Numbers, groups, and whether there are zero points."""
+
+
+def few_bits(tokens: int = 16) -> None:
+    """Linear layers of few bits: one decode, several, prompts."""
+    for number, group, zeros in FEW_BITS:
+        dtype = torch.float16 if group == 128 else DTYPE
+        for count in (tokens, 40 + tokens, 2000 + tokens)[: 3 if group < HIDDEN else 1]:
+            quantized_linear(empty(count, HIDDEN, dtype=dtype), packed(HIDDEN, HIDDEN, number, group, zeros), None)
+
+
+def few_bit_mixtures(tokens: int = 16) -> None:
+    """Experts as Qwen3-30B-A3B has them, in four bits, and gpt-oss-20b's as it is published."""
+    for number, group, sizes, biased, k in (("int4", 32, (2048, 768), False, 8), ("e2m1", 32, (2880, 2880), True, 4)):
+        hidden, inner = sizes
+        layers = [
+            [PackedLayer(packed(*shape, number, group), empty(shape[0]) if biased else None)] * 32
+            for shape in ((2 * inner, hidden), (hidden, inner))
+        ]
+        table = PackedExpertTable(*layers, hidden, inner, "clamped_swiglu" if biased else "silu", (1.702, 7.0))
+        ids, weights = empty(tokens, k, dtype=torch.int32), empty(tokens, k, dtype=torch.float32)
+        packed_experts(empty(tokens, hidden), ids, weights, table)
+
+
+LAUNCHES = [norms, gates, tables, writes, adapters, mixtures, few_bits, few_bit_mixtures]

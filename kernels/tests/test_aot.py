@@ -16,6 +16,8 @@ REGISTERS = {
     "_embedding_kernel": 64,
     "_prepare_kv_kernel": 64,
     "_grouped_linear_kernel": 128,
+    "_grouped_packed_kernel": 128,
+    "_quantized_linear_kernel": 255,  # of 128 threads: two programs a multiprocessor, where groups have zero points
     "_lora_shrink_kernel": 224,
     "_lora_expand_kernel": 224,
     "scan_kernel": 104,

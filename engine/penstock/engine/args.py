@@ -181,7 +181,6 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         if self.kv_offload_memory_bytes and not self.enable_prefix_caching:
             raise ConfigError("--kv-offload-memory-bytes keeps what the prefix cache finds: it needs --enable-prefix-caching")
         self._check_disk()
-        self._check_quantization(model, device)
         drafter = DraftCheckpoint.read(speculative, model)
         if speculative is not None and images is not None:
             _check_draft_positions(images, speculative)
@@ -326,14 +325,6 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--kv-transfer-config: pages travel through host memory; it needs --kv-offload-memory-bytes")
         return transfer_config(self.kv_transfer_config, self.kv_transfer_secret_file)
 
-    def _check_quantization(self, model: ModelConfig, device: Literal["cpu", "cuda"]) -> None:
-        """Refuses quantized weights where there is no kernel for them."""
-        if device == "cuda" and self.quantization is not None:
-            raise ConfigError(f"--quantization {self.quantization}: quantized weights run on a CPU alone so far (--device cpu)")
-        if device == "cuda" and model.stored_quantization is not None:
-            method = model.stored_quantization.method
-            raise ConfigError(f"{self.model} is quantized ({method}): quantized weights run on a CPU alone so far (--device cpu)")
-
     def _check_cache_dtype(self, model: ModelConfig, device: Literal["cpu", "cuda"]) -> None:
         """Refuses a KV cache that no kernel reads."""
         asked = self.kv_cache_dtype
@@ -343,7 +334,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--kv-cache-dtype {asked}: on a GPU the cache has the model's dtype so far, {model.dtype}")
         if asked == "float16":
             raise ConfigError(
-                f"--kv-cache-dtype float16: no kernel reads it beside --dtype {model.dtype}; use bfloat16, float32, fp8_e4m3, fp8_e5m2 or int8_per_token_head"
+                f"--kv-cache-dtype float16: no kernel reads it beside --dtype {model.dtype}; "
+                "use bfloat16, float32, fp8_e4m3, fp8_e5m2 or int8_per_token_head"
             )
 
     def _check_ranks(self, folder: Path, architecture: str, device: Literal["cpu", "cuda"]) -> None:

@@ -3,14 +3,17 @@
 import logging
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from penstock.api.resources.support import WEIGHTS
 from penstock.engine.args import EngineArgs
 from penstock.engine.cli import API_KEY_VARIABLE, _api_settings, _parser
 from penstock.engine.config import ConfigError, GraphConfig
 from penstock.engine.frontend.python.prompts import load_processor
+from penstock.engine.quant.online import SCHEMES
+from penstock.engine.quant.scheme import QuantizationName
 from penstock.kernels.cpu import isa
 
 TINY = Path(__file__).parents[3] / "examples/models/penstock-tiny"
@@ -147,6 +150,27 @@ def test_the_tokenizer_may_come_from_another_folder(tmp_path: Path) -> None:
         load_processor(EngineArgs(**asked, tokenizer=str(tmp_path)).config())
 
 
+@pytest.mark.req("Q-03")
+def test_schemes_of_weights_are_exactly_these() -> None:
+    """At the command line, in Python, in an InferenceModel, and where weights are quantized; any other name is an error."""
+    names = set(get_args(QuantizationName))
+    assert names == set(WEIGHTS) == set(SCHEMES)
+    for name in names:
+        assert EngineArgs(model=TINY, device="cpu", quantization=name).config().model.quantization == name
+    others = {
+        "fp8_per_tensor_static",
+        "fp8_per_token",
+        "fp8_per_block_static",
+        "mxfp8",
+        "mxfp4",
+        "int8_per_channel_static",
+        "fp4",
+    }
+    for name in others - names:
+        with pytest.raises(ConfigError, match=rf"quantization: must be .*fp8_per_block.*, not '{name}'|--quantization {name}: "):
+            EngineArgs(model=TINY, device="cpu", quantization=name).config()  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -156,7 +180,7 @@ def test_the_tokenizer_may_come_from_another_folder(tmp_path: Path) -> None:
         ),
         (
             {"kv_cache_dtype": "int8"},
-            "kv_cache_dtype: must be auto, bfloat16, float16, float32, fp8, fp8_e4m3, fp8_e5m2 or int8_per_token_head, not 'int8'",
+            "must be auto, bfloat16, float16, float32, fp8, fp8_e4m3, fp8_e5m2 or int8_per_token_head, not 'int8'",
         ),
     ],
 )

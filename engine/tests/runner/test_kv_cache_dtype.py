@@ -12,7 +12,6 @@ from penstock.engine.config import ConfigError
 from penstock.engine.core.ipc.process import build_executor
 from penstock.engine.quant.online import QuantizedLinearMethod
 
-
 TORCH = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8_per_token_head": torch.int8}
 """What torch calls them, where the names differ."""
 SIZES = {"bfloat16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8_per_token_head": 1 + 4 / 16}
@@ -94,7 +93,9 @@ def test_a_cache_has_one_of_these_dtypes_and_as_a_rule_the_models(checkpoint):
     for name in ("bfloat16", "float32", *TORCH):
         assert stored(name) == name
     for other in ("fp8_inc", "fp8_ds_mla", "fp8_per_token_head", "nvfp4", "int4", ""):
-        with pytest.raises(ConfigError, match=f"kv_cache_dtype: must be auto, bfloat16, .* or int8_per_token_head, not {other!r}"):
+        with pytest.raises(
+            ConfigError, match=f"kv_cache_dtype: must be auto, bfloat16, .* or int8_per_token_head, not {other!r}"
+        ):
             stored(other)
 
 

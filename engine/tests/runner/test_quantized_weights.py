@@ -191,12 +191,9 @@ def test_a_value_that_is_not_finite_is_found_by_layer_and_tensor(scheme):
             layer("qkv", scheme, Shard(), weights)
 
 
-def test_schemes_and_devices_that_do_not_exist_are_refused(folder):
-    model = str(folder)
+def test_schemes_that_do_not_exist_are_refused(folder):
     with pytest.raises(ConfigError, match="quantization"):
-        EngineArgs(model=model, quantization="int3").config("cpu")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="int4_per_group_32: quantized weights run on a CPU alone"):
-        EngineArgs(model=model, quantization="int4_per_group_32").config("cuda")
+        EngineArgs(model=str(folder), quantization="int3").config("cpu")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

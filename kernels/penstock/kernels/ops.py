@@ -60,7 +60,7 @@ class Ops:
     add_lora: Callable[[torch.Tensor, torch.Tensor, Any, Any], None]
     """With what `lora_shelves` made, and a `LoraBatch` on the CPU, a `DeviceLoraBatch` on a device."""
     quantized_linear: Callable[[torch.Tensor, QuantizedWeight, torch.Tensor | None], torch.Tensor] = quantized_linear
-    """Over a weight of few bits. The compiled form has one thread; the reference dequantizes the weight at each call."""
+    """Over a weight of few bits. The CPU's compiled form has one thread; the reference dequantizes the weight at each call."""
     rounded_inputs: Callable[[torch.Tensor, Rounding, torch.Tensor | None, torch.Tensor | None], torch.Tensor] = rounded_inputs
     """What some quantized layers multiply in place of their inputs."""
     head_linear: Callable[[torch.Tensor, HeadWeight], torch.Tensor] = head_linear
@@ -72,7 +72,7 @@ class Ops:
     experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertTable], torch.Tensor] | None = None
     """Over weights as `linear` or, on a device, torch has them; None: this form has `any_experts` alone."""
     packed_experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedExpertTable], torch.Tensor] | None = None
-    """Over weights of few bits, in one thread; None: this form has `any_experts` alone."""
+    """Over weights of few bits, on a CPU in one thread; None: this form has `any_experts` alone."""
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor] | None = None
     """Over a weight from `linear.reference.pack_weight`, in one thread; None: this form leaves it to torch."""
     tape: Callable[[Callable[[], torch.Tensor], Pool], Tape] | None = None
@@ -158,6 +158,7 @@ def triton_ops(dtype: torch.dtype) -> Ops:
     from penstock.kernels.lora import triton as lora
     from penstock.kernels.paged_attention import triton as attention
     from penstock.kernels.prepare_kv import triton as kv
+    from penstock.kernels.quantized_linear import triton as packed
     from penstock.kernels.rms_norm import triton as norms
 
     return Ops(
@@ -174,6 +175,8 @@ def triton_ops(dtype: torch.dtype) -> Ops:
         add_lora=lora.add_lora,
         any_experts=experts_on_device,
         experts=mixtures.experts,
+        quantized_linear=packed.quantized_linear,
+        packed_experts=mixtures.packed_experts,
     )
 
 

@@ -72,8 +72,6 @@ def _quantization(spec: InferenceModelSpec) -> Iterator[str]:
     devices = [pool.name for pool in spec.pools if pool.has_devices]
     if found.weights is not None and found.weights not in WEIGHTS:
         yield f"{path}.weights ({found.weights}; {', '.join(WEIGHTS)} work)"
-    elif found.weights is not None and devices:
-        yield f"{path}.weights (pool {devices[0]} has devices; quantized weights run on CPUs alone)"
     if found.kv_cache is not None and found.kv_cache not in KV_CACHES:
         yield f"{path}.kvCache ({found.kv_cache}; {', '.join(KV_CACHES)} work)"
     elif found.kv_cache is not None and found.kv_cache.startswith(("fp8", "int8")) and devices:

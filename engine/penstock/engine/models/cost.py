@@ -9,8 +9,12 @@ from penstock.engine.models.kv import SCALE_BYTES
 from penstock.engine.quant.scheme import CheckpointQuantization, QuantizationName
 
 _BYTES: dict[KVDType, int] = {
-    **{"bfloat16": 2, "float16": 2, "float32": 4},
-    **{"fp8_e4m3": 1, "fp8_e5m2": 1, "int8_per_token_head": 1},
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "int8_per_token_head": 1,
 }
 _QUANTIZED_BYTES: dict[QuantizationName, float] = {
     "int8_per_channel_weight_only": 1.0,

@@ -1,14 +1,14 @@
 """Linear layers of quantized checkpoints: the weight stays packed in memory, and is never held in the model's dtype."""
 
 import logging
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
 
 import torch
 
 from penstock.engine.config import ConfigError
 from penstock.engine.models.gpt_oss import gpt_oss_name
-from penstock.engine.models.layers.linear_method import LinearMethod, LinearMethodFactory
+from penstock.engine.models.layers.linear_method import CPU, LinearMethod, LinearMethodFactory
 from penstock.engine.models.layers.projection import FLOATS, LinearLayer, Projection, TensorSpec
 from penstock.engine.models.moe import mixtral_name
 from penstock.engine.quant.packed import NAME_OF_BIAS, PackedWeight, rows_of
@@ -21,6 +21,8 @@ from penstock.kernels.quantized_linear.rounding import Rounding
 log = logging.getLogger(__name__)
 
 BODY = "model."
+E4M3_NAN = 0x7F
+"""The code of what is no number, without its sign."""
 
 
 class StoredLinearMethod(PackedWeight):
@@ -32,12 +34,13 @@ class StoredLinearMethod(PackedWeight):
         layer: Whose weight it is.
         scheme: How it is stored.
         ops: The kernels.
+        device: Where it lies.
     """
 
-    def __init__(self, layer: LinearLayer, scheme: WeightScheme, ops: Ops) -> None:
+    def __init__(self, layer: LinearLayer, scheme: WeightScheme, ops: Ops, device: torch.device = CPU) -> None:
         asked = scheme.activations
         rounding = None if asked is None else Rounding(asked.number, asked.dynamic, asked.group, asked.power_of_two)
-        super().__init__(layer, number(scheme), scheme.group, None, not scheme.symmetric, rounding, ops)
+        super().__init__(layer, number(scheme), scheme.group, None, not scheme.symmetric, rounding, ops, device)
         self._scheme = scheme
 
     def tensors(self, projection: Projection) -> Mapping[str, TensorSpec]:
@@ -47,13 +50,14 @@ class StoredLinearMethod(PackedWeight):
 
     def load(self, projection: Projection, name: str, value: torch.Tensor) -> None:
         """Takes one of these, whole, and keeps the rank's part of it."""
+        self.begin()
         if name == NAME_OF_BIAS:
             self.load_bias(projection, value)
             return
         stored, tensor = stored_tensors(self._scheme, projection)[name], f"{self._module(projection)}.{name}"
         if stored.role in ("scales", "input_scale"):
             _check_scales(tensor, stored.decode(value) if value.dtype not in FLOATS else value)
-        elif value.dtype is torch.float8_e4m3fn and value.isnan().any():
+        elif value.dtype is torch.float8_e4m3fn and ((value.view(torch.uint8) & E4M3_NAN) == E4M3_NAN).any():
             raise ConfigError(f"{tensor} holds a value that is not a number")
         try:
             value = value.view(stored.spec.shape) if not value.shape else value
@@ -73,10 +77,9 @@ class StoredLinearMethod(PackedWeight):
                 assert self._zeros is not None, "the scheme has no zero points"
                 self._zeros[rows].copy_(part)
             case "input_scale":
-                assert self._input_scale is not None, "the scheme rounds no inputs"
-                self._input_scale = torch.maximum(self._input_scale, part.float())
+                self.keep_input_scale(part)
             case "input_zero":
-                self._input_zero = part.float()
+                self.keep_input_zero(part)
             case "check":
                 pass
 
@@ -95,7 +98,9 @@ def _check_scales(tensor: str, scales: torch.Tensor) -> None:
             raise ConfigError(f"{tensor} holds a scale that is {what}, at {wrong.nonzero()[0].tolist()}")
 
 
-def stored(plain: LinearMethodFactory, found: CheckpointQuantization, packed: Set[str], ops: Ops) -> LinearMethodFactory:
+def stored(
+    plain: LinearMethodFactory, found: CheckpointQuantization, packed: Set[str], ops: Ops, device: torch.device = CPU
+) -> LinearMethodFactory:
     """Returns a choice of linear methods by what the checkpoint says of each layer.
 
     Args:
@@ -103,22 +108,27 @@ def stored(plain: LinearMethodFactory, found: CheckpointQuantization, packed: Se
         found: What the checkpoint says.
         packed: Modules whose weight it holds in few bits: it may leave others as they were, and say so nowhere.
         ops: The kernels.
+        device: Where weights lie.
     """
     log.info("linear layers: weights as the checkpoint packs them (%s)", found.method)
-    if ops.linear is None:
+    if ops.linear is None and ops.packed_experts is None:
         log.warning("linear layers: no compiled kernel; torch dequantizes each weight at every step, which is slow")
-    return partial(_choose, plain, found, packed, ops)
+    return partial(_choose, plain, found, packed, partial(StoredLinearMethod, ops=ops, device=device))
 
 
 def _choose(
-    plain: LinearMethodFactory, found: CheckpointQuantization, packed: Set[str], ops: Ops, layer: LinearLayer
+    plain: LinearMethodFactory,
+    found: CheckpointQuantization,
+    packed: Set[str],
+    method: Callable[[LinearLayer, WeightScheme], LinearMethod],
+    layer: LinearLayer,
 ) -> LinearMethod:
     schemes = {module: _scheme(found, packed, module, layer.name) for module in layer.modules}
     if len(set(schemes.values())) > 1:
         each = ", ".join(f"{module.rpartition('.')[2]}: {_said(scheme)}" for module, scheme in schemes.items())
         raise ConfigError(f"{layer.name}: its parts run as one, and their weights are stored differently ({each})")
     scheme = schemes[layer.modules[0]]
-    return plain(layer) if scheme is None else StoredLinearMethod(layer, scheme, ops)
+    return plain(layer) if scheme is None else method(layer, scheme)
 
 
 def _scheme(found: CheckpointQuantization, packed: Set[str], *names: str) -> WeightScheme | None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from penstock.engine.config import ConfigError
-from penstock.engine.models.layers.linear_method import LinearMethod, LinearMethodFactory
+from penstock.engine.models.layers.linear_method import CPU, LinearMethod, LinearMethodFactory
 from penstock.engine.models.layers.projection import Axis, LinearLayer, Projection, TensorSpec
 from penstock.engine.quant.packed import NAME_OF_BIAS, PackedWeight, rows_of
 from penstock.engine.quant.scheme import QuantizationName
@@ -56,9 +56,10 @@ class QuantizedLinearMethod(PackedWeight):
         layer: Whose weight it is.
         scheme: How it is stored.
         ops: The kernels.
+        device: Where it lies.
     """
 
-    def __init__(self, layer: LinearLayer, scheme: Scheme, ops: Ops) -> None:
+    def __init__(self, layer: LinearLayer, scheme: Scheme, ops: Ops, device: torch.device = CPU) -> None:
         inputs, group = layer.projections[0].inputs, scheme.group or 1
         for what, count in (("begins at", inputs.start), ("ends at", inputs.stop % inputs.total)):
             if count % group:
@@ -66,7 +67,7 @@ class QuantizedLinearMethod(PackedWeight):
                     f"--quantization: a rank's part of {layer.name} {what} input {count} of {inputs.total}, no multiple of a "
                     f"group's {group}"
                 )
-        super().__init__(layer, scheme.number, scheme.group, scheme.scale_dtype, False, scheme.rounding, ops)
+        super().__init__(layer, scheme.number, scheme.group, scheme.scale_dtype, False, scheme.rounding, ops, device)
         self._scheme = scheme
 
     def tensors(self, projection: Projection) -> Mapping[str, TensorSpec]:
@@ -75,6 +76,7 @@ class QuantizedLinearMethod(PackedWeight):
 
     def load(self, projection: Projection, name: str, value: torch.Tensor) -> None:
         """Takes one of these, whole, and keeps the rank's part of it."""
+        self.begin()
         if name == NAME_OF_BIAS:
             self.load_bias(projection, value)
             return
@@ -93,23 +95,26 @@ class QuantizedLinearMethod(PackedWeight):
         raise NotImplementedError(f"{self._layer.name} cannot share another layer's weight")
 
 
-def quantized(plain: LinearMethodFactory, name: QuantizationName | None, ops: Ops, threads: int) -> LinearMethodFactory:
+def quantized(
+    plain: LinearMethodFactory, name: QuantizationName | None, ops: Ops, threads: int, device: torch.device = CPU
+) -> LinearMethodFactory:
     """The same choice of linear methods, with quantized weights in all layers but the LM head and routers.
 
     Args:
         plain: Chooses for layers that keep the model's dtype.
         name: The scheme; None: no layer is quantized.
         ops: The kernels.
-        threads: Of the model; quantized layers use one.
+        threads: Of the model on a CPU, where quantized layers use one.
+        device: Where weights lie.
     """
     if name is None:
         return plain
     log.info("linear layers: weights quantized while loading, %s; lm_head and routers keep their dtype", name)
-    if ops.linear is None:
+    if ops.linear is None and ops.packed_experts is None:
         log.warning("linear layers: no compiled kernel; torch dequantizes each weight at every step, which is slow")
-    elif threads > 1:
+    elif threads > 1 and device.type == "cpu":
         log.warning("linear layers: quantized weights are multiplied in one thread instead of %d", threads)
-    scheme = partial(QuantizedLinearMethod, scheme=SCHEMES[name], ops=ops)
+    scheme = partial(QuantizedLinearMethod, scheme=SCHEMES[name], ops=ops, device=device)
 
     def choose(layer: LinearLayer) -> LinearMethod:
         return plain(layer) if layer.name.rpartition(".")[2] in KEPT else scheme(layer)

@@ -2,11 +2,12 @@
 
 import torch
 
+from penstock.engine.config import ConfigError
 from penstock.engine.models.layers.linear_method import CPU
 from penstock.engine.models.layers.projection import Axis, LinearLayer, Projection, TensorSpec
 from penstock.kernels.experts.table import PackedLayer
 from penstock.kernels.ops import Ops
-from penstock.kernels.quantized_linear.reference import Number, bits, dequantized, pack_quantized
+from penstock.kernels.quantized_linear.reference import Number, QuantizedWeight, bits, dequantized, pack_quantized
 from penstock.kernels.quantized_linear.rounding import Rounding
 
 NAME_OF_BIAS = "bias"
@@ -23,9 +24,8 @@ class PackedWeight:
         zeros: Whether there are zero points.
         rounding: Of the inputs; None: they are multiplied as they are.
         ops: The kernels.
+        device: Where it lies.
     """
-
-    device = CPU
 
     def __init__(
         self,
@@ -36,19 +36,40 @@ class PackedWeight:
         zeros: bool,
         rounding: Rounding | None,
         ops: Ops,
+        device: torch.device = CPU,
     ) -> None:
-        rows, inputs = layer.out_features, layer.in_features
+        self.device = device
         self._layer, self._linear = layer, ops.quantized_linear
         self._number: Number = number
-        self._group = group or inputs + inputs % 2
-        self._pairs = torch.zeros(rows, (inputs + 1) // 2, bits(number) // 4, dtype=torch.int8)
-        self._scale_dtype = scale_dtype
-        self._scales = torch.ones(rows, -(-inputs // self._group), dtype=scale_dtype)
-        self._zeros = torch.zeros(self._scales.shape, dtype=torch.int8) if zeros else None
-        self.bias = torch.empty(rows, dtype=layer.dtype) if layer.bias else None
+        self._group = group or layer.in_features + layer.in_features % 2
+        self._own_dtype, self._has_zeros = scale_dtype, zeros
+        self.bias = torch.empty(layer.out_features, dtype=layer.dtype, device=device) if layer.bias else None
         self._rounding, self._round = rounding, ops.rounded_inputs
-        self._input_scale = None if rounding is None or rounding.dynamic else torch.zeros(1)
+        self._input_scale = None if rounding is None or rounding.dynamic else torch.zeros(1, device=device)
         self._input_zero: torch.Tensor | None = None
+        self._packed: QuantizedWeight | None = None
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Takes memory for the numbers as they come from files, until `finish`."""
+        rows, inputs = self._layer.out_features, self._layer.in_features
+        self._pairs = torch.zeros(rows, (inputs + 1) // 2, bits(self._number) // 4, dtype=torch.int8, device=self.device)
+        self._scale_dtype = self._own_dtype
+        self._scales = torch.ones(rows, -(-inputs // self._group), dtype=self._scale_dtype, device=self.device)
+        self._zeros = torch.zeros(self._scales.shape, dtype=torch.int8, device=self.device) if self._has_zeros else None
+        if self._input_scale is not None:
+            self._input_scale.zero_()
+
+    def begin(self) -> None:
+        """Before each tensor: room for it, also where weights come a second time."""
+        if not hasattr(self, "_pairs"):
+            self._make_room()
+
+    @property
+    def weight(self) -> QuantizedWeight:
+        """After `finish`: what the kernels read."""
+        assert self._packed is not None, "the weight is not loaded"
+        return self._packed
 
     def bias_of(self, projection: Projection) -> dict[str, TensorSpec]:
         """What a checkpoint must hold of the bias."""
@@ -67,11 +88,29 @@ class PackedWeight:
         self._scales = self._scales.to(self._scale_dtype)
         self._scales[rows].copy_(scales)
 
+    def keep_input_scale(self, scale: torch.Tensor) -> None:
+        """Takes a projection's fixed scale of the inputs, [1]: the largest counts."""
+        assert self._input_scale is not None, "the scheme rounds no inputs"
+        self._input_scale.copy_(torch.maximum(self._input_scale, scale.float()))
+
+    def keep_input_zero(self, zero: torch.Tensor) -> None:
+        """Takes the zero point that goes with it."""
+        self._input_zero = zero.float() if self._input_zero is None else self._input_zero.copy_(zero)
+
     def finish(self) -> None:
-        """Brings the weight into the kernels' order, a layer at a time."""
+        """Brings the weight into the kernels' order: into the memory of an earlier one, where graphs read it."""
         inputs = self._layer.in_features
-        self.weight = pack_quantized(self._pairs, self._scales, self._zeros, self._number, self._group, inputs)
+        packed = pack_quantized(self._pairs, self._scales, self._zeros, self._number, self._group, inputs)
         del self._pairs, self._scales, self._zeros
+        if self._packed is None:
+            self._packed = packed
+            return
+        pairs = [(self._packed.values, packed.values), (self._packed.scales, packed.scales), (self._packed.zeros, packed.zeros)]
+        for old, new in pairs:
+            if (None if old is None else old.dtype) != (None if new is None else new.dtype):
+                raise ConfigError(f"{self._layer.name}: its scales or zero points are of another kind than those before")
+            if old is not None and new is not None:
+                old.copy_(new)
 
     def packed_layer(self) -> PackedLayer:
         """After `finish`: what a kernel that takes all experts reads."""
@@ -81,7 +120,7 @@ class PackedWeight:
         """In place of `finish`: the weight [out, in] in the layer's dtype. The method keeps nothing."""
         self.finish()
         wide = dequantized(self.weight).to(self._layer.dtype)
-        del self.weight
+        self._packed = None
         return wide
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:

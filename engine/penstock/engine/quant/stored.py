@@ -133,7 +133,7 @@ def _gptq(scheme: WeightScheme, projection: Projection) -> dict[str, Stored]:
         return signed((codes.int() + scheme.zeros_less_one) & (2**bits - 1), bits)
 
     def in_order(groups_of_inputs: torch.Tensor) -> torch.Tensor:
-        if not torch.equal(groups_of_inputs.long(), torch.arange(columns) // size):
+        if not torch.equal(groups_of_inputs.long().cpu(), torch.arange(columns) // size):
             raise ValueError("assigns inputs to groups out of order (act-order), which is not supported")
         return groups_of_inputs
 
@@ -159,7 +159,7 @@ _FORMS: Mapping[str, Callable[[WeightScheme, Projection], dict[str, Stored]]] = 
 
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 [a, b] → uint8 [a, b, numbers of a word], the one in the lowest bits first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return ((words.unsqueeze(2) >> shifts) & (2**bits - 1)).to(torch.uint8)
 
 

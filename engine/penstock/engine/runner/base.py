@@ -188,7 +188,7 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         if self._group is not None and self._group.world > 1:
             self._comm = self._group.connect(self.ops)
         self._plain_method = linear_method(self._dtype, self.ops, self.config.threads, self._device)
-        method = quantized(self._plain_method, self.config.model.quantization, self.ops, self.config.threads)
+        method = quantized(self._plain_method, self.config.model.quantization, self.ops, self.config.threads, self._device)
         self._linear_method = self._lora.wrap(self._as_stored(method), self.ops)
         with large_blocks_apart():
             self._adopt(self._new_model())
@@ -203,7 +203,7 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
     def _as_stored(self, method: LinearMethodFactory) -> LinearMethodFactory:
         """The same for layers that the checkpoint holds in few bits."""
         found, path = self.config.model.stored_quantization, self.config.model.path
-        return method if found is None else stored(method, found, packed_modules(path), self.ops)
+        return method if found is None else stored(method, found, packed_modules(path), self.ops, self._device)
 
     draft_model: Model | DraftHead
 

@@ -19,6 +19,7 @@ from penstock.engine.config import (
 )
 from penstock.engine.loading.checkpoint import read_model_config
 from penstock.engine.models.layers.linear_method import DeviceLinearMethod
+from penstock.engine.quant.scheme import QuantizationName
 from penstock.engine.runner import base
 from penstock.engine.runner.device.device_runner import DeviceForms, DeviceRunner
 from penstock.kernels.ops import device_reference_ops
@@ -49,10 +50,11 @@ def make_device_runner(
     recording: RecordingGraphs | None = None,
     graphs: GraphConfig | None = None,
     speculative: SpeculativeConfig | None = None,
+    quantization: QuantizationName | None = None,
 ) -> DeviceRunner:
     """A loaded runner with its cache, on torch's forms of a device's operations and a runtime whose copies come late."""
     config = EngineConfig(
-        model=read_model_config(path, served_names=(), dtype=dtype, max_model_len=max_model_len),
+        model=read_model_config(path, served_names=(), dtype=dtype, max_model_len=max_model_len, quantization=quantization),
         cache=CacheConfig(block_size=BLOCK_SIZE),
         scheduler=scheduler or SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
         device="cuda",

@@ -88,8 +88,9 @@ class PackedExpertTable:
 
     def __post_init__(self) -> None:
         self.forms = torch.tensor([self.gate_up[0].form, self.down[0].form])
+        device = self.gate_up[0].weight.values.device
         self.gate_up_at, self.down_at = (
-            torch.tensor([[0 if tensor is None else tensor.data_ptr() for tensor in one.tensors] for one in layers])
+            torch.tensor([[0 if tensor is None else tensor.data_ptr() for tensor in one.tensors] for one in layers]).to(device)
             for layers in (self.gate_up, self.down)
         )
 

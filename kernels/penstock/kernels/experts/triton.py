@@ -10,13 +10,19 @@ leaves at once, and the weights of an expert without tokens are not read. A row'
 # pyright: reportCallIssue=false
 # Triton types a launch without its options.
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from penstock.kernels.experts.reference import combined
-from penstock.kernels.experts.table import ExpertTable
+from penstock.kernels.experts.table import ExpertTable, PackedExpertTable, PackedLayer
 from penstock.kernels.gated_mul.triton import clamped_swiglu, gelu_tanh_mul, silu_mul
+from penstock.kernels.quantized_linear.launch import FEW, block_of
+from penstock.kernels.quantized_linear.reference import NUMBERS
+from penstock.kernels.quantized_linear.rounding import rounded_inputs
+from penstock.kernels.quantized_linear.triton import UNITS, packed_product
 
 _TILE, _OUTPUTS, _BLOCK = 16, 64, 64
 """Choices, outputs, and inputs at a time."""
@@ -48,6 +54,32 @@ def _grouped_linear_kernel(
         tl.store(target, total, there[:, None] & (output < OUT)[None, :])
 
 
+@triton.jit
+def _grouped_packed_kernel(
+    x, tensors_at, scales_like, choices, expert_of, out, IN: tl.constexpr, OUT: tl.constexpr, PER_ROW: tl.constexpr,
+    GROUP: tl.constexpr, NUMBER: tl.constexpr, UNIT: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
+    TILE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    expert = tl.load(expert_of + tl.program_id(0))
+    if expert >= 0:
+        choice = tl.load(choices + tl.program_id(0) * TILE + tl.arange(0, TILE))
+        there = choice >= 0
+        output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+        tensors = tensors_at + expert * 6  # as `PackedLayer.tensors` orders them
+        values = tl.load(tensors).to(tl.pointer_type(tl.int8))
+        scales = tl.load(tensors + 1).to(tl.pointer_type(scales_like.dtype.element_ty))
+        zeros_at = tl.load(tensors + 2)
+        total = packed_product(
+            x + (choice // PER_ROW).to(tl.int64) * IN, there, output, values, scales, zeros_at.to(tl.pointer_type(tl.int8)),
+            zeros_at != 0, IN, OUT, GROUP, NUMBER, UNIT, ZEROS, TILE, OUTPUTS, BLOCK,
+        )  # fmt: skip
+        if BIAS:
+            bias = tl.load(tensors + 3).to(tl.pointer_type(x.dtype.element_ty))
+            total += tl.load(bias + output, output < OUT, 0.0).to(tl.float32)[None, :]
+        target = out + choice.to(tl.int64)[:, None] * OUT + output[None, :]
+        tl.store(target, total, there[:, None] & (output < OUT)[None, :])
+
+
 def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, table: ExpertTable) -> torch.Tensor:
     """See the reference, of whose MLPs the table holds the weights; contiguous."""
     tokens, k = ids.shape
@@ -63,7 +95,36 @@ def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, table: Ex
     return combined(found.view(tokens, k, table.hidden), weights)
 
 
-def _gated(projected: torch.Tensor, table: ExpertTable) -> torch.Tensor:
+def packed_experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, table: PackedExpertTable) -> torch.Tensor:
+    """The same over weights of few bits; inputs are rounded as the experts ask for."""
+    tokens, k = ids.shape
+    if not tokens:
+        return torch.empty_like(x)
+    chosen = ids.flatten().long()
+    layout = _layout(chosen, len(table.gate_up))
+    inputs, per_row = _rounded(x, table.gate_up, chosen, k)
+    projected = x.new_empty(tokens * k, 2 * table.inner)
+    _grouped_packed(inputs, table.gate_up, table.gate_up_at, layout, projected, per_row)
+    gated, _ = _rounded(_gated(projected, table), table.down, chosen, 1)
+    found = x.new_empty(tokens * k, table.hidden)
+    _grouped_packed(gated, table.down, table.down_at, layout, found, 1)
+    return combined(found.view(tokens, k, table.hidden), weights)
+
+
+def _rounded(x: torch.Tensor, layers: Sequence[PackedLayer], chosen: torch.Tensor, per_row: int) -> tuple[torch.Tensor, int]:
+    """Inputs as the experts round them, and how many choices a row then serves: one, where each expert has a scale of its own."""
+    rule = layers[0].rounding
+    if rule is None:
+        return x, per_row
+    if rule.dynamic:
+        return rounded_inputs(x, rule), per_row
+    scales = torch.cat([layer.input_scale for layer in layers if layer.input_scale is not None])
+    zeros = [layer.input_zero for layer in layers if layer.input_zero is not None]
+    own = [values[chosen, None] for values in (scales, *([torch.cat(zeros)] if zeros else []))]
+    return rounded_inputs(x.repeat_interleave(per_row, 0), rule, *own), 1
+
+
+def _gated(projected: torch.Tensor, table: ExpertTable | PackedExpertTable) -> torch.Tensor:
     if table.gate == "clamped_swiglu":
         return clamped_swiglu(projected, *table.clamp)
     return silu_mul(projected) if table.gate == "silu" else gelu_tanh_mul(projected)
@@ -103,3 +164,30 @@ def _grouped_linear(
     sizes = {"IN": x.shape[1], "OUT": out.shape[1], "PER_ROW": per_row, "TILE": _TILE, "OUTPUTS": _OUTPUTS, "BLOCK": _BLOCK}
     grid = (len(expert_of), triton.cdiv(out.shape[1], _OUTPUTS))
     _grouped_linear_kernel[grid](x, weights_at, biases_at, choices, expert_of, out, **sizes, num_warps=4)
+
+
+def _grouped_packed(
+    x: torch.Tensor,
+    layers: Sequence[PackedLayer],
+    tensors_at: torch.Tensor,
+    layout: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    per_row: int,
+) -> None:
+    choices, expert_of = layout
+    first = layers[0].weight
+    _grouped_packed_kernel[(len(expert_of), triton.cdiv(out.shape[1], _OUTPUTS))](
+        *(x, tensors_at, first.scales, choices, expert_of, out),
+        IN=x.shape[1],
+        OUT=out.shape[1],
+        PER_ROW=per_row,
+        GROUP=first.group,
+        NUMBER=NUMBERS.index(first.number),
+        UNIT=UNITS[first.number],
+        ZEROS=any(layer.weight.zeros is not None for layer in layers),
+        BIAS=layers[0].bias is not None,
+        TILE=_TILE,
+        OUTPUTS=_OUTPUTS,
+        BLOCK=block_of(FEW, first.group),
+        num_warps=4,
+    )

@@ -1,6 +1,6 @@
 """Rows of a KV cache: one head's key or value of one token, in the cache's dtype.
 
-Floating-point numbers of fewer bits are rounded half to even, and what is beyond the greatest one becomes it (OCP's 8-bit formats).
+Floating-point numbers of fewer bits (OCP's 8-bit formats) are rounded half to even, and what is beyond the greatest becomes it.
 A row of int8 has a scale of its own, its largest magnitude divided by 127, which stands behind the numbers as a float32.
 """
 

@@ -77,7 +77,7 @@ def quantize(
     blocks = padded(weight, -inputs % group, -rows % tall).unflatten(1, (-1, group)).unflatten(0, (-1, tall))
     scales = (torch.maximum(blocks.amax((1, 3)), -blocks.amin((1, 3))).float() / LARGEST[number]).to(scale_dtype)
     scales = torch.where(scales == 0, torch.ones_like(scales), scales).repeat_interleave(tall, 0)[:rows]
-    values = torch.empty(rows, inputs, dtype=torch.int8)
+    values = torch.empty(rows, inputs, dtype=torch.int8, device=weight.device)
     for some in torch.arange(rows).split(max(AT_ONCE // inputs, 1)):
         part = slice(int(some[0]), int(some[-1]) + 1)
         divisors = scales[part].float().repeat_interleave(group, 1)[:, :inputs]
@@ -178,5 +178,5 @@ def _decoded(codes: torch.Tensor, number: Number) -> torch.Tensor:
     if number == "e4m3":
         return codes.contiguous().view(torch.float8_e4m3fn).float()
     if number == "e2m1":
-        return E2M1[(codes & 15).long()]
+        return E2M1.to(codes.device)[(codes & 15).long()]
     return codes.float()

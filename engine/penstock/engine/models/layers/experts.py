@@ -146,7 +146,8 @@ class Experts:
         """Bring the weights into the kernels' form, after loading."""
         for method in (*self._gate_up, *self._down):
             method.finish()
-        self._fused = self._fuse_plain() or self._fuse_packed()
+        if self._fused is None:  # weights that come a second time lie where the first ones did, for graphs
+            self._fused = self._fuse_plain() or self._fuse_packed()
 
     def _fuse_plain(self) -> FusedExperts | None:
         methods, count, kernel = (*self._gate_up, *self._down), len(self._gate_up), self._ops.experts
