@@ -52,13 +52,20 @@ def _add_items(block: "hashlib._Hash", items: tuple[PromptItem, ...], start: int
             block.update((item.start - start).to_bytes(8, "little", signed=True))
 
 
-def _add_first(block: "hashlib._Hash", extra: ExtraKeys) -> None:
-    """What the first block alone holds, and with it the whole chain."""
+def first_keys(extra: ExtraKeys) -> bytes:
+    """What the first block alone holds behind its tokens, and with it the whole chain."""
+    keys = b""
     if extra.tenant:
         tenant = extra.tenant.encode()
-        block.update(b"tenant" + len(tenant).to_bytes(4, "little") + tenant)
-    if extra.cache_salt is not None:
-        block.update(b"salt" + extra.cache_salt.encode())
+        keys = b"tenant" + len(tenant).to_bytes(4, "little") + tenant
+    return keys if extra.cache_salt is None else keys + b"salt" + extra.cache_salt.encode()
+
+
+def every_key(extra: ExtraKeys) -> bytes:
+    """What every block holds behind its tokens: length-prefixed, and behind what has a fixed length, so that no two sets of keys
+    read the same."""
+    name = extra.lora.encode() if extra.lora is not None else b""
+    return len(name).to_bytes(4, "little") + name
 
 
 class BlockHasher:
@@ -97,18 +104,16 @@ class BlockHasher:
         if sys.byteorder == "big":
             packed.byteswap()
         data = packed.tobytes()
-        # Length-prefixed, and after the tokens, whose length is fixed: no two sets of keys read the same.
-        name = extra.lora.encode() if extra.lora is not None else b""
-        lora = len(name).to_bytes(4, "little") + name
+        every = every_key(extra)
         first, last = parent is None, self.root if parent is None else parent
         hashes: list[bytes] = []
         for at in range(0, len(data) - width + 1, width):
             block = _EMPTY.copy()  # half the price of a new one
-            block.update(last + data[at : at + width] + lora)
+            block.update(last + data[at : at + width] + every)
             if extra.items:
                 _add_items(block, extra.items, start + at // 4, size)
             if first:
-                _add_first(block, extra)
+                block.update(first_keys(extra))
                 first = False
             last = block.digest()
             hashes.append(last)

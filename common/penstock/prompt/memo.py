@@ -55,13 +55,14 @@ class PrefixMemo:
     Args:
         processor: Of the bundle.
         max_bytes: Of what is remembered; the prefixes that were used least recently go first.
+        hasher: Of the bundle's blocks; None: Python's.
     """
 
-    def __init__(self, processor: PromptProcessor, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, processor: PromptProcessor, max_bytes: int = MAX_BYTES, hasher: BlockHasher | None = None) -> None:
         self.processor = processor
         bundle = processor.bundle
         self._max_bytes = max_bytes
-        self._hasher = BlockHasher(bundle.block_size, bundle.hash_seed)
+        self._hasher = hasher or BlockHasher(bundle.block_size, bundle.hash_seed)
         self._cutter = Cutter(bundle.tokenizer)
         self._wrap = _special_ids(msgspec.json.decode(bundle.tokenizer).get("post_processor"))
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()

@@ -3,6 +3,7 @@
 
 mod arrays;
 mod choice;
+mod hashing;
 mod index;
 mod price;
 mod residency;
@@ -11,6 +12,7 @@ use arrays::{Table, cells, values};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 /// Folds the prices of `rows`, or of all, into the columns of `folded`, float64 [12, rows].
 ///
@@ -102,13 +104,32 @@ fn rank(
     Ok((order, of_order, limit, promised_s))
 }
 
+/// The chained hashes of the full blocks of `tokens`, uint32; see `hashing::chain`. Other threads run meanwhile.
+#[pyfunction]
+fn chain<'py>(
+    py: Python<'py>,
+    parent: &[u8],
+    tokens: PyBuffer<u32>,
+    block_size: usize,
+    every: &[u8],
+    first: &[u8],
+) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+    if block_size == 0 {
+        return Err(PyValueError::new_err("a block has no tokens"));
+    }
+    let tokens: Vec<u32> = cells(py, &tokens)?.iter().map(|cell| cell.get()).collect();
+    let names = py.detach(|| hashing::chain(parent, &tokens, block_size, every, first));
+    Ok(names.iter().map(|name| PyBytes::new(py, name)).collect())
+}
+
 #[pymodule]
 fn penstock_gateway_native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // Number of the interface in `penstock.gateway.picker.compiled`.
-    module.add("INTERFACE", 1)?;
+    module.add("INTERFACE", 2)?;
     module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
     module.add("FIGURES", price::FIGURES)?;
     module.add_class::<index::ResidencyIndex>()?;
+    module.add_function(wrap_pyfunction!(chain, module)?)?;
     module.add_function(wrap_pyfunction!(fold, module)?)?;
     module.add_function(wrap_pyfunction!(rank, module)?)
 }

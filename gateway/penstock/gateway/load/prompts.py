@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from penstock.api.fleet import Replica
+from penstock.gateway.load.compiled_hasher import CompiledHasher
 from penstock.gateway.load.replica_client import ReplicaClient
 from penstock.gateway.load.tokenized import BYTES_PER_TOKEN, TokenizedPrompts, by_bytes, exact, extra_keys, space_of
 from penstock.gateway.load.traits import FOREIGN_SEED
@@ -169,6 +170,10 @@ class PromptLibrary:
     def _over(self) -> None:
         self._overdue -= 1
 
+    def _memo_of(self, bundle: PromptBundle) -> PrefixMemo:
+        compiled = self._state.compiled
+        return PrefixMemo(PromptProcessor(bundle), hasher=compiled and CompiledHasher(bundle, compiled))
+
     def _spaces(self, replicas: Sequence[Replica]) -> _Groups:
         """The hash spaces of most of these replicas, each with those that are in it; and the ready replicas of others' engines
         that are in none."""
@@ -269,7 +274,7 @@ class PromptLibrary:
             space = space_of(bundle)
             if space not in self._memos:
                 if space not in self._building:  # others that come meanwhile wait for the same
-                    job = asyncio.get_running_loop().run_in_executor(self._pool, lambda: PrefixMemo(PromptProcessor(bundle)))
+                    job = asyncio.get_running_loop().run_in_executor(self._pool, self._memo_of, bundle)
                     self._building[space] = job
                     job.add_done_callback(lambda _: self._building.pop(space, None))
                 self._memos[space] = await asyncio.shield(self._building[space])

@@ -6,6 +6,7 @@ the compiled one against.
 
 import importlib
 import logging
+from array import array
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -16,7 +17,7 @@ from penstock.gateway.picker.figures import Figures, Floats
 from penstock.gateway.residency.index import MAX_BLOCKS, MAX_BLOCKS_PER_REPLICA, Knowledge, ResidencyIndex
 
 PACKAGE, MODULE = "penstock-gateway-native", "penstock_gateway_native"
-INTERFACE = 1
+INTERFACE = 2
 """Number of what follows; rises with each change of it. A package with another number is not used."""
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,11 @@ class Compiled(Protocol):
     ) -> tuple[list[int], list[float], float, float]:
         """The best `most` rows in order, their scores, the score up to which they are equal (`limit` where that is given), and
         the seconds until the first token that the first of them promises."""
+        ...
+
+    def chain(self, parent: bytes, tokens: "array[int]", block_size: int, every: bytes, first: bytes) -> list[bytes]:
+        """The chained hashes of the full blocks of `tokens`, uint32, after the block `parent`: behind its tokens each block holds
+        `every`, and the first one `first`."""
         ...
 
     def ResidencyIndex(self, per_replica: int, total: int, unknown: Knowledge) -> ResidencyIndex:
