@@ -172,7 +172,8 @@ class PromptLibrary:
 
     def _memo_of(self, bundle: PromptBundle) -> PrefixMemo:
         compiled = self._state.compiled
-        return PrefixMemo(PromptProcessor(bundle), hasher=compiled and CompiledHasher(bundle, compiled))
+        hasher = None if compiled is None else CompiledHasher(bundle, compiled)
+        return PrefixMemo(PromptProcessor(bundle), hasher=hasher)
 
     def _spaces(self, replicas: Sequence[Replica]) -> _Groups:
         """The hash spaces of most of these replicas, each with those that are in it; and the ready replicas of others' engines

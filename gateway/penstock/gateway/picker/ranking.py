@@ -48,7 +48,7 @@ class ByCompiledPrice:
         self._slate, self._tolerance, self._compiled = slate, tolerance, compiled
 
     def best(self, among: Bools | None, most: int, limit: float | None = None) -> Order:
-        """See `Ranking`."""
+        """The best `most` rows, priced and ranked in one call of the package; see `Ranking`."""
         slate = self._slate
         may = slate.open if among is None else slate.open & among
         everybody = among is None and slate.candidates == len(may)
@@ -85,7 +85,7 @@ class ByScore:
         self._score = score if slate.candidates == len(score) else np.where(slate.open, score, inf)
 
     def best(self, among: Bools | None, most: int, limit: float | None = None) -> Order:
-        """See `Ranking`."""
+        """The best `most` rows, ranked by array operations; see `Ranking`."""
         slate, score = self._slate, self._score if among is None else np.where(among, self._score, inf)
         if limit is None:
             limit = _limit(slate, score, self._tolerance)
