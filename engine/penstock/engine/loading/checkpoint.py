@@ -123,7 +123,7 @@ def read_model_config(
         weight_files(path)
     if max_model_len is not None and not 2 <= max_model_len <= longest:
         raise ConfigError(f"--max-model-len {max_model_len}: the checkpoint is made for 2 to {longest} tokens")
-    chosen = _dtype(raw) if dtype == "auto" else dtype
+    chosen = stored_dtype(raw) if dtype == "auto" else dtype
     cached = chosen if kv_dtype == "auto" else kv_dtype
     pooling = read_pooling(path, raw, decoder.hidden_size, runner)
     cost = model_cost(decoder, chosen, cached, online if stored is None else stored)
@@ -168,7 +168,8 @@ def _online(asked: QuantizationName | StoredMethod | None, stored: CheckpointQua
     return None
 
 
-def _dtype(raw: dict[str, Any]) -> DType:
+def stored_dtype(raw: dict[str, Any]) -> DType:
+    """The type of a checkpoint's weights, from its config.json's object; `ConfigError` where it cannot be served."""
     name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     for dtype in DTYPES:
         if name == dtype:

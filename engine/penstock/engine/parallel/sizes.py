@@ -26,8 +26,8 @@ def check_sizes(architecture: str, config: DecoderConfig, world: int) -> None:
     if full_name(architecture) not in DIVIDED:
         known = ", ".join(sorted(DIVIDED))
         raise ConfigError(f"--tensor-parallel-size {world}: {architecture} is not divided among ranks so far (divided: {known})")
-    if (problem := _problem(config, world)) is not None:
-        fits = [str(size) for size in range(1, config.num_heads + 1) if _problem(config, size) is None]
+    if (problem := size_problem(config, world)) is not None:
+        fits = [str(size) for size in range(1, config.num_heads + 1) if size_problem(config, size) is None]
         raise ConfigError(f"--tensor-parallel-size {world}: {problem}; possible sizes: {', '.join(fits)}")
 
 
@@ -44,8 +44,8 @@ def check_stages(architecture: str, config: DecoderConfig, stages: int) -> None:
         raise ConfigError(f"{flag}: {error}") from None
 
 
-def _problem(config: DecoderConfig, world: int) -> str | None:
-    """Say which size does not divide evenly; None: all do."""
+def size_problem(config: DecoderConfig, world: int, *, whole_experts: bool = False) -> str | None:
+    """Say which size does not divide evenly among so many ranks; None: all do. `whole_experts` are not divided."""
     shard, experts = Shard(0, world), config.experts
     try:
         shard.span(config.num_heads, "num_attention_heads")
@@ -53,7 +53,8 @@ def _problem(config: DecoderConfig, world: int) -> str | None:
         if experts is None or not all(experts.layers):
             shard.span(config.intermediate_size, "intermediate_size")
         if experts is not None:
-            shard.span(experts.intermediate_size, "moe_intermediate_size")
+            if not whole_experts:
+                shard.span(experts.intermediate_size, "moe_intermediate_size")
             shard.span(experts.shared_size, "the intermediate size of the shared expert,")
     except ValueError as error:
         return str(error)
