@@ -233,6 +233,35 @@ def test_the_stages_of_a_pipeline_on_cpus_are_processes_of_one_pod(make: Any) ->
     assert [it for it in engine["args"] if "parallel" in it] == ["--tensor-parallel-size=2", "--pipeline-parallel-size=3"]
 
 
+@pytest.mark.req("DX-03")
+def test_a_replica_on_several_nodes_is_a_group_of_pods_each_with_its_share(make: Any) -> None:
+    """Consecutive ranks are in one pod; the engine finds its place in what LWS sets."""
+    pool = {"name": "cpu", "parallelism": {"tensor": 2, "pipeline": 2, "nodes": 2}}
+    model = make.model(pools=[pool])
+    assert unsupported(model.spec) == []
+    group = by_kind(model)["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+    assert group["size"] == 2 and group["restartPolicy"] == "RecreateGroupOnPodRestart"
+    (leader,), (worker,) = (group[which]["spec"]["containers"] for which in ("leaderTemplate", "workerTemplate"))
+    flags = ["--tensor-parallel-size=2", "--pipeline-parallel-size=2", "--nnodes=2"]
+    assert [it for it in leader["args"] if it.partition("=")[0] in {flag.partition("=")[0] for flag in flags}] == flags
+    assert worker["args"] == [*leader["args"], "--headless"] and "readinessProbe" in leader and "readinessProbe" not in worker
+    assert leader["resources"]["requests"]["cpu"] == worker["resources"]["requests"]["cpu"] == "2"
+
+
+@pytest.mark.req("DX-08")
+def test_nodes_that_cannot_be_are_refused_at_apply(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"parallelism: nodes must divide tensor \* pipeline, the processes of a replica"):
+        make.model(pools=[{"name": "cpu", "parallelism": {"tensor": 3, "nodes": 2}}])
+    accelerated = {"name": "gpu", "parallelism": {"tensor": 2, "nodes": 2}, "accelerator": {"resource": "nvidia.com/gpu"}}
+    with pytest.raises(ValueError, match=r"parallelism.nodes is for pools without devices: accelerator.perNode says"):
+        make.model(pools=[accelerated])
+    transfer = {"engine": {"connector": {"type": "transfer", "secretRef": {"name": "kv"}, "memory": "1Gi"}}}
+    roles = [{"name": role.lower(), "role": role, "parallelism": {"tensor": 2, "nodes": 2}} for role in ("Prefill", "Decode")]
+    works = "(only 1 works with engine.connector of type transfer)"
+    found = unsupported(make.model(pools=roles, **transfer).spec)
+    assert [f"spec.pools[{pool['name']}].parallelism.nodes {works}" for pool in roles] == found
+
+
 @pytest.mark.parametrize(
     ("changes", "path"),
     [

@@ -92,6 +92,9 @@ ELSEWHERE: dict[str, Object] = {
     "spec.pools[].parallelism.expert.enabled": bent(
         WHOLE, scaling=None, pools=[{"name": "main", "parallelism": {"expert": {"enabled": False}}}]
     ),
+    "spec.pools[].parallelism.nodes": bent(
+        WHOLE, scaling=None, pools=[{"name": "main", "parallelism": {"tensor": 6, "nodes": 2}}]
+    ),
     "spec.scaling.prefillPerDecode.minPercent": DISAGGREGATED,
     "spec.scaling.prefillPerDecode.maxPercent": DISAGGREGATED,
 }

@@ -31,6 +31,14 @@ class ExpertParallelism(Part):
 class Parallelism(Part):
     """How one replica spans devices. The whole group is the unit of readiness, failure and scaling."""
 
+    RULES = (
+        Rule(
+            "self.nodes == 1 || (self.tensor * self.pipeline) % self.nodes == 0",
+            "parallelism: nodes must divide tensor * pipeline, the processes of a replica",
+            lambda it: (it.tensor * it.pipeline) % it.nodes == 0,
+        ),
+    )
+
     tensor: Annotated[int, Flag("--tensor-parallel-size", lambda ranks: None if ranks == 1 else ranks)] = Field(
         default=1, ge=1, le=64
     )
@@ -41,6 +49,9 @@ class Parallelism(Part):
     """Stages of consecutive layers, each on `tensor` devices; without an accelerator, processes."""
     data: int = Field(default=1, ge=1, le=64)
     """Engine ranks with a cache of their own, served as one replica."""
+    nodes: Annotated[int, Flag("--nnodes", lambda nodes: None if nodes == 1 else nodes)] = Field(default=1, ge=1, le=64)
+    """Without an accelerator: pods of a replica, among which its processes are distributed, as a LeaderWorkerSet; must divide
+    `tensor` times `pipeline`. With one, `accelerator.perNode` decides."""
     expert: ExpertParallelism = ExpertParallelism()
     """Spreading a mixture-of-experts model's experts over devices."""
 
@@ -98,6 +109,11 @@ class Pool(Part):
             "role",
             "role cannot change, as replicas of both roles would be in one pool meanwhile: add a pool with another name, and "
             "remove this one",
+        ),
+        Rule(
+            "self.parallelism.nodes == 1 || (!has(self.accelerator) && self.resourceClaims.size() == 0)",
+            "parallelism.nodes is for pools without devices: accelerator.perNode says how many nodes a replica spans",
+            lambda it: it.parallelism.nodes == 1 or not it.has_devices,
         ),
     )
 

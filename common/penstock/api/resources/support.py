@@ -98,6 +98,8 @@ def _pool(pool: Pool, *, transfers: bool) -> Iterator[str]:
     for name, number in (("tensor", ranks.tensor), ("pipeline", ranks.pipeline)):
         if number != 1 and pool.has_devices:
             yield f"{path}.parallelism.{name} (only 1 works with devices; more work on CPUs)"
+    if ranks.nodes != 1 and transfers:
+        yield f"{path}.parallelism.nodes (only 1 works with engine.connector of type transfer)"
     if ranks.data != 1:
         yield f"{path}.parallelism.data (only 1 works)"
     if ranks.expert.enabled or ranks.expert.redundant:

@@ -48,6 +48,8 @@ def devices(pool: Pool) -> Object:
 
 def nodes(pool: Pool) -> int:
     """How many nodes one replica spans."""
+    if not pool.has_devices:
+        return pool.parallelism.nodes
     room = pool.accelerator.per_node if pool.accelerator is not None else None
     return 1 if room is None else math.ceil(pool.parallelism.devices / room)
 
@@ -55,7 +57,7 @@ def nodes(pool: Pool) -> int:
 def engine_requests(pool: Pool) -> dict[str, str]:
     """The CPU and memory that an engine requests unless its template says otherwise."""
     if not pool.has_devices:
-        return {**CPU_ENGINE, "cpu": str(pool.parallelism.devices)}
+        return {**CPU_ENGINE, "cpu": str(_a_node(pool))}
     count = _a_node(pool)
     return {"cpu": str(count * CPUS_A_DEVICE), "memory": f"{count * MEMORY_A_DEVICE_GIB}Gi"}
 

@@ -14,6 +14,7 @@ PAUSED: Final = 1000
 """Groups below this ordinal keep their revision: as many as there can be."""
 _NONE_UNAVAILABLE: Final = "1%"
 """LWS rounds this down to 0 below a hundred groups. A plain 0 it hands on to a StatefulSet, which may refuse it."""
+HEADLESS: Final = "--headless"
 _OWN: Final = (labels.MODEL, labels.POOL, labels.ROLE)
 _PROBES: Final = ("startupProbe", "readinessProbe", "livenessProbe", "ports")
 
@@ -54,10 +55,14 @@ def leader_worker_set(model: InferenceModel, pool: Pool, template: Object, pace:
 
 
 def _worker(model: InferenceModel, pool: Pool, template: Object) -> Object:
+    """The leader's template for the pods that run ranks alone. The engine finds its place among them in what LWS sets."""
     kept = {name: value for name, value in template["metadata"]["labels"].items() if name not in _OWN}
     own = {**kept, labels.WORKER_OF: child_name(model.metadata.name, pool.name)}
-    containers = [
-        {name: value for name, value in it.items() if it["name"] != "engine" or name not in _PROBES}
-        for it in template["spec"]["containers"]
-    ]
+    containers = [_headless(it) if it["name"] == "engine" else it for it in template["spec"]["containers"]]
     return {"metadata": {**template["metadata"], "labels": own}, "spec": {**template["spec"], "containers": containers}}
+
+
+def _headless(engine: Object) -> Object:
+    """The engine's container without HTTP. A command that the pool's template names is its own, with its own arguments."""
+    kept = {name: value for name, value in engine.items() if name not in _PROBES}
+    return {**kept, "args": [*engine.get("args", []), HEADLESS]}
