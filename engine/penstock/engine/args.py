@@ -1,6 +1,7 @@
 """The engine's settings as people give them: the flags of `penstock serve` and the keyword arguments of `LLM` alike."""
 
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,6 +33,7 @@ from penstock.engine.connectors.transfer.config import transfer_config
 from penstock.engine.devices import choose_device
 from penstock.engine.grammar import GrammarSettings, is_installed
 from penstock.engine.multimodal.settings import ImageSettings, PatchSettings
+from penstock.engine.parallel.nodes import placed
 from penstock.engine.quant.scheme import QuantizationName, StoredMethod
 from penstock.engine.runner.device.graphs.settings import graph_config
 from penstock.kernels.cpu.isa import IsaName, choose
@@ -118,6 +120,13 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: Positive = 1
     worker_process: bool = False
     distributed_timeout_seconds: Annotated[int, msgspec.Meta(ge=1)] = 30
+    nnodes: Positive | None = None
+    """None: as many as the LeaderWorkerSet's group has pods, or 1."""
+    node_rank: Count | None = None
+    """None: the pod's place in the group, or 0."""
+    master_addr: str | None = None
+    """None: the group's leader."""
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65_535)] = 29501
     enable_lora: bool = False
     lora_modules: list[str] | None = None
     """`name=path` each."""
@@ -420,12 +429,19 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _parallel(self) -> ParallelConfig:
-        return ParallelConfig(
+        config = ParallelConfig(
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
             worker_process=self.worker_process,
             timeout=self.distributed_timeout_seconds,
+            master_port=self.master_port,
         )
+        config = placed(config, self.nnodes, self.node_rank, self.master_addr, os.environ)
+        if config.nnodes > 1 and self.kv_transfer_config is not None:
+            raise ConfigError(
+                f"--kv-transfer-config: an engine on several nodes (--nnodes {config.nnodes}) lends no pages so far"
+            )
+        return config
 
     def _lora(self, served_names: list[str]) -> LoraConfig | None:
         if not self.enable_lora:

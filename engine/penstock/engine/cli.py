@@ -14,6 +14,7 @@ from penstock.flag_values import count, not_negative, number, port, positive, sh
 from penstock.kernels.cpu.isa import IsaName
 
 if TYPE_CHECKING:
+    from penstock.engine.args import EngineArgs
     from penstock.engine.frontend.http.settings import ApiSettings
     from penstock.engine.frontend.http.tls import TlsFiles
     from penstock.engine.frontend.processes.serve import ServeConfig
@@ -28,6 +29,8 @@ def serve(argv: list[str]) -> int:
     Returns 0 after a signal, 1 when the engine failed, 2 when it cannot be started as asked.
     """
     args = _parser().parse_args(argv)
+    if args.headless:
+        return _serve_headless(args)
     # Here, because the import is slow.
     import uvloop
 
@@ -46,6 +49,24 @@ def serve(argv: list[str]) -> int:
         return _failed(args.model, error, 1)
 
 
+def _serve_headless(args: argparse.Namespace) -> int:
+    """Runs a node without a frontend."""
+    from penstock.engine.config import ConfigError
+    from penstock.engine.parallel.errors import GroupFailed
+    from penstock.engine.parallel.headless import serve as run
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        config = _engine_args(args).config()
+        if config.parallel.node_rank == 0:
+            raise ConfigError("--headless is for nodes after the first: it needs --nnodes and --node-rank above 0")
+        return run(config)
+    except ConfigError as error:
+        return _failed(args.model, error, 2)
+    except GroupFailed as error:
+        return _failed(args.model, error, 1)
+
+
 def _failed(model: str, error: Exception, status: int) -> int:
     """Writes the last line of the output, which people and the operator's conditions quote: the cause, and the model."""
     cause = " ".join(str(error).split())
@@ -55,18 +76,20 @@ def _failed(model: str, error: Exception, status: int) -> int:
 
 def _config(args: argparse.Namespace) -> "ServeConfig":
     """The typed tree that the flags are a view of; raises `ConfigError` for a model that cannot be served."""
-    from penstock.engine.args import EngineArgs
     from penstock.engine.config import ConfigError
     from penstock.engine.frontend.processes.serve import ServeConfig
 
-    engine = EngineArgs(**{name: getattr(args, name) for name in EngineArgs.__struct_fields__})
+    engine = _engine_args(args)
     for flag in ("port", "events_port", "replay_port"):
         if args.admin_port is not None and args.admin_port == getattr(args, flag):
             raise ConfigError(f"--admin-port {args.admin_port} is the --{flag.replace('_', '-')} too")
     if engine.kv_transfer_config is not None and args.ssl_certfile is not None:
         raise ConfigError("--kv-transfer-config: replicas ask each other by plain HTTP; it does not go with --ssl-certfile")
+    config = engine.config()
+    if (rank := config.parallel.node_rank) > 0:
+        raise ConfigError(f"--node-rank {rank} has no frontend: it needs --headless")
     return ServeConfig(
-        engine=engine.config(),
+        engine=config,
         host=args.host,
         port=args.port,
         admin_port=args.admin_port,
@@ -80,6 +103,12 @@ def _config(args: argparse.Namespace) -> "ServeConfig":
         api_server_count=args.api_server_count,
         api=_api_settings(args),
     )
+
+
+def _engine_args(args: argparse.Namespace) -> "EngineArgs":
+    from penstock.engine.args import EngineArgs
+
+    return EngineArgs(**{name: getattr(args, name) for name in EngineArgs.__struct_fields__})
 
 
 def _api_settings(args: argparse.Namespace) -> "ApiSettings":
@@ -167,6 +196,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--reasoning-parser", metavar="NAME", help="how the model marks its reasoning: docs/engine/api.md lists the names")
     add("--shutdown-timeout", type=not_negative, default=120.0, help="seconds that running requests get after SIGTERM")
     add("--allow-runtime-lora-updating", action="store_true", help="serve /v1/load_lora_adapter …; use in a trusted network only")
+    what = "run ranks for another node's engine, without HTTP: every node but node 0 does"
+    add("--headless", action="store_true", help=what)
     add(
         "--enable-control-endpoints",
         action="store_true",
@@ -281,6 +312,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--worker-process", action="store_true", help=what)
     what = "largest number of seconds that one process of the model may keep the others waiting"
     add("--distributed-timeout-seconds", type=positive, default=30, metavar="SECONDS", help=what)
+    what = "number of nodes among which the ranks are distributed (None: LWS_GROUP_SIZE, or 1)"
+    add("--nnodes", type=positive, metavar="NODES", help=what)
+    add("--node-rank", type=count, metavar="NODE", help="this node's number, from 0 (None: LWS_WORKER_INDEX, or 0)")
+    add("--master-addr", metavar="HOST", help="address of node 0 (None: LWS_LEADER_ADDRESS)")
+    add("--master-port", type=port, default=29501, help="port on which node 0 waits for the other nodes")
     add("--seed", type=count, default=0, help="draws the seeds of requests without one")
     whose = "source of the default sampling: auto (the checkpoint), vllm (OpenAI's) or a folder with generation_config.json"
     add("--generation-config", default="auto", metavar="WHOSE", help=whose)

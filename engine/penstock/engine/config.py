@@ -274,6 +274,14 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the model runs in a process of its own even where there is one rank."""
     timeout: float = 30.0
     """Seconds that one rank may keep the others waiting, before the engine ends."""
+    nnodes: int = 1
+    """Machines, or pods, among which the ranks are distributed."""
+    node_rank: int = 0
+    """This one; node 0 has the frontend and the core."""
+    master_addr: str | None = None
+    """Address of node 0; None: there is one node."""
+    master_port: int = 29501
+    """Where the other nodes find it."""
 
     @property
     def world(self) -> int:

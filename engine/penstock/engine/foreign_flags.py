@@ -27,7 +27,7 @@ FOREIGN: Final[Mapping[str, str]] = {
     **_all("--tp --tp-size --num-shard --sharded", "--tensor-parallel-size"),
     **_all("--expert-parallel-size --ep --ep-size", _RANKS),
     **_all("--pp --pp-size", "--pipeline-parallel-size"),
-    **_all("--enable-expert-parallel -ep --distributed-executor-backend --nnodes --node-rank", _RANKS),
+    **_all("--enable-expert-parallel -ep --distributed-executor-backend", _RANKS),
     **_all("--data-parallel-size -dp --dp --dp-size", _REPLICAS),
     **_all("--model --model-path --model-id", _MODEL),
     **_all("--tokenizer-path", "--tokenizer"),

@@ -15,7 +15,7 @@ from fake_runner import reference
 from harness import make_config, make_request
 from rank_runners import DYING_TOKEN, LONE_LOSS_TOKEN, LOST_TOKEN, OTHER_TOKEN, STUCK_TOKEN
 
-from penstock.engine.config import ConfigError, ParallelConfig
+from penstock.engine.config import ConfigError, EngineConfig, ParallelConfig
 from penstock.engine.core.ipc.client import CoreClient, CoreError
 from penstock.engine.core.ipc.inproc import InprocClient
 from penstock.engine.core.ipc.process import build_core, build_executor
@@ -42,8 +42,8 @@ def config_of(world: int, depth: int = 1):
 class Engine:
     """A core turned by hand whose model is elsewhere."""
 
-    def __init__(self, world: int, depth: int = 1) -> None:
-        config = config_of(world, depth)
+    def __init__(self, world: int, depth: int = 1, config: EngineConfig | None = None) -> None:
+        config = config or config_of(world, depth)
         executor, blocks = build_executor(config, RUNNER)
         assert isinstance(executor, ProcessExecutor)
         self.executor, self.core = executor, build_core(config, executor, blocks, epoch=1)
@@ -220,7 +220,7 @@ def test_whatever_differs_has_a_name(tmp_path):
         check_same([here, here, fingerprint(config)])
     with pytest.raises(ConfigError, match="rank 1 differs from rank 0 in its instruction set: portable there"):
         check_same([here, fingerprint(msgspec.structs.replace(config, cpu_isa="portable"))])
-    with pytest.raises(ConfigError, match="rank 1 differs from rank 0 in its flags: "):
+    with pytest.raises(ConfigError, match="rank 1 differs from rank 0 in its setting seed: 5 there, 0 on rank 0"):
         check_same([fingerprint(config), fingerprint(msgspec.structs.replace(config, seed=5))])
 
 

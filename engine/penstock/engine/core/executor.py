@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -16,6 +16,12 @@ from penstock.engine.connectors.transfer.words import Errand, News
 from penstock.engine.core.memory import Memory
 from penstock.engine.core.plan import GraphReport, SampledTokens, SampleInputs, StepPlan, StepResult
 from penstock.engine.roofline import Ceilings
+
+RUNNERS: Final = {
+    "cpu": "penstock.engine.runner.model_runner:ModelRunner",
+    "cuda": "penstock.engine.runner.device.device_runner:DeviceRunner",
+}
+"""`module:Class` of each device's runner."""
 
 
 class StepFailed(RuntimeError):

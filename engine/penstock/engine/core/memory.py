@@ -70,6 +70,11 @@ def _fields(path: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
+def stored_bytes(path: Path) -> int:
+    """Bytes of a checkpoint's weights."""
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
 def check_at_start(cache: CacheConfig, total: int, free: int) -> None:
     """Refuses a share of a device that is not free, before anything is loaded.
 
@@ -92,13 +97,14 @@ def check_at_start(cache: CacheConfig, total: int, free: int) -> None:
         )
 
 
-def check_weights_fit(model: ModelConfig, stored_bytes: int, memory: Memory) -> None:
+def check_weights_fit(model: ModelConfig, stored_bytes: int, memory: Memory, nodes: int = 1) -> None:
     """Refuses weights that the host's memory cannot hold, before any is read.
 
     Args:
         model: Its cost tells what the weights become; of a quantized checkpoint they stay as they are stored.
         stored_bytes: Of the checkpoint's files.
-        memory: Of the host, for all ranks.
+        memory: Of the host, for all of its ranks.
+        nodes: Among which the weights are divided.
 
     Raises:
         ConfigError: There is less free; the message shows the arithmetic.
@@ -112,6 +118,9 @@ def check_weights_fit(model: ModelConfig, stored_bytes: int, memory: Memory) -> 
         parts += f" = {needed:,} bytes ({kind})"
     else:
         return
+    if nodes > 1:
+        needed //= nodes
+        parts += f" / {nodes} nodes = {needed:,} bytes"
     if needed > memory.free:
         raise ConfigError(
             f"the weights do not fit: {parts}, and of {memory.total:,} bytes of memory {memory.free:,} are free before "

@@ -1,11 +1,14 @@
 """One rank's place among the others, and how it reaches them. Light to import."""
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.engine.config import ConfigError
 from penstock.engine.models.layers.shard import Stage
 from penstock.engine.parallel.links import LinkEnd
 from penstock.engine.parallel.shared_memory import SharedMemory
+from penstock.engine.parallel.words import FarLink
 from penstock.kernels.cpu.build import BuildError
 from penstock.kernels.cpu.isa import IsaName
 
@@ -14,6 +17,15 @@ if TYPE_CHECKING:
     from penstock.kernels.ops import Ops
 
 log = logging.getLogger(__name__)
+
+
+class Wires(NamedTuple):
+    """A rank's connections to ranks on other nodes, as `WorkerStart` has them."""
+
+    outgoing: Sequence[tuple[int, int]] = ()
+    incoming: Sequence[int] = ()
+    before: FarLink | None = None
+    after: FarLink | None = None
 
 
 class Group(NamedTuple):
@@ -37,6 +49,10 @@ class Group(NamedTuple):
     """From the pipeline stage before; None: there is none."""
     after: LinkEnd | None = None
     """To the next one."""
+    wires: Wires = Wires()
+    """To other nodes."""
+    neighbours: int | None = None
+    """Ranks of all stages on this node, itself included; None: all ranks."""
 
     @property
     def number(self) -> int:
@@ -45,8 +61,8 @@ class Group(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Ranks of all stages."""
-        return self.stage.world * self.world
+        """Ranks of all stages that share this machine."""
+        return self.neighbours or self.stage.world * self.world
 
     def connect(self, ops: "Ops") -> "Comm":
         """The rank's connection to the others, by the compiled operations if there are any."""
@@ -57,8 +73,10 @@ class Group(NamedTuple):
             # Those of the operations are taken down by their tapes.
             collectives = ops.collectives or native_collectives(self.isa)
         except BuildError as error:
+            if self.wires.outgoing:
+                raise ConfigError(f"ranks on several nodes exchange by compiled operations alone: {error}") from error
             from penstock.engine.parallel.gloo_comm import GlooComm
 
             log.warning("ranks exchange over gloo, many times slower than through shared memory (%s)", error)
             return GlooComm(self.meeting, self.rank, self.world, self.timeout)
-        return SharedComm(self.memory, self.rank, collectives, self.timeout)
+        return SharedComm(self.memory, self.rank, collectives, self.timeout, self.wires.outgoing, self.wires.incoming)

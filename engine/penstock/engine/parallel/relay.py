@@ -4,8 +4,9 @@ import mmap
 import os
 import socket
 import struct
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 import torch
@@ -14,6 +15,7 @@ from penstock.engine.models.layers.shard import Stage
 from penstock.engine.models.model import Carry
 from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.parallel.links import LinkEnd
+from penstock.engine.parallel.words import FarLink
 
 _HEAD: Final = struct.Struct("=qqBB")
 """Step, tokens, the dtype's number (or `_LOST`, where the step came to nothing), and whether there is a residual stream."""
@@ -29,6 +31,7 @@ class Relay:
     """One rank's place between the stages.
 
     A sender never waits: the memory has room for more steps than can be under way. So a stage waits for earlier stages alone.
+    Where a stage beside this one is on another node, a thread here stands in for it and exchanges with its thread there.
 
     Args:
         stage: The rank's.
@@ -38,6 +41,7 @@ class Relay:
         dtype: The model's.
         depth: Steps under way at most.
         timeout: Seconds that the stage before may keep this one waiting.
+        far: The stages beside this one that are on other nodes.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Relay:
         dtype: torch.dtype,
         depth: int,
         timeout: float,
+        far: tuple[FarLink | None, FarLink | None] = (None, None),
     ) -> None:
         self._stage, self._shape, self._dtype, self._timeout = stage, shape, dtype, timeout
         self._slots, self._slot_bytes = depth + 1, 2 * 4 * shape[0] * shape[1]
@@ -58,6 +63,35 @@ class Relay:
         self._alone = False
         if self._before is not None:
             self._before.settimeout(timeout)
+        for link, carry, name in ((far[0], self._bring, "from-stage-before"), (far[1], self._carry, "to-next-stage")):
+            if link is not None:
+                threading.Thread(target=carry, args=[*self._open(link.end), link.wire], name=name, daemon=True).start()
+
+    def _carry(self, stage: socket.socket, memory: mmap.mmap, wire: int) -> None:
+        """Bring what is passed on to the next stage's node, until that is gone: the core tells so."""
+        view, steps = memoryview(memory), 0
+        with socket.socket(fileno=wire) as stream, suppress(OSError):
+            while head := stage.recv(_HEAD.size):
+                stream.sendall(head)
+                at = steps % self._slots * self._slot_bytes
+                stream.sendall(view[at : at + self._step_bytes(head)])
+                steps += 1
+
+    def _bring(self, stage: socket.socket, memory: mmap.mmap, wire: int) -> None:
+        """Take in what the stage before passes on, on its node, until that is gone."""
+        view, steps = memoryview(memory), 0
+        with socket.socket(fileno=wire) as stream, suppress(OSError):
+            while len(head := stream.recv(_HEAD.size, socket.MSG_WAITALL)) == _HEAD.size:
+                at, size = steps % self._slots * self._slot_bytes, self._step_bytes(head)
+                if size > self._slot_bytes or (size and stream.recv_into(view[at : at + size], size, socket.MSG_WAITALL) < size):
+                    return
+                stage.send(head)
+                steps += 1
+
+    def _step_bytes(self, head: bytes) -> int:
+        """Bytes of a step's hidden states."""
+        _, tokens, number, has_residual = _HEAD.unpack(head)
+        return 0 if number == _LOST else tokens * self._shape[1] * _DTYPES[number].itemsize * (1 + has_residual)
 
     def _open(self, end: LinkEnd | None) -> tuple[socket.socket | None, mmap.mmap]:
         if end is None:

@@ -1,16 +1,22 @@
-"""How ranks on one machine add up and join what each has computed: through shared memory."""
+"""How ranks add up and join what each has computed: through shared memory on a node, and over TCP between nodes."""
 
 import ctypes
+import logging
+import os
+import socket
 import struct
+import threading
+from collections.abc import Callable, Sequence
 
 import torch
 
 from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.parallel.shared_memory import SharedMemory
-from penstock.kernels.collective.native import DTYPES, FAILED, KINDS, MISMATCH, TIMEOUT, GroupView, NativeCollectives
+from penstock.kernels.collective.native import DTYPES, FAILED, KINDS, MISMATCH, TIMEOUT, GroupView, NativeCollectives, Wire
 
 SPIN_S = 10e-6
 """Longer than another rank's sum takes, when all have a core of their own; after it the core is free for whoever needs it."""
+log = logging.getLogger(__name__)
 _DOUBLE = struct.Struct("=d")
 _DTYPE_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in DTYPES.items()}
 
@@ -23,9 +29,19 @@ class SharedComm:
         rank: This process's.
         collectives: The compiled functions; those of the model's operations, so that tapes take them down too.
         timeout: Seconds that a rank may keep others waiting.
+        outgoing: Sockets to the other nodes of the group, and the rank that reads each.
+        incoming: Sockets whose messages this rank takes in for all ranks of its node.
     """
 
-    def __init__(self, memory: SharedMemory, rank: int, collectives: NativeCollectives, timeout: float) -> None:
+    def __init__(
+        self,
+        memory: SharedMemory,
+        rank: int,
+        collectives: NativeCollectives,
+        timeout: float,
+        outgoing: Sequence[tuple[int, int]] = (),
+        incoming: Sequence[int] = (),
+    ) -> None:
         self._memory, self._collectives = memory, collectives
         self._base = ctypes.c_char.from_buffer(memory.map)
         self._view = GroupView(
@@ -39,6 +55,19 @@ class SharedComm:
         )
         self._group = ctypes.addressof(self._view)
         self._timeout = timeout
+        self._wires = (Wire * len(outgoing))(*outgoing)
+        for fd, _ in outgoing:
+            with socket.socket(fileno=os.dup(fd)) as wire:
+                wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("=qq", *divmod(round(1e6 * timeout), 10**6)))
+        self._view.wires, self._view.num_wires = ctypes.addressof(self._wires), len(outgoing)
+        for fd in incoming:
+            arguments = [collectives.library.penstock_receive, fd]
+            threading.Thread(target=self._receive, args=arguments, name="wire", daemon=True).start()
+
+    def _receive(self, receive: Callable[[int, int], int], fd: int) -> None:
+        """Until the other node closes the connection; then its ranks are gone, which the core tells."""
+        if receive(self._group, fd):
+            log.error("another node sends what is no piece of a message")
 
     @property
     def rank(self) -> int:

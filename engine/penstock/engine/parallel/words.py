@@ -5,7 +5,7 @@ Plans and calls go to all ranks alike, through shared memory. Each rank answers 
 
 import hashlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -15,20 +15,42 @@ from penstock.engine.core.plan import SampledTokens, SampleInputs, StepPlan, Ste
 from penstock.engine.parallel.links import LinkEnd
 
 
+class FarLink(NamedTuple):
+    """A pipeline stage beside this one that is on another node."""
+
+    end: LinkEnd
+    """The side of the link that is the other stage's, were it here."""
+    wire: int
+    """File descriptor of the connection to it."""
+
+
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The first thing that a rank reads."""
+    """The first thing that a rank reads. The file descriptors are those that its process has inherited."""
 
     config: EngineConfig
     runner: str
     """`module:Class` of the model runner."""
     rank: int
     world: int
+    """Ranks of all stages and nodes."""
+    readers: int
+    """Ranks of its node."""
+    ring: int
+    """Where orders are."""
+    memory: int
+    """Shared with the ranks of its stage."""
     meeting: str
     """Where ranks that cannot use shared memory find each other."""
     before: LinkEnd | None = None
     """From the pipeline stage before; None: there is none."""
     after: LinkEnd | None = None
     """To the next one."""
+    outgoing: list[tuple[int, int]] = []
+    """Wires to other nodes of the stage, and the rank, among those of the stage, that reads each."""
+    incoming: list[int] = []
+    """Wires from ranks on other nodes; this rank takes in what comes for all ranks of its node."""
+    far_before: FarLink | None = None
+    far_after: FarLink | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

@@ -26,7 +26,7 @@ from penstock.engine.parallel import words
 from penstock.engine.parallel.broadcast import Ring, messages
 from penstock.engine.parallel.fingerprint import fingerprint
 from penstock.engine.parallel.frames import receive_frame, send_frame
-from penstock.engine.parallel.group import Group
+from penstock.engine.parallel.group import Group, Wires
 from penstock.engine.parallel.shared_memory import SharedMemory
 from penstock.engine.parallel.words import (
     Answer,
@@ -66,7 +66,19 @@ class Worker:
             config = start.config
             # The core knows more: it is to notice first.
             patience = 2 * config.parallel.timeout
-            group = Group(rank, memory.world, memory, start.meeting, patience, config.cpu_isa, stage, start.before, start.after)
+            group = Group(
+                rank,
+                memory.world,
+                memory,
+                start.meeting,
+                patience,
+                config.cpu_isa,
+                stage,
+                start.before,
+                start.after,
+                Wires(start.outgoing, start.incoming, start.far_before, start.far_after),
+                start.readers,
+            )
             self.runner = make(config, group=group)
         self._stage, self._tells = stage, stage.last and rank == 0
         self._sampled: deque[StepResult | Pending | StepFailed] = deque()
@@ -134,21 +146,22 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()  # the core aborts a rank that hangs: its stack is in the log
-    main_fd, beside_fd, ring_fd, memory_fd, world, of_stage = map(int, sys.argv[1:])
+    main_fd, beside_fd = map(int, sys.argv[1:])
     bell, beside = socket.socket(fileno=main_fd), socket.socket(fileno=beside_fd)
     first = receive_frame(beside)
     if first is None:
         return 0
     start = words.decode_start(first)
-    name = f"rank {start.rank}" if world > 1 else "worker"
+    parallel, alone = start.config.parallel, start.world == 1
+    name = "worker" if alone else f"rank {start.rank}"
     # What all ranks would say alike is said once.
     level = logging.WARNING if start.rank else logging.INFO
     logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s {name}: %(message)s")
     try:
-        worker = Worker(start, SharedMemory(memory_fd, of_stage) if world > 1 else None, bell)
+        worker = Worker(start, None if alone else SharedMemory(start.memory, parallel.tensor_parallel_size), bell)
         send_frame(bell, words.encode(Hello(fingerprint(start.config))))
         threading.Thread(target=_beside, args=[worker.runner, beside], name="beside", daemon=True).start()
-        orders = messages(Ring(ring_fd, world), start.rank, bell)
+        orders = messages(Ring(start.ring, start.readers), start.rank % start.readers, bell)
         for order in orders:
             worker.obey(words.decode_order(order))
             if not _is_readable(bell):

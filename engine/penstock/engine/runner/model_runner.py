@@ -109,8 +109,8 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         super().load()
         if (group := self._group) is not None and self._stage.world > 1 and self._relay is None:
             shape = self._max_num_tokens, self.decoder_config.hidden_size
-            ends = group.before, group.after
-            self._relay = Relay(self._stage, *ends, shape, self._dtype, self.config.depth, group.timeout)
+            ends, far = (group.before, group.after), (group.wires.before, group.wires.after)
+            self._relay = Relay(self._stage, *ends, shape, self._dtype, self.config.depth, group.timeout, far)
 
     def _make_ops(self) -> Ops:
         return ops_for(self.config.device, self._dtype, self.config.cpu_isa)

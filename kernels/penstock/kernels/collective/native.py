@@ -19,6 +19,7 @@ _OTHERS: Final[Mapping[str, list[Any]]] = {
     "penstock_broadcast": [c_void_p, c_char_p, c_int64, c_int32],
     "penstock_barrier": [c_void_p],
     "penstock_fail": [c_void_p, c_int32],
+    "penstock_receive": [c_void_p, c_int32],
 }
 
 TIMEOUT: Final = 1
@@ -27,6 +28,12 @@ FAILED: Final = 3
 """In `GroupView.error`."""
 KINDS: Final = ("all-reduce", "all-gather", "broadcast", "barrier")
 """By `GroupView.own_kind`."""
+
+
+class Wire(ctypes.Structure):
+    """A socket to another node, and the rank that reads it there; the library has the same fields."""
+
+    _fields_ = (("fd", c_int32), ("rank", c_int32))
 
 
 class GroupView(ctypes.Structure):
@@ -49,6 +56,8 @@ class GroupView(ctypes.Structure):
         ("other_dtype", c_int32),
         ("own_bytes", c_int64),
         ("other_bytes", c_int64),
+        ("wires", c_void_p),
+        ("num_wires", c_int64),
     )
 
 
@@ -66,6 +75,7 @@ class NativeCollectives:
         for name, arguments in _OTHERS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
+        library.penstock_receive.restype = c_int32
 
     @classmethod
     def load(cls, library: Path) -> "NativeCollectives":

@@ -7,14 +7,24 @@
 // Partial sums are added in float32 and in the order of ranks, whatever the size of the message, and rounded once: every rank has the same
 // bits, and a row's bits do not depend on the rows beside it.
 //
+// Where a group spans nodes, each node has such a memory with a place for every rank. A rank that has published a piece also writes it to a
+// wire to each other node, where a thread (`penstock_receive`) puts it into that node's memory and counts the mark up, as if the rank had
+// done so there. Sums are the same operations on the same bytes. A buffer is free when the next piece for it arrives: its sender has seen
+// the mark of every rank here go beyond the piece that was in it.
+//
 // Nothing here throws: the first thing that goes wrong is kept in `Group::error`, and every call after it returns at once.
 
 #include <algorithm>
 #include <atomic>
 #include <climits>
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <ctime>
+
+#include <sys/socket.h>
+#include <sys/types.h>
+#include <sys/uio.h>
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -87,6 +97,19 @@ struct alignas(64) Header {
 static_assert(sizeof(Control) == 64 && sizeof(Mark) == 64 && sizeof(Header) == 64);
 static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
 
+// A socket to a node, and the rank that reads it there.
+struct Wire {
+  int32_t fd, rank;
+};
+
+// What stands before a piece on a wire. All nodes have the same byte order.
+struct WireHead {
+  int64_t bytes, size;  // of the whole message, and of this piece
+  int32_t kind, dtype;
+  uint32_t number;
+  int32_t rank;
+};
+
 // One process's view; `native.py` has the same fields.
 struct Group {
   char* memory;
@@ -96,6 +119,8 @@ struct Group {
   int32_t error, error_rank;
   int32_t own_kind, other_kind, own_dtype, other_dtype;
   int64_t own_bytes, other_bytes;
+  const Wire* wires;
+  int64_t num_wires;
 
   Control& control() const { return *reinterpret_cast<Control*>(memory); }
   Mark& mark(int32_t of) const { return reinterpret_cast<Mark*>(memory + 64)[of]; }
@@ -171,6 +196,46 @@ bool await(Group& group, int32_t rank, uint32_t number) {
   }
 }
 
+// Writes to a socket; 0, or what went wrong.
+int write_all(int32_t fd, iovec* parts, size_t count) {
+  while (count) {
+    msghdr message{};
+    message.msg_iov = parts, message.msg_iovlen = count;
+    ssize_t sent = sendmsg(fd, &message, MSG_NOSIGNAL);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0) return errno;
+    while (count && sent >= static_cast<ssize_t>(parts->iov_len)) sent -= parts->iov_len, ++parts, --count;
+    if (count) parts->iov_base = static_cast<char*>(parts->iov_base) + sent, parts->iov_len -= sent;
+  }
+  return 0;
+}
+
+// Reads so many bytes from a socket; false at its end.
+bool read_all(int32_t fd, void* to, int64_t size) {
+  char* at = static_cast<char*>(to);
+  while (size) {
+    const ssize_t got = recv(fd, at, size, 0);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return false;
+    at += got, size -= got;
+  }
+  return true;
+}
+
+// Sends a piece to the other nodes. Where a rank there is gone nothing is said here: its node tells the core, which knows more.
+bool publish(Group& group, const Header& header, uint32_t number, char* slot, int64_t size) {
+  for (int64_t i = 0; i < group.num_wires; ++i) {
+    WireHead head{header.bytes, size, header.kind, header.dtype, number, group.rank};
+    iovec parts[] = {{&head, sizeof(head)}, {slot, static_cast<size_t>(size)}};
+    const int error = write_all(group.wires[i].fd, parts, size ? 2 : 1);
+    if (error == EAGAIN || error == EWOULDBLOCK) {
+      fail(group, kTimeout, group.wires[i].rank);
+      return false;
+    }
+  }
+  return true;
+}
+
 // Whether all ranks say the same thing in this piece.
 bool agree(Group& group, uint32_t buffer) {
   const Header& own = group.header(group.rank, buffer);
@@ -201,6 +266,7 @@ void exchange(Group& group, Kind kind, int32_t dtype, int64_t bytes, const Write
     header.bytes = bytes, header.kind = kind, header.dtype = dtype;
     mark.number.store(number);
     if (mark.waiters.load()) wake_all(mark.number);
+    if (!publish(group, header, number, group.slot(group.rank, buffer), size)) return;
     for (int32_t rank = 0; rank < group.world; ++rank)
       if (rank != group.rank && !await(group, rank, number)) return;
     if (!agree(group, buffer)) return;
@@ -285,6 +351,23 @@ void penstock_broadcast(void* group, void* data, int64_t bytes, int32_t root) {
 // Returns when every rank has called it.
 void penstock_barrier(void* group) {
   exchange(*static_cast<Group*>(group), kBarrier, 0, 0, [](char*, int64_t, int64_t) {}, [](uint32_t, int64_t, int64_t) {});
+}
+
+// Takes in what ranks of another node publish, until they close the socket. Returns 0 then, and 1 where it makes no sense.
+int32_t penstock_receive(void* group, int32_t fd) {
+  Group& view = *static_cast<Group*>(group);
+  WireHead head;
+  while (read_all(fd, &head, sizeof(head))) {
+    if (head.rank < 0 || head.rank >= view.world || head.size < 0 || head.size > view.slot_bytes) return 1;
+    const uint32_t buffer = head.number & 1;
+    if (!read_all(fd, view.slot(head.rank, buffer), head.size)) return 0;
+    Header& header = view.header(head.rank, buffer);
+    header.bytes = head.bytes, header.kind = head.kind, header.dtype = head.dtype;
+    Mark& mark = view.mark(head.rank);
+    mark.number.store(head.number);
+    if (mark.waiters.load()) wake_all(mark.number);
+  }
+  return 0;
 }
 
 // Tells all ranks that one of them has failed.

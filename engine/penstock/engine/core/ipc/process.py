@@ -22,13 +22,13 @@ from penstock.api.events import Event
 from penstock.engine import messages
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.core import EngineCore
-from penstock.engine.core.executor import Executor, executor_of
+from penstock.engine.core.executor import RUNNERS, Executor, executor_of
 from penstock.engine.core.ipc.boot_times import BootTimes
 from penstock.engine.core.ipc.framing import LENGTH_BYTES
 from penstock.engine.core.ipc.ports import Port, SharedPort, SinglePort
 from penstock.engine.core.ipc.publisher import EventPublisher
 from penstock.engine.core.ipc.sockets import Context
-from penstock.engine.core.memory import check_weights_fit, least, measure_memory, num_kv_blocks, offload_size
+from penstock.engine.core.memory import check_weights_fit, least, measure_memory, num_kv_blocks, offload_size, stored_bytes
 from penstock.engine.loading.bandwidth import load_floor_s
 from penstock.engine.messages import CoreFailed, CoreReady, CoreStart
 from penstock.engine.parallel.process_executor import ProcessExecutor
@@ -43,12 +43,6 @@ IDLE_S = 0.1
 """Without work or a word from the frontend, after which the time is used for CUDA graphs."""
 
 _LAST_WORDS_S = 1.0
-
-RUNNERS = {
-    "cpu": "penstock.engine.runner.model_runner:ModelRunner",
-    "cuda": "penstock.engine.runner.device.device_runner:DeviceRunner",
-}
-"""`module:Class` of each device's."""
 
 _log = logging.getLogger(__name__)
 
@@ -157,8 +151,7 @@ def build_executor(config: EngineConfig, path: str | None = None, boot: BootTime
     """
     boot = boot or BootTimes()
     if config.device == "cpu":
-        files = config.model.path.glob("*.safetensors")
-        check_weights_fit(config.model, sum(file.stat().st_size for file in files), measure_memory())
+        check_weights_fit(config.model, stored_bytes(config.model.path), measure_memory(), config.parallel.nnodes)
     executor = _start(config, path or RUNNERS[config.device])
     boot.end("imports")
     try:
