@@ -90,9 +90,8 @@ def parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="write JSON instead of a table")
     add("--revision", help="branch, tag or commit of a model from hf:// (None: main)")
     add("--dtype", choices=["auto", "bfloat16", "float32", "float16"], default="auto", help="number type; auto: the checkpoint's")
-    add(
-        "--kv-cache-dtype", choices=["auto", "bfloat16", "float32", "float16", "fp8_e4m3"], default="auto", help="of the KV cache"
-    )
+    kinds = ["auto", "bfloat16", "float32", "float16", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head"]
+    add("--kv-cache-dtype", choices=kinds, default="auto", help="number type of the KV cache; auto: that of the weights")
     add("--max-model-len", type=positive, help="longest sequence that must fit (None: the checkpoint's)")
     add("--max-num-seqs", type=positive, default=256, help="largest number of sequences in a step")
     add("--max-num-batched-tokens", type=positive, default=2048, help="largest number of tokens in a step")
