@@ -193,6 +193,8 @@ def test_every_honoured_field_reaches_the_engine(make: Any) -> None:
         "longPrefillThreshold": 128,
         "blockSize": 32,
         "memoryPercent": 85,
+        "imagesPerPrompt": 4,
+        "imagePixels": 1003520,
     }
     quantization = {"weights": "int4_per_group_32", "kvCache": "bfloat16"}
     engine = {"dtype": "float32", "limits": limits, "extraArgs": ["--seed", "7"], "image": "mine:1", "quantization": quantization}
@@ -205,7 +207,8 @@ def test_every_honoured_field_reaches_the_engine(make: Any) -> None:
         "--shutdown-timeout=90", "--load-format=safetensors", "--dtype=float32", "--quantization=int4_per_group_32",
         "--kv-cache-dtype=bfloat16", "--max-model-len=1024", "--max-num-seqs=8",
         "--max-num-batched-tokens=512", "--long-prefill-token-threshold=128", "--block-size=32",
-        "--gpu-memory-utilization=0.85", "--seed", "7",
+        "--gpu-memory-utilization=0.85", '--limit-mm-per-prompt={"image": 4}', '--mm-processor-kwargs={"max_pixels": 1003520}',
+        "--seed", "7",
     ]  # fmt: skip
     workload = by_kind(model)["Deployment"]
     assert workload["spec"]["template"]["spec"]["containers"][0]["image"] == "mine:1"
@@ -359,7 +362,7 @@ def test_an_engine_with_an_accelerator_chooses_its_device(make: Any) -> None:
 def test_what_a_field_renders_cannot_be_said_again(data: st.DataObject) -> None:
     limits = dict.fromkeys(
         ("maxModelLen", "maxNumSeqs", "maxBatchedTokens", "longPrefillThreshold", "blockSize", "memoryPercent"), 9
-    )
+    ) | {"imagesPerPrompt": 9, "imagePixels": 9999}
     spec = {
         "served": {"name": "m"},
         "source": {"uri": "/m"},

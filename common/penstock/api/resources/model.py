@@ -38,7 +38,8 @@ OWNED_FLAGS = r"^--(host|port|admin-port|events-port|replay-port|served-model-na
 # What has a field of its own is said there alone, also where the engine has no such flag yet.
 TYPED_FLAGS = (
     r"^--(revision|load-format|dtype|quantization|kv-cache-dtype|max-model-len|max-num-seqs|max-num-batched-tokens"
-    r"|long-prefill-token-threshold|block-size|gpu-memory-utilization|speculative-config"
+    r"|long-prefill-token-threshold|block-size|gpu-memory-utilization|limit-mm-per-prompt"
+    r"|mm-processor-kwargs|speculative-config"
     r"|spec-method|spec-model|spec-tokens|kv-transfer-config|kv-transfer-secret-file|kv-offload-memory-bytes|device"
     r"|enable-lora|allow-runtime-lora-updating|lora-modules|max-loras|max-cpu-loras|max-lora-rank"
     r"|(tensor|pipeline|data)-parallel-size|enable-expert-parallel|num-redundant-experts)(=.*)?$"
@@ -152,6 +153,14 @@ class Limits(Part):
         default=None, ge=1, le=100
     )
     """Share of the device's memory for weights and KV cache."""
+    images_per_prompt: Annotated[int | None, Flag("--limit-mm-per-prompt", lambda images: f'{{"image": {images}}}')] = Field(
+        default=None, ge=0, le=1024
+    )
+    """Images of one request; 0 refuses them."""
+    image_pixels: Annotated[int | None, Flag("--mm-processor-kwargs", lambda pixels: f'{{"max_pixels": {pixels}}}')] = Field(
+        default=None, ge=784, le=50_000_000
+    )
+    """Pixels to which the model's processor shrinks an image, where the model reads images in about their own size."""
 
 
 class Speculative(Part):
