@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,9 +27,11 @@ from report import write_results
 from penstock.engine.args import EngineArgs
 from penstock.engine.core.ipc.process import build_core, build_executor
 from penstock.engine.messages import AddRequest
+from penstock.engine.models.model import VisionModel
 from penstock.engine.multimodal.inputs import ImageInput
 from penstock.engine.multimodal.normalization import normalized
 from penstock.engine.multimodal.resize import resized
+from penstock.engine.runner.images import whole
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.sampling import SamplingParams
 from penstock.prompt.hashing import PromptItem
@@ -82,7 +84,11 @@ def measure_tower(folder: Path, dtype: str, rounds: int) -> dict[str, Any]:
     theirs = transformers.LlavaForConditionalGeneration.from_pretrained(folder, dtype=DTYPES[dtype]).eval()
     image = torch.from_numpy(normalized(resized(picture(0), settings.resize).array(), settings.normalization))
     batch = image.permute(2, 0, 1)[None].to(DTYPES[dtype])
-    sides = {"penstock": lambda: runner.model.encode_image(image), "transformers": lambda: theirs.get_image_features(batch)}  # type: ignore[attr-defined]
+    model = cast("VisionModel", runner.model)
+    sides: dict[str, Callable[[], Any]] = {
+        "penstock": lambda: whole(model.encode_image(image, None)),
+        "transformers": lambda: theirs.get_image_features(batch),
+    }
     times: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(rounds + 1):
         for side in sides if number % 2 else reversed(sides):

@@ -232,7 +232,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 drafts_after_result=speculative is not None and device == "cuda",
                 pipeline_stages=self.pipeline_parallel_size,
                 tenant_weights=self.tenant_weights,
-                max_encoder_tokens=0 if images is None else max(self.max_num_batched_tokens, images.tokens),
+                max_encoder_tokens=0 if images is None else self.max_num_batched_tokens,
                 encoder_cache_size=0 if images is None else max(self.max_num_batched_tokens, images.tokens),
                 whole_images=images is not None and images.two_way,
             ),

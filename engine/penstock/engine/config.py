@@ -200,7 +200,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the runner proposes drafts of a row's next step once the host has the row's last token, as on a device; else as
     soon as that is sampled."""
     max_encoder_tokens: int = 0
-    """Embeddings of images that a step makes at most; 0: the model reads text alone."""
+    """Work of a vision tower in a step at most, in tokens of text that take as long, an embedding counting one at least; 0: the
+    model reads text alone."""
     encoder_cache_size: int = 0
     """Embeddings of images that are kept for further requests."""
     whole_images: bool = False

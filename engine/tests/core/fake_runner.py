@@ -103,6 +103,8 @@ class FakeRunner:
         self._drafts: dict[int, list[int]] = {}
         self.embeddings: dict[str, int] = {}
         """By image, how many: an image of the tests is as wide as that."""
+        self.under_way: dict[str, tuple[int, int]] = {}
+        """By image whose run is not over, its width and the work that is done."""
         self.encoded: list[str] = []
         self._items: dict[int, tuple[PromptItem, ...]] = {}
 
@@ -220,13 +222,19 @@ class FakeRunner:
     def _apply_images(self, plan: StepPlan) -> None:
         for name in plan.encoder_frees:
             self.embeddings.pop(name, None)
+            self.under_way.pop(name, None)
         for row in plan.released.tolist():
             self._items.pop(row, None)
         for admission in plan.admissions:
             self._items[admission.row] = admission.items
         for run in plan.encoder_runs:
             assert run.identifier not in self.embeddings, "an image is encoded that is there"
-            self.embeddings[run.identifier] = run.pixels.width
+            width, done = (run.pixels.width, 0) if run.pixels is not None else self.under_way.pop(run.identifier)
+            assert done < run.done <= run.work
+            if run.done < run.work:
+                self.under_way[run.identifier] = width, run.done
+                continue
+            self.embeddings[run.identifier] = width
             self.encoded.append(run.identifier)
 
     def _values(self, row: int, start: int, end: int, there: int | None = None) -> np.ndarray:

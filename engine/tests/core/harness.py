@@ -213,7 +213,7 @@ class Machine:
     def run(self, limit: int = 10_000) -> "Machine":
         self._take(self.scheduler.take_outputs())
         for _ in range(limit):
-            if not (self.scheduler.indexes() or self._results):
+            if not (self.scheduler.indexes() or self._results or self.scheduler.encoder.is_busy):
                 break
             self.step()
         else:
@@ -270,7 +270,11 @@ class Machine:
 
     def _check_plan(self, plan: StepPlan, *, idle: bool, preempted: bool) -> None:
         limits = self.config.scheduler
-        assert (0 if idle or plan.transfers is not None else 1) <= plan.num_new_tokens.sum() <= limits.max_num_batched_tokens
+        assert (
+            (0 if idle or plan.transfers is not None or plan.encoder_runs else 1)
+            <= plan.num_new_tokens.sum()
+            <= limits.max_num_batched_tokens
+        )
         assert (plan.num_new_tokens > 0).all() and len(set(plan.rows.tolist())) == len(plan.rows)
         assert self.scheduler.num_running <= limits.max_num_seqs
         assert not (preempted and plan.admissions), "a step that preempted admits nobody"
@@ -320,7 +324,8 @@ class Machine:
         assert cache.used == sum(lengths.values()) <= cache.size
         assert cache.held == sum(lengths[name] for name, holders in cache._holders.items() if holders)
         assert set(cache._idle) == {name for name, holders in cache._holders.items() if not holders}
-        assert running.issuperset(set().union(*cache._holders.values()))
+        assert running.issuperset(set().union(*cache._holders.values()) - {-1})
+        lengths = {name: length for name, length in lengths.items() if name not in self.scheduler.encoder._under_way}
         assert self.runner.embeddings == lengths | {name: self.runner.embeddings[name] for name in cache._evicted}
 
     def _check_adapters(self) -> None:

@@ -63,7 +63,7 @@ def test_a_prefix_hit_runs_no_tower_and_other_images_never_hit():
     machine = Machine(make_config(images=(16, 16), budget=40))
     prompt = [1, 2, ("a", 9), 3, 4, 5, 6]
     ran(machine, seen(0, prompt))
-    machine.scheduler.encoder.cache.clear()
+    machine.scheduler.encoder.clear()
     ran(machine, seen(1, prompt))
     assert machine.cached_tokens[1] == 12
     assert machine.runner.encoded == ["a"]
@@ -90,6 +90,44 @@ def test_a_request_that_begins_with_an_image_waits_for_the_budget():
     machine = Machine(make_config(images=(6, 12), budget=40))
     ran(machine, seen(0, [("a", 5), 3]), seen(1, [("b", 5), 6]))
     assert chunks(machine)[:2] == [[6], [1, 6]]
+
+
+@pytest.mark.req("MM-12", "MM-15")
+def test_a_run_beyond_a_steps_budget_is_divided_among_steps_and_made_once():
+    machine = Machine(make_config(images=(4, 16), budget=40))
+    machine.add(seen(0, [1, 2], 12)[0])
+    machine.step()
+    requests = seen(1, [3, ("a", 10), 4]), seen(2, [("a", 10), 5]), seen(3, [6, 7])
+    ran(machine, *requests)
+    # The tower goes on beside the decodes, and the prompt behind the image waits for it; so does who begins with it.
+    runs = [[(run.identifier, run.done) for run in plan.encoder_runs] for plan in machine.plans[1:4]]
+    assert runs == [[("a", 4)], [("a", 8)], [("a", 10)]]
+    assert chunks(machine)[1:4] == [[1, 1], [1], [1, 11, 11, 2]]
+    assert machine.runner.encoded == ["a"]
+    assert (machine.scheduler.encoder.num_runs, machine.scheduler.encoder.num_embeddings) == (1, 10)
+
+
+def test_a_divided_run_ends_without_the_request_that_began_it():
+    machine = Machine(make_config(images=(4, 16), budget=40))
+    machine.add(seen(0, [3, ("a", 10), 4])[0])
+    machine.step()
+    machine.abort(0)
+    machine.run()
+    assert machine.runner.encoded == ["a"] and not machine.scheduler.encoder.is_busy
+    ran(machine, seen(1, [5, ("a", 10), 4]))
+    assert machine.runner.encoded == ["a"]
+
+
+def test_a_divided_run_begins_again_after_a_step_that_failed():
+    machine = Machine(make_config(images=(4, 16), budget=40))
+    machine.add(seen(0, [1, ("a", 10), 2])[0])
+    machine.step()
+    plan = machine.scheduler.schedule(1.0)
+    assert [(run.identifier, run.pixels, run.done) for run in plan.encoder_runs] == [("a", None, 8)]
+    machine._take(machine.scheduler.fail_step(str(StepFailed("the tower broke")), "step_failed", 1.0))
+    ran(machine, seen(1, [3, ("a", 10), 2]))
+    assert machine.runner.encoded == ["a"]
+    assert [run.done for plan in machine.plans[1:4] for run in plan.encoder_runs] == [4, 8, 10]
 
 
 @pytest.mark.req("MM-19", "MM-20", "MM-17")
@@ -180,7 +218,7 @@ def test_images_that_can_never_be_served_are_that_requests_error():
     machine = Machine(make_config(images=(9, 12), budget=40))
     for at, (items, word) in enumerate(
         (
-            ([PromptItem("a", 2, 10)], "does not fit"),
+            ([PromptItem("a", 2, 13)], "does not fit"),
             ([PromptItem("a", 2, 5), PromptItem("b", 6, 2)], "overlaps"),
             ([PromptItem("a", 18, 5)], "overlaps"),
             ([PromptItem("a", 5, 0)], "overlaps"),

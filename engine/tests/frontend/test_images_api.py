@@ -302,7 +302,7 @@ def test_limits_under_which_an_image_could_never_be_read_in_one_step_are_refused
 @pytest.mark.req("MM-12")
 def test_flags(checkpoint, tmp_path):
     config = EngineArgs(model=str(checkpoint), max_num_batched_tokens=8, device="cpu").config()
-    assert (config.scheduler.max_encoder_tokens, config.scheduler.encoder_cache_size) == (TOKENS, TOKENS)
+    assert (config.scheduler.max_encoder_tokens, config.scheduler.encoder_cache_size) == (8, TOKENS)
     assert EngineArgs(model=str(checkpoint), device="cpu").config().scheduler.max_encoder_tokens == 2048
     none = EngineArgs(model=str(checkpoint), limit_mm_per_prompt={"image": 0, "video": 0}, device="cpu").config()
     assert none.model.images is None

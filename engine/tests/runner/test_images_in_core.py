@@ -127,9 +127,10 @@ def check(engine, batch, expected):
 
 
 @pytest.mark.req("MM-01", "MM-06", "MM-07", "MM-20")
-@pytest.mark.parametrize("budget", [64, 9])
-def test_alone_and_in_chunks(build, request_of, scheduler, expected, budget):
-    engine = build(scheduler=msgspec.structs.replace(scheduler, max_num_batched_tokens=budget))
+@pytest.mark.parametrize(("budget", "tower"), [(64, 64), (9, 5)])
+def test_alone_and_in_chunks(build, request_of, scheduler, expected, budget, tower):
+    """Of prompts, and of the tower's runs."""
+    engine = build(scheduler=msgspec.structs.replace(scheduler, max_num_batched_tokens=budget, max_encoder_tokens=tower))
     for at, layout in enumerate(LAYOUTS):
         check(engine, [request_of(at, layout)], expected)
     encoder = engine.core.scheduler.encoder
@@ -190,7 +191,7 @@ def test_embeddings_of_another_number_than_placeholders_are_that_requests_error(
     from penstock.engine.multimodal.inputs import EncoderRun
 
     admissions = [plan.admissions[0], msgspec.structs.replace(plan.admissions[1], items=(PromptItem("a", 2, length + 1),))]
-    plan = msgspec.structs.replace(plan, admissions=admissions, encoder_runs=[EncoderRun("a", pixels)])
+    plan = msgspec.structs.replace(plan, admissions=admissions, encoder_runs=[EncoderRun("a", pixels, length, length)])
     runner.execute(plan)
     result = runner.sample(SampleInputs(plan.step_id))
     assert list(result.failed) == [1]
@@ -204,7 +205,7 @@ def test_sleep_and_new_weights_drop_embeddings(build, request_of, expected):
     check(engine, batch, expected)
     controls = engine.core._controls
     engine.runner.sleep(1)
-    controls._scheduler.encoder.cache.clear()
+    controls._scheduler.encoder.clear()
     assert not engine.runner._images.names
     engine.runner.wake_up(["kv_cache"])
     engine.core.scheduler.kv.reset()

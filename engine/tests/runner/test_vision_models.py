@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from vision_models import IMAGE_TOKEN, SEEING, TOKENS, picture
 
 from penstock.engine.config import ConfigError
@@ -18,6 +19,7 @@ from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.config import parse_decoder_config
 from penstock.engine.models.vision.config import LLAVA_NEXT_RESOLUTIONS
 from penstock.engine.multimodal.resize import resized
+from penstock.engine.runner.images import whole
 from penstock.prompt.image_size import TiledSize
 
 KINDS = {
@@ -57,7 +59,7 @@ def embeddings(runner, image):
     settings = runner.config.model.images
     pixels = resized(image, settings.resize)
     with torch.inference_mode():
-        found = runner._encode(pixels)
+        found = whole(runner._encode(pixels))
     assert len(found) == settings.tokens_of(pixels) <= settings.tokens
     return found
 
@@ -80,6 +82,25 @@ def test_embeddings_are_those_of_transformers(model, build_runner, kind):
         assert ours.shape == expected.shape
         assert ours.shape[1] == 64 * (1 + len(deep))
         torch.testing.assert_close(ours, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["llava-class", "llava_next-llama", "gemma3", "qwen2_5_vl", "qwen3_vl"])
+def test_the_cost_of_a_tower_is_what_its_products_take(model, kind):
+    """As torch counts them, but for patches and projectors, which weigh little in real towers."""
+    path, family = model(kind), family_of(kind)
+    config, reference = read_model_config(path, served_names=(), dtype="float32"), family.reference(path)
+    reference.set_attn_implementation("eager")
+    image = picture(0, 200, 150)
+    inputs = dict(family.processor(path)(image, return_tensors="pt"))
+    inputs.pop("num_crops", None)
+    with torch.inference_mode(), FlopCounterMode(display=False) as tower:
+        reference.get_image_features(**inputs)
+    counts = tower.get_flop_counts()
+    outside = (".patch_embedding", ".patch_embed", "projector")
+    left_out = sum(sum(counts[name].values()) for name in counts if name.endswith(outside))
+    pixels = resized(image, config.images.resize)
+    cost = config.images.cost.tokens(pixels.height * pixels.width) * config.cost.linear_flops_per_token
+    assert cost == pytest.approx(tower.get_total_flops() - left_out, rel=0.25)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -41,5 +41,5 @@ def place_images(path: str, token_ids: list[int], images: Sequence[ReadImage], p
     if processor.bundle.images is None:
         return Placed(token_ids, ())
     placed = processor.place(path, token_ids, [(image.identifier, image.tokens) for image in images])
-    inputs = [ImageInput(item, image.pixels, image.grid) for item, image in zip(placed.items, images, strict=True)]
+    inputs = [ImageInput(item, image.pixels, image.grid, image.cost) for item, image in zip(placed.items, images, strict=True)]
     return Placed(placed.token_ids, tuple(inputs))

@@ -17,6 +17,7 @@ from penstock.engine.loading.pooling import read_max_length, read_pooling
 from penstock.engine.models.config import parse_decoder_config
 from penstock.engine.models.cost import model_cost
 from penstock.engine.models.nested import text_fields
+from penstock.engine.models.vision.cost import tower_cost
 from penstock.engine.quant.parse.config import parse_quantization
 from penstock.engine.quant.scheme import CheckpointQuantization, QuantizationName, StoredMethod
 from penstock.sources import SourceError, local_folder
@@ -133,6 +134,9 @@ def read_model_config(
         longest = min(longest, read_max_length(path) or longest)
     else:
         defaults = read_defaults(path, generation_config, override_generation_config or {})
+    images = read_image_settings(path, decoder.vision, mm_processor_kwargs or {}) if pooling is None else None
+    if images is not None and decoder.vision is not None:
+        images = msgspec.structs.replace(images, cost=tower_cost(decoder.vision, cost.linear_flops_per_token))
     return ModelConfig(
         path=path,
         served_names=tuple(served_names) or (str(path),),
@@ -147,7 +151,7 @@ def read_model_config(
         quantization=online,
         stored_quantization=stored,
         pooling=pooling,
-        images=read_image_settings(path, decoder.vision, mm_processor_kwargs or {}) if pooling is None else None,
+        images=images,
         vocab_size=decoder.vocab_size,
     )
 

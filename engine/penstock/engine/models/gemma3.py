@@ -9,6 +9,7 @@ from penstock.engine.models.layers.linear import ColumnParallelLinear
 from penstock.engine.models.layers.norm import RMSNorm
 from penstock.engine.models.layers.shard import Span
 from penstock.engine.models.layers.weight import Weights
+from penstock.engine.models.model import Encoding
 from penstock.engine.models.vision.config import Gemma3Config
 from penstock.engine.models.vision.model import ModelWithImages
 from penstock.engine.models.vision.siglip import SiglipTower
@@ -58,6 +59,6 @@ class Gemma3ForConditionalGeneration(ModelWithImages):
         """The head with which SigLIP was trained."""
         return name.startswith(f"{_TOWER}.") and (".head." in name or name.endswith(".position_ids"))
 
-    def encode_image(self, image: torch.Tensor, original: tuple[int, int] | None) -> torch.Tensor:
+    def encode_image(self, image: torch.Tensor, original: tuple[int, int] | None) -> Encoding:
         """The embeddings that take the places of an image's placeholders."""
-        return self.projector(self.tower(image))
+        return self.projector((yield from self.tower(image)))

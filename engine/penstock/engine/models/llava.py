@@ -10,6 +10,7 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.layers.linear import ColumnParallelLinear
 from penstock.engine.models.layers.shard import Span
 from penstock.engine.models.layers.weight import Weights
+from penstock.engine.models.model import Encoding
 from penstock.engine.models.vision.clip import ClipTower
 from penstock.engine.models.vision.config import LlavaConfig
 from penstock.engine.models.vision.model import ModelWithImages
@@ -59,7 +60,7 @@ class LlavaForConditionalGeneration(ModelWithImages):
         layer = re.match(rf"{_TOWER}\..*?layers\.(\d+)\.", name)
         return layer is not None and int(layer[1]) >= len(self.tower.layers)
 
-    def encode_image(self, image: torch.Tensor, original: tuple[int, int] | None) -> torch.Tensor:
+    def encode_image(self, image: torch.Tensor, original: tuple[int, int] | None) -> Encoding:
         """The embeddings that take the places of an image's placeholders."""
-        features = self.tower(image)
+        features = yield from self.tower(image)
         return self.projector(features if self._keeps_class else features[1:])

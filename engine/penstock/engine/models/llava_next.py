@@ -6,6 +6,7 @@ from penstock.engine.models.build import Build
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.layers.weight import Weight, Weights
 from penstock.engine.models.llava import LlavaForConditionalGeneration
+from penstock.engine.models.model import Encoding
 from penstock.engine.models.vision.config import LlavaNextConfig
 from penstock.prompt.image_size import TiledSize
 
@@ -30,13 +31,15 @@ class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
     def _load_newline(self, value: torch.Tensor) -> None:
         self._newline.copy_(value)
 
-    def encode_image(self, image: torch.Tensor, original: tuple[int, int] | None) -> torch.Tensor:
+    def encode_image(self, image: torch.Tensor, original: tuple[int, int] | None) -> Encoding:
         """The embeddings that take the places of an image's placeholders: those of the square, then the rows of the tiles."""
         assert original is not None, "embeddings depend on the size of the image in the file"
         size = self._size
-        square, *tiles = (
-            super(LlavaNextForConditionalGeneration, self).encode_image(tile, None) for tile in image.split(size.tile)
-        )
+        pieces, found = image.split(size.tile), list[torch.Tensor]()
+        for piece in pieces:
+            run = super().encode_image(piece, None)
+            found.append((yield from _within(run, len(found), len(pieces))))
+        square, *tiles = found
         high, wide = (pixels // size.tile for pixels in size.resolution(*original))
         whole = torch.stack(tiles).view(high, wide, size.side, size.side, -1).transpose(1, 2).flatten(2, 3).flatten(0, 1)
         rows, columns = size.grid(*original)
@@ -44,3 +47,13 @@ class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
         inside = whole[top : top + rows, left : left + columns]
         ends = self._newline.expand(rows, 1, -1)
         return torch.cat([square, torch.cat([inside, ends], dim=1).flatten(0, 1)])
+
+
+def _within(run: Encoding, number: int, count: int) -> Encoding:
+    """One of several runs as a part of all."""
+    while True:
+        try:
+            done = next(run)
+        except StopIteration as ended:
+            return ended.value
+        yield (number + done) / count

@@ -1,6 +1,6 @@
 """What runners, loaders, adapters and tracers know of a model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,6 +28,10 @@ class Carry(NamedTuple):
 
 AuxStates = dict[int, torch.Tensor]
 """By layer, the residual stream that enters it, [n, hidden]. A caller sets the keys; the model fills in the values."""
+
+
+Encoding = Generator[float, None, torch.Tensor]
+"""A run through a tower. It yields before each layer the part of it that is done, from 0 to less than 1."""
 
 
 class Layer(Protocol):
@@ -127,7 +131,7 @@ class Model(Protocol):
 class VisionModel(Model, Protocol):
     """A decoder with a tower, for which an image is some tokens' embeddings."""
 
-    def encode_image(self, image: torch.Tensor, original: tuple[int, int] | None) -> torch.Tensor:
+    def encode_image(self, image: torch.Tensor, original: tuple[int, int] | None) -> Encoding:
         """The embeddings that take the places of an image's placeholders.
 
         Args:
@@ -135,6 +139,7 @@ class VisionModel(Model, Protocol):
             original: As of `Pixels`.
 
         Returns:
-            [tokens, hidden], or where it has features for layers, [tokens, (1 + layers) · hidden].
+            A run that stops before each layer; in the end [tokens, hidden], or where it has features for layers,
+            [tokens, (1 + layers) · hidden].
         """
         ...

@@ -7,6 +7,7 @@ import torch
 
 from penstock.engine.models.build import Build
 from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.model import Encoding
 from penstock.engine.models.vision.config import Qwen3Config, QwenConfig
 from penstock.engine.models.vision.model import ModelWithImages
 from penstock.engine.models.vision.qwen import QwenTower
@@ -30,7 +31,7 @@ class Qwen2_5_VLForConditionalGeneration(ModelWithImages):
         """Angles that the tower computes."""
         return name.endswith(".inv_freq")
 
-    def encode_image(self, image: torch.Tensor, original: tuple[int, int] | None) -> torch.Tensor:
+    def encode_image(self, image: torch.Tensor, original: tuple[int, int] | None) -> Encoding:
         """The embeddings that take the places of an image's placeholders."""
         return self.tower(image)
 
@@ -50,6 +51,6 @@ class Qwen3VLForConditionalGeneration(ModelWithImages):
         """Angles that the tower computes."""
         return name.endswith(".inv_freq")
 
-    def encode_image(self, image: torch.Tensor, original: tuple[int, int] | None) -> torch.Tensor:
+    def encode_image(self, image: torch.Tensor, original: tuple[int, int] | None) -> Encoding:
         """The embeddings that take the places of an image's placeholders, and what is added after the first layers."""
         return self.tower(image)

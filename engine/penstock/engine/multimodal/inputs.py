@@ -14,6 +14,13 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
     pixels: Pixels
     grid: tuple[int, int] | None = None
     """Rows and columns of its embeddings, for models whose positions follow them."""
+    cost: int = 0
+    """Tokens of a prompt that take as long as the tower's run."""
+
+    @property
+    def work(self) -> int:
+        """What its run takes of a step's budget."""
+        return max(self.item.length, self.cost)
 
     @property
     def end(self) -> int:
@@ -22,8 +29,12 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EncoderRun(msgspec.Struct, frozen=True, array_like=True):
-    """An image whose embeddings a step makes before its rows run."""
+    """An image's run through the tower, or a part of it, before a step's rows run."""
 
     identifier: str
-    """Under which the runner keeps them."""
-    pixels: Pixels
+    """Under which the runner keeps the embeddings."""
+    pixels: Pixels | None
+    """None: an earlier step has begun."""
+    done: int
+    """Work that is done after this step; the embeddings are there when all is."""
+    work: int

@@ -29,6 +29,8 @@ class ReadImage(NamedTuple):
     """Embeddings."""
     grid: tuple[int, int] | None
     """Their rows and columns; None: all images have as many."""
+    cost: int
+    """See `ImageInput`."""
 
 
 class ImageReader:
@@ -72,4 +74,5 @@ class ImageReader:
         data = read_data_url(part.url, part.param) if fetched is None else fetched
         pixels = resized(decode_image(data, part.param), self._settings.resize)
         grid = self._settings.grid(pixels.height, pixels.width)
-        return ReadImage(image_name(data), pixels, self._settings.tokens_of(pixels), grid)
+        cost = self._settings.cost.tokens(pixels.height * pixels.width)
+        return ReadImage(image_name(data), pixels, self._settings.tokens_of(pixels), grid, cost)

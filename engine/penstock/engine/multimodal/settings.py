@@ -56,6 +56,17 @@ class TileSettings(msgspec.Struct, frozen=True, kw_only=True, tag="tiles"):
     """Pillow's filter."""
 
 
+class TowerCost(msgspec.Struct, frozen=True):
+    """What an image takes in tokens of text: `pixels · (linear + quadratic · pixels)`."""
+
+    linear: float = 0.0
+    quadratic: float = 0.0
+
+    def tokens(self, pixels: int) -> int:
+        """Of an image of so many pixels, as the tower reads it."""
+        return math.ceil(pixels * (self.linear + self.quadratic * pixels))
+
+
 class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a model makes of an image."""
 
@@ -72,6 +83,8 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     normalization: Normalization
     resize: ClipSettings | SquareSettings | PatchSettings | TileSettings
     """How an image of any size becomes what the tower reads."""
+    cost: TowerCost = TowerCost()
+    """Of the tower beside the decoder."""
     limit: int = 16
     """Images of a request at most."""
     allowed_domains: tuple[str, ...] = ()

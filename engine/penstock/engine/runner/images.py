@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from penstock.engine.core.plan import Int32, StepPlan, ints
+from penstock.engine.models.model import Encoding
 from penstock.engine.multimodal.pixels import Pixels
 from penstock.prompt.hashing import PromptItem
 
@@ -21,6 +22,29 @@ class _Part(NamedTuple):
     """First embedding that the step needs."""
     place: slice
     """Where they go among the step's tokens."""
+
+
+class _Run:
+    """A run through the tower, which may be divided among steps."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self._encoding, self._done = encoding, 0.0
+
+    def advance(self, part: float) -> torch.Tensor | None:
+        """Goes on until this part of the layers is done; the embeddings at the end."""
+        while self._done < part:
+            try:
+                self._done = next(self._encoding)
+            except StopIteration as ended:
+                return ended.value
+        return None
+
+
+def whole(encoding: Encoding) -> torch.Tensor:
+    """The embeddings of a run that is not divided."""
+    found = _Run(encoding).advance(1.0)
+    assert found is not None, "a run ends where all its layers are done"
+    return found
 
 
 def _widened(embeddings: torch.Tensor, width: int) -> torch.Tensor:
@@ -40,8 +64,9 @@ class Images:
         two_way: Whether the tokens of an image see each other both ways.
     """
 
-    def __init__(self, encode: Callable[[Pixels], torch.Tensor], *, two_way: bool) -> None:
+    def __init__(self, encode: Callable[[Pixels], Encoding], *, two_way: bool) -> None:
         self._encode, self._two_way = encode, two_way
+        self._under_way: dict[str, _Run] = {}
         self._embeddings: dict[str, torch.Tensor] = {}
         self._items: dict[int, tuple[PromptItem, ...]] = {}
 
@@ -54,6 +79,7 @@ class Images:
         """Rows and embeddings that go, and rows that come."""
         for name in plan.encoder_frees:
             self._embeddings.pop(name, None)
+            self._under_way.pop(name, None)
         if self._items:
             for row in ints(plan.released):
                 self._items.pop(row, None)
@@ -64,7 +90,16 @@ class Images:
     def encode(self, plan: StepPlan) -> None:
         """Makes the embeddings that the plan asks for, an image at a time: its numbers do not depend on others."""
         for run in plan.encoder_runs:
-            self._embeddings[run.identifier] = self._encode(run.pixels)
+            if run.pixels is not None:
+                self._under_way[run.identifier] = _Run(self._encode(run.pixels))
+            under_way = self._under_way.pop(run.identifier, None)
+            if under_way is None:  # the step in which it began came to nothing; rows that need it will say so
+                continue
+            found = under_way.advance(run.done / run.work)
+            if found is None:
+                self._under_way[run.identifier] = under_way
+            else:
+                self._embeddings[run.identifier] = found
 
     def merge(
         self, plan: StepPlan, starts: Int32, embed: Callable[[], torch.Tensor]
@@ -123,8 +158,9 @@ class Images:
             first += count
 
     def forget(self) -> None:
-        """Drops all embeddings."""
+        """Drops all embeddings, and runs that are under way."""
         self._embeddings.clear()
+        self._under_way.clear()
 
     def reset(self) -> None:
         """No row has a request, and nothing is kept."""

@@ -20,7 +20,7 @@ from penstock.engine.core.plan import NONE, Int32, SampledTokens, SampleInputs, 
 from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS
 from penstock.engine.models.draft_head import DraftHead
 from penstock.engine.models.layers.attention import Attention
-from penstock.engine.models.model import Model, VisionModel
+from penstock.engine.models.model import Encoding, Model, VisionModel
 from penstock.engine.multimodal.normalization import normalized
 from penstock.engine.multimodal.pixels import Pixels
 from penstock.engine.parallel.group import Group
@@ -34,7 +34,7 @@ from penstock.engine.runner.follower import Follower
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.host_step import HostStep
 from penstock.engine.runner.image_positions import ImagePositions
-from penstock.engine.runner.images import Images
+from penstock.engine.runner.images import Images, whole
 from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS, StepArrays
 from penstock.engine.runner.memory_profile import PeakMemory, peak_activation_bytes
 from penstock.engine.runner.own_drafts import measured_drafts
@@ -261,7 +261,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         """The embeddings of a black image."""
         settings = self.config.model.images
         assert settings is not None
-        return self._encode(settings.sample())
+        return whole(self._encode(settings.sample()))
 
     def _begin(self, plan: StepPlan, starts: Int32, drafts: Int32 | None, asked: PromptRows | None) -> HostStep:
         """Brings the inputs of a step to the device."""
@@ -285,8 +285,8 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             ctx = TickingContext(ctx.ops, ctx.kv_caches, of_layers, partial(group.memory.tick, 0), kv_scales=scales)
         return HostStep(plan, self.runtime, requests.rows, self.model, inputs, ctx, inputs.input_ids, starts, asked)
 
-    def _encode(self, pixels: Pixels) -> torch.Tensor:
-        """An image's embeddings."""
+    def _encode(self, pixels: Pixels) -> Encoding:
+        """An image's run through the tower."""
         settings = self.config.model.images
         assert settings is not None, "an image for a model that reads text alone"
         image = torch.from_numpy(normalized(pixels.array(), settings.normalization))

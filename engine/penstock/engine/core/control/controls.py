@@ -213,7 +213,7 @@ class Controls:
     def _sleep(self, level: int, now: float) -> None:
         self._scheduler.pause_state = PauseState.PAUSED_ALL
         self._reset_prefix_cache(now, force=True)
-        self._scheduler.encoder.cache.clear()
+        self._scheduler.encoder.clear()
         self._executor.call("sleep", level)
         self._sleeping.update(TAGS)
         self._weights_lost |= level == 2
@@ -230,7 +230,7 @@ class Controls:
         if "weights" in self._sleeping:
             raise ControlError("the weights sleep: wake them up before they are reloaded")
         self._reset_prefix_cache(now, force=True)
-        self._scheduler.encoder.cache.clear()
+        self._scheduler.encoder.clear()
         was_asleep = self.asleep is not None
         try:
             self._executor.call("reload_weights", path)

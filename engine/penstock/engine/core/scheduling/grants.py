@@ -113,6 +113,7 @@ class Grants:
             end = computed + step.chunk(known - computed)
             reach = self._encoder.reach(request, computed, end) if request.images else None
             if reach is not None and (end := reach.end) == computed:
+                self._encoder.start(reach)
                 continue
             if self._grow(step, request, end):
                 if reach is not None:

@@ -135,6 +135,7 @@ class Scheduler:
             case PauseState.UNPAUSED:
                 return (
                     bool(self._tenancy.running)
+                    or self.encoder.is_busy
                     or self._waiting.is_ready
                     or (self._waiting.has_held and self.adapters.table.changed)
                     or (self._offload is not None and self._offload.has_errands)
@@ -262,7 +263,7 @@ class Scheduler:
             self._admissions.admit(step)
         if self._offload is not None:
             idle = idle or self._offload.has_errands
-        return None if step.is_empty and not idle else self._submit(step)
+        return None if step.is_empty and not idle and not self.encoder.is_busy else self._submit(step)
 
     def _submit(self, step: StepBuilder) -> StepPlan:
         adapters = self.adapters.table

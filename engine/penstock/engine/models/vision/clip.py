@@ -5,6 +5,7 @@ import torch
 from penstock.engine.models.build import Build
 from penstock.engine.models.layers.norm import LayerNorm
 from penstock.engine.models.layers.weight import Weight, Weights, prefixed
+from penstock.engine.models.model import Encoding
 from penstock.engine.models.vision.config import TowerConfig
 from penstock.engine.models.vision.layer import PatchEmbedding, VisionLayer
 
@@ -47,10 +48,11 @@ class ClipTower:
         for part in (self.patches, *self.layers):
             part.finish()
 
-    def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        """[size, size, 3], normalised → [1 + patches, hidden]; the class token is the first."""
+    def __call__(self, image: torch.Tensor) -> Encoding:
+        """[size, size, 3], normalised → in the end [1 + patches, hidden]; the class token is the first."""
         hidden = torch.cat([self.class_embedding[None], self.patches(image)]) + self.position_embedding
         hidden = self.pre_layrnorm(hidden)
-        for layer in self.layers:
+        for at, layer in enumerate(self.layers):
+            yield at / len(self.layers)
             hidden = layer(hidden)
         return hidden

@@ -12,6 +12,7 @@ from penstock.engine.models.layers.linear import ColumnParallelLinear, GateUpPar
 from penstock.engine.models.layers.norm import RMSNorm
 from penstock.engine.models.layers.shard import Span
 from penstock.engine.models.layers.weight import Weights, prefixed
+from penstock.engine.models.model import Encoding
 from penstock.engine.models.vision.config import QwenTowerConfig
 
 _EPS = 1e-6
@@ -155,8 +156,8 @@ class QwenTower:
         for part in (self.proj, *self.blocks, self.first, self.second):
             part.finish()
 
-    def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        """[height, width, 3], normalised → [height · width / pixels of a square, the decoder's hidden]."""
+    def __call__(self, image: torch.Tensor) -> Encoding:
+        """[height, width, 3], normalised → in the end [height · width / pixels of a square, the decoder's hidden]."""
         config = self._config
         patch, merge = config.patch_size, config.merge_size
         rows, columns = image.shape[0] // patch, image.shape[1] // patch
@@ -165,6 +166,7 @@ class QwenTower:
         hidden = self.proj(film.view(-1, merge**2, film.shape[1])[laid.order].flatten(0, 1).to(self._dtype))
         cos, sin = laid.angles.cos(), laid.angles.sin()
         for at, block in enumerate(self.blocks):
+            yield at / len(self.blocks)
             hidden = block(hidden, laid.whole if at in config.full_layers else laid.windows, cos, sin)
         merged = self.second(F.gelu(self.first(self.ln_q(hidden).view(len(laid.order), -1))))
         found = torch.empty_like(merged)

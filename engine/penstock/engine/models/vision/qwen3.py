@@ -9,6 +9,7 @@ from penstock.engine.models.layers.linear import ColumnParallelLinear, RowParall
 from penstock.engine.models.layers.norm import LayerNorm
 from penstock.engine.models.layers.shard import Span
 from penstock.engine.models.layers.weight import Weight, Weights, prefixed
+from penstock.engine.models.model import Encoding
 from penstock.engine.models.vision.config import Qwen3TowerConfig
 from penstock.engine.models.vision.qwen import angles_of, patches_by_square, places_by_square, rotated
 
@@ -122,8 +123,8 @@ class Qwen3Tower:
         for part in (self.proj, *self.blocks, *self.deep, self.merger):
             part.finish()
 
-    def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        """[height, width, 3], normalised → [squares, (1 + deep layers) · the decoder's hidden]."""
+    def __call__(self, image: torch.Tensor) -> Encoding:
+        """[height, width, 3], normalised → in the end [squares, (1 + deep layers) · the decoder's hidden]."""
         config = self._config
         patch, merge = config.patch_size, config.merge_size
         rows, columns = image.shape[0] // patch, image.shape[1] // patch
@@ -133,6 +134,7 @@ class Qwen3Tower:
         angles = angles_of(places, config.hidden_size // config.num_heads // 2)
         cos, sin, deep = angles.cos(), angles.sin(), dict[int, torch.Tensor]()
         for at, block in enumerate(self.blocks):
+            yield at / len(self.blocks)
             hidden = block(hidden, cos, sin)
             if at in config.deep_layers:
                 deep[at] = self.deep[config.deep_layers.index(at)](hidden)

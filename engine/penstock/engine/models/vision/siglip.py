@@ -5,6 +5,7 @@ import torch
 from penstock.engine.models.build import Build
 from penstock.engine.models.layers.norm import LayerNorm
 from penstock.engine.models.layers.weight import Weight, Weights, prefixed
+from penstock.engine.models.model import Encoding
 from penstock.engine.models.vision.config import TowerConfig
 from penstock.engine.models.vision.layer import PatchEmbedding, VisionLayer
 
@@ -40,9 +41,10 @@ class SiglipTower:
         for part in (self.patches, *self.layers):
             part.finish()
 
-    def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        """[size, size, 3], normalised → [patches, hidden]."""
+    def __call__(self, image: torch.Tensor) -> Encoding:
+        """[size, size, 3], normalised → in the end [patches, hidden]."""
         hidden = self.patches(image) + self.position_embedding
-        for layer in self.layers:
+        for at, layer in enumerate(self.layers):
+            yield at / len(self.layers)
             hidden = layer(hidden)
         return self.post_layernorm(hidden)

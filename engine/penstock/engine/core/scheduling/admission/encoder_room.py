@@ -6,7 +6,8 @@ from penstock.engine.core.scheduling.images.encoder import Encoder
 
 
 class EncoderRoom:
-    """Refuses a request that could not compute a single token before an image for which this step has no room."""
+    """Refuses a request that could not compute a single token before an image for which this step has no room. If the image's run
+    needs several steps, it begins all the same."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
@@ -17,4 +18,8 @@ class EncoderRoom:
             return None
         start, budget = candidate.hit.num_tokens, candidate.token_budget
         end = min(candidate.num_tokens, start + max(budget, 1))
-        return "capacity" if self._encoder.reach(candidate.request, start, end).end == start else None
+        reach = self._encoder.reach(candidate.request, start, end)
+        if reach.end > start:
+            return None
+        self._encoder.start(reach)
+        return "capacity"
