@@ -153,7 +153,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         # Heavy for `penstock --help`.
         from penstock.engine.loading.checkpoint import read_model_config, resolve
         from penstock.engine.spec.checkpoint import DraftCheckpoint, check_drafter, verifier
-        from penstock.engine.spec.settings import LOOKUPS, speculative_config
+        from penstock.engine.spec.settings import speculative_config
 
         names = self.served_model_name or [self.model]
         device = device or choose_device(self.device)
@@ -177,11 +177,6 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         images = self._images(model.images, device)
         source = self.model.removeprefix("hf://").removeprefix("file://")
         speculative = speculative_config(self.speculative_config, self.spec_method, self.spec_tokens, self.spec_model, model)
-        if speculative is not None and device == "cuda" and speculative.method not in LOOKUPS:
-            raise ConfigError(
-                f"--speculative-config: the method {speculative.method} drafts on a CPU alone so far (--device cpu); "
-                f"{' and '.join(LOOKUPS)} do on every device"
-            )
         if model.pooling is not None:
             self._check_pooling(device)
         self._check_cache_dtype(model, device)
@@ -244,7 +239,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             attention_backend=self.attention_backend,
             cpu_isa=self._cpu_isa(device),
             graphs=self._graphs(cuda=device == "cuda"),
-            depth=self._depth(device),
+            depth=self._depth(device, has_drafter=drafter is not None),
             seed=self.seed,
             profile_dir=Path(self.profile_dir) if self.profile_dir is not None else None,
             watchdog_timeout=self.watchdog_timeout,
@@ -406,10 +401,17 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         except ValueError as error:
             raise ConfigError(f"--cpu-isa: {error}") from None
 
-    def _depth(self, device: Literal["cpu", "cuda"]) -> int:
+    def _depth(self, device: Literal["cpu", "cuda"], *, has_drafter: bool) -> int:
         """Plans in flight."""
         if self.pipeline_parallel_size > 1:
             return self.pipeline_parallel_size
+        if device == "cuda" and has_drafter:
+            if self.async_scheduling:
+                raise ConfigError(
+                    "--async-scheduling: a draft model or a head on a device reads what a step has left before the next step; "
+                    "remove one of the two"
+                )
+            return 1
         if self.async_scheduling is not None:
             return 2 if self.async_scheduling else 1
         if device == "cuda":

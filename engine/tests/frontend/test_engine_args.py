@@ -248,14 +248,16 @@ def test_several_ranks_on_a_gpu_are_refused(monkeypatch) -> None:
         EngineArgs(model=str(TINY), tensor_parallel_size=2).config()
 
 
-def test_a_gpu_drafts_from_text_and_from_no_model() -> None:
+def test_drafts_on_a_gpu_come_after_the_result() -> None:
     for method in ("ngram", "suffix"):
         scheduler = EngineArgs(model=TINY, spec_method=method, spec_tokens=3).config(device="cuda").scheduler
         assert (scheduler.num_speculative_tokens, scheduler.drafts_after_result) == (3, True)
         assert not EngineArgs(model=TINY, spec_method=method).config(device="cpu").scheduler.drafts_after_result
-    words = "the method draft_model drafts on a CPU alone so far (--device cpu); ngram and suffix do on every device"
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        EngineArgs(model=TINY, spec_method="draft_model", spec_model=TINY).config(device="cuda")
+    beside = {"model": TINY, "spec_method": "draft_model", "spec_model": TINY}
+    config = EngineArgs(**beside).config(device="cuda")
+    assert (config.depth, config.scheduler.num_lookahead_tokens, EngineArgs(model=TINY).config(device="cuda").depth) == (1, 4, 2)
+    with pytest.raises(ConfigError, match="--async-scheduling: a draft model or a head on a device reads what a step has left"):
+        EngineArgs(**beside, async_scheduling=True).config(device="cuda")
 
 
 def test_pages_in_the_hosts_memory_need_a_prefix_cache_on_a_cpu() -> None:

@@ -1,12 +1,11 @@
 """The drafts that a runner keeps: what it does not tell of, it does not have verified."""
 
 import numpy as np
-import torch
 
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.plan import Admission, StepPlan, empty
 from penstock.engine.core.row_table import RowTable
-from penstock.engine.runner.input_batch import StepInputs
+from penstock.engine.runner.input_batch import Placed
 from penstock.engine.runner.own_drafts import OwnDrafts
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.depth import Timing
@@ -24,10 +23,10 @@ class Sevens(Proposer):
         return np.full((len(rows), K), 7, np.int32)
 
 
-def a_read_step() -> StepInputs:
+def a_read_step() -> Placed:
     """Nothing that these proposers look at."""
-    nothing = torch.zeros(0, dtype=torch.int64)
-    return StepInputs(nothing, nothing, [], nothing, None, empty())
+    nothing = empty()
+    return Placed(nothing, nothing, nothing, nothing, nothing, [], None)
 
 
 def a_step(own: OwnDrafts, rows: RowTable, before: int):

@@ -44,11 +44,6 @@ def _engine(spec: InferenceModelSpec) -> Iterator[str]:
     yield from _quantization(spec)
     if engine.speculative is not None and engine.speculative.method not in DRAFTS:
         yield f"spec.engine.speculative.method ({engine.speculative.method}; {', '.join(DRAFTS)} work)"
-    elif engine.speculative is not None and engine.speculative.method not in (*LOOKUPS, "auto"):
-        devices = [pool.name for pool in spec.pools if pool.has_devices]
-        if devices:
-            works = f"{' and '.join(LOOKUPS)} work there"
-            yield f"spec.engine.speculative.method ({engine.speculative.method}; pool {devices[0]} has devices; {works})"
     yield from _connector(spec)
 
 

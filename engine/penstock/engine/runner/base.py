@@ -196,7 +196,8 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
                 warn_of_ignored(found, {name.rpartition(".")[0] for name in self.model.weights()})
             self._fill(Source(self.config.model.path, self.config.model.load_format))
         if self._drafter is not None:
-            self.draft_ops = self._choose_attention(self._drafter.config).bind(ops)
+            self.draft_attention = self._choose_attention(self._drafter.config)
+            self.draft_ops = self.draft_attention.bind(ops)
             self._load_draft_model(self._drafter)
         log.info("kernels: %s; threads: %d", self.ops.form, self.config.threads)
 

@@ -5,20 +5,18 @@ states alone. The states that it makes up while it drafts are forgotten.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from penstock.engine.attention.context import AttentionContext, ForwardContext
-from penstock.engine.cache.layout import KVGroup
 from penstock.engine.core.plan import Bool, Int32
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.models.draft_head import DraftHead
 from penstock.engine.models.model import Model
 from penstock.engine.runner.draft_sampler import DraftSampler
-from penstock.engine.runner.input_batch import StepArrays, StepInputs
+from penstock.engine.runner.input_batch import Placed, StepArrays, StepInputs
 from penstock.engine.runner.step_tapes import StepTapes
 from penstock.engine.spec.proposer import Proposer
 from penstock.kernels.ops import Ops
@@ -87,7 +85,7 @@ class HeadProposer(Proposer):
     Args:
         ops: The head's operations.
         layer_groups: Of its layers: numbers of KV groups.
-        groups: The KV groups of target and head.
+        arrays: Bring its passes to where it runs, of as many tokens as `states` has.
         states: [tokens of a step at most, states]: the target's, as `TappedModel` leaves them.
         hidden_size: The head's.
         max_num_seqs: Rows.
@@ -100,7 +98,7 @@ class HeadProposer(Proposer):
         self,
         ops: Ops,
         layer_groups: Sequence[int],
-        groups: Sequence[KVGroup],
+        arrays: StepArrays,
         states: torch.Tensor,
         *,
         hidden_size: int,
@@ -111,18 +109,17 @@ class HeadProposer(Proposer):
     ) -> None:
         self._ops, self._layer_groups, self._states, self._sampler = ops, layer_groups, states, sampler
         self._max_model_len, self._num_drafts = max_model_len, num_drafts
-        most = len(states)
-        self._arrays = StepArrays(most, max_num_seqs, max_model_len, groups, max_num_seqs)
-        self._ids = torch.zeros(most, dtype=torch.int64)
-        self._last = torch.zeros(max_num_seqs, dtype=torch.int64)
-        self._read = states.new_zeros(most, hidden_size)
+        self._arrays = arrays
+        self._read = states.new_zeros(len(states), hidden_size)
         """[tokens of a step, hidden]: what the first pass has made of them."""
         self._guessed = states.new_zeros(max_num_seqs, hidden_size)
         """[rows of a pass, hidden]: what the last pass has made of drafts."""
         self._place: Int32 = np.zeros(max_num_seqs, np.int32)
         """[rows]: where the row's last token stands in the step."""
-        self._first: Int32 = np.zeros(max_num_seqs, np.int32)
-        """[rows]: the first draft."""
+        self._last = torch.empty(0, dtype=torch.int64)
+        """[m]: where the last tokens stand in the step, of the rows for which drafts will be asked."""
+        self._first = torch.empty(0)
+        """[m]: the first drafts of the rows for which drafts will be asked."""
         self._bound: _Bound | None = None
 
     def bind(self, head: DraftHead, kv_caches: list[torch.Tensor]) -> None:
@@ -137,40 +134,38 @@ class HeadProposer(Proposer):
         """Lets go of both, whose memory is wanted back."""
         self._bound = None
 
-    def follow(self, table: RowTable, rows: Int32, step: StepInputs, asked: Bool) -> None:
+    def follow(self, table: RowTable, rows: Int32, step: Placed, asked: Bool) -> None:
         """Reads the tokens of a step. Those of rejected drafts too, so that steps that are alike run from a tape: the next step
         writes over what comes of them."""
         assert self._bound is not None, "the head sleeps"
-        batch = step.groups[0].batch
-        starts, ends = batch.query_start_loc[:-1], batch.query_start_loc[1:]
-        positions, count = step.positions.numpy(), len(step.positions)
+        starts, ends = step.query_start_loc[:-1], step.query_start_loc[1:]
         owners = np.repeat(rows, ends - starts)
-        self._ids.numpy()[:count] = table.token_ids[owners, np.minimum(positions + 1, self._max_model_len - 1)]
-        self._place[rows] = starts + table.num_computed[rows] - 1 - (batch.seq_lens - (ends - starts))
-        wanted = self._last.numpy()[: np.count_nonzero(asked)]
-        wanted[:] = self._place[rows[asked]]
-        inputs = replace(step, input_ids=self._ids[:count], logits_indices=self._last[: len(wanted)])
+        following = table.token_ids[owners, np.minimum(step.positions + 1, self._max_model_len - 1)]
+        self._place[rows] = starts + table.num_computed[rows] - 1 - (step.seq_lens - (ends - starts))
+        of = rows[asked]
+        inputs = self._arrays.inputs(step, following, self._place[of])
         logits = self._logits(self._bound.first, inputs)
-        if len(wanted):
-            self._first[rows[asked]] = self._choose(logits, rows[asked], table.num_tokens[rows[asked]], 0)
+        if len(of):
+            self._last = inputs.logits_indices.clone()
+            self._first = self._choose(logits, of, table.num_tokens[of], 0)
 
     def propose(self, table: RowTable, rows: Int32, known: Int32, most: int) -> Int32:
         """See Proposer. Drafts end where a row's blocks end."""
         assert self._bound is not None, "the head sleeps"
         drafts = np.full((len(rows), self._num_drafts), -1, np.int32)
-        ends, found = known - 1, self._first[rows]
-        drafts[:, 0] = found
+        ends, found = known - 1, [self._first]
         has_room = np.minimum(table.room[rows], self._max_model_len) - ends
-        self._guessed[: len(rows)] = self._read[torch.from_numpy(self._place[rows])]
+        torch.index_select(self._read, 0, self._last, out=self._guessed[: len(rows)])
         for place in range(1, most):
             at = np.minimum(ends + np.int32(place - 1), self._max_model_len - 1)
             placed = self._arrays.place(table, rows, at, np.ones(len(rows), np.int32))
-            step = self._arrays.inputs(placed, found, np.arange(len(rows), dtype=np.int32))
-            found = self._choose(self._logits(self._bound.later, step), rows, ends + np.int32(1 + place), place)
-            drafts[:, place] = np.where(place <= has_room, found, -1)
+            step = self._arrays.inputs(placed, found[-1], np.arange(len(rows), dtype=np.int32))
+            found.append(self._choose(self._logits(self._bound.later, step), rows, ends + np.int32(1 + place), place))
+        drafts[:, :most] = torch.stack(found, dim=1).cpu().numpy()
+        drafts[:, 1:][np.arange(1, self._num_drafts) > has_room[:, None]] = -1
         return drafts
 
-    def _choose(self, logits: torch.Tensor, rows: Int32, positions: Int32, place: int) -> Int32:
+    def _choose(self, logits: torch.Tensor, rows: Int32, positions: Int32, place: int) -> torch.Tensor:
         assert self._bound is not None
         return self._sampler.choose(logits, rows, positions, place, self._bound.vocabulary)
 

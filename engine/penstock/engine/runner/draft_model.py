@@ -11,12 +11,11 @@ import numpy as np
 import torch
 
 from penstock.engine.attention.context import ForwardContext
-from penstock.engine.cache.layout import KVGroup
 from penstock.engine.core.plan import NONE, Bool, Int32
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.models.model import Model
 from penstock.engine.runner.draft_sampler import DraftSampler
-from penstock.engine.runner.input_batch import StepArrays, StepInputs
+from penstock.engine.runner.input_batch import Placed, StepArrays, StepInputs
 from penstock.engine.runner.step_tapes import StepTapes
 from penstock.engine.spec.proposer import Proposer
 from penstock.kernels.ops import Ops
@@ -36,10 +35,10 @@ class DraftModel(Proposer):
     Args:
         ops: The draft model's operations.
         layer_groups: Of its layers: numbers of KV groups.
-        groups: The KV groups of target and draft model.
+        arrays: Bring its passes to where it runs, of as many tokens as `most_tokens` says.
+        block_size: Tokens of the smallest block of target and draft model.
         max_num_seqs: Rows.
         max_model_len: Tokens of a row at most.
-        max_num_tokens: Tokens of a step at most.
         num_drafts: K.
         sampler: Chooses the drafts.
     """
@@ -48,20 +47,17 @@ class DraftModel(Proposer):
         self,
         ops: Ops,
         layer_groups: Sequence[int],
-        groups: Sequence[KVGroup],
+        arrays: StepArrays,
+        block_size: int,
         *,
         max_num_seqs: int,
         max_model_len: int,
-        max_num_tokens: int,
         num_drafts: int,
         sampler: DraftSampler,
     ) -> None:
         self._ops, self._layer_groups, self._sampler = ops, layer_groups, sampler
         self._max_model_len, self._num_drafts = max_model_len, num_drafts
-        self._block_size = min(group.block_size for group in groups)
-        # A row that has rested is behind by less than a block, or by a step's tokens.
-        most = max_num_tokens + max_num_seqs * (self._block_size + num_drafts)
-        self._arrays = StepArrays(most, max_num_seqs, max_model_len, groups, max_num_seqs)
+        self._arrays, self._block_size = arrays, block_size
         self._bound: _Bound | None = None
         self._computed: Int32 = np.zeros(max_num_seqs, np.int32)
         """[rows]: tokens whose keys and values the draft model has written; of drafts see below."""
@@ -69,6 +65,11 @@ class DraftModel(Proposer):
         """[rows, K]: what was proposed last for the tokens from `_computed` on."""
         self._written: Int32 = np.zeros(max_num_seqs, np.int32)
         """[rows]: how many of these have keys and values too."""
+
+    @staticmethod
+    def most_tokens(max_num_tokens: int, max_num_seqs: int, block_size: int, num_drafts: int) -> int:
+        """Of a pass: a row that has rested is behind by less than a block, or by a step's tokens."""
+        return max_num_tokens + max_num_seqs * (block_size + num_drafts)
 
     def bind(self, model: Model, kv_caches: list[torch.Tensor]) -> None:
         """Takes the draft model, loaded, and the caches of its layers (see `ForwardContext`); no row has a request."""
@@ -83,7 +84,7 @@ class DraftModel(Proposer):
         self._computed[row] = num_computed
         self._written[row] = 0
 
-    def follow(self, table: RowTable, rows: Int32, step: StepInputs, asked: Bool) -> None:
+    def follow(self, table: RowTable, rows: Int32, step: Placed, asked: Bool) -> None:
         """Catches up with rows that have filled a block, which others may find in the cache from now on."""
         ends, size = table.num_computed[rows], self._block_size
         behind = ~asked & (ends // size > self._computed[rows] // size)
@@ -100,19 +101,18 @@ class DraftModel(Proposer):
         if not fits.any():
             return drafts
         rows, ends = rows[fits], ends[fits]
-        found = self._catch_up(table, rows, ends, wanted=True)
-        proposed = drafts[fits]
-        proposed[:, 0] = found
+        found = [self._catch_up(table, rows, ends, wanted=True)]
         for place in range(1, most):
             placed = self._arrays.place(table, rows, ends + np.int32(place - 1), np.ones(len(rows), np.int32))
-            step = self._arrays.inputs(placed, found, np.arange(len(rows), dtype=np.int32))
-            logits = self._logits(step)
-            proposed[:, place] = found = self._sampler.choose(logits, rows, ends + np.int32(place), place)
+            step = self._arrays.inputs(placed, found[-1], np.arange(len(rows), dtype=np.int32))
+            found.append(self._sampler.choose(self._logits(step), rows, ends + np.int32(place), place))
+        proposed = drafts[fits]
+        proposed[:, :most] = torch.stack(found, dim=1).cpu().numpy()
         self._drafts[rows], self._written[rows] = proposed, most - 1
         drafts[fits] = proposed
         return drafts
 
-    def _catch_up(self, table: RowTable, rows: Int32, ends: Int32, *, wanted: bool) -> Int32:
+    def _catch_up(self, table: RowTable, rows: Int32, ends: Int32, *, wanted: bool) -> torch.Tensor:
         """Reads the tokens of rows, [m], up to `ends`, [m]; returns the first drafts, [m], where they are wanted."""
         starts = self._keep_accepted(table, rows, ends)
         counts = ends - starts
@@ -125,7 +125,7 @@ class DraftModel(Proposer):
         step = self._arrays.inputs(placed, table.token_ids[placed.token_rows, placed.positions], last)
         self._computed[rows] = ends
         logits = self._logits(step)
-        return self._sampler.choose(logits, rows, ends, 0) if wanted else NONE
+        return self._sampler.choose(logits, rows, ends, 0) if wanted else torch.empty(0)
 
     def _keep_accepted(self, table: RowTable, rows: Int32, ends: Int32) -> Int32:
         """Counts drafts that were accepted as read, since they were; returns how far each row is, [m], before its last token."""

@@ -18,11 +18,12 @@ class DraftSampler:
     Args:
         max_num_seqs: Rows.
         vocab_size: The target's.
+        device: Where the logits of drafts are.
         draws: Whether drafts are drawn at all.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, *, draws: bool) -> None:
-        self._vocab_size, self._may_draw = vocab_size, draws
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device, *, draws: bool) -> None:
+        self._vocab_size, self._device, self._may_draw = vocab_size, device, draws
         self._params = np.tile(GREEDY, (max_num_seqs, 1))
         self.draws: Bool = np.zeros(max_num_seqs, np.bool_)
         """[rows]: whether the request's drafts are drawn."""
@@ -40,7 +41,7 @@ class DraftSampler:
 
     def choose(
         self, logits: torch.Tensor, rows: Int32, positions: Int32, place: int, vocabulary: torch.Tensor | None = None
-    ) -> Int32:
+    ) -> torch.Tensor:
         """A draft for each row.
 
         Args:
@@ -51,19 +52,19 @@ class DraftSampler:
             vocabulary: [draft vocabulary], int64: the target's ids; None: the same.
 
         Returns:
-            [m]: ids of the target.
+            [m], int32: ids of the target, on the device.
         """
         chosen, at = logits.argmax(dim=-1), np.flatnonzero(self.draws[rows])
         if len(at):
-            index, of = torch.from_numpy(at), rows[at]
-            given = torch.from_numpy(of), torch.from_numpy(positions[at]), torch.from_numpy(self._params)
+            of = rows[at]
+            index, *given = (torch.from_numpy(array).to(self._device) for array in (at, of, positions[at], self._params))
             drawn, left = draw_drafts(logits[index], *given)
             chosen[index] = drawn
             if vocabulary is not None:
                 left = left.new_full((len(at), self._vocab_size), float("-inf")).index_copy_(1, vocabulary, left)
             for row, one in zip(of.tolist(), left, strict=True):
                 self._left.setdefault(row, {})[place] = one
-        return (chosen if vocabulary is None else vocabulary[chosen]).to(torch.int32).numpy()
+        return (chosen if vocabulary is None else vocabulary[chosen]).to(torch.int32)
 
     def left_of(self, rows: Int32, places: Int32) -> torch.Tensor:
         """[d, vocab]: what the drafts in these places, [d], of these rows, [d], were drawn from: logits, -inf for what could not

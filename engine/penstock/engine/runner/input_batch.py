@@ -34,11 +34,15 @@ class StepInputs:
     """Where all rows have as many, and all together no more than MAX_TAPED_TOKENS; else None."""
     sampled_rows: Int32
     """[m]: indexes into the plan's rows, a row with drafts as often as it has logits."""
+    placed: "Placed"
+    """The same step on the host."""
 
 
 class Placed(NamedTuple):
     """Where the n tokens of r rows stand in a step, and in the cache."""
 
+    rows: Int32
+    """[r]."""
     query_start_loc: Int32
     """[r + 1]: where each row's tokens begin."""
     seq_lens: Int32
@@ -109,10 +113,12 @@ class StepArrays:
             np.multiply(place[request, columns], np.int64(size), out=slots)
             slots += offsets
             groups.append(GroupInputs(torch.from_numpy(slots), PagedBatch(size, query_start_loc, seq_lens, place, group.window)))
-        return Placed(query_start_loc, seq_lens, token_rows, positions, groups, each if uniform else None)
+        return Placed(rows, query_start_loc, seq_lens, token_rows, positions, groups, each if uniform else None)
 
-    def inputs(self, placed: Placed, token_ids: Int32, logits_indices: Int32, sampled_rows: Int32 = NONE) -> StepInputs:
-        """The step of tokens that have been placed; see `StepInputs`."""
+    def inputs(
+        self, placed: Placed, token_ids: Int32 | torch.Tensor, logits_indices: Int32, sampled_rows: Int32 = NONE
+    ) -> StepInputs:
+        """The step of tokens that have been placed, which may be where the step runs; see `StepInputs`."""
         total, logits = len(placed.positions), len(logits_indices)
         self._input_ids[:total], self._positions[:total] = token_ids, placed.positions
         self._logits_indices[:logits] = logits_indices
@@ -123,6 +129,7 @@ class StepArrays:
             logits_indices=torch.from_numpy(self._logits_indices[:logits]),
             tokens_a_row=placed.tokens_a_row,
             sampled_rows=sampled_rows,
+            placed=placed,
         )
 
     def of_plan(self, plan: StepPlan, table: RowTable, starts: Int32) -> StepInputs:

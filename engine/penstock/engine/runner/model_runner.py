@@ -18,7 +18,6 @@ from penstock.engine.config import EngineConfig, SpeculativeConfig
 from penstock.engine.core.memory import Memory, measure_memory
 from penstock.engine.core.plan import NONE, Int32, SampledTokens, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS
-from penstock.engine.models.draft_head import DraftHead
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.model import Encoding, Model, VisionModel
 from penstock.engine.multimodal.normalization import normalized
@@ -27,9 +26,7 @@ from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.relay import Relay
 from penstock.engine.runner.base import RunnerBase
 from penstock.engine.runner.device.host import HostRuntime
-from penstock.engine.runner.draft_head import HeadProposer, TappedModel
-from penstock.engine.runner.draft_model import DraftModel
-from penstock.engine.runner.draft_sampler import DraftSampler
+from penstock.engine.runner.draft_head import TappedModel
 from penstock.engine.runner.follower import Follower
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.host_step import HostStep
@@ -41,6 +38,7 @@ from penstock.engine.runner.own_drafts import measured_drafts
 from penstock.engine.runner.pending import PendingStep
 from penstock.engine.runner.pooling import Pooler
 from penstock.engine.runner.prompt_logprobs import PromptRows
+from penstock.engine.runner.proposers import Drafter, new_drafter, states_of_target, tapped
 from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.runner.step_tapes import StepTapes
 from penstock.engine.runner.turns import Forward, Launched
@@ -89,11 +87,10 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         vocab_size = self.decoder_config.vocab_size
         sampling = cpu_sampling_ops(config.cpu_isa)
         self.sampler = Sampler(scheduler.max_num_seqs, self._max_logits_rows, vocab_size, self.runtime.device, sampling)
-        self._max_num_tokens, self._states = most, None
-        if self._drafter is not None and self._drafter.head is not None:
-            self._states = torch.zeros(most, self._drafter.head.states_size, dtype=self._dtype)
+        self._max_num_tokens = most
+        self._states = states_of_target(self._drafter, most, self._dtype, self.runtime.device)
         self._proposer: Proposer | None = None
-        self._draft_sampler: DraftSampler | None = None
+        self._drafting: Drafter | None = None
         images = config.model.images
         self._images = Images(self._encode, two_way=images is not None and images.two_way)
         self._positions = ImagePositions(scheduler.max_num_seqs) if self.decoder_config.ropes[0].sections else None
@@ -140,8 +137,8 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         self._drop_pages()
         self._images.forget()
         self._tapes = None
-        if isinstance(self._proposer, DraftModel | HeadProposer):
-            self._proposer.release()
+        if self._drafting is not None:
+            self._drafting.proposer.release()
         if level == 2 and hasattr(self, "model"):
             self._lora.detach()
             del self.model
@@ -185,31 +182,25 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             self._proposer = self._make_proposer(config)
             self._bind_drafter()
             sizes = self.config.scheduler, self.decoder_config.vocab_size, MAX_TAPED_TOKENS
-            self._own_drafts = measured_drafts(config, self._proposer, self._time_decodes, *sizes, self._draft_sampler)
+            sampler = None if self._drafting is None else self._drafting.sampler
+            self._own_drafts = measured_drafts(config, self._proposer, self._time_decodes, *sizes, sampler)
 
     def _make_proposer(self, config: SpeculativeConfig) -> Proposer:
         if self._drafter is None:
             return lookup_proposer(config, self.config.cpu_isa)
-        groups = self._layer_groups[self.decoder_config.num_layers :], self._layout.groups
-        rows, longest, drafts = self.config.scheduler.max_num_seqs, self.config.model.max_model_len, config.num_speculative_tokens
-        draws, vocab_size = config.draft_sample_method == "probabilistic", self.decoder_config.vocab_size
-        self._draft_sampler = sampler = DraftSampler(rows, vocab_size, draws=draws)
-        limits = {"max_num_seqs": rows, "max_model_len": longest, "num_drafts": drafts, "sampler": sampler}
-        if self._states is None:
-            return DraftModel(self.draft_ops, *groups, max_num_tokens=self._max_num_tokens, **limits)
-        return HeadProposer(self.draft_ops, *groups, self._states, hidden_size=self._drafter.config.hidden_size, **limits)
+        scheduler, longest, groups = self.config.scheduler, self.config.model.max_model_len, self._layout.groups
+        self._drafting = new_drafter(
+            *(self.config, self.decoder_config, self._drafter, self.draft_ops),
+            *(self._layer_groups[self.decoder_config.num_layers :], groups),
+            lambda most: StepArrays(most, scheduler.max_num_seqs, longest, groups, scheduler.max_num_seqs),
+            *(self._states, self.runtime.device),
+        )
+        return self._drafting.proposer
 
     def _bind_drafter(self) -> None:
         """Gives the proposer its model and cache, once all of them are there."""
-        if not self.kv_caches or not hasattr(self, "model") or not hasattr(self, "draft_model"):
-            return
-        caches, model = self.kv_caches[self.decoder_config.num_layers :], self.draft_model
-        if isinstance(self._proposer, HeadProposer):
-            head = cast("DraftHead", model)
-            head.share(self.model)
-            self._proposer.bind(head, caches)
-        elif isinstance(self._proposer, DraftModel):
-            self._proposer.bind(cast("Model", model), caches)
+        if self._drafting is not None and self.kv_caches and hasattr(self, "model") and hasattr(self, "draft_model"):
+            self._drafting.bind(self.draft_model, self.model, self.kv_caches[self.decoder_config.num_layers :])
 
     def _time_decodes(self, rows: int, drafts: int) -> float:
         """Seconds of a step of so many decodes, each with so many drafts, in the null block."""
@@ -224,7 +215,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             step, table = self._launched.step.inputs, self._requests.rows
             self.sample(SampleInputs(plan.step_id))
         table.room[plan.rows] = self.config.model.max_model_len  # the null block takes any position
-        self._proposer.follow(table, plan.rows, step, np.full(rows, drafts > 0))
+        self._proposer.follow(table, plan.rows, step.placed, np.full(rows, drafts > 0))
         if drafts:
             self._proposer.propose(table, plan.rows, table.num_tokens[plan.rows], drafts)
         seconds = time.perf_counter() - began
@@ -360,14 +351,13 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
                 result = msgspec.structs.replace(result, transfer_s=step.transfer_s, encoder_s=step.encoder_s)
             if own is not None:
                 rows = self._requests.rows
-                drafts = own.propose(plan, step.inputs, result.counts, rows, rows.num_tokens[plan.rows])
+                drafts = own.propose(plan, step.inputs.placed, result.counts, rows, rows.num_tokens[plan.rows])
                 result = result if drafts is None else msgspec.structs.replace(result, drafts=drafts)
             return result
 
     def _target(self) -> "Model | TappedModel":
         """The model, which leaves its states where a head finds them."""
-        head = None if self._drafter is None else self._drafter.head
-        return self.model if head is None or self._states is None else TappedModel(self.model, head.aux_layers, self._states)
+        return tapped(self.model, self._drafter, self._states)
 
     def _step_tapes(self) -> StepTapes | None:
         """Where the step can run from a tape: a profile wants to see the parts."""

@@ -9,7 +9,7 @@ from penstock.engine.config import SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.plan import Bool, Int32, StepPlan
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.runner.draft_sampler import DraftSampler
-from penstock.engine.runner.input_batch import StepInputs
+from penstock.engine.runner.input_batch import Placed
 from penstock.engine.runner.sampler.choice import Drawn
 from penstock.engine.runner.verification import choices_given
 from penstock.engine.spec.depth import DraftDepth, Timing, depths
@@ -104,12 +104,12 @@ class OwnDrafts:
             at[owners, places], drafts[owners, places], self._sampler.left_of(plan.rows[owners], places.astype(np.int32))
         )
 
-    def propose(self, plan: StepPlan, step: StepInputs | None, counts: Int32, rows: RowTable, known: Int32) -> Int32 | None:
+    def propose(self, plan: StepPlan, step: Placed | None, counts: Int32, rows: RowTable, known: Int32) -> Int32 | None:
         """Makes the drafts of the next step, once the tokens of this one are in their rows.
 
         Args:
             plan: The step's.
-            step: What the model has read; None: on a device, whose proposers look at text alone.
+            step: Where the tokens stand that the model has read; None: the proposer looks at text alone.
             counts: [r]: new tokens of each row; 0 where it does not sample, has an error, or has come to another request since.
             rows: With these tokens.
             known: [r]: how many tokens each row with new ones has by now.
@@ -138,7 +138,7 @@ class OwnDrafts:
         found = self._proposed(rows, plan, step, asked if most else np.zeros_like(asked), most)
         return None if found is None else self._kept(plan, of, found, rows)
 
-    def _proposed(self, rows: RowTable, plan: StepPlan, step: StepInputs | None, asked: Bool, most: int) -> Int32 | None:
+    def _proposed(self, rows: RowTable, plan: StepPlan, step: Placed | None, asked: Bool, most: int) -> Int32 | None:
         """[m, K]: what the proposer says of the rows that are asked for, up to the first that is no token, and no more than
         `most`; None: nothing. A step does without drafts where the proposer fails."""
         if not self._follow(rows, plan, step, asked) or not most:
@@ -152,7 +152,7 @@ class OwnDrafts:
         fits = (drafts >= 0) & (drafts < self._vocab_size) & (np.arange(drafts.shape[1]) < most)
         return np.where(np.logical_and.accumulate(fits, axis=1), drafts, np.int32(_PAD))
 
-    def _follow(self, rows: RowTable, plan: StepPlan, step: StepInputs | None, asked: Bool) -> bool:
+    def _follow(self, rows: RowTable, plan: StepPlan, step: Placed | None, asked: Bool) -> bool:
         """Lets the proposer take in the step; False: it has failed."""
         if step is None:
             return True

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from penstock.engine.core.plan import Bool, Int32
 from penstock.engine.core.row_table import RowTable
-from penstock.engine.runner.input_batch import StepInputs
+from penstock.engine.runner.input_batch import Placed
 
 
 class Proposer(Protocol):
@@ -27,13 +27,13 @@ class Proposer(Protocol):
     def begins(self, row: int, num_computed: int) -> None:
         """Takes in that a request has come to a row, and how many of its tokens the KV cache holds already."""
 
-    def follow(self, table: RowTable, rows: Int32, step: StepInputs, asked: Bool) -> None:
-        """Takes in a step, before drafts are asked for. On a device nobody tells of it: what runs there looks at text alone.
+    def follow(self, table: RowTable, rows: Int32, step: Placed, asked: Bool) -> None:
+        """Takes in a step, before drafts are asked for. Who looks at text alone may not be told of it.
 
         Args:
             table: All rows; rejected drafts are no longer counted.
             rows: [r]: the step's.
-            step: What the target model has read.
+            step: Where the tokens stand that the target model has read.
             asked: [r]: for which of them drafts will be asked for.
         """
 

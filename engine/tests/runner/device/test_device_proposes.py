@@ -43,9 +43,9 @@ class Drafting(Engine):
     """An engine on a device that proposes drafts."""
 
     def __init__(
-        self, build, path, depth, num_blocks=100, config=NGRAM, proposer=None, timings=FREE, budget=48, **kwargs
+        self, build, path, depth, num_blocks=100, config=NGRAM, proposer=None, timings=FREE, budget=48, lookahead=0, **kwargs
     ) -> None:
-        scheduler = msgspec.structs.replace(DRAFTING, max_num_batched_tokens=budget)
+        scheduler = msgspec.structs.replace(DRAFTING, max_num_batched_tokens=budget, num_lookahead_tokens=lookahead)
         runner = build(path, scheduler=scheduler, depth=depth, speculative=config, **kwargs)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(own_drafts, "measure_steps", lambda *_: timings)

@@ -8,13 +8,13 @@ import gc
 import logging
 import time
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from penstock.engine.attention.backends.interface import StepLengths
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, SpeculativeConfig
 from penstock.engine.core.executor import Pending
 from penstock.engine.core.memory import Memory
 from penstock.engine.core.plan import Bool, GraphReport, Int32, SampleInputs, StepPlan, StepResult
@@ -24,6 +24,7 @@ from penstock.engine.lora.runner import device_lora_runner
 from penstock.engine.models.model import Model
 from penstock.engine.roofline import Ceilings
 from penstock.engine.runner.base import RunnerBase
+from penstock.engine.runner.device.arrays import DeviceArrays
 from penstock.engine.runner.device.ceilings import measure_ceilings
 from penstock.engine.runner.device.drafts import StepDrafts
 from penstock.engine.runner.device.graphs.capture import GraphManager
@@ -44,6 +45,7 @@ from penstock.engine.runner.device.staging import Staging
 from penstock.engine.runner.own_drafts import measured_drafts
 from penstock.engine.runner.pending import PendingStep
 from penstock.engine.runner.prompt_logprobs import PromptRows
+from penstock.engine.runner.proposers import Drafter, new_drafter, states_of_target, tapped
 from penstock.engine.runner.sampler.sampler import Sampler
 from penstock.engine.runner.turns import Forward
 from penstock.engine.sampling import SamplingParams
@@ -67,6 +69,29 @@ class DeviceForms(NamedTuple):
     model: Ops
     step: StepOps
     sampling: SamplingOps
+
+
+class _Tapped:
+    """A runner as what graphs are captured of: the model, which leaves its states where a head finds them.
+
+    Args:
+        runner: As it is at each step.
+    """
+
+    def __init__(self, runner: "DeviceRunner") -> None:
+        self._runner = runner
+
+    @property
+    def model(self) -> Model:
+        return self._runner.target
+
+    @property
+    def ops(self) -> Ops:
+        return self._runner.ops
+
+    @property
+    def kv_caches(self) -> list[torch.Tensor]:
+        return self._runner.kv_caches
 
 
 class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
@@ -98,6 +123,7 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         """Whether the model waits for weights, as after sleep at level 2."""
         self._given = forms
         self._proposer: Proposer | None = None
+        self._drafting: Drafter | None = None
 
     def _make_ops(self) -> Ops:
         scheduler, model, device = self.config.scheduler, self.config.model, self.runtime.device
@@ -114,11 +140,13 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         return self.forms.model
 
     def _make_graphs(self) -> None:
+        tokens = len(self.buffers.inputs.input_ids)
+        self._states = states_of_target(self._drafter, tokens, self._dtype, self.runtime.device)
         graphs, most, lora = self.config.graphs, self.config.scheduler.max_num_seqs, self.config.lora is not None
         mode, why = effective_mode(graphs.mode, self.attention.graph_support(self.attention.needs))
         if why is not None:
             log.warning("--cudagraph-mode %s becomes %s: %s", graphs.mode, mode, why)
-        self._capturable = CapturableStep(self, self.program, self._staging, self.sampler, self.runtime)
+        self._capturable = CapturableStep(_Tapped(self), self.program, self._staging, self.sampler, self.runtime)
         self.dispatcher = GraphDispatcher(mode, graphs.capture_sizes, most, served_by=SERVED_BY)
         self.graphs = GraphManager(
             self.runtime, self._graph_runtime, self._capturable, self.dispatcher, lora=lora, variants=VARIANTS
@@ -170,6 +198,10 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         self.graphs.clear()
         self._capturable.forget()
         self._drop_pages()
+        if self._drafting is not None:
+            self._drafting.proposer.release()
+            if hasattr(self, "draft_model"):
+                del self.draft_model
         if level == 1 and self._asleep is None and hasattr(self, "model"):
             self._asleep = HostCopy(self.runtime, self.model)
         elif level == 2:
@@ -188,13 +220,18 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
             self._asleep = None
         elif "weights" in tags and not hasattr(self, "model"):
             self._adopt(self._new_model())
+        if "weights" in tags and self._drafter is not None and not hasattr(self, "draft_model"):
+            # It is small beside the model, and read again.
+            self._load_draft_model(self._drafter)
         if "kv_cache" in tags:
             self.initialize_kv_cache(self._num_blocks)
+        self._bind_drafter()
         self._capture_first()
 
     def reload_weights(self, path: str | None) -> None:
         """See RunnerBase. The new weights come where the old ones are, so that graphs stay what they are."""
         super().reload_weights(path)
+        self._bind_drafter()
         self._capture_first()
 
     def warm_up(self) -> None:
@@ -209,18 +246,52 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
                 )
         self._capture_first()
         if (config := self.config.speculative) is not None:
-            self._proposer = lookup_proposer(config, self.config.cpu_isa)
+            self._proposer = self._make_proposer(config)
+            self._bind_drafter()
             sizes = scheduler, self.decoder_config.vocab_size, 0
-            self._own_drafts = measured_drafts(config, self._proposer, self._time_decodes, *sizes)
+            sampler = None if self._drafting is None else self._drafting.sampler
+            self._own_drafts = measured_drafts(config, self._proposer, self._time_decodes, *sizes, sampler)
 
+    def _make_proposer(self, config: SpeculativeConfig) -> Proposer:
+        if self._drafter is None:
+            return lookup_proposer(config, self.config.cpu_isa)
+        rows, longest, groups = self.config.scheduler.max_num_seqs, self.config.model.max_model_len, self._layout.groups
+        on_device = self.runtime, self.state.block_tables, self.draft_attention
+        self._drafting = new_drafter(
+            *(self.config, self.decoder_config, self._drafter, self.draft_ops),
+            *(self._layer_groups[self.decoder_config.num_layers :], groups),
+            lambda most: DeviceArrays(most, rows, longest, groups, *on_device),
+            *(self._states, self.runtime.device),
+        )
+        return self._drafting.proposer
+
+    def _bind_drafter(self) -> None:
+        """Gives the proposer its model and cache, once all of them are there."""
+        if self._drafting is not None and self.kv_caches and hasattr(self, "model") and hasattr(self, "draft_model"):
+            self._drafting.bind(self.draft_model, self.model, self.kv_caches[self.decoder_config.num_layers :])
+
+    @property
+    def target(self) -> Model:
+        """The model, which leaves its states where a head finds them."""
+        return cast("Model", tapped(self.model, self._drafter, self._states))
+
+    @torch.inference_mode()
     def _time_decodes(self, rows: int, drafts: int) -> float:
-        """Seconds of a step of so many decodes, each with so many drafts, in the null block; its drafts are looked up."""
+        """Seconds of a step of so many decodes, each with so many drafts, in the null block; its drafts are proposed."""
         assert self._proposer is not None
-        plan = self._null_decodes(rows, drafts)
+        plan, table = self._null_decodes(rows, drafts), self._requests.rows
+        for row in range(rows):
+            self._proposer.begins(row, 0)
         began = time.perf_counter()
         self.execute(plan)
         self.sample(SampleInputs(plan.step_id)).result()
-        self._proposer.propose(self._requests.rows, plan.rows, np.ones(rows, np.int32), drafts)
+        table.room[plan.rows] = self.config.model.max_model_len  # the null block takes any position
+        with self.runtime.main_stream():
+            if self._drafting is not None:
+                placed = self._drafting.arrays.place(table, plan.rows, np.zeros(rows, np.int32), plan.num_new_tokens)
+                self._proposer.follow(table, plan.rows, placed, np.full(rows, drafts > 0))
+            if drafts:
+                self._proposer.propose(table, plan.rows, table.num_tokens[plan.rows], drafts)
         seconds = time.perf_counter() - began
         self._reset()
         return seconds
@@ -250,7 +321,14 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
             drafts = self._max_logits_rows // scheduler.max_num_seqs - 1
             peak = self._account.peak_of(lambda: self._dummy_step(*most, num_drafts=drafts))
         self._step_bytes = peak
-        return peak
+        return peak + self._draft_bytes()
+
+    def _draft_bytes(self) -> int:
+        """What drafts that are drawn keep of their distributions, if each row has as many as it may."""
+        config, most = self.config.speculative, self.config.scheduler.max_num_seqs
+        if config is None or config.draft_sample_method != "probabilistic":
+            return 0
+        return 4 * most * config.num_speculative_tokens * self.decoder_config.vocab_size
 
     def measure_memory(self) -> Memory:
         """The device's."""
@@ -287,13 +365,16 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
             self.program.prepare(running)
             hidden = self.graphs.replay_forward(found.descriptor)
         else:
-            hidden = self.program.forward(running, self.model)
+            hidden = self.program.forward(running, self.target)
         indices = running.inputs.logits_indices if drafts is None else drafts.logits_indices
         return self._score(hidden, indices if step.plan.samples.any() else None, step.asked)
 
     def _ended(self, step: LaunchedStep, pending: PendingStep) -> Pending:
         """See Turns: the result is on its way."""
-        return pending if self._own_drafts is None else ProposingStep(pending, self._own_drafts, step.starts)
+        if self._own_drafts is None:
+            return pending
+        arrays = None if self._drafting is None else self._drafting.arrays
+        return ProposingStep(pending, self._own_drafts, step.starts, arrays)
 
     def _dispatch(self, plan: StepPlan, asked: PromptRows | None) -> Dispatch:
         """How the step is launched, given the prompt tokens that it scores. A step with drafts needs more rows of logits than the

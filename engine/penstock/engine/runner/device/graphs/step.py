@@ -42,9 +42,20 @@ class _PieceContext:
 class Loaded(Protocol):
     """What steps run on. Another model or another cache needs other graphs."""
 
-    model: Model
-    ops: Ops
-    kv_caches: list[torch.Tensor]
+    @property
+    def model(self) -> Model:
+        """The model that is served."""
+        ...
+
+    @property
+    def ops(self) -> Ops:
+        """Its operations."""
+        ...
+
+    @property
+    def kv_caches(self) -> list[torch.Tensor]:
+        """Of its layers."""
+        ...
 
 
 class CapturableStep:
