@@ -87,6 +87,14 @@ REFUSED_MODELS: dict[str, tuple[Object, str]] = {
         "engine: speculative: model must be an absolute path",
     ),
     "experts": ({"pools": [{"name": "a", "parallelism": {"expert": {"redundant": 1}}}]}, "parallelism.expert: redundant needs"),
+    "nodes": (
+        {"pools": [{"name": "a", "parallelism": {"tensor": 3, "nodes": 2}}]},
+        "parallelism: nodes must divide tensor * pipel",
+    ),
+    "device-nodes": (
+        {"pools": [{"name": "a", "parallelism": {"tensor": 2, "nodes": 2}, "accelerator": {"resource": "nvidia.com/gpu"}}]},
+        "parallelism.nodes is for pools without devices",
+    ),
     "min-max": (scaled(min=4), "scaling: min must not be above max"),
     "warm": (scaled(warm=4), "scaling: warm must not be above max"),
     "zero": (scaled(min=0), "scaling: min 0 and scaleToZeroAfter go together"),

@@ -96,6 +96,11 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"speculative": {"method": "ngram", "model": "hf://org/head"}}}, "model goes with the methods draft_model"),
     ({"engine": {"speculative": {"method": "eagle", "model": "s3://b/head"}}}, "model must be an absolute path in the pods or"),
     ({"pools": [{"name": "a", "parallelism": {"expert": {"redundant": 2}}}]}, "redundant needs enabled: true"),
+    ({"pools": [{"name": "a", "parallelism": {"tensor": 3, "nodes": 2}}]}, "nodes must divide tensor"),
+    (
+        {"pools": [{"name": "a", "parallelism": {"tensor": 2, "nodes": 2}, "accelerator": {"resource": "nvidia.com/gpu"}}]},
+        "parallelism.nodes is for pools without devices",
+    ),
     ({"pools": [{"name": "a", "scaling": {"max": 3, "schedule": [{**DAY, "timeZone": "Mars/Olympus"}]}}]}, "tz database"),
     ({"pools": [{"name": "a", "scaling": {"max": 3, "downWindow": "25h"}}]}, "downWindow must be from 0s to 24h"),
     ({"pools": [{"name": "a", "scaling": {"max": 3, "coldStart": "2h"}}]}, "coldStart must be from 1s to 1h"),
