@@ -217,7 +217,7 @@ bench-gateway: setup ## what the picker adds to a request: latency and CPU, agai
 
 .PHONY: bench-picker
 bench-picker: setup ## what a request costs the picker in CPU, layer by layer, without sockets
-	@$(BIN)/python -m benchmarks.bench_picker
+	@$(BIN)/python -m benchmarks.bench_picker $(ARGS)
 
 .PHONY: bench-xds
 bench-xds: setup ## what Envoy's control plane costs with 1,000 models
@@ -237,7 +237,7 @@ bench-scaling: setup ## the autoscaler on real traces beside HPA's and Knative's
 
 .PHONY: bench-pick
 bench-pick: setup ## what a pick costs, by policy, at 1 to 1,000 replicas
-	@$(BIN)/python benchmarks/bench_pick.py
+	@$(BIN)/python benchmarks/bench_pick.py $(ARGS)
 
 .PHONY: bench-client
 bench-client: setup ## what the load generator of `penstock bench` itself costs a token

@@ -3,8 +3,8 @@
     make bench-pick
 
 `look-up` walks a prompt's 500 block hashes; the policies' columns are the slate and the choice without it. Tokens and hashes are
-made elsewhere (`bench_requests.py`). Each figure is the least of many repetitions, so that other work on the machine counts
-little.
+made elsewhere (`bench_requests.py`). `known prompt` is all of it, with `Cost`: in Python, and compiled (`make native`). Each
+figure is the least of many repetitions, so that other work on the machine counts little.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from penstock.api.fleet import Fleet, Model, Pool, Replica
 from penstock.api.load_report import LoadReport
 from penstock.gateway.picker.candidates import key_of
 from penstock.gateway.picker.choice import choose
+from penstock.gateway.picker.compiled import Compiled, installed
 from penstock.gateway.picker.policies import POLICIES
 from penstock.gateway.picker.request import Prompt, RequestView
 from penstock.gateway.picker.state import FleetState
@@ -33,9 +34,9 @@ REPOSITORY = Path(__file__).parent.parent
 MODEL = Model(id="bench/m", served_names=["m"])
 
 
-def world(count: int, blocks: int) -> tuple[FleetState, list[bytes]]:
+def world(count: int, blocks: int, compiled: Compiled | None = None) -> tuple[FleetState, list[bytes]]:
     """A fleet of loaded replicas that cache random parts of one prompt, and its hashes."""
-    rng, state = random.Random(count), FleetState()
+    rng, state = random.Random(count), FleetState(compiled=compiled)
     replicas = [
         Replica(
             uid=f"u{at}",
@@ -93,7 +94,17 @@ def measure(count: int, blocks: int) -> dict[str, float]:
     row: dict[str, float] = {"replicas": count, "look-up": microseconds(lambda: state.residency.spans(hashes))}
     for policy in POLICIES:
         row[policy] = microseconds(lambda policy=policy: choose(state.slate(MODEL, request, 0.5), policy))
+    row["known prompt"] = pick_of(state, hashes)
+    if (compiled := installed()) is not None:
+        row["the same, compiled"] = pick_of(*world(count, blocks, compiled))
     return row
+
+
+def pick_of(state: FleetState, hashes: list[bytes]) -> float:
+    """Microseconds from a prompt's hashes to the choice."""
+    prompt = Prompt(PROMPT_BLOCKS * BLOCK + 1, tuple(hashes))
+    request = RequestView(id="r", path="", model="m", prompts=(prompt,), block_size=BLOCK)
+    return microseconds(lambda: choose(state.slate(MODEL, request, 0.5), "Cost"))
 
 
 def main() -> None:

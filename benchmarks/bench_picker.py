@@ -7,8 +7,9 @@ head) go into the server's protocol as a transport would give them. `protocol` a
 `messages` reads and writes the messages of ext_proc with a decision that is made already; `decision` is the whole picker at so
 many replicas, with a prompt of 500 tokens that is tokenised and hashed already, with an audit log, and with tokenising, which
 meets its caches; with a body of 16 kB, with a trace of its own in each call's and request's headers, and while 1,000 streams of
-the same prompt are open, whose bookings count. `h2 package` is the protocol alone by the package of that name. Layers take
-turns, and the least of the rounds counts: that is what other processes disturb least.
+the same prompt are open, whose bookings count. "distinct" is all of it, tokenising included, with a prompt of its own in each
+request, in Python and with the compiled parts (`make native`). `h2 package` is the protocol alone by the package of that name.
+Layers take turns, and the least of the rounds counts: that is what other processes disturb least.
 
 "hot" is one request after the other; "cold" is with the core's caches overwritten before each read, which is what a request
 finds that comes alone, on cores that do something else meanwhile (the median of its requests).
@@ -18,6 +19,7 @@ import argparse
 import asyncio
 import functools
 import gc
+import itertools
 import json
 import os
 import re
@@ -26,6 +28,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import grpc
 import h2.config
@@ -52,18 +55,20 @@ from penstock.gateway.h2.blocks import literal
 from penstock.gateway.h2.frames import END_HEADERS, END_STREAM, Setting
 from penstock.gateway.h2.messages import prefixed
 from penstock.gateway.h2.server import Server, ServerProtocol
+from penstock.gateway.load.compiled_hasher import CompiledHasher
 from penstock.gateway.load.tokenized import TokenizedPrompts, exact, extra_keys
 from penstock.gateway.picker.bookings import Bookings
 from penstock.gateway.picker.candidates import ReplicaKey, key_of
+from penstock.gateway.picker.compiled import Compiled, installed, name_of
 from penstock.gateway.picker.request import Prompt, RequestView
 from penstock.gateway.process import Gateway, GatewaySettings
 from penstock.gateway.xds.listener import ListenerSettings
 from penstock.prompt.memo import PrefixMemo
 from penstock.prompt.processor import PromptProcessor
 
-ROUNDS, REQUESTS, TOKENS = 8, 400, 500
+ROUNDS, REQUESTS, TOKENS = 32, 100, 500
 MAX_FRAME = 2**14
-COLD_REQUESTS, READS = 50, 3  # of a request: what was left of the one before, the exchange, the head of the response
+COLD_REQUESTS, READS = 12, 3  # of a request: what was left of the one before, the exchange, the head of the response
 OTHERS_BYTES = 4 * 2**20
 """What others touch between two reads: more than a core's own caches hold."""
 REPLICAS = (1, 10, 100, 1000)
@@ -90,11 +95,13 @@ RESPONSE = [
     (":status", "200"), ("content-type", "application/json"), ("endpoint-load-metrics", load_report.encode(REPORT, "TEXT")),
 ]  # fmt: skip
 OPEN_STREAMS = 1_000
+FIRST_WORDS = b"w10 w11 w12 w13 w14 w15 w16 w17 w18"
+"""What a prompt begins with: other words in each where prompts are distinct."""
 
 
 def body_of(words: int) -> bytes:
     """A chat completion's body, of about four bytes a word."""
-    content = " ".join(f"w{n % 97}" for n in range(words))
+    content = " ".join([FIRST_WORDS.decode(), *(f"w{n % 97}" for n in range(words))])
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 16}).encode()
 
 
@@ -117,6 +124,11 @@ def said(body: bytes = BODY, trace: str = "") -> tuple[bytes, bytes]:
     second = ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=True))
     one, two = (prefixed(message.SerializeToString()) for message in (first, second))
     return one, two
+
+
+def words_of(number: int) -> bytes:
+    """Words in place of `FIRST_WORDS`, others for each number."""
+    return b" ".join(b"w%d" % (10 + number // 87**at % 87) for at in range(9))
 
 
 def trace_of(number: int) -> str:
@@ -176,13 +188,14 @@ class Sink(asyncio.Transport):
         return False
 
 
-def through(server: Server, body: bytes = BODY, *, traced: bool = False) -> Play:
+def through(server: Server, body: bytes = BODY, *, traced: bool = False, distinct: bool = False) -> Play:
     """Requests through our own HTTP/2 into a service.
 
     Args:
         server: The server.
         body: That of each request.
         traced: Each call, and each request, has a trace of its own.
+        distinct: Each request has a prompt of its own.
     """
     loop, sink, protocol = asyncio.get_running_loop(), Sink(), ServerProtocol(server)
     first_trace = trace_of(0) if traced else ""
@@ -208,7 +221,8 @@ def through(server: Server, body: bytes = BODY, *, traced: bool = False) -> Play
                 block += literal("traceparent", trace_of(stream))
                 shown += literal("traceparent", trace_of(stream))
             head = frames.frame(frames.HEADERS, END_HEADERS, stream, block) + frames.frame(0, 0, stream, asking)
-            asked = head + data_frames(stream, parts[1])
+            said_now = parts[1].replace(FIRST_WORDS, words_of(stream)) if distinct else parts[1]
+            asked = head + data_frames(stream, said_now)
             yield (ended, asked) if ended else (asked,)
             ended = frames.rst_stream(stream, frames.Code.NO_ERROR)
             stream += 2
@@ -357,7 +371,9 @@ def decision(
     *,
     body: bytes = BODY,
     traced: bool = False,
+    distinct: bool = False,
     open_streams: int = 0,
+    compiled: Compiled | None = None,
 ) -> Play:
     """The whole picker.
 
@@ -367,11 +383,14 @@ def decision(
         memo: What tokenises; None: nothing does.
         body: That of each request.
         traced: See `through`.
+        distinct: See `through`.
+        compiled: What makes picks; None: Python.
         open_streams: Requests with the same prompt that run all the while.
     """
     listener = ListenerSettings(host="127.0.0.1", port=1)
     settings = GatewaySettings(name="b", host="127.0.0.1", grpc_port=0, http_port=0, listener=listener, audit_log=audit_log)
-    gateway = Gateway(settings, Still())
+    with patch("penstock.gateway.process.installed", lambda: compiled):
+        gateway = Gateway(settings, Still())
     state = gateway._follower.state
     fleet = Fleet(
         models=[Model(id="b/m", served_names=["m"])],
@@ -404,7 +423,7 @@ def decision(
         state.reported(key, REPORT, time.monotonic())
     server = Server(2**25)
     add_ExternalProcessorServicer_to_server(gateway._extproc, server)
-    play = through(server, body, traced=traced)
+    play = through(server, body, traced=traced, distinct=distinct)
 
     async def ended(count: int, cold: list[float] | None = None) -> None:
         """Nobody tells the picker here what has ended: it finds out by itself, in two looks."""
@@ -415,8 +434,8 @@ def decision(
     return ended
 
 
-async def measure(rounds: int) -> list[dict[str, Any]]:
-    """A row a layer."""
+async def measure(rounds: int, only: str) -> list[dict[str, Any]]:
+    """A row a layer whose name has `only` in it."""
     layers: dict[str, Play] = {H2_PACKAGE: h2_package(), "protocol": protocol_alone(), "messages": messages()}
     layers |= {f"decision, {replicas} replicas": decision(replicas) for replicas in REPLICAS}
     layers["decision, 10 replicas, audit log"] = decision(10, Path(os.devnull))
@@ -425,6 +444,13 @@ async def measure(rounds: int) -> list[dict[str, Any]]:
     layers["decision, 10 replicas, 16 kB, tokenising"] = decision(10, memo=PrefixMemo(PromptProcessor(bundle())), body=LONG_BODY)
     layers["decision, 10 replicas, traceparent"] = decision(10, traced=True)
     layers["decision, 10 replicas, 1,000 open streams"] = decision(10, open_streams=OPEN_STREAMS)
+    for replicas, (size, body) in itertools.product((3, 100), {"2 kB": BODY, "16 kB": LONG_BODY}.items()):
+        for which in dict.fromkeys((None, installed())):
+            hasher = None if which is None else CompiledHasher(bundle(), which)
+            memo = PrefixMemo(PromptProcessor(bundle()), hasher=hasher)
+            name = f"decision, {replicas} replicas, {size}, distinct, {name_of(which)}"
+            layers[name] = decision(replicas, memo=memo, body=body, distinct=True, compiled=which)
+    layers = {name: play for name, play in layers.items() if only in name}
     least, cold = dict.fromkeys(layers, float("inf")), {name: list[float]() for name in layers}
     for play in layers.values():
         await play(100)
@@ -450,9 +476,10 @@ def main() -> int:
     """Prints the table and writes the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="default: %(default)s")
+    parser.add_argument("--only", default="", help="layers whose names have this in them (default: all)")
     parser.add_argument("--no-json", action="store_true", help="write no file")
     arguments = parser.parse_args()
-    rows = uvloop.run(measure(arguments.rounds))
+    rows = uvloop.run(measure(arguments.rounds, arguments.only))
     table = Table("layer", "hot", "cold", title="What a request costs the picker, in µs of CPU")
     for row in rows:
         table.add_row(row["layer"], str(row["cpu_us"]), str(row.get("cold_us", "")))
