@@ -109,7 +109,7 @@ def few_bits(tokens: int = 16) -> None:
     """Linear layers of few bits: one decode, several, prompts."""
     for number, group, zeros in FEW_BITS:
         dtype = torch.float16 if group == 128 else DTYPE
-        for count in (tokens, 40 + tokens, 2000 + tokens)[: 3 if group < HIDDEN else 1]:
+        for count in (tokens, 40 + tokens, 2000 + tokens)[: 3 if group < HIDDEN else 2]:
             quantized_linear(empty(count, HIDDEN, dtype=dtype), packed(HIDDEN, HIDDEN, number, group, zeros), None)
 
 

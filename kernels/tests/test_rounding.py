@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from penstock.kernels.cpu.tape import Pool
+from penstock.kernels.quantized_linear.reference import pack_quantized, pair_up, quantize
 from penstock.kernels.quantized_linear.rounding import Rounding, rounded_inputs
 
 RULES = [
@@ -50,3 +51,23 @@ def test_a_tape_rounds_again(native):
     assert torch.equal(tape.run(), rounded_inputs(x, RULES[1]))
     with pytest.raises(ValueError, match="dynamic scales are found here, others are given"):
         ops.rounded_inputs(x, RULES[1], torch.ones(1))
+
+
+@pytest.mark.req("Q-25")
+def test_outliers_that_were_moved_into_the_weight_cost_less(ops_in):
+    """SmoothQuant (Xiao et al., 2023), baked into checkpoints: inputs are divided by what weights are multiplied by."""
+    torch.manual_seed(0)
+    x, weight, ops = torch.randn(40, 64), torch.randn(48, 64), ops_in(torch.float32)
+    x[:, [5, 40]] *= 80.0
+    moved = (x.abs().amax(0) / weight.abs().amax(0)).sqrt()
+    smooth = x / moved, weight * moved
+    exact = x.double() @ weight.double().T
+    torch.testing.assert_close(smooth[0].double() @ smooth[1].double().T, exact, rtol=1e-5, atol=1e-4)
+
+    def error(inputs: torch.Tensor, numbers: torch.Tensor) -> float:
+        values, scales = quantize(numbers, "int8", 64, torch.float32)
+        packed = pack_quantized(pair_up(values, "int8"), scales, None, "int8", 64, 64)
+        rounded = ops.rounded_inputs(inputs, Rounding("int8", True), None, None)
+        return (ops.quantized_linear(rounded, packed, None).double() - exact).square().mean().item()
+
+    assert error(*smooth) < error(x, weight) / 4

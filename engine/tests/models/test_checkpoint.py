@@ -166,6 +166,15 @@ def test_pickled_weights_are_named_and_never_loaded(tmp_path):
         read_model_config(folder(tmp_path, LLAMA, ("pytorch_model.bin",)), served_names=())
 
 
+def test_gguf_is_named(tmp_path):
+    """With the original's config.json beside it, and, as such files are published, without."""
+    place = folder(tmp_path, LLAMA, ("model-Q4_K_M.gguf",))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"model-Q4_K_M.gguf is in GGUF, which is not supported"):
+            read_model_config(place, served_names=())
+        (place / "config.json").unlink(missing_ok=True)
+
+
 def test_refuses_a_folder_without_a_model(tmp_path):
     with pytest.raises(ConfigError, match=r"no config\.json"):
         read_model_config(tmp_path, served_names=())

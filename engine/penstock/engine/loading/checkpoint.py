@@ -44,13 +44,20 @@ def resolve(uri: str, revision: str | None = None, *, what: str = "model") -> Pa
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The folder's safetensors files by name; ConfigError where there are none, naming pickle files that are never opened."""
+    """The folder's safetensors files by name; ConfigError where there are none, naming files of other formats."""
     files = sorted(path.glob("*.safetensors"))
     if files:
         return files
+    _refuse_gguf(path)
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLE_SUFFIXES)
     hint = f"; {', '.join(pickles)} would have to be unpickled, which can run code: convert to safetensors" if pickles else ""
     raise ConfigError(f"{path} has no *.safetensors file{hint}")
+
+
+def _refuse_gguf(path: Path) -> None:
+    """ConfigError where weights lie in llama.cpp's format: its quantizations are other ones."""
+    if found := sorted(file.name for file in path.glob("*.gguf")):
+        raise ConfigError(f"{path}: {', '.join(found)} is in GGUF, which is not supported: use the model's safetensors files")
 
 
 def tensor_dtypes(path: Path) -> dict[str, str]:
@@ -113,6 +120,7 @@ def read_model_config(
         ConfigError: Something is missing, or not supported; the message says what.
     """
     if not (path / "config.json").is_file():
+        _refuse_gguf(path)
         raise ConfigError(f"{path} has no config.json: it is not a model in Hugging Face's format")
     raw = read_object(path / "config.json")
     decoder, stored = parse_decoder_config(raw), parse_quantization(raw)
