@@ -84,7 +84,7 @@ def test_embeddings_are_those_of_transformers(model, build_runner, kind):
         torch.testing.assert_close(ours, expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("kind", ["llava-class", "llava_next-llama", "gemma3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["llava-class", "gemma3", "qwen2_5_vl", "qwen3_vl"])
 def test_the_cost_of_a_tower_is_what_its_products_take(model, kind):
     """As torch counts them, but for patches and projectors, which weigh little in real towers."""
     path, family = model(kind), family_of(kind)
@@ -100,7 +100,7 @@ def test_the_cost_of_a_tower_is_what_its_products_take(model, kind):
     left_out = sum(sum(counts[name].values()) for name in counts if name.endswith(outside))
     pixels = resized(image, config.images.resize)
     cost = config.images.cost.tokens(pixels.height * pixels.width) * config.cost.linear_flops_per_token
-    assert cost == pytest.approx(tower.get_total_flops() - left_out, rel=0.25)
+    assert cost == pytest.approx(tower.get_total_flops() - left_out, rel=0.15)
 
 
 @pytest.mark.parametrize("kind", KINDS)
