@@ -72,6 +72,10 @@ e2e: e2e-build ## the cluster tier: a real Kubernetes control plane, pods as pro
 wheelhouse: setup ## the wheels that an offline GPU machine lacks, into build/wheelhouse (docs/kernels.md)
 	@$(BIN)/python requirements/wheelhouse.py $(ARGS)
 
+.PHONY: production
+production: setup ## more kernels, as other families and steps launch them, compiled ahead for a GPU (minutes)
+	@$(BIN)/python -m pytest -m production -n auto --timeout=1800 kernels $(ARGS)
+
 gpu: setup ## what needs a CUDA device (skips by name elsewhere)
 	@$(BIN)/python -m pytest -m gpu
 

@@ -54,8 +54,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has Triton's kernels interpreted, unless what needs a CUDA device is asked for: they are decorated for one or the other."""
-    if config.option.markexpr != "gpu":
+    """Has Triton's kernels interpreted where there is no CUDA device to compile them for: they are decorated for one or other."""
+    if config.option.markexpr != "gpu" and not Path("/dev/nvidiactl").exists():
         os.environ["TRITON_INTERPRET"] = "1"
 
 
@@ -80,8 +80,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips by name what needs a CUDA device where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips by name what needs a CUDA device where there is none; leaves out what takes minutes, unless it is asked for."""
+    if "production" not in config.option.markexpr:
+        late = [item for item in items if item.get_closest_marker("production")]
+        config.hook.pytest_deselected(items=late)
+        items[:] = [item for item in items if item not in late]
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

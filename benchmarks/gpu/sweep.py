@@ -46,7 +46,7 @@ def neighbours(launch: Launch, decode: bool) -> Iterator[Launch]:
 def table_with(launches: tuple[Launch, ...], at: int, launch: Launch) -> LaunchTable:
     """A table that always gives these launches, one of them replaced."""
     replaced = (*launches[:at], launch, *launches[at + 1 :])
-    return lambda shape, requests, queries, keys: replaced
+    return lambda shape, requests, queries, keys, tokens: replaced
 
 
 def case_of(
@@ -84,7 +84,7 @@ def sweep(
     for head_size, requests, queries, keys in cases:
         heads, kv_heads = SHAPES[head_size]
         shape = AttentionShape(heads, kv_heads, head_size, dtype.itemsize)
-        launches = fast_launches(shape, requests, queries, keys)
+        launches = fast_launches(shape, requests, queries, keys, requests * queries)
         at, name = len(launches) - 1, f"head {head_size}, {requests} x {queries} of {keys}"
         q, cache, batch = case_of(shape, requests, queries, keys, clock.device, dtype)
         arguments, own = (q, cache, batch, head_size**-0.5), None

@@ -1,5 +1,7 @@
 """Paged attention against dense attention in float64, and against itself in other batches."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -200,11 +202,15 @@ def test_bfloat16_is_rounded_once(ops_in):
 def test_the_warm_ups_steps_launch_what_any_step_launches(heads: tuple[int, int, int], most: int) -> None:
     shape, keys = AttentionShape(*heads, 2), 40960
 
-    def launches(requests: int, longest: int) -> set[Launch]:
-        return set(fast_launches(shape, requests, longest, keys))
+    def variants(requests: int, longest: int, tokens: int) -> set[Launch]:
+        found = fast_launches(shape, requests, longest, keys, tokens)
+        return {replace(launch, splits=min(launch.splits, 2), least_tiles=1) for launch in found}
 
-    warm = {launch for step in attention_steps(most, 2048, keys) for launch in launches(len(step), max(step))}
-    assert warm == {launch for n in range(1, most + 1) for longest in (*range(1, 100), 2048) for launch in launches(n, longest)}
+    warm = {it for step in attention_steps(most, 2048, keys) for it in variants(len(step), max(step), sum(step))}
+    some = {*range(1, min(most, 64) + 1), *range(65, most + 1, 31), most}
+    longest = (*range(1, 20), 32, 33, 64, 65, 99, 2048)
+    steps = [(n, queries, tokens) for n in some for queries in longest for tokens in (n, 700, 2048)]
+    assert warm == {it for step in steps if step[2] >= max(step[:2]) for it in variants(*step)}
 
 
 def test_the_warm_ups_steps_fit_an_engines_limits() -> None:

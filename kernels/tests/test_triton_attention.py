@@ -23,10 +23,12 @@ from penstock.kernels.paged_attention.triton import paged_attention
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def nan_workspace(shape: AttentionShape, parts: int, device: str) -> AttentionWorkspace:
+def nan_workspace(shape: AttentionShape, launches, requests: int, tokens: int, device: str) -> AttentionWorkspace:
     """Full of NaN, so that nobody takes what nobody left there."""
-    values = torch.full((parts * shape.num_heads, shape.head_size), float("nan"), device=device)
-    return AttentionWorkspace(values, torch.full((len(values),), float("nan"), device=device))
+    room = AttentionWorkspace.of(shape, launches, requests, tokens, device)
+    room.values.fill_(float("nan"))
+    room.lse.fill_(float("nan"))
+    return room
 
 
 def shape_of(case: DeviceCase) -> AttentionShape:
@@ -42,16 +44,17 @@ def run(case: DeviceCase, device: str, table=fast_launches) -> torch.Tensor:
     """The result, [n, heads, d]."""
     q, cache, batch = case.build(device)
     shape, max_keys = shape_of(case), batch.block_table.shape[1] * batch.block_size
-    launches = table(shape, batch.num_requests, batch.max_query_len, max_keys)
-    parts = max(launch.parts(batch.num_requests, batch.num_tokens) for launch in launches)
+    launches = table(shape, batch.num_requests, batch.max_query_len, max_keys, batch.num_tokens)
     sinks = None if case.sink is None else case.sink.to(device)
-    room = nan_workspace(shape, parts, device)
-    return paged_attention(q, cache, batch, case.scale, case.softcap, sinks, table=table, workspace=room).cpu()
+    room = nan_workspace(shape, launches, batch.num_requests, batch.num_tokens, device)
+    out = paged_attention(q, cache, batch, case.scale, case.softcap, sinks, table=table, workspace=room).cpu()
+    assert not room.arrived.any(), "the next launch counts from nothing"
+    return out
 
 
-def small(splits: int):
-    """Tiles of 16 keys; the keys of short requests in so many splits."""
-    return changed(fast_launches, lambda launch: {"tile": 16, "splits": launch.splits if launch.skip else splits})
+def small(splits: int, least: int = 1):
+    """Tiles of 16 keys, in so many splits."""
+    return changed(fast_launches, lambda launch: {"tile": 16, "splits": splits, "least_tiles": least})
 
 
 def check(case: DeviceCase, device: str, table=fast_launches) -> None:
@@ -185,7 +188,6 @@ def test_no_length_reaches_a_launch(monkeypatch):
             )
 
     monkeypatch.setattr(kernels, "_paged_attention_kernel", Recorder())
-    monkeypatch.setattr(kernels, "_merge_splits_kernel", Recorder())
 
     def step(lengths: list[tuple[int, int]]) -> list:
         launches.clear()
@@ -197,7 +199,7 @@ def test_no_length_reaches_a_launch(monkeypatch):
         return list(launches)
 
     first = step([(40, 1), (0, 20), (7, 2)])
-    assert len(first) == 3  # short requests, the merge, long requests
+    assert len(first) == 2  # short requests, long requests
     assert first == step([(900, 3), (16, 1), (2, 19)])
 
 
@@ -205,7 +207,7 @@ def test_a_workspace_that_is_too_small_is_refused():
     q, cache, batch = DeviceCase(4, 1, 16, DECODE).build()
     batch = dataclasses.replace(batch, block_table=torch.zeros(9, 64, dtype=torch.int32))
     with pytest.raises(ValueError, match="too small for 4 requests"):
-        paged_attention(q, cache, batch, 1.0, workspace=AttentionWorkspace(torch.empty(1, 16), torch.empty(1)))
+        paged_attention(q, cache, batch, 1.0, workspace=AttentionWorkspace(torch.empty(1, 16), torch.empty(1), torch.zeros(1)))
 
 
 @given(
@@ -220,10 +222,12 @@ def test_a_workspace_holds_every_step(heads, max_requests, max_tokens, max_keys,
     shape = AttentionShape(*heads)
     room = AttentionWorkspace.sized(shape, table, max_requests, max_tokens, max_keys, "meta")
     requests, queries = data.draw(st.integers(1, max_requests)), data.draw(st.integers(1, max_tokens))
-    for launch in table(shape, requests, queries, max_keys):
+    tokens = data.draw(st.integers(max(requests, queries), max(requests, max_tokens)))
+    launches = table(shape, requests, queries, max_keys, tokens)
+    room.check(shape, launches, requests, tokens)
+    for launch in launches:
         assert launch.block_q * shape.group <= launch.block_m
         assert 1 <= launch.splits <= MAX_SPLITS
-        assert launch.parts(requests, max_tokens) * shape.num_heads <= len(room.lse)
 
 
 def test_short_requests_leave_splits_empty(triton_device):
@@ -233,8 +237,40 @@ def test_short_requests_leave_splits_empty(triton_device):
 
 @pytest.mark.parametrize(("requests", "splits", "least"), [(1, 32, 1), (8, 32, 1), (64, 8, 8), (256, 2, 8), (512, 1, 8)])
 def test_the_fewer_requests_the_more_splits(requests, splits, least):
-    (launch,) = fast_launches(AttentionShape(32, 8, 128, 2), requests, 1, 131_072)
+    (launch,) = fast_launches(AttentionShape(32, 8, 128, 2), requests, 1, 131_072, requests)
     assert (launch.splits, launch.least_tiles) == (splits, least)
+
+
+def test_one_key_head_occupies_a_gpu():
+    assert [fast_launches(AttentionShape(8, kv, 128, 2), 1, 1, 131_072, 1)[0].splits for kv in (1, 2, 4)] == [128, 128, 64]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keys", "splits"), [(100, 131_072, 16), (512, 131_072, 4), (4096, 131_072, 1), (100, 1024, 1)]
+)
+def test_a_short_prompt_behind_a_long_prefix_is_split(tokens, keys, splits):
+    """100 tokens of 32 heads are 4 tiles for each of 8 key heads: 32 programs, were each to go through 100,000 keys alone."""
+    _short, long = fast_launches(AttentionShape(32, 8, 128, 2), 1, tokens, keys, tokens)
+    assert long.splits == splits and long.least_tiles == 16
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        DeviceCase(4, 1, 16, [(300, 20), (0, 20), (40, 17)], pad_tokens=3),
+        DeviceCase(1, 2, 16, [(290, 66)], window=150, sinks=True),
+        DeviceCase(7, 1, 16, [(130, 40), (200, 1)], softcap=2.0, sinks=True),
+    ],
+    ids=["prefix", "window", "softcap"],
+)
+def test_long_requests_with_split_keys_equal_dense_attention(triton_device, case):
+    """Also where a tile's keys are too few for all splits, or for more than one."""
+    check(case, triton_device, small(4, least=3))
+
+
+def test_whichever_program_arrives_last_merges_alike(triton_device, exact_rows):
+    case, table = DeviceCase(4, 1, 16, [(150, 20), (90, 1)]), small(4)
+    assert torch.equal(run(case, triton_device, table), run(case, triton_device, table))
 
 
 def test_few_variants_serve_all_steps():
@@ -244,9 +280,9 @@ def test_few_variants_serve_all_steps():
     found = {
         dataclasses.replace(launch, splits=min(launch.splits, 2), least_tiles=1)
         for requests, queries in steps
-        for launch in fast_launches(shape, requests, queries, 32_768)
+        for launch in fast_launches(shape, requests, queries, 32_768, 8 * requests + queries)
     }
-    assert len(found) == 9  # four tiles of rows for short requests, split or not; one for long ones
+    assert len(found) == 10  # four tiles of rows for short requests, one for long ones, each split or not
 
 
 @pytest.mark.gpu

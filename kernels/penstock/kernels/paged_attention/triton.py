@@ -4,7 +4,8 @@ A program takes a tile of rows, each a query and one of the heads that share a k
 them, and meets the keys of its request tile by tile with an online softmax (Dao et al., 2022; Milakov and Gimelshein, 2018). The
 tiles that every row sees in full go through a loop without masks; the causal diagonal and a window's edge have a loop with them.
 With split keys (Flash-Decoding, 2023) each program leaves a normalised result and the logarithm of its sum, from which the merge
-is exact. Scores are kept in base 2, the scale folded into the exponent.
+is exact: the last of a tile's programs to arrive takes in what all have left, in the order of their keys, so that which one it is
+changes no bit. Scores are kept in base 2, the scale folded into the exponent.
 
 Nothing outside a request's keys is read into a product: such keys are masked when they are loaded, and count as zeros.
 """
@@ -20,7 +21,14 @@ import triton.language as tl
 from triton import knobs
 
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
-from penstock.kernels.paged_attention.launch import MAX_SPLITS, AttentionShape, AttentionWorkspace, LaunchTable, fast_launches
+from penstock.kernels.paged_attention.launch import (
+    AttentionShape,
+    AttentionWorkspace,
+    LaunchTable,
+    fast_launches,
+    merge_chunk,
+    power_of_two,
+)
 
 UPCAST = knobs.runtime.interpret
 """Whether products are taken in float32: Triton's interpreter multiplies bfloat16 wrongly. Never in what is compiled."""
@@ -95,6 +103,57 @@ def _attend(
     return acc, total, maximum
 
 
+@triton.jit
+def _finished(value, lse, sinks, head, inside):
+    """A row's result from the normalised sum of its values and the base-2 logarithm of its sum; with a sink as one more key."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, inside, 0.0).to(tl.float32) * 1.4426950408889634
+        value = value / (1.0 + tl.exp2(sink - lse))[:, None]
+    return value
+
+
+@triton.jit
+def _merge(
+    out, values, lse, sinks, slot, token, queries, kv_head, low, high, splits,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile's result from what the splits from `low` to `high` have left, CHUNK of them at a time. A split's place in the
+    sums is its number, whichever others there are."""
+    heads = tl.num_programs(1) * GROUP
+    row = tl.arange(0, ROWS)
+    local = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    inside = (row < BLOCK_Q * GROUP) & (local < queries)
+    part = ((slot + local).to(tl.int64) * heads + head) * splits
+    out_at = ((token + local).to(tl.int64) * heads + head) * HEAD
+    dims = tl.arange(0, HEAD_BLOCK)
+    at = tl.arange(0, CHUNK)
+    first = low // CHUNK
+    last = tl.cdiv(high, CHUNK)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    for chunk in range(first, last):
+        split = chunk * CHUNK + at
+        there = ((split >= low) & (split < high))[:, None] & inside[None, :]
+        found = tl.load(lse + split[:, None] + part[None, :], there, float("-inf"))
+        highest = tl.maximum(highest, tl.max(found, 0))
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
+    for chunk in range(first, last):
+        split = chunk * CHUNK + at
+        there = ((split >= low) & (split < high))[:, None] & inside[None, :]
+        found = tl.load(lse + split[:, None] + part[None, :], there, float("-inf"))
+        weight = tl.exp2(found - base[None, :])
+        total += tl.sum(weight, 0)
+        some = (found > float("-inf"))[:, :, None] & (dims < HEAD)[None, None, :]
+        place = (split[:, None] + part[None, :])[:, :, None] * HEAD + dims[None, None, :]
+        acc += tl.sum(tl.load(values + place, some, 0.0) * weight[:, :, None], 0)
+    total = tl.where(inside, total, 1.0)
+    merged = _finished(acc / total[:, None], base + tl.log2(total), sinks, head, inside)
+    tl.store(out + out_at[:, None] + dims[None, :], merged, inside[:, None] & (dims < HEAD)[None, :])
+
+
 def _name(specialization: Any) -> str:
     """What a profiler calls a variant."""
     of = specialization.constants
@@ -103,13 +162,13 @@ def _name(specialization: Any) -> str:
 
 @triton.jit(repr=_name, do_not_specialize=[*_VARYING, "least_tiles"], do_not_specialize_on_alignment=_SMALL)
 def _paged_attention_kernel(
-    out, values, lse, q, kv_cache, rows, query_start_loc, seq_lens, block_table, sinks,
+    out, values, lse, arrived, q, kv_cache, rows, query_start_loc, seq_lens, block_table, sinks,
     num_requests, num_tokens, splits, least_tiles, scale, cap,
     q_token, q_head, block_stride, kv_stride, head_stride, table_stride,
     GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr, SPLIT_TOKENS: tl.constexpr, SEARCH: tl.constexpr, SKIP: tl.constexpr, PADS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -163,16 +222,21 @@ def _paged_attention_kernel(
     end_tile = tl.cdiv(stop, TILE)
     slot = begin + first + local if SEARCH else request * BLOCK_Q + local
     part = (slot.to(tl.int64) * heads + head) * splits + split
+    low = 0
+    high = 1
     if SPLIT:
+        # The splits from `low` to `high` have keys; the others end.
         if SPLIT_TOKENS > 0:
+            low = first_tile // (SPLIT_TOKENS // TILE)
+            high = tl.cdiv(end_tile, SPLIT_TOKENS // TILE)
             first_tile = tl.maximum(first_tile, split * (SPLIT_TOKENS // TILE))
             end_tile = tl.minimum(end_tile, (split + 1) * (SPLIT_TOKENS // TILE))
         else:
             share = tl.maximum(tl.cdiv(end_tile - first_tile, splits), least_tiles)
+            high = tl.cdiv(end_tile - first_tile, share)
             first_tile = first_tile + split * share
             end_tile = tl.minimum(end_tile, first_tile + share)
         if first_tile >= end_tile:
-            tl.store(lse + part, tl.full([BLOCK_M], float("-inf"), tl.float32), inside)
             return
 
     query = tl.load(q + (token * q_token + head * q_head)[:, None] + dims[None, :], real, 0.0)
@@ -204,60 +268,23 @@ def _paged_attention_kernel(
         scale, cap, HEAD, HEAD_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, True, UPCAST,
     )  # fmt: skip
 
-    if SPLIT:
-        # A row of the tile may see none of this split's keys.
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    # A row of the tile may see none of this program's keys, and one outside of it sees none at all.
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    maximum = tl.where(total == 0.0, float("-inf"), maximum + tl.log2(total))
+    if high - low == 1:
+        tl.store(out + out_at, _finished(acc, maximum, sinks, head, inside), real)
+    elif SPLIT:
         tl.store(values + part[:, None] * HEAD + dims[None, :], acc, real)
-        tl.store(lse + part, tl.where(total == 0.0, float("-inf"), maximum + tl.log2(total)), inside)
-    else:
-        if sinks is not None:
-            sink = tl.load(sinks + head, inside, 0.0).to(tl.float32) * 1.4426950408889634
-            highest = tl.maximum(maximum, sink)
-            shrink = tl.exp2(maximum - highest)
-            total = total * shrink + tl.exp2(sink - highest)
-            acc = acc * shrink[:, None]
-        tl.store(out + out_at, acc / total[:, None], real)
-
-
-@triton.jit(do_not_specialize=[*_VARYING, "block_q"], do_not_specialize_on_alignment=_SMALL)
-def _merge_splits_kernel(
-    out, values, lse, query_start_loc, seq_lens, sinks, num_requests, splits, block_q,
-    HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, SPLITS: tl.constexpr, SEARCH: tl.constexpr,
-):  # fmt: skip
-    """Merges what the splits found for one query and head; padding has been zeroed."""
-    slot = tl.program_id(0)
-    head = tl.program_id(1)
-    if SEARCH:
-        request = request_of(query_start_loc, num_requests, slot, 0)
-        begin = tl.load(query_start_loc + request)
-        local = slot - begin
-    else:
-        request = slot // block_q
-        begin = tl.load(query_start_loc + request)
-        local = slot - request * block_q
-    query_len = tl.load(query_start_loc + request + 1) - begin
-    if (local >= query_len) | (tl.load(seq_lens + request) == 0):
-        return
-    if not SEARCH and query_len > block_q:
-        return
-    heads = tl.num_programs(1)
-    dims = tl.arange(0, HEAD_BLOCK)
-    split = tl.arange(0, SPLITS)
-    part = (slot.to(tl.int64) * heads + head) * splits + split
-    found = tl.load(lse + part, split < splits, float("-inf"))
-    highest = tl.max(found, 0)
-    if sinks is not None:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        highest = tl.maximum(highest, sink)
-    weight = tl.exp2(found - highest)
-    total = tl.sum(weight, 0)
-    if sinks is not None:
-        total += tl.exp2(sink - highest)
-    some = (found > float("-inf"))[:, None] & (dims < HEAD)[None, :]
-    value = tl.load(values + part[:, None] * HEAD + dims[None, :], some, 0.0)
-    merged = tl.sum(value * weight[:, None], 0) / total
-    at = ((begin + local).to(tl.int64) * heads + head) * HEAD + dims
-    tl.store(out + at, merged, dims < HEAD)
+        tl.store(lse + part, maximum, inside)
+        tl.debug_barrier()  # what all threads have stored comes before the one that counts
+        counter = arrived + tl.program_id(0) * tl.num_programs(1) + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == high - low - 1:
+            tl.store(counter, 0)
+            slot_0 = begin + first if SEARCH else request * BLOCK_Q
+            _merge(
+                out, values, lse, sinks, slot_0, begin + first, query_len - first, kv_head, low, high, splits,
+                GROUP, HEAD, HEAD_BLOCK, BLOCK_Q, ROWS, CHUNK,
+            )  # fmt: skip
 
 
 def paged_attention(
@@ -295,30 +322,26 @@ def paged_attention(
     num_heads, head_size = q.shape[1], q.shape[2]
     kv_heads, requests, tokens = kv_cache.shape[2], batch.num_requests, batch.num_tokens
     shape = AttentionShape(num_heads, kv_heads, head_size, q.element_size())
-    launches = table(shape, requests, batch.max_query_len, batch.block_table.shape[1] * batch.block_size)
-    parts = max(launch.parts(requests, tokens) for launch in launches)
+    launches = table(shape, requests, batch.max_query_len, batch.block_table.shape[1] * batch.block_size, tokens)
     if workspace is None:
-        workspace = AttentionWorkspace.of(shape, parts, q.device)
-    elif parts * num_heads > workspace.lse.shape[0]:
-        raise ValueError(f"the workspace is too small for {requests} requests and {tokens} tokens")
+        workspace = AttentionWorkspace.of(shape, launches, requests, tokens, q.device)
+    else:
+        workspace.check(shape, launches, requests, tokens)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     cap = softcap * _LOG2E
     factor = 2.0 * _LOG2E * scale / softcap if softcap else _LOG2E * scale
     padded = shape.padded_head_size
     for launch in launches:
+        rows = power_of_two(launch.block_q * shape.group)
         _paged_attention_kernel[launch.blocks(requests, tokens), kv_heads, launch.splits](
-            out, workspace.values, workspace.lse, q, kv_cache, batch.rows, batch.query_start_loc, batch.seq_lens,
-            batch.block_table, sinks, requests, tokens, launch.splits, launch.least_tiles, factor, cap,
+            out, workspace.values, workspace.lse, workspace.arrived, q, kv_cache, batch.rows, batch.query_start_loc,
+            batch.seq_lens, batch.block_table, sinks, requests, tokens, launch.splits, launch.least_tiles, factor, cap,
             q.stride(0), q.stride(1), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), batch.block_table.stride(0),
             GROUP=shape.group, HEAD=head_size, HEAD_BLOCK=padded, PAGE=batch.block_size,
             BLOCK_M=launch.block_m, BLOCK_Q=launch.block_q, TILE=launch.tile, WINDOW=batch.window or 0, SOFTCAP=softcap != 0.0,
             SPLIT=launch.splits > 1, SPLIT_TOKENS=launch.split_tokens, SEARCH=launch.search, SKIP=launch.skip,
-            PADS=launch.pads, UPCAST=UPCAST, num_warps=launch.num_warps, num_stages=launch.num_stages,
+            PADS=launch.pads, ROWS=rows, CHUNK=merge_chunk(rows * padded, launch.num_warps), UPCAST=UPCAST,
+            num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
-        if launch.splits > 1:
-            _merge_splits_kernel[launch.slots(requests, tokens), num_heads](
-                out, workspace.values, workspace.lse, batch.query_start_loc, batch.seq_lens, sinks, requests, launch.splits,
-                launch.block_q, HEAD=head_size, HEAD_BLOCK=padded, SPLITS=MAX_SPLITS, SEARCH=launch.search, num_warps=4,
-            )  # fmt: skip
     return out
