@@ -5,6 +5,7 @@ import torch
 from penstock.kernels.embedding.triton import embedding
 from penstock.kernels.experts.table import ExpertTable, PackedExpertTable, PackedLayer
 from penstock.kernels.experts.triton import experts, packed_experts
+from penstock.kernels.few_rows import triton as few
 from penstock.kernels.gated_mul.triton import clamped_swiglu, gelu_tanh_mul, silu_mul
 from penstock.kernels.lora.device import DeviceLoraBatch, DeviceLoraShelves
 from penstock.kernels.lora.triton import add_lora
@@ -36,6 +37,16 @@ def gates(tokens: int = 16) -> None:
     silu_mul(empty(tokens, 2 * 14336))
     gelu_tanh_mul(empty(tokens, 2 * 14336))
     clamped_swiglu(empty(tokens, 2 * 2880), 1.702, 7.0)
+
+
+def few_rows(tokens: int = 16) -> None:
+    """A layer of 8 billion parameters."""
+    count = min(tokens, few.MAX_ROWS)
+    x, norm = empty(count, HIDDEN), empty(HIDDEN, dtype=torch.float32)
+    few.norm_linear(x, norm, 1e-5, empty(6144, HIDDEN), None)
+    few.linear_add(x, empty(HIDDEN, HIDDEN), None, x)
+    few.norm_gated_linear(x, norm, 1e-5, empty(2 * 14336, HIDDEN), None, "silu")
+    few.linear_add(empty(count, 14336), empty(HIDDEN, 14336), None, x)
 
 
 def tables(tokens: int = 16) -> None:
@@ -126,4 +137,4 @@ def few_bit_mixtures(tokens: int = 16) -> None:
         packed_experts(empty(tokens, hidden), ids, weights, table)
 
 
-LAUNCHES = [norms, gates, tables, writes, adapters, mixtures, few_bits, few_bit_mixtures]
+LAUNCHES = [norms, gates, few_rows, tables, writes, adapters, mixtures, few_bits, few_bit_mixtures]

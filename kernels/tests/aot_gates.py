@@ -1,12 +1,16 @@
 """Compiles the Triton operations for sm_90 as a model of 8 billion parameters launches them, and prints what each kernel takes.
 
-    python kernels/tests/aot_gates.py    one line of JSON a variant: name, registers, stack, shared memory, and of
-                                           prompts' attention whether it multiplies by Hopper's own instructions
+    python kernels/tests/aot_gates.py            one line of JSON a variant: name, registers, stack, shared memory, and of
+                                                 attention how deep its pipeline is and which products it takes
+    python kernels/tests/aot_gates.py families   the same of attention as other models and steps launch it
 
 A program of its own, since a process interprets Triton's kernels or compiles them, never both.
 """
 
+import itertools
 import json
+import re
+import sys
 from collections.abc import Callable
 
 import aot_dense
@@ -14,7 +18,7 @@ import aot_sampling
 import torch
 from aot_dense import empty
 
-from penstock.kernels.compile_only import compile_only
+from penstock.kernels.compile_only import CompiledKernel, compile_only
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
 from penstock.kernels.paged_attention.launch import LaunchTable, fast_launches, invariant_launches
 from penstock.kernels.paged_attention.triton import paged_attention
@@ -49,6 +53,7 @@ def attention(
     window: int | None = None,
     softcap: float = 0.0,
     sinks: bool = False,
+    block_size: int = 16,
     table: LaunchTable = fast_launches,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[], None]:
@@ -57,9 +62,9 @@ def attention(
     def launch() -> None:
         num_heads, kv_heads, head_size = heads
         lens, starts, blocks = (empty(*size, dtype=torch.int32) for size in ((requests,), (requests + 1,), (257, 2048)))
-        batch = DeviceBatch(16, lens, starts, lens, blocks, window, queries, tokens)
+        batch = DeviceBatch(block_size, lens, starts, lens, blocks, window, queries, tokens)
         q = empty(tokens, num_heads, head_size, dtype=dtype)
-        cache = empty(64, 2, kv_heads, 16, head_size, dtype=dtype)
+        cache = empty(64, 2, kv_heads, block_size, head_size, dtype=dtype)
         paged_attention(q, cache, batch, head_size**-0.5, softcap, empty(num_heads) if sinks else None, table=table)
 
     return launch
@@ -80,6 +85,7 @@ LAUNCHES: list[Callable[[], None]] = [
     latent_attention,
     attention(EIGHT_B, 512, 1, 512),
     attention(EIGHT_B, 9, 2048, 2048),
+    attention(EIGHT_B, 1, 100, 100),
     attention(EIGHT_B, 9, 2048, 2048, table=invariant_launches),
     attention((64, 8, 64), 9, 2048, 2048, window=128, sinks=True),
     attention((8, 4, 256), 9, 2048, 2048, window=4096, softcap=50.0),
@@ -92,7 +98,44 @@ WIDE = [
 ]
 """Float32, for comparisons: it spills registers, and must fit all the same."""
 
-if __name__ == "__main__":
+FAMILIES = {
+    "Gemma 3 27B, decodes within a window": attention((32, 16, 128), 512, 1, 512, window=1024),
+    "Gemma 3 12B, few decodes within a window": attention((16, 8, 256), 8, 1, 8, window=1024),
+    "Gemma 3 12B, 16 drafts": attention((16, 8, 256), 8, 16, 128, window=1024),
+    "8 billion parameters, few decodes": attention(EIGHT_B, 8, 1, 8),
+    "8 billion parameters, 8 drafts": attention(EIGHT_B, 8, 8, 64),
+    "8 billion parameters, 16 drafts": attention(EIGHT_B, 8, 16, 128),
+    "8 billion parameters, blocks of 64": attention(EIGHT_B, 512, 1, 512, block_size=64),
+    "Qwen2 7B, blocks of 128": attention((28, 4, 128), 9, 2048, 2048, block_size=128),
+    "Phi 3, heads of 96": attention((32, 32, 96), 9, 2048, 2048),
+}
+"""Attention as steps and models launch it that are not in the above."""
+
+
+def _pipeline(assembly: str) -> dict[str, object]:
+    """How many loads may still be on their way when a loop begins to multiply, of its loops the least; and which products."""
+    seen = re.findall(r"DEPBAR\.LE SB0, 0x(\w+)|(HGMMA|HMMA)", assembly)
+    waits = [int(wait, 16) for (wait, _), (_, then) in itertools.pairwise(seen) if wait and then]
+    return {"depth": min(waits, default=0), "wgmma": "HGMMA" in assembly}
+
+
+def _took(kernel: CompiledKernel) -> dict[str, object]:
+    registers, stack = kernel.usage()
+    took: dict[str, object] = {"name": kernel.name, "registers": registers, "stack": stack, "shared": kernel.shared}
+    if kernel.name.startswith(("paged_attention_", "_few_rows")):  # to disassemble all takes longer than to compile them
+        took |= _pipeline(kernel.assembly())
+    return took
+
+
+def _families() -> None:
+    for case, launch in FAMILIES.items():
+        with compile_only("sm_90") as compiled:
+            launch()
+        for kernel in compiled:
+            print(json.dumps({"case": case, **_took(kernel)}))
+
+
+def _shipped() -> None:
     with compile_only("sm_90") as compiled:
         for launch in LAUNCHES:
             launch()
@@ -105,8 +148,8 @@ if __name__ == "__main__":
         for launch in WIDE:
             launch()
     for at, kernel in enumerate(compiled):
-        registers, stack = kernel.usage()
-        took = {"registers": registers, "stack": stack, "shared": kernel.shared}
-        if kernel.name.startswith("paged_attention_long"):  # to disassemble all takes longer than to compile them
-            took["wgmma"] = "HGMMA" in kernel.assembly()
-        print(json.dumps({"name": kernel.name, "late": shipped <= at < narrow, "wide": at >= narrow, **took}))
+        print(json.dumps({"late": shipped <= at < narrow, "wide": at >= narrow, **_took(kernel)}))
+
+
+if __name__ == "__main__":
+    _families() if sys.argv[1:] == ["families"] else _shipped()

@@ -18,6 +18,7 @@ REGISTERS = {
     "_grouped_linear_kernel": 128,
     "_grouped_packed_kernel": 128,
     "_quantized_linear_kernel": 255,  # of 128 threads: two programs a multiprocessor, where groups have zero points
+    "_few_rows_kernel": 128,  # of 128 threads: four programs a multiprocessor, of which memory holds three
     "_lora_shrink_kernel": 224,
     "_lora_expand_kernel": 224,
     "scan_kernel": 104,
@@ -26,7 +27,6 @@ REGISTERS = {
     "logprobs_kernel": 80,
     "count_kernel": 64,
     "penalise_kernel": 80,
-    "_merge_splits_kernel": 64,
     "paged_attention_short": 168,  # of 128 threads: three programs a multiprocessor
     "paged_attention_short_split": 255,
     "paged_attention_long": 255,  # of 256 threads: one
@@ -39,14 +39,22 @@ REGISTERS = {
 """At most, by kernel: what keeps the occupancy that its launch counts on. Every kernel is named."""
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """What the shipped variants take, compiled anew."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    command = [sys.executable, str(Path(__file__).with_name("aot_gates.py"))]
+SPILLS = {"Gemma 3 27B, decodes within a window": 8}
+"""Bytes of stack a thread that are known and kept: a load and a store a program, outside of the loops over keys."""
+
+
+def gates(folder: Path, *arguments: str) -> list[dict]:
+    """What variants take, compiled anew."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    command = [sys.executable, str(Path(__file__).with_name("aot_gates.py")), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return gates(tmp_path_factory.mktemp("triton"))
 
 
 def test_every_kernel_fits_into_its_registers(compiled):
@@ -59,9 +67,27 @@ def test_every_kernel_fits_into_its_registers(compiled):
 
 
 def test_prompts_attend_by_hoppers_own_matrix_products(compiled):
-    of = [kernel["wgmma"] for kernel in compiled if "wgmma" in kernel and not kernel["wide"]]
+    of = [kernel["wgmma"] for kernel in compiled if kernel["name"].startswith("paged_attention_long") and not kernel["wide"]]
     assert of
     assert all(of)
+
+
+def test_attention_multiplies_while_further_tiles_are_on_their_way(compiled):
+    """`DEPBAR.LE SB0, 0x3`: two tiles of keys and values, and block numbers. With 0x0 a loop waits for what it just asked for."""
+    of = [kernel["depth"] for kernel in compiled if kernel["name"].startswith("paged") and not kernel["wide"]]
+    assert len(of) >= 5 and min(of) >= 3
+
+
+def test_linear_layers_of_few_rows_have_three_tiles_of_weights_on_their_way(compiled):
+    of = [kernel["depth"] for kernel in compiled if kernel["name"] == "_few_rows_kernel"]
+    assert len(of) >= 4 and min(of) >= 6
+
+
+@pytest.mark.production
+def test_attention_of_other_families_and_steps_is_as_good(tmp_path):
+    for kernel in gates(tmp_path, "families"):
+        assert kernel["stack"] == SPILLS.get(kernel["case"], 0), kernel
+        assert kernel["shared"] <= ARCHITECTURES["sm_90"] and kernel.get("depth", 3) >= 3, kernel
 
 
 def test_another_number_of_tokens_is_no_other_variant(compiled):

@@ -18,6 +18,8 @@ from penstock.kernels.embedding.reference import embedding
 from penstock.kernels.experts.reference import MLP, experts, experts_on_device
 from penstock.kernels.experts.routing import Routing, route
 from penstock.kernels.experts.table import ExpertTable, PackedExpertTable
+from penstock.kernels.few_rows import reference as few_rows
+from penstock.kernels.few_rows.reference import Activation
 from penstock.kernels.gated_mul.reference import clamped_swiglu, gelu_tanh_mul, silu_mul
 from penstock.kernels.head_linear.reference import HeadWeight, head_linear, pack_heads
 from penstock.kernels.lora import device_reference as device_lora
@@ -35,6 +37,8 @@ from penstock.kernels.rms_norm.reference import add_rms_norm, rms_norm
 log = logging.getLogger(__name__)
 
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+FEW_ROWS = ("norm_linear", "norm_gated_linear", "linear_add")
 
 CACHE = Path("~/.cache/penstock/kernels")
 """Where compiled operations are kept."""
@@ -75,6 +79,13 @@ class Ops:
     """Over weights of few bits, on a CPU in one thread; None: this form has `any_experts` alone."""
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor] | None = None
     """Over a weight from `linear.reference.pack_weight`, in one thread; None: this form leaves it to torch."""
+    norm_linear: Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None
+    """This and the next two are linear layers of up to `few_rows.MAX_ROWS` rows, over weights as torch has them, with what stands
+    around them; None: this form leaves them in parts."""
+    norm_gated_linear: (
+        Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor | None, Activation], torch.Tensor] | None
+    ) = None
+    linear_add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor] | None = None
     tape: Callable[[Callable[[], torch.Tensor], Pool], Tape] | None = None
     """Takes down what a function of these operations does, so that it can be done again by itself; None: there is no such
     thing in this form."""
@@ -142,6 +153,9 @@ def device_reference_ops() -> Ops:
         lora_shelves=DeviceLoraShelves,
         add_lora=device_lora.add_lora,
         any_experts=experts_on_device,
+        norm_linear=few_rows.norm_linear,
+        norm_gated_linear=few_rows.norm_gated_linear,
+        linear_add=few_rows.linear_add,
     )
 
 
@@ -154,6 +168,7 @@ def triton_ops(dtype: torch.dtype) -> Ops:
         raise ValueError("no Triton kernels: the package triton is not installed")
     from penstock.kernels.embedding import triton as embeddings
     from penstock.kernels.experts import triton as mixtures
+    from penstock.kernels.few_rows import triton as few
     from penstock.kernels.gated_mul import triton as gated_mul
     from penstock.kernels.lora import triton as lora
     from penstock.kernels.paged_attention import triton as attention
@@ -177,6 +192,8 @@ def triton_ops(dtype: torch.dtype) -> Ops:
         experts=mixtures.experts,
         quantized_linear=packed.quantized_linear,
         packed_experts=mixtures.packed_experts,
+        # What is not normalised yet goes beyond the range of float16.
+        **{} if dtype == torch.float16 else {name: getattr(few, name) for name in FEW_ROWS},
     )
 
 

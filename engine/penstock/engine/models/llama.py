@@ -12,8 +12,9 @@ import torch
 
 from penstock.engine.attention.context import AttentionContext
 from penstock.engine.models.build import Build
-from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.config import Activation, DecoderConfig
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.few_rows import FewRows
 from penstock.engine.models.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from penstock.engine.models.layers.norm import LayerNorm, Norm, RMSNorm
 from penstock.engine.models.layers.projection import RotatedPairs
@@ -72,8 +73,12 @@ class LlamaAttention:
 
     def __call__(self, hidden: torch.Tensor, rotary: Rotary, ctx: AttentionContext) -> torch.Tensor:
         """[n, hidden] → [n, hidden]."""
-        q, k, v = self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=-1)
-        return self.o_proj(ctx.attend(self.attention, q, k, v, rotary))
+        return self.o_proj(self.attend(self.qkv_proj(hidden), rotary, ctx))
+
+    def attend(self, qkv: torch.Tensor, rotary: Rotary, ctx: AttentionContext) -> torch.Tensor:
+        """[n, the projections' outputs] → [n, heads · head_size]."""
+        q, k, v = qkv.split(self.qkv_proj.sizes, dim=-1)
+        return ctx.attend(self.attention, q, k, v, rotary)
 
 
 class MLP(Protocol):
@@ -99,6 +104,7 @@ class LlamaMLP:
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_up_proj = GateUpParallelLinear(hidden, inner, bias, build)
         self.down_proj = RowParallelLinear("down_proj", build.shard.span(inner, "intermediate_size"), hidden, bias, build)
+        self.activation: Activation = config.activation
         self._gated_mul = {"silu": build.ops.silu_mul, "gelu_tanh": build.ops.gelu_tanh_mul}[config.activation]
 
     def weights(self) -> Weights:
@@ -130,6 +136,16 @@ class LlamaDecoderLayer:
         self._norms = [make_norm(name, config.hidden_size, config, build) for name in self.norms]
         self.self_attn = self.attention(config, build.within("self_attn"), index)
         self.mlp = self.make_mlp(config, build.within("mlp"), index)
+        self._few = self._of_few_rows(build)
+
+    def _of_few_rows(self, build: Build) -> tuple[FewRows, FewRows] | None:
+        """The two halves of the layer for few tokens on a device; None: there are no such forms."""
+        attention, mlp = self.self_attn, self.mlp
+        if not self._is_whole or not isinstance(mlp, LlamaMLP):
+            return None
+        first = FewRows.of(build.ops, self._norms[0], attention.qkv_proj, attention.o_proj, build.comm)
+        second = FewRows.of(build.ops, self._norms[1], mlp.gate_up_proj, mlp.down_proj, build.comm)
+        return None if first is None or second is None else (first, second)
 
     def make_mlp(self, config: DecoderConfig, build: Build, index: int) -> MLP:
         """The MLP of layer `index`: families whose layers differ choose here."""
@@ -151,6 +167,8 @@ class LlamaDecoderLayer:
         self, hidden: torch.Tensor, residual: torch.Tensor | None, rotary: Rotary, ctx: AttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The last output and the residual stream (none in the first layer), [n, hidden] each, to the same after this layer."""
+        if self._few is not None and FewRows.serve(hidden) and self._is_whole:
+            return self._few_rows(hidden if residual is None else hidden + residual, rotary, ctx), None
         before_attention, before_mlp = self._norms
         if residual is None:
             hidden, residual = before_attention(hidden), hidden
@@ -159,6 +177,18 @@ class LlamaDecoderLayer:
         hidden = self.self_attn(hidden, rotary, ctx)
         hidden, residual = before_mlp.add(hidden, residual)
         return self.mlp(hidden), residual
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether nothing wraps a part, as a profile does, which then has a name of its own."""
+        return type(self.self_attn) is LlamaAttention and type(self.mlp) is LlamaMLP
+
+    def _few_rows(self, stream: torch.Tensor, rotary: Rotary, ctx: AttentionContext) -> torch.Tensor:
+        """The residual stream, [n, hidden], before and after the layer."""
+        assert self._few is not None and isinstance(self.mlp, LlamaMLP)
+        attention, mlp = self._few
+        stream = attention.leave(self.self_attn.attend(attention.enter(stream), rotary, ctx), stream)
+        return mlp.leave(mlp.enter_gated(stream, self.mlp.activation), stream)
 
 
 class LlamaForCausalLM:

@@ -31,6 +31,11 @@ class _Linear:
         self.layer = LinearLayer(build.name(name), tuple(projections), bias, build.dtype)
         self._method = build.linear_method(self.layer)
 
+    @property
+    def method(self) -> LinearMethod:
+        """What multiplies."""
+        return self._method
+
     def weights(self) -> Weights:
         """What the method asks for, under `part.weight` and the like."""
         found: Weights = {}

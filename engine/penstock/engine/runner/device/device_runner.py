@@ -348,9 +348,11 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         slot = self._staging.send(rows, begins, samples)
         judged = None if drafts is None else StepDrafts.of_plan(self.runtime, plan, drafts)
         if len(plan.rows):
-            if found.mode is not GraphMode.FULL:
+            if found.mode is GraphMode.FULL:
+                step = self._capturable.replayed(found.descriptor)
+            else:
                 self.attention.begin_step(StepLengths(plan.rows, begins, starts + plan.num_new_tokens))
-            step = self._capturable.at(found.descriptor, len(rows), int(plan.num_new_tokens.max()))
+                step = self._capturable.at(found.descriptor, len(rows), int(plan.num_new_tokens.max()))
         parts = Parts(self.runtime, self.program, self._staging, self._results, self, self.attention)
         return LaunchedStep(plan, parts, slot, step, found, judged, starts, asked)
 

@@ -140,12 +140,12 @@ class GraphManager:
 
     def replay_full(self, key: BatchDescriptor) -> torch.Tensor:
         """One launch for the whole step; its logits, to be read before the next replay."""
-        return self._full[key].replay(self._program.arguments())
+        return self._full[key].replay(self._program.arguments)
 
     def replay_forward(self, key: BatchDescriptor) -> torch.Tensor:
         """The model in pieces, with the program's attention between them: [num_tokens, hidden], to be read before the next
         replay."""
-        return self._pieces[key].replay(self._program.arguments(), self._program.attend)
+        return self._pieces[key].replay(self._program.arguments, self._program.attend)
 
     def clear(self) -> None:
         """Gives everything back, before what the graphs read goes away; `capture_first` begins anew."""

@@ -51,10 +51,10 @@ class PiecewiseGraph:
         self._graphs, self._gaps, self._hidden = graphs, gaps, hidden
         self._addresses = addresses(arguments)
 
-    def replay(self, arguments: Arguments, attend: AttendInto) -> torch.Tensor:
+    def replay(self, arguments: Callable[[], Arguments], attend: AttendInto) -> torch.Tensor:
         """Runs it with the step's own attention; [n, hidden], to be read before the next replay."""
         if log.isEnabledFor(logging.DEBUG):
-            check_addresses(self._addresses, arguments)
+            check_addresses(self._addresses, arguments())
         for graph, gap in zip(self._graphs, self._gaps, strict=False):
             graph.replay()
             attend(gap.layer, gap.q, gap.k, gap.v, gap.rotary, gap.out)

@@ -1,7 +1,7 @@
 """A captured step, and the law of its addresses."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -32,10 +32,10 @@ class FullGraph:
         self._graph, self._result = graph, result
         self._addresses = addresses(arguments)
 
-    def replay(self, arguments: Arguments) -> torch.Tensor:
-        """Launches it. With debug logging on, RuntimeError where an argument has moved; otherwise nobody looks."""
+    def replay(self, arguments: Callable[[], Arguments]) -> torch.Tensor:
+        """Launches it. With debug logging on, RuntimeError where an argument has moved; otherwise nobody asks for them."""
         if log.isEnabledFor(logging.DEBUG):
-            check_addresses(self._addresses, arguments)
+            check_addresses(self._addresses, arguments())
         self._graph.replay()
         return self._result
 

@@ -73,6 +73,7 @@ class CapturableStep:
         self._loaded = loaded
         self._program, self._staging, self._sampler, self._runtime = program, staging, sampler, runtime
         self._current: Step | None = None
+        self._replayed: dict[BatchDescriptor, Step] = {}
 
     def arguments(self) -> dict[str, torch.Tensor]:
         """The persistent tensors that a step reads."""
@@ -99,9 +100,17 @@ class CapturableStep:
         self._current = self._program.step(shape, request, loaded.ops, loaded.kv_caches, key.has_lora)
         return self._current
 
+    def replayed(self, key: BatchDescriptor) -> Step:
+        """What a graph of the whole step works on: always the same, and made once."""
+        step = self._replayed.get(key)
+        if step is None:
+            step = self._replayed[key] = self.at(key, key.num_reqs or key.num_tokens, key.num_tokens)
+        return step
+
     def forget(self) -> None:
-        """Lets go of the last step, and with it of the cache that it was on."""
+        """Lets go of the steps, and with them of the cache that they were on."""
         self._current = None
+        self._replayed.clear()
 
     def pad(self, key: BatchDescriptor) -> None:
         """Makes the persistent inputs those of a batch of padding alone, which changes nothing that anybody reads."""
@@ -120,7 +129,9 @@ class CapturableStep:
         shape = self._of(key).shape
         step = self.at(key, shape.num_reqs, shape.max_query_len)
         hidden = self._program.forward(step, self._loaded.model)
-        logits = self._loaded.model.compute_logits(hidden.index_select(0, step.inputs.logits_indices))
+        # Of one token each, every row of hidden states counts, in the order in which they are.
+        rows = hidden if key.uniform_query_len == 1 else hidden.index_select(0, step.inputs.logits_indices)
+        logits = self._loaded.model.compute_logits(rows)
         if isinstance(key.variant, Path):
             sampled = self._sampler.sample(logits, step.request.rows, step.inputs.seq_lens, key.variant)
             self._program.commit(step, sampled)
