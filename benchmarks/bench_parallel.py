@@ -7,7 +7,8 @@ Parts, each in turn with what it is compared to, several times over:
   of every layer each, at the same time: what two ranks would reach if exchanging cost nothing;
 - the share of a step that two ranks spend in exchanges, waits included;
 - a small model in the core's process, and in a worker process;
-- a plan's way to eight ranks that compute nothing and back, all on one core.
+- a plan's way to eight ranks that compute nothing and back, all on one core;
+- how evenly a skewed load of experts lies on ranks: expert after expert, and packed with redundant copies.
 """
 
 import argparse
@@ -33,6 +34,8 @@ from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, Paral
 from penstock.engine.core.ipc.process import build_core, build_executor
 from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult, empty
 from penstock.engine.messages import AddRequest
+from penstock.engine.models.layers.placement import Placement
+from penstock.engine.parallel.eplb import balancedness, loads_of_ranks, rebalance
 from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.process_executor import ProcessExecutor
 from penstock.engine.sampling import SamplingParams
@@ -184,6 +187,24 @@ def host_time(world: int, steps: int) -> dict[str, object]:
     return {"ranks": world, "seconds_a_step": statistics.median(found)}
 
 
+def packing(experts: int = 256, ranks: int = 8, seeds: int = 20) -> list[dict[str, object]]:
+    """Greatest load of a rank over the mean, of loads by Zipf's law: the worst of several seeds."""
+    rows: list[dict[str, object]] = []
+    for redundant in (0, ranks, 4 * ranks):
+        before, after, seconds = list[float](), list[float](), list[float]()
+        for seed in range(seeds):
+            weights = np.random.default_rng(seed).permutation(1e6 / np.arange(1, experts + 1) ** 1.2)
+            linear = Placement.linear(experts, ranks, redundant).expert
+            began = time.perf_counter()
+            placed = rebalance(weights, experts + redundant, ranks)
+            seconds.append(time.perf_counter() - began)
+            for told, at in ((before, linear), (after, placed)):
+                told.append(1 / balancedness(loads_of_ranks(weights, at, ranks)))
+        worst = {"before": round(max(before), 2), "after": round(max(after), 3)}
+        rows.append({"experts": experts, "ranks": ranks, "redundant": redundant, **worst, "ms": round(1e3 * max(seconds), 1)})
+    return rows
+
+
 def show(figures: dict[str, Any]) -> None:
     """Prints a table of each part."""
     console = Console()
@@ -201,11 +222,16 @@ def show(figures: dict[str, Any]) -> None:
     console.print(table)
     for one in figures["host_time"]:
         console.print(f"a plan to {one['ranks']} ranks on one core and back: {1e6 * one['seconds_a_step']:.0f} µs")
+    columns = list(figures["packing"][0])
+    table = Table(*columns, title="Experts with skewed loads: the greatest load of a rank over the mean")
+    for row in figures["packing"]:
+        table.add_row(*(str(row[column]) for column in columns))
+    console.print(table)
 
 
 def main(rounds: int, streams: Sequence[int], save: bool) -> None:
     """Runs all parts."""
-    figures: dict[str, Any] = {"host_time": [host_time(world, 300) for world in (1, 2, 8)]}
+    figures: dict[str, Any] = {"host_time": [host_time(world, 300) for world in (1, 2, 8)], "packing": packing()}
     with tempfile.TemporaryDirectory() as folder:
         with ExitStack() as stack:
             figures["tensor_parallel"] = speed_up(Path(folder), stack, rounds)

@@ -265,6 +265,35 @@ def test_nodes_that_cannot_be_are_refused_at_apply(make: Any) -> None:
     assert [f"spec.pools[{pool['name']}].parallelism.nodes {works}" for pool in roles] == found
 
 
+def test_data_parallel_ranks_on_cpus_have_a_port_of_events_and_memory_each(make: Any) -> None:
+    model = make.model(pools=[{"name": "cpu", "parallelism": {"tensor": 2, "data": 3}}])
+    assert unsupported(model.spec) == []
+    objects = by_kind(model)
+    (engine,) = objects["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert engine["resources"]["requests"] == {"cpu": "6", "memory": "6Gi"}
+    assert [it for it in engine["args"] if "parallel" in it] == ["--tensor-parallel-size=2", "--data-parallel-size=3"]
+    events = {"events": 5557, "replay": 5558, "events-1": 5559, "replay-1": 5560, "events-2": 5561, "replay-2": 5562}
+    assert {it["name"]: it["containerPort"] for it in engine["ports"]} == {"http": 8000, "admin": 8003, **events}
+    (of_pickers,) = (rule for rule in objects["NetworkPolicy"]["spec"]["ingress"] if "penstock-picker" in str(rule))
+    assert [it["port"] for it in of_pickers["ports"]] == list(events.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"data": 2}, None),
+        ({"pipeline": 2}, "parallelism.expert.enabled (it does not go with parallelism.pipeline)"),
+        ({"expert": {"enabled": True, "redundant": 2}}, "parallelism.expert.redundant"),
+    ],
+)
+def test_experts_are_spread_over_the_processes_of_a_pod(make: Any, changes: Any, refused: str | None) -> None:
+    model = make.model(pools=[{"name": "cpu", "parallelism": {"expert": {"enabled": True}, **changes}}])
+    assert unsupported(model.spec) == ([] if refused is None else [f"spec.pools[cpu].{refused}"])
+    if refused is None:
+        (engine,) = by_kind(model)["Deployment"]["spec"]["template"]["spec"]["containers"]
+        assert "--enable-expert-parallel" in engine["args"]
+
+
 @pytest.mark.parametrize(
     ("changes", "path"),
     [

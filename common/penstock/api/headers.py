@@ -58,6 +58,9 @@ TIMEOUT: Final = "x-penstock-timeout-ms"
 """Request header: milliseconds after its arrival at the engine at which the client gives up. A request that has not run by then
 ends with a retriable 503, one that runs with 504."""
 
+DATA_PARALLEL_RANK: Final = "x-data-parallel-rank"
+"""Request header, by vLLM's name: which of a replica's data-parallel ranks is to run the request."""
+
 # --- ORCA load reports ---
 LOAD_FORMAT: Final = "endpoint-load-metrics-format"
 """Request header that asks for a load report on the response: `TEXT`, `JSON` or `BIN`."""

@@ -118,6 +118,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     spec_tokens: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
     tensor_parallel_size: Positive = 1
     pipeline_parallel_size: Positive = 1
+    data_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
+    enable_expert_parallel: bool = False
     worker_process: bool = False
     distributed_timeout_seconds: Annotated[int, msgspec.Meta(ge=1)] = 30
     nnodes: Positive | None = None
@@ -345,21 +347,38 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     def _check_ranks(self, folder: Path, architecture: str, device: Literal["cpu", "cuda"]) -> None:
         """Refuses a number of ranks among which the model cannot be divided."""
         world, stages = self.tensor_parallel_size, self.pipeline_parallel_size
-        if world == stages == 1:
+        if (copies := self.data_parallel_size) > 1:
+            if device == "cuda":
+                raise ConfigError(f"--data-parallel-size {copies}: several cores run on a CPU alone so far (--device cpu)")
+            if self.kv_transfer_config is not None:
+                raise ConfigError(f"--kv-transfer-config does not go with --data-parallel-size {copies} so far")
+        if world == stages == copies == 1 and not self.enable_expert_parallel:
             return
         from penstock.engine.loading.json_files import read_object
         from penstock.engine.models.config import parse_decoder_config
-        from penstock.engine.parallel.sizes import check_sizes, check_stages
+        from penstock.engine.parallel.sizes import check_experts, check_sizes, check_stages
 
         if device == "cuda":
             flag = f"--tensor-parallel-size {world}" if world > 1 else f"--pipeline-parallel-size {stages}"
             raise ConfigError(f"{flag}: several ranks run on a CPU alone so far (--device cpu)")
         config = parse_decoder_config(read_object(folder / "config.json"))
+        if self.enable_expert_parallel:
+            check_experts(architecture, config, world * copies)
+            self._check_expert_parallel(stages)
         if world > 1:
-            check_sizes(architecture, config, world)
+            check_sizes(architecture, config, world, whole_experts=self.enable_expert_parallel)
         if stages > 1:
             check_stages(architecture, config, stages)
             self._check_pipeline(stages)
+
+    def _check_expert_parallel(self, stages: int) -> None:
+        """Refuses what ranks that divide experts cannot do so far."""
+        if self.device == "cuda":
+            raise ConfigError("--enable-expert-parallel: experts are divided on a CPU alone so far (--device cpu)")
+        if stages > 1:
+            raise ConfigError(f"--enable-expert-parallel does not go with --pipeline-parallel-size {stages} so far")
+        if self.async_scheduling and self.data_parallel_size > 1:
+            raise ConfigError("--async-scheduling: cores that divide experts make one step after the other, all of them together")
 
     def _check_pipeline(self, stages: int) -> None:
         """Refuses what the stages of a pipeline cannot do so far."""
@@ -434,11 +453,16 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         config = ParallelConfig(
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
+            data_parallel_size=self.data_parallel_size,
+            expert_parallel=self.enable_expert_parallel and self.tensor_parallel_size * self.data_parallel_size > 1,
             worker_process=self.worker_process,
             timeout=self.distributed_timeout_seconds,
             master_port=self.master_port,
         )
         config = placed(config, self.nnodes, self.node_rank, self.master_addr, os.environ)
+        if config.nnodes > 1 and (config.data_parallel_size > 1 or config.expert_parallel):
+            flag = "--enable-expert-parallel" if config.expert_parallel else f"--data-parallel-size {self.data_parallel_size}"
+            raise ConfigError(f"{flag} does not go with several nodes (--nnodes {config.nnodes}) so far")
         if config.nnodes > 1 and self.kv_transfer_config is not None:
             raise ConfigError(
                 f"--kv-transfer-config: an engine on several nodes (--nnodes {config.nnodes}) lends no pages so far"

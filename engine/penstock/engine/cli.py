@@ -308,6 +308,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--tensor-parallel-size", "-tp", type=positive, default=1, metavar="RANKS", help=what)
     what = "number of pipeline stages: each has some of the model's layers, on processes of its own"
     add("--pipeline-parallel-size", "-pp", type=positive, default=1, metavar="STAGES", help=what)
+    what = "number of engine cores behind this server: each has the whole model and a part of the requests"
+    add("--data-parallel-size", "-dp", type=positive, default=1, metavar="RANKS", help=what)
+    what = "give each process some experts of a mixture whole, in place of a part of every expert"
+    add("--enable-expert-parallel", "-ep", action="store_true", help=what)
     what = "run the model in a process of its own, apart from the scheduler, even where there is one rank"
     add("--worker-process", action="store_true", help=what)
     what = "largest number of seconds that one process of the model may keep the others waiting"

@@ -271,6 +271,10 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks among which every layer is divided."""
     pipeline_parallel_size: int = 1
     """Stages among which the layers are distributed; each is so many ranks."""
+    data_parallel_size: int = 1
+    """Cores among which requests are distributed; each has so many stages and ranks for itself."""
+    expert_parallel: bool = False
+    """Whether the ranks of all cores divide the experts of a mixture, each of them whole."""
     worker_process: bool = False
     """Whether the model runs in a process of its own even where there is one rank."""
     timeout: float = 30.0
@@ -286,8 +290,18 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """Ranks of a core."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that divide the experts of a layer; 1: none do."""
+        return self.data_parallel_size * self.tensor_parallel_size if self.expert_parallel else 1
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether several cores make their steps together, as each has some of the experts."""
+        return self.expert_parallel and self.data_parallel_size > 1
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

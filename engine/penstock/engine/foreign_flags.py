@@ -7,7 +7,6 @@ from typing import Final, NoReturn
 from penstock.suggest import suggestion
 
 _RANKS: Final = "ranks divide a model by --tensor-parallel-size and --pipeline-parallel-size alone so far; leave it out"
-_REPLICAS: Final = "start one engine for each replica, behind penstock gateway"
 _MODEL: Final = "give the model first: penstock serve MODEL"
 _TOKENIZER: Final = "the tokenizer is read as its files say; leave it out"
 _NO_CODE: Final = "code in checkpoints never runs; leave it out"
@@ -25,10 +24,10 @@ def _all(names: str, advice: str) -> dict[str, str]:
 
 FOREIGN: Final[Mapping[str, str]] = {
     **_all("--tp --tp-size --num-shard --sharded", "--tensor-parallel-size"),
-    **_all("--expert-parallel-size --ep --ep-size", _RANKS),
+    **_all("--expert-parallel-size --ep --ep-size", "--enable-expert-parallel"),
     **_all("--pp --pp-size", "--pipeline-parallel-size"),
-    **_all("--enable-expert-parallel -ep --distributed-executor-backend", _RANKS),
-    **_all("--data-parallel-size -dp --dp --dp-size", _REPLICAS),
+    **_all("--distributed-executor-backend", _RANKS),
+    **_all("--dp --dp-size", "--data-parallel-size"),
     **_all("--model --model-path --model-id", _MODEL),
     **_all("--tokenizer-path", "--tokenizer"),
     **_all("--tokenizer-mode --tokenizer-revision --skip-tokenizer-init", _TOKENIZER),

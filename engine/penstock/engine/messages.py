@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.engine.commands import Command
 from penstock.engine.config import EngineConfig
+from penstock.engine.core.wave import WaveEnd
 from penstock.engine.grammar import Grammar
 from penstock.engine.multimodal.inputs import ImageInput
 from penstock.engine.sampling import SamplingParams
@@ -57,6 +58,10 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses of the replay of batches: the first free one is used."""
     runner: str | None
     """`module:Class` of the model runner; None: the device's."""
+    wave: WaveEnd | None = None
+    """How it joins the steps of other cores; None: its steps are its own."""
+    experts: int | None = None
+    """File descriptor of the memory of all ranks that divide experts; None: none do."""
     frontends_address: str | None = None
     """The path of the socket where further frontends connect, in the same folder; None: there are none."""
 

@@ -550,7 +550,7 @@ async def test_a_client_that_does_not_read_stalls_nobody(serve: Any) -> None:
 async def test_health_and_liveness_are_judged_by_progress(serve: Any, path: str) -> None:
     site = await serve()
     assert (await site.client.get(path)).status == 200
-    site.llm._progress = Progress(time.monotonic() - 31, 30.0)
+    site.llm.ranks[0].progress = Progress(time.monotonic() - 31, 30.0)
     response = await site.client.get(path)
     assert response.status == 503 and "said nothing" in (await error_of(response))["message"]
 

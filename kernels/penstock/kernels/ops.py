@@ -15,7 +15,7 @@ from penstock.kernels.cpu.isa import Isa, IsaName, choose
 from penstock.kernels.cpu.native import DTYPES, NativeOps
 from penstock.kernels.cpu.tape import Pool, Tape
 from penstock.kernels.embedding.reference import embedding
-from penstock.kernels.experts.reference import MLP, experts, experts_on_device
+from penstock.kernels.experts.reference import MLP, combine_rows, experts, experts_on_device
 from penstock.kernels.experts.routing import Routing, route
 from penstock.kernels.experts.table import ExpertTable, PackedExpertTable
 from penstock.kernels.few_rows import reference as few_rows
@@ -77,6 +77,9 @@ class Ops:
     """Over weights as `linear` or, on a device, torch has them; None: this form has `any_experts` alone."""
     packed_experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedExpertTable], torch.Tensor] | None = None
     """Over weights of few bits, on a CPU in one thread; None: this form has `any_experts` alone."""
+    combine_experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = combine_rows
+    """The sum at the end of `experts` and `packed_experts`, with the same bits; at the end of `any_experts` it is the
+    reference's."""
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor] | None = None
     """Over a weight from `linear.reference.pack_weight`, in one thread; None: this form leaves it to torch."""
     norm_linear: Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None
@@ -130,6 +133,7 @@ def native_ops(dtype: torch.dtype, isa: Isa, cache: Path) -> Ops:
         route=native.route,
         experts=native.experts,
         packed_experts=native.packed_experts,
+        combine_experts=native.combine_experts,
         linear=native.linear,
         quantized_linear=native.quantized_linear,
         rounded_inputs=native.rounded_inputs,

@@ -47,8 +47,10 @@ class Parallelism(Part):
         default=1, ge=1, le=64
     )
     """Stages of consecutive layers, each on `tensor` devices; without an accelerator, processes."""
-    data: int = Field(default=1, ge=1, le=64)
-    """Engine ranks with a cache of their own, served as one replica."""
+    data: Annotated[int, Flag("--data-parallel-size", lambda ranks: None if ranks == 1 else ranks)] = Field(
+        default=1, ge=1, le=64
+    )
+    """Engine cores behind one server, each with the model and a cache of its own, on `tensor` times `pipeline` devices."""
     nodes: Annotated[int, Flag("--nnodes", lambda nodes: None if nodes == 1 else nodes)] = Field(default=1, ge=1, le=64)
     """Without an accelerator: pods of a replica, among which its processes are distributed, as a LeaderWorkerSet; must divide
     `tensor` times `pipeline`. With one, `accelerator.perNode` decides."""

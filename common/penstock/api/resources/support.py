@@ -90,15 +90,23 @@ def _pool(pool: Pool, *, transfers: bool) -> Iterator[str]:
     path, ranks = f"spec.pools[{pool.name}]", pool.parallelism
     if pool.role != "Both" and not transfers:
         yield f"{path}.role ({pool.role}; it needs engine.connector of type transfer)"
-    for name, number in (("tensor", ranks.tensor), ("pipeline", ranks.pipeline)):
+    for name, number in (("tensor", ranks.tensor), ("pipeline", ranks.pipeline), ("data", ranks.data)):
         if number != 1 and pool.has_devices:
             yield f"{path}.parallelism.{name} (only 1 works with devices; more work on CPUs)"
     if ranks.nodes != 1 and transfers:
         yield f"{path}.parallelism.nodes (only 1 works with engine.connector of type transfer)"
-    if ranks.data != 1:
-        yield f"{path}.parallelism.data (only 1 works)"
-    if ranks.expert.enabled or ranks.expert.redundant:
-        yield f"{path}.parallelism.expert"
+    if ranks.data != 1 and transfers and not pool.has_devices:
+        yield f"{path}.parallelism.data (only 1 works with engine.connector of type transfer)"
+    if ranks.expert.enabled and pool.has_devices:
+        yield f"{path}.parallelism.expert.enabled (experts are spread on CPUs alone)"
+    elif ranks.expert.enabled and ranks.pipeline != 1:
+        yield f"{path}.parallelism.expert.enabled (it does not go with parallelism.pipeline)"
+    if ranks.expert.redundant:
+        yield f"{path}.parallelism.expert.redundant"
+    if ranks.nodes != 1 and ranks.data != 1:
+        yield f"{path}.parallelism.data (only 1 works with several nodes)"
+    if ranks.nodes != 1 and ranks.expert.enabled:
+        yield f"{path}.parallelism.expert.enabled (it does not go with several nodes)"
 
 
 def _pipelines(spec: InferenceModelSpec) -> Iterator[str]:

@@ -29,6 +29,7 @@ from penstock.engine.core.plan import GraphReport, StepPlan, StepResult
 from penstock.engine.core.scheduling.lora.adapter_table import AdapterTable
 from penstock.engine.core.scheduling.outputs import RequestOutputs
 from penstock.engine.core.scheduling.scheduler import Scheduler
+from penstock.engine.core.wave import Wave
 from penstock.engine.messages import (
     FRONTEND_SHIFT,
     AbortRequests,
@@ -72,6 +73,7 @@ class EngineCore:
         groups: Of the runner's KV layout; None: full attention in every layer.
         ceilings: Of the runner's device, where they are known.
         offload: What the host's memory holds of pages; None: nothing.
+        wave: Joins the steps of other cores; None: this one's are its own.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class EngineCore:
         groups: Sequence[KVGroup] | None = None,
         ceilings: Ceilings | None = None,
         offload: OffloadSize | None = None,
+        wave: Wave | None = None,
     ) -> None:
         cache = config.cache
         kv = KVCacheManager(
@@ -115,6 +118,7 @@ class EngineCore:
         self._grammars = Grammars(self.scheduler, grammars)
         self._depth = config.depth
         self._executor = executor
+        self._wave = wave
         self._epoch = epoch
         self._engine_index = engine_index
         self._step_meter = StepMeter(config.model.cost, ceilings, config.scheduler.num_speculative_tokens)
@@ -130,7 +134,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_work or bool(self._submitted) or self._controls.due is not None
+        own = self.scheduler.has_work or bool(self._submitted) or self._controls.due is not None
+        return own or (self._wave is not None and self._wave.is_behind)
 
     @property
     def is_reading(self) -> bool:
@@ -187,12 +192,18 @@ class EngineCore:
             if len(plan.rows):
                 self._step_meter.submitted(plan, self.scheduler.table.num_computed[plan.rows])
             self._submitted.append(_Submitted(plan, time.perf_counter()))
+            if self._wave is not None:
+                self._wave.begin()
             self._executor.submit(plan)
             self._unsampled = True
             self._sample()
         if self._submitted:
             outputs = self._retire()
             self._sample()
+        elif self._wave is not None and self._wave.is_behind:
+            self._wave.join()
+            self._executor.call("serve_others")
+            outputs = self.scheduler.take_outputs()
         elif self.scheduler.is_stuck:
             raise RuntimeError(f"no request can run: {self.scheduler.num_running} running, {self.scheduler.waiting()} waiting")
         else:

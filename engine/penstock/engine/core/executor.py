@@ -110,6 +110,10 @@ class Runner(Protocol):
         """Makes a forward pass, so that the first request does not pay for what is done once."""
         ...
 
+    def serve_others(self) -> None:
+        """Takes part in a step of other cores, whose tokens need the experts here; nothing may be in flight."""
+        ...
+
     def capture_graph(self) -> GraphReport | None:
         """Captures one more CUDA graph, where one is pending; nothing may be in flight. None: the device has none."""
         ...

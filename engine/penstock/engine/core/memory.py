@@ -97,7 +97,7 @@ def check_at_start(cache: CacheConfig, total: int, free: int) -> None:
         )
 
 
-def check_weights_fit(model: ModelConfig, stored_bytes: int, memory: Memory, nodes: int = 1) -> None:
+def check_weights_fit(model: ModelConfig, stored_bytes: int, memory: Memory, nodes: int = 1, copies: int = 1) -> None:
     """Refuses weights that the host's memory cannot hold, before any is read.
 
     Args:
@@ -105,6 +105,7 @@ def check_weights_fit(model: ModelConfig, stored_bytes: int, memory: Memory, nod
         stored_bytes: Of the checkpoint's files.
         memory: Of the host, for all of its ranks.
         nodes: Among which the weights are divided.
+        copies: Data-parallel ranks, each with the whole model.
 
     Raises:
         ConfigError: There is less free; the message shows the arithmetic.
@@ -121,6 +122,9 @@ def check_weights_fit(model: ModelConfig, stored_bytes: int, memory: Memory, nod
     if nodes > 1:
         needed //= nodes
         parts += f" / {nodes} nodes = {needed:,} bytes"
+    if copies > 1:
+        needed *= copies
+        parts += f", for each of {copies} data-parallel ranks = {needed:,} bytes"
     if needed > memory.free:
         raise ConfigError(
             f"the weights do not fit: {parts}, and of {memory.total:,} bytes of memory {memory.free:,} are free before "

@@ -4,31 +4,29 @@ import asyncio
 import itertools
 import logging
 import random
-import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum
-from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from penstock.api import metrics as names
 from penstock.api.load_report import LoadReport
 from penstock.engine import sampling
 from penstock.engine.args import EngineArgs
-from penstock.engine.commands import Command, SyncAdapters
-from penstock.engine.config import EngineConfig, ModelConfig, PoolingConfig, SchedulingPolicy
-from penstock.engine.core.ipc.client import CoreClient, CoreError
+from penstock.engine.commands import Command, Pause, ReloadWeights, Resume, Sleep, SyncAdapters
+from penstock.engine.config import ConfigError, EngineConfig, ModelConfig, PoolingConfig, SchedulingPolicy
+from penstock.engine.core.ipc.client import CoreError
 from penstock.engine.core.ipc.inproc import InprocClient
+from penstock.engine.frontend.core_link import Core, CoreLink
+from penstock.engine.frontend.cores import core_clients
+from penstock.engine.frontend.data_parallel import combined, header_rank, merged, pick
 from penstock.engine.frontend.detokenizer import Detokenizer
-from penstock.engine.frontend.egress import Egress
 from penstock.engine.frontend.errors import ApiError, unavailable
 from penstock.engine.frontend.generation import Choice, Generation, PromptLogprob
 from penstock.engine.frontend.observe.metrics import EngineMetrics
 from penstock.engine.frontend.openai.embeddings import embedding_of
-from penstock.engine.frontend.progress import Progress
 from penstock.engine.frontend.python.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
 from penstock.engine.frontend.python.params import SamplingParams, default_params
 from penstock.engine.frontend.python.prompts import (
@@ -45,27 +43,12 @@ from penstock.engine.frontend.python.prompts import (
 from penstock.engine.frontend.python.request_output import OutputBuilder, RequestOutput, python_error, python_errors
 from penstock.engine.frontend.spec import GenerationSpec
 from penstock.engine.frontend.vocabulary import Vocabulary
-from penstock.engine.messages import AdapterInfo, AdaptersChanged, AddRequest, CoreReady, EventPorts, StepOutputs
+from penstock.engine.messages import ADAPTER_GONE, AdapterInfo, AddRequest, CoreReady
 from penstock.engine.multimodal.fetch import Fetcher
 from penstock.engine.multimodal.reader import ImageReader
-from penstock.engine.stats import CoreStats
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, PromptProcessor
 
 log = logging.getLogger(__name__)
-
-
-class Core(Protocol):
-    """What is used of `CoreClient`."""
-
-    first_number: int
-    """First number of this frontend's requests."""
-
-    async def start(self) -> CoreReady: ...
-    async def add(self, request: AddRequest) -> None: ...
-    async def abort(self, indexes: Sequence[int]) -> None: ...
-    async def call(self, command: Command) -> Any: ...
-    def outputs(self) -> AsyncIterator[StepOutputs | CoreStats | AdaptersChanged]: ...
-    async def close(self) -> None: ...
 
 
 class State(Enum):
@@ -79,60 +62,51 @@ class State(Enum):
 
 
 class AsyncLLM:
-    """One core, and the requests that it works on.
+    """One core, or one for each data-parallel rank, and the requests that they work on.
 
     Args:
-        core: The client of the core, not yet started.
+        cores: The clients of the cores by rank, not yet started; one by itself is the only one.
         model: The model served.
         processor: Its tokenizer.
         seed: Of the seeds drawn for requests that bring none.
         watchdog_timeout: Seconds without progress after which the engine is unhealthy.
         policy: The scheduler's.
-        max_num_waiting: Sequences that the core's queue takes.
+        max_num_waiting: Sequences that a core's queue takes.
+        in_step: Whether the cores make their steps together.
     """
 
     def __init__(
         self,
-        core: Core,
+        cores: Core | Sequence[Core],
         model: ModelConfig,
         processor: PromptProcessor,
         seed: int = 0,
         policy: SchedulingPolicy = "fcfs",
         watchdog_timeout: float = 120.0,
         max_num_waiting: int = 1024,
+        in_step: bool = False,
     ) -> None:
         self.model = model
+        self._in_step = in_step
         self.processor = processor
         self.images = None if model.images is None else ImageReader(model.images, Fetcher(model.images.allowed_domains))
         """None: the model reads text alone."""
         self.vocabulary = Vocabulary(processor.tokenizer)
-        self.metrics = EngineMetrics(model.served_names[0])
-        self.kernels = ""
-        self.load_seconds = self.load_floor_s = 0.0
-        """Which form of the model's operations runs; known when it has started."""
-        self.num_blocks = 0
-        """Blocks of the KV cache; known when the core has started."""
-        self.event_ports: EventPorts | None = None
-        """Ports of the event stream, if it has any; known when the core has started."""
         self.state = State.STARTING
         self.stream_interval = 1
         """Tokens that an event of a stream has at least, but for the first and the last one."""
-        self.adapters: dict[str, AdapterInfo] = {}
-        """What requests can ask for by name beside the model itself."""
         self.failed = asyncio.Event()
-        self.window = max(1, max_num_waiting)
-        """Sequences that may be sent at once without a refusal by the core's queue, if this is the only client."""
-        self._core = core
-        self._egress = Egress(self.metrics)
+        cores, block_size = cores if isinstance(cores, Sequence) else [cores], processor.bundle.block_size
+        self.ranks = [CoreLink(core, rank, model, block_size, watchdog_timeout, self._fail) for rank, core in enumerate(cores)]
+        """By data-parallel rank."""
+        self.window = max(1, max_num_waiting) * len(self.ranks)
+        """Sequences that may be sent at once without a refusal by a core's queue, if this is the only client."""
         self._random = random.Random(seed)
-        self._numbers = itertools.count(core.first_number)
-        self._watchdog_timeout = watchdog_timeout
-        self._progress = Progress(time.monotonic(), watchdog_timeout)
+        self._numbers = itertools.count(cores[0].first_number)
         self._failure = ""
         self._policy = policy
-        self._aborts: list[int] = []
-        self._abort_wake = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._turn = 0
+        self._commands = asyncio.Lock()
 
     @staticmethod
     def from_args(args: EngineArgs, in_process: bool = False) -> "AsyncLLM":
@@ -142,10 +116,14 @@ class AsyncLLM:
     @staticmethod
     def from_config(config: EngineConfig, in_process: bool = False) -> "AsyncLLM":
         """An engine to be started, with its core in a process of its own or in this one."""
-        core = InprocClient(config) if in_process else CoreClient(config)
+        size = config.parallel.data_parallel_size
+        if in_process and size > 1:
+            raise ConfigError(f"in_process: --data-parallel-size {size} needs a process for each rank")
+        cores = [InprocClient(config)] if in_process else core_clients(config)
         processor = load_processor(config)
         scheduler, watchdog = config.scheduler, config.watchdog_timeout
-        return AsyncLLM(core, config.model, processor, config.seed, scheduler.policy, watchdog, scheduler.max_num_waiting)
+        limits = scheduler.policy, watchdog, scheduler.max_num_waiting, config.parallel.is_in_step
+        return AsyncLLM(cores, config.model, processor, config.seed, *limits)
 
     async def __aenter__(self) -> "AsyncLLM":
         try:
@@ -159,45 +137,68 @@ class AsyncLLM:
         await self.close()
 
     async def start(self) -> None:
-        """Starts the core and returns when it has made its first forward pass; raises `CoreError` when it cannot."""
-        ready = await self._core.start()
-        log.info("core ready: %d KV blocks, loaded in %.1f s", ready.num_blocks, sum(ready.load_seconds.values()))
-        for part, seconds in ready.load_seconds.items():
-            self.metrics.describe(names.LOAD_SECONDS, "Seconds that each phase of the start took.", seconds, part=part)
-        self.load_seconds, self.load_floor_s = ready.load_seconds.get("weights", 0.0), ready.load_floor_s
-        self.metrics.describe(names.LOAD_FLOOR_SECONDS, "Seconds that reading the weights takes at least.", ready.load_floor_s)
-        self.kernels = ready.kernels
-        self.event_ports, self.num_blocks = ready.event_ports, ready.num_blocks
-        self._take_adapters(ready.adapters)
-        what = {"dtype": self.model.dtype, "quantization": self.model.quantization_name, "kernels": ready.kernels}
-        self.metrics.describe(names.ENGINE_INFO, "What runs.", version=version("penstock"), **what)
-        blocks = {"block_size": str(self.processor.bundle.block_size), "num_gpu_blocks": str(ready.num_blocks)}
-        cache_dtype = self.model.kv_dtype or self.model.dtype
-        self.metrics.describe(names.CACHE_CONFIG_INFO, "The KV cache.", cache_dtype=cache_dtype, **blocks)
-        self._progress = Progress(time.monotonic(), self._watchdog_timeout)
-        self._tasks = [asyncio.create_task(self._drain_outputs()), asyncio.create_task(self._send_aborts())]
-        self.state = State.READY
+        """Starts the cores and returns when all have made their first forward pass; raises `CoreError` when one cannot."""
+        starting = [asyncio.create_task(rank.start()) for rank in self.ranks]
+        try:
+            await asyncio.gather(*starting)
+        finally:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+        if self.state is State.STARTING:  # else one has failed since
+            self.state = State.READY
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """Those of the first rank, where the replica as a whole is counted too."""
+        return self.ranks[0].metrics
+
+    @property
+    def is_asleep(self) -> str | None:
+        """Why no request is taken until the engine is woken up; None: it is awake."""
+        return next((rank.stats.asleep for rank in self.ranks if rank.stats is not None and rank.stats.asleep), None)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a rank makes no step until it is resumed."""
+        return any(rank.stats is not None and rank.stats.paused for rank in self.ranks)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any core can still finish what it works on."""
+        return not self._in_step and any(rank.failure is None for rank in self.ranks)
+
+    @property
+    def ready(self) -> CoreReady | None:
+        """What the first rank said when it had started; None: it has not."""
+        return self.ranks[0].ready
+
+    @property
+    def adapters(self) -> dict[str, AdapterInfo]:
+        """What requests can ask for by name beside the model itself: what every rank has, as the first one numbers it."""
+        first, *others = (rank.adapters for rank in self.ranks)
+        return first if not others else {name: own for name, own in first.items() if all(name in it for it in others)}
 
     def cut_off(self) -> None:
         """Ends every request with an error that sends its client to another replica."""
-        self._egress.fail_all(unavailable("the engine has shut down", "draining"))
+        for rank in self.ranks:
+            rank.egress.fail_all(unavailable("the engine has shut down", "draining"))
 
     async def close(self) -> None:
-        """Stop the core, and fail every open request."""
+        """Stop the cores, and fail every open request."""
         if self.state is not State.FAILED:
             self.state = State.CLOSED
-        self._egress.fail_all(unavailable("the engine was closed", "engine_dead"))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for rank in self.ranks:
+            rank.egress.fail_all(unavailable("the engine was closed", "engine_dead"))
         if self.images is not None:
             self.images.close()
-        await self._core.close()
+        await asyncio.gather(*(rank.close() for rank in self.ranks))
 
     @property
     def load(self) -> LoadReport | None:
-        """The newest load report; None before the first."""
-        return self.metrics.stats.report if self.metrics.stats is not None else None
+        """The newest load report, of all ranks together; None before every rank has made one."""
+        reports = [report for rank in self.ranks if (report := rank.load) is not None]
+        return merged(reports) if len(reports) == len(self.ranks) else None
 
     def lora_id(self, adapter: str | None) -> int:
         """The number of an adapter, 0 for None; `ValueError` where there is none of this name."""
@@ -224,20 +225,49 @@ class AsyncLLM:
             return self._failure
         if self.state is State.STARTING:
             return None
-        return self._progress.stuck(working=len(self._egress) > 0, now=time.monotonic())
+        return next((self._of(rank, reason) for rank in self.ranks if (reason := rank.stuck()) is not None), None)
+
+    def _of(self, rank: CoreLink, reason: str) -> str:
+        return reason if len(self.ranks) == 1 else f"data-parallel rank {rank.rank}: {reason}"
 
     async def call(self, command: Command) -> Any:
-        """Has the core carry out a command and returns its result; raises `CommandRefused` where it could not."""
+        """Has every core carry out a command and returns the result, of several ranks as `combined` has it; raises
+        `CommandRefused` where one could not."""
         try:
-            return await self._core.call(command)
+            if len(self.ranks) == 1:
+                return await self.ranks[0].core.call(command)
+            async with self._commands:  # all ranks hear of commands in the same order
+                return await self._call_all(command)
         except CoreError as error:
             raise unavailable(f"the engine has failed: {error}", "engine_dead") from error
+
+    async def _call_all(self, command: Command) -> Any:
+        """Has every rank carry it out. Where ranks make their steps together, none sleeps or has other weights while another one
+        makes a step: they pause first."""
+        if not self._in_step or self.is_asleep is not None:
+            return await self._told(command)
+        match command:
+            case Sleep(mode=mode):
+                await self._told(Pause(mode, clear_cache=False))
+            case ReloadWeights() if not self.is_paused:
+                await self._told(Pause("keep", clear_cache=False))
+                try:
+                    return await self._told(command)
+                finally:
+                    await self._told(Resume())
+            case _:
+                pass
+        return await self._told(command)
+
+    async def _told(self, command: Command) -> Any:
+        calls = [rank.core.call(command) for rank in self.ranks]
+        return combined(command, await asyncio.gather(*calls, return_exceptions=True))
 
     def require_ready(self) -> None:
         """Raises a retriable 503 unless requests are taken."""
         self.require_running()
-        if self.metrics.stats is not None and self.metrics.stats.asleep is not None:
-            raise unavailable(self.metrics.stats.asleep, "asleep")
+        if (asleep := self.is_asleep) is not None:
+            raise unavailable(asleep, "asleep")
 
     def require_running(self) -> None:
         """Raises a retriable 503 unless the engine is up, be it asleep."""
@@ -285,6 +315,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Answers one prompt: an output whenever there is something new, of the kind that the parameters say. Leaving the loop or
         cancelling its task ends the request.
@@ -296,6 +327,7 @@ class AsyncLLM:
             priority: As over HTTP.
             cache_salt: As over HTTP.
             adapter: The name of a LoRA adapter; None: the model alone.
+            data_parallel_rank: Which rank is to run it; None: the one with the least to do.
 
         Raises:
             ValueError: The prompt or a parameter cannot be served.
@@ -303,6 +335,7 @@ class AsyncLLM:
         """
         with python_errors():
             self.require_generating()
+            header_rank(None if data_parallel_rank is None else str(data_parallel_rank), len(self.ranks))
         request_id = request_id or uuid.uuid4().hex
         tokens = prompt if isinstance(prompt, Tokens) else tokenize(prompt, self.processor)
         params = sampling_params or default_params(self.model, len(tokens.token_ids))
@@ -317,6 +350,7 @@ class AsyncLLM:
             priority=priority,
             cache_salt=cache_salt,
         )
+        spec = msgspec.structs.replace(spec, data_parallel_rank=data_parallel_rank)
         try:
             async with self.running(spec) as generation:
                 builder = OutputBuilder(
@@ -373,17 +407,26 @@ class AsyncLLM:
         """Runs a request; leaving the context ends whatever of it still runs, as when the client has gone."""
         self.require_ready()
         self._check(spec)
-        generation, adds = self._make(spec)
-        self._egress.add(generation)
+        rank = self._rank(spec)
+        generation, adds = self._make(spec, rank)
+        rank.egress.add(generation)
         try:
             for add in adds:
-                await self._core.add(add)
-            self.metrics.accepted(spec.sampling, spec.n)
+                await rank.core.add(add)
+            rank.metrics.accepted(spec.sampling, spec.n)
             yield generation
         except CoreError as error:
             raise unavailable(f"the engine has failed: {error}", "engine_dead") from error
         finally:
-            self._abort(self._egress.forget(generation))
+            rank.abort(rank.egress.forget(generation))
+
+    def _rank(self, spec: GenerationSpec) -> CoreLink:
+        """The data-parallel rank that takes a request: the one that it asks for, or the one with the least to do."""
+        if spec.data_parallel_rank is not None:
+            return self.ranks[spec.data_parallel_rank]
+        rank = pick([rank.busy for rank in self.ranks], self._turn)
+        self._turn = (rank + 1) % len(self.ranks)
+        return self.ranks[rank]
 
     def _check(self, spec: GenerationSpec) -> None:
         """What only the engine's configuration can refuse."""
@@ -391,10 +434,10 @@ class AsyncLLM:
             message = f"priority is {spec.priority}, and this engine serves by arrival: it needs --scheduling-policy priority"
             raise ApiError(400, message, param="priority")
 
-    def _make(self, spec: GenerationSpec) -> tuple[Generation, list[AddRequest]]:
+    def _make(self, spec: GenerationSpec, rank: CoreLink) -> tuple[Generation, list[AddRequest]]:
         choices: list[Choice] = []
         adds: list[AddRequest] = []
-        granted = spec.granted_priority if self._policy == "priority" else None
+        granted, lora_id = spec.granted_priority if self._policy == "priority" else None, self._lora_id_on(rank, spec.lora_id)
         for prompt, params in zip(spec.prompts, spec.sampling, strict=True):
             scores: list[PromptLogprob | None] = [None] * len(prompt)
             for k in range(spec.n):
@@ -423,7 +466,7 @@ class AsyncLLM:
                         arrival_time=spec.arrival,
                         priority=spec.priority if granted is None else granted,
                         cache_salt=spec.cache_salt,
-                        lora_id=spec.lora_id,
+                        lora_id=lora_id,
                         tenant=spec.tenant,
                         deadline=spec.deadline,
                         grammar=spec.grammar,
@@ -434,45 +477,21 @@ class AsyncLLM:
                 )
         return Generation(choices, spec.n, spec.stream, spec.arrival, spec.image_tokens), adds
 
-    def _abort(self, indexes: list[int]) -> None:
-        """One message for all that have gathered when the task gets its turn."""
-        if indexes:
-            self._aborts += indexes
-            self._abort_wake.set()
+    def _lora_id_on(self, rank: CoreLink, lora_id: int) -> int:
+        """A rank's number of an adapter that the first rank numbers so: each counts what it has loaded by itself."""
+        if not lora_id or rank is self.ranks[0]:
+            return lora_id
+        name = next((name for name, adapter in self.ranks[0].adapters.items() if adapter.lora_id == lora_id), None)
+        if name is None or name not in rank.adapters:
+            raise ApiError(404, "the adapter has been unloaded", param="model", code=ADAPTER_GONE)
+        return rank.adapters[name].lora_id
 
-    async def _send_aborts(self) -> None:
-        while True:
-            await self._abort_wake.wait()
-            self._abort_wake.clear()
-            indexes, self._aborts = self._aborts, []
-            await self._core.abort(indexes)
-
-    async def _drain_outputs(self) -> None:
-        try:
-            async for message in self._core.outputs():
-                now = time.monotonic()
-                if isinstance(message, CoreStats):
-                    self.metrics.stats = message
-                    self._progress.stats(message, len(self._egress) > 0, now)
-                elif isinstance(message, AdaptersChanged):
-                    self._take_adapters(message.adapters)
-                else:
-                    self._progress.heard(now)
-                    self._abort(await self._egress.process(message))
-        except CoreError as error:
-            self._fail(str(error))
-        except Exception as error:  # a frame that cannot be read: nothing after it can be trusted either
-            log.exception("the output loop failed")
-            self._fail(f"the frontend cannot read the engine core's output: {error}")
-
-    def _take_adapters(self, adapters: list[AdapterInfo]) -> None:
-        self.adapters = {adapter.name: adapter for adapter in adapters}
-
-    def _fail(self, reason: str) -> None:
+    def _fail(self, rank: CoreLink, reason: str) -> None:
+        """One core has failed: its requests have ended, no new ones are taken, and those of other ranks go on."""
+        reason = self._of(rank, reason)
         log.error("engine failed: %s", reason)
-        self.state = State.FAILED
-        self._failure = reason
-        self._egress.fail_all(unavailable(f"the engine has failed: {reason}", "engine_dead"))
+        if self.state is not State.FAILED:
+            self.state, self._failure = State.FAILED, reason
         self.failed.set()
 
 

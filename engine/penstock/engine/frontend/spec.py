@@ -49,6 +49,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """KV pages of the prompt that another replica lends."""
     lends: bool = False
     """Whether the prompt's KV pages are lent to another replica afterwards."""
+    data_parallel_rank: int | None = None
+    """Which of the replica's ranks is to run it; None: the one with the least to do."""
 
     @property
     def is_transferable(self) -> bool:
@@ -81,6 +83,7 @@ def generation_spec(
     grammar: Grammar | None = None,
     reasoning: ReasoningMarkers | None = None,
     images: tuple[ImageInput, ...] = (),
+    data_parallel_rank: int | None = None,
 ) -> GenerationSpec:
     """Return the engine's request for a checked body and its tokens.
 
@@ -100,6 +103,7 @@ def generation_spec(
         grammar: The grammar of each answer; None: any text.
         reasoning: The reasoning before the part that follows a grammar.
         images: Images of the prompt.
+        data_parallel_rank: Which of the replica's ranks is to run it; None: any.
 
     Raises:
         ApiError: 400, if it cannot be served.
@@ -128,6 +132,7 @@ def generation_spec(
         include_stop=request.include_stop_str_in_output,
         shown_tokens=_shown(processor.tokenizer, None if not request.skip_special_tokens else markers),
         images=images,
+        data_parallel_rank=data_parallel_rank,
         grammar=None if grammar is None else _enforced(grammar, request, reasoning, model.grammars),
     )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from penstock.engine.models.layers.comm import Comm, OneRank
+from penstock.engine.models.layers.expert_ranks import ExpertRanks
 from penstock.engine.models.layers.linear_method import CPU, LinearMethodFactory
 from penstock.engine.models.layers.shard import Shard, Stage
 from penstock.kernels.ops import Ops
@@ -29,6 +30,8 @@ class Build:
     """Whether the whole model has one: without, it gives hidden states alone."""
     plain_method: LinearMethodFactory | None = None
     """For layers that no adapter and no quantization changes; None: `linear_method`."""
+    experts: ExpertRanks | None = None
+    """With the ranks that divide the experts; None: `shard` divides each expert."""
     prefix: str = ""
     """Full name of the module that is being built."""
 

@@ -12,7 +12,7 @@ import torch
 from penstock.engine.models.layers.weight import Weight, Weights
 from penstock.engine.models.moe import MoeForCausalLM
 
-_EXPERT = re.compile(r"(.+\.experts\.)\d+\.(gate|up|down)_proj(?:\.(\w+))?")
+_EXPERT = re.compile(r"(.+\.experts\.)(\d+)\.(gate|up|down)_proj(?:\.(\w+))?")
 _SUFFIXES = {"weight": "", "bias": "_bias", "weight_packed": "_blocks", "weight_scale": "_scales"}
 _BLOCK_BYTES = 16
 """Of 32 weights that share a scale."""
@@ -24,16 +24,17 @@ class GptOssForCausalLM(MoeForCausalLM):
     def weights(self) -> Weights:
         """Return the tensors of the model by their names in the checkpoint."""
         found: Weights = {}
-        together: dict[tuple[str, str], dict[str, list[Weight]]] = {}
+        together: dict[tuple[str, str], dict[str, dict[int, Weight]]] = {}
         for name, weight in super().weights().items():
             expert = _EXPERT.fullmatch(name)
             if expert is None:
                 found[name.replace(".mlp.gate.", ".mlp.router.")] = weight
             else:
-                own = together.setdefault((gpt_oss_name(name.rpartition(".")[0]), expert[3]), {})
-                own.setdefault(expert[2], []).append(weight)
+                own = together.setdefault((gpt_oss_name(name.rpartition(".")[0]), expert[4]), {})
+                own.setdefault(expert[3], {})[int(expert[2])] = weight
+        assert self.config.experts is not None
         for (name, kind), parts in together.items():
-            found[name + _SUFFIXES[kind]] = _together(kind, list(parts.values()))
+            found[name + _SUFFIXES[kind]] = _together(kind, list(parts.values()), self.config.experts.count)
         return found
 
 
@@ -42,29 +43,31 @@ def gpt_oss_name(module: str) -> str:
     found = _EXPERT.fullmatch(module)
     if found is None:
         return module
-    return found[1] + ("down_proj" if found[2] == "down" else "gate_up_proj")
+    return found[1] + ("down_proj" if found[3] == "down" else "gate_up_proj")
 
 
-def _together(kind: str, parts: list[list[Weight]]) -> Weight:
+def _together(kind: str, parts: list[dict[int, Weight]], experts: int) -> Weight:
     """The tensor that holds those of all experts.
 
     Args:
         kind: As the linear method calls each.
-        parts: Gate and up projection, or the one that there is, by expert each.
+        parts: Gate and up projection, or the one that there is: of each expert that the rank has.
+        experts: How many there are on all ranks.
     """
-    outputs, *inputs = parts[0][0].shape
-    experts, outputs = len(parts[0]), outputs * len(parts)
+    first = next(iter(parts[0].values()))
+    outputs, *inputs = first.shape
+    outputs *= len(parts)
     if kind == "weight_packed":
         inputs = [inputs[0] // _BLOCK_BYTES, _BLOCK_BYTES]
     shape = (experts, *inputs, outputs) if kind == "weight" else (experts, outputs, *inputs)
-    return Weight(shape, _load_each(kind, parts), None, parts[0][0].dtypes, None)
+    return Weight(shape, _load_each(kind, parts), None, first.dtypes, None)
 
 
-def _load_each(kind: str, parts: list[list[Weight]]) -> Callable[[torch.Tensor], None]:
+def _load_each(kind: str, parts: list[dict[int, Weight]]) -> Callable[[torch.Tensor], None]:
     def load(value: torch.Tensor) -> None:
         by_output = value.transpose(1, 2) if kind == "weight" else value
         for at, experts in enumerate(parts):
-            for weight, tensor in zip(experts, by_output[:, at :: len(parts)], strict=True):
-                weight.load(tensor.reshape(weight.shape))
+            for expert, weight in experts.items():
+                weight.load(by_output[expert, at :: len(parts)].reshape(weight.shape))
 
     return load

@@ -21,6 +21,8 @@ from penstock.kernels.experts.routing import Routing
 
 log = logging.getLogger(__name__)
 
+_EXPERT = re.compile(r"^model\.layers\.(\d+)\..*\.experts\.(\d+)\.")
+
 
 class MoeMLP:
     """Experts that a router chooses, and at times one that all tokens share."""
@@ -40,7 +42,8 @@ class MoeMLP:
         hidden, count = config.hidden_size, experts.count
         self.gate = Router(hidden, count, routing, experts.biased, experts.corrected, experts.in_float32, build)
         gate = Gate("clamped_swiglu", experts.clamp) if experts.clamp else Gate(config.activation)
-        self.experts = Experts(hidden, experts.intermediate_size, count, gate, experts.biased, build.within("experts"))
+        sizes = hidden, experts.intermediate_size, count, experts.top_k
+        self.experts = Experts(*sizes, gate, experts.biased, build.within("experts"))
         self._shared_name, self.shared = experts.shared_name, None
         if experts.shared_size:
             as_dense = msgspec.structs.replace(config, intermediate_size=experts.shared_size)
@@ -67,13 +70,15 @@ class MoeMLP:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] → [n, hidden]."""
         found = self.experts(hidden, *self.gate(hidden))
-        if self.shared is not None:
-            shared = self.shared.partial(hidden)
-            if self.shared_gate is not None:
-                shared = shared * _sigmoid(self.shared_gate(hidden)).to(shared.dtype)
-            found = found + shared
+        if self.shared is None:
+            return found if self.experts.is_whole else self._comm.all_reduce(found)
+        shared = self.shared.partial(hidden)
+        if self.shared_gate is not None:
+            shared = shared * _sigmoid(self.shared_gate(hidden)).to(shared.dtype)
+        if self.experts.is_whole:
+            return found + self._comm.all_reduce(shared)
         # One sum over the ranks for both.
-        return self._comm.all_reduce(found)
+        return self._comm.all_reduce(found + shared)
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -95,10 +100,24 @@ class MoeForCausalLM(LlamaForCausalLM):
 
     decoder_layer: ClassVar[type[LlamaDecoderLayer]] = MoeDecoderLayer
 
+    @property
+    def mixtures(self) -> list[Experts]:
+        """The experts of each layer that has some, in the order of a step."""
+        return [layer.mlp.experts for layer in self.layers if isinstance(layer.mlp, MoeMLP)]
+
+    def ignores(self, name: str) -> bool:
+        """See LlamaForCausalLM; and experts that other ranks have."""
+        found = _EXPERT.search(name)
+        if found is not None and int(found[1]) in self._indices:
+            mlp = self.layers[self._indices.index(int(found[1]))].mlp
+            if isinstance(mlp, MoeMLP) and mlp.experts.is_whole and not mlp.experts.holds(int(found[2])):
+                return True
+        return super().ignores(name)
+
     def finish(self) -> None:
         """Bring the weights into the kernels' form, after loading."""
         super().finish()
-        one_by_one = [layer for layer in self.layers if isinstance(layer.mlp, MoeMLP) and not layer.mlp.experts.fused]
+        one_by_one = [experts for experts in self.mixtures if not experts.fused]
         if one_by_one:
             log.warning("experts of %d layers run one by one, more slowly: no fused kernel takes these weights", len(one_by_one))
 

@@ -16,6 +16,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.environment import computing
 from penstock.engine.parallel import words
 from penstock.engine.parallel.broadcast import Ring, Writer
+from penstock.engine.parallel.expert_group import CoreExperts
 from penstock.engine.parallel.frames import FrameReader, send_frame
 from penstock.engine.parallel.layout import Layout, Wire
 from penstock.engine.parallel.links import Link
@@ -66,14 +67,22 @@ class LocalNode:
         node: Its number.
         wires: That begin or end here; closed when the processes have them.
         wait: Called again and again while an order waits for room; raises where a rank will never make it.
+        experts: The core's place among those whose ranks divide experts; None: each has a part of every expert.
 
     Raises:
         ConfigError: There is no memory for the ranks to share.
     """
 
     def __init__(
-        self, config: EngineConfig, runner: str, node: int, wires: Mapping[Wire, socket.socket], wait: Callable[[], None]
+        self,
+        config: EngineConfig,
+        runner: str,
+        node: int,
+        wires: Mapping[Wire, socket.socket],
+        wait: Callable[[], None],
+        experts: CoreExperts | None = None,
     ) -> None:
+        self._experts = experts
         self._layout = layout = Layout.of(config.parallel)
         self._ranks, self._node = layout.on_node(node), node
         self._processes, self._links = list[_Process](), dict[int, Link]()
@@ -117,9 +126,12 @@ class LocalNode:
             incoming=[mine[wire] for wire in sorted(same) if wire.receiver == number],
             far_before=None if before is None or number - each not in far else FarLink(before.sender, far[number - each]),
             far_after=None if after is None or number not in far else FarLink(after.receiver, far[number]),
+            experts=None if self._experts is None else (self._experts.memory, self._experts.core),
         )
         ends = [end for link in (before, after) if link is not None for end in (link.sender, link.receiver)]
         fds = (self._ring.fd, memory.fd, *mine.values(), *(fd for end in ends for fd in end))
+        if self._experts is not None:
+            fds += (self._experts.memory,)
         name = f"rank {number}" if layout.world > 1 else "the worker"
         process = _Process(number, name, tuple(dict.fromkeys(fds)), computing(config))
         self._processes.append(process)

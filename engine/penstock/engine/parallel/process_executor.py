@@ -14,6 +14,7 @@ from penstock.engine.core.executor import Runner, StepFailed
 from penstock.engine.core.plan import SampledTokens, SampleInputs, StepPlan, StepResult
 from penstock.engine.parallel import words
 from penstock.engine.parallel.errors import GroupFailed
+from penstock.engine.parallel.expert_group import CoreExperts
 from penstock.engine.parallel.fingerprint import Fingerprint, check_same, fingerprint
 from penstock.engine.parallel.layout import Layout
 from penstock.engine.parallel.local_node import LocalNode
@@ -75,13 +76,14 @@ class ProcessExecutor:
     Args:
         config: Its `parallel` says how many ranks, and on how many nodes.
         runner: `module:Class` of the model runner, which with several ranks takes a `Group` as `group`.
+        experts: The core's place among those whose ranks divide experts; None: each has a part of every expert.
 
     Raises:
         ConfigError: The ranks are not alike, or there is no memory for them to share.
         GroupFailed: A rank could not start, or a node has not come.
     """
 
-    def __init__(self, config: EngineConfig, runner: str) -> None:
+    def __init__(self, config: EngineConfig, runner: str, experts: CoreExperts | None = None) -> None:
         self._layout = layout = Layout.of(config.parallel)
         if layout.per_node > (cores := len(os.sched_getaffinity(0))):
             log.warning("%d ranks share %d cores: each waits for the others' turns", layout.per_node, cores)
@@ -91,7 +93,7 @@ class ProcessExecutor:
         self._last = self._ranks[-layout.tensor :]
         self._nodes, self._by_fd, self._poll = list[Node](), dict[int, Node](), select.poll()
         try:
-            self._nodes += start_nodes(config, runner, layout, lambda: self._listen(0, hurried=True))
+            self._nodes += start_nodes(config, runner, layout, lambda: self._listen(0, hurried=True), experts)
             for node in self._nodes:
                 for fd in node.filenos():
                     self._by_fd[fd] = node
@@ -261,10 +263,12 @@ class ProcessExecutor:
         raise GroupFailed(message)
 
 
-def start_nodes(config: EngineConfig, runner: str, layout: Layout, wait: Callable[[], None]) -> list[Node]:
+def start_nodes(
+    config: EngineConfig, runner: str, layout: Layout, wait: Callable[[], None], experts: CoreExperts | None
+) -> list[Node]:
     """The ranks of this node, after those of all other nodes have been waited for."""
     if layout.nodes == 1:
-        return [LocalNode(config, runner, 0, {}, wait)]
+        return [LocalNode(config, runner, 0, {}, wait, experts)]
     master = Master(config.parallel)
     links = master.gather(fingerprint(config))
     try:

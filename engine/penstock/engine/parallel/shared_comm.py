@@ -8,6 +8,8 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.engine.parallel.errors import GroupFailed
@@ -88,6 +90,12 @@ class SharedComm:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[n, k] of each rank → [n, ranks · k], in the order of ranks, on all ranks."""
         out = self._collectives.all_gather(self._group, x, self.world)
+        self.check()
+        return out
+
+    def gather_parts(self, x: torch.Tensor, sizes: npt.NDArray[np.int64], kept: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Some of the bytes that each rank gives; see `NativeCollectives.gather_parts`."""
+        out = self._collectives.gather_parts(self._group, x, sizes, kept)
         self.check()
         return out
 

@@ -20,14 +20,15 @@ DIVIDED: Final = frozenset(f"{family}ForCausalLM" for family in _FAMILIES) | {
 """Architectures whose every layer is known to give the same on several ranks as on one."""
 
 
-def check_sizes(architecture: str, config: DecoderConfig, world: int) -> None:
-    """ConfigError, with the arithmetic, where a layer cannot be divided among so many ranks. The vocabulary always can be: it is
-    padded."""
+def check_sizes(architecture: str, config: DecoderConfig, world: int, *, whole_experts: bool = False) -> None:
+    """ConfigError, with the arithmetic, where a layer cannot be divided among so many ranks; `whole_experts` are not. The
+    vocabulary always can be: it is padded."""
     if full_name(architecture) not in DIVIDED:
         known = ", ".join(sorted(DIVIDED))
         raise ConfigError(f"--tensor-parallel-size {world}: {architecture} is not divided among ranks so far (divided: {known})")
-    if (problem := size_problem(config, world)) is not None:
-        fits = [str(size) for size in range(1, config.num_heads + 1) if size_problem(config, size) is None]
+    if (problem := size_problem(config, world, whole_experts=whole_experts)) is not None:
+        sizes = range(1, config.num_heads + 1)
+        fits = [str(size) for size in sizes if size_problem(config, size, whole_experts=whole_experts) is None]
         raise ConfigError(f"--tensor-parallel-size {world}: {problem}; possible sizes: {', '.join(fits)}")
 
 
@@ -42,6 +43,14 @@ def check_stages(architecture: str, config: DecoderConfig, stages: int) -> None:
         Stage(0, stages).layers(config.num_layers)
     except ValueError as error:
         raise ConfigError(f"{flag}: {error}") from None
+
+
+def check_experts(architecture: str, config: DecoderConfig, ranks: int) -> None:
+    """ConfigError where there are no experts, or fewer than ranks."""
+    if config.experts is None:
+        raise ConfigError(f"--enable-expert-parallel: {architecture} has no experts")
+    if config.experts.count < ranks:
+        raise ConfigError(f"--enable-expert-parallel: {config.experts.count} experts are fewer than the {ranks} ranks")
 
 
 def size_problem(config: DecoderConfig, world: int, *, whole_experts: bool = False) -> str | None:

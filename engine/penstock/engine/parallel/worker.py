@@ -24,6 +24,7 @@ from penstock.engine.core.plan import StepResult
 from penstock.engine.models.layers.shard import Stage
 from penstock.engine.parallel import words
 from penstock.engine.parallel.broadcast import Ring, messages
+from penstock.engine.parallel.expert_group import CoreExperts, expert_group
 from penstock.engine.parallel.fingerprint import fingerprint
 from penstock.engine.parallel.frames import receive_frame, send_frame
 from penstock.engine.parallel.group import Group, Wires
@@ -60,13 +61,11 @@ class Worker:
         stage = Stage(number, parallel.pipeline_parallel_size)
         module, _, name = start.runner.partition(":")
         make: Any = getattr(import_module(module), name)
-        if memory is None:
-            self.runner: Runner = make(start.config)
-        else:
-            config = start.config
-            # The core knows more: it is to notice first.
-            patience = 2 * config.parallel.timeout
-            group = Group(
+        config, groups = start.config, dict[str, Any]()
+        # The core knows more: it is to notice first.
+        patience = 2 * config.parallel.timeout
+        if memory is not None:
+            groups["group"] = Group(
                 rank,
                 memory.world,
                 memory,
@@ -79,7 +78,9 @@ class Worker:
                 Wires(start.outgoing, start.incoming, start.far_before, start.far_after),
                 start.readers,
             )
-            self.runner = make(config, group=group)
+        if start.experts is not None:
+            groups["expert_group"] = expert_group(CoreExperts(*start.experts), rank, parallel, patience, config.cpu_isa)
+        self.runner: Runner = make(config, **groups)
         self._stage, self._tells = stage, stage.last and rank == 0
         self._sampled: deque[StepResult | Pending | StepFailed] = deque()
         self._failed: StepFailed | None = None

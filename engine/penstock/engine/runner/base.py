@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -45,8 +45,11 @@ from penstock.engine.models.layers.comm import Comm, OneRank
 from penstock.engine.models.layers.linear_method import CPU, LinearMethodFactory, linear_method
 from penstock.engine.models.layers.shard import Shard, Stage
 from penstock.engine.models.model import Model
+from penstock.engine.models.moe import MoeForCausalLM
 from penstock.engine.models.registry import model_class
 from penstock.engine.multimodal.settings import ImageSettings
+from penstock.engine.parallel.expert_exchange import ExpertExchange
+from penstock.engine.parallel.expert_group import ExpertGroup
 from penstock.engine.parallel.group import Group
 from penstock.engine.quant.checkpoint import stored, warn_of_ignored
 from penstock.engine.quant.kv_scales import read_kv_scales
@@ -89,9 +92,13 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
     sampler: Sampler
     """Of the same rows."""
 
-    def __init__(self, config: EngineConfig, runtime: Runtime, group: Group | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, runtime: Runtime, group: Group | None = None, expert_group: ExpertGroup | None = None
+    ) -> None:
         super().__init__(runtime)
         self.config = config
+        self._expert_group = expert_group
+        self._exchange: ExpertExchange | None = None
         self._group = group
         self._comm: Comm = OneRank()
         self._shard = Shard() if group is None else Shard(group.rank, group.world)
@@ -187,6 +194,8 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         self.ops = self.attention.bind(ops)
         if self._group is not None and self._group.world > 1:
             self._comm = self._group.connect(self.ops)
+        if self._expert_group is not None:
+            self._exchange = ExpertExchange(self._expert_group, self.ops)
         self._plain_method = linear_method(self._dtype, self.ops, self.config.threads, self._device)
         method = quantized(self._plain_method, self.config.model.quantization, self.ops, self.config.threads, self._device)
         self._linear_method = self._lora.wrap(self._as_stored(method), self.ops)
@@ -213,7 +222,7 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         method = linear_method(self._dtype, self.draft_ops, self.config.threads, self._device)
         if drafter.in_target:
             method = self._as_stored(method)
-        alone = {"shard": Shard(), "comm": OneRank()}
+        alone = {"shard": Shard(), "comm": OneRank(), "experts": None}
         build = dataclasses.replace(self._build(), ops=self.draft_ops, linear_method=method, lm_head=True, **alone)
         if drafter.head is None:
             self.draft_model = model_class(drafter.architecture)(drafter.config, build)
@@ -251,6 +260,10 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
     def follow(self, sampled: SampledTokens) -> None:
         """See Runner: only stages of a pipeline are asked, which run on a CPU."""
         raise RuntimeError(f"step {sampled.step_id} was sampled elsewhere, and this is no earlier stage of a pipeline")
+
+    def serve_others(self) -> None:
+        """See Runner: only ranks that divide experts are asked, which run on a CPU."""
+        raise RuntimeError("no other core needs the experts of this rank")
 
     def kernels(self) -> str:
         """Which form of the model's operations runs."""
@@ -308,11 +321,14 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
             device=self._device,
             lm_head=self.config.model.pooling is None,
             plain_method=self._plain_method,
+            experts=self._exchange,
         )
 
     def _adopt(self, model: Model) -> None:
         """Serves with another model, whose weights are yet to come."""
         self.model = model
+        if self._exchange is not None:
+            self._exchange.layers = cast(MoeForCausalLM, model).mixtures
         with torch.inference_mode():
             self._lora.attach(model)
 

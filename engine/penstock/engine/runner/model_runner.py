@@ -22,6 +22,7 @@ from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.model import Encoding, Model, VisionModel
 from penstock.engine.multimodal.normalization import normalized
 from penstock.engine.multimodal.pixels import Pixels
+from penstock.engine.parallel.expert_group import ExpertGroup
 from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.relay import Relay
 from penstock.engine.runner.base import RunnerBase
@@ -74,8 +75,8 @@ class TickingContext(ForwardContext):
 class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
     """Of a CPU: each step is over when `sample` returns."""
 
-    def __init__(self, config: EngineConfig, group: Group | None = None) -> None:
-        super().__init__(config, HostRuntime(), group)
+    def __init__(self, config: EngineConfig, group: Group | None = None, expert_group: ExpertGroup | None = None) -> None:
+        super().__init__(config, HostRuntime(), group, expert_group)
         self._tapes: StepTapes | None = None
         self._warm = False
         pooling = config.model.pooling
@@ -184,6 +185,15 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             sizes = self.config.scheduler, self.decoder_config.vocab_size, MAX_TAPED_TOKENS
             sampler = None if self._drafting is None else self._drafting.sampler
             self._own_drafts = measured_drafts(config, self._proposer, self._time_decodes, *sizes, sampler)
+        if self._exchange is not None:
+            self._exchange.open()
+
+    @torch.inference_mode()
+    def serve_others(self) -> None:
+        """See Runner."""
+        assert self._exchange is not None, "only ranks that divide experts have others to serve"
+        if self._exchange.begin(0):
+            self._exchange.serve()
 
     def _make_proposer(self, config: SpeculativeConfig) -> Proposer:
         if self._drafter is None:
@@ -226,8 +236,9 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         """Not measured: a CPU's depend on who else uses it."""
 
     def measure_memory(self) -> Memory:
-        """The rank's part of the host's memory, which all ranks share."""
-        return measure_memory().among(1 if self._group is None else self._group.ranks)
+        """The rank's part of the host's memory, which all ranks of all cores share."""
+        parallel = self.config.parallel
+        return measure_memory().among(parallel.data_parallel_size * (1 if self._group is None else self._group.ranks))
 
     def profile_memory(self) -> int:
         """Bytes that the largest step takes beside weights and KV cache, which need not be there yet."""
@@ -298,6 +309,10 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
     def _states_of(self, step: HostStep) -> Forward:
         """Runs the model, from a tape where there can be one."""
         plan, inputs, ctx, given = step.plan, step.inputs, step.ctx, step.given
+        if self._exchange is not None:
+            some = self._exchange.begin(len(inputs.input_ids) if len(plan.rows) else 0)
+            if some and not len(plan.rows):
+                self._exchange.serve()
         if self._relay is not None:
             return self._stage_states(step, self._relay)
         if self._pooler is not None:
@@ -362,6 +377,8 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
     def _step_tapes(self) -> StepTapes | None:
         """Where the step can run from a tape: a profile wants to see the parts."""
         if self.ops.tape is None or self._relay is not None or self._profile is not None or not self._warm:
+            return None
+        if self._exchange is not None:  # sizes follow from what routers choose
             return None
         if self._tapes is None:
             self._tapes = StepTapes(self._target(), self.ops)

@@ -6,8 +6,11 @@ from ctypes import c_char_p, c_int, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+Int64 = npt.NDArray[np.int64]
 DTYPES: Final[Mapping[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 SIGNATURES: Final[Mapping[str, list[Any]]] = {
@@ -18,6 +21,7 @@ SIGNATURES: Final[Mapping[str, list[Any]]] = {
 _OTHERS: Final[Mapping[str, list[Any]]] = {
     "penstock_broadcast": [c_void_p, c_char_p, c_int64, c_int32],
     "penstock_barrier": [c_void_p],
+    "penstock_gather_parts": [c_void_p] * 6,
     "penstock_fail": [c_void_p, c_int32],
     "penstock_receive": [c_void_p, c_int32],
 }
@@ -26,7 +30,7 @@ TIMEOUT: Final = 1
 MISMATCH: Final = 2
 FAILED: Final = 3
 """In `GroupView.error`."""
-KINDS: Final = ("all-reduce", "all-gather", "broadcast", "barrier")
+KINDS: Final = ("all-reduce", "all-gather", "broadcast", "barrier", "gather of parts")
 """By `GroupView.own_kind`."""
 
 
@@ -105,4 +109,23 @@ class NativeCollectives:
         out = x.new_empty(rows, world * columns)
         sizes = (rows, columns * x.element_size())
         self.library.penstock_all_gather(DTYPES[x.dtype], group, x.data_ptr(), out.data_ptr(), *sizes)
+        return out
+
+    def gather_parts(
+        self, group: int, x: torch.Tensor, sizes: npt.NDArray[np.int64], kept: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Some of the bytes that each rank gives.
+
+        Args:
+            group: Address of a `GroupView`.
+            x: Uint8, [sizes[rank]], contiguous.
+            sizes: [ranks]: bytes that each rank gives, on all ranks alike.
+            kept: [2, ranks]: where the bytes of each that this rank wants begin and end.
+
+        Returns:
+            Uint8: one rank's behind another's.
+        """
+        out = torch.empty(int((kept[1] - kept[0]).sum()), dtype=torch.uint8)
+        columns = (sizes.ctypes.data, kept[0].ctypes.data, kept[1].ctypes.data)
+        self.library.penstock_gather_parts(group, x.data_ptr(), out.data_ptr(), *columns)
         return out

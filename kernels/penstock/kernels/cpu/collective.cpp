@@ -75,7 +75,7 @@ using namespace penstock;
 constexpr int64_t kSliceNs = 20'000'000;  // between two looks at whether the group has failed
 constexpr int64_t kTile = 512;            // elements that are added at a time
 
-enum Kind : int32_t { kAllReduce, kAllGather, kBroadcast, kBarrier };
+enum Kind : int32_t { kAllReduce, kAllGather, kBroadcast, kBarrier, kGatherParts };
 enum Error : int32_t { kNone, kTimeout, kMismatch, kFailed };
 
 struct alignas(64) Control {
@@ -345,6 +345,26 @@ void penstock_broadcast(void* group, void* data, int64_t bytes, int32_t root) {
       },
       [&](uint32_t buffer, int64_t at, int64_t size) {
         if (view.rank != root) std::memcpy(static_cast<char*>(data) + at, view.slot(root, buffer), size);
+      });
+}
+
+// `sizes[rank]` bytes of each rank, as many as it wants → of each, the bytes from `from[rank]` to `to[rank]`, one rank's behind another's.
+void penstock_gather_parts(void* group, const void* in, void* out, const int64_t* sizes, const int64_t* from, const int64_t* to) {
+  Group& view = *static_cast<Group*>(group);
+  const int64_t most = *std::max_element(sizes, sizes + view.world);
+  exchange(
+      view, kGatherParts, 0, most,
+      [&](char* slot, int64_t at, int64_t size) {
+        const int64_t own = std::min(size, sizes[view.rank] - at);
+        if (own > 0) std::memcpy(slot, static_cast<const char*>(in) + at, own);
+      },
+      [&](uint32_t buffer, int64_t at, int64_t size) {
+        char* part = static_cast<char*>(out);
+        for (int32_t rank = 0; rank < view.world; ++rank) {
+          const int64_t first = std::max(at, from[rank]), last = std::min(at + size, to[rank]);
+          if (first < last) std::memcpy(part + (first - from[rank]), view.slot(rank, buffer) + (first - at), last - first);
+          part += to[rank] - from[rank];
+        }
       });
 }
 

@@ -200,6 +200,20 @@ void penstock_experts(int dtype, const void* x, const int32_t* ids, const float*
     run(static_cast<BFloat16*>(out));
 }
 
+// `results`: rows [.., hidden]; `places` and `weights`: [tokens, k].
+void penstock_combine_experts(int dtype, const void* results, const int64_t* places, const float* weights, void* out, int64_t tokens, int64_t k,
+                              int64_t hidden) {
+  const auto run = [&](auto* to) {
+    using T = std::remove_pointer_t<decltype(to)>;
+    for (int64_t t = 0; t < tokens; ++t)
+      combine(static_cast<const T*>(results), places + t * k, weights + t * k, k, hidden, to + t * hidden);
+  };
+  if (dtype == 0)
+    run(static_cast<float*>(out));
+  else
+    run(static_cast<BFloat16*>(out));
+}
+
 // `forms`: of both layers. `gate_up` and `down`: Tensors by expert.
 void penstock_packed_experts(int dtype, const void* x, const int32_t* ids, const float* weights, const int64_t* forms, const int64_t* gate_up,
                              const int64_t* down, void* out, int64_t tokens, int64_t k, int64_t experts, int64_t hidden, int64_t inner,

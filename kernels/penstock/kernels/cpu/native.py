@@ -64,6 +64,8 @@ _SIGNATURES = {
 }
 _NUMBERS = tuple(_SIGNATURES)
 """The operations in the order in which `replay.cpp` numbers them."""
+_UNTAPED = {"penstock_combine_experts": [c_int, *[c_void_p] * 4, *[c_int64] * 3]}
+"""Operations whose sizes follow from the values of a step, so that no tape takes them down."""
 
 
 class NativeOps:
@@ -76,7 +78,7 @@ class NativeOps:
 
     def __init__(self, library: Path, dtype: torch.dtype) -> None:
         loaded = ctypes.CDLL(str(library))
-        for name, arguments in _SIGNATURES.items():
+        for name, arguments in (_SIGNATURES | _UNTAPED).items():
             function = getattr(loaded, name)
             function.argtypes, function.restype = arguments, None
         self._library: Any = loaded
@@ -274,6 +276,14 @@ class NativeOps:
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         sizes = (*ids.shape, len(table.gate_up), table.hidden, table.inner)
         self._library.penstock_experts(self._code, *pointers, *sizes, _GATES.index(table.gate), *table.clamp)
+        return out
+
+    def combine_experts(self, results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See `experts.reference.combine_rows`."""
+        results, (tokens, choices) = self._checked(results), places.shape
+        out = torch.empty((tokens, results.shape[1]), dtype=self._dtype)
+        pointers = (tensor.data_ptr() for tensor in (results, places.contiguous(), weights.contiguous(), out))
+        self._library.penstock_combine_experts(self._code, *pointers, tokens, choices, results.shape[1])
         return out
 
     def packed_experts(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, table: PackedExpertTable) -> torch.Tensor:

@@ -42,3 +42,17 @@ def combined(found: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     for choice in range(found.shape[1]):
         total += found[:, choice].float() * weights[:, choice, None]
     return total.to(found.dtype)
+
+
+def combine_rows(results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sum of each token's results, which experts have computed elsewhere; as `experts` has it.
+
+    Args:
+        results: [rows, hidden].
+        places: [n, k], int64: the row of each choice.
+        weights: [n, k], float32.
+
+    Returns:
+        [n, hidden] in the dtype of the results.
+    """
+    return combined(results[places], weights)

@@ -4,6 +4,7 @@ import json
 import math
 from typing import Final
 
+from penstock.api import labels
 from penstock.api.resources import InferenceModel, seconds
 from penstock.api.resources.base import flags
 from penstock.api.resources.model import Lora
@@ -12,6 +13,8 @@ from penstock.operator.desired.source import Fetched, source_args
 
 HTTP, ADMIN, EVENTS, REPLAY = 8000, 8003, 5557, 5558
 """Ports of a replica."""
+A_RANK: Final = 2
+"""Each data-parallel rank has the ports of its event stream so far behind those of the rank before."""
 KV_ROLES: Final = {"Prefill": "kv_producer", "Decode": "kv_consumer"}
 """By a pool's role, vLLM's name for what its replicas do with KV pages."""
 KV_SECRET, KV_SECRET_KEY = "/etc/penstock/kv-transfer", "secret"
@@ -37,10 +40,21 @@ def engine_args(model: InferenceModel, fetched: Fetched | None = None, pool: Poo
         f"--shutdown-timeout={math.ceil(seconds(model.spec.drain_timeout))}",
         *flags(model.spec.source),
         *flags(model.spec.engine),
-        *(() if pool is None else [*flags(pool.parallelism), *_transfer(pool)]),
+        *(() if pool is None else [*flags(pool.parallelism), *_experts(pool), *_transfer(pool)]),
         *_lora(model.spec.lora),
         *model.spec.engine.extra_args,
     ]
+
+
+def event_ports(pool: Pool) -> list[tuple[str, int]]:
+    """The ports of the event streams and their replays, named by data-parallel rank; the first one's have the plain names."""
+    ranks = range(pool.parallelism.data)
+    told = ((labels.EVENTS_PORT, EVENTS), (labels.REPLAY_PORT, REPLAY))
+    return [(f"{name}-{rank}" if rank else name, port + A_RANK * rank) for rank in ranks for name, port in told]
+
+
+def _experts(pool: Pool) -> list[str]:
+    return ["--enable-expert-parallel"] if pool.parallelism.expert.enabled else []
 
 
 def _transfer(pool: Pool) -> list[str]:

@@ -12,8 +12,10 @@ SHARED_MEMORY_GIB = 1
 """Size of /dev/shm for each device. A container's default of 64 MiB is too small for collectives between processes."""
 
 
-CPU_ENGINE: Final[Mapping[str, str]] = {"cpu": "1", "memory": "2Gi"}
-"""Requests of an engine on the CPU: each rank computes in one thread. Real models need more memory, which their template says."""
+CPU_MEMORY_GIB: Final = 2
+"""Memory of an engine on the CPU, for each data-parallel rank. Real models need more, which their template says."""
+CPU_ENGINE: Final[Mapping[str, str]] = {"cpu": "1", "memory": f"{CPU_MEMORY_GIB}Gi"}
+"""Requests of an engine of one rank on the CPU, which computes in one thread."""
 CPUS_A_DEVICE: Final = 2
 """The core and the frontend each keep a CPU busy."""
 MEMORY_A_DEVICE_GIB: Final = 8
@@ -57,7 +59,7 @@ def nodes(pool: Pool) -> int:
 def engine_requests(pool: Pool) -> dict[str, str]:
     """The CPU and memory that an engine requests unless its template says otherwise."""
     if not pool.has_devices:
-        return {**CPU_ENGINE, "cpu": str(_a_node(pool))}
+        return {"cpu": str(_a_node(pool)), "memory": f"{CPU_MEMORY_GIB * pool.parallelism.data}Gi"}
     count = _a_node(pool)
     return {"cpu": str(count * CPUS_A_DEVICE), "memory": f"{count * MEMORY_A_DEVICE_GIB}Gi"}
 

@@ -5,7 +5,7 @@ from typing import Final
 
 from penstock.api import labels
 from penstock.api.resources import InferenceModel, Pool
-from penstock.operator.desired.arguments import ADMIN, EVENTS, REPLAY
+from penstock.operator.desired.arguments import ADMIN, event_ports
 from penstock.operator.desired.names import child_name, metadata, selector
 from penstock.operator.objects import Object
 
@@ -17,7 +17,6 @@ OPERATOR: Final = "penstock-operator"
 _APP: Final = "app.kubernetes.io/name"
 _NAMESPACE: Final = "kubernetes.io/metadata.name"
 """A label that the API server itself gives each namespace."""
-_TOLD: Final = ((EVENTS, "TCP"), (REPLAY, "TCP"))
 _ADMIN: Final = (ADMIN, "TCP")
 _MOST: Final = 65_535
 
@@ -33,13 +32,13 @@ def network_policy(model: InferenceModel, pool: Pool, template: Object, system_n
         template: The pod template.
         system_namespace: The operator's namespace.
     """
-    ports = _declared(template["spec"])
+    ports, told = _declared(template["spec"]), [(number, "TCP") for _, number in event_ports(pool)]
     picker = {"podSelector": {"matchExpressions": [{"key": _APP, "operator": "In", "values": PICKERS}]}}
     system = {"namespaceSelector": {"matchLabels": {_NAMESPACE: system_namespace}}}
     operator = {**system, "podSelector": {"matchLabels": {_APP: OPERATOR}}}
     ingress = [
-        *_rule([port for port in ports if port not in _TOLD and port != _ADMIN], []),
-        *_rule([port for port in ports if port in _TOLD], [picker, {**system, **picker}]),
+        *_rule([port for port in ports if port not in told and port != _ADMIN], []),
+        *_rule([port for port in ports if port in told], [picker, {**system, **picker}]),
         *_rule([port for port in ports if port == _ADMIN], [operator]),
         {"ports": _all_but_admin(), "from": _own_pods(model, pool)},
     ]

@@ -10,7 +10,7 @@ from typing import Any, cast
 from penstock.api import labels
 from penstock.api.resources import InferenceModel, Pool, seconds
 from penstock.operator import restrictions
-from penstock.operator.desired.arguments import ADMIN, EVENTS, HTTP, KV_SECRET, KV_SECRET_KEY, REPLAY, engine_args
+from penstock.operator.desired.arguments import ADMIN, HTTP, KV_SECRET, KV_SECRET_KEY, engine_args, event_ports
 from penstock.operator.desired.devices import asks_for_device, devices, engine_requests, unnamed
 from penstock.operator.desired.names import common_labels
 from penstock.operator.desired.source import MOUNT, Fetched, needs_fetch, on_node, source_environment, source_volume
@@ -184,8 +184,7 @@ def _engine(model: InferenceModel, pool: Pool, rendering: Rendering) -> Object:
         "ports": [
             {"name": labels.HTTP_PORT, "containerPort": HTTP, "protocol": "TCP"},
             {"name": labels.ADMIN_PORT, "containerPort": ADMIN, "protocol": "TCP"},
-            {"name": labels.EVENTS_PORT, "containerPort": EVENTS, "protocol": "TCP"},
-            {"name": labels.REPLAY_PORT, "containerPort": REPLAY, "protocol": "TCP"},
+            *({"name": name, "containerPort": number, "protocol": "TCP"} for name, number in event_ports(pool)),
         ],
         # Loading takes minutes; until it is done only the start-up probe counts, so that nothing kills a loading replica.
         "startupProbe": _probe(model, "/ready", STARTUP_PERIOD_S, started),

@@ -17,6 +17,7 @@ from penstock.engine import messages
 from penstock.engine.commands import Command
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.ipc.calls import Calls
+from penstock.engine.core.ipc.coupling import Coupling
 from penstock.engine.core.ipc.framing import framed
 from penstock.engine.core.ipc.inbox import Inbox
 from penstock.engine.environment import computing
@@ -117,6 +118,7 @@ class CoreClient(CoreConnection):
         engine_index: The core's number among those of this frontend.
         runner: `module:Class` of the model runner; None: the device's.
         shared: Whether further frontends may join, at `frontends_address`.
+        coupling: With the other cores of the replica, whose steps are this one's too; None: it makes its own.
     """
 
     def __init__(
@@ -128,8 +130,10 @@ class CoreClient(CoreConnection):
         engine_index: int = 0,
         runner: str | None = None,
         shared: bool = False,
+        coupling: Coupling | None = None,
     ) -> None:
         super().__init__()
+        self._coupling = coupling
         self._config = config
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-core-"))
         self._start = CoreStart(
@@ -140,6 +144,8 @@ class CoreClient(CoreConnection):
             replay_addresses=list(replay_addresses),
             runner=runner,
             frontends_address=str(self._folder / "frontends") if shared else None,
+            wave=None if coupling is None else coupling.waves.end,
+            experts=None if coupling is None else coupling.memory.fd,
         )
         self._inbox = Inbox()
         self._process: asyncio.subprocess.Process | None = None
@@ -167,8 +173,11 @@ class CoreClient(CoreConnection):
             *(sys.executable, "-m", "penstock.engine.core.ipc.process"),
             stdin=asyncio.subprocess.PIPE,
             env=computing(self._config),
+            pass_fds=() if self._coupling is None else self._coupling.descriptors,
         )
         self._exited = asyncio.create_task(self._process.wait())
+        if (coupling := self._coupling) is not None:
+            self._exited.add_done_callback(lambda _: coupling.core_ended(self._start.engine_index))
         # What it said last may still be under way.
         self._exited.add_done_callback(lambda _: loop.call_later(_LAST_WORDS_S, inbox.end))
         start = messages.encode(self._start)
@@ -197,6 +206,8 @@ class CoreClient(CoreConnection):
                 self._process.kill()
                 await self._exited
         self._inbox.close()
+        if self._coupling is not None:
+            self._coupling.close()
         self._remove_folder()
 
     def _remove_folder(self) -> None:

@@ -12,8 +12,10 @@ from penstock.engine.core.core import EngineCore
 from penstock.engine.core.ipc.boot_times import BootTimes
 from penstock.engine.core.ipc.calls import Calls
 from penstock.engine.core.ipc.client import CoreError
+from penstock.engine.core.ipc.coupling import Coupling
 from penstock.engine.core.ipc.process import HEARTBEAT_S, READ_POLL_MS, REPORT_INTERVAL_S, build_core, build_executor
 from penstock.engine.messages import AbortRequests, AdaptersChanged, AddRequest, Control, CoreReady, StepOutputs
+from penstock.engine.parallel.expert_group import CoreExperts
 from penstock.engine.stats import CoreStats
 
 
@@ -30,6 +32,7 @@ class InprocClient:
         self._config = config
         self._runner = runner
         self._core: EngineCore | None = None
+        self._coupling = Coupling(config.parallel) if config.parallel.expert_ranks > 1 else None
         self._calls = Calls()
         self._wake = asyncio.Event()
         self._failure = "the engine core has not been started"
@@ -37,7 +40,8 @@ class InprocClient:
     async def start(self) -> CoreReady:
         """Loads the model and makes the first forward pass; raises `ConfigError` where it cannot be served."""
         boot, epoch = BootTimes(), int(time.time() * 1000)
-        executor, num_blocks = build_executor(self._config, self._runner, boot)
+        experts = None if self._coupling is None else CoreExperts(self._coupling.memory.fd, 0)
+        executor, num_blocks = build_executor(self._config, self._runner, boot, experts)
         self._core = build_core(self._config, executor, num_blocks, epoch)
         while self._core.may_capture:  # whoever calls from Python has no idle time to give
             self._core.capture_graph()
@@ -98,6 +102,8 @@ class InprocClient:
         """Releases the model; safe to call twice."""
         if self._core is not None:
             self._core.close()
+        if self._coupling is not None:
+            self._coupling.close()
         self._core = None
         self._failure = "the engine core has been closed"
 

@@ -26,8 +26,8 @@ from penstock.engine.messages import (
 class Port(Protocol):
     """Receives and sends messages."""
 
-    def watch(self, socket: Socket) -> None:
-        """Has `poll` wait for another socket too."""
+    def watch(self, socket: Socket | int) -> None:
+        """Has `poll` wait for another socket, or for a file descriptor, too."""
         ...
 
     def poll(self, patience_ms: int) -> bool:
@@ -56,8 +56,8 @@ class SinglePort:
         self._first = self._open(context, zmq.DEALER)
         self._first.connect(f"ipc://{address}")
 
-    def watch(self, socket: Socket) -> None:
-        """Has `poll` wait for another socket too."""
+    def watch(self, socket: Socket | int) -> None:
+        """Has `poll` wait for another socket, or for a file descriptor, too."""
         self._poller.register(socket, zmq.POLLIN)
 
     def poll(self, patience_ms: int) -> bool:

@@ -29,8 +29,10 @@ from penstock.engine.core.ipc.ports import Port, SharedPort, SinglePort
 from penstock.engine.core.ipc.publisher import EventPublisher
 from penstock.engine.core.ipc.sockets import Context
 from penstock.engine.core.memory import check_weights_fit, least, measure_memory, num_kv_blocks, offload_size, stored_bytes
+from penstock.engine.core.wave import Wave
 from penstock.engine.loading.bandwidth import load_floor_s
 from penstock.engine.messages import CoreFailed, CoreReady, CoreStart
+from penstock.engine.parallel.expert_group import CoreExperts, expert_group
 from penstock.engine.parallel.process_executor import ProcessExecutor
 
 REPORT_INTERVAL_S = 0.05
@@ -55,9 +57,17 @@ class CoreLoop:
         port: To the frontend, or to several.
         publisher: Of the event stream, if anybody may subscribe to it.
         watchdog_timeout: Seconds of silence after which the log gets every thread's stack.
+        wave: Its bell, if any, wakes the core for the steps of others.
     """
 
-    def __init__(self, core: EngineCore, port: Port, publisher: EventPublisher | None, watchdog_timeout: float) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        port: Port,
+        publisher: EventPublisher | None,
+        watchdog_timeout: float,
+        wave: Wave | None = None,
+    ) -> None:
         self._watchdog_timeout = watchdog_timeout
         self._core = core
         self._send = port.send
@@ -65,6 +75,9 @@ class CoreLoop:
         self._publisher = publisher
         if publisher is not None:
             port.watch(publisher.replay_socket)
+        self._wave = wave
+        if wave is not None:
+            port.watch(wave.bell)
         self._last_report = -HEARTBEAT_S
         self._watch_again = 0.0
         self._busy_until = time.monotonic()
@@ -75,6 +88,8 @@ class CoreLoop:
         """One turn: waits for input only when there is no other work."""
         # Everything that the cache has said is published before a replay reads the cache.
         if self._port.poll(self._patience_ms()):
+            if self._wave is not None:
+                self._wave.silence()
             for message in self._port.receive():
                 self._core.handle(message)
                 self._changed = True
@@ -141,18 +156,24 @@ class CoreLoop:
             self._publisher.publish(batch, time.time())
 
 
-def build_executor(config: EngineConfig, path: str | None = None, boot: BootTimes | None = None) -> tuple[Executor, int]:
+def build_executor(
+    config: EngineConfig, path: str | None = None, boot: BootTimes | None = None, experts: CoreExperts | None = None
+) -> tuple[Executor, int]:
     """Whatever runs the plans, with weights and a cache and after its first forward pass, and the number of KV blocks.
 
     Args:
         config: The engine's.
         path: `module:Class` of the runner; None: the device's.
         boot: Told what it took.
+        experts: The core's place among those whose ranks divide experts; None: it has all of each.
     """
     boot = boot or BootTimes()
     if config.device == "cpu":
-        check_weights_fit(config.model, stored_bytes(config.model.path), measure_memory(), config.parallel.nnodes)
-    executor = _start(config, path or RUNNERS[config.device])
+        parallel = config.parallel
+        # Of divided experts, what one rank needs is not known yet: not less than the whole, once.
+        copies = 1 if parallel.expert_parallel else parallel.data_parallel_size
+        check_weights_fit(config.model, stored_bytes(config.model.path), measure_memory(), parallel.nnodes, copies)
+    executor = _start(config, path or RUNNERS[config.device], experts)
     boot.end("imports")
     try:
         executor.call("load")
@@ -185,18 +206,29 @@ def weights_floor_s(config: EngineConfig) -> float:
         return 0.0
 
 
-def _start(config: EngineConfig, path: str) -> Executor:
+def _start(config: EngineConfig, path: str, experts: CoreExperts | None) -> Executor:
     """What runs the plans, before it has loaded anything."""
     if config.parallel.worker_process or config.parallel.world > 1:
-        return ProcessExecutor(config, path)
+        return ProcessExecutor(config, path, experts)
     module, _, name = path.partition(":")
-    return executor_of(config, getattr(import_module(module), name)(config))
+    make, parallel = getattr(import_module(module), name), config.parallel
+    if experts is None:
+        return executor_of(config, make(config))
+    return executor_of(config, make(config, expert_group=expert_group(experts, 0, parallel, parallel.timeout, config.cpu_isa)))
 
 
-def build_core(config: EngineConfig, executor: Executor, num_blocks: int, epoch: int, engine_index: int = 0) -> EngineCore:
+def build_core(
+    config: EngineConfig,
+    executor: Executor,
+    num_blocks: int,
+    epoch: int,
+    engine_index: int = 0,
+    wave: Wave | None = None,
+) -> EngineCore:
     """The core of an engine, with the adapters that it starts with."""
     (layout, *_), (ceilings, *_) = executor.call("kv_layout"), executor.call("ceilings")
-    core = EngineCore(config, executor, num_blocks, epoch, engine_index, layout.groups, ceilings, offload_size(config, layout))
+    known = layout.groups, ceilings, offload_size(config, layout)
+    core = EngineCore(config, executor, num_blocks, epoch, engine_index, *known, wave)
     core.open_connectors()
     if config.lora is not None:
         core.load_adapters(config.lora.modules)
@@ -214,9 +246,11 @@ def run(start: CoreStart, port: Port, context: Context) -> None:
         publisher = EventPublisher(context, epoch, start.events_addresses, start.replay_addresses)
     floor_s = weights_floor_s(start.config)
     boot.end("bandwidth")
-    executor, num_blocks = build_executor(start.config, start.runner, boot)
-    core = build_core(start.config, executor, num_blocks, epoch, start.engine_index)
-    loop = CoreLoop(core, port, publisher, start.config.watchdog_timeout)
+    experts = None if start.experts is None else CoreExperts(start.experts, start.engine_index)
+    executor, num_blocks = build_executor(start.config, start.runner, boot, experts)
+    wave = None if start.wave is None else Wave(start.wave, start.engine_index)
+    core = build_core(start.config, executor, num_blocks, epoch, start.engine_index, wave)
+    loop = CoreLoop(core, port, publisher, start.config.watchdog_timeout, wave)
     boot.end("adapters")
     ready = CoreReady(
         epoch,

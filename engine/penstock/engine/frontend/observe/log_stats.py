@@ -84,14 +84,14 @@ def describe(before: Snapshot, now: Snapshot, seconds: float) -> str | None:
     return ", ".join(parts)
 
 
-async def log_stats(metrics: EngineMetrics, period: float = PERIOD_S) -> None:
-    """Log the line after every `period` seconds in which something happened."""
+async def log_stats(metrics: EngineMetrics, name: str = "", period: float = PERIOD_S) -> None:
+    """Log the line, behind a name, after every `period` seconds in which something happened."""
     before, began = snapshot(metrics), time.monotonic()
     while True:
         await asyncio.sleep(period)
         now, ended = snapshot(metrics), time.monotonic()
         if (line := describe(before, now, ended - began)) is not None:
-            log.info("%s", line)
+            log.info("%s%s", name, line)
         before, began = now, ended
 
 

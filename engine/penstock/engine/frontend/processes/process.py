@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 
 import msgspec
 import uvloop
@@ -44,31 +45,34 @@ async def _run() -> int:
             "standard input holds no start message: this module is started by penstock.engine.frontend.processes.supervisor"
         )
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s frontend {start.frontend}: %(name)s: %(message)s")
-    ending, core = Ending(), AttachedClient(start.frontend, start.core_address)
-    listening = asyncio.create_task(_listen(reader, ending, core, start.core_address))
+    ending, cores = Ending(), [AttachedClient(start.frontend, address) for address in start.core_addresses]
+    listening = asyncio.create_task(_listen(reader, ending, cores, start.core_addresses))
     try:
-        counts = SharedCounts(start.counts, start.config.api_server_count, start.row)
+        counts = [SharedCounts(each, start.config.api_server_count, start.row) for each in start.counts]
         # The line in the log is about all of them.
         config = msgspec.structs.replace(start.config, log_stats=start.config.log_stats and start.row == 0)
-        return await serve_http(core, config, ending, counts)
+        return await serve_http(cores, config, ending, counts)
     finally:
         listening.cancel()
 
 
-async def _listen(reader: asyncio.StreamReader, ending: Ending, core: AttachedClient, core_address: str) -> None:
+async def _listen(
+    reader: asyncio.StreamReader, ending: Ending, cores: Sequence[AttachedClient], addresses: Sequence[str]
+) -> None:
     """Obey the supervisor's messages. End the process with the supervisor, which may have been killed and left the sockets'
-    folder behind."""
+    folders behind."""
     while (word := await _read(reader)) is not None:
         match word:
             case Stop():
                 ending.stop.set()
             case StopNow():
                 ending.now.set()
-            case CoreGone(reason):
-                core.gone(reason)
+            case CoreGone(rank, reason):
+                cores[rank].gone(reason)
             case FrontendStart():
                 raise ValueError("a second start")
-    shutil.rmtree(os.path.dirname(core_address), ignore_errors=True)  # noqa: PTH120
+    for address in addresses:
+        shutil.rmtree(os.path.dirname(address), ignore_errors=True)  # noqa: PTH120
     os._exit(1)
 
 

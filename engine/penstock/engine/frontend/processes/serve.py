@@ -5,7 +5,7 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final, Literal
 
@@ -15,7 +15,10 @@ from aiohttp import web
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.ipc.client import CoreClient
 from penstock.engine.frontend import banner
-from penstock.engine.frontend.async_llm import AsyncLLM, Core, State
+from penstock.engine.frontend.async_llm import AsyncLLM, State
+from penstock.engine.frontend.core_link import Core
+from penstock.engine.frontend.cores import core_clients
+from penstock.engine.frontend.data_parallel import check_ports, port_of
 from penstock.engine.frontend.http.server import ApiServer
 from penstock.engine.frontend.http.settings import ApiSettings
 from penstock.engine.frontend.observe.log_stats import log_stats
@@ -74,42 +77,53 @@ async def serve(config: ServeConfig) -> int:
     """
     ending = Ending()
     ending.on_signals()
-    core = core_client(config)
+    cores = clients(config)
     try:
-        return await serve_http(core, config, ending)
+        return await serve_http(cores, config, ending)
     finally:
-        await core.close()
+        await asyncio.gather(*(core.close() for core in cores))
 
 
-def core_client(config: ServeConfig, shared: bool = False) -> CoreClient:
-    """The core of a replica, to be started; `shared` where several frontends will join it."""
-    host = _zmq_host(config.host)
-    events, replay = _addresses(host, config.events_port, EVENTS_PORT), _addresses(host, config.replay_port, REPLAY_PORT)
-    return CoreClient(config.engine, events_addresses=events, replay_addresses=replay, shared=shared)
+def clients(config: ServeConfig, shared: bool = False) -> list[CoreClient]:
+    """The cores of a replica by rank, to be started; `shared` where several frontends will join them."""
+    host, size = _zmq_host(config.host), config.engine.parallel.data_parallel_size
+    check_ports(config.events_port or EVENTS_PORT, config.replay_port or REPLAY_PORT, size)
+
+    def events(rank: int) -> list[str]:
+        return _addresses(host, config.events_port, EVENTS_PORT, rank)
+
+    def replay(rank: int) -> list[str]:
+        return _addresses(host, config.replay_port, REPLAY_PORT, rank)
+
+    return core_clients(config.engine, events, replay, shared=shared)
 
 
-def _addresses(host: str, port: int | None, default: int) -> list[str]:
+def _addresses(host: str, port: int | None, default: int, rank: int) -> list[str]:
     """Return the addresses to try, in this order. A port that was requested is tried alone, since clients will look for it
     there."""
-    return [f"tcp://{host}:{at}" for at in ((default, "*") if port is None else (port,))]
+    ports = (port_of(default, rank), "*") if port is None else (port_of(port, rank),)
+    return [f"tcp://{host}:{at}" for at in ports]
 
 
-async def serve_http(core: Core, config: ServeConfig, ending: "Ending", counts: SharedCounts | None = None) -> int:
-    """One frontend of a core, from before the model is loaded until there is nothing left to answer; see `serve`.
+async def serve_http(
+    cores: Sequence[Core], config: ServeConfig, ending: "Ending", counts: Sequence[SharedCounts] | None = None
+) -> int:
+    """One frontend, from before the model is loaded until there is nothing left to answer; see `serve`.
 
     Args:
-        core: Its client, not yet started.
+        cores: The clients of its cores, not yet started.
         config: How to serve.
         ending: Says when to end.
-        counts: Where several frontends count, which then share the port too; None: this is the only one.
+        counts: By core, where several frontends count, which then share the port too; None: this is the only one.
     """
     engine = config.engine
-    processor, seed = load_processor(engine), engine.seed + core.first_number
+    processor, seed = load_processor(engine), engine.seed + cores[0].first_number
     scheduler, watchdog = engine.scheduler, engine.watchdog_timeout
-    llm = AsyncLLM(core, engine.model, processor, seed, scheduler.policy, watchdog, scheduler.max_num_waiting)
+    limits = scheduler.policy, watchdog, scheduler.max_num_waiting, engine.parallel.is_in_step
+    llm = AsyncLLM(cores, engine.model, processor, seed, *limits)
     llm.stream_interval = config.stream_interval
-    if counts is not None:
-        counts.join(llm.metrics.table)
+    for rank, own in zip(llm.ranks, counts or (), strict=counts is not None):
+        own.join(rank.metrics.table)
     endpoint = config.api.otlp_traces_endpoint
     traces = None if endpoint is None else Traces(endpoint, engine.model.served_names[0], f"{config.host}:{config.port}")
     vllm_names = config.metrics_compat == "vllm"
@@ -117,8 +131,9 @@ async def serve_http(core: Core, config: ServeConfig, ending: "Ending", counts: 
     transfer = None if engine.transfer is None else KVTransfer(engine.transfer, engine.parallel.world)
     server = ApiServer(llm, config.api, vllm_names, control=control, traces=traces, admin_apart=apart, transfer=transfer)
     reporters: list[asyncio.Task[None]] = []
-    if config.log_stats and core.first_number == 0:  # one of several frontends speaks for all
-        reporters.append(asyncio.create_task(log_stats(llm.metrics)))
+    if config.log_stats and cores[0].first_number == 0:  # one of several frontends speaks for all
+        names = [f"rank {rank.rank}: " if len(llm.ranks) > 1 else "" for rank in llm.ranks]
+        reporters += [asyncio.create_task(log_stats(rank.metrics, name)) for rank, name in zip(llm.ranks, names, strict=True)]
     if traces is not None:
         reporters.append(asyncio.create_task(traces.run()))
     try:
@@ -171,8 +186,13 @@ async def _run(llm: AsyncLLM, server: ApiServer, ending: "Ending", config: Serve
     gc.freeze()
     log.info("serving %s on %s", config.engine.model.served_names[0], config.url)
     if config.api_server_count == 1:  # else the supervisor shows it, once for all
-        banner.show(config, llm.kernels, llm.num_blocks)
+        assert llm.ready is not None
+        banner.show(config, llm.ready.kernels, llm.ready.num_blocks)
     await any_of(ending.stop.wait(), llm.failed.wait())
+    if llm.failed.is_set() and llm.is_alive:
+        log.info("a data-parallel rank has failed: the requests of the others have %.0f s", config.shutdown_timeout)
+        await any_of(server.active.drained(), ending.now.wait(), seconds=config.shutdown_timeout)
+        llm.cut_off()
     if not llm.failed.is_set():
         llm.state = State.DRAINING
         log.info("draining: running requests have %.0f s", config.shutdown_timeout)

@@ -10,7 +10,9 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack, suppress
+from typing import Any
 
 from penstock.engine.config import ConfigError
 from penstock.engine.core.ipc.client import CoreClient, CoreError
@@ -18,8 +20,9 @@ from penstock.engine.frontend import banner
 from penstock.engine.frontend.observe.metrics import EngineMetrics
 from penstock.engine.frontend.observe.shared_counts import SharedCounts
 from penstock.engine.frontend.processes import words
-from penstock.engine.frontend.processes.serve import Ending, ServeConfig, core_client, http_ports, port_error
+from penstock.engine.frontend.processes.serve import Ending, ServeConfig, clients, http_ports, port_error
 from penstock.engine.frontend.processes.words import CoreGone, FrontendStart, Stop, StopNow, Word
+from penstock.engine.messages import CoreReady
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +39,11 @@ async def supervise(config: ServeConfig) -> int:
     with ExitStack() as held:
         for flag, port in http_ports(config).items():
             held.enter_context(_reserve(config.host, flag, port))
-        core = core_client(config, shared=True)
+        cores = clients(config, shared=True)
         try:
-            return await _Supervisor(config, core, ending).run()
+            return await _Supervisor(config, cores, ending).run()
         finally:
-            await core.close()
+            await asyncio.gather(*(core.close() for core in cores))
 
 
 def _reserve(host: str, flag: str, port: int) -> socket.socket:
@@ -68,25 +71,27 @@ class _Supervisor:
 
     Args:
         config: How to serve.
-        core: Its core, not yet started.
+        cores: Its cores by data-parallel rank, not yet started.
         ending: Signals when to end.
     """
 
-    def __init__(self, config: ServeConfig, core: CoreClient, ending: Ending) -> None:
+    def __init__(self, config: ServeConfig, cores: Sequence[CoreClient], ending: Ending) -> None:
         self._config = config
-        self._core = core
+        self._cores = cores
         self._ending = ending
-        self._counts = SharedCounts.create(config.api_server_count, EngineMetrics().table.size)
+        self._counts = [SharedCounts.create(config.api_server_count, EngineMetrics().table.size) for _ in cores]
         self._frontends: dict[int, asyncio.subprocess.Process] = {}
         self._number = 0
-        self._ready = False
+        self._ready = list[CoreReady]()
         self._over = asyncio.Event()
         self._status = 0
 
     async def run(self) -> int:
         """Run from the start of the first process to the end of the last."""
         keepers = [asyncio.create_task(self._keep(row)) for row in range(self._config.api_server_count)]
-        followers = [asyncio.create_task(work) for work in (self._follow_core(), self._follow_ending(), self._over.wait())]
+        works: list[Coroutine[Any, Any, object]] = [self._follow_core(rank) for rank in range(len(self._cores))]
+        works += [self._follow_ending(), self._over.wait()]
+        followers = [asyncio.create_task(work) for work in works]
         tasks = [*keepers, *followers]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -101,22 +106,25 @@ class _Supervisor:
             for process in self._frontends.values():
                 process.kill()
                 await process.wait()
-            os.close(self._counts)
+            for counts in self._counts:
+                os.close(counts)
 
-    async def _follow_core(self) -> None:
-        """Follow the core until it dies, which ends everything."""
+    async def _follow_core(self, rank: int) -> None:
+        """Follow a core until it dies, which ends everything once the requests of other cores have ended."""
+        core = self._cores[rank]
         try:
-            ready = await self._core.start()
-            self._ready = True
-            banner.show(self._config, ready.kernels, ready.num_blocks)
-            async for _ in self._core.outputs():
+            ready = await core.start()
+            self._ready.append(ready)
+            if len(self._ready) == len(self._cores):
+                banner.show(self._config, ready.kernels, ready.num_blocks)
+            async for _ in core.outputs():
                 pass
         except CoreError as error:
-            if not self._ready:
+            if len(self._ready) < len(self._cores):
                 raise
             log.error("engine failed: %s", error)
             self._end(1)
-            self._tell(CoreGone(str(error)))
+            self._tell(CoreGone(rank, str(error)))
 
     async def _follow_ending(self) -> None:
         await self._ending.stop.wait()
@@ -144,8 +152,9 @@ class _Supervisor:
                 assert process.stdout is not None
                 raise ConfigError((await process.stdout.read()).decode())
             log.error("frontend %d has ended with status %d; another takes its place", number, status)
-            with suppress(CoreError):  # then its requests have ended too
-                await self._core.frontend_left(number)
+            for core in self._cores:
+                with suppress(CoreError):  # then its requests have ended too
+                    await core.frontend_left(number)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), max(0.0, _PATIENCE_S - (time.monotonic() - began)))
         return 0
@@ -155,12 +164,11 @@ class _Supervisor:
             *(sys.executable, "-m", "penstock.engine.frontend.processes.process"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            pass_fds=(self._counts,),
+            pass_fds=tuple(self._counts),
         )
         self._frontends[number] = process
-        address = self._core.frontends_address
-        assert address is not None, "the core is shared"
-        start = FrontendStart(config=self._config, frontend=number, row=row, core_address=address, counts=self._counts)
+        addresses = [core.frontends_address for core in self._cores if core.frontends_address is not None]
+        start = FrontendStart(config=self._config, frontend=number, row=row, core_addresses=addresses, counts=self._counts)
         _say(process, start)
         return process
 

@@ -15,9 +15,10 @@ class FrontendStart(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """Number of the frontend, new for each process."""
     row: int
     """Row of the frontend, which its successor inherits."""
-    core_address: str
-    counts: int
-    """Descriptor of the shared counts."""
+    core_addresses: list[str]
+    """Of the cores by data-parallel rank."""
+    counts: list[int]
+    """Descriptors of the shared counts, by rank."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -29,8 +30,9 @@ class StopNow(msgspec.Struct, frozen=True, tag="now"):
 
 
 class CoreGone(msgspec.Struct, frozen=True, tag="gone"):
-    """The core has ended: fail what runs and end."""
+    """A core has ended: fail what it ran, finish what the others run, and end."""
 
+    rank: int
     reason: str
 
 

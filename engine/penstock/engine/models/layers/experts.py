@@ -15,9 +15,11 @@ from penstock.engine.models.layers.linear_method import (
     PackedMethod,
     UnquantizedLinearMethod,
 )
+from penstock.engine.models.layers.placement import Placement
 from penstock.engine.models.layers.projection import LinearLayer, Projection
 from penstock.engine.models.layers.shard import Span
 from penstock.engine.models.layers.weight import Weight, Weights
+from penstock.kernels.experts.reference import combine_rows
 from penstock.kernels.experts.routing import Routing
 from penstock.kernels.experts.table import ExpertTable, PackedExpertTable, alike
 from penstock.kernels.experts.table import Gate as GateKind
@@ -97,25 +99,37 @@ class Gate(NamedTuple):
 
 
 class Experts:
-    """Gated MLPs, each in the hands of linear methods of its own and cut among the ranks by its inner features.
+    """Gated MLPs, each in the hands of linear methods of its own.
 
+    They are cut among the ranks by their inner features; or, with expert parallelism, each rank has some of them whole, in slots.
     A fused kernel takes them all where every method lets it read the weight; otherwise each expert runs by itself.
 
     Args:
         hidden_size: Of a token.
         inner_size: Of an expert, whole.
         num_experts: How many.
+        top_k: Of them for a token.
         gate: See Gate.
         biased: Whether both layers of an expert have biases.
         build: See Build.
     """
 
-    def __init__(self, hidden_size: int, inner_size: int, num_experts: int, gate: Gate, biased: bool, build: Build) -> None:
-        inner, hidden = build.shard.span(inner_size, "moe_intermediate_size"), _whole(hidden_size)
+    def __init__(
+        self, hidden_size: int, inner_size: int, num_experts: int, top_k: int, gate: Gate, biased: bool, build: Build
+    ) -> None:
+        self._exchange, self.hidden_size, self.top_k, self.dtype = build.experts, hidden_size, top_k, build.dtype
+        if build.experts is None:
+            inner, self._rank = build.shard.span(inner_size, "moe_intermediate_size"), build.shard.rank
+            self.placement, self._slots = Placement.linear(num_experts, 1), list(range(num_experts))
+        else:
+            inner, self._rank = _whole(inner_size), 0
+            self.placement = build.experts.placed(num_experts)
+            self._slots = list(self.placement.own(build.experts.rank))
+        hidden = _whole(hidden_size)
         first, up = Projection("gate_proj", hidden, inner, 0), Projection("up_proj", hidden, inner, inner.size)
         down = Projection("down_proj", inner, hidden, 0)
         self._gate_up, self._down = list[LinearMethod](), list[LinearMethod]()
-        for expert in range(num_experts):
+        for expert in self._slots:
             own = build.within(str(expert))
             layer = LinearLayer(own.name("gate_up_proj"), (first, up), biased, build.dtype, bare=True)
             self._gate_up.append(build.linear_method(layer))
@@ -123,10 +137,19 @@ class Experts:
             self._down.append(build.linear_method(layer))
         self._projections, self._sizes = (first, up, down), (hidden_size, inner.size)
         self._gate, self._biased = gate, biased
-        self._ops, self._rank = build.ops, build.shard.rank
+        self._ops = build.ops
         self._gated_mul = gate.product(build.ops)
         self._mlps = [partial(self._mlp, *methods) for methods in zip(self._gate_up, self._down, strict=True)]
         self._fused: FusedExperts | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the results are whole sums, on every rank; else each rank has a part of them."""
+        return self._exchange is not None
+
+    def holds(self, expert: int) -> bool:
+        """Whether an expert is in one of the rank's slots."""
+        return expert in self._slots
 
     @property
     def fused(self) -> bool:
@@ -137,9 +160,11 @@ class Experts:
         """By expert, without a prefix."""
         gate, up, down = self._projections
         found: Weights = {}
-        for expert, (gate_up, last) in enumerate(zip(self._gate_up, self._down, strict=True)):
+        for expert, gate_up, last in zip(self._slots, self._gate_up, self._down, strict=True):
             own = stored_weights(gate_up, gate) | stored_weights(gate_up, up) | stored_weights(last, down, self._rank)
-            found |= {f"{expert}.{name}": weight for name, weight in own.items()}
+            for name, weight in own.items():
+                other = found.get(f"{expert}.{name}")  # an expert with several slots on this rank
+                found[f"{expert}.{name}"] = weight if other is None else weight._replace(load=_to_both(other.load, weight.load))
         return found
 
     def finish(self) -> None:
@@ -168,13 +193,36 @@ class Experts:
         return lambda hidden, ids, weights: kernel(hidden, ids, weights, table)
 
     def __call__(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] and each token's choices → [n, hidden]: the rank's part of a sum over the ranks."""
+        """[n, hidden] and each token's choices → [n, hidden]: the whole sum, or the rank's part of a sum over the ranks."""
+        if self._exchange is not None:
+            return self._exchange.run(self, hidden, ids, weights)
+        return self._here(hidden, ids, weights)
+
+    def _here(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The same with slots of this rank."""
         if self._fused is not None:
             return self._fused(hidden, ids, weights)
         return self._ops.any_experts(hidden, ids, weights, self._mlps)
 
+    def rows(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """[m, hidden] and, of each row, one of the rank's slots, [m] int32 → [m, hidden]."""
+        # A single choice of the weight 1 is the expert's own result.
+        return self._here(x, slots[:, None], torch.ones(len(slots), 1))
+
+    def combine(self, results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See `combine_rows`: with the bits of a rank that has all experts."""
+        return (combine_rows if self._fused is None else self._ops.combine_experts)(results, places, weights)
+
     def _mlp(self, gate_up: LinearMethod, down: LinearMethod, x: torch.Tensor) -> torch.Tensor:
         return down.apply(self._gated_mul(gate_up.apply(x)))
+
+
+def _to_both(first: Callable[[torch.Tensor], None], second: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    def load(value: torch.Tensor) -> None:
+        first(value)
+        second(value)
+
+    return load
 
 
 def _whole(size: int) -> Span:

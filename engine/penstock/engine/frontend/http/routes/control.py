@@ -77,13 +77,11 @@ class ControlRoutes:
 
     async def is_paused(self, _request: web.Request) -> web.Response:
         """`GET /is_paused`: also while asleep."""
-        stats = self._llm.metrics.stats
-        return json_response({"is_paused": stats is not None and stats.paused})
+        return json_response({"is_paused": self._llm.is_paused})
 
     async def is_sleeping(self, _request: web.Request) -> web.Response:
         """`GET /is_sleeping`: until all that sleeps has woken up and the weights are there."""
-        stats = self._llm.metrics.stats
-        return json_response({"is_sleeping": stats is not None and stats.asleep is not None})
+        return json_response({"is_sleeping": self._llm.is_asleep is not None})
 
 
 def _read_query(request: web.Request, kind: type[Command]) -> Command:

@@ -13,6 +13,7 @@ from penstock.engine.frontend.errors import ApiError, unavailable
 from penstock.engine.frontend.http.exchange import Active, json_response
 from penstock.engine.frontend.observe.metrics import Metrics
 from penstock.engine.frontend.openai import openapi
+from penstock.engine.messages import CoreReady
 
 _PAGE_POLICY: Final = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 """The page has its script and its style within itself, and loads nothing from elsewhere."""
@@ -33,7 +34,7 @@ class ReplicaRoutes:
         self._bundle = llm.processor.bundle.to_json()
         self._etag = llm.processor.bundle.digest
         self._page = files("penstock.engine.frontend.http").joinpath("docs.html").read_text("utf-8")
-        self._registry = Metrics([llm.metrics], vllm_names).registry()
+        self._registry = Metrics([rank.metrics for rank in llm.ranks], vllm_names).registry()
 
     def routes(self) -> list[web.RouteDef]:
         """Paths and handlers."""
@@ -71,11 +72,15 @@ class ReplicaRoutes:
         return json_response({"status": "ready"})
 
     async def load(self, _request: web.Request) -> web.Response:
-        """`GET /load`: the newest load report, and as `server_load` the requests that this server answers."""
-        report = self._llm.load
+        """`GET /load`: the newest load report, of several data-parallel ranks together and then of each; and as `server_load` the
+        requests that this server answers."""
+        report, ranks = self._llm.load, self._llm.ranks
         if report is None:
             raise unavailable("there is no load report yet", "not_ready")
-        return json_response({**msgspec.to_builtins(report), "server_load": self._active.count})
+        told = {**msgspec.to_builtins(report), "server_load": self._active.count}
+        if len(ranks) > 1:
+            told["data_parallel_ranks"] = [msgspec.to_builtins(rank.load) for rank in ranks]
+        return json_response(told)
 
     async def metrics(self, _request: web.Request) -> web.Response:
         """`GET /metrics`: Prometheus."""
@@ -99,17 +104,24 @@ class ReplicaRoutes:
 
     async def version(self, _request: web.Request) -> web.Response:
         """`GET /version`. `kernels` is the form of the model's operations that runs. `load_seconds` is how long the weights took,
-        and `load_floor_seconds` how long they take at least from their storage. The ports are those of the event stream. Before
-        the engine has started these are empty, 0 and null."""
-        ports = self._llm.event_ports
+        and `load_floor_seconds` how long they take at least from their storage. The ports are those of the event stream: of the
+        first data-parallel rank, and as `data_parallel_ranks` of each. Before the engine has started these are empty, 0 and
+        null."""
+        ready, ranks = self._llm.ready, self._llm.ranks
         return json_response(
             {
                 "version": version("penstock"),
-                "kernels": self._llm.kernels,
+                "kernels": "" if ready is None else ready.kernels,
                 "quantization": self._llm.model.quantization_name,
-                "load_seconds": self._llm.load_seconds,
-                "load_floor_seconds": self._llm.load_floor_s,
-                "events_port": None if ports is None else ports.events,
-                "replay_port": None if ports is None else ports.replay,
+                "load_seconds": 0.0 if ready is None else ready.load_seconds.get("weights", 0.0),
+                "load_floor_seconds": 0.0 if ready is None else ready.load_floor_s,
+                **_ports(ready),
+                "data_parallel_size": len(ranks),
+                "data_parallel_ranks": [_ports(rank.ready) for rank in ranks],
             }
         )
+
+
+def _ports(ready: CoreReady | None) -> dict[str, int | None]:
+    ports = None if ready is None else ready.event_ports
+    return {"events_port": None if ports is None else ports.events, "replay_port": None if ports is None else ports.replay}

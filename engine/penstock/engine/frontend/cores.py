@@ -1,0 +1,40 @@
+"""The cores of a replica: one, or one for each data-parallel rank."""
+
+from collections.abc import Callable, Sequence
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.core.ipc.client import CoreClient
+from penstock.engine.core.ipc.coupling import Coupling
+from penstock.engine.frontend.data_parallel import rank_config
+
+Addresses = Callable[[int], Sequence[str]]
+"""By rank, where its core publishes: the first address that is free."""
+
+
+def _nowhere(_rank: int) -> Sequence[str]:
+    return ()
+
+
+def core_clients(
+    config: EngineConfig, events: Addresses = _nowhere, replay: Addresses = _nowhere, *, shared: bool = False
+) -> list[CoreClient]:
+    """The clients of all ranks' cores, to be started.
+
+    Args:
+        config: The replica's.
+        events: Where the event streams are published.
+        replay: Where their replays are.
+        shared: Whether several frontends will join each of them.
+    """
+    coupling = Coupling(config.parallel) if config.parallel.expert_ranks > 1 else None
+    return [
+        CoreClient(
+            rank_config(config, rank),
+            events_addresses=events(rank),
+            replay_addresses=replay(rank),
+            engine_index=rank,
+            shared=shared,
+            coupling=coupling,
+        )
+        for rank in range(config.parallel.data_parallel_size)
+    ]

@@ -1,0 +1,220 @@
+"""Several cores behind one frontend: the pick, what they are together, and `penstock serve --data-parallel-size`."""
+
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from frontend_process import Server, make_llama, serving
+from test_parallel_e2e import PROMPTS, answers, children, wait_gone
+
+from penstock.api import events
+from penstock.api.events import BlockStored, EventBatch
+from penstock.api.load_report import LoadReport
+from penstock.engine import LLM, ConfigError, SamplingParams
+from penstock.engine.commands import PinPrefix, ResetPrefixCache
+from penstock.engine.core.ipc.calls import CommandRefused
+from penstock.engine.frontend.data_parallel import busyness, check_ports, combined, merged, pick
+
+LONG = 3000
+"""Tokens of a stream that takes seconds."""
+
+
+@pytest.fixture(scope="module")
+def llama(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"), tokenizer_files)
+
+
+@pytest.fixture(scope="module")
+def expected(llama: Path) -> list[str]:
+    """The answers of one core."""
+    greedy = SamplingParams(max_tokens=12, temperature=0.0)
+    with LLM(str(llama), in_process=True, kv_cache_memory_bytes=4 << 20) as one:
+        return [output.outputs[0].text for output in one.generate(PROMPTS, greedy, progress=False)]
+
+
+def post(server: Server, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    data = b"" if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{server.url}{path}", data, {"content-type": "application/json", **headers}, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def get(server: Server, path: str) -> Any:
+    with urllib.request.urlopen(f"{server.url}{path}", timeout=60) as answer:
+        return json.load(answer)
+
+
+def on_rank(server: Server, rank: int | str, prompt: str = "the river turns the wheel", **fields: Any) -> tuple[int, Any]:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0.0, **fields}
+    return post(server, "/v1/completions", body, **{"X-data-parallel-rank": str(rank)})
+
+
+def finished(server: Server) -> Counter[str]:
+    """Finished sequences by engine."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    found: Counter[str] = Counter()
+    for line in lines:
+        if line.startswith("penstock_request_success_total{"):
+            found[line.partition('engine="')[2].partition('"')[0]] += int(float(line.rpartition(" ")[2]))
+    return found
+
+
+def test_the_rank_with_the_least_to_do_is_picked_and_equal_ones_in_turn():
+    assert [pick([0, 0, 0], turn) for turn in range(4)] == [0, 1, 2, 0]
+    assert pick([5, 3, 4], 0) == 1
+    busy = LoadReport(1, 1, num_requests_running=2, num_requests_waiting={"capacity": 1})
+    assert busyness(busy, 0) == 6 and busyness(None, 3) == 3
+    assert busyness(LoadReport(1, 1), 4) == 4, "the report is older than what was sent"
+
+
+def test_ranks_together_report_as_one_replica_that_replaces_the_first_ranks_own_report():
+    first = LoadReport(7, 5, 1, {"capacity": 2}, 8, 0.5, 100, 50, decode_step_s=0.1, adapters=("a", "b"))
+    other = LoadReport(9, 3, 3, {"capacity": 1, "lora": 1}, 8, 0.1, 300, 270, decode_step_s=0.3, adapters=("b",))
+    both = merged([first, other])
+    assert (both.epoch, both.seq, both.num_requests_running, both.max_num_seqs) == (7, 8, 4, 16)
+    assert both.num_requests_waiting == {"capacity": 3, "lora": 1}
+    assert both.kv_cache_usage_perc == pytest.approx(0.2) and both.kv_blocks_reclaimable == 320
+    assert both.decode_step_s == 0.3 and both.adapters == ("b",)
+
+
+def test_a_command_is_refused_where_a_rank_refuses_it_and_a_pin_where_all_do():
+    no = CommandRefused("no")
+    assert combined(ResetPrefixCache(), [None, None]) is None
+    with pytest.raises(CommandRefused, match="data-parallel rank 1: no"):
+        combined(ResetPrefixCache(), [None, no])
+    pin = PinPrefix("p", [1])
+    assert combined(pin, [no, {"tokens": 16}]) == {"tokens": 16, "data_parallel_ranks": [None, {"tokens": 16}]}
+    with pytest.raises(CommandRefused):
+        combined(pin, [no, no])
+
+
+def test_event_ports_of_ranks_that_would_meet_are_refused():
+    check_ports(5557, 5558, 8)
+    with pytest.raises(ConfigError, match="both would use 5559"):
+        check_ports(5557, 5559, 2)
+    with pytest.raises(ConfigError, match="65536"):
+        check_ports(5557, 65_534, 2)
+
+
+def test_python_has_data_parallel_ranks_too(llama, expected):
+    params, size = SamplingParams(max_tokens=12, temperature=0.0), {"kv_cache_memory_bytes": 4 << 20}
+    with LLM(str(llama), data_parallel_size=2, **size) as two:
+        cores = children(os.getpid())
+        assert [output.outputs[0].text for output in two.generate(PROMPTS, params, progress=False)] == expected
+        assert sorted(len(rank.egress) for rank in two._llm.ranks) == [0, 0]
+        counts = [rank.metrics.generation_tokens.by_value(rank.metrics.table.totals())[""] for rank in two._llm.ranks]
+        assert min(counts) > 0, "requests go to both"
+    wait_gone(*cores)
+    with pytest.raises(ConfigError, match="needs a process for each rank"):
+        LLM(str(llama), in_process=True, data_parallel_size=2, **size)
+
+
+@pytest.mark.req("DX-25")
+def test_two_cores_answer_as_one_and_a_dead_one_fails_its_own_requests_alone(llama, expected, tmp_path):
+    """Two frontends, too: what is true of one is true of each."""
+    flags = ("-dp", "2", "--api-server-count", "2", "--enable-control-endpoints")
+    with serving(llama, tmp_path / "two.log", *flags) as server:
+        below = children(server.process.pid)
+        cores = [pid for pid in below if "core.ipc.process" in Path(f"/proc/{pid}/cmdline").read_text()]
+        assert len(cores) == 2
+        assert answers(server) == expected
+        before = finished(server)
+        assert sum(before.values()) == len(PROMPTS)
+        texts = {on_rank(server, rank)[1]["choices"][0]["text"] for rank in (0, 1, 1)}
+        assert texts == {expected[0]}
+        assert finished(server) - before == {"0": 1, "1": 2}
+        for rank in ("2", "-1", "x"):
+            status, told = on_rank(server, rank)
+            assert status == 400 and "from 0 to 1" in told["error"]["message"], told
+        _check_ports_and_load(server)
+        _check_commands(server)
+        assert answers(server) == expected
+        _check_death(server, cores)
+        assert server.process.wait(60) == 1
+        wait_gone(*below)
+
+
+def _check_ports_and_load(server: Server) -> None:
+    """Each rank tells of its own blocks on ports of its own, and of its load."""
+    ports = get(server, "/version")["data_parallel_ranks"]
+    assert [rank["events_port"] - ports[0]["events_port"] for rank in ports] == [0, 2]
+    load = get(server, "/load")
+    assert load["max_num_seqs"] == sum(rank["max_num_seqs"] for rank in load["data_parallel_ranks"]) == 512
+    for rank in (0, 1):
+        assert on_rank(server, rank, f"{rank} water and stone " * 20)[0] == 200
+    context = zmq.Context()
+    stored = [_stored(context, rank["replay_port"]) for rank in ports]
+    context.destroy(linger=0)
+    assert stored[0] - stored[1] and stored[1] - stored[0]
+
+
+def _check_commands(server: Server) -> None:
+    """All ranks are told."""
+    assert post(server, "/reset_prefix_cache")[0] == 200
+    for rank in (0, 1):
+        usage = on_rank(server, rank, f"{rank} water and stone " * 20)[1]["usage"]
+        assert not (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    assert post(server, "/sleep?level=1")[0] == 200
+    assert get(server, "/is_sleeping") == {"is_sleeping": True}
+    assert [on_rank(server, rank)[0] for rank in (0, 1)] == [503, 503]
+    assert post(server, "/wake_up")[0] == 200 and post(server, "/reload_weights")[0] == 200
+
+
+def _check_death(server: Server, cores: list[int]) -> None:
+    """A core that is killed: its stream fails at once, and the other one ends as if nothing had happened."""
+    with _stream(server, 0) as first, _stream(server, 1) as second, ThreadPoolExecutor(2) as readers:
+        first.readline(), second.readline()
+        reading = [readers.submit(lambda stream=stream: _last(stream.read().decode())) for stream in (first, second)]
+        os.kill(cores[1], signal.SIGKILL)
+        [(lost_rank, lost)] = _lost(reading)
+        with pytest.raises((urllib.error.HTTPError, urllib.error.URLError, ConnectionError)):
+            urllib.request.urlopen(f"{server.url}/health", timeout=30)
+        assert lost["error"]["code"] == "engine_dead" and "was killed by signal 9" in lost["error"]["message"]
+        assert f"data-parallel rank {lost_rank}: " in server.log.read_text()
+        assert reading[1 - lost_rank].result(120)["usage"]["completion_tokens"] == LONG
+
+
+def _stored(context: "zmq.Context[zmq.Socket[bytes]]", port: int) -> set[bytes]:
+    """Hashes of the blocks that a rank's replay tells of."""
+    socket_ = context.socket(zmq.DEALER)
+    socket_.connect(f"tcp://127.0.0.1:{port}")
+    socket_.send(events.encode_seq(0))
+    found = set[bytes]()
+    while True:
+        assert socket_.poll(30_000), "the replay is silent"
+        seq, payload = socket_.recv_multipart()
+        if seq == events.END_OF_REPLAY:
+            return found
+        batch: EventBatch = events.decode(payload)
+        found |= {block for event in batch.events if isinstance(event, BlockStored) for block in event.block_hashes}
+
+
+def _stream(server: Server, rank: int) -> Any:
+    fields = {"max_tokens": LONG, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    body = {"model": "tiny", "prompt": "a mill", **fields}
+    headers = {"content-type": "application/json", "X-data-parallel-rank": str(rank)}
+    request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), headers)
+    return urllib.request.urlopen(request, timeout=120)
+
+
+def _last(told: str) -> Any:
+    """The last event of a stream."""
+    return json.loads([line for line in told.splitlines() if line.startswith("data: {")][-1].removeprefix("data: "))
+
+
+def _lost(reading: "list[Future[Any]]") -> list[tuple[int, Any]]:
+    """The stream that ends with an error, with its rank: it ends long before the others."""
+    done, _ = wait(reading, 60, FIRST_COMPLETED)
+    return [(rank, each.result()) for rank, each in enumerate(reading) if each in done and "error" in each.result()]
