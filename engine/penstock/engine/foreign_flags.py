@@ -6,7 +6,7 @@ from typing import Final, NoReturn
 
 from penstock.suggest import suggestion
 
-_RANKS: Final = "ranks divide a model by --tensor-parallel-size and --pipeline-parallel-size alone so far; leave it out"
+_RANKS: Final = "ranks are always processes of the engine's own; leave it out"
 _MODEL: Final = "give the model first: penstock serve MODEL"
 _TOKENIZER: Final = "the tokenizer is read as its files say; leave it out"
 _NO_CODE: Final = "code in checkpoints never runs; leave it out"

@@ -11,8 +11,8 @@ from penstock.engine.foreign_flags import FOREIGN
     [
         ("m --tp-size 2 --context-length=4096", "--tp-size (use --tensor-parallel-size), --context-length (use --max-model-len)"),
         (
-            "m --nnodes 2",
-            "--nnodes (ranks divide a model by --tensor-parallel-size and --pipeline-parallel-size alone so far; leave it out)",
+            "m --distributed-executor-backend mp",
+            "--distributed-executor-backend (ranks are always processes of the engine's own; leave it out)",
         ),
         ("--model-path m", "--model-path (give the model first: penstock serve MODEL)"),
         ("--model m --port 8001", "--model (give the model first: penstock serve MODEL)"),

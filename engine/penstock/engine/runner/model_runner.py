@@ -190,7 +190,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
 
     @torch.inference_mode()
     def serve_others(self) -> None:
-        """See Runner."""
+        """Takes part in a step of other cores without tokens of its own."""
         assert self._exchange is not None, "only ranks that divide experts have others to serve"
         if self._exchange.begin(0):
             self._exchange.serve()

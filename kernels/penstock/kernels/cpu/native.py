@@ -279,7 +279,7 @@ class NativeOps:
         return out
 
     def combine_experts(self, results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """See `experts.reference.combine_rows`."""
+        """The sum of each token's results by weight; see `experts.reference.combine_rows`."""
         results, (tokens, choices) = self._checked(results), places.shape
         out = torch.empty((tokens, results.shape[1]), dtype=self._dtype)
         pointers = (tensor.data_ptr() for tensor in (results, places.contiguous(), weights.contiguous(), out))

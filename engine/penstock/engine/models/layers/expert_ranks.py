@@ -20,7 +20,7 @@ class ExpertLayer(Protocol):
         ...
 
     def combine(self, results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, /) -> torch.Tensor:
-        """See `experts.reference.combine_rows`."""
+        """The sum of each token's results by weight, in the order of its choices; see `experts.reference.combine_rows`."""
         ...
 
 
