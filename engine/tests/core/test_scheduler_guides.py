@@ -132,3 +132,29 @@ def test_a_guide_comes_before_the_first_token():
         made.core.scheduler.guide(0, Numbered())
     with pytest.raises(KeyError):
         made.core.scheduler.guide(7, Numbered())
+
+
+@pytest.mark.req("RL-19")
+def test_a_step_is_planned_submitted_masked_awaited_and_taken_in_and_there_is_none_without_requests(monkeypatch):
+    idle = Bench(1)
+    assert idle.core.step() is None and not idle.device.log, "a step of no request"
+    made = bench(1, 0, (0, 1, 2, 3))
+    device, scheduler = made.device, made.core.scheduler
+    calls: list[str] = []
+
+    def logged(name, of, verb) -> None:
+        call = getattr(of, verb)
+        monkeypatch.setattr(of, verb, lambda *given: (calls.append(name), call(*given))[1])
+
+    monkeypatch.setattr(Numbered, "forced", lambda guide: [])
+    for name, of, verb in (
+        *(("plan", scheduler, "schedule"), ("submit", device, "submit"), ("fill", scheduler._tenancy.guides, "inputs")),
+        *(("sample", device, "sample"), ("wait", device, "collect"), ("take in", scheduler._retirement, "take")),
+    ):
+        logged(name, of, verb)
+    while made.core.has_work:
+        del calls[:]
+        made.crank()
+        assert calls == ["plan", "submit", "fill", "sample", "wait", "take in"]
+    del calls[:]
+    assert made.core.step() is None and set(calls) <= {"plan"}
