@@ -52,6 +52,10 @@ $(NATIVE): gateway/native/Cargo.toml gateway/native/Cargo.lock gateway/native/py
 	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --reinstall --build-constraints requirements/native.txt ./gateway/native
 	@touch $@
 
+.PHONY: kv-parts
+kv-parts: setup ## what the tests of KV tiers and transfer need beside the lock: NIXL (240 MB, without torch)
+	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --require-hashes -r requirements/nixl.txt
+
 .PHONY: up demo
 up: setup ## start the local system and show it working; Ctrl-C stops it
 	@$(BIN)/penstock up -f examples/tiny.yaml
@@ -280,6 +284,7 @@ COMPILE := $(UV) pip compile --quiet --upgrade --generate-hashes --no-emit-index
 lock: | $(UV) ## pin and hash the dependencies anew
 	@for extra in engine gateway operator client dev; do $(COMPILE) --extra $$extra pyproject.toml -o requirements/$$extra.txt; done
 	@for name in build native protogen; do $(COMPILE) requirements/$$name.in -o requirements/$$name.txt; done
+	@$(COMPILE) --no-deps requirements/nixl.in -o requirements/nixl.txt
 
 # Its overrides take torch as it is on PyPI and leave out what has no build for a CPU.
 lock-peers: | $(UV) ## pin and hash the engines to compare with anew

@@ -147,6 +147,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 TransferRole = Literal["kv_producer", "kv_consumer", "kv_both"]
+TransportName = Literal["shm", "nixl", "tcp"]
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,6 +166,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that lent pages wait for their reader."""
     prefill_timeout_s: float = 30.0
     """Seconds that a prefill replica gets to compute a prompt."""
+    transports: tuple[TransportName, ...] = ("shm", "tcp")
+    """What the bytes of pages may go by. A reader takes the first of its own that works and that the lender has, too."""
 
     @property
     def lends(self) -> bool:

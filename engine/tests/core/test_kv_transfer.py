@@ -1,5 +1,7 @@
-"""Pages between two ranks over TCP, and the leases that hold them."""
+"""Pages between two ranks over each transport, and the leases that hold them."""
 
+import mmap
+import os
 import re
 import socket
 import threading
@@ -7,33 +9,47 @@ import time
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from penstock.engine.config import ConfigError
+from penstock.engine.config import ConfigError, TransferConfig
+from penstock.engine.connectors.host_pages import SharedSlots
 from penstock.engine.connectors.tier_index import Key, TierIndex
+from penstock.engine.connectors.transfer import nixl
 from penstock.engine.connectors.transfer import reader as reader_module
+from penstock.engine.connectors.transfer.agent import inlets, outlets
 from penstock.engine.connectors.transfer.config import transfer_config
 from penstock.engine.connectors.transfer.leases import Leases
 from penstock.engine.connectors.transfer.lender import Lender
 from penstock.engine.connectors.transfer.pulls import PATIENCE_S, Pulls
 from penstock.engine.connectors.transfer.reader import Reader
-from penstock.engine.connectors.transfer.wire import Stream
+from penstock.engine.connectors.transfer.transport import page_sum
 from penstock.engine.connectors.transfer.words import Errand, Page, Peer, Pulled
 from penstock.engine.messages import RemotePrefix
 from testing.ports import free_ports
 
 SECRET = b"a secret of many bytes"
 PAGE = 100_000
+CONTENT = np.random.default_rng(0).integers(0, 256, (600, PAGE), np.uint8)
+needs_nixl = pytest.mark.skipif(nixl.installed() is None, reason="NIXL is not installed: make kv-parts")
+
+
+TRANSPORTS = ["tcp", "shm", pytest.param("nixl", marks=needs_nixl)]
 
 
 class Pair:
     """A lender with content, and a reader without."""
 
-    def __init__(self, secret=SECRET, fingerprint="same", engine_id="lender-1"):
+    def __init__(self, secret=SECRET, fingerprint="same", engine_id="lender-1", transports=("tcp",), offered=None):
         [self.port] = free_ports(1)
-        self.lent = np.random.default_rng(0).integers(0, 256, (600, PAGE), np.uint8)
+        shared = SharedSlots(600, PAGE)
+        self.lent = shared.array
+        self.lent[:] = CONTENT
         self.read = np.zeros_like(self.lent)
-        self.lender = Lender(("127.0.0.1", self.port), SECRET, "lender-1", "same", self.lent)
-        self.reader = Reader(secret, fingerprint, self.read, 0)
+        config = TransferConfig(role="kv_both", engine_id=f"pair-{self.port}", secret=None, transports=offered or transports)
+        self.outlets = outlets(config, shared, SECRET, 0)
+        self.lender = Lender(("127.0.0.1", self.port), SECRET, "lender-1", "same", self.lent, self.outlets)
+        self.inlets = inlets(replace(config, transports=transports), self.read, secret, 0)
+        self.reader = Reader(secret, fingerprint, self.read, self.inlets, 0)
         self.peer = Peer(engine_id, "127.0.0.1", self.port)
         self.number = 0
 
@@ -62,11 +78,14 @@ def pair():
 
     yield make
     for it in made:
+        it.reader.close()
         it.lender.close()
 
 
-def test_pages_come_byte_for_byte_wherever_they_lie_on_both_sides(pair):
-    it = pair()
+@pytest.mark.req("PD-13")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_pages_come_byte_for_byte_wherever_they_lie_on_both_sides(pair, transport):
+    it = pair(transports=(transport,))
     there, here = [599, 3, 77, *range(100, 400)], [5, 0, 598, *range(200, 500)]
     it.lender.grant("a", [Page(0, name(at), slot) for at, slot in enumerate(there)])
     told = it.pull("a", [name(at) for at in range(len(there))], here)
@@ -95,20 +114,129 @@ def test_a_reader_that_is_early_waits_for_the_grant(pair):
     assert it.pull("late", [name(1)], [0]).got == [0] and np.array_equal(it.read[0], it.lent[7])
 
 
-def test_pages_whose_lease_ends_while_they_are_sent_are_not_used(pair, monkeypatch):
-    it = pair()
-    send = Stream.send_buffers
+@pytest.mark.req("PD-21")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("when", ["before the bytes", "after the bytes"])
+def test_pages_whose_lease_ends_while_they_are_sent_are_not_used(pair, monkeypatch, transport, when):
+    """The lender's slot has a new owner then. That it was registered, shared or sent does not stop a reader: the lease does."""
+    it = pair(transports=(transport,))
+    [outlet] = it.outlets.values()
+    send = outlet.send
 
-    def send_and_revoke(stream, buffers):
-        if len(buffers) and len(buffers[0]) == PAGE:
-            it.lender.revoke("a")
-            it.lent[7] = 1
-        send(stream, buffers)
+    def send_and_revoke(stream, slots):
+        if when == "after the bytes":
+            send(stream, slots)
+        it.lender.revoke("a")
+        it.lent[7] = 1
+        if when == "before the bytes":
+            send(stream, slots)
 
-    monkeypatch.setattr(Stream, "send_buffers", send_and_revoke)
+    monkeypatch.setattr(outlet, "send", send_and_revoke)
     it.lender.grant("a", [Page(0, name(1), 7)])
     told = it.pull("a", [name(1)], [0])
     assert told.got == [] and told.error == "the lease ran out while its pages were sent"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_page_that_is_changed_on_its_way_is_not_used_and_the_others_are(pair, monkeypatch, transport):
+    it = pair(transports=(transport,))
+    [outlet] = it.outlets.values()
+    send = outlet.send
+
+    def flip_and_send(stream, slots):
+        it.lent[7, 123] ^= 1
+        send(stream, slots)
+
+    monkeypatch.setattr(outlet, "send", flip_and_send)
+    it.lender.grant("a", [Page(0, name(at), slot) for at, slot in enumerate([3, 7, 9])])
+    told = it.pull("a", [name(at) for at in range(3)], [0, 1, 2])
+    assert told.got == [0, 2] and told.error == "1 of 3 pages have not come whole"
+
+
+def test_the_sum_of_a_page_sees_each_bit_and_pages_of_any_length():
+    page = np.random.default_rng(1).integers(0, 256, 67, np.uint8)
+    assert all(page_sum(_flipped(page, bit)) != page_sum(page) for bit in range(8 * len(page)))
+
+
+def _flipped(page, bit):
+    other = page.copy()
+    other[bit // 8] ^= 1 << bit % 8
+    return other
+
+
+def test_a_transport_that_does_not_open_gives_way_to_the_next_and_without_one_nothing_comes(pair, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    it = pair(transports=("shm", "tcp"))
+    monkeypatch.setattr(it.inlets["shm"], "open", _not_here)
+    it.lender.grant("a", [Page(0, name(1), 7)])
+    assert it.pull("a", [name(1)], [0]).got == [0] and np.array_equal(it.read[0], it.lent[7])
+    assert "come by tcp (shm: on another node)" in caplog.text
+    for other in (pair(transports=("shm",), offered=("tcp",)), pair(transports=("shm",))):
+        monkeypatch.setattr(other.inlets["shm"], "open", _not_here)
+        other.lender.grant("a", [Page(0, name(1), 7)])
+        told = other.pull("a", [name(1)], [0])
+        assert told.got == [] and "there is no transport to lender-1: shm" in told.error
+
+
+def _not_here(offer, deadline):
+    raise OSError("on another node")
+
+
+def test_shared_memory_is_for_those_who_know_the_secret_and_cannot_be_written_or_outlive_its_lender(pair, monkeypatch):
+    monkeypatch.setattr(reader_module, "SWEEP_S", 0.05)
+    it = pair(transports=("shm",))
+    offer = it.outlets["shm"].offer()
+    way = it.inlets["shm"].open(offer, time.monotonic() + 5)
+    with pytest.raises(OSError, match="not permitted"):
+        os.pwrite(way._fd, b"!", 0)
+    with pytest.raises(PermissionError):
+        mmap.mmap(way._fd, PAGE)
+    with pytest.raises(OSError, match="has no slot 600"):
+        way.read(None, [600], [0])
+    way.close()
+    stranger = pair(transports=("shm",), secret=b"another secret of many bytes")
+    with pytest.raises(OSError, match="without the secret"):
+        stranger.inlets["shm"].open(offer, time.monotonic() + 5)
+    it.lender.grant("a", [Page(0, name(1), 7)])
+    assert it.pull("a", [name(1)], [0]).got == [0]
+    [[(connection, _)]] = it.reader._idle.values()
+    it.lender.close()
+    deadline = time.monotonic() + 5
+    while it.reader._idle:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(connection.way._fd)
+
+
+@needs_nixl
+def test_a_nixl_read_that_does_not_end_is_given_up_and_its_memory_is_not_used_again_until_it_has(pair, monkeypatch):
+    it = pair(transports=("nixl",))
+    inlet = it.inlets["nixl"]
+    way = inlet.open(it.outlets["nixl"].offer(), time.monotonic() + 5)
+    agent, address = way._peer, way._address
+    inlet.read(agent, address, [7], [0], time.monotonic() + 20)
+    assert np.array_equal(it.read[0], it.lent[7])
+    state = inlet._agent.check_xfer_state
+    monkeypatch.setattr(inlet._agent, "check_xfer_state", lambda handle: "PROC")
+    with pytest.raises(TimeoutError):
+        inlet.read(agent, address, [8], [1], time.monotonic() + 0.05)
+    assert inlet.num_given_up == 1 and not it.read[1].any()
+    [(_, stage)] = inlet._given_up
+    assert inlet._take_stage() is not stage
+    monkeypatch.setattr(inlet._agent, "check_xfer_state", state)
+    inlet.read(agent, address, [9], [2], time.monotonic() + 20)
+    assert np.array_equal(it.read[2], it.lent[9]) and inlet.num_given_up == 0
+    way.close()
+
+
+@needs_nixl
+def test_nixl_reads_more_pages_than_a_stage_holds(pair):
+    it = pair(transports=("nixl",))
+    it.inlets["nixl"]._pages = 7
+    it.lender.grant("a", [Page(0, name(at), at) for at in range(20)])
+    assert len(it.pull("a", [name(at) for at in range(20)], range(40, 60)).got) == 20
+    assert np.array_equal(it.read[40:60], it.lent[:20])
 
 
 @pytest.mark.req("Q-19")
@@ -130,7 +258,7 @@ def test_a_reader_that_is_not_meant_gets_nothing(pair, how, words):
 def test_a_lender_that_accepts_and_says_nothing_is_given_up(monkeypatch):
     monkeypatch.setattr(reader_module, "PULL_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        it = Reader(SECRET, "same", np.zeros((1, PAGE), np.uint8), 0)
+        it = Reader(SECRET, "same", np.zeros((1, PAGE), np.uint8), {}, 0)
         peer = Peer("x", "127.0.0.1", silent.getsockname()[1])
         it.pull(Errand("pull", "a", 1, [Page(0, name(1), 0)], peer))
         deadline = time.monotonic() + 5
@@ -230,6 +358,9 @@ def test_a_request_waits_so_long_and_one_that_leaves_releases_its_lease():
         ({"kv_connector_extra_config": {"lease": 3}}, "kv_connector_extra_config: there is no key 'lease'"),
         ({"kv_connector_extra_config": {"kv_lease_duration": 0}}, "kv_lease_duration"),
         ({"kv_port": 0}, "kv_port"),
+        ({"kv_connector_extra_config": {"transports": []}}, "transports"),
+        ({"kv_connector_extra_config": {"transports": ["rdma"]}}, "transports"),
+        ({"kv_connector_extra_config": {"transports": ["tcp", "tcp"]}}, "transports names one twice"),
     ],
 )
 def test_a_configuration_that_means_nothing_here_is_refused_by_name(tmp_path, keys, words):
@@ -255,4 +386,13 @@ def test_a_secret_is_needed_and_must_be_long_enough(tmp_path):
 def test_a_port_that_is_taken_is_named(pair):
     it = pair()
     with pytest.raises(ConfigError, match=f"127.0.0.1:{it.port} cannot be listened on"):
-        Lender(("127.0.0.1", it.port), SECRET, "x", "same", it.lent)
+        Lender(("127.0.0.1", it.port), SECRET, "x", "same", it.lent, {})
+
+
+def test_a_transport_whose_package_is_missing_stops_the_start_with_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(nixl, "PACKAGES", ("no_such_package",))
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    keys = {"kv_connector": "transfer", "kv_role": "kv_both", "kv_connector_extra_config": {"transports": ["nixl"]}}
+    with pytest.raises(ConfigError, match="nixl needs NIXL, which is not installed: pip install --no-deps nixl-cu12"):
+        transfer_config(keys, str(secret))

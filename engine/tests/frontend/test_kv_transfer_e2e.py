@@ -11,8 +11,10 @@ from contextlib import ExitStack
 import pytest
 from frontend_process import make_llama, serving
 
+from penstock.engine.connectors.transfer import nixl
 from testing.ports import free_ports
 
+needs_nixl = pytest.mark.skipif(nixl.installed() is None, reason="NIXL is not installed: make kv-parts")
 BLOCK = 16
 PROMPT = "the river turns the wheel of the mill and the mill turns the stone that grinds the corn of the valley"
 
@@ -92,8 +94,9 @@ def prefiller(server):
 
 
 @pytest.mark.req("PD-01", "PD-08")
-def test_a_pair_answers_as_one_replica_and_the_decode_replica_computes_nothing_that_it_was_sent(start):
-    prefill, decode = start("kv_producer"), start("kv_consumer")
+@pytest.mark.parametrize("transport", ["shm", pytest.param("nixl", marks=needs_nixl)])
+def test_a_pair_answers_as_one_replica_and_the_decode_replica_computes_nothing_that_it_was_sent(start, transport):
+    prefill, decode = (start(role, transports=[transport]) for role in ("kv_producer", "kv_consumer"))
     expected = ask(prefill, prompt=PROMPT)
     chat = {"messages": [{"role": "user", "content": PROMPT}], "path": "/v1/chat/completions"}
     expected_chat = ask(prefill, **chat)
@@ -113,6 +116,7 @@ def test_a_pair_answers_as_one_replica_and_the_decode_replica_computes_nothing_t
     assert metric(decode, "penstock_remote_prefills") == 1 and metric(decode, "penstock_kv_transfer_failed_pages") == 0
     wait_for(lambda: is_free(prefill) and is_free(decode), 5)
     assert metric(prefill, "penstock_kv_transfer_expired_leases") == 0
+    assert f"come by {transport}" in decode.log.read_text()
     # What has come is in the prefix cache for the next request.
     cached = ask(decode, prompt=PROMPT)["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached == params["remote_num_tokens"] and metric(decode, "penstock_kv_transfer_pulls") == 2
@@ -214,7 +218,7 @@ def test_a_replica_that_does_not_know_the_secret_gets_and_gives_nothing(start, t
 
 
 def test_ranks_read_from_the_same_ranks(start):
-    prefill, decode = start("kv_producer", "-tp", "2"), start("kv_consumer", "-tp", "2")
+    prefill, decode = start("kv_producer", "-tp", "2"), start("kv_consumer", "-tp", "2", transports=["tcp"])
     expected = ask(prefill, prompt=PROMPT)["choices"][0]["text"]
     answer = ask(decode, prompt=PROMPT, headers=prefiller(prefill))
     assert answer["choices"][0]["text"] == expected

@@ -414,7 +414,8 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
 
     def initialize_offload(self, num_pages: int) -> None:
         """Allocates the host's memory for so many pages."""
-        self._host_pages = HostPages(self._pages, num_pages)
+        transfer = self.config.transfer
+        self._host_pages = HostPages(self._pages, num_pages, shared=transfer is not None and transfer.lends)
 
     def open_disk(self) -> list[PageFile]:
         """Opens the folder of pages of these weights."""
@@ -462,7 +463,7 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         assert self.config.transfer is not None and self._host_pages is not None, "there is nothing to transfer"
         name = self._namespace().name
         if self._agent is None:
-            self._agent = Agent(self.config.transfer, name, self._host_pages.slots, self._shard.rank)
+            self._agent = Agent(self.config.transfer, name, self._host_pages, self._shard.rank)
         else:
             self._agent.rename(name)
         return name

@@ -5,9 +5,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from penstock.engine.config import ConfigError, TransferConfig
+from penstock.engine.config import ConfigError, TransferConfig, TransportName
+from penstock.engine.connectors.host_pages import HostPages, SharedSlots
 from penstock.engine.connectors.transfer.lender import Lender
+from penstock.engine.connectors.transfer.nixl import NixlInlet, NixlOutlet
 from penstock.engine.connectors.transfer.reader import Reader
+from penstock.engine.connectors.transfer.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
+from penstock.engine.connectors.transfer.transport import Inlet, Outlet, TcpInlet, TcpOutlet
 from penstock.engine.connectors.transfer.words import Errand, News
 
 _LEAST_SECRET = 16
@@ -19,20 +23,23 @@ class Agent:
     Args:
         config: The replica's.
         fingerprint: What decides about the bytes of this rank's pages.
-        slots: [slots, bytes of a page] of the host's memory.
+        pages: The host's memory; shared where the replica lends.
         rank: This process.
 
     Raises:
-        ConfigError: The secret cannot be read, or the port is taken.
+        ConfigError: The secret cannot be read, the port is taken, or a transport is not there.
     """
 
-    def __init__(self, config: TransferConfig, fingerprint: str, slots: npt.NDArray[np.uint8], rank: int) -> None:
+    def __init__(self, config: TransferConfig, fingerprint: str, pages: HostPages, rank: int) -> None:
         secret = read_secret(config.secret)
-        self._reader = Reader(secret, fingerprint, slots, rank) if config.reads else None
+        self._reader = None
+        if config.reads:
+            self._reader = Reader(secret, fingerprint, pages.slots, inlets(config, pages.slots, secret, rank), rank)
         self._lender = None
         if config.lends:
-            address = config.host, config.port + rank
-            self._lender = Lender(address, secret, config.engine_id, fingerprint, slots)
+            assert pages.shared is not None, "this replica lends pages of its own memory alone"
+            ways, address = outlets(config, pages.shared, secret, rank), (config.host, config.port + rank)
+            self._lender = Lender(address, secret, config.engine_id, fingerprint, pages.slots, ways)
 
     def run(self, errands: list[Errand]) -> None:
         """Does or begins each of them."""
@@ -57,6 +64,34 @@ class Agent:
         for half in (self._lender, self._reader):
             if half is not None:
                 half.rename(fingerprint)
+
+
+def outlets(config: TransferConfig, slots: SharedSlots, secret: bytes, rank: int) -> dict[TransportName, Outlet]:
+    """Return the lender's half of each transport of the configuration; `ConfigError` for one that this machine lacks."""
+    made: dict[TransportName, Outlet] = {}
+    for name in config.transports:
+        match name:
+            case "tcp":
+                made[name] = TcpOutlet(slots.array)
+            case "shm":
+                made[name] = SharedMemoryOutlet(slots, secret)
+            case "nixl":
+                made[name] = NixlOutlet(f"{config.engine_id}-{rank}-lends", slots.array)
+    return made
+
+
+def inlets(config: TransferConfig, slots: npt.NDArray[np.uint8], secret: bytes, rank: int) -> dict[TransportName, Inlet]:
+    """Return the reader's half of each transport of the configuration, in its order; `ConfigError` as for `outlets`."""
+    made: dict[TransportName, Inlet] = {}
+    for name in config.transports:
+        match name:
+            case "tcp":
+                made[name] = TcpInlet(slots)
+            case "shm":
+                made[name] = SharedMemoryInlet(slots, secret)
+            case "nixl":
+                made[name] = NixlInlet(f"{config.engine_id}-{rank}-reads", slots)
+    return made
 
 
 def read_secret(path: Path) -> bytes:

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from penstock.engine.config import ConfigError, TransferConfig, TransferRole
+from penstock.engine.config import ConfigError, TransferConfig, TransferRole, TransportName
+from penstock.engine.connectors.transfer import nixl
 from penstock.engine.connectors.transfer.agent import read_secret
 from penstock.plain_errors import explained
 from penstock.suggest import suggestion
@@ -21,6 +22,7 @@ class _Extra(msgspec.Struct, frozen=True):
 
     kv_lease_duration: _Seconds = 30.0
     prefill_timeout: _Seconds = 30.0
+    transports: Annotated[tuple[TransportName, ...], Meta(min_length=1)] = ("shm", "tcp")
 
 
 class _Keys(msgspec.Struct, frozen=True):
@@ -45,6 +47,12 @@ def transfer_config(keys: dict[str, Any], secret: str | None) -> TransferConfig:
     extra = _read(given.kv_connector_extra_config, _Extra, "--kv-transfer-config: kv_connector_extra_config")
     if secret is None:
         raise ConfigError("--kv-transfer-config needs --kv-transfer-secret-file: pages go only to replicas that know the secret")
+    if len(set(extra.transports)) < len(extra.transports):
+        raise ConfigError(
+            f"--kv-transfer-config: kv_connector_extra_config: transports names one twice: {list(extra.transports)}"
+        )
+    if "nixl" in extra.transports:
+        nixl.check_installed()
     path = Path(secret).absolute()
     read_secret(path)  # what cannot be read is said now, not when the model has been loaded
     return TransferConfig(
@@ -56,6 +64,7 @@ def transfer_config(keys: dict[str, Any], secret: str | None) -> TransferConfig:
         port=given.kv_port,
         lease_s=extra.kv_lease_duration,
         prefill_timeout_s=extra.prefill_timeout,
+        transports=extra.transports,
     )
 
 

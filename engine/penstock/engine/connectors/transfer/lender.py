@@ -6,12 +6,14 @@ import socket
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.engine.config import ConfigError
+from penstock.engine.config import ConfigError, TransportName
 from penstock.engine.connectors.transfer import wire
+from penstock.engine.connectors.transfer.transport import Outlet, page_sum
 from penstock.engine.connectors.transfer.wire import Refused, Stream
 from penstock.engine.connectors.transfer.words import Page
 
@@ -38,13 +40,21 @@ class Lender:
         engine_id: This replica.
         fingerprint: What decides about the bytes of its pages.
         slots: [slots, bytes of a page] of the host's memory.
+        outlets: What pages can go by.
     """
 
     def __init__(
-        self, address: tuple[str, int], secret: bytes, engine_id: str, fingerprint: str, slots: npt.NDArray[np.uint8]
+        self,
+        address: tuple[str, int],
+        secret: bytes,
+        engine_id: str,
+        fingerprint: str,
+        slots: npt.NDArray[np.uint8],
+        outlets: Mapping[TransportName, Outlet],
     ) -> None:
         self._secret, self._engine_id, self._fingerprint = secret, engine_id, fingerprint
         self._slots = slots
+        self._outlets: dict[str, Outlet] = dict(outlets)
         self._changed = threading.Condition()
         self._leases: dict[str, dict[tuple[int, bytes], int]] = {}
         self._ended = OrderedDict[str, None]()
@@ -98,6 +108,8 @@ class Lender:
             self._changed.notify_all()
         _shut([self._listener, *readers])
         self._listener.close()
+        for outlet in self._outlets.values():
+            outlet.close()
 
     def _listen(self) -> None:
         while True:
@@ -121,7 +133,8 @@ class Lender:
     def _serve(self, sock: socket.socket) -> None:
         stream = Stream(sock, time.monotonic() + GRANT_S)
         try:
-            wire.admit(stream, self._secret, self._engine_id, self._fingerprint)
+            offers = {name: outlet.offer() for name, outlet in self._outlets.items()}
+            wire.admit(stream, self._secret, self._engine_id, self._fingerprint, offers)
             while True:
                 stream.deadline = time.monotonic() + IDLE_S
                 self._obey(stream, stream.receive(wire.Ask))
@@ -147,15 +160,18 @@ class Lender:
                 raise Refused(f"no action {other!r}")
 
     def _send(self, stream: Stream, ask: wire.Ask) -> None:
+        if (outlet := self._outlets.get(ask.transport)) is None:
+            raise Refused(f"no transport {ask.transport!r}")
         with self._changed:
             self._changed.wait_for(lambda: ask.lease in self._leases or ask.lease in self._ended or self._closed, GRANT_S)
             lent = self._leases.get(ask.lease)
         if lent is None:
-            stream.send(wire.Found([], f"there is no lease {ask.lease!r}, or it has run out"))
+            stream.send(wire.Found([], error=f"there is no lease {ask.lease!r}, or it has run out"))
             return
         places = [at for at, name in enumerate(ask.pages) if name in lent]
-        stream.send(wire.Found(places))
-        stream.send_buffers([self._slots[lent[ask.pages[at]]] for at in places])
+        slots = [lent[ask.pages[at]] for at in places]
+        stream.send(wire.Found(places, slots, [page_sum(self._slots[slot]) for slot in slots]))
+        outlet.send(stream, slots)
         with self._changed:
             held = self._leases.get(ask.lease) is lent
         stream.send(wire.Sealed(held))

@@ -4,15 +4,18 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from penstock.engine.config import TransportName
 from penstock.engine.connectors.transfer import wire
+from penstock.engine.connectors.transfer.transport import Inlet, Way, page_sum
 from penstock.engine.connectors.transfer.wire import Refused, Stream
 from penstock.engine.connectors.transfer.words import Errand, Peer, Pulled
 
@@ -22,9 +25,23 @@ PULL_S = 10.0
 """Seconds in which the pages of one request must have come."""
 _IDLE_S = 30.0
 """Age at which an idle connection is not used again; shorter than the lender's patience."""
+SWEEP_S = 5.0
+"""Between two looks for connections that are too old, or whose lender has gone: they hold its memory."""
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
+
+
+class _Connection(msgspec.Struct, frozen=True):
+    """To one lender."""
+
+    stream: Stream
+    way: Way
+    transport: str
+
+    def close(self) -> None:
+        self.way.close()
+        self.stream.close()
 
 
 class Reader:
@@ -34,16 +51,26 @@ class Reader:
         secret: What the lenders know, too.
         fingerprint: What decides about the bytes of this rank's pages.
         slots: [slots, bytes of a page] of the host's memory.
+        inlets: What pages can come by, the best first.
         rank: Of this process: it reads from the same rank of the lender.
     """
 
-    def __init__(self, secret: bytes, fingerprint: str, slots: npt.NDArray[np.uint8], rank: int) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        fingerprint: str,
+        slots: npt.NDArray[np.uint8],
+        inlets: Mapping[TransportName, Inlet],
+        rank: int,
+    ) -> None:
         self._secret, self._fingerprint = secret, fingerprint
-        self._slots, self._rank = slots, rank
+        self._slots, self._inlets, self._rank = slots, inlets, rank
         self._lock = threading.Lock()
         self._pulled: dict[int, Pulled] = {}
-        self._idle: dict[Peer, list[tuple[Stream, float]]] = {}
+        self._idle: dict[Peer, list[tuple[_Connection, float]]] = {}
         self._threads = ThreadPoolExecutor(THREADS, "page-reader")
+        self._closed = threading.Event()
+        threading.Thread(target=self._sweep, name="page-reader-sweep", daemon=True).start()
 
     def pull(self, errand: Errand) -> None:
         """Begins to read pages; `take` says how that has ended."""
@@ -63,14 +90,18 @@ class Reader:
         """The weights are other ones: lenders must hear so."""
         with self._lock:
             self._fingerprint = fingerprint
-            idle, self._idle = self._idle, {}
-        for stream, _ in [it for streams in idle.values() for it in streams]:
-            stream.close()
+        self._close_idle(lambda connection, age: True)
+
+    def close(self) -> None:
+        """Waits for what is under way, and ends all connections."""
+        self._closed.set()
+        self._threads.shutdown()
+        self._close_idle(lambda connection, age: True)
 
     def _run(self, errand: Errand) -> None:
         begin = time.perf_counter()
         try:
-            got, error = self._asking(errand, lambda stream: self._pull(stream, errand))
+            got, error = self._asking(errand, lambda connection: self._pull(connection, errand))
         except Exception as problem:  # noqa: BLE001  whatever it is, the request must hear that its pages do not come
             got, error = [], f"{type(problem).__name__}: {problem}"
             if not isinstance(problem, OSError | EOFError | Refused):
@@ -80,29 +111,37 @@ class Reader:
 
     def _tell(self, errand: Errand) -> None:
         try:
-            self._asking(errand, lambda stream: stream.send(wire.Ask(errand.action, errand.lease)))
+            self._asking(errand, lambda connection: connection.stream.send(wire.Ask(errand.action, errand.lease)))
         except (OSError, EOFError, Refused) as error:  # the lease runs out by itself
             _log.info("a lender of KV pages did not hear %r: %s", errand.action, error)
 
-    def _pull(self, stream: Stream, errand: Errand) -> tuple[list[int], str | None]:
-        stream.send(wire.Ask("pull", errand.lease, [(page.group, page.block_hash) for page in errand.pages]))
+    def _pull(self, connection: _Connection, errand: Errand) -> tuple[list[int], str | None]:
+        stream, names = connection.stream, [(page.group, page.block_hash) for page in errand.pages]
+        stream.send(wire.Ask("pull", errand.lease, names, connection.transport))
         found = stream.receive(wire.Found)
         if found.error is not None:
             return [], found.error
         if not set(found.places) <= set(range(len(errand.pages))):
             raise Refused("pages that were not asked for")
-        for place in found.places:
-            stream.receive_into(memoryview(self._slots[errand.pages[place].slot]))
+        if not len(found.places) == len(found.slots) == len(found.sums):
+            raise Refused("pages without a slot or a sum")
+        ours = [errand.pages[place].slot for place in found.places]
+        connection.way.read(stream, found.slots, ours)
         if not stream.receive(wire.Sealed).held:
             return [], "the lease ran out while its pages were sent"
-        missing = len(errand.pages) - len(found.places)
-        return found.places, f"{missing} of {len(errand.pages)} pages are not in the lease" if missing else None
+        sums = zip(found.places, ours, found.sums, strict=True)
+        whole = [place for place, slot, expected in sums if page_sum(self._slots[slot]) == expected]
+        missing, damaged = len(errand.pages) - len(found.places), len(found.places) - len(whole)
+        problems = [f"{missing} of {len(errand.pages)} pages are not in the lease"] if missing else []
+        problems += [f"{damaged} of {len(errand.pages)} pages have not come whole"] if damaged else []
+        return whole, "; ".join(problems) or None
 
-    def _asking(self, errand: Errand, ask: Callable[[Stream], _T]) -> _T:
+    def _asking(self, errand: Errand, ask: Callable[[_Connection], _T]) -> _T:
         """Asks on a connection that is there, or on a new one. One that is there may be dead: then it is tried once more."""
         assert errand.peer is not None
         deadline = time.monotonic() + PULL_S
-        if (idle := self._take_idle(errand.peer, deadline)) is not None:
+        if (idle := self._take_idle(errand.peer)) is not None:
+            idle.stream.deadline = deadline
             try:
                 with self._kept(errand.peer, idle):
                     return ask(idle)
@@ -110,42 +149,67 @@ class Reader:
                 raise
             except (OSError, EOFError):
                 pass  # its lender has closed it since
-        stream = self._connect(errand.peer, deadline)
-        with self._kept(errand.peer, stream):
-            return ask(stream)
+        connection = self._connect(errand.peer, deadline)
+        with self._kept(errand.peer, connection):
+            return ask(connection)
 
-    def _connect(self, peer: Peer, deadline: float) -> Stream:
+    def _connect(self, peer: Peer, deadline: float) -> _Connection:
         timeout = min(CONNECT_S, deadline - time.monotonic())
         stream = Stream(socket.create_connection((peer.host, peer.port + self._rank), timeout), deadline)
         try:
-            wire.introduce(stream, self._secret, peer.engine_id, self._fingerprint)
+            offers = wire.introduce(stream, self._secret, peer.engine_id, self._fingerprint)
+            way, transport = self._open(peer, offers, deadline)
         except BaseException:
             stream.close()
             raise
-        return stream
+        return _Connection(stream, way, transport)
+
+    def _open(self, peer: Peer, offers: dict[str, bytes], deadline: float) -> tuple[Way, str]:
+        """The first of our transports that the lender has and that works."""
+        problems: list[str] = []
+        for name, inlet in self._inlets.items():
+            if name not in offers:
+                problems.append(f"{name} is not there")
+                continue
+            try:
+                way = inlet.open(offers[name], deadline)
+            except (OSError, msgspec.MsgspecError) as error:
+                problems.append(f"{name}: {error}")
+                continue
+            _log.info("KV pages of %s come by %s%s", peer.engine_id, name, f" ({'; '.join(problems)})" if problems else "")
+            return way, name
+        raise Refused(f"there is no transport to {peer.engine_id}: {'; '.join(problems)}")
 
     @contextmanager
-    def _kept(self, peer: Peer, stream: Stream) -> Iterator[None]:
+    def _kept(self, peer: Peer, connection: _Connection) -> Iterator[None]:
         """Keeps a connection for the next request to this peer, unless something goes wrong on it."""
         try:
             yield
         except BaseException:
-            stream.close()
+            connection.close()
             raise
         with self._lock:
-            self._idle.setdefault(peer, []).append((stream, time.monotonic()))
+            self._idle.setdefault(peer, []).append((connection, time.monotonic()))
 
-    def _take_idle(self, peer: Peer, deadline: float) -> Stream | None:
-        now = time.monotonic()
+    def _take_idle(self, peer: Peer) -> _Connection | None:
+        self._close_idle(lambda connection, age: age > _IDLE_S)
         with self._lock:
-            for other, streams in list(self._idle.items()):
-                for stream, since in [it for it in streams if now - it[1] > _IDLE_S]:
-                    stream.close()
-                    streams.remove((stream, since))
-                if not streams:
-                    del self._idle[other]
-            streams = self._idle.get(peer)
-            stream = streams.pop()[0] if streams else None
-        if stream is not None:
-            stream.deadline = deadline
-        return stream
+            idle = self._idle.get(peer)
+            return idle.pop()[0] if idle else None
+
+    def _sweep(self) -> None:
+        while not self._closed.wait(SWEEP_S):
+            self._close_idle(lambda connection, age: age > _IDLE_S or connection.stream.has_ended)
+
+    def _close_idle(self, is_due: Callable[[_Connection, float], bool]) -> None:
+        due, now = list[_Connection](), time.monotonic()
+        with self._lock:
+            for peer, idle in list(self._idle.items()):
+                due += [connection for connection, since in idle if is_due(connection, now - since)]
+                kept = [it for it in idle if it[0] not in due]
+                if kept:
+                    self._idle[peer] = kept
+                else:
+                    del self._idle[peer]
+        for connection in due:
+            connection.close()

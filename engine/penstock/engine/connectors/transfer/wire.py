@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-PROTOCOL = "penstock-transfer-1"
+PROTOCOL = "penstock-transfer-2"
 MAX_FRAME = 64 << 20
 _LENGTH_BYTES = 4
 _IOV = 512
@@ -51,6 +51,8 @@ class Welcome(msgspec.Struct, frozen=True):
     proof: bytes
     error: str | None = None
     """Why it does not serve this reader."""
+    offers: dict[str, bytes] = {}
+    """By transport, what the reader must know to open its half."""
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -61,13 +63,24 @@ class Ask(msgspec.Struct, frozen=True):
     lease: str
     pages: list[tuple[int, bytes]] = []
     """Groups and names."""
+    transport: str = "tcp"
+    """What the pages go by."""
 
 
 class Found(msgspec.Struct, frozen=True):
-    """Which pages follow, by their places in the reader's list. Their bytes come next, then a `Sealed`."""
+    """Which pages there are, by their places in the reader's list. Their bytes come next, or the reader reads them by itself and
+    says so with a `Read`. A `Sealed` ends it."""
 
     places: list[int]
+    slots: list[int] = []
+    """Of the lender, in which they are."""
+    sums: list[int] = []
+    """By which the reader knows that they have come whole; see `page_sum`."""
     error: str | None = None
+
+
+class Read(msgspec.Struct, frozen=True):
+    """The reader has read the pages."""
 
 
 class Sealed(msgspec.Struct, frozen=True):
@@ -128,6 +141,17 @@ class Stream:
                 raise EOFError("the other end has closed the connection")
             view = view[got:]
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the other end has closed the connection, on which nobody reads or writes now."""
+        self._sock.settimeout(0)
+        try:
+            return not self._sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         """Closes the connection."""
         self._sock.close()
@@ -138,8 +162,8 @@ class Stream:
         self._sock.settimeout(left)
 
 
-def admit(stream: Stream, secret: bytes, engine_id: str, fingerprint: str) -> None:
-    """Lets a reader in that knows the secret and means this replica; `Refused` for another."""
+def admit(stream: Stream, secret: bytes, engine_id: str, fingerprint: str, offers: dict[str, bytes]) -> None:
+    """Lets a reader in that knows the secret and means this replica; `Refused` for another. `offers` as in `Welcome`."""
     challenge = Challenge(PROTOCOL, secrets.token_bytes(_NONCE_BYTES))
     stream.send(challenge)
     hello = stream.receive(Hello)
@@ -150,13 +174,13 @@ def admit(stream: Stream, secret: bytes, engine_id: str, fingerprint: str) -> No
         error = f"the engine here is {engine_id}, not {hello.engine_id}"
     elif hello.fingerprint != fingerprint:
         error = f"pages here have the fingerprint {fingerprint}, not {hello.fingerprint}"
-    stream.send(Welcome(_proof(secret, "lender", challenge.nonce, hello.nonce), error))
+    stream.send(Welcome(_proof(secret, "lender", challenge.nonce, hello.nonce), error, offers if error is None else {}))
     if error is not None:
         raise Refused(error)
 
 
-def introduce(stream: Stream, secret: bytes, engine_id: str, fingerprint: str) -> None:
-    """Makes oneself known to a lender; `Refused` where it is another one, or does not know the secret itself."""
+def introduce(stream: Stream, secret: bytes, engine_id: str, fingerprint: str) -> dict[str, bytes]:
+    """Makes oneself known to a lender, and returns its offers; `Refused` where it is another one, or does not know the secret."""
     challenge = stream.receive(Challenge)
     if challenge.protocol != PROTOCOL:
         raise Refused(f"the protocol there is {challenge.protocol!r}, not {PROTOCOL!r}")
@@ -167,6 +191,7 @@ def introduce(stream: Stream, secret: bytes, engine_id: str, fingerprint: str) -
         raise Refused("the lender does not know the secret")
     if welcome.error is not None:
         raise Refused(welcome.error)
+    return welcome.offers
 
 
 def _proof(secret: bytes, side: str, *nonces: bytes) -> bytes:
