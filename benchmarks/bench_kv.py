@@ -157,7 +157,7 @@ def measure(rounds: int) -> dict[str, Any]:
 def _bytes_per_s(engine: Engine, tier: str) -> float:
     tiers = engine.tiers
     assert tiers is not None
-    found = tiers.memory if tier == "memory" else tiers.disk
+    found = tiers.memory if tier == "memory" else tiers.lower["disk"]
     assert found is not None
     return round(found.loaded_bytes / found.load_s)
 

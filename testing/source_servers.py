@@ -4,6 +4,7 @@ import hashlib
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -23,6 +24,10 @@ class FileServer:
         """What is sent in place of a file's content."""
         self.status: dict[str, int] = {}
         """By path, or "" for the listing: what is answered instead."""
+        self.status_of_all: int | None = None
+        """What is answered to everything instead."""
+        self.delay_s = 0.0
+        """Before each answer."""
         self.ranges: list[tuple[str, int]] = []
         """(path, start) of each read."""
         self.break_after = 10**9
@@ -43,7 +48,10 @@ class FileServer:
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         name = self.path_of(unquote(urlsplit(handler.path).path))
-        if (status := self.status.get(name or "")) is not None:
+        time.sleep(self.delay_s)
+        if self.status_of_all is not None:
+            reply(handler, self.status_of_all, b"refused")
+        elif (status := self.status.get(name or "")) is not None:
             reply(handler, status, b"refused")
         elif name is None:
             self.listing(handler)
@@ -51,6 +59,19 @@ class FileServer:
             reply(handler, 404, b"")
         else:
             self.send(handler, name)
+
+    def store(self, handler: BaseHTTPRequestHandler) -> None:
+        """Answers a PUT or a DELETE."""
+        data = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        name = self.path_of(unquote(urlsplit(handler.path).path))
+        if self.status_of_all is not None or name is None:
+            reply(handler, self.status_of_all or 400, b"refused")
+        elif handler.command == "DELETE":
+            self.files.pop(name, None)
+            reply(handler, 204, b"")
+        else:
+            self.files[name] = data
+            reply(handler, 200, b"", {"ETag": etag(data)})
 
     def send(self, handler: BaseHTTPRequestHandler, name: str) -> None:
         data = self.served.get(name, self.files[name])
@@ -143,6 +164,11 @@ def running(server: FileServer, host: str = "127.0.0.1") -> Iterator[None]:
             server.answer(self)
 
         do_HEAD = do_GET
+
+        def do_PUT(self) -> None:
+            server.store(self)
+
+        do_DELETE = do_PUT
 
         def log_message(self, format: str, *args: Any) -> None:
             return

@@ -34,6 +34,9 @@ def test_the_whole_spec_goes_through_and_back() -> None:
 
 POOL = {"name": "a"}
 DAY = {"start": "0 8 * * 1-5", "duration": "10h", "min": 2}
+MEMORY = {"type": "offload", "memory": "1Gi"}
+BUCKET = {"uri": "s3://b/kv", "size": "1Gi", "secretRef": {"name": "pages"}}
+FROM_S3 = {"source": {"uri": "s3://b/m", "secretRef": {"name": "weights"}}}
 PREFILL, DECODE = {"name": "p", "role": "Prefill"}, {"name": "d", "role": "Decode"}
 
 
@@ -46,6 +49,9 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"pools": [PREFILL, DECODE]}, "engine.connector"),
     ({"engine": {"connector": {"type": "offload"}}}, "memory goes with the types offload and transfer"),
     ({"engine": {"connector": {"memory": "1Gi"}}}, "memory goes with the types offload and transfer"),
+    ({"engine": {"connector": {"disk": {"size": "1Gi"}}}}, "disk and bucket keep copies of what is in memory"),
+    ({"engine": {"connector": {**MEMORY, "bucket": {"uri": "s3://b", "size": "1Gi"}}}}, "engine.connector.bucket.uri"),
+    ({"engine": {"connector": {**MEMORY, "bucket": BUCKET}}, **FROM_S3}, "a replica has the credentials of one Secret"),
     ({"engine": {"connector": {"type": "transfer", "memory": "1Gi"}}}, "secretRef goes with the type transfer"),
     ({"engine": {"connector": {"type": "offload", "memory": "1Gi", "secretRef": {"name": "s"}}}}, "secretRef goes with the type"),
     ({"pools": [{"name": "a", "scaling": {"min": 3, "max": 2}}]}, "min must not be above max"),

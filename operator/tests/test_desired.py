@@ -654,6 +654,26 @@ def test_replicas_of_both_roles_share_a_secret_and_lend_kv_pages(make: Any) -> N
     assert 14579 not in [port["containerPort"] for port in engine["ports"]]
 
 
+@pytest.mark.parametrize(("claim", "volume"), [(None, {"emptyDir": {}}), ("kv", {"persistentVolumeClaim": {"claimName": "kv"}})])
+def test_kv_pages_have_a_disk_and_an_object_store_with_its_credentials(make: Any, claim: str | None, volume: Any) -> None:
+    disk = {"size": "2Gi", **({} if claim is None else {"claimName": claim})}
+    bucket = {"uri": "s3://b/kv", "size": "1Ti", "secretRef": {"name": "aws"}}
+    model = make.model(engine={"connector": {"type": "offload", "memory": "1Gi", "disk": disk, "bucket": bucket}})
+    (pod,) = [it["spec"]["template"]["spec"] for it in children(model, RENDERING, extra={}) if it["kind"] == "Deployment"]
+    (engine,) = pod["containers"]
+    assert [it for it in engine["args"] if it.startswith("--kv-")] == [
+        "--kv-offload-memory-bytes=1073741824",
+        "--kv-offload-disk-bytes=2147483648",
+        "--kv-offload-bucket=s3://b/kv",
+        "--kv-offload-bucket-bytes=1099511627776",
+        "--kv-offload-directory=/var/cache/penstock/kv",
+    ]
+    assert {"name": "kv-pages", "mountPath": "/var/cache/penstock/kv"} in engine["volumeMounts"]
+    assert {"name": "kv-pages", **volume} in pod["volumes"]
+    (key,) = [it["valueFrom"]["secretKeyRef"] for it in engine["env"] if it["name"] == "AWS_ACCESS_KEY_ID"]
+    assert key == {"name": "aws", "key": "AWS_ACCESS_KEY_ID"}
+
+
 @pytest.mark.parametrize(
     ("engine", "pools", "refused"),
     [

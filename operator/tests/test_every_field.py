@@ -59,6 +59,8 @@ OTHER: Object = {
     "spec.pools[].metadata.labels": {"kueue.x-k8s.io/queue-name": "team-b"},
     "spec.pools[].metadata.annotations": {},
     "spec.engine.connector.memory": "9Gi",
+    "spec.engine.connector.disk.size": "9Gi",
+    "spec.engine.connector.bucket.size": "9Gi",
     "spec.rollout.maxSurge": 3,
     "spec.rollout.maxUnavailable": "10%",
     "spec.pools[].template": {"spec": {"nodeSelector": {"gpu": "b200"}}},

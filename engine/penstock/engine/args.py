@@ -29,6 +29,7 @@ from penstock.engine.config import (
     SpeculativeConfig,
     TransferConfig,
 )
+from penstock.engine.connectors.page_objects import bucket_and_path
 from penstock.engine.connectors.transfer.config import transfer_config
 from penstock.engine.devices import choose_device
 from penstock.engine.grammar import GrammarSettings, is_installed
@@ -88,6 +89,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     kv_offload_directory: str | None = None
     kv_offload_disk_bytes: Count = 0
     """Of the disk, for copies of these pages."""
+    kv_offload_bucket: str | None = None
+    """`s3://BUCKET/PATH` for copies of these pages that other replicas find, too."""
+    kv_offload_bucket_bytes: Count = 0
+    """Of the object store, that this replica uses."""
     kv_offload_loads: Literal["cost", "always"] = "cost"
     """When pages come back from there: where that is faster than to compute their tokens, or always."""
     kv_transfer_config: dict[str, Any] | None = None
@@ -186,7 +191,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--kv-offload-memory-bytes: pages are kept on a CPU alone so far (--device cpu)")
         if self.kv_offload_memory_bytes and not self.enable_prefix_caching:
             raise ConfigError("--kv-offload-memory-bytes keeps what the prefix cache finds: it needs --enable-prefix-caching")
-        self._check_disk()
+        self._check_lower_tiers()
         drafter = DraftCheckpoint.read(speculative, model)
         if speculative is not None and images is not None:
             _check_draft_positions(images, speculative)
@@ -214,6 +219,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 offload_bytes=self.kv_offload_memory_bytes,
                 disk_folder=None if self.kv_offload_directory is None else Path(self.kv_offload_directory).absolute(),
                 disk_bytes=self.kv_offload_disk_bytes,
+                bucket=self.kv_offload_bucket,
+                bucket_bytes=self.kv_offload_bucket_bytes,
                 loads_by_cost=self.kv_offload_loads == "cost",
             ),
             scheduler=SchedulerConfig(
@@ -309,15 +316,23 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--structured-outputs-config: xgrammar is not installed: pip install penstock[xgrammar]")
         return settings
 
-    def _check_disk(self) -> None:
-        if self.kv_offload_directory is None and not self.kv_offload_disk_bytes:
-            return
-        if self.kv_offload_directory is None:
-            raise ConfigError("--kv-offload-disk-bytes needs --kv-offload-directory: the folder of the files")
-        if not self.kv_offload_disk_bytes:
-            raise ConfigError("--kv-offload-directory needs --kv-offload-disk-bytes: how much its files may take")
-        if not self.kv_offload_memory_bytes:
-            raise ConfigError("--kv-offload-directory keeps copies of what is in host memory: it needs --kv-offload-memory-bytes")
+    def _check_lower_tiers(self) -> None:
+        folder = self.kv_offload_directory, self.kv_offload_disk_bytes
+        bucket = self.kv_offload_bucket, self.kv_offload_bucket_bytes
+        for place, what, size, (given, count) in (
+            ("--kv-offload-directory", "the folder of the files", "--kv-offload-disk-bytes", folder),
+            ("--kv-offload-bucket", "where the objects are", "--kv-offload-bucket-bytes", bucket),
+        ):
+            if given is None and not count:
+                continue
+            if given is None:
+                raise ConfigError(f"{size} needs {place}: {what}")
+            if not count:
+                raise ConfigError(f"{place} needs {size}: how much its pages may take")
+            if not self.kv_offload_memory_bytes:
+                raise ConfigError(f"{place} keeps copies of what is in host memory: it needs --kv-offload-memory-bytes")
+        if self.kv_offload_bucket is not None:
+            bucket_and_path(self.kv_offload_bucket)
 
     def _transfer(self, model: ModelConfig) -> TransferConfig | None:
         """How pages go to other replicas; None: they do not."""

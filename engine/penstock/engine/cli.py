@@ -285,7 +285,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--kv-offload-directory", metavar="FOLDER", help="folder that keeps copies of the KV pages in host memory (None: none)")
     add("--kv-offload-disk-bytes", type=count, default=0, help="disk space for the files in --kv-offload-directory")
-    what = "when to load KV pages from host memory and disk: cost (where that is faster than to compute their tokens) or always"
+    what = "object store that keeps copies of the KV pages in host memory for all replicas of the model (None: none)"
+    add("--kv-offload-bucket", metavar="S3_URI", help=what)
+    add("--kv-offload-bucket-bytes", type=count, default=0, help="pages in --kv-offload-bucket that this replica uses")
+    what = "when to load KV pages from these tiers: cost (where that is faster than to compute their tokens) or always"
     add("--kv-offload-loads", choices=["cost", "always"], default="cost", help=what)
     what = 'lend KV pages to other replicas or read theirs: \'{"kv_connector": "transfer", "kv_role": "kv_both"}\''
     add("--kv-transfer-config", type=_object, metavar="JSON", help=what)

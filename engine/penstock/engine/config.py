@@ -142,6 +142,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder for copies of the pages in host memory. None: no copies."""
     disk_bytes: int = 0
     """Bytes of the files in it, on each rank."""
+    bucket: str | None = None
+    """`s3://BUCKET/PATH` for copies of the pages in host memory, too. None: no copies."""
+    bucket_bytes: int = 0
+    """Bytes of the objects that this replica knows there, on each rank."""
     loads_by_cost: bool = False
     """Whether pages come back from both only where that is faster than to compute their tokens; else they always do."""
 

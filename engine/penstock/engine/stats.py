@@ -9,7 +9,7 @@ from penstock.engine.roofline import Ceilings
 
 
 class TierStats(msgspec.Struct, frozen=True, array_like=True):
-    """KV pages in the host's memory or on the disk; counts are since the start."""
+    """KV pages in the host's memory, on the disk or in the object store; counts are since the start."""
 
     pages: int
     """That fit."""
@@ -45,7 +45,8 @@ class OffloadStats(msgspec.Struct, frozen=True, array_like=True):
     """KV pages beyond the KV cache."""
 
     memory: TierStats
-    disk: TierStats | None
+    lower: dict[str, TierStats]
+    """By name, what lies behind the host's memory: `disk`, `object`."""
     queried_tokens: int
     """Looked for, beyond what the KV cache held."""
     loaded_tokens: int

@@ -5,7 +5,7 @@ from fake_runner import reference
 from harness import make_request
 from test_kv_offload import PROMPT, flood, make
 
-from penstock.engine.connectors.disk_tier import MAX_WRITES, PATIENCE_S, PAUSE_S, DiskTier
+from penstock.engine.connectors.lower_tier import MAX_WRITES, PATIENCE_S, PAUSE_S, LowerTier
 from penstock.engine.connectors.moves import Moved, PageFile
 from penstock.engine.connectors.tier_index import Key, TierIndex
 from penstock.engine.core.scheduling.request import RequestStatus
@@ -15,7 +15,7 @@ def key(number: int) -> Key:
     return Key(0, bytes([number]))
 
 
-def stored(host: TierIndex, tier: DiskTier, *numbers: int) -> None:
+def stored(host: TierIndex, tier: LowerTier, *numbers: int) -> None:
     for number in numbers:
         slot = host.reserve(key(number))
         assert slot is not None
@@ -25,7 +25,7 @@ def stored(host: TierIndex, tier: DiskTier, *numbers: int) -> None:
 
 def test_no_more_writes_are_in_flight_than_a_read_may_wait_for():
     host = TierIndex(40)
-    tier = DiskTier(host, 40, 10)
+    tier = LowerTier("disk", host, 40, 10)
     stored(host, tier, *range(20))
     first = tier.take(0.0)
     assert len(first) == MAX_WRITES and not tier.take(0.0)
@@ -35,7 +35,7 @@ def test_no_more_writes_are_in_flight_than_a_read_may_wait_for():
 
 def test_a_failed_write_stops_others_for_a_while():
     host = TierIndex(9)
-    tier = DiskTier(host, 9, 10)
+    tier = LowerTier("disk", host, 9, 10)
     stored(host, tier, 1)
     [move] = tier.take(0.0)
     tier.moved(move.number, Moved(0.0, "No space left on device"), 0.0)
@@ -46,7 +46,7 @@ def test_a_failed_write_stops_others_for_a_while():
 
 def test_a_page_being_written_is_not_evicted_from_memory_and_one_that_left_is_not_written():
     host = TierIndex(1)
-    tier = DiskTier(host, 9, 10)
+    tier = LowerTier("disk", host, 9, 10)
     stored(host, tier, 1)
     [move] = tier.take(0.0)
     assert host.reserve(key(2)) is None, "its slot is being read"
@@ -57,7 +57,7 @@ def test_a_page_being_written_is_not_evicted_from_memory_and_one_that_left_is_no
 
 def test_what_is_forgotten_while_it_is_written_is_deleted_after_it():
     host = TierIndex(4)
-    tier = DiskTier(host, 4, 10)
+    tier = LowerTier("disk", host, 4, 10)
     stored(host, tier, 1)
     [write] = tier.take(0.0)
     tier.forget(key(1))
@@ -70,7 +70,7 @@ def test_what_is_forgotten_while_it_is_written_is_deleted_after_it():
 @pytest.mark.req("KO-06")
 def test_two_requests_wait_for_one_read():
     host = TierIndex(4)
-    tier = DiskTier(host, 4, 10)
+    tier = LowerTier("disk", host, 4, 10)
     tier.open([PageFile(*key(1))])
     assert tier.begin(7, [key(1)], 0.0) and tier.begin(8, [key(1)], 0.0)
     [move] = tier.take(0.0)
@@ -84,7 +84,8 @@ def parked(host_pages: int = 200):
     machine = make(host_pages=host_pages, depth=2)
     offload = machine.scheduler._offload
     assert offload is not None
-    disk = offload.disk = DiskTier(offload.tier, 100, 1)
+    disk = LowerTier("disk", offload.tier, 100, 1)
+    offload.lower.append(disk)
     machine.add(make_request(0, PROMPT, 6))
     machine.run()
     names = [name for name in offload.names() if Key(0, name) in offload.tier][:7]
@@ -149,7 +150,8 @@ def test_pages_of_adapters_stay_in_memory():
     machine = make(loras=(1, 1))
     offload = machine.scheduler._offload
     assert offload is not None
-    disk = offload.disk = DiskTier(offload.tier, 100, 1)
+    disk = LowerTier("disk", offload.tier, 100, 1)
+    offload.lower.append(disk)
     assert machine.load("a", "/first") is None
     machine.ask(0, PROMPT, 6, "a")
     machine.run()

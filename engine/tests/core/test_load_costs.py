@@ -7,8 +7,8 @@ from fake_runner import reference
 from harness import Machine, make_request
 from test_kv_offload import PROMPT, again, flood, make
 
-from penstock.engine.connectors.disk_tier import DiskTier
 from penstock.engine.connectors.load_costs import FORGET_S, LoadCosts, TierLoads
+from penstock.engine.connectors.lower_tier import LowerTier
 from penstock.engine.connectors.moves import Moved, PageFile
 from penstock.engine.connectors.tier_index import Key
 
@@ -44,9 +44,9 @@ def test_nothing_is_declined_as_long_as_a_time_is_unknown() -> None:
     assert costs.pays(16, 1, 1.0), "how fast prompts are computed is unknown"
     speed = 1e6
     assert not costs.pays(16, 1, 1.0) and costs.memory.declined_tokens == 16
-    assert costs.pays(16, 1, 1.0, disk=True), "of the disk nothing is known"
-    costs.disk.observe(1, 5.0, 1.0)
-    assert not costs.pays(16, 1, 1.0, disk=True) and costs.disk.declined_tokens == 16
+    assert costs.pays(16, 1, 1.0, lower="disk"), "of the disk nothing is known"
+    costs.lower["disk"].observe(1, 5.0, 1.0)
+    assert not costs.pays(16, 1, 1.0, lower="disk") and costs.lower["disk"].declined_tokens == 16
 
 
 def test_what_is_old_is_forgotten_so_that_a_tier_gets_another_chance() -> None:
@@ -108,13 +108,14 @@ def test_the_disk_is_read_only_where_that_is_faster(slow: bool) -> None:
     machine = machine_with(costs)
     offload = machine.scheduler._offload
     assert offload is not None
-    disk = offload.disk = DiskTier(offload.tier, 100, 1, costs.disk)
+    disk = LowerTier("disk", offload.tier, 100, 1, costs.lower["disk"])
+    offload.lower.append(disk)
     names = [name for name in offload.names() if Key(0, name) in offload.tier][:7]
     disk.open(PageFile(0, name) for name in names)
     offload.tier.clear()
     disk._wanted.clear()
     costs.memory.observe(7, 0.1, machine.now)
-    costs.disk.observe(7, 9.0 if slow else 1.0, machine.now)
+    costs.lower["disk"].observe(7, 9.0 if slow else 1.0, machine.now)
     machine.add(make_request(50, PROMPT, 6))
     machine.step()
     moves = disk.take(machine.now)
@@ -127,7 +128,7 @@ def test_the_disk_is_read_only_where_that_is_faster(slow: bool) -> None:
     for move in moves:
         disk.moved(move.number, Moved(0.1), machine.now)
     offload.resume(machine.scheduler, machine.now + 3)
-    assert costs.disk.seconds(7, machine.now + 3) == pytest.approx((0.9 + 3) / 1.9), "the wait for it was timed, too"
+    assert costs.lower["disk"].seconds(7, machine.now + 3) == pytest.approx((0.9 + 3) / 1.9), "the wait for it was timed, too"
     machine.step()
     plan = machine.plans[-1]
     assert plan.transfers is not None and len(plan.transfers.load_blocks) == 7

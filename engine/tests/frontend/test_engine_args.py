@@ -270,6 +270,20 @@ def test_pages_in_the_hosts_memory_need_a_prefix_cache_on_a_cpu() -> None:
         EngineArgs(model=TINY, kv_offload_memory_bytes=1 << 20).config(device="cuda")
 
 
+def test_pages_in_an_object_store_need_an_address_a_size_and_a_tier_in_front() -> None:
+    memory = {"model": TINY, "device": "cpu", "kv_offload_memory_bytes": 1 << 20}
+    cache = EngineArgs(**memory, kv_offload_bucket="s3://b/kv", kv_offload_bucket_bytes=5).config().cache
+    assert (cache.bucket, cache.bucket_bytes) == ("s3://b/kv", 5)
+    for given, words in (
+        ({**memory, "kv_offload_bucket_bytes": 5}, "--kv-offload-bucket-bytes needs --kv-offload-bucket"),
+        ({**memory, "kv_offload_bucket": "s3://b/kv"}, "--kv-offload-bucket needs --kv-offload-bucket-bytes"),
+        ({**memory, "kv_offload_bucket": "b/kv", "kv_offload_bucket_bytes": 5}, "expected s3://BUCKET/PATH"),
+        ({"model": TINY, "kv_offload_bucket": "s3://b/kv", "kv_offload_bucket_bytes": 5}, "needs --kv-offload-memory-bytes"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            EngineArgs(**{"device": "cpu", **given}).config()
+
+
 def test_pages_on_the_disk_need_a_folder_a_size_and_a_tier_in_front(tmp_path) -> None:
     folder, memory = str(tmp_path), {"model": TINY, "device": "cpu", "kv_offload_memory_bytes": 1 << 20}
     cache = EngineArgs(**memory, kv_offload_directory=folder, kv_offload_disk_bytes=5).config().cache

@@ -9,7 +9,7 @@ import pytest
 from test_core_with_runner import SCHEDULER, requests
 
 from penstock.engine.config import ConfigError
-from penstock.engine.connectors import disk_tier, page_files
+from penstock.engine.connectors import lower_tier, page_files
 from penstock.engine.connectors.moves import Move, file_bytes
 from penstock.engine.connectors.namespace import weights_digest
 from penstock.engine.core.ipc.process import build_core, build_executor
@@ -20,11 +20,12 @@ def start(checkpoint, build_runner):
     """Starts engines whose KV cache has room for about two of ten requests."""
     cores = []
 
-    def started(folder, family="llama", pages=400, disk=400, worker=False, **model):
+    def started(folder, family="llama", pages=400, disk=400, worker=False, bucket=None, **model):
         runner = build_runner(checkpoint(family), scheduler=SCHEDULER)
         config, page = runner.config, runner.kv_layout().page_bytes
         sizes = {"num_blocks": 24 if family == "llama" else 44, "offload_bytes": pages * page, "disk_folder": folder}
-        cache = msgspec.structs.replace(config.cache, **sizes, disk_bytes=disk * file_bytes(page))
+        sizes |= {"disk_bytes": disk * file_bytes(page), "bucket": bucket, "bucket_bytes": 400 * file_bytes(page)}
+        cache = msgspec.structs.replace(config.cache, **sizes)
         model = msgspec.structs.replace(config.model, **model)
         parallel = msgspec.structs.replace(config.parallel, worker_process=worker)
         config = msgspec.structs.replace(config, cache=cache, model=model, parallel=parallel)
@@ -67,12 +68,16 @@ def test_a_new_process_finds_what_the_one_before_has_written(start, tmp_path, fa
     first = start(tmp_path, family)
     expected = run(first, batch)
     told = first.stats().offload
-    assert told.disk.pages_used == len(files(tmp_path)) > 0 and told.disk.stored_bytes > 0 and told.disk.loaded_bytes == 0
+    assert (
+        told.lower["disk"].pages_used == len(files(tmp_path)) > 0
+        and told.lower["disk"].stored_bytes > 0
+        and told.lower["disk"].loaded_bytes == 0
+    )
     second = start(tmp_path, family)
-    assert second.stats().offload.disk.pages_used == told.disk.pages_used
+    assert second.stats().offload.lower["disk"].pages_used == told.lower["disk"].pages_used
     assert run(second, batch) == expected
     told = second.stats().offload
-    assert told.disk.loaded_bytes > 0 and told.loaded_tokens > 0 and told.disk.failed_pages == 0
+    assert told.lower["disk"].loaded_bytes > 0 and told.loaded_tokens > 0 and told.lower["disk"].failed_pages == 0
     assert second.scheduler.totals.prefix_hits > first.scheduler.totals.prefix_hits
     assert second.scheduler.kv.pool.num_used == 0 and not list(tmp_path.rglob("*.part"))
 
@@ -82,8 +87,8 @@ def test_a_process_of_its_own_keeps_the_same_files(start, tmp_path):
     batch = requests(adjusted=False)
     expected = run(start(tmp_path), batch)
     core = start(tmp_path, worker=True)
-    assert core.stats().offload.disk.pages_used == len(files(tmp_path)) and run(core, batch) == expected
-    assert core.stats().offload.disk.loaded_bytes > 0 and core.stats().offload.disk.failed_pages == 0
+    assert core.stats().offload.lower["disk"].pages_used == len(files(tmp_path)) and run(core, batch) == expected
+    assert core.stats().offload.lower["disk"].loaded_bytes > 0 and core.stats().offload.lower["disk"].failed_pages == 0
     with pytest.raises(ConfigError, match=r"--kv-offload-disk-bytes .* does not fit"):
         start(tmp_path, worker=True, disk=1 << 40)
 
@@ -108,8 +113,8 @@ def test_a_file_that_is_not_what_was_written_is_a_miss(start, tmp_path, damage):
                 page.write_bytes(other.read_bytes())
     assert run(core, batch) == expected
     told = core.stats().offload
-    assert told.disk.failed_pages > 0
-    assert told.disk.loaded_bytes == 0
+    assert told.lower["disk"].failed_pages > 0
+    assert told.lower["disk"].loaded_bytes == 0
     assert core.scheduler.kv.pool.num_used == 0
 
 
@@ -119,9 +124,9 @@ def test_replicas_with_other_weights_share_a_disk_and_no_page(start, tmp_path, c
     run(start(tmp_path), batch)
     before = files(tmp_path)
     other = start(tmp_path, load_format="dummy")
-    assert other.stats().offload.disk.pages_used == 0
+    assert other.stats().offload.lower["disk"].pages_used == 0
     run(other, batch)
-    assert other.stats().offload.disk.loaded_bytes == 0
+    assert other.stats().offload.lower["disk"].loaded_bytes == 0
     assert set(before) < set(files(tmp_path)) and len({page.parents[1] for page in files(tmp_path)}) == 2
     assert weights_digest(checkpoint("llama")) != weights_digest(checkpoint("gemma2"))
 
@@ -143,11 +148,11 @@ def test_the_quota_is_kept_and_the_oldest_file_goes_first(start, tmp_path):
     core = start(tmp_path, disk=20)
     run(core, requests(adjusted=False))
     told = core.stats().offload
-    assert len(files(tmp_path)) <= 20 and told.disk.pages_used <= 20 and told.disk.evicted_pages > 0
+    assert len(files(tmp_path)) <= 20 and told.lower["disk"].pages_used <= 20 and told.lower["disk"].evicted_pages > 0
     smaller = start(tmp_path, disk=5)
     while smaller.is_reading:
         smaller.step()
-    assert len(files(tmp_path)) == smaller.stats().offload.disk.pages_used == 5
+    assert len(files(tmp_path)) == smaller.stats().offload.lower["disk"].pages_used == 5
 
 
 def test_a_reset_removes_the_files(start, tmp_path):
@@ -156,7 +161,7 @@ def test_a_reset_removes_the_files(start, tmp_path):
     assert files(tmp_path) and core.scheduler.kv.reset()
     while core.is_reading:
         core.step()
-    assert not files(tmp_path) and core.stats().offload.disk.pages_used == 0
+    assert not files(tmp_path) and core.stats().offload.lower["disk"].pages_used == 0
 
 
 def test_a_disk_without_room_costs_writes_and_no_request(start, tmp_path, monkeypatch, caplog):
@@ -169,10 +174,10 @@ def test_a_disk_without_room_costs_writes_and_no_request(start, tmp_path, monkey
         return real(fd, data)
 
     monkeypatch.setattr(page_files.os, "write", full)
-    monkeypatch.setattr(disk_tier, "PAUSE_S", 0.5)
+    monkeypatch.setattr(lower_tier, "PAUSE_S", 0.5)
     tokens = run(core, batch)
     told = core.stats().offload
-    assert told.disk.stored_bytes == 0 and not files(tmp_path) and not list(tmp_path.rglob("*.part"))
+    assert told.lower["disk"].stored_bytes == 0 and not files(tmp_path) and not list(tmp_path.rglob("*.part"))
     assert "not written to the disk for 0.5 seconds" in caplog.text and "No space left" in caplog.text
     monkeypatch.undo()
     assert tokens == run(start(tmp_path), batch)
@@ -213,7 +218,7 @@ def test_direct_io_is_probed_and_other_errors_are_told(start, tmp_path, monkeypa
     batch = requests(adjusted=False)
     expected = run(start(tmp_path), batch)
     second = start(tmp_path)
-    assert run(second, batch) == expected and second.stats().offload.disk.loaded_bytes > 0
+    assert run(second, batch) == expected and second.stats().offload.lower["disk"].loaded_bytes > 0
 
 
 def test_what_a_dead_process_has_begun_is_removed_and_what_a_live_one_writes_is_not(start, tmp_path):
@@ -230,9 +235,9 @@ def test_what_a_dead_process_has_begun_is_removed_and_what_a_live_one_writes_is_
 def test_a_move_of_a_strange_name_is_told_as_failed(start, tmp_path):
     core = start(tmp_path)
     runner = core._executor._runner
-    runner.move_pages([Move(1, "read", 0, b"\1\2", 0)])
+    runner.move_pages("disk", [Move(1, "read", 0, b"\1\2", 0)])
     ended = {}
     deadline = time.monotonic() + 10
     while not ended and time.monotonic() < deadline:
-        ended = runner.take_moved()
+        ended = runner.take_moved("disk")
     assert "FileNotFoundError" in ended[1].error

@@ -40,7 +40,8 @@ TYPED_FLAGS = (
     r"^--(revision|load-format|dtype|quantization|kv-cache-dtype|max-model-len|max-num-seqs|max-num-batched-tokens"
     r"|long-prefill-token-threshold|block-size|gpu-memory-utilization|limit-mm-per-prompt"
     r"|mm-processor-kwargs|speculative-config"
-    r"|spec-method|spec-model|spec-tokens|kv-transfer-config|kv-transfer-secret-file|kv-offload-memory-bytes|device"
+    r"|spec-method|spec-model|spec-tokens|kv-transfer-config|kv-transfer-secret-file"
+    r"|kv-offload-(memory-bytes|directory|disk-bytes|bucket|bucket-bytes)|device"
     r"|enable-lora|allow-runtime-lora-updating|lora-modules|max-loras|max-cpu-loras|max-lora-rank"
     r"|(tensor|pipeline|data)-parallel-size|enable-expert-parallel|num-redundant-experts)(=.*)?$"
 )
@@ -194,10 +195,38 @@ def _bytes(size: str) -> int:
     return int(size[:-2]) << {"Mi": 20, "Gi": 30, "Ti": 40}[size[-2:]]
 
 
+Size = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}(Mi|Gi|Ti)$", max_length=8)]
+
+
+class ConnectorDisk(Part):
+    """A disk for copies of KV pages."""
+
+    size: Annotated[Size, Flag("--kv-offload-disk-bytes", _bytes)]
+    """Of the pages, on each rank."""
+    claim_name: ObjectName | None = None
+    """PersistentVolumeClaim, whose pages outlive the replicas. Absent: a volume that goes with the pod."""
+
+
+class ConnectorBucket(Part):
+    """An object store for copies of KV pages, which all replicas of a model share."""
+
+    uri: Annotated[str, Field(pattern=r"^s3://[^/]+/.*[^/]$", max_length=512), Flag("--kv-offload-bucket")]
+    """`s3://BUCKET/PATH`. The replicas list, read, write and delete objects below it."""
+    size: Annotated[Size, Flag("--kv-offload-bucket-bytes", _bytes)]
+    """Of the pages there that a replica uses, on each rank."""
+    secret_ref: LocalReference | None = None
+    """Secret with the credentials, as for a source `s3://`. Absent: the pod's own role."""
+
+
 class Connector(Part):
     """How KV cache leaves a replica."""
 
     RULES = (
+        Rule(
+            "has(self.memory) || !(has(self.disk) || has(self.bucket))",
+            "engine: connector: disk and bucket keep copies of what is in memory, and need it",
+            lambda connector: connector.memory is not None or (connector.disk is None and connector.bucket is None),
+        ),
         Rule(
             "(self.type in ['offload', 'transfer']) == has(self.memory)",
             "engine: connector: memory goes with the types offload and transfer, and with no other",
@@ -213,11 +242,12 @@ class Connector(Part):
     type: Word = "none"
     """`none`: it does not. `offload`: pages that leave the KV cache stay in the memory of the replica's host. `transfer`: the
     same, and Prefill replicas lend pages to Decode replicas."""
-    memory: Annotated[
-        Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}(Mi|Gi|Ti)$", max_length=8)] | None,
-        Flag("--kv-offload-memory-bytes", _bytes),
-    ] = None
+    memory: Annotated[Size | None, Flag("--kv-offload-memory-bytes", _bytes)] = None
     """Memory of the host, on each rank, for these pages."""
+    disk: ConnectorDisk | None = None
+    """Copies of them on a disk. Absent: none."""
+    bucket: ConnectorBucket | None = None
+    """Copies of them in an object store. Absent: none."""
     secret_ref: LocalReference | None = None
     """Secret of which the key `secret` has 16 bytes at least: the replicas of a model prove to each other that they know it.
     Penstock never reads it: the pods mount it."""
@@ -319,6 +349,14 @@ def _whole(pools: list[Pool]) -> bool:
     return roles == {"Both"} or roles == {"Prefill", "Decode"}
 
 
+def _one_secret(source: Source, bucket: ConnectorBucket | None) -> bool:
+    if source.secret_ref is None or not source.uri.startswith("s3://") or bucket is None or bucket.secret_ref is None:
+        return True
+    if source.cache is not None and source.cache.type == "PVC":  # a Job downloads, with credentials of its own
+        return True
+    return bucket.secret_ref.name == source.secret_ref.name
+
+
 def _affordable(pools: list[Pool], scaling: SharedScaling | None) -> bool:
     if scaling is None or scaling.budget is None:
         return True
@@ -345,6 +383,15 @@ class InferenceModelSpec(Part):
             "(has(self.engine) && has(self.engine.connector) && self.engine.connector.type != 'none')",
             "pools: Prefill and Decode need engine.connector to hand the KV cache over",
             lambda spec: spec.pools[0].role == "Both" or spec.engine.connector.type != "none",
+        ),
+        Rule(
+            "!has(self.source.secretRef) || !self.source.uri.startsWith('s3://') || !has(self.engine) || "
+            "(has(self.source.cache) && self.source.cache.type == 'PVC') || "
+            "!has(self.engine.connector) || !has(self.engine.connector.bucket) || "
+            "!has(self.engine.connector.bucket.secretRef) || "
+            "self.engine.connector.bucket.secretRef.name == self.source.secretRef.name",
+            "engine: connector: bucket: a replica has the credentials of one Secret: name that of source.secretRef",
+            lambda spec: _one_secret(spec.source, spec.engine.connector.bucket),
         ),
         Rule(
             "!has(self.canary) || self.canary.of != self.served.name",

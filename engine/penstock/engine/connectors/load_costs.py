@@ -7,6 +7,8 @@ loads before it. So a short prefix is computed and a long one loaded.
 from collections.abc import Callable
 from typing import Final
 
+from penstock.engine.connectors.moves import Lower
+
 _KEEP: Final = 0.9
 """Weight of what is known beside the next load."""
 FORGET_S: Final = 60.0
@@ -57,20 +59,21 @@ class LoadCosts:
     """
 
     def __init__(self, prefill_tokens_per_s: Callable[[], float]) -> None:
-        self.memory, self.disk = TierLoads(), TierLoads()
+        self.memory = TierLoads()
+        self.lower: dict[Lower, TierLoads] = {"disk": TierLoads(), "object": TierLoads()}
         self._prefill_tokens_per_s = prefill_tokens_per_s
 
-    def pays(self, tokens: int, pages: int, now: float, *, disk: bool = False) -> bool:
+    def pays(self, tokens: int, pages: int, now: float, lower: Lower | None = None) -> bool:
         """Whether loading is faster than computing, or one of the two is unknown.
 
         Args:
             tokens: That need not be computed then.
             pages: With these tokens.
             now: Unix time in seconds.
-            disk: Whether they come from the disk into the host's memory, and from there; else from there alone.
+            lower: Whence they come into the host's memory, and from there; None: from there alone.
         """
         speed = self._prefill_tokens_per_s()
-        tiers = [self.disk, self.memory] if disk else [self.memory]
+        tiers = [self.memory] if lower is None else [self.lower[lower], self.memory]
         found = [tier.seconds(pages, now) for tier in tiers]
         known = [it for it in found if it is not None]
         if not speed or len(known) < len(found) or sum(known) <= tokens / speed:

@@ -1,4 +1,4 @@
-"""What the scheduler's half of the disk tier asks of a rank, and what it hears back."""
+"""What the scheduler's half of a disk or an object store asks of a rank, and what it hears back."""
 
 from typing import Literal
 
@@ -8,15 +8,26 @@ _BLOCK = 4096
 """Files are read and written past the page cache: in whole blocks."""
 
 
+Lower = Literal["disk", "object"]
+"""What can lie behind the host's memory, in the order in which it is asked."""
+
+
 class Move(msgspec.Struct, frozen=True, array_like=True):
-    """One page, between a slot of the host's memory and its file."""
+    """One page, between a slot of the host's memory and its file or object; or a look at what others have stored."""
 
     number: int
     """Number by which its end is reported."""
-    action: Literal["write", "read", "delete"]
+    action: Literal["write", "read", "delete", "list"]
+    group: int = 0
+    block_hash: bytes = b""
+    slot: int = -1
+
+
+class PageFile(msgspec.Struct, frozen=True, array_like=True):
+    """A page that is there."""
+
     group: int
     block_hash: bytes
-    slot: int = -1
 
 
 class Moved(msgspec.Struct, frozen=True, array_like=True):
@@ -25,13 +36,8 @@ class Moved(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
     error: str | None = None
     """Why the file was not written, or the slot does not have the page."""
-
-
-class PageFile(msgspec.Struct, frozen=True, array_like=True):
-    """A page that was on the disk when the folder was opened."""
-
-    group: int
-    block_hash: bytes
+    found: list[PageFile] = []
+    """Pages that a look has found, the least recently stored first."""
 
 
 def file_bytes(page_bytes: int) -> int:

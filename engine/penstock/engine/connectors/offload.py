@@ -5,11 +5,11 @@ and the page can be found when that plan has retired. A request whose prefix goe
 pages are copied into blocks of its own. They are published then, and the request waits for its turn like any other that finds its
 prefix cached: so nothing is held by a request that waits, and a copy that fails costs nothing but the computation.
 
-A disk may stand behind the host's memory (`disk_tier`), and other replicas (`transfer`).
+A disk and an object store may stand behind the host's memory (`lower_tier`), and other replicas (`transfer`).
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -21,8 +21,9 @@ from penstock.engine.cache.kv_manager import CacheHit, KVCacheManager
 from penstock.engine.cache.pins import Owner
 from penstock.engine.config import TransferConfig
 from penstock.engine.connectors.connector import Source
-from penstock.engine.connectors.disk_tier import DiskTier
 from penstock.engine.connectors.load_costs import LoadCosts
+from penstock.engine.connectors.lower_tier import LowerTier
+from penstock.engine.connectors.moves import Lower
 from penstock.engine.connectors.tier_index import Key, TierIndex
 from penstock.engine.connectors.transfer.transfer import Transfer
 from penstock.engine.core.plan import Int32, Transfers
@@ -82,7 +83,7 @@ class Offload:
         kv: The cache, of which it hears.
         num_slots: Pages that fit into the host's memory.
         page_bytes: Of a page, on each rank.
-        disk_pages: That fit on the disk; 0: there is none.
+        lower_pages: That fit on the disk and into the object store, where there are these.
         transfer: How pages go to other replicas and come from there; None: they do not.
         ranks: Of the model.
         costs: Decides whether a load pays; None: each does.
@@ -93,14 +94,17 @@ class Offload:
         kv: KVCacheManager,
         num_slots: int,
         page_bytes: int,
-        disk_pages: int = 0,
+        lower_pages: Mapping[Lower, int] | None = None,
         transfer: TransferConfig | None = None,
         ranks: int = 1,
         costs: LoadCosts | None = None,
     ) -> None:
         self.tier = TierIndex(num_slots)
         self.transfer = None if transfer is None else Transfer(transfer, kv, self.tier, page_bytes, ranks)
-        self.disk = DiskTier(self.tier, disk_pages, page_bytes, None if costs is None else costs.disk) if disk_pages else None
+        self.lower = [
+            LowerTier(name, self.tier, pages, page_bytes, None if costs is None else costs.lower[name])
+            for name, pages in (lower_pages or {}).items()
+        ]
         self._costs = costs
         self._kv = kv
         self._page_bytes = page_bytes
@@ -133,8 +137,8 @@ class Offload:
             key = Key(group, block_hash)
             self._published.pop(key, None)
             self.tier.forget(key)
-            if self.disk is not None:
-                self.disk.forget(key)
+            for lower in self.lower:
+                lower.forget(key)
 
     def cleared(self) -> None:
         """Forget all content, since the weights may change."""
@@ -142,8 +146,8 @@ class Offload:
         self.tier.clear()
         if self.transfer is not None:
             self.transfer.clear()
-        if self.disk is not None:
-            self.disk.clear()
+        for lower in self.lower:
+            lower.clear()
 
     # --- what it hears of requests ---
 
@@ -203,28 +207,32 @@ class Offload:
         return "remote_kv" if self._load(request, candidate.num_tokens, local, candidate.now) else None
 
     def _fetch(self, request: Request, num_tokens: int, local: CacheHit, now: float) -> bool:
-        """Begins to bring pages of the request's prefix into the host's memory: from another replica once, from the disk once for
-        each time that it waits."""
+        """Begins to bring pages of the request's prefix into the host's memory: from another replica once, from each tier behind
+        it once for each time that it waits."""
         if self.transfer is not None and (remote := self.transfer.pulls.remote(request.index)) is not None:
             pulls, limit = self.transfer.pulls, min(num_tokens, remote.num_tokens + 1)
             if self._bring(pulls, request, limit, local, lambda _: True, now):
                 return True
             pulls.left(request.index)  # all of it is here
-        if self.disk is None or request.awaited_disk_at == request.num_preemptions:
-            return False
-        request.awaited_disk_at = request.num_preemptions
-        if not self._disk_pays(self.disk, request, num_tokens, local, now):
-            return False
-        return self._bring(self.disk, request, num_tokens, local, self.disk.has, now)
+        since, asked = request.asked_tiers
+        if since != request.num_preemptions:
+            asked = 0
+        for number, lower in enumerate(self.lower[asked:], asked + 1):
+            request.asked_tiers = request.num_preemptions, number
+            pays = self._pays(lower, request, num_tokens, local, now)
+            # What comes from a disk goes on in an object store perhaps: that is asked when this is here.
+            if pays and self._bring(lower, request, num_tokens, local, lower.has, now):
+                return True
+        return False
 
-    def _disk_pays(self, disk: DiskTier, request: Request, num_tokens: int, local: CacheHit, now: float) -> bool:
-        """Whether reading what the disk has beyond the host's memory is faster than computing it."""
+    def _pays(self, lower: LowerTier, request: Request, num_tokens: int, local: CacheHit, now: float) -> bool:
+        """Whether reading what a tier has beyond the host's memory is faster than computing it."""
         if self._costs is None:
             return True
-        upto, missing = self._kv.elsewhere(request, num_tokens, local, lambda group, name: disk.has(Key(group, name)))
+        upto, missing = self._kv.elsewhere(request, num_tokens, local, lambda group, name: lower.has(Key(group, name)))
         here, _ = self._kv.elsewhere(request, num_tokens, local, lambda group, name: Key(group, name) in self.tier)
         pages = sum(Key(group, name) not in self.tier for group, _, name in missing)
-        return not pages or self._costs.pays(upto - here, pages, now, disk=True)
+        return not pages or self._costs.pays(upto - here, pages, now, lower.name)
 
     def _bring(
         self, source: Source, request: Request, limit: int, local: CacheHit, has: Callable[[Key], bool], now: float
@@ -278,9 +286,10 @@ class Offload:
         )
 
     def resume(self, book: Resumes, now: float) -> None:
-        """Lets requests go on whose pages have come from the disk or another replica."""
-        for source in (self.disk, None if self.transfer is None else self.transfer.pulls):
-            for index in [] if source is None else source.take_waits(now):
+        """Lets requests go on whose pages have come from a tier or another replica."""
+        pulls = [] if self.transfer is None else [self.transfer.pulls]
+        for source in [*self.lower, *pulls]:
+            for index in source.take_waits(now):
                 book.unpark(index, now)
 
     @property
@@ -301,8 +310,8 @@ class Offload:
             self._kv.unpin([store.block], Owner(_STORE, store.slot))
             self.tier.written(store.key, store.slot, ok=seconds is not None)
             self._stored += seconds is not None
-            if self.disk is not None and store.lasting and store.key in self.tier:
-                self.disk.offer(store.key)
+            for lower in self.lower if store.lasting and store.key in self.tier else []:
+                lower.offer(store.key)
         for load in job.loads:
             self._retire_load(load, book, now, ok=seconds is not None)
 
@@ -339,9 +348,9 @@ class Offload:
             failed_pages=self._failed,
             declined_tokens=0 if self._costs is None else self._costs.memory.declined_tokens,
         )
-        disk = None if self.disk is None else self.disk.stats()
+        lower = {tier.name: tier.stats() for tier in self.lower}
         transfer = None if self.transfer is None else self.transfer.stats()
-        return OffloadStats(memory, disk, self._queried_tokens, self._loaded_tokens, transfer)
+        return OffloadStats(memory, lower, self._queried_tokens, self._loaded_tokens, transfer)
 
 
 def _array(values: Iterable[int]) -> Int32:

@@ -1,7 +1,6 @@
 """Pages in files, on one rank: written beside and renamed, checked when they are read.
 
-A file that is damaged or gone is a page that is not there. Threads do the work; moves of one page go to the same thread, and so
-keep their order.
+A file that is damaged or gone is a page that is not there.
 """
 
 import contextlib
@@ -10,24 +9,19 @@ import logging
 import mmap
 import os
 import re
-import struct
 import threading
 import time
-import zlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.engine.config import ConfigError
-from penstock.engine.connectors.moves import Move, Moved, PageFile, file_bytes, header_bytes
+from penstock.engine.connectors.moves import Move, PageFile, file_bytes, header_bytes
 from penstock.engine.connectors.namespace import Namespace
+from penstock.engine.connectors.page_mover import PageMover, page_header
 
 THREADS = 4
-_HEADER = struct.Struct("<8sQIII")  # mark, bytes of the page, their CRC-32, group, bytes of the name that follows
-_MARK = b"penstkv1"
 _NAME = re.compile(r"([0-9a-f]+)_g(\d+)\.page")
 _ABANDONED_S = 600.0
 """Age in seconds at which an unfinished file counts as abandoned: its writer is gone."""
@@ -35,7 +29,7 @@ _ABANDONED_S = 600.0
 _log = logging.getLogger(__name__)
 
 
-class PageFiles:
+class PageFiles(PageMover):
     """The files of one namespace.
 
     Args:
@@ -50,12 +44,10 @@ class PageFiles:
     """
 
     def __init__(self, root: Path, namespace: Namespace, slots: npt.NDArray[np.uint8], disk_bytes: int, world: int = 1) -> None:
-        self._slots = slots
+        super().__init__(slots, {"write": self._write, "read": self._read, "delete": self._delete}, THREADS, "pages")
         self._folder = root / namespace.name
         self._size = file_bytes(slots.shape[1])
         self._local = threading.local()
-        self._lock = threading.Lock()
-        self._moved: dict[int, Moved] = {}
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._direct = os.O_DIRECT if self._takes_direct() else 0
@@ -72,35 +64,6 @@ class PageFiles:
             )
         how = "past the page cache" if self._direct else "through the page cache: its file system has no direct I/O"
         _log.info("KV pages in %s: %d found; written %s", self._folder, len(self.found), how)
-        self._threads = [ThreadPoolExecutor(1, f"pages-{number}") for number in range(THREADS)]
-
-    def begin(self, moves: Sequence[Move]) -> None:
-        """Begins moves, in this order for each page."""
-        for move in moves:
-            self._threads[move.block_hash[-1] % THREADS].submit(self._run, move)
-
-    def take(self) -> dict[int, Moved]:
-        """Moves that have ended since the last call, by number."""
-        with self._lock:
-            moved, self._moved = self._moved, {}
-        return moved
-
-    def close(self) -> None:
-        """Waits until all moves have ended."""
-        for thread in self._threads:
-            thread.shutdown()
-
-    # --- how it is done ---
-
-    def _run(self, move: Move) -> None:
-        begin, error = time.perf_counter(), None
-        try:
-            actions: dict[str, Callable[[Move], None]] = {"write": self._write, "read": self._read, "delete": self._delete}
-            actions[move.action](move)
-        except Exception as problem:  # noqa: BLE001 whatever it was, somebody waits for the end of the move
-            error = f"{type(problem).__name__}: {problem}"
-        with self._lock:
-            self._moved[move.number] = Moved(time.perf_counter() - begin, error)
 
     def _path(self, move: Move) -> Path:
         name = move.block_hash.hex()
@@ -112,15 +75,11 @@ class PageFiles:
             self._local.buffer = mmap.mmap(-1, self._size)
         return self._local.buffer
 
-    def _header(self, move: Move, page: memoryview) -> bytes:
-        fixed = _HEADER.pack(_MARK, len(page), zlib.crc32(page), move.group, len(move.block_hash))
-        return fixed + move.block_hash
-
     def _write(self, move: Move) -> None:
         path, buffer = self._path(move), self._buffer()
-        page = memoryview(buffer)[header_bytes() : header_bytes() + self._slots.shape[1]]
-        page[:] = self._slots[move.slot].data
-        header = self._header(move, page)
+        page = memoryview(buffer)[header_bytes() : header_bytes() + self.slots.shape[1]]
+        page[:] = self.slots[move.slot].data
+        header = page_header(move, page)
         buffer[: len(header)] = header
         path.parent.mkdir(mode=0o700, exist_ok=True)
         beside = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")
@@ -143,12 +102,12 @@ class PageFiles:
             size = os.readv(fd, [buffer])
         finally:
             os.close(fd)
-        page = memoryview(buffer)[header_bytes() : header_bytes() + self._slots.shape[1]]
-        header = self._header(move, page)
+        page = memoryview(buffer)[header_bytes() : header_bytes() + self.slots.shape[1]]
+        header = page_header(move, page)
         if size != self._size or buffer[: len(header)] != header:
             path.unlink(missing_ok=True)
             raise ValueError(f"{path} is damaged: it was removed")
-        self._slots[move.slot] = np.frombuffer(page, np.uint8)
+        self.slots[move.slot] = np.frombuffer(page, np.uint8)
         os.utime(path)  # the order in which a restart finds pages is that of their last use
 
     def _delete(self, move: Move) -> None:

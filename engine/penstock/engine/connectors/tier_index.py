@@ -50,6 +50,11 @@ class TierIndex:
         return self._num_free + len(self._ready) - len(self._readers.keys() - self._forgotten)
 
     @property
+    def has_free(self) -> bool:
+        """Whether a page can be reserved that evicts no other."""
+        return self._num_free > 0
+
+    @property
     def _num_free(self) -> int:
         return len(self._free) + self.num_slots - self._num_touched
 

@@ -14,8 +14,8 @@ from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.cache.layout import KVGroup, full_attention
 from penstock.engine.config import EngineConfig, LoraModule
 from penstock.engine.connectors.connector import Pump
-from penstock.engine.connectors.disk_pump import DiskPump
 from penstock.engine.connectors.load_costs import LoadCosts
+from penstock.engine.connectors.lower_pump import LowerPump
 from penstock.engine.connectors.offload import Offload
 from penstock.engine.connectors.transfer.pump import TransferPump
 from penstock.engine.core.control.controls import Controls
@@ -101,7 +101,7 @@ class EngineCore:
         self._offload = None
         self._meter = LoadMeter()
         if offload is not None:
-            sizes = offload.pages, offload.page_bytes, offload.disk_pages
+            sizes = offload.pages, offload.page_bytes, offload.lower_pages
             # Another replica has computed what it lends so that this one need not: such pages are always loaded.
             by_cost = cache.loads_by_cost and config.transfer is None
             costs = LoadCosts(lambda: self._meter.prefill_tokens_per_s) if by_cost else None
@@ -354,8 +354,8 @@ class EngineCore:
 def _pumps(offload: Offload | None, executor: Executor) -> list[Pump]:
     """Between the connectors and the ranks."""
     pumps: list[Pump] = []
-    if offload is not None and offload.disk is not None:
-        pumps.append(DiskPump(offload.disk, executor))
+    if offload is not None:
+        pumps += [LowerPump(tier, executor) for tier in offload.lower]
     if offload is not None and offload.transfer is not None:
         pumps.append(TransferPump(offload.transfer, executor))
     return pumps

@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.engine.cache.layout import KVLayout
 from penstock.engine.config import EngineConfig
-from penstock.engine.connectors.moves import Move, Moved, PageFile
+from penstock.engine.connectors.moves import Lower, Move, Moved, PageFile
 from penstock.engine.connectors.transfer.words import Errand, News
 from penstock.engine.core.memory import Memory
 from penstock.engine.core.plan import GraphReport, SampledTokens, SampleInputs, StepPlan, StepResult
@@ -80,16 +80,16 @@ class Runner(Protocol):
         """Allocate host memory for that many pages of the cache."""
         ...
 
-    def open_disk(self) -> list[PageFile]:
-        """Opens the folder of the weights that are loaded, for pages in the host's memory; the pages that it has, the least
+    def open_lower(self, name: Lower) -> list[PageFile]:
+        """Opens a tier's place for the weights that are loaded, for pages in the host's memory; the pages that it has, the least
         recently used first. Raises `ConfigError` where it cannot be used."""
         ...
 
-    def move_pages(self, moves: list[Move]) -> None:
-        """Begins to move pages between the host's memory and the disk; safe beside a step."""
+    def move_pages(self, name: Lower, moves: list[Move]) -> None:
+        """Begins to move pages between the host's memory and a tier behind it; safe beside a step."""
         ...
 
-    def take_moved(self) -> dict[int, Moved]:
+    def take_moved(self, name: Lower) -> dict[int, Moved]:
         """Moves that have ended since the last call, by number; safe beside a step."""
         ...
 

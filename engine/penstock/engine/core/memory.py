@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.engine.cache.layout import KVLayout, longest_sequence, max_blocks
 from penstock.engine.config import CacheConfig, ConfigError, EngineConfig, ModelConfig
-from penstock.engine.connectors.moves import file_bytes
+from penstock.engine.connectors.moves import Lower, file_bytes
 
 CPU_MEMORY_SHARE = 0.1
 DEVICE_UTILIZATION = 0.9
@@ -137,8 +137,8 @@ class OffloadSize(msgspec.Struct, frozen=True):
 
     pages: int
     page_bytes: int
-    disk_pages: int = 0
-    """Pages that fit on the disk."""
+    lower_pages: dict[Lower, int] = {}
+    """Pages that fit on the disk and into the object store."""
 
 
 def num_kv_blocks(config: EngineConfig, layout: KVLayout, memory: Memory, step_bytes: int) -> int:
@@ -217,13 +217,19 @@ def _arithmetic(layout: KVLayout, config: EngineConfig, needed: int) -> str:
 
 
 def offload_size(config: EngineConfig, layout: KVLayout) -> OffloadSize | None:
-    """Pages of the KV cache that host memory and disk hold; None: none. Raises `ConfigError` where not one fits."""
-    wanted, disk = config.cache.offload_bytes, config.cache.disk_bytes
-    if not wanted:
+    """Pages of the KV cache that host memory and what lies behind it hold; None: none. `ConfigError` where not one fits."""
+    cache, file = config.cache, file_bytes(layout.page_bytes)
+    if not cache.offload_bytes:
         return None
-    if wanted < layout.page_bytes:
-        raise ConfigError(f"--kv-offload-memory-bytes {wanted} holds no page, which has {layout.page_bytes:,} bytes")
-    file = file_bytes(layout.page_bytes)
-    if config.cache.disk_folder is not None and disk < file:
-        raise ConfigError(f"--kv-offload-disk-bytes {disk} holds no page, whose file has {file:,} bytes")
-    return OffloadSize(wanted // layout.page_bytes, layout.page_bytes, disk // file)
+    if cache.offload_bytes < layout.page_bytes:
+        raise ConfigError(f"--kv-offload-memory-bytes {cache.offload_bytes} holds no page, which has {layout.page_bytes:,} bytes")
+    lower: dict[Lower, int] = {}
+    for name, flag, place, size in (
+        ("disk", "--kv-offload-disk-bytes", cache.disk_folder, cache.disk_bytes),
+        ("object", "--kv-offload-bucket-bytes", cache.bucket, cache.bucket_bytes),
+    ):
+        if place is not None:
+            if size < file:
+                raise ConfigError(f"{flag} {size} holds no page, whose file has {file:,} bytes")
+            lower[name] = size // file
+    return OffloadSize(cache.offload_bytes // layout.page_bytes, layout.page_bytes, lower)

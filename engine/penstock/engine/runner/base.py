@@ -23,9 +23,11 @@ from penstock.engine.cache.layout import KVLayout, kv_layout
 from penstock.engine.cache.pages import PageGeometry, PageIdentity, kv_dtypes
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.connectors.host_pages import HostPages
-from penstock.engine.connectors.moves import Move, Moved, PageFile
+from penstock.engine.connectors.moves import Lower, Move, Moved, PageFile
 from penstock.engine.connectors.namespace import Namespace, weights_digest
 from penstock.engine.connectors.page_files import PageFiles
+from penstock.engine.connectors.page_mover import PageMover
+from penstock.engine.connectors.page_objects import PageObjects
 from penstock.engine.connectors.transfer.agent import Agent
 from penstock.engine.connectors.transfer.words import Errand, News
 from penstock.engine.core.executor import AdapterRead
@@ -107,8 +109,9 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         self._dtype = _DTYPES[config.model.dtype]
         self._profile: RunnerProfile | None = None
         self._host_pages: HostPages | None = None
-        self._page_files: PageFiles | None = None
-        self._moved: dict[int, Moved] = {}
+        self._movers: dict[Lower, PageMover] = {}
+        self._moved: dict[Lower, dict[int, Moved]] = {}
+        """Ends of moves of places that have been closed."""
         self._agent: Agent | None = None
         self._thread: int | None = None
         heads, model = self._shard.kv_heads(self.decoder_config.num_kv_heads).size, config.model
@@ -417,16 +420,22 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         transfer = self.config.transfer
         self._host_pages = HostPages(self._pages, num_pages, shared=transfer is not None and transfer.lends)
 
-    def open_disk(self) -> list[PageFile]:
-        """Opens the folder of pages of these weights."""
-        cache, files, self._page_files = self.config.cache, self._page_files, None
-        assert cache.disk_folder is not None and self._host_pages is not None, "there is no disk tier"
-        if files is not None:
-            files.close()
-            self._moved |= files.take()
-        slots, world = self._host_pages.slots, self._shard.world
-        self._page_files = PageFiles(cache.disk_folder, self._namespace(), slots, cache.disk_bytes, world)
-        return self._page_files.found
+    def open_lower(self, name: Lower) -> list[PageFile]:
+        """Opens the place of pages of these weights."""
+        cache = self.config.cache
+        assert self._host_pages is not None, "there are no tiers"
+        if (mover := self._movers.pop(name, None)) is not None:
+            mover.close()
+            self._moved[name] = self._moved.get(name, {}) | mover.take()
+        namespace, slots = self._namespace(), self._host_pages.slots
+        if name == "disk":
+            assert cache.disk_folder is not None, "there is no disk tier"
+            files = PageFiles(cache.disk_folder, namespace, slots, cache.disk_bytes, self._shard.world)
+            self._movers[name] = files
+            return files.found
+        assert cache.bucket is not None, "there is no object store"
+        self._movers[name] = PageObjects(cache.bucket, namespace, slots)
+        return []
 
     def _namespace(self) -> Namespace:
         model, cache, source = self.config.model, self.config.cache, self._source
@@ -446,17 +455,18 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
             ),
         )
 
-    def move_pages(self, moves: list[Move]) -> None:
-        """Begins to move pages; without a folder none of them comes to anything."""
-        if self._page_files is None:
-            self._moved |= {move.number: Moved(0.0, "the folder could not be opened") for move in moves}
+    def move_pages(self, name: Lower, moves: list[Move]) -> None:
+        """Begins to move pages; without a place none of them comes to anything."""
+        if (mover := self._movers.get(name)) is None:
+            lost = {move.number: Moved(0.0, "the folder could not be opened") for move in moves}
+            self._moved[name] = self._moved.get(name, {}) | lost
         else:
-            self._page_files.begin(moves)
+            mover.begin(moves)
 
-    def take_moved(self) -> dict[int, Moved]:
+    def take_moved(self, name: Lower) -> dict[int, Moved]:
         """Moves that have ended since the last call."""
-        moved, self._moved = self._moved, {}
-        return moved if self._page_files is None else moved | self._page_files.take()
+        mover = self._movers.get(name)
+        return self._moved.pop(name, {}) | ({} if mover is None else mover.take())
 
     def open_transfer(self) -> str:
         """Begins to lend and read pages of these weights; returns their fingerprint on this rank."""

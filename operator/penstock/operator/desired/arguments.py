@@ -17,6 +17,8 @@ A_RANK: Final = 2
 """Each data-parallel rank has the ports of its event stream so far behind those of the rank before."""
 KV_ROLES: Final = {"Prefill": "kv_producer", "Decode": "kv_consumer"}
 """By a pool's role, vLLM's name for what its replicas do with KV pages."""
+KV_DISK: Final = "/var/cache/penstock/kv"
+"""Where a replica finds the disk for its KV pages."""
 KV_SECRET, KV_SECRET_KEY = "/etc/penstock/kv-transfer", "secret"
 """Where a replica finds the secret that both roles know, and its key."""
 
@@ -40,6 +42,7 @@ def engine_args(model: InferenceModel, fetched: Fetched | None = None, pool: Poo
         f"--shutdown-timeout={math.ceil(seconds(model.spec.drain_timeout))}",
         *flags(model.spec.source),
         *flags(model.spec.engine),
+        *(() if model.spec.engine.connector.disk is None else [f"--kv-offload-directory={KV_DISK}"]),
         *(() if pool is None else [*flags(pool.parallelism), *_experts(pool), *_transfer(pool)]),
         *_lora(model.spec.lora),
         *model.spec.engine.extra_args,

@@ -10,10 +10,10 @@ from typing import Any, cast
 from penstock.api import labels
 from penstock.api.resources import InferenceModel, Pool, seconds
 from penstock.operator import restrictions
-from penstock.operator.desired.arguments import ADMIN, HTTP, KV_SECRET, KV_SECRET_KEY, engine_args, event_ports
+from penstock.operator.desired.arguments import ADMIN, HTTP, KV_DISK, KV_SECRET, KV_SECRET_KEY, engine_args, event_ports
 from penstock.operator.desired.devices import asks_for_device, devices, engine_requests, unnamed
 from penstock.operator.desired.names import common_labels
-from penstock.operator.desired.source import MOUNT, Fetched, needs_fetch, on_node, source_environment, source_volume
+from penstock.operator.desired.source import MOUNT, Fetched, credentials, needs_fetch, on_node, source_environment, source_volume
 from penstock.operator.objects import AnyObject, Object
 from penstock.operator.overlay import merge
 from penstock.operator.restrictions import Allowances
@@ -207,6 +207,16 @@ def _kv_secret(model: InferenceModel, pool: Pool) -> Object:
     return {"spec": {"volumes": [volume], "containers": [{"name": "engine", "volumeMounts": [mount]}]}}
 
 
+def _kv_disk(model: InferenceModel) -> Object:
+    """A pod template with the disk for KV pages, to be laid over the engine's; empty without one."""
+    disk = model.spec.engine.connector.disk
+    if disk is None:
+        return {}
+    place = {"emptyDir": {}} if disk.claim_name is None else {"persistentVolumeClaim": {"claimName": disk.claim_name}}
+    mount = {"name": "kv-pages", "mountPath": KV_DISK}
+    return {"spec": {"volumes": [{"name": "kv-pages", **place}], "containers": [{"name": "engine", "volumeMounts": [mount]}]}}
+
+
 def _liveness_path(image: str) -> str:
     """`/live`, or `/health` for an image that may be too old for it: a 404 would restart such an engine for ever. `/health` is
     safe behind a start-up probe, and the kubelet stops liveness probes when a pod ends."""
@@ -227,4 +237,7 @@ def _environment(model: InferenceModel) -> list[Object]:
         environment.append({"name": "XDG_CACHE_HOME", "value": MOUNT})
     # Where a Job downloads, the replicas need no credentials.
     fetched = model.spec.source.cache is not None and not on_node(model)
-    return environment if fetched else [*environment, *source_environment(model)]
+    source = [] if fetched else source_environment(model)
+    bucket = model.spec.engine.connector.bucket
+    pages = [] if bucket is None or bucket.secret_ref is None else credentials(bucket.secret_ref.name, "s3")
+    return [*environment, *source, *(it for it in pages if it not in source)]  # equal where both name one Secret

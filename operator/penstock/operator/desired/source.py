@@ -121,11 +121,13 @@ def cache_claim(model: InferenceModel, storage_class: str | None) -> Object | No
 def source_environment(model: InferenceModel) -> list[Object]:
     """The credentials for the source, for the container that downloads."""
     secret = model.spec.source.secret_ref
-    if secret is None:
-        return []
+    return [] if secret is None else credentials(secret.name, scheme(model))
+
+
+def credentials(secret: str, of: str) -> list[Object]:
+    """The variables with a Secret's credentials for a scheme, `hf` or `s3`."""
     references = {
-        key: {"name": secret.name, "key": key, **({} if needed else {"optional": True})}
-        for key, needed in _SECRET_KEYS[scheme(model)].items()
+        key: {"name": secret, "key": key, **({} if needed else {"optional": True})} for key, needed in _SECRET_KEYS[of].items()
     }
     return [{"name": key, "valueFrom": {"secretKeyRef": reference}} for key, reference in references.items()]
 

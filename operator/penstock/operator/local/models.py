@@ -133,7 +133,14 @@ def _parse(path: Path, documents: list[Any]) -> Iterator[InferenceModel | Placed
             raise ModelFileError(
                 f"{place}: spec.source.secretRef: there are no Secrets here; set HF_TOKEN in the environment instead"
             )
-        if model.spec.engine.connector.secret_ref is not None:
+        connector = model.spec.engine.connector
+        if connector.disk is not None:
+            raise ModelFileError(f"{place}: spec.engine.connector.disk: there are no volumes here; remove it")
+        if connector.bucket is not None and connector.bucket.secret_ref is not None:
+            raise ModelFileError(
+                f"{place}: spec.engine.connector.bucket.secretRef: there are no Secrets here; set AWS_ACCESS_KEY_ID"
+            )
+        if connector.secret_ref is not None:
             raise ModelFileError(
                 f"{place}: spec.engine.connector.secretRef: there are no Secrets here; give all pools the role Both"
             )

@@ -65,7 +65,7 @@ class Request:
         "_extra_keys",
         "adapter",
         "asked_elsewhere_at",
-        "awaited_disk_at",
+        "asked_tiers",
         "block_hashes",
         "deadline",
         "first_token_at",
@@ -122,8 +122,8 @@ class Request:
         self.num_preemptions = 0
         self.asked_elsewhere_at = -1
         """`num_preemptions` when KV was last looked for beyond the local cache."""
-        self.awaited_disk_at = -1
-        """`num_preemptions` when pages were last read from the disk for it."""
+        self.asked_tiers = -1, 0
+        """`num_preemptions` at the time, and how many of the tiers behind the host's memory have been asked since."""
         self.first_token_at = 0.0
         """Unix time in seconds; 0 before."""
         self.block_hashes: list[bytes] = []

@@ -155,8 +155,8 @@ def _offload(offload: OffloadStats, labels: dict[str, str]) -> Iterator[Family]:
     yield counter(names.EXTERNAL_CACHE_QUERIES, "Tokens looked up beyond the KV cache.", offload.queried_tokens)
     yield counter(names.EXTERNAL_CACHE_HITS, "Tokens whose KV pages were loaded into the KV cache.", offload.loaded_tokens)
     yield from _tier(offload.memory, labels | {"tier": "memory"})
-    if offload.disk is not None:
-        yield from _tier(offload.disk, labels | {"tier": "disk"})
+    for name, lower in offload.lower.items():
+        yield from _tier(lower, labels | {"tier": name})
     if offload.transfer is not None:
         yield from _transfer(offload.transfer, labels)
 
@@ -179,7 +179,7 @@ def _tier(tier: TierStats, labels: dict[str, str]) -> Iterator[Family]:
     seconds = {"store": tier.store_s, "load": tier.load_s}
     yield counter(names.KV_OFFLOAD_SECONDS, "Seconds spent on copies of KV pages.", seconds, "transfer_type")
     pages = {"used": tier.pages_used, "free": tier.pages - tier.pages_used}
-    yield gauge(names.KV_OFFLOAD_PAGES, "Places for KV pages in the host's memory and on the disk.", pages, "state")
+    yield gauge(names.KV_OFFLOAD_PAGES, "Places for KV pages in each tier.", pages, "state")
     lost = {"evicted": tier.evicted_pages, "failed": tier.failed_pages}
     yield counter(names.KV_OFFLOAD_LOST_PAGES, "KV pages that were evicted, or whose load failed.", lost, "reason")
     what = "Tokens that were computed because a load of their KV pages would have taken longer."

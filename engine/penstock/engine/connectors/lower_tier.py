@@ -1,7 +1,7 @@
-"""Pages on the disk, as the scheduler sees them: copies of what the host's memory holds, which outlive it.
+"""Pages on a disk or in an object store, as the scheduler sees them: copies of what the host's memory holds, which outlive it.
 
-Every page that comes to the host's memory is written to the disk, too, as long as it is still there when its turn comes. A
-request whose prefix goes on there is parked while the pages are read into the host's memory; it then loads them from there.
+Every page that comes to the host's memory is written there, too, as long as it is still in memory when its turn comes. A request
+whose prefix goes on there is parked while the pages are read into the host's memory; it then loads them from there.
 """
 
 import logging
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from penstock.engine.connectors.load_costs import TierLoads
-from penstock.engine.connectors.moves import Move, Moved, PageFile
+from penstock.engine.connectors.moves import Lower, Move, Moved, PageFile
 from penstock.engine.connectors.tier_index import Key, TierIndex
 from penstock.engine.stats import TierStats
 
@@ -20,6 +20,10 @@ PAUSE_S = 30.0
 """Without writes, after one has failed: the disk is full, say."""
 PATIENCE_S = 10.0
 """That a request waits for reads; a disk that hangs must not hold it up for ever."""
+REFRESH_S = 60.0
+"""Between two looks at what other replicas have stored, where they store in one place."""
+
+_WORDS: dict[Lower, str] = {"disk": "disk", "object": "object store"}
 
 _log = logging.getLogger(__name__)
 
@@ -42,17 +46,19 @@ class _Wait(msgspec.Struct):
     keys: set[Key]
 
 
-class DiskTier:
+class LowerTier:
     """The scheduler's half.
 
     Args:
+        name: Where the pages are.
         host: The tier in front, which all pages pass through.
         num_pages: That fit.
         page_bytes: Of a page.
         loads: Learns what reads take; None: nobody asks.
     """
 
-    def __init__(self, host: TierIndex, num_pages: int, page_bytes: int, loads: TierLoads | None = None) -> None:
+    def __init__(self, name: Lower, host: TierIndex, num_pages: int, page_bytes: int, loads: TierLoads | None = None) -> None:
+        self.name: Lower = name
         self.index = TierIndex(num_pages, on_evict=self._delete)
         self._host = host
         self._page_bytes = page_bytes
@@ -64,6 +70,7 @@ class DiskTier:
         self._waits: list[_Wait] = []
         self._number = 0
         self._paused_until = 0.0
+        self._listed_at: float | None = None
         self._written = self._read = self._failed = 0
         self._seconds = {"write": 0.0, "read": 0.0}
 
@@ -73,7 +80,9 @@ class DiskTier:
         return bool(self._due or self._under or self._wanted)
 
     def open(self, pages: Iterable[PageFile]) -> None:
-        """The folder has been opened with these pages in it, the least recently used first."""
+        """The folder has been opened with these pages in it, the least recently used first. An object store is looked at later:
+        a start does not depend on it."""
+        self._listed_at = None
         for page in pages:
             key = Key(page.group, page.block_hash)
             if (slot := self.index.reserve(key)) is not None:
@@ -143,8 +152,21 @@ class DiskTier:
                 key = next(iter(self._wanted))
                 del self._wanted[key]
                 writes += self._begin_write(key)
+        if self.name == "object" and (self._listed_at is None or not 0 <= now - self._listed_at < REFRESH_S):
+            self._listed_at = now
+            self._number += 1
+            move = Move(self._number, "list")
+            self._under[self._number] = _Under(move, Key(0, b""), -1, -1)
+            self._due.append(move)
         due, self._due = self._due, []
         return due
+
+    def _take_in(self, found: Sequence[PageFile]) -> None:
+        """Others have stored these pages. They take free places alone: what this replica has used stays."""
+        for page in found:
+            key = Key(page.group, page.block_hash)
+            if self.index.has_free and (slot := self.index.reserve(key)) is not None:
+                self.index.written(key, slot, ok=True)
 
     def _begin_write(self, key: Key) -> bool:
         if key not in self._host or (disk_slot := self.index.reserve(key)) is None:
@@ -160,6 +182,11 @@ class DiskTier:
         ok, key, action = moved.error is None, under.key, under.move.action
         if action == "delete":
             return
+        if action == "list":
+            self._take_in(moved.found)
+            if not ok:
+                _log.warning("KV pages that other replicas have stored are not known: %s", moved.error)
+            return
         self._seconds[action] += moved.seconds
         if action == "write":
             self._host.unpin([under.host_slot])
@@ -168,7 +195,7 @@ class DiskTier:
             if not ok:
                 self._paused_until = now + PAUSE_S
                 self._wanted.clear()
-                _log.warning("KV pages are not written to the disk for %g seconds: %s", PAUSE_S, moved.error)
+                _log.warning("KV pages are not written to the %s for %g seconds: %s", _WORDS[self.name], PAUSE_S, moved.error)
             return
         self._reading.discard(key)
         self.index.unpin([under.disk_slot])
@@ -177,7 +204,7 @@ class DiskTier:
         if not ok:
             self._failed += 1
             self.forget(key)
-            _log.warning("a KV page could not be read from the disk, and is computed again: %s", moved.error)
+            _log.warning("a KV page could not be read from the %s, and is computed again: %s", _WORDS[self.name], moved.error)
         for wait in self._waits:
             wait.keys.discard(key)
 
