@@ -2,12 +2,15 @@
 
     make bench-kv
     make bench-kv ARGS=--quick
+    make bench-kv ARGS="--only transports"
 
 A prompt is sent, other prompts push it out of the KV cache (and for the disk out of the host's memory too), and the prompt is
 sent again with another last token. The table has the milliseconds to the first token of that second turn: computed by an engine
 without tiers, loaded always, and by the engine's own choice (`--kv-offload-loads cost`). The gate: the choice takes at most a
 tenth more than the better of the two, or half a millisecond. All engines run in one process, a length at a time in turn, on one
 thread.
+
+A second table has the bytes a second of each transport between two replicas of one machine (`kv_transports`).
 """
 
 import argparse
@@ -17,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import kv_transports
 import torch
 import transformers
 from report import write_results
@@ -35,6 +39,7 @@ ROOM = LONGEST + LONGEST // 4
 """Tokens in the KV cache, and in the host's memory where the disk is measured."""
 TOKEN_BYTES = 2 * 6 * 64 * 2 * 6
 ROUNDS, QUICK_ROUNDS = 5, 1
+PULLS, QUICK_PULLS = 50, 5
 GATE, SLACK_S = 1.1, 5e-4
 DISK_BYTES = 2**32
 PATIENCE_S = 60.0
@@ -175,16 +180,32 @@ def show(results: dict[str, Any]) -> None:
     console.print(f"gate missed: {', '.join(results['missed'])}" if results["missed"] else "gate met")
 
 
+def show_transports(rates: dict[str, Any]) -> None:
+    """Prints the table of transports."""
+    table = Table("transport", "GB/s", "of memcpy", title=f"{rates['pages']} scattered pages of {rates['page_bytes']:,} bytes")
+    for name in ("memcpy", "shm", "nixl", "tcp"):
+        rate = rates[name]
+        row = ("not installed", "") if rate is None else (f"{rate / 1e9:.2f}", f"{rate / rates['memcpy']:.0%}")
+        table.add_row(name, *row)
+    Console(width=120).print(table)
+
+
 def main() -> None:
     """Measures, prints and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds; nothing is written")
+    parser.add_argument("--only", choices=["tiers", "transports"], help="one of the two tables (both)")
     torch.set_num_threads(1)
-    quick: bool = parser.parse_args().quick
-    results = measure(QUICK_ROUNDS if quick else ROUNDS)
-    show(results)
-    if not quick:
-        print(write_results("kv", results))
+    given = parser.parse_args()
+    results: dict[str, Any] = {}
+    if given.only != "transports":
+        results = measure(QUICK_ROUNDS if given.quick else ROUNDS)
+        show(results)
+    if given.only != "tiers":
+        results["transports"] = kv_transports.measure(QUICK_PULLS if given.quick else PULLS)
+        show_transports(results["transports"])
+    if not given.quick:
+        print(write_results("kv" if given.only is None else f"kv-{given.only}", results))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, cast
 
 from penstock.api import labels
@@ -101,7 +102,9 @@ def pod_template(model: InferenceModel, pool: Pool, rendering: Rendering) -> Obj
         },
     }
     template = merge(
-        merge(merge(merge(base, devices(pool)), source_volume(model, rendering.node_cache)), _kv_secret(model, pool)),
+        reduce(
+            merge, [devices(pool), source_volume(model, rendering.node_cache), _kv_secret(model, pool), _kv_disk(model)], base
+        ),
         pool.template,
         f"pools[{pool.name}].template",
     )

@@ -71,6 +71,11 @@ class Lender:
             ) from error
         threading.Thread(target=self._listen, name="page-lender", daemon=True).start()
 
+    @property
+    def port(self) -> int:
+        """On which it listens."""
+        return self._listener.getsockname()[1]
+
     def grant(self, lease: str, pages: list[Page]) -> None:
         """The reader of this lease may have these pages; their slots stay as they are until the lease is revoked."""
         with self._changed:

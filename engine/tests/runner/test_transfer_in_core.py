@@ -1,0 +1,301 @@
+"""A prefill and a decode core with real models and real connections: equal answers, and nothing held after any abort."""
+
+import time
+
+import msgspec
+import numpy as np
+import pytest
+from test_core_with_runner import SCHEDULER, requests
+
+from penstock.engine.config import SpeculativeConfig, TransferConfig
+from penstock.engine.connectors.transfer import reader as reader_module
+from penstock.engine.core.ipc.process import build_core, build_executor
+from penstock.engine.messages import AbortRequests, FinishReason, RemotePrefix
+from penstock.engine.sampling import SamplingParams
+from testing.ports import free_ports
+
+NGRAM = {
+    "scheduler": msgspec.structs.replace(SCHEDULER, num_speculative_tokens=3),
+    "speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1),
+}
+
+
+class Side:
+    """One core, turned by hand."""
+
+    def __init__(self, config, role, secret, transports, lease_s):
+        [port] = free_ports(1)
+        self.transfer = TransferConfig(
+            role=role, engine_id=f"{role}-{port}", secret=secret, port=port, lease_s=lease_s, transports=transports
+        )
+        executor, blocks = build_executor(msgspec.structs.replace(config, transfer=self.transfer))
+        self.core = build_core(msgspec.structs.replace(config, transfer=self.transfer), executor, blocks, 1)
+        self.tokens, self.finished, self.computed = {}, {}, 0
+        submit = executor.submit
+
+        def counted(plan):
+            self.computed += int((plan.num_new_tokens[: len(plan.rows)]).sum()) - int(plan.num_drafts.sum())
+            submit(plan)
+
+        executor.submit = counted
+
+    def add(self, request):
+        self.tokens[request.index] = []
+        self.core.handle(request)
+
+    def step(self):
+        if (frame := self.core.step()) is not None:
+            offsets, ids = np.frombuffer(frame.offsets, np.int32), np.frombuffer(frame.token_ids, np.int32)
+            for at, index in enumerate(np.frombuffer(frame.indexes, np.int64).tolist()):
+                self.tokens[index] += ids[offsets[at] : offsets[at + 1]].tolist()
+            self.finished |= {it.index: it for it in frame.finished}
+
+    def run(self, *indexes):
+        deadline = time.monotonic() + 120
+        while not set(indexes) <= set(self.finished):
+            assert time.monotonic() < deadline
+            self.step()
+
+    def lend(self, request):
+        """What a prefill request's answer says."""
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        self.add(msgspec.structs.replace(request, sampling=sampling, lends=True))
+        self.run(request.index)
+        lent = self.finished.pop(request.index).lent
+        while self.core._offload.transfer.leases.is_due:
+            self.step()  # the pages are written and granted
+        return None if lent is None else self.remote(lent)
+
+    def remote(self, lent):
+        it, blocks = self.transfer, [len(blocks) for blocks in lent.blocks]
+        return RemotePrefix(lent.lease, it.engine_id, it.host, it.port, lent.fingerprint, lent.num_tokens, blocks)
+
+    def told(self):
+        return self.core.stats().offload
+
+    def settle(self):
+        """Nothing is held any more: no block, no lease, no slot of the host's memory, no request."""
+        offload, deadline = self.core._offload, time.monotonic() + 60
+        while True:
+            self.step()
+            pinned = len(offload.tier._readers) + len(offload.tier._writing)
+            told, scheduler = self.told().transfer, self.core.scheduler
+            held = told.leases, pinned, scheduler.kv.pool.num_used, scheduler.num_running, sum(scheduler.waiting().values())
+            if not any(held) and not offload.transfer.pulls.is_moving:
+                return
+            assert time.monotonic() < deadline, held
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def pair(checkpoint, build_runner, tmp_path):
+    """Makes both sides, and one that is alone."""
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of many bytes")
+    sides = []
+
+    def make(family="llama", transports=("tcp",), lease_s=30.0, **how):
+        runner = build_runner(checkpoint(family), **{"scheduler": SCHEDULER, **how})
+        config, page = runner.config, runner.kv_layout().page_bytes
+        cache = msgspec.structs.replace(config.cache, num_blocks=120, offload_bytes=400 * page)
+        config = msgspec.structs.replace(config, cache=cache)
+        roles = ("kv_producer", "kv_consumer", "kv_both")
+        sides.extend(Side(config, role, secret, transports, lease_s) for role in roles)
+        return sides[-3:]
+
+    yield make
+    for side in sides:
+        side.core.close()
+
+
+def several(number=4):
+    """Greedy and random ones with prompts of their own, which fill a block at least."""
+    found = [it for it in requests(adjusted=False) if len(it.prompt_token_ids) > 40]
+    return [msgspec.structs.replace(it, prompt_token_ids=[it.index, *it.prompt_token_ids]) for it in found[:number]]
+
+
+@pytest.mark.req("PD-04", "PD-09", "PD-10", "PD-15")
+@pytest.mark.parametrize(
+    ("family", "transport", "how"),
+    [
+        pytest.param("llama", "shm", {}, id="full attention"),
+        pytest.param("gemma2", "tcp", {}, id="windows"),
+        pytest.param("llama", "shm", NGRAM, id="drafts"),
+        pytest.param("llama", "tcp", {"kv_dtype": "fp8_e4m3"}, id="fp8 cache"),
+    ],
+)
+def test_a_pair_answers_as_one_core_and_computes_no_token_that_it_was_sent(pair, family, transport, how):
+    prefill, decode, alone = pair(family, (transport,), **how)
+    block = prefill.core.scheduler.kv.block_size
+    for request in several():
+        alone.add(request)
+        alone.run(request.index)
+        remote = prefill.lend(request)
+        assert remote.num_tokens == (len(request.prompt_token_ids) - 1) // block * block
+        assert prefill.core.scheduler.kv.pool.num_used == 0, "a lease holds no block of the cache"
+        decode.computed, before = 0, decode.told().transfer.pulled_bytes
+        decode.add(msgspec.structs.replace(request, remote=remote))
+        decode.run(request.index)
+        assert decode.tokens[request.index] == alone.tokens[request.index]
+        rest = len(request.prompt_token_ids) - remote.num_tokens
+        assert decode.computed == rest + len(decode.tokens[request.index]) - 1 or how, "the ledger of computed tokens"
+        assert decode.told().transfer.pulled_bytes > before
+    assert decode.told().transfer.failed_pages == 0
+    prefill.settle()
+    decode.settle()
+
+
+@pytest.mark.req("PD-04", "PD-13", "PD-14")
+def test_only_what_is_missing_is_read_and_a_full_local_hit_releases_the_lease_at_once(pair):
+    prefill, decode, _ = pair()
+    request = several(1)[0]
+    block = prefill.core.scheduler.kv.block_size
+    half = msgspec.structs.replace(request, index=90, prompt_token_ids=request.prompt_token_ids[: 2 * block])
+    decode.add(half)
+    decode.run(90)
+    remote = prefill.lend(request)
+    decode.add(msgspec.structs.replace(request, remote=remote))
+    decode.run(request.index)
+    pages = decode.told().transfer.pulled_bytes // decode.core._offload._page_bytes
+    assert pages == remote.num_tokens // block - 2, "two blocks were there"
+    again = prefill.lend(msgspec.structs.replace(request, index=91))
+    began = time.monotonic()
+    decode.add(msgspec.structs.replace(request, index=92, remote=again))
+    decode.run(92)
+    prefill.settle()
+    assert time.monotonic() - began < 20 and prefill.told().transfer.expired_leases == 0, "long before the lease's end"
+    assert decode.told().transfer.pulls == 1 and decode.tokens[92] == decode.tokens[request.index]
+    decode.settle()
+
+
+@pytest.mark.req("PD-16", "PD-17", "PD-18", "PD-24")
+def test_hundreds_of_pairs_that_are_aborted_anywhere_hold_nothing_afterwards(pair):
+    """At the prefill side while it waits or computes; between the two; at the decode side while it waits, reads, loads or
+    generates. Every fifth is not aborted, and its answer is that of one core."""
+    prefill, decode, alone = pair(lease_s=5.0, transports=("shm", "tcp"))
+    rng, batch = np.random.default_rng(0), several()
+    expected = {}
+    for request in batch:
+        alone.add(request)
+        alone.run(request.index)
+        expected[request.index] = alone.tokens[request.index]
+    whole = 0
+    for number in range(200):
+        request = msgspec.structs.replace(batch[number % len(batch)], index=1000 + number, cache_salt=str(number // 8))
+        phase = int(rng.integers(0, 4)) if number % 5 else 4
+        if phase == 0:  # the prefill side
+            prefill.add(msgspec.structs.replace(request, lends=True))
+            for _ in range(int(rng.integers(0, 3))):
+                prefill.step()
+            prefill.core.handle(AbortRequests([request.index]))
+            continue
+        remote = prefill.lend(request)
+        if phase == 1:  # nobody comes for the pages
+            continue
+        decode.add(msgspec.structs.replace(request, remote=remote))
+        if phase == 4:
+            decode.run(request.index)
+            assert decode.tokens[request.index] == expected[batch[number % len(batch)].index]
+            whole += 1
+            continue
+        for _ in range(int(rng.integers(0, 12))):
+            decode.step()
+        decode.core.handle(AbortRequests([request.index]))
+    decode.settle()
+    prefill.settle()
+    assert whole == 40 and decode.told().transfer.pulls > whole // 2
+    assert prefill.told().transfer.expired_leases > 0, "those that nobody came for"
+
+
+@pytest.mark.req("PD-20", "PD-21", "PD-23", "PD-34")
+@pytest.mark.parametrize("fault", ["gone", "expired", "stopped", "poisoned"])
+def test_pages_that_do_not_come_are_computed_and_counted(pair, monkeypatch, fault):
+    prefill, decode, alone = pair(lease_s=0.2 if fault == "expired" else 30.0)
+    request = several(1)[0]
+    alone.add(request)
+    alone.run(request.index)
+    remote = prefill.lend(request)
+    lender = prefill.core._executor._runner._agent._lender
+    match fault:
+        case "gone":
+            lender.close()
+        case "expired":
+            # The clocks of both hosts differ by hours: only durations count.
+            monkeypatch.setattr(decode.core._offload.transfer.pulls, "_renewed_at", time.time() + 7200)
+            while prefill.told().transfer.leases:
+                prefill.step()
+                time.sleep(0.01)
+        case "stopped":  # it takes connections and says nothing
+            monkeypatch.setattr(reader_module, "PULL_S", 0.5)
+            monkeypatch.setattr(lender, "_serve", lambda sock: time.sleep(5))
+        case _:
+            [outlet] = lender._outlets.values()
+            send = outlet.send
+
+            def poisoned(stream, slots):
+                lender._slots[slots] ^= 1
+                send(stream, slots)
+
+            monkeypatch.setattr(outlet, "send", poisoned)
+    decode.add(msgspec.structs.replace(request, remote=remote))
+    decode.run(request.index)
+    assert decode.tokens[request.index] == alone.tokens[request.index]
+    assert decode.told().transfer.failed_pages > 0 and decode.finished[request.index].error is None
+    decode.settle()
+
+
+@pytest.mark.req("PD-22")
+def test_a_request_that_is_preempted_after_its_pages_came_computes_and_does_not_ask_again(pair, checkpoint, build_runner):
+    prefill, decode, alone = pair()
+    request = several(1)[0]
+    remote = prefill.lend(request)
+    decode.add(msgspec.structs.replace(request, remote=remote))
+    while not decode.tokens[request.index]:
+        decode.step()
+    scheduler = decode.core.scheduler
+    scheduler.preempt_all(time.time())
+    assert scheduler.kv.reset()
+    decode.run(request.index)
+    alone.add(request)
+    alone.run(request.index)
+    assert decode.tokens[request.index] == alone.tokens[request.index] and decode.told().transfer.pulls == 1
+    decode.settle()
+    prefill.settle()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"fingerprint": "0" * 32}, "remote_fingerprint"),
+        ({"num_tokens": 16}, "remote_block_ids has"),
+        ({"num_tokens": 10_000}, "remote_num_tokens is 10000"),
+        ({"num_tokens": 7}, "remote_num_tokens is 7"),
+        ({"num_blocks": [1]}, "remote_block_ids has"),
+    ],
+)
+def test_params_that_do_not_fit_are_refused_or_where_they_are_optional_ignored(pair, change, words, caplog):
+    prefill, decode, alone = pair()
+    request = several(1)[0]
+    remote = msgspec.structs.replace(prefill.lend(request), **change)
+    decode.add(msgspec.structs.replace(request, remote=remote))
+    decode.run(request.index)
+    ended = decode.finished[request.index]
+    assert ended.reason is FinishReason.ERROR and ended.param == "kv_transfer_params" and words in ended.error
+    decode.add(msgspec.structs.replace(request, index=77, remote=msgspec.structs.replace(remote, optional=True)))
+    decode.run(77)
+    alone.add(request)
+    alone.run(request.index)
+    assert decode.tokens[77] == alone.tokens[request.index] and words in caplog.text
+    decode.settle()
+    prefill.settle()  # the lease was released, and has not run out
+    assert prefill.told().transfer.expired_leases == 0
+
+
+def test_a_restarted_replica_under_the_same_address_is_another_one(pair):
+    prefill, decode, _ = pair()
+    request = several(1)[0]
+    remote = msgspec.structs.replace(prefill.lend(request), engine_id="kv_producer-of-before", optional=True)
+    decode.add(msgspec.structs.replace(request, remote=remote))
+    decode.run(request.index)
+    assert decode.told().transfer.failed_pages > 0 and decode.told().transfer.pulled_bytes == 0
+    decode.settle()
