@@ -70,7 +70,7 @@ class LoadCosts:
             tokens: That need not be computed then.
             pages: With these tokens.
             now: Unix time in seconds.
-            lower: Whence they come into the host's memory, and from there; None: from there alone.
+            lower: The tier from which they come into the host's memory, and from there; None: from there alone.
         """
         speed = self._prefill_tokens_per_s()
         tiers = [self.memory] if lower is None else [self.lower[lower], self.memory]
