@@ -224,10 +224,11 @@ def offload_size(config: EngineConfig, layout: KVLayout) -> OffloadSize | None:
     if cache.offload_bytes < layout.page_bytes:
         raise ConfigError(f"--kv-offload-memory-bytes {cache.offload_bytes} holds no page, which has {layout.page_bytes:,} bytes")
     lower: dict[Lower, int] = {}
-    for name, flag, place, size in (
+    places: list[tuple[Lower, str, object, int]] = [
         ("disk", "--kv-offload-disk-bytes", cache.disk_folder, cache.disk_bytes),
         ("object", "--kv-offload-bucket-bytes", cache.bucket, cache.bucket_bytes),
-    ):
+    ]
+    for name, flag, place, size in places:
         if place is not None:
             if size < file:
                 raise ConfigError(f"{flag} {size} holds no page, whose file has {file:,} bytes")

@@ -215,7 +215,7 @@ def _kv_disk(model: InferenceModel) -> Object:
     disk = model.spec.engine.connector.disk
     if disk is None:
         return {}
-    place = {"emptyDir": {}} if disk.claim_name is None else {"persistentVolumeClaim": {"claimName": disk.claim_name}}
+    place: Object = {"emptyDir": {}} if disk.claim_name is None else {"persistentVolumeClaim": {"claimName": disk.claim_name}}
     mount = {"name": "kv-pages", "mountPath": KV_DISK}
     return {"spec": {"volumes": [{"name": "kv-pages", **place}], "containers": [{"name": "engine", "volumeMounts": [mount]}]}}
 
