@@ -54,7 +54,7 @@ class Lender:
     ) -> None:
         self._secret, self._engine_id, self._fingerprint = secret, engine_id, fingerprint
         self._slots = slots
-        self._outlets: dict[str, Outlet] = {name: outlet for name, outlet in outlets.items()}
+        self._outlets: dict[str, Outlet] = {**outlets}
         self._changed = threading.Condition()
         self._leases: dict[str, dict[tuple[int, bytes], int]] = {}
         self._ended = OrderedDict[str, None]()

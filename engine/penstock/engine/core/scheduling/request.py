@@ -122,7 +122,7 @@ class Request:
         self.num_preemptions = 0
         self.asked_elsewhere_at = -1
         """`num_preemptions` when KV was last looked for beyond the local cache."""
-        self.asked_tiers = -1, 0
+        self.asked_tiers: tuple[int, int] = (-1, 0)
         """`num_preemptions` at the time, and how many of the tiers behind the host's memory have been asked since."""
         self.first_token_at = 0.0
         """Unix time in seconds; 0 before."""
