@@ -113,7 +113,8 @@ class Pool(Part):
             "remove this one",
         ),
         Rule(
-            "self.parallelism.nodes == 1 || (!has(self.accelerator) && self.resourceClaims.size() == 0)",
+            "!has(self.parallelism) || self.parallelism.nodes == 1 || "
+            "(!has(self.accelerator) && (!has(self.resourceClaims) || self.resourceClaims.size() == 0))",
             "parallelism.nodes is for pools without devices: accelerator.perNode says how many nodes a replica spans",
             lambda it: it.parallelism.nodes == 1 or not it.has_devices,
         ),
