@@ -24,8 +24,8 @@ void penstock_paged_attention(int, const void*, void*, const void*, int64_t, con
                               int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
 void penstock_add_lora(int, void*, const void*, const int64_t*, const int64_t*, int64_t, const void*, int64_t, const int64_t*, int64_t,
                        const int64_t*, int64_t, int64_t);
-void penstock_sample(int, const void*, int64_t, int64_t, const int32_t*, const int32_t*, const void*, const int32_t*, const uint32_t*, int64_t,
-                     int, void*, float*, int32_t*);
+void penstock_sample(int, const void*, int64_t, int64_t, const int32_t*, const int32_t*, const void*, const int64_t*, int64_t, const uint32_t*,
+                     int64_t, int, void*, float*, int32_t*);
 }
 
 namespace {
@@ -143,7 +143,7 @@ void run(int dtype) {
     y.print("lora");
   }
   {
-    constexpr int64_t kRows = 12, kVocab = 700, kWords = 22;
+    constexpr int64_t kRows = 12, kVocab = 700, kWords = 22, kMasked = 4;
     struct {
       int64_t seed;
       double top_p;
@@ -151,12 +151,14 @@ void run(int dtype) {
       int32_t top_k, unused;
     } params[] = {{5, 1.0, 0.0f, -INFINITY, 0, 0}, {6, 1.0, 0.7f, -INFINITY, 0, 0}, {7, 0.9, 0.3f, -INFINITY, 300, 0}, {8, 0.8, 0.2f, -5.0f, 0, 0}};
     Array logits(dtype, kRows * kVocab);
-    int32_t rows[kRows], positions[kRows], mask_of[kRows], results[4 * kRows], last_ids[kRows];
-    uint32_t masks[kWords];
+    int32_t rows[kRows], positions[kRows], results[4 * kRows], last_ids[kRows];
+    const int64_t masked_at[kMasked] = {2, 5, 8, 11};
+    uint32_t masks[kMasked * kWords];
     float thresholds[kRows];
-    for (int32_t i = 0; i < kRows; ++i) rows[i] = i % 4, positions[i] = 90 + i, mask_of[i] = i % 3 - 1 > 0 ? 0 : -1;
+    for (int32_t i = 0; i < kRows; ++i) rows[i] = i % 4, positions[i] = 90 + i;
     for (uint32_t& word : masks) word = 0x5a5a1234u;
-    penstock_sample(dtype, logits.data(), kRows, kVocab, rows, positions, params, mask_of, masks, kWords, 0, results, thresholds, last_ids);
+    penstock_sample(dtype, logits.data(), kRows, kVocab, rows, positions, params, masked_at, kMasked, masks, kWords, 0, results, thresholds,
+                    last_ids);
     for (int64_t i = 0; i < kRows; ++i) std::printf("sampled %d %d\n", dtype, results[4 * i]), std::printf("last id %d %d\n", dtype, last_ids[i]);
   }
 }
