@@ -23,6 +23,7 @@ API = f"{labels.GROUP}/{labels.VERSION}"
 POOL, PREFILL, DECODE = {"name": "a"}, {"name": "p", "role": "Prefill"}, {"name": "d", "role": "Decode"}
 HINT = {"start": "0 8 * * 1-5", "duration": "1h", "min": 1}
 NIXL = {"connector": {"type": "nixl"}}
+BUCKET = {"uri": "s3://pages/small", "size": "1Gi", "secretRef": {"name": "pages"}}
 
 
 def judged(**judge: Any) -> Object:
@@ -45,6 +46,17 @@ REFUSED_MODELS: dict[str, tuple[Object, str]] = {
     "pages-secret": (
         {"engine": {"connector": {"type": "transfer", "memory": "1Gi"}}},
         "engine: connector: secretRef goes with the type transfer",
+    ),
+    "copies": (
+        {"engine": {"connector": {"type": "nixl", "disk": {"size": "1Gi"}}}},
+        "engine: connector: disk and bucket keep copies of what is in memory",
+    ),
+    "secrets": (
+        {
+            "source": {"uri": "s3://models/small", "secretRef": {"name": "models"}},
+            "engine": {"connector": {"type": "offload", "memory": "1Gi", "bucket": BUCKET}},
+        },
+        "engine: connector: bucket: a replica has the credentials of one Secret",
     ),
     "connector": ({"replicas": None, "pools": [PREFILL, DECODE]}, "pools: Prefill and Decode need engine.connector"),
     "canary": ({"canary": {"of": "canary", "weight": 5}}, "canary: of must name another model"),
