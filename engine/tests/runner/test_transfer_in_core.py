@@ -169,7 +169,7 @@ def test_only_what_is_missing_is_read_and_a_full_local_hit_releases_the_lease_at
 
 
 @pytest.mark.req("PD-16", "PD-17", "PD-18", "PD-24")
-def test_hundreds_of_pairs_that_are_aborted_anywhere_hold_nothing_afterwards(pair):
+def test_a_hundred_pairs_that_are_aborted_anywhere_hold_nothing_afterwards(pair):
     """At the prefill side while it waits or computes; between the two; at the decode side while it waits, reads, loads or
     generates. Every fifth is not aborted, and its answer is that of one core."""
     prefill, decode, alone = pair(lease_s=5.0, transports=("shm", "tcp"))
@@ -180,7 +180,7 @@ def test_hundreds_of_pairs_that_are_aborted_anywhere_hold_nothing_afterwards(pai
         alone.run(request.index)
         expected[request.index] = alone.tokens[request.index]
     whole = 0
-    for number in range(200):
+    for number in range(100):
         request = msgspec.structs.replace(batch[number % len(batch)], index=1000 + number, cache_salt=str(number // 8))
         phase = int(rng.integers(0, 4)) if number % 5 else 4
         if phase == 0:  # the prefill side
@@ -203,7 +203,7 @@ def test_hundreds_of_pairs_that_are_aborted_anywhere_hold_nothing_afterwards(pai
         decode.core.handle(AbortRequests([request.index]))
     decode.settle()
     prefill.settle()
-    assert whole == 40 and decode.told().transfer.pulls > whole // 2
+    assert whole == 20 and decode.told().transfer.pulls > whole // 2
     assert prefill.told().transfer.expired_leases > 0, "those that nobody came for"
 
 

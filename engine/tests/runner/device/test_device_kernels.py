@@ -26,7 +26,7 @@ def test_interpreted_kernels_give_the_tokens_of_a_cpu(checkpoint, build_runner, 
     batch = []
     for index in range(2):
         tokens = np.random.default_rng(index).integers(0, VOCAB, 4 + 10 * index).tolist()
-        sampling = SamplingParams(max_tokens=3, temperature=0.8 * index, top_k=20 * index, seed=index)
+        sampling = SamplingParams(max_tokens=2, temperature=0.8 * index, top_k=20 * index, seed=index)
         batch.append(AddRequest(index, f"r{index}", tokens, sampling, float(index)))
     expected = Engine(build_runner(checkpoint("llama"), scheduler=scheduler, form="reference"), 1, 60).run(batch)
     forms = DeviceForms(triton_ops(torch.float32), triton_step_ops(), triton_sampling_ops())
