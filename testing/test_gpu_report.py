@@ -121,7 +121,7 @@ def test_sampling_is_held_to_one_read_of_the_logits():
 
 def test_the_best_launch_is_told_beside_the_tables_own():
     def attend(q, cache, batch, scale, table):
-        launch = table(None, 0, 0, 0)[-1]
+        launch = table(None, 0, 0, 0, 0)[-1]
         if launch.num_stages == 5:
             raise RuntimeError("out of shared memory\nmore")
         times.append(3.0 if launch.num_warps == 4 else 1.0)

@@ -49,7 +49,7 @@ def config(port: int, *flags: str) -> ServeConfig:
 @contextlib.asynccontextmanager
 async def served(core: FakeCore, port: int, *flags: str) -> AsyncIterator[aiohttp.ClientSession]:
     ending = Ending()
-    task = asyncio.create_task(serve_http(core, config(port, *flags), ending))
+    task = asyncio.create_task(serve_http([core], config(port, *flags), ending))
     try:
         async with aiohttp.ClientSession() as session, asyncio.timeout(60):
             while not await _ready(session, port):
@@ -115,4 +115,4 @@ async def test_a_port_that_is_taken_is_named(frontends: str) -> None:
         config(port, "--admin-port", str(port))
     taken = config(port, "--admin-port", str(admin), "--api-server-count", frontends)
     with socket.create_server(("127.0.0.1", admin)), pytest.raises(ConfigError, match=f"127.0.0.1 --admin-port {admin}: "):
-        await (serve_http(FakeCore(), taken, Ending()) if frontends == "1" else supervise(taken))
+        await (serve_http([FakeCore()], taken, Ending()) if frontends == "1" else supervise(taken))

@@ -214,7 +214,8 @@ def test_what_the_hosts_memory_keeps_is_told_where_it_keeps_anything():
     engine = EngineMetrics("m", engine=0)
     engine.stats = stats()
     assert not any("offload" in name or "external" in name for name in scrape(engine))
-    offload = OffloadStats(TierStats(10, 4, 800, 300, 0.5, 0.25, 2, 1), TierStats(20, 9, 700, 70, 1.5, 0.5, 3, 1, 32), 64, 48)
+    disk = TierStats(20, 9, 700, 70, 1.5, 0.5, 3, 1, 32)
+    offload = OffloadStats(TierStats(10, 4, 800, 300, 0.5, 0.25, 2, 1), {"disk": disk}, 64, 48)
     engine.stats = msgspec.structs.replace(stats(), offload=offload)
     found = scrape(engine)
     assert found["penstock_external_prefix_cache_queries_total"] == 64

@@ -38,7 +38,7 @@ async def served(folder: Path, *flags: str) -> AsyncIterator[str]:
         api=_api_settings(_parser().parse_args(["m", *pair, *flags])),
     )
     core, ending = FakeCore(lambda request: ([5, 6], 0)), Ending()
-    task = asyncio.create_task(serve_http(core, config, ending))
+    task = asyncio.create_task(serve_http([core], config, ending))
     try:
         async with asyncio.timeout(60):
             while True:

@@ -337,9 +337,12 @@ def test_formats_that_hold_the_same_numbers_become_the_same_weight(source):
 def test_layers_choose_their_method_once(by_hand, build_runner, driver, monkeypatch):
     chosen = []
     original = StoredLinearMethod.__init__
-    monkeypatch.setattr(
-        StoredLinearMethod, "__init__", lambda self, *args: (chosen.append(args[0].name), original(self, *args))[1]
-    )
+
+    def noted(self, layer, *args, **more):
+        chosen.append(layer.name)
+        original(self, layer, *args, **more)
+
+    monkeypatch.setattr(StoredLinearMethod, "__init__", noted)
     played(driver(build_runner(by_hand("awq")[0])))
     assert len(chosen) == len(set(chosen)) == 2 * 4
 

@@ -1,20 +1,17 @@
 """A rank's half of the transfer: it lends pages, reads pages, or both."""
 
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
 
-from penstock.engine.config import ConfigError, TransferConfig, TransportName
+from penstock.engine.config import TransferConfig, TransportName
 from penstock.engine.connectors.host_pages import HostPages, SharedSlots
 from penstock.engine.connectors.transfer.lender import Lender
 from penstock.engine.connectors.transfer.nixl import NixlInlet, NixlOutlet
 from penstock.engine.connectors.transfer.reader import Reader
+from penstock.engine.connectors.transfer.secret_file import read_secret
 from penstock.engine.connectors.transfer.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 from penstock.engine.connectors.transfer.transport import Inlet, Outlet, TcpInlet, TcpOutlet
 from penstock.engine.connectors.transfer.words import Errand, News
-
-_LEAST_SECRET = 16
 
 
 class Agent:
@@ -92,14 +89,3 @@ def inlets(config: TransferConfig, slots: npt.NDArray[np.uint8], secret: bytes, 
             case "nixl":
                 made[name] = NixlInlet(f"{config.engine_id}-{rank}-reads", slots)
     return made
-
-
-def read_secret(path: Path) -> bytes:
-    """Return the shared secret, without white space around it; `ConfigError` where it is no file or too short."""
-    try:
-        secret = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"--kv-transfer-secret-file {path} cannot be read: {error.strerror}") from error
-    if len(secret) < _LEAST_SECRET:
-        raise ConfigError(f"--kv-transfer-secret-file {path} has {len(secret)} bytes; a secret has at least {_LEAST_SECRET}")
-    return secret

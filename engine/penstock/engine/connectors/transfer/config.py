@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from penstock.engine.config import ConfigError, TransferConfig, TransferRole, TransportName
 from penstock.engine.connectors.transfer import nixl
-from penstock.engine.connectors.transfer.agent import read_secret
+from penstock.engine.connectors.transfer.secret_file import read_secret
 from penstock.plain_errors import explained
 from penstock.suggest import suggestion
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from penstock.engine.config import TransferConfig
-from penstock.engine.connectors.transfer.agent import read_secret
+from penstock.engine.connectors.transfer.secret_file import read_secret
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.messages import TRANSFER_REFUSED, Lent, RemotePrefix
 from penstock.plain_errors import explained
