@@ -141,7 +141,9 @@ class LlamaDecoderLayer:
     def _of_few_rows(self, build: Build) -> tuple[FewRows, FewRows] | None:
         """The two halves of the layer for few tokens on a device; None: there are no such forms."""
         attention, mlp = self.self_attn, self.mlp
-        if not self._is_whole or not isinstance(mlp, LlamaMLP) or len(self._norms) != 2:
+        if type(self).__call__ is not LlamaDecoderLayer.__call__:  # the layer has another order, and never runs them
+            return None
+        if not self._is_whole or not isinstance(mlp, LlamaMLP):
             return None
         first = FewRows.of(build.ops, self._norms[0], attention.qkv_proj, attention.o_proj, build.comm)
         second = FewRows.of(build.ops, self._norms[1], mlp.gate_up_proj, mlp.down_proj, build.comm)
