@@ -379,16 +379,16 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         config = parse_decoder_config(read_object(folder / "config.json"))
         if self.enable_expert_parallel:
             check_experts(architecture, config, world * copies)
-            self._check_expert_parallel(stages)
+            self._check_expert_parallel(stages, device)
         if world > 1:
             check_sizes(architecture, config, world, whole_experts=self.enable_expert_parallel)
         if stages > 1:
             check_stages(architecture, config, stages)
             self._check_pipeline(stages)
 
-    def _check_expert_parallel(self, stages: int) -> None:
+    def _check_expert_parallel(self, stages: int, device: Literal["cpu", "cuda"]) -> None:
         """Refuses what ranks that divide experts cannot do so far."""
-        if self.device == "cuda":
+        if device == "cuda":
             raise ConfigError("--enable-expert-parallel: experts are divided on a CPU alone so far (--device cpu)")
         if stages > 1:
             raise ConfigError(f"--enable-expert-parallel does not go with --pipeline-parallel-size {stages} so far")
