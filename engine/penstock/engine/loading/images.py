@@ -10,8 +10,7 @@ from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.vision.config import (
     Gemma3Config,
     LlavaNextConfig,
-    Qwen3Config,
-    QwenConfig,
+    PatchConfig,
     SquareConfig,
     VisionConfig,
 )
@@ -36,7 +35,7 @@ def read_image_settings(path: Path, vision: VisionConfig | None, overrides: Mapp
     Raises:
         ConfigError: The file asks for what is not supported; the message names the field.
     """
-    known = _OVERRIDES if isinstance(vision, QwenConfig | Qwen3Config) else ()
+    known = _OVERRIDES if isinstance(vision, PatchConfig) else ()
     if others := sorted(overrides.keys() - set(known)):
         takes = f"this model takes {' and '.join(known)}" if known else "this model takes none"
         raise ConfigError(f"--mm-processor-kwargs: {', '.join(others)}: {takes}")
@@ -52,7 +51,7 @@ def read_image_settings(path: Path, vision: VisionConfig | None, overrides: Mapp
     if raw is None:
         _log.warning("%s has neither %s nor %s: images are refused", path, FILE, _PROCESSOR)
         return None
-    if isinstance(vision, QwenConfig | Qwen3Config):
+    if isinstance(vision, PatchConfig):
         patches = read_patches(raw | dict(overrides), vision.tower)
         return ImageSettings(
             token_id=vision.image_token_id,

@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from penstock.engine.config import ConfigError
-from penstock.engine.models.vision.config import Qwen3TowerConfig, QwenTowerConfig
+from penstock.engine.models.vision.config import PatchTowerConfig
 from penstock.engine.multimodal.clip import clip_pixels
 from penstock.engine.multimodal.normalization import FILE
 from penstock.engine.multimodal.pixels import Pixels
@@ -67,7 +67,7 @@ def read_square(raw: Mapping[str, Any], size: int) -> SquareSettings:
     return SquareSettings(size=size, resample=int(raw.get("resample", _BILINEAR)))
 
 
-def read_patches(raw: Mapping[str, Any], tower: QwenTowerConfig | Qwen3TowerConfig) -> PatchSettings:
+def read_patches(raw: Mapping[str, Any], tower: PatchTowerConfig) -> PatchSettings:
     """Reads the object of `FILE`.
 
     Args:

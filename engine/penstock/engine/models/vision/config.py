@@ -84,7 +84,7 @@ class TowerConfig(msgspec.Struct, frozen=True, kw_only=True):
         return (self.image_size // self.patch_size) ** 2
 
 
-class QwenTowerConfig(msgspec.Struct, frozen=True, kw_only=True):
+class PatchTowerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A vision transformer over the patches of an image of any size."""
 
     hidden_size: int
@@ -96,32 +96,26 @@ class QwenTowerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Patches of either side of the square that becomes one embedding."""
     temporal_patch_size: int
     """Frames of a film that are one patch."""
+    out_size: int
+    """Of an embedding."""
+
+
+class QwenTowerConfig(PatchTowerConfig, frozen=True, kw_only=True):
+    """Qwen2.5-VL's: most layers see windows of an image."""
+
     window_size: int
     """Pixels of either side of a window."""
     full_layers: tuple[int, ...]
     """Layers without windows."""
-    out_size: int
-    """Of an embedding."""
 
 
-class Qwen3TowerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A vision transformer over the patches of an image of any size, with features of several layers."""
+class Qwen3TowerConfig(PatchTowerConfig, frozen=True, kw_only=True):
+    """Qwen3-VL's: features of several layers."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    patch_size: int
-    merge_size: int
-    """Patches of either side of the square that becomes one embedding."""
-    temporal_patch_size: int
-    """Frames of a film that are one patch."""
     positions_per_side: int
     """Of the square table of positions, which is stretched over an image."""
     deep_layers: tuple[int, ...]
     """Layers whose features are added after the decoder's first ones, in this order."""
-    out_size: int
-    """Of an embedding."""
 
 
 class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,13 +134,19 @@ class SquareConfig(VisionConfig, frozen=True, kw_only=True):
     """Embeddings of an image, and placeholders in a prompt."""
 
 
-class QwenConfig(VisionConfig, frozen=True, kw_only=True):
+class PatchConfig(VisionConfig, frozen=True, kw_only=True):
+    """Of a model that reads images in about their own size."""
+
+    tower: PatchTowerConfig
+
+
+class QwenConfig(PatchConfig, frozen=True, kw_only=True):
     """Qwen2.5-VL's."""
 
     tower: QwenTowerConfig
 
 
-class Qwen3Config(VisionConfig, frozen=True, kw_only=True):
+class Qwen3Config(PatchConfig, frozen=True, kw_only=True):
     """Qwen3-VL's."""
 
     tower: Qwen3TowerConfig
