@@ -23,6 +23,10 @@ settings.load_profile("same")
 # Before anything imports torch; processes that a test starts inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# As in the Makefile: hundreds of processes would each compile torch's modules anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
