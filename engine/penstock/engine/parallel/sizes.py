@@ -13,8 +13,10 @@ _FAMILIES: Final = (
     *("DeepseekV2", "DeepseekV3", "Glm4Moe", "GptOss", "KimiK2", "Mixtral", "Qwen2Moe", "Qwen3Moe"),
 )
 DIVIDED: Final = frozenset(f"{family}ForCausalLM" for family in _FAMILIES) | {
+    "Gemma3ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
 }
 """Architectures whose every layer is known to give the same on several ranks as on one."""
