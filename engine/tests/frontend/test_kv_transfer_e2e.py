@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 from frontend_process import make_llama, serving
+from vision_models import TOKENS, data_url, picture, with_tokenizer
 
 from penstock.engine.connectors.transfer import nixl
 from testing.ports import free_ports
@@ -22,6 +23,11 @@ PROMPT = "the river turns the wheel of the mill and the mill turns the stone tha
 @pytest.fixture(scope="module")
 def llama(tokenizer_files, tmp_path_factory):
     return make_llama(tmp_path_factory.mktemp("llama"), tokenizer_files)
+
+
+@pytest.fixture(scope="module")
+def seeing(tokenizer_files, tmp_path_factory):
+    return with_tokenizer(tmp_path_factory.mktemp("models") / "seeing", tokenizer_files)
 
 
 def flags(secret, role, **extra):
@@ -45,7 +51,10 @@ def start(llama, tmp_path):
 
 
 def ask(server, path="/v1/completions", headers=None, **body):
-    body = {"model": "tiny", "max_tokens": 12, "temperature": 0.0, "ignore_eos": True, **body}
+    return post(server, path, {"model": "tiny", "max_tokens": 12, "temperature": 0.0, "ignore_eos": True, **body}, headers)
+
+
+def post(server, path, body, headers=None):
     data, headers = json.dumps(body).encode(), {"content-type": "application/json", **(headers or {})}
     with urllib.request.urlopen(urllib.request.Request(server.url + path, data, headers), timeout=60) as answer:
         return json.load(answer)
@@ -95,8 +104,8 @@ def prefiller(server):
 
 @pytest.mark.req("PD-01", "PD-08")
 @pytest.mark.parametrize("transport", ["shm", pytest.param("nixl", marks=needs_nixl)])
-def test_a_pair_answers_as_one_replica_and_the_decode_replica_computes_nothing_that_it_was_sent(start, transport):
-    prefill, decode = (start(role, transports=[transport]) for role in ("kv_producer", "kv_consumer"))
+def test_a_pair_answers_as_one_replica_and_the_decode_replica_computes_nothing_that_it_was_sent(start, transport, seeing):
+    prefill, decode = (start(role, model=seeing, transports=[transport]) for role in ("kv_producer", "kv_consumer"))
     expected = ask(prefill, prompt=PROMPT)
     chat = {"messages": [{"role": "user", "content": PROMPT}], "path": "/v1/chat/completions"}
     expected_chat = ask(prefill, **chat)
@@ -120,6 +129,34 @@ def test_a_pair_answers_as_one_replica_and_the_decode_replica_computes_nothing_t
     # What has come is in the prefix cache for the next request.
     cached = ask(decode, prompt=PROMPT)["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached == params["remote_num_tokens"] and metric(decode, "penstock_kv_transfer_pulls") == 2
+    check_images(prefill, decode)
+
+
+def check_images(prefill, decode):
+    """The prefill replica runs the tower, and the decode replica does not; its answers are as if it had."""
+    for number, (path, prompt, kind, limit) in enumerate(
+        (
+            ("/v1/chat/completions", "messages", "text", "max_tokens"),
+            ("/v1/responses", "input", "input_text", "max_output_tokens"),
+        )
+    ):
+        url = data_url(picture(number))
+        image = {"type": "input_image", "image_url": url} if number else {"type": "image_url", "image_url": {"url": url}}
+        turn = {"role": "user", "content": [{"type": kind, "text": "see"}, image, {"type": kind, "text": PROMPT}]}
+        body = {"model": "tiny", "temperature": 0.0, "ignore_eos": True, limit: 12, prompt: [turn]}
+        answer = post(decode, path, body, prefiller(prefill))
+        runs = [metric(server, "penstock_encoder_tokens") for server in (prefill, decode)]
+        assert runs == [TOKENS * (number + 1), 0]
+        usage, said = answer["usage"], answer.get("output") or answer["choices"]
+        cached = (usage.get("prompt_tokens_details") or usage.get("input_tokens_details"))["cached_tokens"]
+        assert cached == sent(usage.get("prompt_tokens") or usage["input_tokens"]) > TOKENS
+        alone = post(prefill, path, body)
+        assert words(said) == words(alone.get("output") or alone["choices"])
+
+
+def words(said):
+    [one] = said
+    return one["message"]["content"] if "message" in one else one["content"][0]["text"]
 
 
 def test_params_that_do_not_fit_are_refused_by_name_and_a_hop_that_does_not_fit_costs_nothing(start, tokenizer_files, tmp_path):

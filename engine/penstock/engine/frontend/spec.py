@@ -56,9 +56,7 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     def is_transferable(self) -> bool:
         """Whether the KV pages of its prompt may come from another replica, or go there: one sequence whose prompt need not be
         computed here for another reason."""
-        return (
-            len(self.prompts) * self.n == 1 and not self.lora_id and not self.images and self.sampling[0].prompt_logprobs is None
-        )
+        return len(self.prompts) * self.n == 1 and not self.lora_id and self.sampling[0].prompt_logprobs is None
 
     @property
     def image_tokens(self) -> int:

@@ -17,12 +17,18 @@ from penstock.engine.frontend.generation import Generation
 from penstock.engine.frontend.openai.kv_transfer import FIELD, KVTransfer
 from penstock.engine.frontend.openai.protocol import ChatRequest, CompletionRequest
 from penstock.engine.frontend.spec import GenerationSpec
-from penstock.prompt.processor import COMPLETIONS_PATH
+from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH
+from penstock.prompt.responses import as_chat
 
 MAX_ANSWER_BYTES = 16 << 20
 CONNECT_S = 3.0
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}")
 _PASSED_ON = ("authorization", TENANT, PRIORITY)
+_CHAT_FIELDS = (
+    *("messages", "tools", "chat_template_kwargs", "reasoning_effort"),
+    *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
+)
+"""What of a chat's body decides on its prompt."""
 
 _log = logging.getLogger(__name__)
 
@@ -85,14 +91,15 @@ class Prefill:
         return msgspec.structs.replace(spec, remote=remote)
 
     async def _ask(self, address: str, request: web.Request, spec: GenerationSpec) -> dict[str, Any] | None:
-        """The prefill replica's `kv_transfer_params`. It gets the tokens, so both replicas mean the same prompt."""
+        """The prefill replica's `kv_transfer_params`. It gets the tokens, so both replicas mean the same prompt; where that has
+        images, which are no tokens, it gets the messages."""
         assert self._transfer is not None
         headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
         if spec.deadline is not None:
             headers[TIMEOUT] = str(max(1, round(1000 * (spec.deadline - time.time()))))
         body = {
             "model": self._llm.model.served_names[0],
-            "prompt": spec.prompts[0],
+            **(await _messages(request) if spec.images else {"prompt": spec.prompts[0]}),
             "max_tokens": 1,
             "temperature": 0.0,
             **({} if spec.cache_salt is None else {"cache_salt": spec.cache_salt}),
@@ -101,7 +108,7 @@ class Prefill:
         if self._session is None:
             self._session = aiohttp.ClientSession()
         limits = aiohttp.ClientTimeout(total=self._transfer.config.prefill_timeout_s, connect=CONNECT_S)
-        url = f"http://{address}{COMPLETIONS_PATH}"
+        url = f"http://{address}{CHAT_PATH if spec.images else COMPLETIONS_PATH}"
         data = orjson.dumps(body)
         headers["content-type"] = "application/json"
         async with self._session.post(url, data=data, headers=headers, timeout=limits, allow_redirects=False) as answer:
@@ -121,3 +128,11 @@ class Prefill:
         """Ends the connections."""
         if self._session is not None:
             await self._session.close()
+
+
+async def _messages(request: web.Request) -> dict[str, Any]:
+    """The part of a chat's body that makes the same prompt as a request which was read and checked before."""
+    body = orjson.loads(await request.read())
+    chat = body if request.path == CHAT_PATH else as_chat(body, reads_images=True)
+    found = {name: chat[name] for name in _CHAT_FIELDS if name in chat}
+    return found | ({"tool_choice": "none"} if found.get("tools") else {})
