@@ -230,6 +230,17 @@ def test_the_picker_hashes_what_the_engine_hashes_without_decoding():
         memo.hashed(CHAT_PATH, user({"type": "image_url", "image_url": {"url": "data:image/png;base64,?"}}), extra)
 
 
+@pytest.mark.req("MM-05")
+def test_an_id_within_a_file_never_stands_for_its_pixels():
+    """EXIF's ImageUniqueID is anybody's to write: files that carry the same one are different images."""
+    exif = b"Exif\0\0II*\0" + bytes.fromhex("08000000010020a40200210000001a000000") + bytes(4) + b"0123456789abcdef" * 2 + b"\0"
+    files = [b"\xff\xd8\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif + pixels for pixels in (b"one", b"two")]
+    one, extra = processor(tokens=6), ExtraKeys()
+    [first], [second] = (PrefixMemo(one).hashed(CHAT_PATH, user(image(data)), extra) for data in files)
+    assert image_name(files[0]) != image_name(files[1])
+    assert not set(first.block_hashes) & set(second.block_hashes)
+
+
 def test_images_of_any_size_are_counted_by_their_headers():
     """The picker reads no further, and knows nothing from an image on whose header says nothing."""
     one = processor(tokens=64, size=DynamicSize(factor=8, min_pixels=64, max_pixels=4096))
