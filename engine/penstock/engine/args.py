@@ -239,6 +239,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 max_encoder_tokens=0 if images is None else self.max_num_batched_tokens,
                 encoder_cache_size=0 if images is None else max(self.max_num_batched_tokens, images.tokens),
                 whole_images=images is not None and images.two_way,
+                image_lookahead=int(images is not None and speculative is not None and speculative.has_head),
             ),
             transfer=self._transfer(model),
             lora=self._lora(names),
@@ -516,7 +517,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 def _check_draft_positions(images: ImageSettings, speculative: SpeculativeConfig) -> None:
     """Heads read the target's states, and follow its positions: they have one a token so far."""
-    if isinstance(images.resize, PatchSettings) and speculative.method in ("eagle", "eagle3", "mtp"):
+    if isinstance(images.resize, PatchSettings) and speculative.has_head:
         raise ConfigError(
             f"--speculative-config: {speculative.method} drafts text alone, and this model's images have positions in rows and "
             "columns (--limit-mm-per-prompt '{\"image\": 0}')"

@@ -213,6 +213,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Embeddings of images that are kept for further requests."""
     whole_images: bool = False
     """Whether a step computes all tokens of an image or none: no chunk may cut one."""
+    image_lookahead: int = 0
+    """Tokens after a step's own of which images' embeddings must be there as well: 1 where a draft head reads the token after
+    each."""
     pipeline_stages: int = 1
     """Plans among which running requests are distributed; with more than one, a request samples in one plan in flight at most."""
     tenant_weights: dict[str, float] = {}
@@ -261,6 +264,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """suffix: drafts per token that stood earlier at most."""
     suffix_decoding_min_token_prob: float = 0.1
     """suffix: how frequent a draft must be where it was found."""
+
+    @property
+    def has_head(self) -> bool:
+        """Whether drafts come from a head that reads the target model's states."""
+        return self.method in ("eagle", "eagle3", "mtp")
 
 
 class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -58,6 +58,7 @@ def make_config(
     drafts: int = 0,
     images: tuple[int, int] = (0, 0),
     whole_images: bool = False,
+    image_lookahead: int = 0,
 ) -> EngineConfig:
     """`images`: embeddings that a step makes, and that are kept."""
     return EngineConfig(
@@ -85,6 +86,7 @@ def make_config(
             max_encoder_tokens=images[0],
             encoder_cache_size=images[1],
             whole_images=whole_images,
+            image_lookahead=image_lookahead,
         ),
         depth=depth,
     )

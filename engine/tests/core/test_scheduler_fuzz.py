@@ -36,6 +36,7 @@ configs = st.fixed_dictionaries(
         # Runs may be longer than a step's budget; an image fits into the cache.
         "images": st.tuples(st.sampled_from([2, LARGEST, 16, 64]), st.sampled_from([LARGEST, 12, 20, 64])),
         "whole_images": st.booleans(),
+        "image_lookahead": st.integers(0, 1),
     }
 )
 layouts = st.sampled_from(

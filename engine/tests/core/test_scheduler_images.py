@@ -158,6 +158,24 @@ def test_an_image_whose_tokens_see_each_other_is_computed_in_one_step():
     assert chunks(other)[1:5] == [[1, 3], [1, 10], [1, 1, 10], [1, 1, 1, 2]]
 
 
+@pytest.mark.req("MM-26")
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_draft_head_has_the_image_after_a_chunks_last_token(ahead, whole):
+    machine = Machine(make_config(images=(16, 16), budget=4, image_lookahead=ahead, whole_images=whole))
+    ran(machine, seen(0, [1, 2, 3, 4, ("a", 4), 5]))
+    assert chunks(machine)[:3] == [[4], [4], [1]]
+    assert [len(plan.encoder_runs) for plan in machine.plans[:2]] == [ahead, 1 - ahead]
+    # Without room for it, the chunk ends a token earlier. The images are kept until they are over.
+    tight = Machine(make_config(images=(4, 8), budget=40, image_lookahead=ahead, whole_images=whole))
+    ran(tight, seen(0, [1, 2, ("a", 4), 3, 4, ("b", 4), 5]))
+    assert chunks(tight)[:2] == [[8 - ahead], [5 + ahead]]
+    assert tight.runner.encoded == ["a", "b"]
+    # Where images touch, one is over only when the next one is there: with room for one alone, the head does without.
+    touching = Machine(make_config(images=(4, 4), budget=40, image_lookahead=ahead, whole_images=whole))
+    ran(touching, seen(0, [("a", 4), ("b", 4), 5]), seen(1, [("c", 4), ("d", 4), 6]))
+
+
 def test_a_prefix_hit_may_end_within_an_image_whose_rest_is_computed_in_one_step():
     machine = Machine(make_config(images=(16, 16), budget=20, whole_images=True))
     ran(machine, seen(0, [1, 2, ("a", 9)], 1))

@@ -39,6 +39,10 @@ class DraftHead(Protocol):
         """Takes the target's embedding and LM head where the head has none."""
         ...
 
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[n] tokens to [n, hidden]; embeddings stay what they are."""
+        ...
+
     def combine(self, states: torch.Tensor) -> torch.Tensor:
         """The target's states, [n, as many as the head takes], to what the first layer takes, [n, hidden]."""
         ...
@@ -49,7 +53,7 @@ class DraftHead(Protocol):
         """One pass.
 
         Args:
-            input_ids: [n]: of the token after each entry's position.
+            input_ids: [n]: of the token after each entry's position, or its embedding, [n, hidden].
             hidden: [n, hidden]: as `combine` gives it, or as the pass before has returned it.
             positions: [n].
             ctx: The caches of the head's layers.
@@ -123,7 +127,9 @@ class FusingHead(Generic[LayerT]):
             assert target.embed_tokens is not None
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[n] → [n, hidden]."""
+        """See DraftHead."""
+        if input_ids.is_floating_point():
+            return input_ids
         embedding = self._target.embed_tokens if self.embed_tokens is None else self.embed_tokens
         assert embedding is not None
         return embedding(input_ids)

@@ -4,7 +4,7 @@ After each step of the target the head reads the step's tokens with the target's
 states alone. The states that it makes up while it drafts are forgotten.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +20,9 @@ from penstock.engine.runner.input_batch import Placed, StepArrays, StepInputs
 from penstock.engine.runner.step_tapes import StepTapes
 from penstock.engine.spec.proposer import Proposer
 from penstock.kernels.ops import Ops
+
+Following = Callable[[Int32, Int32, Int32, Callable[[], torch.Tensor]], torch.Tensor | None]
+"""See `Images.following`."""
 
 
 class TappedModel:
@@ -77,6 +80,9 @@ class _Bound(NamedTuple):
     """Reads a draft of each row."""
     vocabulary: torch.Tensor | None
     """The draft vocabulary, as in `DraftHead`."""
+    head: DraftHead
+    images: Following | None
+    """None: no prompt has images, or the head's embeddings have another size than theirs."""
 
 
 class HeadProposer(Proposer):
@@ -122,13 +128,14 @@ class HeadProposer(Proposer):
         """[m]: the first drafts of the rows for which drafts will be asked."""
         self._bound: _Bound | None = None
 
-    def bind(self, head: DraftHead, kv_caches: list[torch.Tensor]) -> None:
-        """Takes the head, loaded, and the caches of its layers (see `ForwardContext`); no row has a request."""
+    def bind(self, head: DraftHead, kv_caches: list[torch.Tensor], images: Following | None = None) -> None:
+        """Takes the head, loaded, the caches of its layers (see `ForwardContext`), and what knows the images of prompts; no row
+        has a request."""
         runs: list[_Runs] = []
         for source, out, combines in ((self._states, self._read, True), (self._guessed, self._guessed, False)):
             model = _Pass(head, source, out, combines=combines)
             runs.append(_Runs(model, StepTapes(model, self._ops) if self._ops.tape is not None else None))
-        self._bound = _Bound(kv_caches, runs[0], runs[1], head.vocabulary)
+        self._bound = _Bound(kv_caches, runs[0], runs[1], head.vocabulary, head, images)
 
     def release(self) -> None:
         """Lets go of both, whose memory is wanted back."""
@@ -144,7 +151,7 @@ class HeadProposer(Proposer):
         self._place[rows] = starts + table.num_computed[rows] - 1 - (step.seq_lens - (ends - starts))
         of = rows[asked]
         inputs = self._arrays.inputs(step, following, self._place[of])
-        logits = self._logits(self._bound.first, inputs)
+        logits = self._logits(self._bound.first, inputs, self._with_images(self._bound, inputs.input_ids, rows, step))
         if len(of):
             self._last = inputs.logits_indices.clone()
             self._first = self._choose(logits, of, table.num_tokens[of], 0)
@@ -165,16 +172,26 @@ class HeadProposer(Proposer):
         drafts[:, 1:][np.arange(1, self._num_drafts) > has_room[:, None]] = -1
         return drafts
 
+    def _with_images(self, bound: _Bound, input_ids: torch.Tensor, rows: Int32, step: Placed) -> torch.Tensor:
+        """[n] tokens, or [n, hidden] embeddings where images are among them."""
+        if bound.images is None:
+            return input_ids
+        begins = step.query_start_loc[:-1]
+        starts, counts = step.positions[begins].astype(np.int32), np.diff(step.query_start_loc)
+        found = bound.images(rows, starts, counts, lambda: bound.head.embed(input_ids))
+        return input_ids if found is None else found
+
     def _choose(self, logits: torch.Tensor, rows: Int32, positions: Int32, place: int) -> torch.Tensor:
         assert self._bound is not None
         return self._sampler.choose(logits, rows, positions, place, self._bound.vocabulary)
 
-    def _logits(self, run: _Runs, step: StepInputs) -> torch.Tensor:
-        """[m, draft vocabulary]: of the step's rows of logits, of which there may be none."""
+    def _logits(self, run: _Runs, step: StepInputs, given: torch.Tensor | None = None) -> torch.Tensor:
+        """[m, draft vocabulary]: of the step's rows of logits, of which there may be none. `given`: in place of its tokens."""
         assert self._bound is not None
         ctx = ForwardContext(self._ops, self._bound.kv_caches, [step.groups[number] for number in self._layer_groups])
-        logits = run.tapes.logits(step, ctx) if run.tapes is not None else None
+        given = step.input_ids if given is None else given
+        logits = run.tapes.logits(step, ctx) if run.tapes is not None and given is step.input_ids else None
         if logits is not None:
             return logits
-        hidden = run.model.forward(step.input_ids, step.positions, ctx)
+        hidden = run.model.forward(given, step.positions, ctx)
         return run.model.compute_logits(hidden[step.logits_indices]) if len(step.logits_indices) else hidden[:0]

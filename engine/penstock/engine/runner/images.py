@@ -116,7 +116,7 @@ class Images:
             plan's, cannot be computed.
         """
         merged, failed = None, dict[int, str]()
-        for at, item, offset, place in self._parts(plan, starts):
+        for at, item, offset, place in self._parts(plan.rows, starts, plan.num_new_tokens):
             found = self._embeddings.get(item.identifier)
             if found is None or len(found) != item.length:
                 there = "none are there" if found is None else f"it has {len(found)}"
@@ -137,7 +137,7 @@ class Images:
             [n], or None where each sees up to itself.
         """
         ends = None
-        for at, item, offset, place in self._parts(plan, starts) if self._two_way else ():
+        for at, item, offset, place in self._parts(plan.rows, starts, plan.num_new_tokens) if self._two_way else ():
             if ends is None:
                 counts = plan.num_new_tokens
                 ends = np.arange(1, counts.sum() + 1, dtype=np.int32)
@@ -146,11 +146,30 @@ class Images:
             ends[place] = item.start + item.length
         return ends
 
-    def _parts(self, plan: StepPlan, starts: Int32) -> Iterator[_Part]:
+    def following(self, rows: Int32, starts: Int32, counts: Int32, embed: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        """What a draft head reads: the embedding after each token.
+
+        Args:
+            rows: [r]: a step's.
+            starts: [r]: the position of each row's first token.
+            counts: [r]: its tokens in the step.
+            embed: Embeds the tokens after the step's, [n, hidden].
+
+        Returns:
+            [n, hidden] in place of tokens, or None where none of them is an image's whose embeddings are there.
+        """
+        merged = None
+        for _, item, offset, place in self._parts(rows, starts + np.int32(1), counts):
+            if (found := self._embeddings.get(item.identifier)) is not None:
+                merged = embed().clone() if merged is None else merged
+                merged[place] = found[offset : offset + place.stop - place.start]
+        return merged
+
+    def _parts(self, rows: Int32, starts: Int32, counts: Int32) -> Iterator[_Part]:
         if not self._items:
             return
         first = 0
-        for at, (row, start, count) in enumerate(zip(ints(plan.rows), ints(starts), ints(plan.num_new_tokens), strict=True)):
+        for at, (row, start, count) in enumerate(zip(ints(rows), ints(starts), ints(counts), strict=True)):
             for item in self._items.get(row, ()):
                 begin, end = max(item.start, start), min(item.start + item.length, start + count)
                 if begin < end:

@@ -27,7 +27,7 @@ from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.relay import Relay
 from penstock.engine.runner.base import RunnerBase
 from penstock.engine.runner.device.host import HostRuntime
-from penstock.engine.runner.draft_head import TappedModel
+from penstock.engine.runner.draft_head import Following, TappedModel
 from penstock.engine.runner.follower import Follower
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.host_step import HostStep
@@ -210,7 +210,14 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
     def _bind_drafter(self) -> None:
         """Gives the proposer its model and cache, once all of them are there."""
         if self._drafting is not None and self.kv_caches and hasattr(self, "model") and hasattr(self, "draft_model"):
-            self._drafting.bind(self.draft_model, self.model, self.kv_caches[self.decoder_config.num_layers :])
+            caches = self.kv_caches[self.decoder_config.num_layers :]
+            self._drafting.bind(self.draft_model, self.model, caches, self._images_of_head())
+
+    def _images_of_head(self) -> Following | None:
+        """What a draft head may see of images: those of its own width."""
+        drafter = self._drafter
+        fits = drafter is not None and drafter.config.hidden_size == self.decoder_config.hidden_size
+        return self._images.following if fits and self.config.model.images is not None else None
 
     def _time_decodes(self, rows: int, drafts: int) -> float:
         """Seconds of a step of so many decodes, each with so many drafts, in the null block."""

@@ -10,7 +10,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.draft_head import DraftHead
 from penstock.engine.models.model import Model
-from penstock.engine.runner.draft_head import HeadProposer, TappedModel
+from penstock.engine.runner.draft_head import Following, HeadProposer, TappedModel
 from penstock.engine.runner.draft_model import DraftModel
 from penstock.engine.runner.draft_sampler import DraftSampler
 from penstock.engine.runner.input_batch import StepArrays
@@ -27,12 +27,15 @@ class Drafter(NamedTuple):
     arrays: StepArrays
     """Of its passes."""
 
-    def bind(self, draft_model: Model | DraftHead, target: Model, kv_caches: list[torch.Tensor]) -> None:
-        """Gives it the draft model or the head, loaded, with the caches of its layers, and the target."""
+    def bind(
+        self, draft_model: Model | DraftHead, target: Model, kv_caches: list[torch.Tensor], images: Following | None = None
+    ) -> None:
+        """Gives it the draft model or the head, loaded, with the caches of its layers, the target, and what a head may see of
+        images."""
         if isinstance(self.proposer, HeadProposer):
             head = cast("DraftHead", draft_model)
             head.share(target)
-            self.proposer.bind(head, kv_caches)
+            self.proposer.bind(head, kv_caches, images)
         else:
             self.proposer.bind(cast("Model", draft_model), kv_caches)
 

@@ -78,7 +78,8 @@ class Scheduler:
         """Why no request is taken; None: they are."""
         adapter_table = table or AdapterTable()
         self.adapters = Adapters(adapter_table, kv)
-        self.encoder = Encoder(config.max_encoder_tokens, EncoderCache(config.encoder_cache_size), whole=config.whole_images)
+        cache = EncoderCache(config.encoder_cache_size)
+        self.encoder = Encoder(config.max_encoder_tokens, cache, whole=config.whole_images, ahead=config.image_lookahead)
         self.rules: list[AdmissionRule] = [
             MaxNumSeqs(config.max_num_seqs),
             TokenBudget(chunked=config.enable_chunked_prefill),

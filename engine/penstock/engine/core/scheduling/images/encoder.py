@@ -50,10 +50,11 @@ class Encoder:
         budget: Work of a step at most; see `ImageInput.work`.
         cache: What the runner holds.
         whole: Whether a chunk has all tokens of an image or none.
+        ahead: Tokens after a chunk whose images it needs too, since a draft head reads the token after each.
     """
 
-    def __init__(self, budget: int, cache: EncoderCache, *, whole: bool = False) -> None:
-        self._budget, self._cache, self._whole = budget, cache, whole
+    def __init__(self, budget: int, cache: EncoderCache, *, whole: bool = False, ahead: int = 0) -> None:
+        self._budget, self._cache, self._whole, self._ahead = budget, cache, whole, ahead
         self._left = budget
         self._runs: dict[str, EncoderRun] = {}
         self._under_way: dict[str, _Run] = {}
@@ -108,15 +109,15 @@ class Encoder:
         """How far a chunk of a request's tokens from `start` to `end` gets; `start` itself where it must wait."""
         there: list[ImageInput] = []
         missing: dict[str, ImageInput] = {}
-        length = work = 0
+        length = work = before = last = 0
         for image in request.images:
             name = image.item.identifier
+            before, last = last, image.end
             if image.end <= start:
                 continue
-            if image.item.start >= end:
-                break
-            if self._whole and image.end > end:
+            if self._whole and image.item.start < end < image.end:
                 end = max(start, image.item.start)
+            if image.item.start - self._ahead >= end:
                 break
             if name in missing:
                 continue
@@ -129,7 +130,9 @@ class Encoder:
             divided = not found and image.work > self._budget
             if not fits or divided or (run is not None and not run.is_over) or (not found and work + image.work > self._left):
                 begun = image if fits and divided else None
-                return Reach(max(start, image.item.start), there, list(missing.values()), begun)
+                # Where images touch, a request would hold one while it waits for the next one, and two such might wait for ever.
+                stop = image.item.start - (self._ahead if before < image.item.start else 0)
+                return Reach(max(start, stop), there, list(missing.values()), begun)
             there, length = kept, needed
             if not found:
                 work += image.work
