@@ -99,8 +99,7 @@ def drafting(checkpoint, build_runner, depth, num_blocks, config, proposer=None)
         return Watched(runner, depth, num_blocks)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("num_blocks", [100, 22])
+@pytest.mark.parametrize(("depth", "num_blocks"), [(1, 22), (2, 100)], ids=["preempted", "roomy"])
 @pytest.mark.parametrize("proposer", ["ngram", "suffix", "right", "wrong", "mixed", "outside", "dies"])
 @pytest.mark.req("SD-01", "SD-03", "SD-04", "SD-11", "SD-20", "SD-21", "SD-22", "SD-23", "SPV-03", "SPV-12")
 def test_drafts_change_no_token(checkpoint, build_runner, asked, alone, depth, num_blocks, proposer):

@@ -114,8 +114,10 @@ def fits(counts: np.ndarray, due: np.ndarray) -> bool:
     return chi_square_accepts(np.append(counts[kept], counts[rare].sum()), np.append(due[kept], due[rare].sum()))
 
 
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("drafter", "asked"),
+    [*((drafter, "plain") for drafter in DRAFTERS), *(("opposite", asked) for asked in ASKED if asked != "plain")],
+)
 @pytest.mark.req("SD-02", "SD-06", "SD-07", "SD-09", "SPV-02")
 def test_tokens_are_as_likely_as_without_drafts(drafter, asked):
     sampling = SamplingParams(max_tokens=9, seed=11, **ASKED[asked])
@@ -230,7 +232,7 @@ def triples(model, prompt: list[int]) -> dict[tuple[int, ...], float]:
     return due
 
 
-@pytest.mark.parametrize(("method", "depth"), [("draft_model", 1), ("draft_model", 2), ("eagle3", 1)])
+@pytest.mark.parametrize(("method", "depth"), [("draft_model", 2), ("eagle3", 1)])
 @pytest.mark.req("SD-02", "SD-05", "SD-17")
 def test_three_tokens_in_a_row_are_as_likely_as_plain_torch_says(
     checkpoint, build_runner, monkeypatch, draft_head, method, depth
@@ -244,7 +246,7 @@ def test_three_tokens_in_a_row_are_as_likely_as_plain_torch_says(
     folder = checkpoint("llama") if method == "draft_model" else draft_head
     engine, found = drafting(checkpoint, build_runner, monkeypatch, method, folder, depth), {}
     try:
-        for first in (0, 500, 1000):  # as many as may wait
+        for first in (0, 500):  # as many as may wait
             found |= engine.run(unseeded(first, prompt, top_k=3, logit_bias=BIASED))
     finally:
         engine.executor.close()

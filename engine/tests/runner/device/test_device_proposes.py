@@ -98,8 +98,7 @@ def alone(path, build_runner, asked):
     return tokens, logprobs
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("num_blocks", [100, 22], ids=["roomy", "preempted"])
+@pytest.mark.parametrize(("depth", "num_blocks"), [(1, 100), (2, 22)], ids=["roomy", "preempted"])
 @pytest.mark.parametrize("proposer", ["ngram", "suffix", "right", "wrong", "mixed", "outside", "dies"])
 @pytest.mark.req("SD-01", "SD-03", "SD-04", "SD-11", "SD-20", "SD-22", "SD-23", "SPV-03")
 def test_drafts_change_no_token(path, build_device_runner, asked, alone, depth, num_blocks, proposer) -> None:
