@@ -4,6 +4,7 @@ Results are bit-stable for one number of threads only, and on a busy two-core ma
 """
 
 import datetime
+import gc
 import ipaddress
 import os
 import random
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, settings
 # Tests run beside others on few cores: slowness there says nothing about the code. And a change is judged by the same examples
 # each time, so that nobody's change fails by what another's might have; `--hypothesis-profile=explore` looks for new ones.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
-settings.register_profile("same", unhurried, derandomize=True)
+settings.register_profile("same", unhurried, derandomize=True, max_examples=40)
 settings.register_profile("explore", unhurried)
 settings.load_profile("same")
 
@@ -61,6 +62,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Has Triton's kernels interpreted where there is no CUDA device to compile them for: they are decorated for one or other."""
     if config.option.markexpr != "gpu" and not Path("/dev/nvidiactl").exists():
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_finish() -> None:
+    """Lets no garbage collection walk through the modules and the tests again: it takes half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -19,7 +19,7 @@ PENALISED = SamplingParams(
     frequency_penalty=1.0,
     repetition_penalty=1.4,
     logit_bias=((5, 2.0), (9, -3.0)),
-    bad_words=tuple((token, other) for token in range(VOCAB) for other in range(token % 3, VOCAB, 3)),
+    bad_words=tuple((token, other) for token in range(VOCAB) for other in range(token % 9, VOCAB, 9)),
 )
 VARIANTS = [("llama", "float32"), ("llama-7to1-llama3-tied", "float32"), ("llama-mha-linear-bias", "float32")]
 VARIANTS += [("qwen3", "float32"), ("llama", "bfloat16"), ("qwen3", "bfloat16"), ("llama", "float16")]

@@ -17,6 +17,7 @@ import pytest
 
 from penstock.api import headers
 from penstock.api.fleet import Fleet, Model, Pool
+from testing import patient
 
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 PATH = "/v1/chat/completions"
@@ -81,7 +82,7 @@ def wait_until_it_answers(stack: Stack, limit_s: float = 60.0) -> None:
     while time.monotonic() < deadline:
         assert stack.gateway.poll() is None, stack.processes.log("gateway")
         try:
-            if httpx.get(f"{stack.url}/v1/models", timeout=5).status_code == 200:
+            if patient.get(f"{stack.url}/v1/models", timeout=5).status_code == 200:
                 return
         except httpx.TransportError:
             pass
