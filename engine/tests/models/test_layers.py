@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -105,8 +106,7 @@ for make, dtype in ((chosen, torch.bfloat16), (PrepackedLinearMethod, torch.floa
 """
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", [name for name in ISAS if choose(name).environment])
+@pytest.mark.parametrize(("name", "threads"), [*zip([name for name in ISAS if choose(name).environment], cycle((2, 1)))])
 def test_a_process_on_a_lesser_set_asks_onednn_for_no_bfloat16(name, threads):
     """With the environment that the engine gives its core."""
     environment = {**os.environ, **choose(name).environment, "ONEDNN_VERBOSE": "1"}
