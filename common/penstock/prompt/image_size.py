@@ -19,6 +19,17 @@ MAX_ASPECT: Final = 200
 """The longer side over the shorter one: resizing a thinner image to a model's height would take gigabytes."""
 
 
+class TowerCost(msgspec.Struct, frozen=True):
+    """What a tower's run for an image takes, in tokens of text that take as long: `pixels · (linear + quadratic · pixels)`."""
+
+    linear: float = 0.0
+    quadratic: float = 0.0
+
+    def tokens(self, pixels: int) -> int:
+        """Of an image of so many pixels, as the tower reads it."""
+        return math.ceil(pixels * (self.linear + self.quadratic * pixels))
+
+
 class DynamicSize(msgspec.Struct, frozen=True, kw_only=True, tag="dynamic"):
     """A model reads an image in about its own size: sides are multiples of `factor`, and the area is bounded."""
 
@@ -41,8 +52,11 @@ class DynamicSize(msgspec.Struct, frozen=True, kw_only=True, tag="dynamic"):
 
     def tokens(self, height: int, width: int) -> int:
         """Embeddings of an image of this size."""
-        high, wide = self.resized(height, width)
-        return (high // self.factor) * (wide // self.factor)
+        return self.pixels(height, width) // self.factor**2
+
+    def pixels(self, height: int, width: int) -> int:
+        """Pixels that the tower reads of an image of this size."""
+        return math.prod(self.resized(height, width))
 
 
 class TiledSize(msgspec.Struct, frozen=True, kw_only=True, tag="tiled"):
@@ -84,6 +98,10 @@ class TiledSize(msgspec.Struct, frozen=True, kw_only=True, tag="tiled"):
         """Embeddings of an image of this size: the square's, and the rows of the tiles, each with an end of its own."""
         rows, columns = self.grid(height, width)
         return self.side**2 + rows * (columns + 1)
+
+    def pixels(self, height: int, width: int) -> int:
+        """Pixels that the tower reads of an image of this size, margins included."""
+        return self.tile**2 + math.prod(self.resolution(height, width))
 
     @property
     def most_tokens(self) -> int:

@@ -2,21 +2,33 @@
 places among a prompt's tokens."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from penstock.prompt.errors import PromptError
 from penstock.prompt.hashing import PromptItem
-from penstock.prompt.image_size import DynamicSize, TiledSize, image_size, is_turned
+from penstock.prompt.image_size import DynamicSize, TiledSize, TowerCost, image_size, is_turned
 
+MM_KWARGS: Final = "mm_processor_kwargs"
+"""The field of a chat that says how its images are prepared."""
+_LIMITS: Final = ("max_pixels", "min_pixels")
 _DETAILS: Final = ("auto", "low", "high")
 _OTHERS: Final = {"video_url": "videos", "input_audio": "audio", "audio_url": "audio", "image_embeds": "embeddings of images"}
 
 
 _USUAL: Final = (1024, 1024)
 """Height and width where nobody knows."""
+
+
+class ImageCounts(NamedTuple):
+    """What an image takes."""
+
+    tokens: int
+    """Placeholders, one for each of its embeddings."""
+    cost: int
+    """Of the tower's run, in tokens of text that take as long."""
 
 
 class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,23 +44,37 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     """Placeholders of an image in the end, one for each of its embeddings; of the largest, where that depends on its size."""
     size: DynamicSize | TiledSize | None = None
     """None: all images have as many."""
+    pixels: int = 0
+    """That the tower reads of an image, where all have as many."""
+    cost: TowerCost = TowerCost()
 
-    def tokens_of(self, data: bytes) -> int | None:
-        """Placeholders of the image in a file; None where its header does not tell."""
+    def sized(self, size: DynamicSize | None) -> "ImageRules":
+        """With the size that a request wants; see `ImagePart`."""
+        return self if size is None else msgspec.structs.replace(self, size=size)
+
+    def counts(self, height: int, width: int) -> ImageCounts:
+        """Of an image of this size."""
         if self.size is None:
-            return self.tokens
+            return ImageCounts(self.tokens, self.cost.tokens(self.pixels))
+        return ImageCounts(self.size.tokens(height, width), self.cost.tokens(self.size.pixels(height, width)))
+
+    def counts_of(self, data: bytes) -> ImageCounts | None:
+        """Of the image in a file; None where its header does not tell."""
+        if self.size is None:
+            return self.counts(*_USUAL)
         stated = image_size(data)
         if stated is None:
             return None
-        found, turned = self.size.tokens(*stated), self.size.tokens(*reversed(stated))
-        if found == turned:
+        found, turned = self.counts(*stated), self.counts(*reversed(stated))
+        if found.tokens == turned.tokens:
             return found
         return {None: None, False: found, True: turned}[is_turned(data)]
 
     @property
-    def usual(self) -> int:
-        """Placeholders of an image that nobody has seen."""
-        return self.tokens if self.size is None else min(self.tokens, self.size.tokens(*_USUAL))
+    def usual(self) -> ImageCounts:
+        """Of an image that nobody has seen."""
+        found = self.counts(*_USUAL)
+        return found._replace(tokens=min(self.tokens, found.tokens))
 
 
 class ImagePart(NamedTuple):
@@ -58,6 +84,12 @@ class ImagePart(NamedTuple):
     """`data:` and the file itself, or where the file is."""
     param: str
     """The request's field, such as `messages[0].content[1].image_url.url`."""
+    size: DynamicSize | None = None
+    """In which the request wants it read; None: as the server reads others."""
+
+    def name(self, data: bytes) -> str:
+        """Of the image, given its file; see `image_name`."""
+        return image_name(data, self.size)
 
 
 class PlacedPrompt(NamedTuple):
@@ -68,9 +100,42 @@ class PlacedPrompt(NamedTuple):
     """The images, in prompt order."""
 
 
-def image_name(data: bytes) -> str:
-    """An image's name by the content of its file: equal names mean equal embeddings."""
-    return hashlib.sha256(data).hexdigest()
+def image_name(data: bytes, size: DynamicSize | None = None) -> str:
+    """An image's name by the content of its file, and by the size in which a request wants it read: equal names mean equal
+    embeddings."""
+    name = hashlib.sha256(data).hexdigest()
+    return name if size is None else "/".join([name, *(f"{limit}={getattr(size, limit)}" for limit in _LIMITS)])
+
+
+def read_mm_kwargs(body: Mapping[str, Any], rules: ImageRules | None) -> DynamicSize | None:
+    """The size in which a chat wants its images read; None: as the server reads others.
+
+    Raises:
+        PromptError: A limit that the model does not take, or beyond the server's; the message names the field.
+    """
+    given = body.get(MM_KWARGS)
+    if given is None or given == {}:
+        return None
+    if not isinstance(given, dict):
+        raise PromptError(f"{MM_KWARGS} must be an object", MM_KWARGS)
+    usual = None if rules is None else rules.size
+    known = _LIMITS if isinstance(usual, DynamicSize) else ()
+    for field, value in given.items():
+        where = f"{MM_KWARGS}.{field}"
+        if field not in known:
+            takes = f"this model takes {' and '.join(known)}" if known else "this model takes none"
+            raise PromptError(f"{where} is not supported: {takes}", where)
+        if type(value) is not int:
+            raise PromptError(f"{where} must be a whole number", where)
+    assert isinstance(usual, DynamicSize)
+    wanted = DynamicSize(factor=usual.factor, **{limit: given.get(limit, getattr(usual, limit)) for limit in _LIMITS})
+    if not usual.factor**2 <= wanted.min_pixels <= wanted.max_pixels <= usual.max_pixels:
+        raise PromptError(
+            f"{MM_KWARGS}: min_pixels {wanted.min_pixels} and max_pixels {wanted.max_pixels} must be {usual.factor**2} to "
+            f"{usual.max_pixels}, and the former no more than the latter",
+            MM_KWARGS,
+        )
+    return None if wanted == usual else wanted
 
 
 def read_image_part(part: dict[str, Any], where: str) -> ImagePart:

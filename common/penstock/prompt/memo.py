@@ -18,7 +18,7 @@ import msgspec
 from penstock.prompt.cuts import Cutter
 from penstock.prompt.data_url import SCHEME, read_data_url
 from penstock.prompt.hashing import DIGEST_BYTES, BlockHasher, ExtraKeys
-from penstock.prompt.images import ImagePart, image_name
+from penstock.prompt.images import ImageCounts, ImagePart
 from penstock.prompt.processor import PromptProcessor, TextPrompt, refuse_empty
 
 MAX_BYTES: Final = 128 * 2**20
@@ -34,6 +34,9 @@ class HashedPrompt(NamedTuple):
 
     tokens: int
     block_hashes: tuple[bytes, ...]
+    images: tuple[tuple[int, int], ...] = ()
+    """Of each different image, the position after its last token, and the cost of the tower's run: tokens of text that take as
+    long."""
 
 
 class _Node(NamedTuple):
@@ -109,16 +112,20 @@ class PrefixMemo:
         """The content of an image that has yet to be fetched is not known, and with it nothing that follows."""
         rules = self.processor.bundle.images
         assert rules is not None, "images in a prompt for a model that reads text alone"
-        found: list[tuple[str, int]] = []
+        found: list[tuple[str, ImageCounts]] = []
         for part in images:
             data = read_data_url(part.url, part.param) if part.url.startswith(SCHEME) else None
-            count = None if data is None else rules.tokens_of(data)
-            found.append(("", rules.usual) if data is None or count is None else (image_name(data), count))
-        placed = self.processor.place(path, ids, found)
+            of = rules.sized(part.size)
+            counts = None if data is None else of.counts_of(data)
+            found.append(("", of.usual) if data is None or counts is None else (part.name(data), counts))
+        placed = self.processor.place(path, ids, [(name, counts.tokens) for name, counts in found])
         known = next((item.start for item in placed.items if not item.identifier), len(placed.token_ids))
         items = tuple(item for item in placed.items if item.start < known)
         hashed = self._ids(placed.token_ids[:known], msgspec.structs.replace(extra, items=items))
-        return hashed._replace(tokens=len(placed.token_ids))
+        runs: dict[str, tuple[int, int]] = {}  # one for equal images
+        for at, (item, (_, counts)) in enumerate(zip(placed.items, found, strict=True)):
+            runs[item.identifier or str(at)] = item.start + item.length, counts.cost
+        return hashed._replace(tokens=len(placed.token_ids), images=tuple(runs.values()))
 
     def _ids(self, ids: list[int], extra: ExtraKeys) -> HashedPrompt:
         pieces = [ids[start : start + IDS_PIECE] for start in range(0, len(ids), IDS_PIECE)]

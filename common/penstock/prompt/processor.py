@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import BundleError, PromptError
-from penstock.prompt.images import ImagePart, PlacedPrompt, place
+from penstock.prompt.images import ImagePart, PlacedPrompt, place, read_mm_kwargs
 from penstock.prompt.messages import Conversation, normalize
 from penstock.prompt.responses import as_chat, image_params, in_own_words
 from penstock.prompt.template import ChatTemplate
@@ -144,10 +144,11 @@ class PromptProcessor:
 
     def images_of(self, path: str, body: Mapping[str, Any]) -> list[ImagePart]:
         """The images in a request's body, in the order of their placeholders; raises `PromptError` naming the field."""
+        size = read_mm_kwargs(body, self.bundle.images) if path == CHAT_PATH else None
         if self.bundle.images is None or path not in (CHAT_PATH, RESPONSES_PATH):
             return []
         if path == CHAT_PATH:
-            return self._conversation(body).images
+            return [part._replace(size=size) for part in self._conversation(body).images]
         try:
             found = self._conversation(self._as_chat(body)).images
         except PromptError as error:

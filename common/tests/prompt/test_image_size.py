@@ -6,7 +6,7 @@ import random
 import pytest
 from PIL import Image, ImageOps
 
-from penstock.prompt.image_size import DynamicSize, TiledSize, image_size, is_turned
+from penstock.prompt.image_size import DynamicSize, TiledSize, TowerCost, image_size, is_turned
 from penstock.prompt.images import ImageRules
 
 SIZES = [(1, 1), (40, 50), (333, 1), (1, 200), (640, 480), (16383, 100), (300, 65)]
@@ -80,13 +80,17 @@ def test_quarter_turns_that_are_written_otherwise_are_not_guessed():
 def test_tiles_are_counted_as_the_image_is_turned():
     """Rows of tiles have an end each, so that an image on its side has another number of embeddings."""
     size = TiledSize(tile=12, side=2, resolutions=((12, 24), (24, 12), (24, 24)))
-    rules, exif = ImageRules(token_id=1, tokens=24, size=size), Image.Exif()
-    upright = rules.tokens_of(file_of(Image.new("RGB", (40, 20)), "JPEG"))
+    exif = Image.Exif()
+    cost = TowerCost(0.5, 0.01)
+    rules = ImageRules(token_id=1, tokens=24, size=size, cost=cost)
+    upright = rules.counts_of(file_of(Image.new("RGB", (40, 20)), "JPEG"))
     exif[0x112] = 6
-    turned = rules.tokens_of(file_of(Image.new("RGB", (40, 20)), "JPEG", exif=exif))
-    assert (upright, turned) == (4 + 2 * 5, 4 + 4 * 3)
-    assert rules.tokens_of(file_of(Image.new("RGB", (40, 20)), "JPEG", xmp=b"<x tiff:Orientation='6'/>")) is None
-    assert rules.tokens_of(file_of(Image.new("RGB", (40, 40)), "JPEG", xmp=b"<x tiff:Orientation='6'/>")) == 4 + 4 * 5
+    turned = rules.counts_of(file_of(Image.new("RGB", (40, 20)), "JPEG", exif=exif))
+    assert (upright, turned) == ((4 + 2 * 5, cost.tokens(144 + 288)), (4 + 4 * 3, cost.tokens(144 + 288)))
+    assert cost.tokens(432) == 216 + 1867
+    assert rules.counts_of(file_of(Image.new("RGB", (40, 20)), "JPEG", xmp=b"<x tiff:Orientation='6'/>")) is None
+    square = rules.counts_of(file_of(Image.new("RGB", (40, 40)), "JPEG", xmp=b"<x tiff:Orientation='6'/>"))
+    assert square == (4 + 4 * 5, cost.tokens(144 + 576))
 
 
 def test_an_image_keeps_about_its_size():

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import BundleError, PromptError
 from penstock.prompt.hashing import BlockHasher, ExtraKeys
-from penstock.prompt.image_size import DynamicSize, TiledSize
+from penstock.prompt.image_size import DynamicSize, TiledSize, TowerCost
 from penstock.prompt.images import ImagePart, ImageRules, image_name, place
 from penstock.prompt.memo import PrefixMemo
 from penstock.prompt.processor import CHAT_PATH, RESPONSES_PATH, PromptProcessor
@@ -216,7 +216,7 @@ def test_the_picker_hashes_what_the_engine_hashes_without_decoding():
     placed = one.place(CHAT_PATH, ids, [(name, 6) for name in names])
     [hashed] = memo.hashed(CHAT_PATH, body, extra)
     expected = tuple(hasher.hash(placed.token_ids, msgspec.structs.replace(extra, items=placed.items)))
-    assert hashed == (len(placed.token_ids), expected)
+    assert hashed == (len(placed.token_ids), expected, ((9, 0), (20, 0)))
     [again] = memo.hashed(CHAT_PATH, body, extra)
     [other] = memo.hashed(CHAT_PATH, user(text("abc"), image(b"1"), text("defgh"), image(b"3"), text("ijk")), extra)
     assert again == hashed
@@ -241,14 +241,46 @@ def test_an_id_within_a_file_never_stands_for_its_pixels():
     assert not set(first.block_hashes) & set(second.block_hashes)
 
 
+@pytest.mark.req("MM-04")
+def test_a_request_may_choose_the_size_of_its_images_which_is_part_of_their_names():
+    one = processor(tokens=64, size=DynamicSize(factor=8, min_pixels=64, max_pixels=4096))
+    header = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (24).to_bytes(4, "big") + (32).to_bytes(4, "big")
+    bodies = [
+        user(image(header)) | {"mm_processor_kwargs": given}
+        for given in ({"max_pixels": 512, "min_pixels": 64}, {"min_pixels": 64, "max_pixels": 512}, {"max_pixels": 4096}, None)
+    ]
+    small, same, usual, silent = (PrefixMemo(one).hashed(CHAT_PATH, body, ExtraKeys())[0] for body in bodies)
+    assert small == same != usual == silent
+    assert (small.tokens, usual.tokens) == (6 + 1, 12 + 1)
+    assert small.block_hashes != usual.block_hashes[: len(small.block_hashes)]
+    for rules, given, words in (
+        (one, [], "must be an object"),
+        (one, {"fps": 2}, "fps is not supported: this model takes max_pixels and min_pixels"),
+        (one, {"max_pixels": "1"}, "max_pixels must be a whole number"),
+        (one, {"max_pixels": 4097}, "must be 64 to 4096"),
+        (one, {"min_pixels": 63}, "must be 64 to 4096"),
+        (one, {"min_pixels": 128, "max_pixels": 64}, "the former no more"),
+        (processor(), {"max_pixels": 64}, "this model takes none"),
+        (processor(images=False), {"max_pixels": 64}, "this model takes none"),
+    ):
+        with pytest.raises(PromptError, match=words) as caught:
+            rules.images_of(CHAT_PATH, user(text("a")) | {"mm_processor_kwargs": given})
+        assert caught.value.param.startswith("mm_processor_kwargs")
+
+
 def test_images_of_any_size_are_counted_by_their_headers():
     """The picker reads no further, and knows nothing from an image on whose header says nothing."""
-    one = processor(tokens=64, size=DynamicSize(factor=8, min_pixels=64, max_pixels=4096))
+    cost = TowerCost(0.25, 0.001)
+    one = processor(tokens=64, size=DynamicSize(factor=8, min_pixels=64, max_pixels=4096), cost=cost)
     memo, hasher, extra = PrefixMemo(one), BlockHasher(4, "s"), ExtraKeys(tenant="t")
     header = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (24).to_bytes(4, "big") + (32).to_bytes(4, "big") + b"no pixels"
     body = user(text("abc"), image(header), text("defgh"), image(b"nothing"), text("ijk"))
     [ids] = one.tokens_of(CHAT_PATH, body)
     placed = one.place(CHAT_PATH, ids, [(image_name(header), 12), ("", 64)])
     expected = hasher.hash(placed.token_ids[:20], msgspec.structs.replace(extra, items=placed.items[:1]))
-    assert memo.hashed(CHAT_PATH, body, extra) == [(len(placed.token_ids), tuple(expected))]
+    # The cost of an image that is there twice counts once, up to where its last one ends.
+    runs = ((15, cost.tokens(24 * 32)), (20 + 64, cost.tokens(64 * 64)))
+    assert memo.hashed(CHAT_PATH, body, extra) == [(len(placed.token_ids), tuple(expected), runs)]
+    [twice] = memo.hashed(CHAT_PATH, user(image(header), text("x"), image(header)), extra)
+    assert twice.images == ((12 + 1 + 12, cost.tokens(24 * 32)),)
     assert placed.items[1].start == 20

@@ -17,7 +17,7 @@ from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.cuts import Cutter
 from penstock.prompt.errors import PromptError
 from penstock.prompt.hashing import BlockHasher, ExtraKeys
-from penstock.prompt.memo import NODE_BYTES, PrefixMemo
+from penstock.prompt.memo import NODE_BYTES, HashedPrompt, PrefixMemo
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, PromptProcessor
 
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -174,9 +174,9 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuts, "MIN_PIECE", 2)
 
 
-def plain(processor: PromptProcessor, path: str, body: dict[str, Any], extra: ExtraKeys) -> list[tuple[int, tuple[bytes, ...]]]:
+def plain(processor: PromptProcessor, path: str, body: dict[str, Any], extra: ExtraKeys) -> list[HashedPrompt]:
     hasher = BlockHasher(processor.bundle.block_size, processor.bundle.hash_seed)
-    return [(len(tokens), tuple(hasher.hash(tokens, extra))) for tokens in processor.tokens_of(path, body)]
+    return [HashedPrompt(len(tokens), tuple(hasher.hash(tokens, extra))) for tokens in processor.tokens_of(path, body)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,11 +15,12 @@ from openai import BadRequestError, OpenAI
 from PIL import Image
 from tokenizers import Tokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from vision_models import CHAT_TEMPLATE, SEEING, TOKENS, data_url, make_gemma3, make_qwen, picture, with_tokenizer
+from vision_models import CHAT_TEMPLATE, SEEING, SIZE, TOKENS, data_url, make_gemma3, make_qwen, picture, with_tokenizer
 
 from penstock.engine import LLM, SamplingParams
 from penstock.engine.args import EngineArgs
 from penstock.engine.config import ConfigError, SpeculativeConfig
+from penstock.prompt.bundle import PromptBundle
 
 OUTPUTS = 16
 
@@ -175,6 +176,11 @@ def test_many_hostile_images_leave_the_server_as_it_was(client, server, expected
 def test_the_bundle_says_how_prompts_show_images(server):
     bundle = httpx.get(f"{server.url}/prompt-bundle").json()
     assert bundle["images"]["tokens"] == TOKENS
+    rules = PromptBundle.from_json(httpx.get(f"{server.url}/prompt-bundle").content).images
+    assert rules is not None
+    tower = rules.cost.tokens(SIZE * SIZE)
+    assert rules.usual == (TOKENS, tower)
+    assert tower > 0
 
 
 def test_python_reads_images_too(checkpoint, expected):
@@ -251,6 +257,23 @@ def test_qwen_2_5_vl_reads_images_of_any_size(qwen):
             [output] = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=OUTPUTS), progress=False)
             assert output.prompt_token_ids == ids
             assert output.outputs[0].token_ids == out[0, len(ids) :].tolist()
+        # A request chooses another size, and gets neither the embeddings nor the keys and values of the usual one.
+        small = family.processor(qwen)
+        small.size = {"shortest_edge": 256, "longest_edge": 512}
+        grids = small(pictures, return_tensors="pt")["image_grid_thw"]
+        lengths = [int(grid.prod()) // 4 for grid in grids]
+        assert lengths[0] < 16
+        words = f"<s><|user|>see {pad * lengths[0]}\nand {pad * lengths[1]}\n<|end|><|assistant|>"
+        fewer = tokenizer.encode(words, add_special_tokens=False).ids
+        inputs = family.inputs(small, pictures, fewer, tokenizer.token_to_id(pad))
+        with torch.inference_mode():
+            out = family.reference(qwen).generate(**inputs, max_new_tokens=OUTPUTS, do_sample=False, eos_token_id=None)
+        params = SamplingParams(temperature=0.0, max_tokens=OUTPUTS)
+        [output] = llm.chat(messages, params, progress=False, mm_processor_kwargs={"max_pixels": 512})
+        assert output.prompt_token_ids == fewer
+        assert output.outputs[0].token_ids == out[0, len(fewer) :].tolist()
+        with pytest.raises(ValueError, match="max_pixels 99999"):
+            llm.chat(messages, progress=False, mm_processor_kwargs={"max_pixels": 99999})
 
 
 def test_the_size_of_images_can_be_set(qwen, checkpoint):

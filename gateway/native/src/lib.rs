@@ -51,7 +51,7 @@ fn fold(
 /// equal, seconds to the first token that the reports of the first promise).
 ///
 /// `folded` is float64 [12, rows], `figures` float64 [28, rows]; the other arrays have one element a row: `resident` prompt tokens,
-/// `lora_s` seconds until the adapter is in a slot, `may` and `last_resorts` bytes. `limit`: that of an earlier ranking.
+/// `other_s` seconds for the adapter and the images, `may` and `last_resorts` bytes. `limit`: that of an earlier ranking.
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 fn rank(
@@ -65,14 +65,14 @@ fn rank(
     word: u64,
     tolerance: f64,
     most: usize,
-    lora_s: Option<PyBuffer<f64>>,
+    other_s: Option<PyBuffer<f64>>,
     may: Option<PyBuffer<u8>>,
     last_resorts: Option<PyBuffer<u8>>,
     limit: Option<f64>,
 ) -> PyResult<(Vec<usize>, Vec<f64>, f64, f64)> {
     let (numbers, known) = (Table::new(py, &folded, price::NUMBERS)?, Table::new(py, &figures, price::FIGURES.len())?);
     let (resident, seeds) = (cells(py, &resident)?, cells(py, &seeds)?);
-    let (waits, may) = (values(py, lora_s.as_ref())?, values(py, may.as_ref())?);
+    let (waits, may) = (values(py, other_s.as_ref())?, values(py, may.as_ref())?);
     let last = values(py, last_resorts.as_ref())?;
     let rows = numbers.rows;
     let given = [waits.as_ref().map(Vec::len), may.as_ref().map(Vec::len), last.as_ref().map(Vec::len)];
@@ -84,7 +84,8 @@ fn rank(
         if may.as_ref().is_some_and(|may| may[row] == 0) {
             return f64::INFINITY;
         }
-        price::cost(|number| numbers.at(number, row), prompt_tokens - resident[row].get(), tokens, wait(row))
+        let other_s = wait(row) * known.at(price::CORRECTION, row);
+        price::cost(|number| numbers.at(number, row), prompt_tokens - resident[row].get(), tokens, other_s)
     };
     let place = |row: usize| choice::Row {
         score: score(row),

@@ -122,7 +122,7 @@ pub fn first_s(number: impl Fn(usize) -> f64, fresh: f64) -> f64 {
 }
 
 /// What a request costs at a replica, in seconds: see `penstock.gateway.picker.folded.costs`.
-pub fn cost(number: impl Fn(usize) -> f64, fresh: f64, tokens: f64, lora_s: f64) -> f64 {
-    let first = first_s(&number, fresh) + lora_s;
+pub fn cost(number: impl Fn(usize) -> f64, fresh: f64, tokens: f64, other_s: f64) -> f64 {
+    let first = first_s(&number, fresh) + other_s;
     first + (number(CROWDING) * first + number(EVICTED)) * fresh + tokens * number(ITL)
 }

@@ -181,6 +181,7 @@ def cost(fleet: Sequence[Known], known: Known, asked: RequestView, sent: int = 0
         "capacity_s": trust * capacity,
         "prefill_s": fresh / rate,
         "lora_s": 0.0,
+        "encoder_s": 0.0,
         "preemption_s": trust * preemption,
         "uncertainty_s": (1 - trust) * common_queue,
     }

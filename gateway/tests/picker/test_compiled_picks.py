@@ -90,7 +90,8 @@ class World:
         for _ in range(rng.randrange(5)):
             self._happen()
         hashes = tuple(rng.choice(TREE)[: rng.randrange(13)])
-        prompts = (Prompt(len(hashes) * BLOCK + rng.randrange(BLOCK), hashes),) * rng.choice((1, 1, 1, 2))
+        images = ((rng.randrange(200), rng.randrange(9000)),) * rng.choice((0, 0, 1))
+        prompts = (Prompt(len(hashes) * BLOCK + rng.randrange(BLOCK), hashes, images),) * rng.choice((1, 1, 1, 2))
         asked = RequestView(
             id=f"q{rng.randrange(50)}", path="", model="m", prompts=prompts, block_size=BLOCK,
             max_tokens=rng.choice((None, 1, 100)), adapter=rng.choice((None, None, None, "a")),

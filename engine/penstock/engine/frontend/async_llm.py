@@ -5,7 +5,7 @@ import itertools
 import logging
 import random
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum
 from typing import Any
@@ -302,9 +302,9 @@ class AsyncLLM:
         """What `generate` takes for a conversation, by the model's chat template; `ValueError` says what is wrong with it."""
         return tokenize_chat(messages, self.processor)
 
-    async def read_chat(self, messages: Sequence[Message]) -> Tokens:
-        """`chat_prompt` for a conversation that may hold images."""
-        return await read_chat(messages, self.processor, self.images)
+    async def read_chat(self, messages: Sequence[Message], mm_processor_kwargs: Mapping[str, Any] | None = None) -> Tokens:
+        """`chat_prompt` for a conversation that may hold images, whose size the latter chooses."""
+        return await read_chat(messages, self.processor, self.images, mm_processor_kwargs)
 
     async def generate(
         self,

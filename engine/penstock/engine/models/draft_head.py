@@ -127,7 +127,7 @@ class FusingHead(Generic[LayerT]):
             assert target.embed_tokens is not None
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """See DraftHead."""
+        """[n] tokens to [n, hidden]; see DraftHead."""
         if input_ids.is_floating_point():
             return input_ids
         embedding = self._target.embed_tokens if self.embed_tokens is None else self.embed_tokens

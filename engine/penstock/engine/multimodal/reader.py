@@ -6,14 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, NamedTuple
 
+import msgspec
+
 from penstock.engine.multimodal.decode import decode_image
 from penstock.engine.multimodal.fetch import Fetcher
 from penstock.engine.multimodal.pixels import Pixels
 from penstock.engine.multimodal.resize import resized
-from penstock.engine.multimodal.settings import ImageSettings
+from penstock.engine.multimodal.settings import ImageSettings, PatchSettings
 from penstock.prompt.data_url import SCHEME, read_data_url
 from penstock.prompt.errors import PromptError
-from penstock.prompt.images import ImagePart, image_name
+from penstock.prompt.images import ImagePart
 
 WORKERS: Final = 2
 """Images that are decoded at once: each takes up to half a gigabyte and a core."""
@@ -72,7 +74,11 @@ class ImageReader:
 
     def _decode(self, part: ImagePart, fetched: bytes | None) -> ReadImage:
         data = read_data_url(part.url, part.param) if fetched is None else fetched
-        pixels = resized(decode_image(data, part.param), self._settings.resize)
+        resize = self._settings.resize
+        if part.size is not None:
+            assert isinstance(resize, PatchSettings), "images of other models have a size that no request changes"
+            resize = msgspec.structs.replace(resize, size=part.size)
+        pixels = resized(decode_image(data, part.param), resize)
         grid = self._settings.grid(pixels.height, pixels.width)
         cost = self._settings.cost.tokens(pixels.height * pixels.width)
-        return ReadImage(image_name(data), pixels, self._settings.tokens_of(pixels), grid, cost)
+        return ReadImage(part.name(data), pixels, self._settings.tokens_of(pixels), grid, cost)

@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 
 from penstock.engine.multimodal.pixels import Pixels
-from penstock.prompt.image_size import DynamicSize, TiledSize
+from penstock.prompt.image_size import DynamicSize, TiledSize, TowerCost
 
 _SAMPLE: Final = 256
 """Embeddings of a sample."""
@@ -54,17 +54,6 @@ class TileSettings(msgspec.Struct, frozen=True, kw_only=True, tag="tiles"):
     size: TiledSize
     resample: int
     """Pillow's filter."""
-
-
-class TowerCost(msgspec.Struct, frozen=True):
-    """What an image takes in tokens of text: `pixels · (linear + quadratic · pixels)`."""
-
-    linear: float = 0.0
-    quadratic: float = 0.0
-
-    def tokens(self, pixels: int) -> int:
-        """Of an image of so many pixels, as the tower reads it."""
-        return math.ceil(pixels * (self.linear + self.quadratic * pixels))
 
 
 class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,7 +54,7 @@ class Compiled(Protocol):
         word: int,
         tolerance: float,
         most: int,
-        lora_s: Floats | None,
+        other_s: Floats | None,
         may: NDArray[np.uint8] | None,
         last_resorts: NDArray[np.uint8] | None,
         limit: float | None,

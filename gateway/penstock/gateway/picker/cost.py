@@ -31,6 +31,8 @@ class Estimate(NamedTuple):
     """This request's tokens that are not resident."""
     lora_s: Floats
     """Waiting for the adapter to be loaded, or for a slot."""
+    encoder_s: Floats
+    """A vision tower's runs for the images that are not resident."""
     eviction_s: Floats
     """Prefill that others will repeat, since these tokens push theirs out of the cache."""
     crowding_s: Floats
@@ -46,7 +48,7 @@ class Estimate(NamedTuple):
     def ttft_s(self) -> Floats:
         """Estimated time to the first token: all but what it costs others."""
         total = self.queue_s + self.booked_s
-        for term in (self.capacity_s, self.prefill_s, self.lora_s, self.preemption_s, self.uncertainty_s):
+        for term in (self.capacity_s, self.prefill_s, self.lora_s, self.encoder_s, self.preemption_s, self.uncertainty_s):
             total += term
         return total
 
@@ -70,8 +72,8 @@ def cost_s(slate: Slate) -> Floats:
     """`Estimate.cost_s` of the slate's request in every row, without its parts; reports may seem younger by as long as rates are
     kept."""
     folded, fresh = slate.columns.folded(slate.now, slate.block_size), slate.prompt_tokens - slate.resident
-    lora_s = None if slate.lora_s is None else slate.lora_s * slate.figures.correction
-    return costs(folded, fresh, horizon(slate), lora_s)
+    other_s = None if slate.other_s is None else slate.other_s * slate.figures.correction
+    return costs(folded, fresh, horizon(slate), other_s)
 
 
 def folded_of(slate: Slate) -> Floats:
@@ -90,6 +92,7 @@ def estimate(slate: Slate) -> Estimate:
         capacity_s=of.capacity.at(fresh, np.maximum),
         prefill_s=prefill_s,
         lora_s=np.zeros(len(fresh)) if slate.lora_s is None else slate.lora_s,
+        encoder_s=np.zeros(len(fresh)) if slate.encoder_s is None else slate.encoder_s,
         eviction_s=EVICTION * prefill_s,
         crowding_s=np.zeros(len(fresh)),
         preemption_s=of.preemption.at(fresh, np.maximum),
@@ -103,5 +106,5 @@ def promised_ttft_s(slate: Slate, row: int) -> float:
     """The time to the first token that the reports of the replica in `row` promise, as its cost has it, without its
     correction."""
     folded, fresh = slate.columns.folded(slate.now, slate.block_size), slate.prompt_tokens - slate.resident[row]
-    lora_s = 0.0 if slate.lora_s is None else float(slate.lora_s[row])
-    return float(first_s(folded[:, row : row + 1], fresh)[0] / slate.figures.correction[row]) + lora_s
+    other_s = 0.0 if slate.other_s is None else float(slate.other_s[row])
+    return float(first_s(folded[:, row : row + 1], fresh)[0] / slate.figures.correction[row]) + other_s

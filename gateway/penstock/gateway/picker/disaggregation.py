@@ -25,7 +25,7 @@ OUTPUT_TOKENS = 256
 """Output tokens that are assumed for an answer of unknown length."""
 
 
-_PREFILL_TERMS = ("queue_s", "booked_s", "prefill_s", "crowding_s")
+_PREFILL_TERMS = ("queue_s", "booked_s", "prefill_s", "encoder_s", "crowding_s")
 """What a hop takes off the decode replica."""
 
 
@@ -111,7 +111,7 @@ def join(decode: Slate, prefill: Slate) -> Joint:
     best_row, best_s = _best_prefill(decode, prefill, _prefill_s(prefill, there))
     comparable = best_row >= 0
     transfer_s = TRANSFER_S + fresh * TRANSFER_S_PER_TOKEN
-    local_s = here.queue_s + here.booked_s + here.prefill_s + here.crowding_s + _stall_s(decode, here)
+    local_s = here.queue_s + here.booked_s + here.prefill_s + here.encoder_s + here.crowding_s + _stall_s(decode, here)
     remote_s = best_s + transfer_s
     pays = comparable & room & (fresh >= RECOMPUTE_TOKENS) & (remote_s < local_s)
     both = here.capacity_s + here.lora_s + here.eviction_s + here.preemption_s + here.uncertainty_s + horizon(decode) * here.itl_s
@@ -130,7 +130,7 @@ def join(decode: Slate, prefill: Slate) -> Joint:
 def _stall_s(decode: Slate, cost: Estimate) -> Floats:
     """What the prefill would cost those that decode there: as much as it takes, to each of them, shared out over all requests."""
     running = decode.figures.running
-    return cost.prefill_s * running / (running + 1)
+    return (cost.prefill_s + cost.encoder_s) * running / (running + 1)
 
 
 def _room(slate: Slate) -> Bools:
@@ -150,7 +150,7 @@ def _prefill_s(slate: Slate, cost: Estimate) -> Floats:
     f = slate.figures
     blocks = np.ceil((slate.prompt_tokens - slate.resident + f.booked_tokens) / slate.block_size)
     short = np.where(blocks > f.blocks_free, f.waiting + f.booked_requests + 1, 0.0)
-    return cost.queue_s + cost.booked_s + cost.prefill_s + cost.uncertainty_s + short * cost.prefill_s
+    return cost.queue_s + cost.booked_s + cost.prefill_s + cost.encoder_s + cost.uncertainty_s + short * cost.prefill_s
 
 
 def _best_prefill(decode: Slate, prefill: Slate, prefill_s: Floats) -> tuple[Rows, Floats]:

@@ -85,18 +85,18 @@ def first_s(table: Floats, fresh: Any) -> Floats:
     return lines[0] + lines[1] + lines[2]  # in this order whatever the number of rows
 
 
-def costs(table: Floats, fresh: Floats, tokens: int, lora_s: Floats | None = None) -> Floats:
+def costs(table: Floats, fresh: Floats, tokens: int, other_s: Floats | None = None) -> Floats:
     """The cost of each row in seconds, float64 [rows].
 
     Args:
         table: See `Folded.table`.
         fresh: Prompt tokens that are not resident, by row.
         tokens: Output tokens whose inter-token time counts.
-        lora_s: Seconds until the request's adapter is in a slot, by row; None where it names none.
+        other_s: Seconds for its adapter and its images, by row; None where there are none.
     """
     total = first_s(table, fresh)
-    if lora_s is not None:
-        total += lora_s
+    if other_s is not None:
+        total += other_s
     others = table[_CROWDING] * total
     others += table[_EVICTION]
     others *= fresh

@@ -62,7 +62,7 @@ class ByCompiledPrice:
             slate.word(),
             self._tolerance,
             most,
-            slate.lora_s,
+            slate.other_s,
             None if everybody else _bytes(may),
             None if slate.last_resorts is None else _bytes(slate.last_resorts),
             limit,

@@ -11,6 +11,9 @@ class Prompt(msgspec.Struct, frozen=True):
     tokens: int
     block_hashes: tuple[bytes, ...] = ()
     """Chained hashes of the full blocks (`penstock.prompt.hashing`); empty where tokens could not be computed."""
+    images: tuple[tuple[int, int], ...] = ()
+    """Of each different image, the position after its last token, and the cost of a tower's run: tokens of text that take as
+    long."""
 
 
 class HashSpace(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,3 +57,12 @@ class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum([prompt.tokens for prompt in self.prompts])
+
+    @property
+    def images(self) -> tuple[tuple[int, int], ...]:
+        """See `Prompt.images`; only chats have any, whose prompt is one."""
+        return self.prompts[0].images if len(self.prompts) == 1 else ()
+
+    def encoder_tokens(self, resident_tokens: int) -> int:
+        """What the tower's runs take where so many of the prompt's tokens are in the cache, in tokens of text."""
+        return sum([cost for end, cost in self.images if end > resident_tokens])

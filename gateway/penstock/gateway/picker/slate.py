@@ -43,6 +43,8 @@ class Slate(NamedTuple):
     """That the request names."""
     lora_s: Floats | None
     """Seconds until the request's adapter is in a slot; None where it names none."""
+    encoder_s: Floats | None
+    """Seconds of a vision tower for the images that are not in a replica's prefix cache; None where there are no images."""
     weights: Weights
     columns: Columns
     """The source of the figures."""
@@ -51,6 +53,13 @@ class Slate(NamedTuple):
     by_name: Rows
     replicas: Sequence[Replica | None]
     endpoints: Sequence[str]
+
+    @property
+    def other_s(self) -> Floats | None:
+        """Seconds before the first token that are not the prompt's own: the adapter's and the images'. None: there are none."""
+        if self.lora_s is None or self.encoder_s is None:
+            return self.lora_s if self.encoder_s is None else self.encoder_s
+        return self.lora_s + self.encoder_s
 
     def lots(self, rows: Rows) -> Floats:
         """A number in [0, 1) for each of `rows`, which differs by request and replica: ties spread and yet repeat."""
@@ -81,6 +90,7 @@ class Slate(NamedTuple):
             resident=self.resident[rows],
             last_resorts=None if self.last_resorts is None else self.last_resorts[rows],
             lora_s=None if self.lora_s is None else self.lora_s[rows],
+            encoder_s=None if self.encoder_s is None else self.encoder_s[rows],
             seeds=self.seeds[rows],
             by_name=np.array(rows, np.intp),
             replicas=[self.replicas[row] for row in rows],
@@ -108,6 +118,7 @@ def slate_of(
         last_resorts=columns.last_resorts(now),
         adapter=request.adapter,
         lora_s=None if request.adapter is None else columns.lora_s(request.adapter),
+        encoder_s=_encoder_s(request, columns, resident),
         weights=weights,
         columns=columns,
         rates=columns.rates(now),
@@ -116,3 +127,13 @@ def slate_of(
         replicas=columns.replicas,
         endpoints=columns.endpoints,
     )
+
+
+def _encoder_s(request: RequestView, columns: Columns, resident: Floats) -> Floats | None:
+    """A run at the speed of a prefill: its cost is told in tokens of text."""
+    if not request.images:
+        return None
+    tokens = np.zeros(len(resident))
+    for end, cost in request.images:
+        tokens += cost * (resident < end)
+    return tokens * columns.figures.s_per_token

@@ -187,7 +187,8 @@ class FleetState:
 
     def book(self, request: RequestView, key: ReplicaKey, resident_tokens: int, now: float, *, answers: int = 1) -> Booking:
         """A booking of `request` at `key`, which computes all but `resident_tokens` of it; what it then caches counts at once."""
-        booking = self.bookings.book(request.id, key, request.prompt_tokens - resident_tokens, now, answers=answers)
+        fresh = request.prompt_tokens - resident_tokens + request.encoder_tokens(resident_tokens)
+        booking = self.bookings.book(request.id, key, fresh, now, answers=answers)
         self._sent(key)
         if len(request.prompts) == 1 and self.tells(key):  # of others `beliefs` takes the same for granted
             (prompt,), block_size = request.space_of(key)
@@ -207,7 +208,8 @@ class FleetState:
         """Book `request` at `key`, and at the prefill replica that computes so many of its tokens there first."""
         fresh, (prefill_key, fresh_there) = request.prompt_tokens - resident_tokens, prefill
         decode = self.bookings.book(request.id, key, 0, now, transfer_tokens=fresh, answers=answers)
-        booked = decode, self.bookings.book(request.id, prefill_key, fresh_there, now)
+        there = fresh_there + request.encoder_tokens(request.prompt_tokens - fresh_there)
+        booked = decode, self.bookings.book(request.id, prefill_key, there, now)
         self.beliefs.truth.expect(prefill_key, request.id, None)
         self._sent(key)
         self._sent(prefill_key)

@@ -25,7 +25,7 @@ CONNECT_S = 3.0
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}")
 _PASSED_ON = ("authorization", TENANT, PRIORITY)
 _CHAT_FIELDS = (
-    *("messages", "tools", "chat_template_kwargs", "reasoning_effort"),
+    *("messages", "tools", "chat_template_kwargs", "reasoning_effort", "mm_processor_kwargs"),
     *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
 )
 """What of a chat's body decides on its prompt."""

@@ -171,6 +171,8 @@ class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """vLLM's: false keeps what the reasoning parser finds from the client."""
     reasoning_effort: Any = None
     chat_template_kwargs: Any = None
+    mm_processor_kwargs: Any = None
+    """Likewise."""
     add_generation_prompt: bool | None = None
     """None: unless the last message is continued."""
     continue_final_message: bool = False
@@ -258,7 +260,6 @@ _NEUTRAL_CHAT = _NEUTRAL_SHARED | {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),

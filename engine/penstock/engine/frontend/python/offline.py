@@ -145,12 +145,13 @@ class LLM:
         priority: int = 0,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or many, rendered by the model's chat template; otherwise as `generate`. Messages may
-        hold images, as over HTTP."""
+        hold images, as over HTTP, and `mm_processor_kwargs` choose their size."""
         many = [messages] if messages and isinstance(messages[0], Mapping) else messages
         self._require_open()
-        tokens = [self._loop.run(self._llm.read_chat(one)) for one in many]  # type: ignore[arg-type]
+        tokens = [self._loop.run(self._llm.read_chat(one, mm_processor_kwargs)) for one in many]  # type: ignore[arg-type]
         return self._run(tokens, sampling_params, progress, adapter=adapter, priority=priority, cache_salt=cache_salt)
 
     def _run(

@@ -21,7 +21,7 @@ from penstock.engine.multimodal.reader import ImageReader
 from penstock.engine.multimodal.settings import ImageSettings, PatchSettings, TileSettings
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import BundleError, PromptError
-from penstock.prompt.images import ImageRules
+from penstock.prompt.images import MM_KWARGS, ImageRules
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH, PromptProcessor
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -58,9 +58,9 @@ def load_processor(engine: EngineConfig) -> PromptProcessor:
 
 
 def _rules(images: ImageSettings) -> ImageRules:
-    size = images.resize.size if isinstance(images.resize, PatchSettings | TileSettings) else None
-    tokens, ends = images.tokens, {"begin_id": images.begin_id, "end_id": images.end_id}
-    return ImageRules(token_id=images.token_id, tokens=tokens, size=size, **ends)
+    resize, tokens, ends = images.resize, images.tokens, {"begin_id": images.begin_id, "end_id": images.end_id}
+    size, pixels = (resize.size, 0) if isinstance(resize, PatchSettings | TileSettings) else (None, resize.size**2)
+    return ImageRules(token_id=images.token_id, tokens=tokens, size=size, pixels=pixels, cost=images.cost, **ends)
 
 
 def _check_end(file: Path, processor: PromptProcessor) -> None:
@@ -105,9 +105,14 @@ def tokenize_chat(messages: Sequence[Message], processor: PromptProcessor, **opt
     return _chat_tokens(ids, processor)
 
 
-async def read_chat(messages: Sequence[Message], processor: PromptProcessor, images: ImageReader | None) -> Tokens:
+async def read_chat(
+    messages: Sequence[Message],
+    processor: PromptProcessor,
+    images: ImageReader | None,
+    mm_processor_kwargs: Mapping[str, Any] | None = None,
+) -> Tokens:
     """The same, of a conversation that may hold images."""
-    body = {"messages": list(messages)}
+    body = {"messages": list(messages), MM_KWARGS: None if mm_processor_kwargs is None else dict(mm_processor_kwargs)}
     try:
         found = await read_images(CHAT_PATH, body, processor, images)
         [ids] = processor.tokens_of(CHAT_PATH, body)

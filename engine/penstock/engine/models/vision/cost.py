@@ -1,7 +1,7 @@
 """A vision tower's cost by its configuration, beside its decoder's. No torch."""
 
 from penstock.engine.models.vision.config import Qwen3Config, QwenConfig, SquareConfig, VisionConfig
-from penstock.engine.multimodal.settings import TowerCost
+from penstock.prompt.image_size import TowerCost
 
 
 def tower_cost(vision: VisionConfig, flops_per_token: int) -> TowerCost:

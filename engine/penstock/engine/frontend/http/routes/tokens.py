@@ -27,6 +27,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     messages: Any = None
     tools: Any = None
     chat_template_kwargs: Any = None
+    mm_processor_kwargs: Any = None
     reasoning_effort: Any = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
