@@ -11,7 +11,7 @@ from penstock.engine.core.plan import SampleInputs
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.sampling.buffers import Column
 
-SEEDS, ROUNDS = 1000, 100
+SEEDS = 1000
 PROMPT, OUTPUT = [3, 3, 8], [8, 9, 9]
 ALLOWED = {3, 8, 9, *range(20, 60), 64, VOCAB - 1}
 """Some of them are in the prompt or the output, so that penalties act on allowed tokens too."""
@@ -42,7 +42,7 @@ def expected(params: SamplingParams) -> np.ndarray:
 
 
 @pytest.mark.req("SO-01")
-@pytest.mark.parametrize("make", [on_cpu, Requests], ids=["cpu", "device"])
+@pytest.mark.parametrize(("make", "rounds"), [(on_cpu, 100), (Requests, 25)], ids=["cpu", "device"])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -57,19 +57,19 @@ def expected(params: SamplingParams) -> np.ndarray:
     ],
     ids=lambda fields: "-".join(fields) or "plain",
 )
-def test_masked_draws_follow_the_distribution_restricted_and_renormalised(make, fields):
-    """A request for each seed, and new seeds each round: 10^5 draws."""
+def test_masked_draws_follow_the_distribution_restricted_and_renormalised(make, rounds, fields):
+    """A request for each seed, and new seeds each round: 10^5 draws on a CPU."""
     params = SamplingParams(max_tokens=9, **{"temperature": 1.0, **fields})
     rows = make([(PROMPT, OUTPUT, fields | {"temperature": params.temperature, "seed": row}) for row in range(SEEDS)])
     inputs = SampleInputs(1, rows.rows, np.repeat(bits(ALLOWED), SEEDS, axis=0))
     logits, counts = LOGITS.repeat(SEEDS, 1), np.zeros(VOCAB, np.int64)
-    for number in range(ROUNDS):
+    for number in range(rounds):
         for row in range(SEEDS):
             rows.sampler.admit(row, msgspec.structs.replace(params, seed=number * SEEDS + row))
         rows.write_params()
         tokens = rows.choose(logits, inputs=inputs).result[:, Column.TOKEN]
         counts += np.bincount(tokens.numpy(), minlength=VOCAB)
     due = expected(params)
-    assert counts.sum() == SEEDS * ROUNDS and set(np.flatnonzero(due)) <= ALLOWED
+    assert counts.sum() == SEEDS * rounds and set(np.flatnonzero(due)) <= ALLOWED
     assert chi_square_accepts(counts, due)
-    assert np.abs(counts / counts.sum() - due).sum() / 2 < 0.02
+    assert np.abs(counts / counts.sum() - due).sum() / 2 < (0.02 if rounds == 100 else 0.03)
