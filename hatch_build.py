@@ -44,7 +44,7 @@ class GeneratedFiles(BuildHookInterface):
     def _compile(self, build_data: dict[str, Any]) -> None:
         """Adds the operations for every instruction set of this architecture, which makes the wheel one for this platform."""
         sys.path.insert(0, str(Path(self.root) / "kernels"))
-        from penstock.kernels.cpu.build import COMPILERS, PACKAGED, compile_for
+        from penstock.kernels.cpu.build import CACHE, COMPILERS, PACKAGED, cached, compile_for
         from penstock.kernels.cpu.isa import ISAS
 
         compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
@@ -57,7 +57,9 @@ class GeneratedFiles(BuildHookInterface):
         to = PACKAGED.relative_to(Path(self.root) / "kernels")
         for isa in ISAS:
             if isa.machine in (None, platform.machine()):
-                library = compile_for(isa, Path(folder), compiler)
+                library = cached(isa, CACHE.expanduser(), compiler)  # from these sources, by this compiler: half a minute less
+                if not library.is_file():
+                    library = compile_for(isa, Path(folder), compiler)
                 build_data["force_include"][str(library)] = str(to / library.name)
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from penstock.kernels.cpu.build import COMPILERS
+from penstock.kernels.cpu.build import CACHE, COMPILERS
 from penstock.kernels.cpu.isa import Isa, available
-from penstock.kernels.ops import CACHE, REFERENCE, Ops, native_ops
+from penstock.kernels.ops import REFERENCE, Ops, native_ops
 
 
 def _native(isa: Isa) -> Callable[[torch.dtype], Ops]:

@@ -7,7 +7,7 @@ import torch
 
 from penstock.kernels.cpu import build, isa
 from penstock.kernels.cpu.isa import ISAS, available, choose
-from penstock.kernels.ops import CACHE, native_ops, ops_for
+from penstock.kernels.ops import native_ops, ops_for
 
 AVX2 = {"sse2", "avx", "avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -58,7 +58,7 @@ def test_a_build_is_kept(native, monkeypatch, tmp_path):
 def test_a_packaged_build_needs_no_compiler(native, monkeypatch, tmp_path):
     monkeypatch.setattr(build, "PACKAGED", tmp_path)
     made = tmp_path / build.library_name(BEST)
-    made.write_bytes(build.library(BEST, CACHE.expanduser()).read_bytes())
+    made.write_bytes(build.library(BEST, build.CACHE.expanduser()).read_bytes())
     monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
     assert build.library(BEST, tmp_path / "cache") == made
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DCHANGED"))
@@ -79,7 +79,7 @@ def test_a_build_has_no_instruction_beyond_its_set(native, name):
     """The registers of AVX-512 and of AVX say it."""
     (one,) = [one for one in ISAS if one.name == name]
     listing = subprocess.run(
-        ["objdump", "-d", build.library(one, CACHE.expanduser())], capture_output=True, text=True, check=True
+        ["objdump", "-d", build.library(one, build.CACHE.expanduser())], capture_output=True, text=True, check=True
     ).stdout
     assert "%xmm" in listing
     assert "%zmm" not in listing and "%k1" not in listing and "%xmm16" not in listing

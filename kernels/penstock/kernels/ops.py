@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.kernels.collective.native import NativeCollectives
-from penstock.kernels.cpu.build import BuildError, library
+from penstock.kernels.cpu.build import CACHE, BuildError, library
 from penstock.kernels.cpu.isa import Isa, IsaName, choose
 from penstock.kernels.cpu.native import DTYPES, NativeOps
 from penstock.kernels.cpu.tape import Pool, Tape
@@ -39,9 +39,6 @@ log = logging.getLogger(__name__)
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 FEW_ROWS = ("norm_linear", "norm_gated_linear", "linear_add")
-
-CACHE = Path("~/.cache/penstock/kernels")
-"""Where compiled operations are kept."""
 
 
 @dataclass(frozen=True)

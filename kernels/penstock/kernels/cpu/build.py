@@ -27,6 +27,8 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC")
 PACKAGED = Path(__file__).with_name("lib")
 """Where a wheel keeps what `compile_for` made."""
+CACHE = Path("~/.cache/penstock/kernels")
+"""Where a user's compiled operations are kept."""
 
 
 class BuildError(Exception):
@@ -47,15 +49,21 @@ def library(isa: Isa, cache: Path) -> Path:
     if compiler is None:
         raise BuildError(f"no C++ compiler ({', '.join(COMPILERS)})")
     try:
-        # Another compiler, or another system that shares the folder, gets a folder of its own.
-        version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-        folder = cache / hashlib.sha256(version).hexdigest()[:12]
-        built = folder / library_name(isa)
-        return built if built.is_file() else compile_for(isa, folder, compiler)
+        built = cached(isa, cache, compiler)
+        return built if built.is_file() else compile_for(isa, built.parent, compiler)
     except subprocess.CalledProcessError as error:
         raise _failed(compiler, error) from error
     except OSError as error:
         raise BuildError(str(error)) from error
+
+
+def cached(isa: Isa, cache: Path, compiler: str) -> Path:
+    """Returns where a cache has the operations of an instruction set, or will have them.
+
+    Another compiler, or another system that shares the cache, has a folder of its own.
+    """
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    return cache / hashlib.sha256(version).hexdigest()[:12] / library_name(isa)
 
 
 def library_name(isa: Isa) -> str:

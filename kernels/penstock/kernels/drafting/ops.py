@@ -5,11 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.kernels.cpu.build import BuildError, library
+from penstock.kernels.cpu.build import CACHE, BuildError, library
 from penstock.kernels.cpu.isa import IsaName, choose
 from penstock.kernels.drafting.native import NativeDrafting
 from penstock.kernels.drafting.reference import Int32, SuffixHistory, ngram_drafts
-from penstock.kernels.ops import CACHE
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from penstock.kernels.cpu.build import BuildError, library
+from penstock.kernels.cpu.build import CACHE, BuildError, library
 from penstock.kernels.cpu.isa import IsaName, choose
-from penstock.kernels.ops import CACHE
 from penstock.kernels.sampling import cpu, reference
 from penstock.kernels.sampling.buffers import SamplingBuffers
 from penstock.kernels.sampling.native import NativeSampling
