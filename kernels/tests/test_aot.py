@@ -60,21 +60,20 @@ def compiled(tmp_path_factory):
 def test_every_kernel_fits_into_its_registers(compiled):
     assert {kernel["name"] for kernel in compiled} == set(REGISTERS)
     for kernel in compiled:
-        if not kernel["wide"]:
-            assert kernel["stack"] == 0, f"{kernel} spills"
-            assert kernel["registers"] <= REGISTERS[kernel["name"]], kernel
+        assert kernel["stack"] == 0, f"{kernel} spills"
+        assert kernel["registers"] <= REGISTERS[kernel["name"]], kernel
         assert kernel["shared"] <= ARCHITECTURES["sm_90"], kernel
 
 
 def test_prompts_attend_by_hoppers_own_matrix_products(compiled):
-    of = [kernel["wgmma"] for kernel in compiled if kernel["name"].startswith("paged_attention_long") and not kernel["wide"]]
+    of = [kernel["wgmma"] for kernel in compiled if kernel["name"].startswith("paged_attention_long")]
     assert of
     assert all(of)
 
 
 def test_attention_multiplies_while_further_tiles_are_on_their_way(compiled):
     """`DEPBAR.LE SB0, 0x3`: two tiles of keys and values, and block numbers. With 0x0 a loop waits for what it just asked for."""
-    of = [kernel["depth"] for kernel in compiled if kernel["name"].startswith("paged") and not kernel["wide"]]
+    of = [kernel["depth"] for kernel in compiled if kernel["name"].startswith("paged")]
     assert len(of) >= 5 and min(of) >= 3
 
 
@@ -86,8 +85,10 @@ def test_linear_layers_of_few_rows_have_three_tiles_of_weights_on_their_way(comp
 @pytest.mark.production
 def test_attention_of_other_families_and_steps_is_as_good(tmp_path):
     for kernel in gates(tmp_path, "families"):
-        assert kernel["stack"] == SPILLS.get(kernel["case"], 0), kernel
-        assert kernel["shared"] <= ARCHITECTURES["sm_90"] and kernel.get("depth", 3) >= 3, kernel
+        assert kernel["shared"] <= ARCHITECTURES["sm_90"], kernel
+        if not kernel["wide"]:
+            assert kernel["stack"] == SPILLS.get(kernel["case"], 0), kernel
+            assert kernel.get("depth", 3) >= 3, kernel
 
 
 def test_another_number_of_tokens_is_no_other_variant(compiled):
