@@ -80,7 +80,7 @@ def test_what_rests_keeps_the_cache_right(checkpoint, build_runner, monkeypatch,
     assert engine.drafted == 0
     own = engine.runner._own_drafts
     assert own is not None
-    own._depth._seconds[:] = 1.0  # from now on drafts are free
+    own._depth._costs[:] = own._depth._measured[:] = 1.0  # from now on drafts are free
     again = [msgspec.structs.replace(it, index=it.index + 100, request_id=f"again-{it.index}") for it in batch]
     hits = engine.core.scheduler.totals.prefix_hits
     answers = engine.run(again)

@@ -79,14 +79,30 @@ def test_a_row_without_proposals_does_not_pay_for_the_other():
     assert depth.choose(ROWS, counts(1, 0)) == 0
 
 
-def test_steps_that_take_longer_than_measured_at_the_start_are_learned():
+def test_drafts_that_cost_more_than_measured_at_the_start_are_learned():
     depth = DraftDepth(4, 8, CHEAP)
     first = depth.most(ROWS)
     for _ in range(100):
         for drafts in depth.depths[1:].tolist():
-            depth.observe_step(2, drafts, 3.0)
-            depth.observe_step(2, drafts, 5.0)
+            depth.observe_step(2, 0, 1.0)
+            depth.observe_step(2, drafts, 2.9)
+            depth.observe_step(2, 0, 0.5)
     assert first > 0 and depth.most(ROWS) == 0
+
+
+def test_a_machine_that_becomes_slow_makes_drafts_no_dearer():
+    depth = DraftDepth(4, 8, CHEAP)
+    first = depth.most(ROWS)
+    for _ in range(100):
+        depth.observe_step(2, first, 20.0)
+    assert depth.most(ROWS) == first > 0
+
+
+def test_after_many_steps_with_drafts_one_without_is_compared_with_them():
+    depth = DraftDepth(4, 8, CHEAP)
+    chosen = [depth.choose(ROWS, counts(8, 8)) for _ in range(200)]
+    plain = [at for at, drafts in enumerate(chosen) if drafts == 0]
+    assert plain == [63, 127, 191] and not depth.rests
 
 
 def test_one_step_that_was_held_up_teaches_nothing():

@@ -156,6 +156,10 @@ class Turns(ABC, Generic[Runtime, Step, Sampled]):
     def _ended(self, step: Step, pending: PendingStep) -> Sampled:
         """What `sample` returns."""
 
+    def _clock(self) -> float:
+        """Seconds, by which steps are compared."""
+        return time.perf_counter()
+
     # --- what does not ---
 
     def _execute(self, plan: StepPlan) -> Launched[Step]:
@@ -174,7 +178,7 @@ class Turns(ABC, Generic[Runtime, Step, Sampled]):
         """The drafts that a step verifies, those of the plan and of the runner: [r, K], as of `planned_drafts`."""
         own = self._own_drafts
         if own is not None:
-            own.apply(plan, self._requests.rows, self._comm.agree(time.perf_counter()))
+            own.apply(plan, self._requests.rows, self._comm.agree(self._clock()))
         if not len(plan.num_drafts):
             return None
         number, most = int((plan.num_drafts + 1)[plan.samples].sum()), self._max_logits_rows

@@ -21,14 +21,17 @@ _WEIGHT: Final = 0.15
 _RETURN: Final = 0.01
 """How far a row's acceptance goes back to what new requests have, in a step without drafts."""
 _NEWEST: Final = 0.1
-"""Weight of a step's seconds."""
-_SEEN_OF_REST: Final = 4
-"""Of so many steps of a rest one is timed."""
+"""Weight of a step's seconds in those that are usual."""
+_COMPARED: Final = 0.1
+"""Weight of two neighbouring steps in what drafts cost."""
+_LONGEST_RUN: Final = 64
+"""Steps with drafts, after which one without is compared with them."""
 _OUTLIER: Final = 3.0
 """Times the usual, above which a step's seconds are taken for somebody else's doing."""
 _MARGIN: Final = 1.02
 """Times the tokens a second without drafts that are wanted of drafts."""
 _LONGEST_REST: Final = 32
+_SHORTEST_WAIT: Final = 2
 _LONGEST_WAIT: Final = 8
 """Steps for which a proposer that has found nothing is not asked again, at most: its text may begin to repeat at any token."""
 
@@ -55,20 +58,31 @@ class DraftDepth:
         self._usual = _HOPE
         self.depths = np.array(depths(num_drafts))
         self._places = {depth: at for at, depth in enumerate(self.depths.tolist())}
-        self._seconds = self._table(max_num_seqs, timings)
-        self._rest, self._rested, self._next_rest = 0, 0, 1
+        seconds = self._table(max_num_seqs, timings)
+        self._usual_s: Float64 = seconds[:, 0].copy()
+        """[sizes]: of a step without drafts."""
+        self._measured: Float64 = seconds / seconds[:, :1]
+        self._costs: Float64 = self._measured.copy()
+        """[sizes, depths]: of a step, as multiples of one without drafts."""
+        self._before: tuple[int, int, float] | None = None
+        """Size, place and seconds of the step that was observed last."""
+        self._rest, self._rested, self._next_rest, self._run = 0, 0, 1, 0
         self._num_rows = 1
         """Of the last choice."""
 
     def learns_from(self, drafts: int) -> bool:
-        """Whether the time of a step with so many drafts is to be observed; of a rest every few steps are enough."""
-        return drafts in self._places and (drafts > 0 or self._rested % _SEEN_OF_REST == 0)
+        """Whether the time of a step with so many drafts is to be observed; of a rest the first and the last are enough."""
+        return drafts in self._places and (drafts > 0 or self._rested <= 1 or self._rest == 0)
 
     def admit(self, row: int) -> None:
-        """Another request has the row, which ends the rest if drafts pay for requests like the last ones."""
+        """Another request has the row, which ends the rest if drafts pay for requests like the last ones. Among many rows it is
+        of less weight, and waits a little."""
         self._acceptance[row] = self._usual
-        if self._rest and self._best(self._tokens(np.array([self._usual]), self.depths[None, -1:]), self._num_rows):
-            self._rest, self._next_rest = 0, 1
+        wait = self._num_rows // 4
+        if self._rest > wait and self._best(self._tokens(np.array([self._usual]), self.depths[None, -1:]), self._num_rows):
+            self._rest = wait
+            if not wait:
+                self._next_rest = 1
 
     @property
     def rests(self) -> bool:
@@ -91,29 +105,56 @@ class DraftDepth:
             self._usual += weight * (int(accepted.sum()) / total - self._usual)
 
     def observe_step(self, num_rows: int, drafts: int, seconds: float) -> None:
-        """Takes in how long a step of decodes with so many drafts each took, all told."""
-        at = _size(num_rows), self._places[drafts]
-        usual = float(self._seconds[at])
-        if seconds < _OUTLIER * usual:
-            self._seconds[at] = usual + _NEWEST * (seconds - usual)
+        """Takes in how long a step of decodes with so many drafts each took, all told.
+
+        Who else uses the machine slows steps with drafts and without alike. So what drafts cost is read from neighbours alone.
+        """
+        size, place = _size(num_rows), self._places[drafts]
+        costs, before, self._before = self._costs[size], self._before, None
+        plain = seconds / float(costs[place])
+        if plain >= _OUTLIER * float(self._usual_s[size]):
+            # A machine that has become this slow for good is believed in the end.
+            self._usual_s[size] *= 1 + _NEWEST
+            return
+        self._usual_s[size] += _NEWEST * (plain - float(self._usual_s[size]))
+        self._before = size, place, seconds
+        if before is None or before[0] != size or before[1] == place:
+            return
+        if place:
+            costs[place] += _COMPARED * (seconds / before[2] * float(costs[before[1]]) - float(costs[place]))
+        else:
+            costs[before[1]] += _COMPARED * (before[2] / seconds - float(costs[before[1]]))
 
     def most(self, rows: Int32) -> int:
         """The most drafts that can pay for these rows, [m], however many a proposer has."""
         self._usual += min(_FORGOTTEN * self._rested, 1) * (_HOPE - self._usual)
         self._acceptance[rows] += min(_RETURN * self._rested, 1) * (self._usual - self._acceptance[rows])
+        if self._rested:
+            costs, at = self._costs[_size(len(rows))], min(_FORGOTTEN * self._rested, 1)
+            costs += at * (self._measured[_size(len(rows))] - costs)
         self._rested, self._num_rows = 0, len(rows)
         best = self._best(self._tokens(self._acceptance[rows], self.depths[None, -1:]), len(rows))
         if not best:
             self._begin_rest(_LONGEST_REST)
         return best
 
+    def found_nothing(self, rows: Int32) -> None:
+        """The proposer has nothing for these rows, [m], which is the same as a choice of none."""
+        self._num_rows = len(rows)
+        self._next_rest = max(self._next_rest, _SHORTEST_WAIT)
+        self._begin_rest(_LONGEST_WAIT)
+
     def choose(self, rows: Int32, proposed: Int32) -> int:
         """How many drafts of each row make the most tokens a second, given how many the proposer has, [m]."""
         best = self._best(self._tokens(self._acceptance[rows], proposed[:, None]), len(rows)) if proposed.any() else 0
-        if best:
-            self._next_rest = 1
-        else:
+        if not best:
             self._begin_rest(_LONGEST_REST if proposed.any() else _LONGEST_WAIT)
+            return 0
+        self._next_rest = 1
+        self._run += 1
+        if self._run == _LONGEST_RUN:
+            self._run = 0
+            return 0
         return best
 
     def _begin_rest(self, most: int) -> None:
@@ -127,7 +168,7 @@ class DraftDepth:
 
     def _best(self, tokens: Float64, num_rows: int) -> int:
         """The depth that makes the most tokens a second; 0: no depth makes clearly more than no drafts."""
-        rates = tokens / self._seconds[_size(num_rows)]
+        rates = tokens / self._costs[_size(num_rows)]
         best = int(np.argmax(rates))
         return int(self.depths[best]) if rates[best] > _MARGIN * rates[0] else 0
 

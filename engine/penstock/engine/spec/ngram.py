@@ -10,6 +10,8 @@ from penstock.kernels.drafting.ops import DraftingOps
 class NgramProposer(Proposer):
     """Of several earlier occurrences the longest counts, and of equally long ones the earliest."""
 
+    looks_up = True
+
     def __init__(self, config: SpeculativeConfig, ops: DraftingOps) -> None:
         self._ops = ops
         self._limits = (config.prompt_lookup_min, config.prompt_lookup_max, config.num_speculative_tokens)

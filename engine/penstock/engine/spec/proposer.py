@@ -10,6 +10,9 @@ from penstock.engine.runner.input_batch import Placed
 class Proposer(Protocol):
     """Guesses how rows go on. A guess may be wrong: the model verifies each one."""
 
+    looks_up: bool = False
+    """Whether it looks at text alone, so that to ask it costs no more than to find out whether its drafts would pay."""
+
     def propose(self, table: RowTable, rows: Int32, known: Int32, most: int) -> Int32:
         """Drafts of the tokens that follow.
 

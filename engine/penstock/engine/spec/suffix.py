@@ -13,6 +13,8 @@ _TOKENS_PER_REQUEST = 256
 class SuffixProposer(Proposer):
     """A draft is as long as what it rests on is, and ends where its tokens become unlikely."""
 
+    looks_up = True
+
     def __init__(self, config: SpeculativeConfig, ops: DraftingOps) -> None:
         outputs = config.suffix_decoding_max_cached_requests
         self._history = ops.history(outputs, max(outputs, 1) * _TOKENS_PER_REQUEST, config.suffix_decoding_max_tree_depth)

@@ -91,7 +91,7 @@ class Grants:
             ready = np.array([row not in forced for row in ints(rows)], np.bool_)
             rows = rows[ready | ~self._in_flight.holds(rows)]
         wanted = self._tenancy.num_proposed[rows]
-        if not forced and not wanted.any():
+        if not forced and not np.count_nonzero(wanted):
             step.grant_decodes(rows)
             return
         room = most_forced(len(self._table.num_tokens))
