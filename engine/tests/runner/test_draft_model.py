@@ -4,6 +4,7 @@ import json
 import shutil
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from test_core_with_runner import SCHEDULER, Engine, requests
@@ -12,6 +13,7 @@ from test_drafts_in_core import K, Watched
 from penstock.engine.args import EngineArgs
 from penstock.engine.config import ConfigError, SpeculativeConfig
 from penstock.engine.runner import own_drafts
+from penstock.engine.runner.draft_model import DraftModel
 from penstock.engine.spec.depth import Timing
 from penstock.kernels.cpu.tape import Tape
 
@@ -87,6 +89,44 @@ def test_what_rests_keeps_the_cache_right(checkpoint, build_runner, monkeypatch,
     assert answers == {it.index + 100: alone("llama", False)[it.index] for it in batch}
     assert engine.core.scheduler.totals.prefix_hits - hits > 200
     assert engine.drafted > 20 and engine.accepted == engine.drafted
+
+
+def whole_blocks():
+    """Six greedy requests whose prompts end where a block does: there is no room for what would be drafted then."""
+    batch = [it for it in requests(False) if len(it.prompt_token_ids) >= 64][:6]
+    sampling = msgspec.structs.replace(batch[0].sampling, temperature=0.0)
+    return [msgspec.structs.replace(it, prompt_token_ids=it.prompt_token_ids[-64:], sampling=sampling) for it in batch]
+
+
+def test_rows_without_room_for_drafts_do_not_fall_behind(checkpoint, build_runner, monkeypatch):
+    engine = drafting(checkpoint, build_runner, monkeypatch, "llama", "llama")
+    behind, propose = [], DraftModel.propose
+
+    def watched(model, table, rows, known, most):
+        found = propose(model, table, rows, known, most)
+        behind.append(int((table.num_computed[rows] - model._computed[rows]).max()))
+        return found
+
+    monkeypatch.setattr(DraftModel, "propose", watched)
+    engine.run(whole_blocks())
+    assert len(behind) > 10 and max(behind) <= 0
+    # Next to rows that have drafts they verify a guess once.
+    assert engine.drafted - engine.accepted <= len(whole_blocks()) * K < engine.accepted
+
+
+def test_rows_that_are_far_behind_are_read_in_several_passes(checkpoint, build_runner, monkeypatch, caplog):
+    engine = drafting(checkpoint, build_runner, monkeypatch, "llama", "llama")
+    follow, steps = DraftModel.follow, iter(range(1000))
+    monkeypatch.setattr(DraftModel, "follow", lambda *given: None if next(steps) < 10 else follow(*given))
+    propose = DraftModel.propose
+    monkeypatch.setattr(DraftModel, "propose", lambda *given: _no_drafts(*given) if next(steps) < 20 else propose(*given))
+    engine.run(whole_blocks())
+    assert "the proposer failed" not in caplog.text
+    assert engine.accepted == engine.drafted > 20
+
+
+def _no_drafts(model, table, rows, known, most):
+    return np.full((len(rows), K), -1, np.int32)
 
 
 def test_a_draft_model_runs_from_tapes(checkpoint, build_runner, monkeypatch):

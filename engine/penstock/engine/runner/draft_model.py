@@ -98,6 +98,9 @@ class DraftModel(Proposer):
         places = ends[:, None] - 1 + np.arange(most)  # of the tokens that are read for each draft
         has_room = (places < table.room[rows][:, None]) & (places < self._max_model_len)
         fits = has_room[:, -1]
+        if not fits.all():
+            # They have no block yet for what would be drafted, as after a prompt that fills its blocks.
+            self._catch_up(table, rows[~fits], table.num_computed[rows[~fits]], wanted=False)
         if not fits.any():
             return drafts
         rows, ends = rows[fits], ends[fits]
@@ -115,6 +118,7 @@ class DraftModel(Proposer):
     def _catch_up(self, table: RowTable, rows: Int32, ends: Int32, *, wanted: bool) -> torch.Tensor:
         """Reads the tokens of rows, [m], up to `ends`, [m]; returns the first drafts, [m], where they are wanted."""
         starts = self._keep_accepted(table, rows, ends)
+        starts = self._read_part(table, rows, starts, ends)
         counts = ends - starts
         if wanted and (most := int(counts.max())) <= self._num_drafts + 1:
             # Rows that are alike run from a tape. To read a token again changes nothing.
@@ -126,6 +130,16 @@ class DraftModel(Proposer):
         self._computed[rows] = ends
         logits = self._logits(step)
         return self._sampler.choose(logits, rows, ends, 0) if wanted else torch.empty(0)
+
+    def _read_part(self, table: RowTable, rows: Int32, starts: Int32, ends: Int32) -> Int32:
+        """Reads the first tokens of rows that are too far behind for one pass; returns how far each is then."""
+        while int((ends - starts).sum()) > self._arrays.max_num_tokens:
+            part = np.minimum(ends - starts - 1, np.int32(self._arrays.max_num_tokens // len(rows)))
+            some = part > 0
+            placed = self._arrays.place(table, rows[some], starts[some], part[some])
+            self._logits(self._arrays.inputs(placed, table.token_ids[placed.token_rows, placed.positions], NONE))
+            starts = starts + part
+        return starts
 
     def _keep_accepted(self, table: RowTable, rows: Int32, ends: Int32) -> Int32:
         """Counts drafts that were accepted as read, since they were; returns how far each row is, [m], before its last token."""

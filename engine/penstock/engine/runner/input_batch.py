@@ -71,7 +71,7 @@ class StepArrays:
     def __init__(
         self, max_num_tokens: int, max_num_seqs: int, max_model_len: int, groups: Sequence[KVGroup], max_logits_rows: int
     ) -> None:
-        self._groups = groups
+        self._groups, self.max_num_tokens = groups, max_num_tokens
         self._input_ids, self._positions = np.zeros(max_num_tokens, np.int64), np.zeros(max_num_tokens, np.int64)
         self._slots = [np.zeros(max_num_tokens, np.int64) for _ in groups]
         self._tables = [np.zeros((max_num_seqs, -(-max_model_len // group.block_size)), np.int32) for group in groups]

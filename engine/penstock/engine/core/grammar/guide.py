@@ -38,6 +38,10 @@ class GrammarGuide:
         self._stops = frozenset(stop_token_ids) | frozenset(eos_token_ids)
         self._more_stops = _bits(set(stop_token_ids) - set(eos_token_ids), num_words)
         self._no_stops = _bits(set(eos_token_ids) - set(stop_token_ids), num_words)
+        self.changes_ends = self._no_stops is not None
+        """Whether `complete` takes EOS tokens away where there are any."""
+        self.adds_stops = self._more_stops is not None
+        """Whether `complete` adds tokens that stop the request."""
         self._begin = _bits(() if reasoning is None or reasoning.begin is None else (reasoning.begin,), num_words)
 
     @property
