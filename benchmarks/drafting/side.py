@@ -1,0 +1,146 @@
+"""A core turned by hand, a few steps at a time, so that several take turns at the same requests."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.args import EngineArgs
+from penstock.engine.core.ipc.process import build_core, build_executor
+from penstock.engine.core.plan import Int32
+from penstock.engine.messages import AddRequest
+from penstock.engine.sampling import SamplingParams
+from penstock.engine.spec.depth import DraftDepth
+
+SLICE = 4
+"""Steps of a turn: few, so that what others do to the machine meanwhile falls on all sides alike."""
+
+
+class FixedDepth(DraftDepth):
+    """So many drafts of each row in every step, whatever becomes of them: what an adaptive number is compared with."""
+
+    def __init__(self, drafts: int) -> None:
+        self._drafts = drafts
+
+    def learns_from(self, drafts: int) -> bool:
+        """Nothing is learned."""
+        return False
+
+    def admit(self, row: int) -> None:
+        """Nothing is remembered."""
+
+    @property
+    def rests(self) -> bool:
+        """Never."""
+        return False
+
+    def observe(self, rows: Int32, drafted: Int32, accepted: Int32) -> None:
+        """Nothing is learned."""
+
+    def found_nothing(self, rows: Int32) -> None:
+        """The proposer is asked again after the next step."""
+
+    def most(self, rows: Int32) -> int:
+        """The number."""
+        return self._drafts
+
+    def choose(self, rows: Int32, proposed: Int32) -> int:
+        """The number, where the proposer has found anything."""
+        return self._drafts if proposed.any() else 0
+
+
+class Side:
+    """One of the engines that are compared.
+
+    Args:
+        model: Its checkpoint.
+        speculative: vLLM's keys of its drafts; None: it has none.
+        fixed: Drafts of each row in every step; None: as many as pay.
+    """
+
+    def __init__(self, model: Path, speculative: dict[str, Any] | None, fixed: int | None = None) -> None:
+        config = EngineArgs(
+            model=str(model), device="cpu", kv_cache_memory_bytes=2**26, max_num_seqs=64, speculative_config=speculative
+        ).config()
+        executor, blocks = build_executor(config)
+        self._core = build_core(config, executor, blocks, epoch=1)
+        if fixed is not None:
+            executor._runner._own_drafts._depth = FixedDepth(fixed)  # type: ignore[attr-defined]
+        self._first, self._running = 0, 0
+        self._waiting: deque[AddRequest] = deque()
+        self._drafts = (0, 0, 0)
+        self.answers: dict[int, list[int]] = {}
+        """Token ids by number of the request."""
+        self.tokens = 0
+        """Given since `begin`."""
+        self._decoded, self._cpu_s = 0, 0.0
+
+    def begin(self, prompts: Sequence[list[int]], streams: int, output: int, temperature: float) -> None:
+        """Takes requests, of which so many run at a time."""
+        self._waiting.clear()
+        for number, prompt in enumerate(prompts):
+            sampling = SamplingParams(max_tokens=output, temperature=temperature, seed=number)
+            index = self._first + number
+            # A salt of its own: nothing is found in the prefix cache.
+            self._waiting.append(AddRequest(index, str(index), prompt, sampling, time.time(), cache_salt=str(index)))
+        self._streams, self.answers, self.tokens = streams, {}, 0
+        self._decoded, self._cpu_s = 0, 0.0
+        self._offset, self._first = self._first, self._first + len(prompts)
+
+    @property
+    def over(self) -> bool:
+        """Whether all have been answered."""
+        return not self._waiting and not self._running
+
+    @property
+    def rate(self) -> float:
+        """Tokens a CPU second in steps that took in no prompt: one of prompts takes as long as many others, and has no drafts."""
+        return self._decoded / self._cpu_s
+
+    def turn(self) -> None:
+        """Goes on for some steps."""
+        for _ in range(SLICE):
+            fresh = bool(self._waiting) and self._running < self._streams
+            while self._waiting and self._running < self._streams:
+                self._core.handle(self._waiting.popleft())
+                self._running += 1
+            if not self._running:
+                break
+            began = time.process_time()
+            frame = self._core.step()
+            self._core.take_events()
+            took = time.process_time() - began
+            if frame is None:
+                continue
+            if failed := [end for end in frame.finished if end.error is not None]:
+                raise RuntimeError(f"a request failed: {failed[0]}")
+            offsets, ids = np.frombuffer(frame.offsets, np.int32), np.frombuffer(frame.token_ids, np.int32)
+            for at, index in enumerate(np.frombuffer(frame.indexes, np.int64).tolist()):
+                self.answers.setdefault(index - self._offset, []).extend(ids[offsets[at] : offsets[at + 1]].tolist())
+            self.tokens += len(ids)
+            if not fresh:
+                self._decoded, self._cpu_s = self._decoded + len(ids), self._cpu_s + took
+            self._running -= len(frame.finished)
+
+    def take_drafts(self) -> tuple[int, int, int]:
+        """Rows with drafts that were verified, their drafts, and how many of these were accepted, since the last call."""
+        step = self._core.stats().step
+        if step is None or step.drafts is None:
+            return 0, 0, 0
+        before, now = self._drafts, (step.drafts.rows, sum(step.drafts.drafted), sum(step.drafts.accepted))
+        self._drafts = now
+        return now[0] - before[0], now[1] - before[1], now[2] - before[2]
+
+
+def answer(sides: Sequence[Side], prompts: Sequence[list[int]], streams: int, output: int, temperature: float) -> None:
+    """Lets all sides answer the same prompts. Who has given the fewest tokens so far is next, so that the sides are about equally
+    far at any time. Raises RuntimeError where an answer differs."""
+    for side in sides:
+        side.begin(prompts, streams, output, temperature)
+    while running := [side for side in sides if not side.over]:
+        min(running, key=lambda side: side.tokens).turn()
+    if any(side.answers != sides[0].answers for side in sides):
+        raise RuntimeError("drafts have changed an answer")
