@@ -42,7 +42,7 @@ def test_the_table_names_every_metric_with_its_type_and_labels():
     engine.stats = msgspec.structs.replace(
         engine.stats, waits={"capacity": Buckets([0] * 17, 0.0)}, grammars=GrammarStats(1, 0, 0, 0.1)
     )
-    tiers = OffloadStats(TierStats(*[0] * 8), TierStats(*[0] * 8), 0, 0, TransferStats(*[0] * 7))
+    tiers = OffloadStats(TierStats(*[0] * 8), {"disk": TierStats(*[0] * 8)}, 0, 0, TransferStats(*[0] * 7))
     engine.stats = msgspec.structs.replace(engine.stats, offload=tiers, encoder=EncoderStats(*[0] * 7))
     base = {"model_name", "engine", "le"}
     told = {
