@@ -165,7 +165,7 @@ bench-structured: setup ## what grammars cost a batch of 32, and what a new sche
 	@$(BIN)/python benchmarks/bench_structured.py $(ARGS)
 
 .PHONY: bench-images
-bench-images: setup ## the tower of images beside transformers', and the second question about an image (ARGS=--quick)
+bench-images: setup ## images: the tower beside transformers', first tokens, the longest step, running decodes, text alone (ARGS=--quick)
 	@$(BIN)/python benchmarks/bench_images.py $(ARGS)
 
 .PHONY: bench-kv

@@ -1,6 +1,8 @@
 """`penstock bench serve` against a scripted server: what it asks, what it counts, what it says."""
 
 import asyncio
+import base64
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from client_servers import TINY, Script, begin, event, stream_words, usage
+from PIL import Image
 
 from penstock.client.bench import serve
 from penstock.client.bench.datasets import DatasetError
@@ -59,6 +62,20 @@ async def test_chats_get_text_of_as_many_tokens(script: Script, tmp_path: Path) 
     [message] = script.bodies[1]["messages"]
     assert message["role"] == "user" and isinstance(message["content"], str)
     assert script.bodies[1]["max_completion_tokens"] == 5 and "max_tokens" not in script.bodies[1]
+
+
+async def test_chats_may_have_images_each_another_one(script: Script, tmp_path: Path) -> None:
+    flags = ["--random-mm-base-items-per-request", "2", "--random-mm-image-size", "9x5", "--num-prompts", "2", *SMALL]
+    await result(f"{script.url}/v1/", tmp_path, "--endpoint", "/v1/chat/completions", *flags)
+    urls = [part["image_url"]["url"] for body in script.bodies for part in body["messages"][0]["content"][:2]]
+    assert len(set(urls)) == 6  # the one to warm up has its own
+    for url in urls:
+        with Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,")))) as image:
+            assert (image.format, image.mode, image.size) == ("PNG", "RGB", (9, 5))
+            assert len(set(image.tobytes())) > 40
+    assert script.bodies[0]["messages"][0]["content"][2]["type"] == "text"
+    with pytest.raises(DatasetError, match="needs --endpoint /v1/chat/completions"):
+        await bench(script.url, *flags)
 
 
 async def test_headers_key_and_more_of_the_body_are_sent(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,8 @@ def test_a_run_beyond_a_steps_budget_is_divided_among_steps_and_made_once():
     assert runs == [[("a", 4)], [("a", 8)], [("a", 10)]]
     assert chunks(machine)[1:4] == [[1, 1], [1], [1, 11, 11, 2]]
     assert machine.runner.encoded == ["a"]
-    assert (machine.scheduler.encoder.num_runs, machine.scheduler.encoder.num_embeddings) == (1, 10)
+    encoder = machine.scheduler.encoder
+    assert (encoder.num_runs, encoder.num_hits, encoder.num_embeddings) == (1, 1, 10)  # the other one's is a hit
 
 
 def test_a_divided_run_ends_without_the_request_that_began_it():

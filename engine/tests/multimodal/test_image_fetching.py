@@ -3,7 +3,9 @@
 import asyncio
 import base64
 import io
+import os
 import ssl
+import sys
 from contextlib import asynccontextmanager
 
 import pytest
@@ -184,4 +186,6 @@ async def test_images_are_read_in_order_and_equal_ones_once(certificates):
         assert caught.value.param == "3"
         with pytest.raises(PromptError, match=r"^b is not an image"):
             await reader.read([ImagePart(data, "a"), ImagePart("data:image/png;base64,AAAA", "b")])
+        if sys.platform == "linux":  # those who read images yield to those who run requests
+            assert reader._pool.submit(os.getpriority, os.PRIO_PROCESS, 0).result() == os.getpriority(os.PRIO_PROCESS, 0) + 10
         reader.close()

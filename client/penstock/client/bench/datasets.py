@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
+from penstock.client.bench.images import RandomImages
 from penstock.client.bench.prompts import Prompt, Prompts
 
 # vLLM's limits on a conversation, so that the same file gives the same load: tokens of the prompt, and of prompt and answer.
@@ -27,6 +28,8 @@ class Request(NamedTuple):
     prompt: Prompt
     output_len: int
     """Tokens wanted."""
+    images: tuple[str, ...] = ()
+    """URLs of images that go with it."""
 
 
 class Lengths(NamedTuple):
@@ -42,13 +45,18 @@ class Lengths(NamedTuple):
 
 
 def random_requests(
-    prompts: Prompts, rng: np.random.Generator, inputs: Lengths, outputs: Lengths, prefix_len: int = 0
+    prompts: Prompts,
+    rng: np.random.Generator,
+    inputs: Lengths,
+    outputs: Lengths,
+    prefix_len: int = 0,
+    images: RandomImages | None = None,
 ) -> Iterator[Request]:
-    """Yield endless requests of random tokens, after `prefix_len` tokens that all prompts share."""
+    """Yield endless requests of random tokens, after `prefix_len` tokens that all prompts share, and of random images."""
     prefix = prompts.tokens(rng, prefix_len)
     while True:
         tokens = prefix + prompts.tokens(rng, inputs.draw(rng))
-        yield Request(prompts.prompt(tokens, rng), outputs.draw(rng))
+        yield Request(prompts.prompt(tokens, rng), outputs.draw(rng), () if images is None else images.draw(rng))
 
 
 def prefix_requests(

@@ -72,6 +72,14 @@ def _random(one: argparse.ArgumentParser) -> None:
     add("--random-output-len", type=positive, default=128, metavar="N", help="output tokens")
     add("--random-range-ratio", type=share, default=0.0, metavar="R", help="lengths are uniform from N·(1-R) to N·(1+R)")
     add("--random-prefix-len", type=count, default=0, metavar="N", help="more tokens in front, the same for all")
+    add(
+        "--random-mm-base-items-per-request",
+        type=count,
+        default=0,
+        metavar="N",
+        help="images of noise; they need a chat endpoint",
+    )
+    add("--random-mm-image-size", type=_size, default="512x512", metavar="WxH", help="their pixels")
 
 
 def _prefix(one: argparse.ArgumentParser) -> None:
@@ -128,6 +136,13 @@ def _endpoint(text: str) -> str:
     if not text.startswith("/") or not text.endswith("/completions"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither …/completions nor …/chat/completions")
     return text
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not WIDTHxHEIGHT, such as 512x512")
+    return int(width), int(height)
 
 
 def _header(text: str) -> tuple[str, str]:

@@ -37,7 +37,11 @@ class Sender:
     def body(self, request: Request) -> bytes:
         """The request as JSON."""
         if self._chat:
-            messages = [{"role": "user", "content": request.prompt}]
+            content: Any = request.prompt
+            if request.images:
+                images = [{"type": "image_url", "image_url": {"url": url}} for url in request.images]
+                content = [*images, {"type": "text", "text": request.prompt}]
+            messages = [{"role": "user", "content": content}]
             return _encode({**self._fields, "messages": messages, "max_completion_tokens": request.output_len})
         return _encode({**self._fields, "prompt": request.prompt, "max_tokens": request.output_len})
 

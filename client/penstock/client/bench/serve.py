@@ -24,6 +24,7 @@ from penstock.client.bench.datasets import (
     read_trace,
     trace_requests,
 )
+from penstock.client.bench.images import RandomImages
 from penstock.client.bench.outcome import Outcome
 from penstock.client.bench.prompts import Prompts, load_tokenizer
 from penstock.client.bench.records import Record
@@ -113,7 +114,15 @@ def _endless(args: argparse.Namespace, prompts: Prompts, rng: np.random.Generato
         )
     inputs = Lengths(args.random_input_len, args.random_range_ratio)
     outputs = Lengths(args.random_output_len, args.random_range_ratio)
-    return random_requests(prompts, rng, inputs, outputs, args.random_prefix_len)
+    return random_requests(prompts, rng, inputs, outputs, args.random_prefix_len, _images(args))
+
+
+def _images(args: argparse.Namespace) -> RandomImages | None:
+    if not args.random_mm_base_items_per_request or args.dataset_name != "random":
+        return None
+    if not args.endpoint.endswith(CHAT):
+        raise DatasetError(f"--random-mm-base-items-per-request needs --endpoint /v1{CHAT}: {args.endpoint} takes no images")
+    return RandomImages(args.random_mm_base_items_per_request, *args.random_mm_image_size)
 
 
 def _path(args: argparse.Namespace) -> Path:
@@ -141,7 +150,9 @@ async def _warm_up(args: argparse.Namespace, sender: Sender, prompts: Prompts, l
     deadline = time.perf_counter() + args.ready_check_timeout_sec
     done = 0
     while done < args.num_warmups:
-        warm = Request(prompts.prompt(prompts.tokens(rng, size), rng), first[1].output_len)
+        images = _images(args)
+        drawn = () if images is None else images.draw(rng)
+        warm = Request(prompts.prompt(prompts.tokens(rng, size), rng), first[1].output_len, drawn)
         record = await sender.send(time.perf_counter(), warm)
         if record.error is None:
             done += 1

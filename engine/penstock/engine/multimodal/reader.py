@@ -1,6 +1,9 @@
 """From the image parts of a request to what the engine takes, away from the event loop."""
 
 import asyncio
+import os
+import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,6 +22,15 @@ from penstock.prompt.images import ImagePart
 
 WORKERS: Final = 2
 """Images that are decoded at once: each takes up to half a gigabyte and a core."""
+
+
+_NICENESS: Final = 10
+
+
+def _step_back() -> None:
+    """Lets the other threads of the machine go first: running requests do not wait for images of new ones."""
+    if sys.platform == "linux":  # elsewhere it would be that of the process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
 
 
 class ReadImage(NamedTuple):
@@ -45,7 +57,7 @@ class ImageReader:
 
     def __init__(self, settings: ImageSettings, fetcher: Fetcher) -> None:
         self._settings, self._fetcher = settings, fetcher
-        self._pool = ThreadPoolExecutor(WORKERS, "images")
+        self._pool = ThreadPoolExecutor(WORKERS, "images", _step_back)
 
     def close(self) -> None:
         """Ends the threads; images that no thread has begun with are given up."""

@@ -58,6 +58,8 @@ class Encoder:
         self._left = budget
         self._runs: dict[str, EncoderRun] = {}
         self._under_way: dict[str, _Run] = {}
+        self._unclaimed: set[str] = set()
+        """Images with a divided run that no request has taken yet."""
         self._reached: dict[int, int] = {}
         self._requests: dict[int, Request] = {}
         self.seconds = 0.0
@@ -142,7 +144,11 @@ class Encoder:
     def take(self, request: Request, reach: Reach) -> None:
         """A chunk is granted: its request holds the images until it is beyond them."""
         for image in reach.there:
-            self.num_hits += self._cache.hold(image.item.identifier, request.index)
+            name = image.item.identifier
+            is_new = self._cache.hold(name, request.index)
+            # Who takes what a divided run has made first is the one that it ran for.
+            self.num_hits += is_new and name not in self._unclaimed
+            self._unclaimed.discard(name)
         for image in reach.missing:
             name, length, work = image.item.identifier, image.item.length, image.work
             self._cache.add(name, length, request.index)
@@ -160,6 +166,7 @@ class Encoder:
         item = reach.begun.item
         run = self._under_way[item.identifier] = _Run(reach.begun)
         self._cache.add(item.identifier, item.length, _ITSELF)
+        self._unclaimed.add(item.identifier)
         self._advance(run)
 
     def _advance(self, run: _Run) -> None:
@@ -213,4 +220,5 @@ class Encoder:
     def clear(self) -> None:
         """The runner has dropped everything."""
         self._under_way.clear()
+        self._unclaimed.clear()
         self._cache.clear()
