@@ -261,7 +261,6 @@ def parse_gemma3(raw: Mapping[str, Any], text_architecture: str) -> Gemma3Config
 def parse_qwen(raw: Mapping[str, Any], text_architecture: str) -> QwenConfig:
     """Reads the object of a Qwen2.5-VL checkpoint; `ConfigError` names a field that is missing or not supported."""
     tower = _qwen_fields(raw, QWEN_DEFAULTS, "silu")
-    hidden, heads, layers = (whole_number(tower, field) for field in ("hidden_size", "num_heads", "depth"))
     patch, merge, window = (whole_number(tower, field) for field in ("patch_size", "spatial_merge_size", "window_size"))
     if window < patch * merge:
         raise ConfigError(f"config.json: vision_config.window_size {window} is less than {patch * merge}: one embedding's pixels")
@@ -269,18 +268,7 @@ def parse_qwen(raw: Mapping[str, Any], text_architecture: str) -> QwenConfig:
     if not isinstance(full, list | tuple) or not all(isinstance(layer, int) for layer in full):
         raise ConfigError("config.json: vision_config.fullatt_block_indexes must list layers")
     return QwenConfig(
-        tower=QwenTowerConfig(
-            hidden_size=hidden,
-            intermediate_size=whole_number(tower, "intermediate_size"),
-            num_layers=layers,
-            num_heads=heads,
-            patch_size=patch,
-            merge_size=merge,
-            temporal_patch_size=whole_number(tower, "temporal_patch_size"),
-            window_size=window,
-            full_layers=tuple(full),
-            out_size=whole_number(tower, "out_hidden_size"),
-        ),
+        tower=QwenTowerConfig(**_patch_tower(tower), window_size=window, full_layers=tuple(full)),
         image_token_id=whole_number(raw, "image_token_id", default=151655),
         text_architecture=text_architecture,
     )
@@ -298,21 +286,28 @@ def parse_qwen3(raw: Mapping[str, Any], text_architecture: str) -> Qwen3Config:
             f"config.json: vision_config.deepstack_visual_indexes must list layers of {layers} in order, not {deep}"
         )
     return Qwen3Config(
-        tower=Qwen3TowerConfig(
-            hidden_size=whole_number(tower, "hidden_size"),
-            intermediate_size=whole_number(tower, "intermediate_size"),
-            num_layers=whole_number(tower, "depth"),
-            num_heads=whole_number(tower, "num_heads"),
-            patch_size=whole_number(tower, "patch_size"),
-            merge_size=whole_number(tower, "spatial_merge_size"),
-            temporal_patch_size=whole_number(tower, "temporal_patch_size"),
-            positions_per_side=side,
-            deep_layers=tuple(deep),
-            out_size=whole_number(tower, "out_hidden_size"),
-        ),
+        tower=Qwen3TowerConfig(**_patch_tower(tower), positions_per_side=side, deep_layers=tuple(deep)),
         image_token_id=whole_number(raw, "image_token_id", default=151655),
         text_architecture=text_architecture,
     )
+
+
+_PATCH_FIELDS: Final = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "depth",
+    "num_heads": "num_heads",
+    "patch_size": "patch_size",
+    "merge_size": "spatial_merge_size",
+    "temporal_patch_size": "temporal_patch_size",
+    "out_size": "out_hidden_size",
+}
+"""Of `PatchTowerConfig`, by the names of checkpoints."""
+
+
+def _patch_tower(tower: Mapping[str, Any]) -> dict[str, int]:
+    """What `PatchTowerConfig` has."""
+    return {ours: whole_number(tower, theirs) for ours, theirs in _PATCH_FIELDS.items()}
 
 
 def _qwen_fields(raw: Mapping[str, Any], defaults: Mapping[str, Any], activation: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from penstock.engine.models.layers.norm import RMSNorm
 from penstock.engine.models.layers.shard import Span
 from penstock.engine.models.layers.weight import Weights, prefixed
 from penstock.engine.models.model import Encoding
-from penstock.engine.models.vision.config import QwenTowerConfig
+from penstock.engine.models.vision.config import PatchTowerConfig, QwenTowerConfig
 
 _EPS = 1e-6
 _THETA = 10000.0
@@ -27,6 +27,8 @@ class Segments(NamedTuple):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """[heads, n, d] each → [heads, n, d]. Segments of the same length are one batch."""
+        if len(self.ends) == 1:
+            return F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
         out = torch.empty_like(q)
         by_length: dict[int, list[int]] = {}
         for begin, end in pairwise([0, *self.ends]):
@@ -88,36 +90,55 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
+class VisionAttention:
+    """Of patches, whose queries, keys and values are one product."""
+
+    def __init__(self, config: PatchTowerConfig, build: Build) -> None:
+        hidden, attn, self._heads = config.hidden_size, build.within("attn"), config.num_heads
+        self.qkv = ColumnParallelLinear("qkv", hidden, {"qkv": Span(3 * hidden, 0, 3 * hidden)}, True, attn)
+        self.proj = RowParallelLinear("proj", Span(hidden, 0, hidden), hidden, True, attn)
+
+    def weights(self) -> Weights:
+        """Of both products, as a layer names them."""
+        return prefixed("attn", self.qkv.weights() | self.proj.weights())
+
+    def finish(self) -> None:
+        """Bring the weights into the kernels' form, after loading."""
+        self.qkv.finish()
+        self.proj.finish()
+
+    def __call__(self, hidden: torch.Tensor, segments: Segments, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] → [n, hidden]."""
+        q, k, v = self.qkv(hidden).view(len(hidden), 3, self._heads, -1).permute(1, 2, 0, 3)
+        mixed = segments.attend(rotated(q, cos, sin), rotated(k, cos, sin), v)
+        return self.proj(mixed.transpose(0, 1).flatten(1))
+
+
 class QwenVisionLayer:
     """Attention and a gated MLP, each normalised before and added to the stream."""
 
     def __init__(self, config: QwenTowerConfig, build: Build) -> None:
-        hidden, attn, self._ops = config.hidden_size, build.within("attn"), build.ops
-        self._heads = config.num_heads
+        hidden, self._ops = config.hidden_size, build.ops
+        self.attn = VisionAttention(config, build)
         self.norm1 = RMSNorm("norm1", hidden, _EPS, build.ops, device=build.device)
         self.norm2 = RMSNorm("norm2", hidden, _EPS, build.ops, device=build.device)
-        self.qkv = ColumnParallelLinear("qkv", hidden, {"qkv": Span(3 * hidden, 0, 3 * hidden)}, True, attn)
-        self.proj = RowParallelLinear("proj", Span(hidden, 0, hidden), hidden, True, attn)
         inner, mlp = config.intermediate_size, build.within("mlp")
         self.gate_up = GateUpParallelLinear(hidden, inner, True, mlp)
         self.down = RowParallelLinear("down_proj", Span(inner, 0, inner), hidden, True, mlp)
 
     def weights(self) -> Weights:
         """The layer's, without a prefix."""
-        found = self.norm1.weights() | self.norm2.weights()
-        found |= prefixed("attn", self.qkv.weights() | self.proj.weights())
+        found = self.norm1.weights() | self.norm2.weights() | self.attn.weights()
         return found | prefixed("mlp", self.gate_up.weights() | self.down.weights())
 
     def finish(self) -> None:
         """Bring the weights into the kernels' form, after loading."""
-        for part in (self.qkv, self.proj, self.gate_up, self.down):
+        for part in (self.attn, self.gate_up, self.down):
             part.finish()
 
     def __call__(self, hidden: torch.Tensor, segments: Segments, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[n, hidden] → [n, hidden]."""
-        q, k, v = self.qkv(self.norm1(hidden)).view(len(hidden), 3, self._heads, -1).permute(1, 2, 0, 3)
-        mixed = segments.attend(rotated(q, cos, sin), rotated(k, cos, sin), v)
-        hidden = hidden + self.proj(mixed.transpose(0, 1).flatten(1))
+        hidden = hidden + self.attn(self.norm1(hidden), segments, cos, sin)
         return hidden + self.down(self._ops.silu_mul(self.gate_up(self.norm2(hidden))))
 
 

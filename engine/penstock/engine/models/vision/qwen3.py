@@ -11,7 +11,7 @@ from penstock.engine.models.layers.shard import Span
 from penstock.engine.models.layers.weight import Weight, Weights, prefixed
 from penstock.engine.models.model import Encoding
 from penstock.engine.models.vision.config import Qwen3TowerConfig
-from penstock.engine.models.vision.qwen import angles_of, patches_by_square, places_by_square, rotated
+from penstock.engine.models.vision.qwen import Segments, VisionAttention, angles_of, patches_by_square, places_by_square
 
 _EPS = 1e-6
 
@@ -24,32 +24,26 @@ class Qwen3VisionLayer:
     """Attention and an MLP, each normalised before and added to the stream."""
 
     def __init__(self, config: Qwen3TowerConfig, build: Build) -> None:
-        hidden, inner, attn, mlp = config.hidden_size, config.intermediate_size, build.within("attn"), build.within("mlp")
-        self._heads = config.num_heads
+        hidden, inner, mlp = config.hidden_size, config.intermediate_size, build.within("mlp")
+        self.attn = VisionAttention(config, build)
         self.norm1 = LayerNorm("norm1", hidden, _EPS, True, build.device)
         self.norm2 = LayerNorm("norm2", hidden, _EPS, True, build.device)
-        self.qkv = _linear("qkv", hidden, 3 * hidden, attn)
-        self.proj = RowParallelLinear("proj", Span(hidden, 0, hidden), hidden, True, attn)
         self.fc1 = _linear("linear_fc1", hidden, inner, mlp)
         self.fc2 = RowParallelLinear("linear_fc2", Span(inner, 0, inner), hidden, True, mlp)
 
     def weights(self) -> Weights:
         """The layer's, without a prefix."""
-        found = self.norm1.weights() | self.norm2.weights()
-        found |= prefixed("attn", self.qkv.weights() | self.proj.weights())
+        found = self.norm1.weights() | self.norm2.weights() | self.attn.weights()
         return found | prefixed("mlp", self.fc1.weights() | self.fc2.weights())
 
     def finish(self) -> None:
         """Bring the weights into the kernels' form, after loading."""
-        for part in (self.qkv, self.proj, self.fc1, self.fc2):
+        for part in (self.attn, self.fc1, self.fc2):
             part.finish()
 
-    def __call__(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, segments: Segments, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[n, hidden] → [n, hidden]."""
-        q, k, v = self.qkv(self.norm1(hidden)).view(len(hidden), 3, self._heads, -1).permute(1, 2, 0, 3)
-        queries, keys = rotated(q, cos, sin)[None], rotated(k, cos, sin)[None]
-        mixed = F.scaled_dot_product_attention(queries, keys, v[None])[0]
-        hidden = hidden + self.proj(mixed.transpose(0, 1).flatten(1))
+        hidden = hidden + self.attn(self.norm1(hidden), segments, cos, sin)
         return hidden + self.fc2(F.gelu(self.fc1(self.norm2(hidden)), approximate="tanh"))
 
 
@@ -132,10 +126,10 @@ class Qwen3Tower:
         film = patches_by_square(image, patch, merge, config.temporal_patch_size)
         hidden = self.proj(film.to(self._dtype)) + self._stretched(places, rows, columns)
         angles = angles_of(places, config.hidden_size // config.num_heads // 2)
-        cos, sin, deep = angles.cos(), angles.sin(), dict[int, torch.Tensor]()
+        cos, sin, deep, whole = angles.cos(), angles.sin(), dict[int, torch.Tensor](), Segments([rows * columns])
         for at, block in enumerate(self.blocks):
             yield at / len(self.blocks)
-            hidden = block(hidden, cos, sin)
+            hidden = block(hidden, whole, cos, sin)
             if at in config.deep_layers:
                 deep[at] = self.deep[config.deep_layers.index(at)](hidden)
         return torch.cat([self.merger(hidden), *(deep[at] for at in sorted(deep))], dim=-1)
