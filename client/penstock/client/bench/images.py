@@ -13,7 +13,7 @@ _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 class RandomImages(NamedTuple):
     """What the images of a request are."""
 
-    count: int
+    number: int
     """Of a request."""
     width: int
     height: int
@@ -21,7 +21,7 @@ class RandomImages(NamedTuple):
 
     def draw(self, rng: np.random.Generator) -> tuple[str, ...]:
         """The images of one request."""
-        return tuple(_data_url(self.width, self.height, rng) for _ in range(self.count))
+        return tuple(_data_url(self.width, self.height, rng) for _ in range(self.number))
 
 
 def _data_url(width: int, height: int, rng: np.random.Generator) -> str:
