@@ -27,7 +27,7 @@ class Pipeline:
         self._method, self._drafts = method, drafts
 
     def answer(self, prompts: Answers, streams: int, output: int) -> Answers:
-        """See `drafts_loop.Answer`."""
+        """Returns the tokens that came, and what they took, as `drafts_loop.Answer` says."""
         config = genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = output, True, False
         if self._method != "none":
