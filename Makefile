@@ -70,7 +70,7 @@ demo: setup ## the same, ask one question through the gateway, and stop
 
 .PHONY: test e2e e2e-build gpu requirements wheelhouse
 test: setup ## every test that needs no GPU and no cluster, files side by side (ARGS="-n 0": one after another)
-	@$(BIN)/python -m pytest -m "not gpu" -n auto --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu" -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 e2e-build: setup ## build the Kubernetes control plane and the LeaderWorkerSet manager from their Go modules (once, about ten minutes)
 	@$(BIN)/python -m e2e.cluster build

@@ -29,6 +29,19 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
+LONGEST = (
+    *("test_distribution.py", "test_images.py", "test_aot.py", "test_cpu_aarch64.py", "test_kv_transfer_e2e.py"),
+    *(
+        "test_masked_distribution.py",
+        "test_device_graphs.py",
+        "test_pipeline_parallel.py",
+        "test_data_parallel.py",
+        "test_warm.py",
+    ),
+)
+"""Files that take minutes. They come first, so that nobody waits for one of them at the end."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Return three workers for two cores: many tests wait for a process or a clock."""
@@ -92,7 +105,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips by name what needs a CUDA device where there is none; leaves out what takes minutes, unless it is asked for."""
+    """Skips by name what needs a CUDA device where there is none; leaves out what is for production alone, unless it is asked
+    for; begins with the longest files."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     if "production" not in config.option.markexpr:
         late = [item for item in items if item.get_closest_marker("production")]
         config.hook.pytest_deselected(items=late)
