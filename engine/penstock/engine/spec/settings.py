@@ -72,8 +72,9 @@ def speculative_config(
         if given is not None and getattr(args, key) is not None:
             raise ConfigError(f"{flag} and {key} in --speculative-config exclude each other; remove one")
     source, tokens = args.model or model, args.num_speculative_tokens or tokens
+    named = _named(args.method or method, has_model=source is not None)
     folder = None if source is None else resolve(source, args.revision, what="draft model")
-    chosen = _method(args.method or method, folder, target)
+    chosen = named or _method(args.method or method, folder, target)
     lookup = _lookup(args.prompt_lookup_min, args.prompt_lookup_max)
     fields = {name: value for name, value in msgspec.structs.asdict(args).items() if value is not None}
     for name in fields:
@@ -118,28 +119,34 @@ def _proposed(folder: Path | None) -> int | None:
     return proposed_tokens(read_object(config)) if config is not None and config.is_file() else None
 
 
-def _method(method: str | None, model: Path | None, target: ModelConfig | None) -> SpeculativeMethod:
+def _named(method: str | None, *, has_model: bool) -> SpeculativeMethod | None:
+    """The method by its name, before anything is looked for; None: the checkpoints tell."""
     method = _ALIASES.get(method or "", method)
     if method in _NOT_SERVED:
         raise ConfigError(f"--speculative-config: the method {method} is not served yet; use {', '.join(_METHODS)}")
     if method in (None, "auto"):
-        if model is not None:
-            return head_kind(set(tensor_dtypes(model))) or "draft_model"
-        if target is not None and mtp_head(target) is not None:
-            return "mtp"
-        if method is None:
-            raise ConfigError(f"--speculative-config: method is missing: {', '.join(_METHODS)} or auto")
-        return "suffix"
+        return None
     for known in _METHODS:
         if method == known:
-            if known not in _MODELS and model is not None:
+            if known not in _MODELS and has_model:
                 raise ConfigError(f"--speculative-config: model is for {', '.join(_MODELS)}, not for {known}; remove it")
-            if known in _MODELS and model is None:
+            if known in _MODELS and not has_model:
                 raise ConfigError(f"--speculative-config: the method {known} needs model, a folder or a name on the Hub")
             return known
     raise ConfigError(
         f"--speculative-config: there is no method {method!r} ({', '.join(_METHODS)}, auto){suggestion(method, _METHODS)}"
     )
+
+
+def _method(method: str | None, model: Path | None, target: ModelConfig | None) -> SpeculativeMethod:
+    """Where it has no name: as the checkpoints say."""
+    if model is not None:
+        return head_kind(set(tensor_dtypes(model))) or "draft_model"
+    if target is not None and mtp_head(target) is not None:
+        return "mtp"
+    if method is None:
+        raise ConfigError(f"--speculative-config: method is missing: {', '.join(_METHODS)} or auto")
+    return "suffix"
 
 
 def _lookup(least: int | None, most: int | None) -> tuple[int, int]:
