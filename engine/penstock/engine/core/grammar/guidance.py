@@ -46,7 +46,7 @@ class GuidanceMatcher:
         """Why the answer cannot go on; None: it can."""
         if not self.inner.is_error():
             return None
-        return self.inner.get_error().partition("\n<state>")[0].strip()
+        return self.inner.get_error().partition("\n<")[0].strip()  # its state follows, or a word that there is none
 
     @property
     def is_stopped(self) -> bool:

@@ -71,7 +71,8 @@ class GrammarGuide:
                     continue
             if self.error is None and not self.matcher.accept(token):
                 why = self.matcher.error or "the answer was complete before"
-                self.error = f"the grammar does not allow token {token}, which was sampled: {why}"
+                what = "the grammar's limits do not allow to go on after" if _is_limit(why) else "the grammar does not allow"
+                self.error = f"{what} token {token}, which was sampled: {why}"
 
     def fill(self, masks: Int32, drafts: Sequence[int]) -> None:
         """Writes the masks of a step that verifies drafts; the guide stays where it is."""
@@ -114,6 +115,11 @@ class GrammarGuide:
             masks[place] = others
         if self._more_stops is not None and self.matcher.is_accepting:
             masks[place] |= self._more_stops
+
+
+def _is_limit(why: str) -> bool:
+    """Whether an error is about the size of what may follow a token, and not about the token."""
+    return any(word in why for word in ("max is", "fuel", "limit"))
 
 
 def _bits(token_ids: Sequence[int] | set[int], num_words: int) -> Int32 | None:

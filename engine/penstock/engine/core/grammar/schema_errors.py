@@ -7,6 +7,9 @@ from typing import Any, cast
 
 _UNIMPLEMENTED = re.compile(r"^Unimplemented keys: (\[.*\])")
 _FORMAT = re.compile(r"^Unknown format: (.+)")
+_TYPE = re.compile(r"^Invalid type: (.+)")
+_RESOURCE = re.compile(r"^(?:Resource|Pointer) '([^']+)'")
+_LIMIT = re.compile(r"^Unsatisfiable schema: (\w+) \(")
 _NO_SCHEMA = frozenset({"enum", "const", "default", "examples", "example", "required"})
 """Keywords whose values hold data, not schemas."""
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
@@ -29,6 +32,12 @@ def _is_about(error: str, key: str, value: Any) -> bool:
         return key in json.loads(unimplemented[1])
     if (unknown := _FORMAT.match(error)) is not None:
         return key == "format" and value == unknown[1]
+    if (wrong := _TYPE.match(error)) is not None:
+        return key == "type" and wrong[1] in (value if isinstance(value, list) else [value])
+    if (missing := _RESOURCE.match(error)) is not None:
+        return key == "$ref" and str(value).removeprefix("#") == missing[1]
+    if (limit := _LIMIT.match(error)) is not None:
+        return key == limit[1] and f"{key} ({value})" in error
     return key == "oneOf" and error.startswith("oneOf ")
 
 
