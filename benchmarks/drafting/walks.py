@@ -46,7 +46,7 @@ def circle() -> np.ndarray:
 
 def walk(start: int, length: int) -> list[int]:
     """The answer after a token, which it begins with; tokens count on from the last one to the first."""
-    following, found = circle(), [SPECIAL + start % (VOCAB - SPECIAL)]
+    following, found = circle(), [start if start < VOCAB else SPECIAL + start % (VOCAB - SPECIAL)]
     while len(found) < length:
         found.append(int(following[found[-1]]))
     return found

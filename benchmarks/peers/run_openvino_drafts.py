@@ -27,7 +27,7 @@ class Pipeline:
         self._method, self._drafts = method, drafts
 
     def answer(self, prompts: Answers, streams: int, output: int) -> Answers:
-        """Returns the tokens that came, and what they took, as `drafts_loop.Answer` says."""
+        """Greedy answers, each of so many tokens: prompts are taken in as others end, up to so many at a time."""
         config = genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = output, True, False
         if self._method != "none":
