@@ -5,7 +5,7 @@ import torch
 
 from penstock.kernels.linear.reference import linear, pack_weight
 
-SHAPES = [(1, 1), (16, 2), (17, 3), (64, 32), (100, 7), (259, 96), (40, 1100)]
+SHAPES = [(1, 1), (16, 2), (17, 3), (64, 32), (100, 7), (259, 96), (40, 1100), (1050, 600)]
 """(out, in): whole tiles, ends of tiles, an odd input, several chunks of inputs."""
 ROWS = (1, 2, 3, 4, 5, 6, 7, 10, 12, 13, 19, 97, 200)
 """Tiles of each size, weights widened in registers and in memory, several blocks."""

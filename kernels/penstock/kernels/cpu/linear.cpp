@@ -21,6 +21,7 @@ using namespace penstock;
 constexpr int kPanel = 16;      // outputs
 constexpr int64_t kBlock = 96;   // rows that meet all weights before the next rows
 constexpr int64_t kChunk = 256;  // words of inputs that many rows meet at a time
+constexpr int64_t kColumns = 512;  // outputs whose sums of many rows stay in the second cache from chunk to chunk
 constexpr int kAhead = 2048;     // bytes that are fetched ahead of a panel's weights
 
 // Inputs X and weights W in a tile. Its sums stay in registers; the others hold weights and inputs, and what it takes to widen them.
@@ -200,35 +201,39 @@ void linear(const T* x, const T* weight, const T* bias, T* out, int64_t rows, in
   using X = std::conditional_t<kWiden, float, T>;
   const int64_t words = (inputs + kWord<T> - 1) / kWord<T>, end = (outputs + kPanel - 1) / kPanel * kPanel;
   const int64_t blocks = (rows + kBlock - 1) / kBlock, block = (rows + blocks - 1) / std::max<int64_t>(1, blocks);
-  const int64_t chunk = block > kFewRows ? kChunk : words;
-  const bool direct = !kWiden && inputs % kWord<T> == 0;
+  const int64_t chunk = block > kFewRows ? kChunk : words, columns = block > kFewRows ? std::min(kColumns, end) : end;
+  // Many rows are read side by side: rows whose distance is a power of two would meet in a few sets of the cache.
+  const bool direct = !kWiden && inputs % kWord<T> == 0 && block <= kFewRows;
   const std::unique_ptr<X[]> gathered(direct ? nullptr : new X[block * chunk * kWord<T>]);
-  const std::unique_ptr<float[]> sums(words > chunk ? new float[block * end] : nullptr);
+  const std::unique_ptr<float[]> sums(words > chunk ? new float[block * columns] : nullptr);
   const std::unique_ptr<float[]> panel(kWiden && block > kFewRows ? new float[chunk * kWord<T> * kPanel] : nullptr);
-  for (int64_t row = 0; row < rows; row += block) {
-    const int64_t count = std::min(block, rows - row);
-    for (int64_t begin = 0; begin < words; begin += chunk) {
-      Pass<X, T, T> pass{nullptr, inputs, weight + begin * kWord<T> * kPanel, words * kWord<T> * kPanel, std::min(chunk, words - begin),
-                         sums.get(), end, begin == 0, begin + chunk >= words, bias, out + row * outputs, outputs};
-      if constexpr (!kWiden) pass.x = x + row * inputs + begin * kWord<T>;
-      if (!direct) {
-        gather(x + row * inputs, inputs, begin * kWord<T>, pass.words, count, gathered.get());
-        pass.x = gathered.get(), pass.x_stride = pass.words * kWord<T>;
-      }
-      if constexpr (kWiden) {
-        if (panel != nullptr) {
-          const Pass<float, float, T> wide{pass.x, pass.x_stride, panel.get(), 0, pass.words * kWord<T>, pass.sums, pass.sums_stride,
-                                           pass.first, pass.last, bias, pass.out, outputs};
-          for (int64_t column = 0; column < end; column += kPanel) {
-            widen_panel(pass.weight + column / kPanel * pass.panel, pass.words, panel.get());
-            fewest_tiles<Tile<float, float>::kRows>(wide, count, column, column + kPanel);
-          }
-          continue;
+  for (int64_t row = 0; row < rows; row += block)
+    for (int64_t from = 0; from < end; from += columns) {
+      const int64_t count = std::min(block, rows - row), to = std::min(from + columns, end);
+      for (int64_t begin = 0; begin < words; begin += chunk) {
+        // Columns are counted from the layer's first.
+        Pass<X, T, T> pass{nullptr, inputs, weight + begin * kWord<T> * kPanel, words * kWord<T> * kPanel, std::min(chunk, words - begin),
+                           sums == nullptr ? nullptr : sums.get() - from, columns, begin == 0, begin + chunk >= words, bias,
+                           out + row * outputs, outputs};
+        if constexpr (!kWiden) pass.x = x + row * inputs + begin * kWord<T>;
+        if (!direct) {
+          gather(x + row * inputs, inputs, begin * kWord<T>, pass.words, count, gathered.get());
+          pass.x = gathered.get(), pass.x_stride = pass.words * kWord<T>;
         }
+        if constexpr (kWiden) {
+          if (panel != nullptr) {
+            const Pass<float, float, T> wide{pass.x, pass.x_stride, panel.get(), 0, pass.words * kWord<T>, pass.sums, pass.sums_stride,
+                                             pass.first, pass.last, bias, pass.out, outputs};
+            for (int64_t column = from; column < to; column += kPanel) {
+              widen_panel(pass.weight + column / kPanel * pass.panel, pass.words, panel.get());
+              fewest_tiles<Tile<float, float>::kRows>(wide, count, column, column + kPanel);
+            }
+            continue;
+          }
+        }
+        fewest_tiles<Tile<X, T>::kRows>(pass, count, from, to);
       }
-      fewest_tiles<Tile<X, T>::kRows>(pass, count, 0, end);
     }
-  }
 }
 
 }  // namespace
