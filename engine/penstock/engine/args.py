@@ -26,14 +26,13 @@ from penstock.engine.config import (
     RunnerType,
     SchedulerConfig,
     SchedulingPolicy,
-    SpeculativeConfig,
     TransferConfig,
 )
 from penstock.engine.connectors.page_objects import bucket_and_path
 from penstock.engine.connectors.transfer.config import transfer_config
 from penstock.engine.devices import choose_device
 from penstock.engine.grammar import GrammarSettings, is_installed
-from penstock.engine.multimodal.settings import ImageSettings, PatchSettings
+from penstock.engine.multimodal.settings import ImageSettings
 from penstock.engine.parallel.nodes import placed
 from penstock.engine.quant.scheme import QuantizationName, StoredMethod
 from penstock.engine.runner.device.graphs.settings import graph_config
@@ -193,13 +192,11 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--kv-offload-memory-bytes keeps what the prefix cache finds: it needs --enable-prefix-caching")
         self._check_lower_tiers()
         drafter = DraftCheckpoint.read(speculative, model)
-        if speculative is not None and images is not None:
-            _check_draft_positions(images, speculative)
         if images is not None and images.two_way:
             self._check_whole_images(images.tokens, 0 if speculative is None else speculative.num_speculative_tokens)
         if drafter is not None:
             tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
-            check_drafter(drafter, msgspec.structs.replace(model, tokenizer=tokenizer))
+            check_drafter(drafter, msgspec.structs.replace(model, tokenizer=tokenizer, images=images))
         return EngineConfig(
             model=msgspec.structs.replace(
                 model,
@@ -513,12 +510,3 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             except msgspec.ValidationError as error:
                 wrong = explained(error, field.type)
                 raise ConfigError(f"{field.name}{wrong.field}: {wrong.problem}") from None
-
-
-def _check_draft_positions(images: ImageSettings, speculative: SpeculativeConfig) -> None:
-    """Heads read the target's states, and follow its positions: they have one a token so far."""
-    if isinstance(images.resize, PatchSettings) and speculative.has_head:
-        raise ConfigError(
-            f"--speculative-config: {speculative.method} drafts text alone, and this model's images have positions in rows and "
-            "columns (--limit-mm-per-prompt '{\"image\": 0}')"
-        )

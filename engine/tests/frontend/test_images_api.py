@@ -19,7 +19,7 @@ from vision_models import CHAT_TEMPLATE, SEEING, SIZE, TOKENS, data_url, make_ge
 
 from penstock.engine import LLM, SamplingParams
 from penstock.engine.args import EngineArgs
-from penstock.engine.config import ConfigError, SpeculativeConfig
+from penstock.engine.config import ConfigError
 from penstock.prompt.bundle import PromptBundle
 
 OUTPUTS = 16
@@ -290,21 +290,6 @@ def test_the_size_of_images_can_be_set(qwen, checkpoint):
     ):
         with pytest.raises(ConfigError, match=words):
             settings(path, **given)
-
-
-def test_heads_that_follow_positions_are_refused_beside_images_in_rows_and_columns(qwen, checkpoint, monkeypatch):
-    def draft_with(path: Path, method: str, **given: object) -> None:
-        speculative = SpeculativeConfig(method=method, num_speculative_tokens=2)
-        monkeypatch.setattr("penstock.engine.spec.settings.speculative_config", lambda *_: speculative)
-        monkeypatch.setattr("penstock.engine.spec.checkpoint.DraftCheckpoint.read", lambda *_: None)
-        EngineArgs(model=str(path), device="cpu", **given).config()
-
-    for method in ("eagle", "eagle3", "mtp"):
-        with pytest.raises(ConfigError, match=f"{method} drafts text alone"):
-            draft_with(qwen, method)
-        draft_with(qwen, method, limit_mm_per_prompt={"image": 0})
-        draft_with(checkpoint, method)
-    draft_with(qwen, "ngram")
 
 
 def test_limits_under_which_an_image_could_never_be_read_in_one_step_are_refused(gemma):

@@ -3,6 +3,7 @@ chunked, cached, preempted and planned ahead."""
 
 import functools
 import itertools
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +14,16 @@ from test_draft_model import PAYS, K
 from test_tensor_parallel_core import DividedEngine, build_executor
 from vision_models import IMAGE_TOKEN, SEEING
 
-from penstock.engine.config import CacheConfig, EngineConfig, LoraConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig
+from penstock.engine.args import EngineArgs
+from penstock.engine.config import (
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    LoraConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from penstock.engine.core.plan import SampleInputs
 from penstock.engine.loading.checkpoint import read_model_config
 from penstock.engine.messages import AddRequest
@@ -175,8 +185,8 @@ def test_a_head_sees_images_and_drafts_what_plain_torch_does(
     build, request_of, scheduler, expected, family, reference, path, monkeypatch, tmp_path
 ):
     """Through chunks that end before an image and within it."""
-    if family is not SEEING["llava"]:
-        pytest.skip("the states of an EAGLE head are the decoder's, whatever the tower is")
+    if family not in (SEEING["llava"], SEEING["qwen2_5_vl"], SEEING["qwen3_vl"]):
+        pytest.skip("a head reads the decoder's states: it matters whether the decoder's positions are one a token or three")
     head = ReferenceHead(eagle3=False)
     folder = save_head(tmp_path / "head", head.tensors())
     speculative = SpeculativeConfig(method="eagle", num_speculative_tokens=K, model=folder)
@@ -186,6 +196,11 @@ def test_a_head_sees_images_and_drafts_what_plain_torch_does(
     engine = build(scheduler=msgspec.structs.replace(scheduler, **limits), speculative=speculative)
     told.seen.clear()
     check(engine, [request_of(3, LAYOUTS[3])], expected)
+    told.seen.clear()
+    # transformers takes no placeholder in an answer, where there is no image.
+    request = request_of(3, LAYOUTS[3])
+    without = msgspec.structs.replace(request.sampling, logit_bias=((IMAGE_TOKEN, -100.0),))
+    engine.run([msgspec.structs.replace(request, sampling=without)])
     pictures = [family.picture(part[0]) for part in LAYOUTS[3] if isinstance(part, list)]
     processor = family.processor(path)
     with torch.inference_mode():
@@ -195,12 +210,27 @@ def test_a_head_sees_images_and_drafts_what_plain_torch_does(
         return reference(**family.inputs(processor, pictures, ids[0].tolist()), **options)
 
     target.lm_head, seeing, blind = reference.lm_head, SeeingEmbedding(head.embed_tokens, embeddings), head.embed_tokens
+    seen = told.seen[:12]
     drafts = {}
     for embedding in (seeing, blind):
         head.embed_tokens = embedding
-        drafts[embedding] = [head.drafts(target, known, K) for known, _ in told.seen[:12]]
-    assert [drafts for _, drafts in told.seen[:12]] == [found for found, _ in drafts[seeing]]
+        drafts[embedding] = [head.drafts(target, known, K) for known, _ in seen]
+    assert [drafts for _, drafts in seen] == [found for found, _ in drafts[seeing]]
     assert drafts[seeing] != drafts[blind], "the images make no difference"
+
+
+def test_a_head_for_positions_in_rows_and_columns_is_refused(family, path, tmp_path):
+    if family is not SEEING["qwen2_5_vl"]:
+        pytest.skip("its images alone have such positions here")
+    folder = save_head(tmp_path / "head", ReferenceHead(eagle3=False).tensors())
+    given: dict[str, Any] = {"model": str(path), "device": "cpu", "max_model_len": 320}
+    given |= {"speculative_config": {"method": "eagle", "model": str(folder), "num_speculative_tokens": K}}
+    assert EngineArgs(**given).config().model.images is not None
+    rows_and_columns = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    save_head(folder, ReferenceHead(eagle3=False).tensors(), rope_parameters=rows_and_columns)
+    with pytest.raises(ConfigError, match="this head takes the positions of images in rows and columns"):
+        EngineArgs(**given).config()
+    EngineArgs(**given, limit_mm_per_prompt={"image": 0}).config()
 
 
 class SeeingEmbedding(torch.nn.Module):
@@ -212,7 +242,8 @@ class SeeingEmbedding(torch.nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         found = self.tokens(ids).clone()
-        found[ids == IMAGE_TOKEN] = self.images
+        places = (ids == IMAGE_TOKEN).nonzero()[: len(self.images)]  # a draft may be such a token, too
+        found[tuple(places.T)] = self.images
         return found
 
 

@@ -162,7 +162,8 @@ class Images:
         for _, item, offset, place in self._parts(rows, starts + np.int32(1), counts):
             if (found := self._embeddings.get(item.identifier)) is not None:
                 merged = embed().clone() if merged is None else merged
-                merged[place] = found[offset : offset + place.stop - place.start]
+                # What DeepStack adds to the decoder's first layers comes after the embedding.
+                merged[place] = found[offset : offset + place.stop - place.start, : merged.shape[1]]
         return merged
 
     def _parts(self, rows: Int32, starts: Int32, counts: Int32) -> Iterator[_Part]:

@@ -100,7 +100,7 @@ def check_drafter(draft: DraftCheckpoint, target: ModelConfig) -> None:
     """Checks that a draft model or a head fits a model.
 
     Raises:
-        ConfigError: It has another vocabulary.
+        ConfigError: It has another vocabulary, or takes positions that a head cannot have.
     """
     if draft.config.vocab_size != target.vocab_size:
         raise ConfigError(
@@ -108,6 +108,7 @@ def check_drafter(draft: DraftCheckpoint, target: ModelConfig) -> None:
             "drafts need the model's tokenizer"
         )
     if draft.head is not None:
+        _check_positions(draft, target)
         return
     _compare_tokens(draft.path, target.tokenizer or target.path)
     if draft.config.max_position_embeddings < target.max_model_len:
@@ -116,6 +117,15 @@ def check_drafter(draft: DraftCheckpoint, target: ModelConfig) -> None:
             draft.path,
             draft.config.max_position_embeddings,
             target.max_model_len,
+        )
+
+
+def _check_positions(draft: DraftCheckpoint, target: ModelConfig) -> None:
+    """Raises ConfigError for a head that was trained on positions in rows and columns: a head has the numbers of the tokens."""
+    if target.images is not None and any(rope.sections for rope in draft.config.ropes):
+        raise ConfigError(
+            f"{_FLAG} {draft.path}: this head takes the positions of images in rows and columns (mrope_section), which heads do "
+            "not have so far (--limit-mm-per-prompt '{\"image\": 0}')"
         )
 
 
