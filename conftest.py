@@ -29,15 +29,20 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
-LONGEST = (
-    *("test_distribution.py", "test_images.py", "test_aot.py", "test_cpu_aarch64.py", "test_kv_transfer_e2e.py"),
-    *(
-        "test_masked_distribution.py",
-        "test_device_graphs.py",
-        "test_pipeline_parallel.py",
-        "test_data_parallel.py",
-        "test_warm.py",
-    ),
+LONGEST = frozenset(
+    f"test_{name}.py"
+    for name in (
+        "distribution",
+        "images",
+        "aot",
+        "cpu_aarch64",
+        "kv_transfer_e2e",
+        "masked_distribution",
+        "device_graphs",
+        "pipeline_parallel",
+        "data_parallel",
+        "warm",
+    )
 )
 """Files that take minutes. They come first, so that nobody waits for one of them at the end."""
 

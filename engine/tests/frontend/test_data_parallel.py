@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import zmq
 from frontend_process import Server, make_llama, serving
-from test_parallel_e2e import PROMPTS, answers, children, wait_gone
+from test_parallel_e2e import PROMPTS, answers, children, started_since, wait_gone
 
 from penstock.api import events
 from penstock.api.events import BlockStored, EventBatch
@@ -110,9 +110,9 @@ def test_event_ports_of_ranks_that_would_meet_are_refused():
 
 def test_python_has_data_parallel_ranks_too(llama, expected):
     params, size = SamplingParams(max_tokens=12, temperature=0.0), {"kv_cache_memory_bytes": 4 << 20}
-    others = children(os.getpid())  # of tests that ran before in this process
+    before = children(os.getpid())
     with LLM(str(llama), data_parallel_size=2, **size) as two:
-        cores = [pid for pid in children(os.getpid()) if pid not in others]
+        cores = started_since(before)
         assert [output.outputs[0].text for output in two.generate(PROMPTS, params, progress=False)] == expected
         assert sorted(len(rank.egress) for rank in two._llm.ranks) == [0, 0]
         counts = [rank.metrics.generation_tokens.by_value(rank.metrics.table.totals())[""] for rank in two._llm.ranks]

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_parallel_e2e import PROMPTS, children, wait_gone
+from test_parallel_e2e import PROMPTS, children, started_since, wait_gone
 
 from penstock.engine import LLM, AsyncLLM, ConfigError, SamplingParams
 from penstock.engine.args import EngineArgs
@@ -63,9 +63,9 @@ async def answer(llm: AsyncLLM, prompt: str, rank: int, params: SamplingParams =
 
 async def test_two_cores_answer_as_one_while_the_other_idles_and_end_together(mixtral, expected):
     args = EngineArgs(model=str(mixtral), data_parallel_size=2, enable_expert_parallel=True, **SIZE)
-    others = children(os.getpid())  # of tests that ran before in this process
+    before = children(os.getpid())
     async with AsyncLLM.from_args(args) as llm:
-        cores = [pid for pid in children(os.getpid()) if pid not in others]
+        cores = started_since(before)
         # One core works, and the other one has nothing but its experts to give.
         assert await answer(llm, PROMPTS[0], 1) == expected[0]
         both = await asyncio.gather(*(answer(llm, prompt, rank) for prompt in PROMPTS for rank in (0, 1)))

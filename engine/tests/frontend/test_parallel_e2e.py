@@ -32,6 +32,11 @@ def children(pid: int) -> list[int]:
     return [int(child) for thread in Path(f"/proc/{pid}/task").iterdir() for child in (thread / "children").read_text().split()]
 
 
+def started_since(before: list[int]) -> list[int]:
+    """Processes of this one, but for those of tests that ran in it before."""
+    return [pid for pid in children(os.getpid()) if pid not in before]
+
+
 def wait_gone(*pids: int) -> None:
     """They end with whoever started them, each by itself."""
     deadline = time.monotonic() + 60

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
-from penstock.client.bench.images import RandomImages
+from penstock.client.bench.images import NO_IMAGES, RandomImages
 from penstock.client.bench.prompts import Prompt, Prompts
 
 # vLLM's limits on a conversation, so that the same file gives the same load: tokens of the prompt, and of prompt and answer.
@@ -50,13 +50,13 @@ def random_requests(
     inputs: Lengths,
     outputs: Lengths,
     prefix_len: int = 0,
-    images: RandomImages | None = None,
+    images: RandomImages = NO_IMAGES,
 ) -> Iterator[Request]:
     """Yield endless requests of random tokens, after `prefix_len` tokens that all prompts share, and of random images."""
     prefix = prompts.tokens(rng, prefix_len)
     while True:
         tokens = prefix + prompts.tokens(rng, inputs.draw(rng))
-        yield Request(prompts.prompt(tokens, rng), outputs.draw(rng), () if images is None else images.draw(rng))
+        yield Request(prompts.prompt(tokens, rng), outputs.draw(rng), images.draw(rng))
 
 
 def prefix_requests(

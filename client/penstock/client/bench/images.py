@@ -3,7 +3,7 @@
 import base64
 import struct
 import zlib
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,9 @@ class RandomImages(NamedTuple):
     def draw(self, rng: np.random.Generator) -> tuple[str, ...]:
         """The images of one request."""
         return tuple(_data_url(self.width, self.height, rng) for _ in range(self.number))
+
+
+NO_IMAGES: Final = RandomImages(0, 0, 0)
 
 
 def _data_url(width: int, height: int, rng: np.random.Generator) -> str:

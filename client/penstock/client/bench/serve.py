@@ -24,7 +24,7 @@ from penstock.client.bench.datasets import (
     read_trace,
     trace_requests,
 )
-from penstock.client.bench.images import RandomImages
+from penstock.client.bench.images import NO_IMAGES, RandomImages
 from penstock.client.bench.outcome import Outcome
 from penstock.client.bench.prompts import Prompts, load_tokenizer
 from penstock.client.bench.records import Record
@@ -117,9 +117,9 @@ def _endless(args: argparse.Namespace, prompts: Prompts, rng: np.random.Generato
     return random_requests(prompts, rng, inputs, outputs, args.random_prefix_len, _images(args))
 
 
-def _images(args: argparse.Namespace) -> RandomImages | None:
+def _images(args: argparse.Namespace) -> RandomImages:
     if not args.random_mm_base_items_per_request or args.dataset_name != "random":
-        return None
+        return NO_IMAGES
     if not args.endpoint.endswith(CHAT):
         raise DatasetError(f"--random-mm-base-items-per-request needs --endpoint /v1{CHAT}: {args.endpoint} takes no images")
     return RandomImages(args.random_mm_base_items_per_request, *args.random_mm_image_size)
@@ -148,11 +148,9 @@ async def _warm_up(args: argparse.Namespace, sender: Sender, prompts: Prompts, l
     size = len(prompt) if isinstance(prompt, list) else len(prompts.tokenizer.encode(prompt, add_special_tokens=False).ids)
     rng = np.random.default_rng([args.seed, _WARM_UP])
     deadline = time.perf_counter() + args.ready_check_timeout_sec
-    done = 0
+    images, done = _images(args), 0
     while done < args.num_warmups:
-        images = _images(args)
-        drawn = () if images is None else images.draw(rng)
-        warm = Request(prompts.prompt(prompts.tokens(rng, size), rng), first[1].output_len, drawn)
+        warm = Request(prompts.prompt(prompts.tokens(rng, size), rng), first[1].output_len, images.draw(rng))
         record = await sender.send(time.perf_counter(), warm)
         if record.error is None:
             done += 1

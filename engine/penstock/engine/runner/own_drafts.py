@@ -120,10 +120,7 @@ class OwnDrafts:
             [r, K]: -1 pads; None: there are none.
         """
         goes_on = counts > 0
-        if np.count_nonzero(goes_on) == len(goes_on):  # as in nearly all steps
-            self._known[plan.rows] = known
-        else:
-            self._known[plan.rows[goes_on]] = known[goes_on]
+        self._known[plan.rows[goes_on]] = known[goes_on]
         if len(plan.num_drafts):
             own = goes_on.copy()
             own[plan.draft_rows] = False  # what a guide forces says nothing of the proposer

@@ -6,7 +6,6 @@ step is launched as soon as it is planned, and the host waits once, for the resu
 
 import gc
 import logging
-import time
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -282,7 +281,7 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         plan, table = self._null_decodes(rows, drafts), self._requests.rows
         for row in range(rows):
             self._proposer.begins(row, 0)
-        began = time.perf_counter()
+        began = self._clock()
         self.execute(plan)
         self.sample(SampleInputs(plan.step_id)).result()
         table.room[plan.rows] = self.config.model.max_model_len  # the null block takes any position
@@ -292,7 +291,7 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
                 self._proposer.follow(table, plan.rows, placed, np.full(rows, drafts > 0))
             if drafts:
                 self._proposer.propose(table, plan.rows, table.num_tokens[plan.rows], drafts)
-        seconds = time.perf_counter() - began
+        seconds = self._clock() - began
         self._reset()
         return seconds
 
