@@ -52,7 +52,7 @@ def run(positions: ImagePositions, step: StepPlan, starts: list[int]) -> tuple[n
     """The positions, [3, n], and whether they differ."""
     positions.take_in(step)
     places = np.concatenate([np.arange(s, s + count) for s, count in zip(starts, step.num_new_tokens, strict=True)])
-    three = positions.apply(step, np.array(starts, np.int32), places)
+    three = positions.apply(step.rows, np.array(starts, np.int32), step.num_new_tokens, places)
     return (np.repeat(places[None], 3, 0) if three is None else three), three is not None
 
 
@@ -109,5 +109,6 @@ def test_rows_do_not_mix_and_text_keeps_its_places(expected):
     assert not differ
     assert found[0].tolist() == [0, 1, 2]
     places = np.arange(3)
-    assert positions.apply(plan([(1, 3)]), np.zeros(1, np.int32), places) is None
+    step = plan([(1, 3)])
+    assert positions.apply(step.rows, np.zeros(1, np.int32), step.num_new_tokens, places) is None
     assert not positions._images  # so that text alone is not looked at

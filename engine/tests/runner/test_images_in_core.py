@@ -3,14 +3,17 @@ chunked, cached, preempted and planned ahead."""
 
 import functools
 import itertools
+import json
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from draft_heads import ReferenceHead, Told, save_head
 from test_core_with_runner import Engine
 from test_draft_model import PAYS, K
+from test_drafts_in_core import Watched
 from test_tensor_parallel_core import DividedEngine, build_executor
 from vision_models import IMAGE_TOKEN, SEEING
 
@@ -31,6 +34,7 @@ from penstock.engine.multimodal.inputs import ImageInput
 from penstock.engine.multimodal.resize import resized
 from penstock.engine.runner import own_drafts
 from penstock.engine.sampling import SamplingParams
+from penstock.engine.spec.depth import DraftDepth
 from penstock.prompt.hashing import PromptItem
 
 OUTPUTS, SHORT = 30, 6
@@ -77,9 +81,9 @@ def scheduler(settings):
 
 @pytest.fixture(scope="module")
 def build(path, build_runner, scheduler):
-    def make(depth=1, blocks=200, **options):
+    def make(depth=1, blocks=200, of=Engine, **options):
         options.setdefault("scheduler", scheduler)
-        return Engine(build_runner(path, **options), depth, blocks)
+        return of(build_runner(path, **options), depth, blocks)
 
     return make
 
@@ -233,6 +237,70 @@ def test_a_head_for_positions_in_rows_and_columns_is_refused(family, path, tmp_p
     EngineArgs(**given, limit_mm_per_prompt={"image": 0}).config()
 
 
+@pytest.fixture
+def drafting(build, scheduler, monkeypatch):
+    """An engine with a draft model, whose drafts always pay."""
+
+    def make(draft, **limits):
+        monkeypatch.setattr(own_drafts, "measure_steps", lambda *_: PAYS)
+        speculative = SpeculativeConfig(method="draft_model", num_speculative_tokens=K, model=draft)
+        limits |= {"num_speculative_tokens": K, "num_lookahead_tokens": K}
+        return build(of=Watched, scheduler=msgspec.structs.replace(scheduler, **limits), speculative=speculative)
+
+    return make
+
+
+def test_a_draft_model_sees_what_the_model_does(family, drafting, request_of, expected, path, monkeypatch):
+    """As its own draft model, the target is always right: through chunks, prefix hits, and embeddings that are dropped as soon as
+    another image needs their room."""
+    if family in (SEEING["llava_next"], SEEING["qwen2_5_vl"]):
+        pytest.skip("the others have what these have: a square, two-way attention, positions in rows and columns")
+    engine = drafting(path, max_num_batched_tokens=30, encoder_cache_size=40)
+    # What the runner fills rows up with is no draft of the model's.
+    monkeypatch.setattr(DraftDepth, "observe", lambda _, rows, drafted, accepted: judged.append((drafted.sum(), accepted.sum())))
+    judged: list[tuple[int, int]] = []
+    batch = [shortened(request_of(at, layout)) for at, layout in enumerate(LAYOUTS)]
+    expected = {at: [found[:SHORT] for found in expected[at]] for at in expected}
+    for _ in range(2):
+        check(engine, batch, expected)
+        engine.logprobs.clear()
+    assert engine.core.scheduler.totals.prefix_hits > 0
+    assert engine.core.scheduler.encoder.num_runs > 7, "no embeddings were dropped"
+    drafted, accepted = np.sum(judged, axis=0)
+    assert accepted == drafted > 50
+    assert engine.runner._draft_images.names == engine.runner._images.names
+    engine.runner.sleep(1)
+    assert not engine.runner._draft_images.names
+
+
+def test_a_draft_model_without_a_tower_reads_placeholders(family, path, drafting, request_of, expected, checkpoint, caplog):
+    if family is not SEEING["llava"]:
+        pytest.skip("a draft model of text is the same for all")
+    draft = checkpoint("llama")
+    engine = drafting(draft)
+    check(engine, [request_of(at, LAYOUTS[at]) for at in (3, 6)], expected)
+    assert engine.drafted > engine.accepted and engine.runner._draft_images is None
+    with caplog.at_level("INFO"):
+        EngineArgs(model=str(path), device="cpu", spec_model=str(draft), spec_tokens=K).config()
+    assert "reads placeholders in the places of images" in caplog.text
+
+
+def test_a_draft_model_that_makes_other_embeddings_is_refused(family, path, tmp_path):
+    if family is not SEEING["qwen2_5_vl"]:
+        pytest.skip("a family's draft models differ in few ways")
+    given: dict[str, Any] = {"model": str(path), "device": "cpu", "spec_tokens": K}
+    same = EngineArgs(**given, spec_model=str(path)).config()
+    alone = EngineArgs(**given, spec_method="ngram").config()
+    # Two equal models with two equal towers: the step that a run fills has as many tokens as without the draft model.
+    assert same.model.images.cost == pytest.approx(alone.model.images.cost)
+    other = family.make(tmp_path / "draft", vision={"patch_size": 6})
+    settings = json.loads((other / "preprocessor_config.json").read_text()) | {"patch_size": 6}
+    (other / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="it reads images in another way than the model"):
+        EngineArgs(**given, spec_model=str(other)).config()
+    EngineArgs(**given, spec_model=str(other), limit_mm_per_prompt={"image": 0}).config()
+
+
 class SeeingEmbedding(torch.nn.Module):
     """Of tokens, and of images [n, hidden] in the places of theirs."""
 
@@ -303,7 +371,7 @@ def test_the_memory_of_images_is_counted(build_runner, path):
     runner = build_runner(path, scheduler=SCHEDULER)
     with_images = runner.profile_memory()
     plain = msgspec.structs.replace(SCHEDULER, encoder_cache_size=0)
-    assert with_images - build_runner(path, scheduler=plain).profile_memory() == 100 * runner._encode_blank()[0].nbytes
+    assert with_images - build_runner(path, scheduler=plain).profile_memory() == 100 * runner._images.blank()[0].nbytes
 
 
 def test_ranks_divide_the_decoder_and_each_has_the_tower(family, request_of, scheduler, expected, path):

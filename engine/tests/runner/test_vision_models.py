@@ -59,7 +59,7 @@ def embeddings(runner, image):
     settings = runner.config.model.images
     pixels = resized(image, settings.resize)
     with torch.inference_mode():
-        found = whole(runner._encode(pixels))
+        found = whole(runner._images.encoding(pixels))
     assert len(found) == settings.tokens_of(pixels) <= settings.tokens
     return found
 

@@ -1,7 +1,7 @@
 """How a model's images are prepared, as its checkpoint says. Light to import: every process reads it."""
 
 import math
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -93,6 +93,20 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
             return self.resize.size.tokens(*pixels.original)
         grid = self.grid(pixels.height, pixels.width)
         return self.tokens if grid is None else grid[0] * grid[1]
+
+    def takes_places_of(self, other: "ImageSettings") -> bool:
+        """Whether a tower makes as many embeddings of the same pixels as another one, for the same placeholders."""
+        return self._places() == other._places()
+
+    def _places(self) -> tuple[Any, ...]:
+        match self.resize:
+            case PatchSettings(size=size):
+                shape = ("patches", size.factor)
+            case TileSettings(size=tiled):
+                shape = ("tiles", tiled)
+            case ClipSettings(size=side) | SquareSettings(size=side):
+                shape = ("square", side, self.tokens)
+        return self.token_id, self.begin_id, self.end_id, self.two_way, shape
 
     def sample(self) -> Pixels:
         """A black image that tells what images take: of the only size, or one that is quickly read."""

@@ -79,9 +79,9 @@ _COSTLY = SamplingParams(
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def _seen_as(images: ImageSettings | None) -> str:
-    """How images are prepared, in the words of `PageIdentity`."""
-    return "" if images is None else msgspec.json.encode((images.resize, images.normalization)).decode()
+def _seen_as(*images: ImageSettings | None) -> str:
+    """How models have images prepared, in the words of `PageIdentity`."""
+    return " ".join(msgspec.json.encode((one.resize, one.normalization)).decode() for one in images if one is not None)
 
 
 class RunnerBase(Turns[Runtime, Step, Sampled]):
@@ -448,7 +448,7 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
                 quantization=model.quantization or "",
                 kv_dtypes=kv_dtypes(self._kv_layers),
                 scales="" if self._kv_scales is None else hashlib.sha256(repr(self._kv_scales).encode()).hexdigest(),
-                images=_seen_as(model.images),
+                images=_seen_as(model.images, None if self._drafter is None else self._drafter.images),
             ),
             geometry=PageGeometry(
                 layers=tuple(self._kv_layers), layout=self._layout, rank=self._shard.rank, world=self._shard.world

@@ -2,6 +2,9 @@
 
 The draft model reads the tokens that the target model has read, and writes its keys and values into layers of the same KV cache,
 behind those of the target. So a prefix that is found in the cache is there for both.
+
+One that sees has a tower and embeddings of its own. They go when the target's do, which may be in the step after the one that
+read the image's tokens. So the draft model reads these in the same step.
 """
 
 from collections.abc import Sequence
@@ -15,10 +18,21 @@ from penstock.engine.core.plan import NONE, Bool, Int32
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.models.model import Model
 from penstock.engine.runner.draft_sampler import DraftSampler
-from penstock.engine.runner.input_batch import Placed, StepArrays, StepInputs
+from penstock.engine.runner.image_positions import ImagePositions
+from penstock.engine.runner.images import Images
+from penstock.engine.runner.input_batch import Placed, StepArrays
 from penstock.engine.runner.step_tapes import StepTapes
 from penstock.engine.spec.proposer import Proposer
 from penstock.kernels.ops import Ops
+
+
+class Sight(NamedTuple):
+    """What a draft model knows of the images in prompts."""
+
+    images: Images | None = None
+    """Its own embeddings; None: it reads placeholders."""
+    positions: ImagePositions | None = None
+    """None: a token's place is its position."""
 
 
 class _Bound(NamedTuple):
@@ -27,6 +41,7 @@ class _Bound(NamedTuple):
     model: Model
     kv_caches: list[torch.Tensor]
     tapes: StepTapes | None
+    sight: Sight
 
 
 class DraftModel(Proposer):
@@ -71,9 +86,11 @@ class DraftModel(Proposer):
         """Of a pass: a row that has rested is behind by less than a block, or by a step's tokens."""
         return max_num_tokens + max_num_seqs * (block_size + num_drafts)
 
-    def bind(self, model: Model, kv_caches: list[torch.Tensor]) -> None:
-        """Takes the draft model, loaded, and the caches of its layers (see `ForwardContext`); no row has a request."""
-        self._bound = _Bound(model, kv_caches, StepTapes(model, self._ops) if self._ops.tape is not None else None)
+    def bind(self, model: Model, kv_caches: list[torch.Tensor], sight: Sight | None = None) -> None:
+        """Takes the draft model, loaded, the caches of its layers (see `ForwardContext`), and what it knows of images; no row
+        has a request."""
+        tapes = StepTapes(model, self._ops) if self._ops.tape is not None else None
+        self._bound = _Bound(model, kv_caches, tapes, sight or Sight())
 
     def release(self) -> None:
         """Lets go of both, whose memory is wanted back."""
@@ -85,9 +102,10 @@ class DraftModel(Proposer):
         self._written[row] = 0
 
     def follow(self, table: RowTable, rows: Int32, step: Placed, asked: Bool) -> None:
-        """Catches up with rows that have filled a block, which others may find in the cache from now on."""
-        ends, size = table.num_computed[rows], self._block_size
-        behind = ~asked & (ends // size > self._computed[rows] // size)
+        """Catches up with rows that have filled a block, which others may find in the cache from now on, and with rows that have
+        read an image."""
+        ends, starts, size = table.num_computed[rows], self._computed[rows], self._block_size
+        behind = ~asked & ((ends // size > starts // size) | self._saw(rows, starts, ends - starts))
         if behind.any():
             self._catch_up(table, rows[behind], ends[behind], wanted=False)
 
@@ -106,9 +124,8 @@ class DraftModel(Proposer):
         rows, ends = rows[fits], ends[fits]
         found = [self._catch_up(table, rows, ends, wanted=True)]
         for place in range(1, most):
-            placed = self._arrays.place(table, rows, ends + np.int32(place - 1), np.ones(len(rows), np.int32))
-            step = self._arrays.inputs(placed, found[-1], np.arange(len(rows), dtype=np.int32))
-            found.append(self._sampler.choose(self._logits(step), rows, ends + np.int32(place), place))
+            logits = self._logits(table, rows, ends + np.int32(place - 1), np.ones(len(rows), np.int32), found[-1])
+            found.append(self._sampler.choose(logits, rows, ends + np.int32(place), place))
         proposed = drafts[fits]
         proposed[:, :most] = torch.stack(found, dim=1).cpu().numpy()
         self._drafts[rows], self._written[rows] = proposed, most - 1
@@ -121,23 +138,21 @@ class DraftModel(Proposer):
         starts = self._read_part(table, rows, starts, ends)
         counts = ends - starts
         if wanted and (most := int(counts.max())) <= self._num_drafts + 1:
-            # Rows that are alike run from a tape. To read a token again changes nothing.
-            counts = np.minimum(np.int32(most), ends)
-            starts = ends - counts
-        placed = self._arrays.place(table, rows, starts, counts)
-        last = placed.query_start_loc[1:] - 1 if wanted else NONE
-        step = self._arrays.inputs(placed, table.token_ids[placed.token_rows, placed.positions], last)
+            # Rows that are alike run from a tape. To read a token again changes nothing, but an image's may be gone.
+            alike = np.minimum(np.int32(most), ends)
+            if not self._saw(rows, ends - alike, alike - counts).any():
+                counts, starts = alike, ends - alike
         self._computed[rows] = ends
-        logits = self._logits(step)
+        logits = self._logits(table, rows, starts, counts, wanted=wanted)
         return self._sampler.choose(logits, rows, ends, 0) if wanted else torch.empty(0)
 
     def _read_part(self, table: RowTable, rows: Int32, starts: Int32, ends: Int32) -> Int32:
-        """Reads the first tokens of rows that are too far behind for one pass; returns how far each is then."""
+        """Reads the first tokens of rows that are too far behind for one pass; returns how far each is then. They are that far
+        only after passes that failed, when images may be gone: placeholders are read."""
         while int((ends - starts).sum()) > self._arrays.max_num_tokens:
             part = np.minimum(ends - starts - 1, np.int32(self._arrays.max_num_tokens // len(rows)))
             some = part > 0
-            placed = self._arrays.place(table, rows[some], starts[some], part[some])
-            self._logits(self._arrays.inputs(placed, table.token_ids[placed.token_rows, placed.positions], NONE))
+            self._logits(table, rows[some], starts[some], part[some], wanted=False, sees=False)
             starts = starts + part
         return starts
 
@@ -151,13 +166,56 @@ class DraftModel(Proposer):
         self._written[rows] = 0
         return np.minimum(self._computed[rows] + accepted, ends - 1)
 
-    def _logits(self, step: StepInputs) -> torch.Tensor:
-        """[m, vocab]: of the step's rows of logits, of which there may be none."""
+    def _saw(self, rows: Int32, starts: Int32, counts: Int32) -> Bool:
+        """[r]: which rows have an image that is read among these tokens; arguments as of `_logits`."""
         assert self._bound is not None, "the draft model sleeps"
-        model, kv_caches, tapes = self._bound
-        ctx = ForwardContext(self._ops, kv_caches, [step.groups[number] for number in self._layer_groups])
-        logits = tapes.logits(step, ctx) if tapes is not None else None
+        images = self._bound.sight.images
+        return np.zeros(len(rows), np.bool_) if images is None else images.reached(rows, starts, counts)
+
+    def _logits(
+        self,
+        table: RowTable,
+        rows: Int32,
+        starts: Int32,
+        counts: Int32,
+        tokens: torch.Tensor | None = None,
+        *,
+        wanted: bool = True,
+        sees: bool = True,
+    ) -> torch.Tensor:
+        """Reads tokens.
+
+        Args:
+            table: Has the rows' tokens and blocks.
+            rows: [r].
+            starts: [r]: the place of each row's first token.
+            counts: [r]: tokens of each row.
+            tokens: [n]: in place of the table's.
+            wanted: Whether logits are.
+            sees: Whether images are read; else their placeholders are.
+
+        Returns:
+            [r, vocab]: after each row's last token; or [0, …] where none are wanted.
+        """
+        assert self._bound is not None, "the draft model sleeps"
+        model, kv_caches, tapes, sight = self._bound
+        placed = self._arrays.place(table, rows, starts, counts)
+        last = placed.query_start_loc[1:] - 1 if wanted else NONE
+        ids = table.token_ids[placed.token_rows, placed.positions] if tokens is None else tokens
+        step = self._arrays.inputs(placed, ids, last)
+        given, positions, groups = step.input_ids, step.positions, step.groups
+        if sight.positions is not None:
+            three = sight.positions.apply(rows, starts, counts, positions.numpy())
+            positions = positions if three is None else torch.from_numpy(three)
+        if sees and sight.images is not None:
+            merged, _ = sight.images.merge(rows, starts, counts, lambda: model.embed(step.input_ids))
+            given = given if merged is None else merged
+            if (ends := sight.images.ends(rows, starts, counts)) is not None:
+                groups = [group.seeing(ends) for group in groups]
+        ctx = ForwardContext(self._ops, kv_caches, [groups[number] for number in self._layer_groups])
+        plain = given is step.input_ids and positions is step.positions and groups is step.groups
+        logits = tapes.logits(step, ctx) if tapes is not None and plain else None
         if logits is not None:
             return logits
-        hidden = model.forward(step.input_ids, step.positions, ctx)
+        hidden = model.forward(given, positions, ctx)
         return model.compute_logits(hidden[step.logits_indices]) if len(step.logits_indices) else hidden[:0]

@@ -50,12 +50,13 @@ class ImagePositions:
         self._images[admission.row] = images
         self._lags[admission.row] = sum(image.advance - (image.end - image.start) for image in images)
 
-    def apply(self, plan: StepPlan, starts: Int32, positions: Int64) -> Int64 | None:
+    def apply(self, rows: Int32, starts: Int32, counts: Int32, positions: Int64) -> Int64 | None:
         """Makes positions out of places.
 
         Args:
-            plan: The step's.
+            rows: [r]: a step's.
             starts: [r]: the place of each row's first token.
+            counts: [r]: its tokens in the step.
             positions: [n]: the tokens' places in their requests; becomes their positions in time.
 
         Returns:
@@ -63,10 +64,10 @@ class ImagePositions:
         """
         if not self._images:
             return None
-        counts, found = plan.num_new_tokens, None
-        positions += np.repeat(self._lags[plan.rows], counts)
+        found = None
+        positions += np.repeat(self._lags[rows], counts)
         ends = np.cumsum(counts)
-        for row, start, count, end in zip(ints(plan.rows), ints(starts), ints(counts), ints(ends), strict=True):
+        for row, start, count, end in zip(ints(rows), ints(starts), ints(counts), ints(ends), strict=True):
             images = self._images.get(row)
             if images is None or start >= images[-1].end:
                 continue

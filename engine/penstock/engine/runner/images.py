@@ -1,14 +1,17 @@
 """Embeddings of images, and the rows whose prompts hold them. Changes only by what a plan says."""
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
-from penstock.engine.core.plan import Int32, StepPlan, ints
-from penstock.engine.models.model import Encoding
+from penstock.engine.core.plan import Bool, Int32, StepPlan, ints
+from penstock.engine.models.model import Encoding, Model, VisionModel
+from penstock.engine.multimodal.normalization import normalized
 from penstock.engine.multimodal.pixels import Pixels
+from penstock.engine.multimodal.settings import ImageSettings
+from penstock.engine.runner.memory_profile import PeakMemory
 from penstock.prompt.hashing import PromptItem
 
 
@@ -16,7 +19,7 @@ class _Part(NamedTuple):
     """What a step's tokens have of an image."""
 
     at: int
-    """Index of the row in the plan."""
+    """Index of the row in the step."""
     item: PromptItem
     offset: int
     """First embedding that the step needs."""
@@ -57,15 +60,16 @@ def _widened(embeddings: torch.Tensor, width: int) -> torch.Tensor:
 
 
 class Images:
-    """What a rank keeps of images.
+    """What a rank keeps of images for one model.
 
     Args:
-        encode: Makes an image's embeddings, as `VisionModel.encode_image` does.
-        two_way: Whether the tokens of an image see each other both ways.
+        settings: How the model reads them; None: it reads none.
+        model: Returns the model, once it is there.
     """
 
-    def __init__(self, encode: Callable[[Pixels], Encoding], *, two_way: bool) -> None:
-        self._encode, self._two_way = encode, two_way
+    def __init__(self, settings: ImageSettings | None, model: Callable[[], Model]) -> None:
+        self._settings, self._model = settings, model
+        self._two_way = settings is not None and settings.two_way
         self._under_way: dict[str, _Run] = {}
         self._embeddings: dict[str, torch.Tensor] = {}
         self._items: dict[int, tuple[PromptItem, ...]] = {}
@@ -87,11 +91,32 @@ class Images:
             if admission.items:
                 self._items[admission.row] = admission.items
 
+    def encoding(self, pixels: Pixels) -> Encoding:
+        """An image's run through the tower."""
+        assert self._settings is not None, "an image for a model that reads text alone"
+        image = torch.from_numpy(normalized(pixels.array(), self._settings.normalization))
+        return cast("VisionModel", self._model()).encode_image(image, pixels.original)
+
+    @torch.inference_mode()
+    def blank(self) -> torch.Tensor | None:
+        """The embeddings of a black image; None: the model reads no images."""
+        return None if self._settings is None else whole(self.encoding(self._settings.sample()))
+
+    def bytes(self, kept: int) -> int:
+        """What the tower takes for an image, and so many embeddings that are kept."""
+        with PeakMemory() as memory:
+            found = self.blank()
+        if found is None or self._settings is None:
+            return 0
+        # A layer's memory grows with the patches, and the largest image may take minutes.
+        times = max(1.0, self._settings.tokens / len(found))
+        return int(memory.peak * times) + found[0].nbytes * kept
+
     def encode(self, plan: StepPlan) -> None:
         """Makes the embeddings that the plan asks for, an image at a time: its numbers do not depend on others."""
         for run in plan.encoder_runs:
             if run.pixels is not None:
-                self._under_way[run.identifier] = _Run(self._encode(run.pixels))
+                self._under_way[run.identifier] = _Run(self.encoding(run.pixels))
             under_way = self._under_way.pop(run.identifier, None)
             if under_way is None:  # the step in which it began came to nothing; rows that need it will say so
                 continue
@@ -102,21 +127,22 @@ class Images:
                 self._embeddings[run.identifier] = found
 
     def merge(
-        self, plan: StepPlan, starts: Int32, embed: Callable[[], torch.Tensor]
+        self, rows: Int32, starts: Int32, counts: Int32, embed: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor | None, dict[int, str]]:
         """The step's embeddings, those of images among them.
 
         Args:
-            plan: The step's.
+            rows: [r]: a step's.
             starts: [r]: the position of each row's first token.
+            counts: [r]: its tokens in the step.
             embed: Embeds the step's tokens, [n, hidden].
 
         Returns:
-            What `Model.forward` takes in place of tokens, or None where no token is an image's; and why rows, as indexes into the
-            plan's, cannot be computed.
+            What `Model.forward` takes in place of tokens, or None where no token is an image's; and why rows, as indexes into
+            `rows`, cannot be computed.
         """
         merged, failed = None, dict[int, str]()
-        for at, item, offset, place in self._parts(plan.rows, starts, plan.num_new_tokens):
+        for at, item, offset, place in self._parts(rows, starts, counts):
             found = self._embeddings.get(item.identifier)
             if found is None or len(found) != item.length:
                 there = "none are there" if found is None else f"it has {len(found)}"
@@ -126,20 +152,15 @@ class Images:
             merged[place] = found[offset : offset + place.stop - place.start]
         return merged, failed
 
-    def ends(self, plan: StepPlan, starts: Int32) -> Int32 | None:
-        """The position after the last token that each of the step's tokens sees.
-
-        Args:
-            plan: The step's.
-            starts: [r]: the position of each row's first token.
+    def ends(self, rows: Int32, starts: Int32, counts: Int32) -> Int32 | None:
+        """The position after the last token that each of the step's tokens sees; arguments as of `merge`.
 
         Returns:
             [n], or None where each sees up to itself.
         """
         ends = None
-        for at, item, offset, place in self._parts(plan.rows, starts, plan.num_new_tokens) if self._two_way else ():
+        for at, item, offset, place in self._parts(rows, starts, counts) if self._two_way else ():
             if ends is None:
-                counts = plan.num_new_tokens
                 ends = np.arange(1, counts.sum() + 1, dtype=np.int32)
                 ends += np.repeat(starts + counts - np.cumsum(counts), counts)
             assert offset + place.stop - place.start == item.length, f"a chunk of row {at} cuts the image at {item.start}"
@@ -165,6 +186,12 @@ class Images:
                 # What DeepStack adds to the decoder's first layers comes after the embedding.
                 merged[place] = found[offset : offset + place.stop - place.start, : merged.shape[1]]
         return merged
+
+    def reached(self, rows: Int32, starts: Int32, counts: Int32) -> Bool:
+        """[r]: which rows have a token of an image among these; arguments as of `merge`."""
+        found = np.zeros(len(rows), np.bool_)
+        found[[part.at for part in self._parts(rows, starts, counts)]] = True
+        return found
 
     def _parts(self, rows: Int32, starts: Int32, counts: Int32) -> Iterator[_Part]:
         if not self._items:

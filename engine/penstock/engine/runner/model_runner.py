@@ -19,22 +19,21 @@ from penstock.engine.core.memory import Memory, measure_memory
 from penstock.engine.core.plan import NONE, Int32, SampledTokens, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS
 from penstock.engine.models.layers.attention import Attention
-from penstock.engine.models.model import Encoding, Model, VisionModel
-from penstock.engine.multimodal.normalization import normalized
-from penstock.engine.multimodal.pixels import Pixels
+from penstock.engine.models.model import Model
 from penstock.engine.parallel.expert_group import ExpertGroup
 from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.relay import Relay
 from penstock.engine.runner.base import RunnerBase
 from penstock.engine.runner.device.host import HostRuntime
 from penstock.engine.runner.draft_head import Following, TappedModel
+from penstock.engine.runner.draft_model import Sight
 from penstock.engine.runner.follower import Follower
 from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.host_step import HostStep
 from penstock.engine.runner.image_positions import ImagePositions
-from penstock.engine.runner.images import Images, whole
+from penstock.engine.runner.images import Images
 from penstock.engine.runner.input_batch import MAX_TAPED_TOKENS, StepArrays
-from penstock.engine.runner.memory_profile import PeakMemory, peak_activation_bytes
+from penstock.engine.runner.memory_profile import peak_activation_bytes
 from penstock.engine.runner.own_drafts import measured_drafts
 from penstock.engine.runner.pending import PendingStep
 from penstock.engine.runner.pooling import Pooler
@@ -92,8 +91,11 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         self._states = states_of_target(self._drafter, most, self._dtype, self.runtime.device)
         self._proposer: Proposer | None = None
         self._drafting: Drafter | None = None
-        images = config.model.images
-        self._images = Images(self._encode, two_way=images is not None and images.two_way)
+        self._images = Images(config.model.images, lambda: self.model)
+        self._draft_images: Images | None = None
+        if self._drafter is not None and self._drafter.images is not None:
+            self._draft_images = Images(self._drafter.images, lambda: cast("Model", self.draft_model))
+        self._all_images = [self._images] if self._draft_images is None else [self._images, self._draft_images]
         self._positions = ImagePositions(scheduler.max_num_seqs) if self.decoder_config.ropes[0].sections else None
         self._relay: Relay | None = None
         self._follower: Follower | None = None
@@ -128,7 +130,8 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
 
     def _reset(self) -> None:
         super()._reset()
-        self._images.reset()
+        for images in self._all_images:
+            images.reset()
         if self._positions is not None:
             self._positions.reset()
 
@@ -136,7 +139,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         """Gives the KV cache's memory back to the system; at level 2 the model's too. Where the weights are in the host's memory
         anyway, level 1 has nowhere to move them and leaves them there."""
         self._drop_pages()
-        self._images.forget()
+        self._forget_images()
         self._tapes = None
         if self._drafting is not None:
             self._drafting.proposer.release()
@@ -166,17 +169,19 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
     def reload_weights(self, path: str | None) -> None:
         """See the base class."""
         self._tapes = None
-        self._images.forget()
+        self._forget_images()
         super().reload_weights(path)
         self._bind_drafter()
+
+    def _forget_images(self) -> None:
+        for images in self._all_images:
+            images.forget()
 
     def warm_up(self) -> None:
         """See the base class. From then on steps are what they will be."""
         super().warm_up()
-        if self.config.model.images is not None:
-            with torch.inference_mode():
-                finite = bool(self._encode_blank().isfinite().all())
-            if not finite:
+        for images in self._all_images:
+            if (found := images.blank()) is not None and not found.isfinite().all():
                 raise RuntimeError("warm-up: an image's embeddings are not finite; are the checkpoint's weights?")
         self._warm = True
         if (config := self.config.speculative) is not None and self._stage.last:
@@ -211,7 +216,10 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         """Gives the proposer its model and cache, once all of them are there."""
         if self._drafting is not None and self.kv_caches and hasattr(self, "model") and hasattr(self, "draft_model"):
             caches = self.kv_caches[self.decoder_config.num_layers :]
-            self._drafting.bind(self.draft_model, self.model, caches, self._images_of_head())
+            draft = self._drafter
+            sections = draft is not None and draft.config.ropes[0].sections
+            sight = Sight(self._draft_images, self._positions if sections else None)
+            self._drafting.bind(self.draft_model, self.model, caches, self._images_of_head(), sight)
 
     def _images_of_head(self) -> Following | None:
         """What a draft head may see of images: those of its own width."""
@@ -257,24 +265,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         self.initialize_kv_cache(1)
         self._reset()
         step = peak_activation_bytes(self._dummy_step, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-        return step + self._image_bytes()
-
-    @torch.inference_mode()
-    def _image_bytes(self) -> int:
-        """What the tower takes for an image, and the embeddings that are kept."""
-        if self.config.model.images is None:
-            return 0
-        with PeakMemory() as memory:
-            found = self._encode_blank()
-        # A layer's memory grows with the patches, and the largest image may take minutes.
-        times = max(1.0, self.config.model.images.tokens / len(found))
-        return int(memory.peak * times) + found[0].nbytes * self.config.scheduler.encoder_cache_size
-
-    def _encode_blank(self) -> torch.Tensor:
-        """The embeddings of a black image."""
-        settings = self.config.model.images
-        assert settings is not None
-        return whole(self._encode(settings.sample()))
+        return step + sum(images.bytes(scheduler.encoder_cache_size) for images in self._all_images)
 
     def _begin(self, plan: StepPlan, starts: Int32, drafts: Int32 | None, asked: PromptRows | None) -> HostStep:
         """Brings the inputs of a step to the device."""
@@ -284,13 +275,14 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         self.sampler.apply_changes()
         inputs = self._arrays.of_plan(plan, requests.rows, starts)
         self._lora.apply(plan)
-        self._images.take_in(plan)
+        for images in self._all_images:
+            images.take_in(plan)
         if self._positions is not None:
             self._positions.take_in(plan)
-            if (three := self._positions.apply(plan, starts, inputs.positions.numpy())) is not None:
+            if (three := self._positions.apply(plan.rows, starts, plan.num_new_tokens, inputs.positions.numpy())) is not None:
                 inputs = dataclasses.replace(inputs, positions=torch.from_numpy(three))
         groups = inputs.groups
-        if (ends := self._images.ends(plan, starts)) is not None:
+        if (ends := self._images.ends(plan.rows, starts, plan.num_new_tokens)) is not None:
             groups = [group.seeing(ends) for group in groups]
         of_layers, scales = [groups[number] for number in self._layer_groups], self._kv_scales
         ctx = ForwardContext(self.ops, self.kv_caches, of_layers, kv_scales=scales)
@@ -298,21 +290,16 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             ctx = TickingContext(ctx.ops, ctx.kv_caches, of_layers, partial(group.memory.tick, 0), kv_scales=scales)
         return HostStep(plan, self.runtime, requests.rows, self.model, inputs, ctx, inputs.input_ids, starts, asked)
 
-    def _encode(self, pixels: Pixels) -> Encoding:
-        """An image's run through the tower."""
-        settings = self.config.model.images
-        assert settings is not None, "an image for a model that reads text alone"
-        image = torch.from_numpy(normalized(pixels.array(), settings.normalization))
-        return cast("VisionModel", self.model).encode_image(image, pixels.original)
-
     def _forward(self, step: HostStep) -> Forward:
         """See Turns: the forward pass is over when this returns."""
         plan, inputs = step.plan, step.inputs
         step.transfer_s = self._transfer(plan)
         began = time.perf_counter()
-        self._images.encode(plan)
+        for images in self._all_images:
+            images.encode(plan)
         step.encoder_s = time.perf_counter() - began if plan.encoder_runs else 0.0
-        merged, failed = self._images.merge(plan, step.starts, lambda: self.model.embed(inputs.input_ids))
+        tokens = plan.rows, step.starts, plan.num_new_tokens
+        merged, failed = self._images.merge(*tokens, lambda: self.model.embed(inputs.input_ids))
         if merged is not None:
             step.given = merged
         return self._states_of(step)._replace(failed=failed)

@@ -11,7 +11,7 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.draft_head import DraftHead
 from penstock.engine.models.model import Model
 from penstock.engine.runner.draft_head import Following, HeadProposer, TappedModel
-from penstock.engine.runner.draft_model import DraftModel
+from penstock.engine.runner.draft_model import DraftModel, Sight
 from penstock.engine.runner.draft_sampler import DraftSampler
 from penstock.engine.runner.input_batch import StepArrays
 from penstock.engine.spec.checkpoint import DraftCheckpoint
@@ -28,16 +28,21 @@ class Drafter(NamedTuple):
     """Of its passes."""
 
     def bind(
-        self, draft_model: Model | DraftHead, target: Model, kv_caches: list[torch.Tensor], images: Following | None = None
+        self,
+        draft_model: Model | DraftHead,
+        target: Model,
+        kv_caches: list[torch.Tensor],
+        images: Following | None = None,
+        sight: Sight | None = None,
     ) -> None:
-        """Gives it the draft model or the head, loaded, with the caches of its layers, the target, and what a head may see of
-        images."""
+        """Gives it the draft model or the head, loaded, with the caches of its layers, the target, and what a head and a draft
+        model may see of images."""
         if isinstance(self.proposer, HeadProposer):
             head = cast("DraftHead", draft_model)
             head.share(target)
             self.proposer.bind(head, kv_caches, images)
         else:
-            self.proposer.bind(cast("Model", draft_model), kv_caches)
+            self.proposer.bind(cast("Model", draft_model), kv_caches, sight)
 
 
 def states_of_target(drafter: DraftCheckpoint | None, most: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:

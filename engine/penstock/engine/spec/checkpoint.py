@@ -8,9 +8,14 @@ from tokenizers import Tokenizer
 
 from penstock.engine.config import ConfigError, ModelConfig, SpeculativeConfig
 from penstock.engine.loading.checkpoint import tensor_dtypes
+from penstock.engine.loading.images import read_image_settings
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.config import DecoderConfig, parse_decoder_config
+from penstock.engine.models.cost import model_cost
 from penstock.engine.models.head_config import SPECULATORS, HeadConfig, head_kind, parse_head_config, parse_mtp_config
+from penstock.engine.models.vision.cost import tower_cost
+from penstock.engine.multimodal.settings import ImageSettings
+from penstock.prompt.image_size import TowerCost
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +32,24 @@ class DraftCheckpoint(NamedTuple):
     """Of its layers."""
     head: HeadConfig | None
     """None: a draft model."""
+    images: ImageSettings | None = None
+    """Of a draft model that reads images with a tower of its own; None: it reads placeholders in their places."""
 
     @property
     def in_target(self) -> bool:
         """Whether the weights are in the target's checkpoint, and change with it."""
         return self.head is not None and self.head.kind == "mtp"
+
+    def tower_cost(self, target: ModelConfig) -> TowerCost:
+        """What both towers take for an image, in tokens of text that take both models as long."""
+        assert target.images is not None and self.config.vision is not None and target.cost is not None, "both have towers"
+        ours = model_cost(self.config, target.dtype, target.kv_dtype or target.dtype).linear_flops_per_token
+        theirs = target.cost.linear_flops_per_token
+        first, second = target.images.cost, tower_cost(self.config.vision, ours)
+        part = ours / (ours + theirs)
+        return TowerCost(
+            first.linear + part * (second.linear - first.linear), first.quadratic + part * (second.quadratic - first.quadratic)
+        )
 
     @classmethod
     def read(cls, speculative: SpeculativeConfig | None, target: ModelConfig) -> "DraftCheckpoint | None":
@@ -57,7 +75,9 @@ class DraftCheckpoint(NamedTuple):
             if method != kind:
                 raise ConfigError(f"the checkpoint is one for the method {kind}, not for {method}")
             if kind == "draft_model":
-                return cls(path, str((raw.get("architectures") or [""])[0]), parse_decoder_config(raw), None)
+                config = parse_decoder_config(raw)
+                images = None if target.images is None else read_image_settings(path, config.vision, {})
+                return cls(path, str((raw.get("architectures") or [""])[0]), config, None, images)
             head = parse_head_config(raw, tensors, parse_decoder_config(read_object(target.path / "config.json")))
             return cls(path, kind, head.decoder, head)
         except ConfigError as error:
@@ -100,7 +120,7 @@ def check_drafter(draft: DraftCheckpoint, target: ModelConfig) -> None:
     """Checks that a draft model or a head fits a model.
 
     Raises:
-        ConfigError: It has another vocabulary, or takes positions that a head cannot have.
+        ConfigError: It has another vocabulary, takes positions that a head cannot have, or reads images in another way.
     """
     if draft.config.vocab_size != target.vocab_size:
         raise ConfigError(
@@ -111,6 +131,7 @@ def check_drafter(draft: DraftCheckpoint, target: ModelConfig) -> None:
         _check_positions(draft, target)
         return
     _compare_tokens(draft.path, target.tokenizer or target.path)
+    _check_images(draft, target)
     if draft.config.max_position_embeddings < target.max_model_len:
         log.warning(
             "the draft model %s is made for %d tokens and the model serves %d: drafts beyond are likely to be rejected",
@@ -126,6 +147,19 @@ def _check_positions(draft: DraftCheckpoint, target: ModelConfig) -> None:
         raise ConfigError(
             f"{_FLAG} {draft.path}: this head takes the positions of images in rows and columns (mrope_section), which heads do "
             "not have so far (--limit-mm-per-prompt '{\"image\": 0}')"
+        )
+
+
+def _check_images(draft: DraftCheckpoint, target: ModelConfig) -> None:
+    """Raises ConfigError for a draft model whose tower makes other embeddings than there are placeholders in prompts."""
+    if target.images is None:
+        return
+    if draft.images is None:
+        log.info("the draft model %s reads placeholders in the places of images: fewer drafts are accepted there", draft.path)
+    elif not draft.images.takes_places_of(target.images):
+        raise ConfigError(
+            f"{_FLAG} {draft.path}: it reads images in another way than the model, with other placeholders or another number of "
+            "embeddings; drafts need a model of the same family (--limit-mm-per-prompt '{\"image\": 0}')"
         )
 
 
