@@ -12,6 +12,11 @@ SCHEME: Final = "data:"
 _SHOWN: Final = 40
 
 
+def data_url(data: bytes) -> str:
+    """A URL that holds the file of an image, whose kind its own first bytes tell."""
+    return f"{SCHEME}image/*;base64," + base64.b64encode(data).decode()
+
+
 def read_data_url(url: str, param: str) -> bytes:
     """The file that a `data:` URL holds; raises `PromptError` naming `param`, the field that has it.
 

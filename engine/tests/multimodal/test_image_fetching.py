@@ -12,6 +12,9 @@ import pytest
 from aiohttp import web
 from PIL import Image
 
+from penstock.engine.frontend.http.exchange import Asked
+from penstock.engine.frontend.http.prefill import _messages
+from penstock.engine.frontend.images import with_files
 from penstock.engine.multimodal.addresses import is_public
 from penstock.engine.multimodal.clip import MEAN, STD
 from penstock.engine.multimodal.fetch import Fetcher
@@ -19,9 +22,12 @@ from penstock.engine.multimodal.reader import ImageReader
 from penstock.engine.multimodal.settings import ClipSettings, ImageSettings, Normalization
 from penstock.prompt.data_url import MAX_IMAGE_BYTES
 from penstock.prompt.errors import PromptError
-from penstock.prompt.images import ImagePart
+from penstock.prompt.images import ImagePart, read_image_part
+from penstock.prompt.processor import CHAT_PATH, RESPONSES_PATH
 
 HOST, PARAM = "images.example", "messages[0].content[0].image_url.url"
+CLIP = ClipSettings(size=28, shortest_edge=28, resample=3)
+SETTINGS = ImageSettings(token_id=0, tokens=4, normalization=Normalization(1 / 255, MEAN, STD), resize=CLIP, limit=3)
 
 
 def picture() -> bytes:
@@ -169,12 +175,10 @@ async def test_answers_other_than_a_file_are_refused(certificates):
 
 
 async def test_images_are_read_in_order_and_equal_ones_once(certificates):
-    clip = ClipSettings(size=28, shortest_edge=28, resample=3)
-    settings = ImageSettings(token_id=0, tokens=4, normalization=Normalization(1 / 255, MEAN, STD), resize=clip, limit=3)
     data = "data:image/png;base64," + base64.b64encode(picture()).decode()
     async with serving(certificates) as (site, port):
         fetcher, _ = fetcher_for(certificates, port)
-        reader = ImageReader(settings, fetcher)
+        reader = ImageReader(SETTINGS, fetcher)
         url = f"https://{HOST}:{port}/a.png"
         images = await reader.read([ImagePart(url, "a"), ImagePart(data, "b"), ImagePart(url, "c")])
         assert len(site.asked) == 1
@@ -189,3 +193,27 @@ async def test_images_are_read_in_order_and_equal_ones_once(certificates):
         if sys.platform == "linux":  # those who read images yield to those who run requests
             assert reader._pool.submit(os.getpriority, os.PRIO_PROCESS, 0).result() == os.getpriority(os.PRIO_PROCESS, 0) + 10
         reader.close()
+
+
+async def test_a_prefill_replica_gets_the_files_that_this_one_has_fetched(certificates):
+    """It reads the same images, and asks nobody for them."""
+    async with serving(certificates) as (site, port):
+        url = f"https://{HOST}:{port}/a.png"
+        reader = ImageReader(SETTINGS, fetcher_for(certificates, port)[0])
+        [here] = await reader.read([ImagePart(url, PARAM)])
+        reader.close()
+    part, text = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}, {"type": "text", "text": "see"}
+    chat = {"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": [text, part, part]}]}
+    parts = [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": url}]
+    offline = ImageReader(SETTINGS, Fetcher([]))
+    for path, body, images in ((CHAT_PATH, chat, 2), (RESPONSES_PATH, {"input": [{"role": "user", "content": parts}]}, 1)):
+        sent = _messages(path, Asked(body, [here.fetched]))["messages"]
+        found = [read_image_part(one, "part") for one in sent[-1]["content"] if one["type"] == "image_url"]
+        there = await offline.read(found)
+        assert [one.identifier for one in there] == [here.identifier] * images
+        assert sent[-1]["content"][0]["text"] == "see"
+    offline.close()
+    assert chat["messages"][1]["content"] == [text, part, part], "the request itself has changed"
+    assert len(site.asked) == 1
+    # What would not fit into a body is fetched there.
+    assert with_files(chat["messages"], [here.fetched], len(here.fetched.data)) == chat["messages"]

@@ -33,6 +33,13 @@ def _step_back() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
 
 
+class Fetched(NamedTuple):
+    """A file that was fetched."""
+
+    url: str
+    data: bytes
+
+
 class ReadImage(NamedTuple):
     """An image that is ready for the engine."""
 
@@ -45,6 +52,8 @@ class ReadImage(NamedTuple):
     """Their rows and columns; None: all images have as many."""
     cost: int
     """See `ImageInput`."""
+    fetched: Fetched | None = None
+    """Its file; None: the request held it."""
 
 
 class ImageReader:
@@ -93,4 +102,5 @@ class ImageReader:
         pixels = resized(decode_image(data, part.param), resize)
         grid = self._settings.grid(pixels.height, pixels.width)
         cost = self._settings.cost.tokens(pixels.height * pixels.width)
-        return ReadImage(part.name(data), pixels, self._settings.tokens_of(pixels), grid, cost)
+        tokens, file = self._settings.tokens_of(pixels), None if fetched is None else Fetched(part.url, fetched)
+        return ReadImage(part.name(data), pixels, tokens, grid, cost, file)

@@ -2,9 +2,9 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import orjson
 from aiohttp import web
@@ -12,9 +12,22 @@ from aiohttp import web
 from penstock.api.headers import PRIORITY, REQUEST_ID, TENANT, TIMEOUT
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.openai.protocol import MAX_REQUEST_ID
+from penstock.engine.multimodal.reader import Fetched
 
 MAX_BODY_BYTES: Final = 20 * 2**20
 MAX_TENANT: Final = 256
+
+
+class Asked(NamedTuple):
+    """A request with images, for a replica that computes its prompt."""
+
+    body: Mapping[str, Any]
+    """As it came."""
+    fetched: Sequence[Fetched]
+    """Files of its images that this replica has fetched."""
+
+
+ASKED_KEY = web.RequestKey("asked", Asked)
 REQUEST_ID_KEY = web.RequestKey("request_id", str)
 """The request's name in events and logs: the client's, or one that the server has drawn."""
 

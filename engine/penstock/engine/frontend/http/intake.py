@@ -7,11 +7,20 @@ from typing import Any, Final, TypeVar
 
 from aiohttp import web
 
-from penstock.api.headers import DATA_PARALLEL_RANK
+from penstock.api.headers import DATA_PARALLEL_RANK, PREFILLER
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.data_parallel import header_rank
 from penstock.engine.frontend.errors import ApiError
-from penstock.engine.frontend.http.exchange import REQUEST_ID_KEY, deadline, name_request, priority, read_json, tenant
+from penstock.engine.frontend.http.exchange import (
+    ASKED_KEY,
+    REQUEST_ID_KEY,
+    Asked,
+    deadline,
+    name_request,
+    priority,
+    read_json,
+    tenant,
+)
 from penstock.engine.frontend.images import Placed, place_images, read_images
 from penstock.engine.frontend.openai.chat_grammar import chat_grammar, wants_calls
 from penstock.engine.frontend.openai.parsing.assembly import Assembler
@@ -69,10 +78,11 @@ class Intake:
 
         return await self.read(request, parse_whole)
 
-    async def prompts(self, path: str, body: Mapping[str, Any], size: int) -> list[Placed]:
+    async def prompts(self, request: web.Request, path: str, body: Mapping[str, Any], size: int) -> list[Placed]:
         """The prompts of a body with their images; `ApiError` 400 names the field.
 
         Args:
+            request: The HTTP request, which keeps what a prefill replica needs of images.
             path: Of the API whose body it is.
             body: As it came.
             size: Its bytes: long ones are tokenized in a thread.
@@ -85,7 +95,10 @@ class Intake:
             else:
                 prompts = processor.tokens_of(path, body)
             if path in (CHAT_PATH, RESPONSES_PATH):
-                return [place_images(path, prompt, images, processor) for prompt in prompts]
+                placed = [place_images(path, prompt, images, processor) for prompt in prompts]
+                if images and PREFILLER in request.headers:
+                    request[ASKED_KEY] = Asked(body, placed[0].fetched)
+                return placed
             return [Placed(prompt, ()) for prompt in prompts]
         except PromptError as error:
             raise ApiError.from_prompt(error) from None
@@ -141,7 +154,7 @@ class Intake:
         assert isinstance(params, ChatRequest | CompletionRequest)
         name_request(request, params.request_id)
         await self.served(params.model)
-        prompts = await self.prompts(path, body, size)
+        prompts = await self.prompts(request, path, body, size)
         return params, self.spec(request, prompts, params, arrival)
 
     def parser(self, params: ChatRequest, spec: GenerationSpec) -> Callable[[], Parser] | None:

@@ -1,5 +1,6 @@
 """Has a prefill replica compute a prompt, where a header names one. Whatever goes wrong there, this replica computes it."""
 
+import asyncio
 import logging
 import re
 import time
@@ -14,6 +15,8 @@ from penstock.api.headers import PREFILLER, PRIORITY, TENANT, TIMEOUT
 from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.generation import Generation
+from penstock.engine.frontend.http.exchange import ASKED_KEY, MAX_BODY_BYTES, Asked
+from penstock.engine.frontend.images import with_files
 from penstock.engine.frontend.openai.kv_transfer import FIELD, KVTransfer
 from penstock.engine.frontend.openai.protocol import ChatRequest, CompletionRequest
 from penstock.engine.frontend.spec import GenerationSpec
@@ -29,6 +32,8 @@ _CHAT_FIELDS = (
     *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
 )
 """What of a chat's body decides on its prompt."""
+_FILES_BYTES = MAX_BODY_BYTES * 3 // 4
+"""Of images that are sent in place of their URLs: the rest of a body is for what came in the request."""
 
 _log = logging.getLogger(__name__)
 
@@ -91,15 +96,17 @@ class Prefill:
         return msgspec.structs.replace(spec, remote=remote)
 
     async def _ask(self, address: str, request: web.Request, spec: GenerationSpec) -> dict[str, Any] | None:
-        """The prefill replica's `kv_transfer_params`. It gets the tokens, so both replicas mean the same prompt; where that has
-        images, which are no tokens, it gets the messages."""
+        """The prefill replica's `kv_transfer_params`. It gets the tokens, so both replicas mean the same prompt. Where that has
+        images, which are no tokens, it gets the messages, with the files that were fetched: nobody fetches them twice, and both
+        replicas read the same ones."""
         assert self._transfer is not None
+        asked = request.pop(ASKED_KEY, None)
         headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
         if spec.deadline is not None:
             headers[TIMEOUT] = str(max(1, round(1000 * (spec.deadline - time.time()))))
         body = {
             "model": self._llm.model.served_names[0],
-            **(await _messages(request) if spec.images else {"prompt": spec.prompts[0]}),
+            **({"prompt": spec.prompts[0]} if asked is None else await asyncio.to_thread(_messages, request.path, asked)),
             "max_tokens": 1,
             "temperature": 0.0,
             **({} if spec.cache_salt is None else {"cache_salt": spec.cache_salt}),
@@ -108,7 +115,7 @@ class Prefill:
         if self._session is None:
             self._session = aiohttp.ClientSession()
         limits = aiohttp.ClientTimeout(total=self._transfer.config.prefill_timeout_s, connect=CONNECT_S)
-        url = f"http://{address}{CHAT_PATH if spec.images else COMPLETIONS_PATH}"
+        url = f"http://{address}{COMPLETIONS_PATH if asked is None else CHAT_PATH}"
         data = orjson.dumps(body)
         headers["content-type"] = "application/json"
         async with self._session.post(url, data=data, headers=headers, timeout=limits, allow_redirects=False) as answer:
@@ -130,9 +137,14 @@ class Prefill:
             await self._session.close()
 
 
-async def _messages(request: web.Request) -> dict[str, Any]:
-    """The part of a chat's body that makes the same prompt as a request which was read and checked before."""
-    body = orjson.loads(await request.read())
-    chat = body if request.path == CHAT_PATH else as_chat(body, reads_images=True)
+def _messages(path: str, asked: Asked) -> dict[str, Any]:
+    """The part of a chat's body that makes the same prompt as a request which was read and checked before.
+
+    Args:
+        path: Of the API whose body it is.
+        asked: The request.
+    """
+    chat = asked.body if path == CHAT_PATH else as_chat(asked.body, reads_images=True)
     found = {name: chat[name] for name in _CHAT_FIELDS if name in chat}
+    found["messages"] = with_files(found["messages"], asked.fetched, _FILES_BYTES)
     return found | ({"tool_choice": "none"} if found.get("tools") else {})

@@ -61,7 +61,7 @@ class EmbeddingRoutes:
             params, body, size = await self._intake.read(request, parse_embeddings)
             name_request(request, params.request_id)
             await self._intake.served(params.model)
-            prompts = [prompt.token_ids for prompt in await self._intake.prompts(EMBEDDINGS_PATH, body, size)]
+            prompts = [prompt.token_ids for prompt in await self._intake.prompts(request, EMBEDDINGS_PATH, body, size)]
             check_embeddings(prompts, params, self._llm.model)
             vectors: list[Float32] = []
             at_once = min(AT_ONCE, self._llm.window)

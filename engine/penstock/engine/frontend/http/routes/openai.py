@@ -86,7 +86,7 @@ class OpenAIRoutes:
             params, body, size = await self._intake.read_generation(request, parse_responses)
             name_request(request, params.request_id)
             await self._intake.served(params.model)
-            prompts = await self._intake.prompts(RESPONSES_PATH, body, size)
+            prompts = await self._intake.prompts(request, RESPONSES_PATH, body, size)
             chat = as_chat_request(params, body)
             spec = self._intake.spec(request, prompts, chat, arrival)
             answer = ResponsesFormat(

@@ -77,7 +77,7 @@ class TokenRoutes:
         params, body, size = await self._intake.read(request, parse_tokenize)
         await self._served(params.model)
         path = CHAT_PATH if params.prompt is None else COMPLETIONS_PATH
-        prompts = [prompt.token_ids for prompt in await self._intake.prompts(path, body, size)]
+        prompts = [prompt.token_ids for prompt in await self._intake.prompts(request, path, body, size)]
         if len(prompts) != 1:
             raise ApiError(400, f"prompt holds {len(prompts)} prompts; /tokenize takes one", param="prompt")
         texts = [self._llm.vocabulary.text_of(token) for token in prompts[0]] if params.return_token_strs else None
