@@ -95,7 +95,8 @@ def make_llava_next(folder: Path, text: str = "Mistral", **fields) -> Path:
 
 
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}"
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}"
     "{% if part.type == 'image' %}<image>\n{% else %}{{ part.text }}{% endif %}{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )

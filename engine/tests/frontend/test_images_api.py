@@ -1,5 +1,6 @@
 """Images over HTTP and from Python: answers are transformers', errors name the part, and equal images are encoded once."""
 
+import asyncio
 import base64
 import io
 import json
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from vision_models import CHAT_TEMPLATE, SEEING, SIZE, TOKENS, data_url, make_gemma3, make_qwen, picture, with_tokenizer
 
-from penstock.engine import LLM, SamplingParams
+from penstock.engine import LLM, AsyncLLM, SamplingParams
 from penstock.engine.args import EngineArgs
 from penstock.engine.config import ConfigError
 from penstock.prompt.bundle import PromptBundle
@@ -113,6 +114,29 @@ def test_responses_and_tool_results_take_images(client, expected):
     assert answer.choices[0].message.content == expected(prompt, 5)
 
 
+@pytest.mark.parametrize("forced", ["json_schema", "tool"])
+def test_grammars_and_forced_calls_hold_beside_images(client, forced):
+    """The image is read: the model's scores are another image's no more."""
+    schema = {"type": "object", "properties": {"what": {"enum": ["mill", "river"]}}, "required": ["what"]}
+    schema["additionalProperties"] = False
+    if forced == "tool":
+        tool = {"type": "function", "function": {"name": "say", "parameters": schema}}
+        fields = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "say"}}}
+    else:
+        fields = {"response_format": {"type": "json_schema", "json_schema": {"name": "what", "schema": schema}}}
+    scores = []
+    for seed in (0, 1, 0):
+        messages = [{"role": "user", "content": [text("what is "), image(seed)]}]
+        asked = {"messages": messages, "temperature": 0, "max_tokens": 200, "logprobs": True, **fields}
+        answer = client.chat.completions.create(model="tiny", **asked)
+        [choice] = answer.choices
+        said = choice.message.tool_calls[0].function.arguments if forced == "tool" else choice.message.content
+        assert json.loads(said)["what"] in ("mill", "river")
+        assert answer.usage.prompt_tokens_details.image_tokens == TOKENS
+        scores.append([round(one.logprob, 3) for one in choice.logprobs.content][:3])
+    assert scores[0] == scores[2] != scores[1]
+
+
 def test_tokenize_counts_an_images_tokens(server):
     body = {"messages": [{"role": "user", "content": [text("see "), image(0)]}]}
     with_image = httpx.post(f"{server.url}/tokenize", json=body).json()
@@ -192,6 +216,20 @@ def test_python_reads_images_too(checkpoint, expected):
         assert len(output.prompt_token_ids) > TOKENS
         with pytest.raises(ValueError, match="not an image"):
             llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}])
+
+
+async def test_async_python_reads_images_too(checkpoint, expected):
+    args = EngineArgs(model=str(checkpoint), dtype="float32", kv_cache_memory_bytes=2**22)
+    async with AsyncLLM.from_args(args, in_process=True) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=OUTPUTS, output_kind="final_only")
+
+        async def say(seed: int) -> str:
+            tokens = await llm.read_chat([{"role": "user", "content": [text("see "), image(seed)]}])
+            [output] = [one async for one in llm.generate(tokens, params)]
+            return output.outputs[0].text
+
+        answers = await asyncio.gather(*(say(seed) for seed in (4, 5, 4)))
+    assert answers == [expected("<s><|user|>see <image>\n<|end|><|assistant|>", seed) for seed in (4, 5, 4)]
 
 
 @pytest.fixture(scope="module")

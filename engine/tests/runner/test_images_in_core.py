@@ -14,6 +14,7 @@ from draft_heads import ReferenceHead, Told, save_head
 from test_core_with_runner import Engine
 from test_draft_model import PAYS, K
 from test_drafts_in_core import Watched
+from test_offload_in_core import Engine as Offloading
 from test_tensor_parallel_core import DividedEngine, build_executor
 from vision_models import IMAGE_TOKEN, SEEING
 
@@ -176,6 +177,26 @@ def test_in_a_crowd_that_is_cached_preempted_and_planned_ahead(build, settings, 
         assert engine.core.scheduler.totals.prefix_hits > 0
         assert engine.core.scheduler.encoder.num_runs - runs <= 2
     assert engine.runner._images.names == set(engine.core.scheduler.encoder.cache._lengths)
+
+
+def test_images_come_back_from_the_hosts_memory(family, path, build_runner, scheduler, request_of, expected):
+    """Of prompts that have left the cache, each with its own image's keys and values, and without the tower."""
+    if family is not SEEING["qwen3_vl"]:
+        pytest.skip("pages hold what decoders write, whatever the family")
+    runner = build_runner(path, scheduler=msgspec.structs.replace(scheduler, encoder_cache_size=40))
+    engine = Offloading(runner, 1, 21, 400)
+    # The first three begin alike, and have equal placeholders there.
+    batch = [shortened(request_of(at, layout)) for at, layout in enumerate(LAYOUTS)]
+    short = {at: expected[at][0][:SHORT] for at in expected}
+    try:
+        assert engine.run(batch) == short
+        engine.run([shortened(request_of(9, [300], first=1))])  # takes the cache for itself
+        loaded, runs = engine.core.stats().offload.memory.loaded_bytes, engine.core.scheduler.encoder.num_runs
+        assert engine.run(batch) == short
+        assert engine.core.stats().offload.memory.loaded_bytes > loaded
+        assert engine.core.scheduler.encoder.num_runs < 2 * runs
+    finally:
+        engine.core.close()
 
 
 def test_drafts_are_accepted_and_change_nothing(build, request_of, scheduler, expected):
