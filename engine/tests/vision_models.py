@@ -181,7 +181,7 @@ def make_qwen(folder: Path, image_token: int = IMAGE_TOKEN, vision: dict | None 
     return folder
 
 
-def make_qwen3(folder: Path, image_token: int = IMAGE_TOKEN, vision: dict | None = None, **fields) -> Path:
+def make_qwen3(folder: Path, image_token: int = IMAGE_TOKEN, vision: dict | None = None, kind: str = "Qwen3VL", **fields) -> Path:
     """Saves a Qwen3-VL with random weights; each embedding stands for 8 x 8 pixels."""
     import transformers
 
@@ -191,14 +191,14 @@ def make_qwen3(folder: Path, image_token: int = IMAGE_TOKEN, vision: dict | None
     text = {"vocab_size": VOCAB, "max_position_embeddings": LONGEST, "eos_token_id": None, "bos_token_id": None}
     shape = {"hidden_size": 48, "intermediate_size": 80, "depth": 3, "num_heads": 3, "patch_size": QWEN_PATCH}
     own = {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1], "out_hidden_size": 64}
-    config = transformers.Qwen3VLConfig(
+    config = getattr(transformers, f"{kind}Config")(
         text_config=text | sizes | heads | {"rope_parameters": rope} | fields,
         vision_config=shape | own | (vision or {}),
         image_token_id=image_token,
         tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
     )
     torch.manual_seed(zlib.crc32(folder.name.encode()))
-    model = transformers.Qwen3VLForConditionalGeneration(config)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             torch.nn.init.normal_(parameter, 0.5, 0.3)
@@ -209,6 +209,12 @@ def make_qwen3(folder: Path, image_token: int = IMAGE_TOKEN, vision: dict | None
     processor |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
+
+
+def make_qwen3_moe(folder: Path, **fields) -> Path:
+    """Saves a Qwen3-VL with experts and random weights."""
+    experts = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+    return make_qwen3(folder, kind="Qwen3VLMoe", **experts | fields)
 
 
 class Seeing(NamedTuple):
@@ -247,7 +253,7 @@ class Seeing(NamedTuple):
         found.pop("num_crops", None)
         if self.make is make_gemma3:
             found["token_type_ids"] = (ids == image_token).long()
-        if self.make in (make_qwen, make_qwen3):
+        if self.make in (make_qwen, make_qwen3, make_qwen3_moe):
             found["mm_token_type_ids"] = (ids == image_token).long()
         return text | found
 
@@ -281,6 +287,9 @@ SEEING = {
         0,
     ),
 }
+
+
+QWEN3_MOE = SEEING["qwen3_vl"]._replace(make=make_qwen3_moe, model="Qwen3VLMoeForConditionalGeneration")
 
 
 def data_url(image: Image.Image) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from draft_heads import ReferenceHead, Told, save_head
 from test_core_with_runner import Engine
@@ -16,7 +17,7 @@ from test_draft_model import PAYS, K
 from test_drafts_in_core import Watched
 from test_offload_in_core import Engine as Offloading
 from test_tensor_parallel_core import DividedEngine, build_executor
-from vision_models import IMAGE_TOKEN, SEEING
+from vision_models import IMAGE_TOKEN, QWEN3_MOE, SEEING
 
 from penstock.engine.args import EngineArgs
 from penstock.engine.config import (
@@ -121,24 +122,24 @@ def shortened(request: AddRequest) -> AddRequest:
 
 @pytest.fixture(scope="module")
 def expected(family, path, reference, request_of):
-    """By layout, what transformers generates, and the log-probabilities."""
-    processor = family.processor(path)
-    found = {}
-    for at, layout in enumerate(LAYOUTS):
-        seeds = [part[0] for part in layout if isinstance(part, list)]
-        prompt = request_of(at, layout).prompt_token_ids
-        with torch.inference_mode():
-            out = reference.generate(
-                **family.inputs(processor, [family.picture(seed) for seed in seeds], prompt),
-                max_new_tokens=OUTPUTS,
-                do_sample=False,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        tokens = out.sequences[0, len(prompt) :].tolist()
-        scores = torch.log_softmax(torch.cat(out.logits), -1)[range(OUTPUTS), tokens].tolist()
-        found[at] = tokens, scores
-    return found
+    """By layout."""
+    say = functools.partial(said, family, family.processor(path), reference)
+    return {at: say(layout, request_of(at, layout).prompt_token_ids) for at, layout in enumerate(LAYOUTS)}
+
+
+def said(family, processor, reference, layout: list, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """What transformers generates for a layout, and the log-probabilities."""
+    pictures = [family.picture(part[0]) for part in layout if isinstance(part, list)]
+    with torch.inference_mode():
+        out = reference.generate(
+            **family.inputs(processor, pictures, prompt),
+            max_new_tokens=OUTPUTS,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    tokens = out.sequences[0, len(prompt) :].tolist()
+    return tokens, torch.log_softmax(torch.cat(out.logits), -1)[range(OUTPUTS), tokens].tolist()
 
 
 def check(engine, batch, expected):
@@ -425,3 +426,18 @@ def test_pages_on_a_disk_are_not_found_where_images_are_read_in_another_size(bui
     other = msgspec.structs.replace(settings, normalization=msgspec.structs.replace(settings.normalization, factor=0.5))
     assert pages(settings) == pages(settings)
     assert pages(other) != pages(settings) != pages(None)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_decoder_with_experts_sees_images(build_runner, tmp_path, turned):
+    """In files that transformers has written, and in those of the Hub, whose experts have inputs before outputs."""
+    family, path = QWEN3_MOE, QWEN3_MOE.make(tmp_path / "experts")
+    request = make_request(family, read_model_config(path, served_names=()).images, 0, LAYOUTS[3])
+    expected = {0: said(family, family.processor(path), family.reference(path), LAYOUTS[3], request.prompt_token_ids)}
+    if turned:
+        tensors = safetensors.torch.load_file(path / "model.safetensors")
+        experts = {name: value.transpose(1, 2).contiguous() for name, value in tensors.items() if ".mlp.experts." in name}
+        assert experts
+        safetensors.torch.save_file(tensors | experts, path / "model.safetensors")
+    chunks = msgspec.structs.replace(SCHEDULER, max_num_batched_tokens=20)
+    check(Engine(build_runner(path, scheduler=chunks), 1, 200), [request], expected)

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from vision_models import IMAGE_TOKEN, SEEING, TOKENS, picture
+from vision_models import IMAGE_TOKEN, QWEN3_MOE, SEEING, TOKENS, picture
 
 from penstock.engine.config import ConfigError
 from penstock.engine.loading.checkpoint import read_model_config
@@ -35,12 +35,13 @@ KINDS = {
     "qwen2_5_vl-windows": {"vision": {"window_size": 24, "fullatt_block_indexes": [0, 2]}, "tie_word_embeddings": True},
     "qwen3_vl": {},
     "qwen3_vl-last": {"vision": {"num_position_embeddings": 81, "deepstack_visual_indexes": [2]}, "tie_word_embeddings": True},
+    "qwen3_vl_moe": {},
     "gemma3-full": {"sliding_window": 200, "query_pre_attn_scalar": 16, "final_logit_softcapping": 8.0},
 }
 
 
 def family_of(kind: str):
-    return SEEING[kind.partition("-")[0]]
+    return QWEN3_MOE if kind == "qwen3_vl_moe" else SEEING[kind.partition("-")[0]]
 
 
 @pytest.fixture(scope="module")

@@ -195,6 +195,8 @@ def _files(path: Path) -> list[Path]:
 
 def _check(tensor: StoredTensor, wanted: Weights) -> None:
     expected = wanted[tensor.name].shape
+    if wanted[tensor.name].turns and tensor.shape == (*expected[:-2], expected[-1], expected[-2]):
+        expected = tensor.shape
     if tensor.shape != expected and {tensor.shape, expected} != {(), (1,)}:  # one scale is spelled in both ways
         raise ConfigError(f"tensor {tensor.name}: shape {list(tensor.shape)}, expected {list(expected)}")
     accepted = [name for name, dtype in DTYPES.items() if dtype in wanted[tensor.name].dtypes]

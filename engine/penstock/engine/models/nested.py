@@ -49,6 +49,12 @@ TEXT_MODELS: Final = {
         | {"vocab_size": 151936, "intermediate_size": 22016, "head_dim": 128, "max_position_embeddings": 128000}
         | {"rope_theta": 5e5},
     ),
+    "qwen3_vl_moe_text": TextModel(
+        "Qwen3MoeForCausalLM",
+        {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16}
+        | {"num_key_value_heads": 16, "max_position_embeddings": 128000, "rope_theta": 5e5, "norm_topk_prob": True}
+        | {"moe_intermediate_size": 1408, "num_experts_per_tok": 4, "num_experts": 60},
+    ),
     "qwen2": TextModel(
         "Qwen2ForCausalLM",
         _COMMON | {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768},
@@ -58,8 +64,11 @@ TEXT_MODELS: Final = {
 _FLAT: Final = {"qwen2_5_vl": "qwen2_5_vl_text"}
 """By `model_type`, of models whose `config.json` may hold the decoder's fields among its own."""
 
-_ROPES: Final = {"qwen3_vl_text": {"mrope_section": [24, 20, 20], "mrope_interleaved": True}}
+_QWEN3_VL: Final = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
+_ROPES: Final = {"qwen3_vl_text": _QWEN3_VL, "qwen3_vl_moe_text": _QWEN3_VL}
 """By `text_config.model_type`: what its rotary embedding has where `config.json` is silent."""
+_TIED_OUTSIDE: Final = ("qwen3_vl_moe_text",)
+"""`text_config.model_type` where `tie_word_embeddings` counts beside it alone: transformers ignores what it writes within."""
 
 
 def text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,5 +86,6 @@ def text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     if kind in _ROPES:
         field = "rope_scaling" if fields.get("rope_scaling") and not fields.get("rope_parameters") else "rope_parameters"
         fields |= {field: {**_ROPES[kind], **(fields.get(field) or {})}}
-    tied = bool(fields.get("tie_word_embeddings")) or bool(raw.get("tie_word_embeddings"))
+    inner = kind not in _TIED_OUTSIDE and bool(fields.get("tie_word_embeddings"))
+    tied = inner or bool(raw.get("tie_word_embeddings"))
     return fields | {"architectures": [found.architecture], "tie_word_embeddings": tied}

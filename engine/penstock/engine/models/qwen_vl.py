@@ -1,5 +1,5 @@
-"""Qwen2.5-VL and Qwen3-VL (Bai et al., 2025): images of any size, and a Qwen2 or Qwen3 whose rotary embedding has positions in
-time, row and column."""
+"""Qwen2.5-VL and Qwen3-VL (Bai et al., 2025): images of any size, and a Qwen2, Qwen3 or Qwen3-MoE whose rotary embedding has
+positions in time, row and column."""
 
 from typing import ClassVar
 
@@ -7,6 +7,8 @@ import torch
 
 from penstock.engine.models.build import Build
 from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.expert_tensors import experts_together
+from penstock.engine.models.layers.weight import Weights
 from penstock.engine.models.model import Encoding
 from penstock.engine.models.vision.config import Qwen3Config, QwenConfig
 from penstock.engine.models.vision.model import ModelWithImages
@@ -54,3 +56,16 @@ class Qwen3VLForConditionalGeneration(ModelWithImages):
     def encode_image(self, image: torch.Tensor, original: tuple[int, int] | None) -> Encoding:
         """The embeddings that take the places of an image's placeholders, and what is added after the first layers."""
         return self.tower(image)
+
+
+class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):
+    """The same with a Qwen3-MoE decoder, whose checkpoints hold one tensor for all experts of a layer."""
+
+    def __init__(self, config: DecoderConfig, build: Build) -> None:
+        super().__init__(config, build)
+        assert config.experts is not None
+        self._num_experts = config.experts.count
+
+    def weights(self) -> Weights:
+        """Every tensor that the checkpoint must have, by name."""
+        return experts_together(super().weights(), self._num_experts, in_turn=False, turns=True)

@@ -175,6 +175,7 @@ FAMILIES = {
     "Phi3ForCausalLM": Family(f"{_MODELS}.phi3:Phi3ForCausalLM", {"rms_norm_eps": 1e-5}),
     "Qwen2_5_VLForConditionalGeneration": Family(f"{_MODELS}.qwen_vl:Qwen2_5_VLForConditionalGeneration", reads_images=True),
     "Qwen3VLForConditionalGeneration": Family(f"{_MODELS}.qwen_vl:Qwen3VLForConditionalGeneration", reads_images=True),
+    "Qwen3VLMoeForConditionalGeneration": Family(f"{_MODELS}.qwen_vl:Qwen3VLMoeForConditionalGeneration", reads_images=True),
     "Qwen2ForCausalLM": Family(_LLAMA, _NO_WINDOW | {"qkv_bias": True, "max_window_layers": 28}),
     "Qwen2MoeForCausalLM": Family(
         f"{_MODELS}.moe:MoeForCausalLM",
@@ -205,7 +206,6 @@ MISSING = {
     "Llama4ForConditionalGeneration": "chunked attention, temperature scaling of queries, and images",
     "Ministral3ForCausalLM": "scaling of queries by their position (llama_4_scaling_beta)",
     "Mistral3ForConditionalGeneration": "images",
-    "Qwen3VLMoeForConditionalGeneration": "experts of a layer in one transposed tensor",
     "Qwen3NextForCausalLM": "gated delta net layers and their recurrent state",
 }
 """What the engine lacks for architectures that it knows and does not serve."""

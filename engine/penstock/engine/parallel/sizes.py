@@ -51,6 +51,8 @@ def check_experts(architecture: str, config: DecoderConfig, ranks: int) -> None:
     """ConfigError where there are no experts, or fewer than ranks."""
     if config.experts is None:
         raise ConfigError(f"--enable-expert-parallel: {architecture} has no experts")
+    if family(architecture).reads_images:
+        raise ConfigError(f"--enable-expert-parallel: {architecture} reads images, which no ranks with experts do so far")
     if config.experts.count < ranks:
         raise ConfigError(f"--enable-expert-parallel: {config.experts.count} experts are fewer than the {ranks} ranks")
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from penstock.engine.config import ConfigError
-from penstock.engine.models.gpt_oss import gpt_oss_name
+from penstock.engine.models.expert_tensors import name_together
 from penstock.engine.models.layers.linear_method import CPU, LinearMethod, LinearMethodFactory
 from penstock.engine.models.layers.projection import FLOATS, LinearLayer, Projection, TensorSpec
 from penstock.engine.models.moe import mixtral_name
@@ -133,7 +133,7 @@ def _choose(
 
 def _scheme(found: CheckpointQuantization, packed: Set[str], *names: str) -> WeightScheme | None:
     """Returns a projection's, by its name or its fused layer's; the checkpoint may leave out what goes before all names."""
-    names = (*names, *map(mixtral_name, names), *map(gpt_oss_name, names))
+    names = (*names, *map(mixtral_name, names), *map(name_together, names))
     names = (*names, *(name.removeprefix(BODY) for name in names))
     return found.scheme(names) if any(name in packed for name in names) else None
 

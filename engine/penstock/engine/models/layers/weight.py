@@ -34,6 +34,8 @@ class Weight(NamedTuple):
     """Any of these is accepted."""
     output_dim: int | None = 0
     """Along the outputs. None: it has none, such as a scale of the whole projection."""
+    turns: bool = False
+    """Whether a file may have the last two dimensions in the other order; `load` tells by the shape."""
 
 
 Weights = dict[str, Weight]

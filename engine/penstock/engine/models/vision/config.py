@@ -331,6 +331,7 @@ _PARSERS: Final[dict[str, Callable[[Mapping[str, Any], str], VisionConfig]]] = {
     "LlavaNextForConditionalGeneration": parse_llava_next,
     "Qwen2_5_VLForConditionalGeneration": parse_qwen,
     "Qwen3VLForConditionalGeneration": parse_qwen3,
+    "Qwen3VLMoeForConditionalGeneration": parse_qwen3,
 }
 
 
