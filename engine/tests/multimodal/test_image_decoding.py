@@ -15,6 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from penstock.engine.config import ConfigError
 from penstock.engine.models.vision.config import QwenTowerConfig
+from penstock.engine.multimodal import decode
 from penstock.engine.multimodal.clip import MEAN, STD, clip_pixels, read_clip
 from penstock.engine.multimodal.decode import MAX_PIXELS, decode_image
 from penstock.engine.multimodal.normalization import normalized, read_normalization
@@ -53,6 +54,18 @@ def png_header(width: int, height: int) -> bytes:
 def test_formats_become_rgb(form):
     image = decode_image(file_of(Image.fromarray(COLOURS), form), PARAM)
     assert (image.mode, image.size) == ("RGB", (5, 7))
+
+
+def test_transparent_images_are_put_on_white_in_bands(monkeypatch):
+    """No more than a band holds the interpreter's lock, and none shows in the picture."""
+    pixels = np.random.default_rng(1).integers(0, 256, (23, 9, 4), np.uint8)
+    image = Image.fromarray(pixels)
+    expected = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image).convert("RGB")
+    composite, bands = Image.alpha_composite, []
+    monkeypatch.setattr(Image, "alpha_composite", lambda white, band: bands.append(band.size) or composite(white, band))
+    monkeypatch.setattr(decode, "_BAND_PIXELS", 50)
+    assert np.array_equal(np.asarray(decode_image(file_of(image), PARAM)), np.asarray(expected))
+    assert bands == [(9, 5)] * 4 + [(9, 3)]
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -195,6 +195,22 @@ async def test_images_are_read_in_order_and_equal_ones_once(certificates):
         reader.close()
 
 
+async def test_the_memory_of_large_images_goes_back_to_the_system(monkeypatch):
+    """Of damaged ones too. The C library would keep more than a gigabyte where images are as large as they may be."""
+    returned: list[int] = []
+    monkeypatch.setattr("penstock.engine.multimodal.reader.return_free_memory", lambda: returned.append(1))
+    large = io.BytesIO()
+    Image.new("L", (2001, 2001)).save(large, "PNG", compress_level=1)
+    reader = ImageReader(SETTINGS, Fetcher([]))
+    for data, times in ((picture(), 0), (large.getvalue(), 1), (large.getvalue()[:1000], 2)):
+        try:
+            await reader.read([ImagePart("data:image/png;base64," + base64.b64encode(data).decode(), PARAM)])
+        except PromptError:
+            assert times == 2
+        assert len(returned) == times
+    reader.close()
+
+
 async def test_a_prefill_replica_gets_the_files_that_this_one_has_fetched(certificates):
     """It reads the same images, and asks nobody for them."""
     async with serving(certificates) as (site, port):

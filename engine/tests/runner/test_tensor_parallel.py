@@ -19,6 +19,7 @@ from tiny_models import CONFIGS, LATENT, LLAMA
 from penstock.engine.config import CacheConfig, ConfigError, EngineConfig, LoraConfig, SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.memory import measure_memory
 from penstock.engine.core.plan import SlotLoad
+from penstock.engine.host_memory import return_free_memory
 from penstock.engine.loading.checkpoint import read_model_config
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.config import DecoderConfig, parse_decoder_config
@@ -26,7 +27,6 @@ from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.shared_memory import SharedMemory
 from penstock.engine.parallel.sizes import DIVIDED, check_sizes
 from penstock.engine.quant.scheme import QuantizationName
-from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.sampling import SamplingParams
 

@@ -1,6 +1,7 @@
 """From the image parts of a request to what the engine takes, away from the event loop."""
 
 import asyncio
+import math
 import os
 import sys
 import threading
@@ -11,6 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from penstock.engine.host_memory import return_free_memory
 from penstock.engine.multimodal.decode import decode_image
 from penstock.engine.multimodal.fetch import Fetcher
 from penstock.engine.multimodal.pixels import Pixels
@@ -18,12 +20,15 @@ from penstock.engine.multimodal.resize import resized
 from penstock.engine.multimodal.settings import ImageSettings, PatchSettings
 from penstock.prompt.data_url import SCHEME, read_data_url
 from penstock.prompt.errors import PromptError
+from penstock.prompt.image_size import image_size
 from penstock.prompt.images import ImagePart
 
 WORKERS: Final = 2
 """Images that are decoded at once: each takes up to half a gigabyte and a core."""
 
 
+_LARGE_PIXELS: Final = 4_000_000
+"""Of an image whose memory goes back to the system at once: the C library would keep it, for each thread."""
 _NICENESS: Final = 10
 
 
@@ -95,6 +100,13 @@ class ImageReader:
 
     def _decode(self, part: ImagePart, fetched: bytes | None) -> ReadImage:
         data = read_data_url(part.url, part.param) if fetched is None else fetched
+        try:
+            return self._decoded(part, data, fetched)
+        finally:
+            if math.prod(image_size(data) or ()) >= _LARGE_PIXELS:
+                return_free_memory()
+
+    def _decoded(self, part: ImagePart, data: bytes, fetched: bytes | None) -> ReadImage:
         resize = self._settings.resize
         if part.size is not None:
             assert isinstance(resize, PatchSettings), "images of other models have a size that no request changes"

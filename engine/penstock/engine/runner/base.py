@@ -32,6 +32,7 @@ from penstock.engine.connectors.transfer.agent import Agent
 from penstock.engine.connectors.transfer.words import Errand, News
 from penstock.engine.core.executor import AdapterRead
 from penstock.engine.core.plan import NONE, Admission, Bool, GraphReport, Int32, SampledTokens, StepPlan, StepResult, empty
+from penstock.engine.host_memory import large_blocks_apart, return_free_memory
 from penstock.engine.loading.checkpoint import packed_modules, resolve
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.loading.loader import Source, check, fill
@@ -57,7 +58,6 @@ from penstock.engine.quant.checkpoint import stored, warn_of_ignored
 from penstock.engine.quant.kv_scales import read_kv_scales
 from penstock.engine.quant.online import quantized
 from penstock.engine.quant.parse.config import parse_quantization
-from penstock.engine.runner.host_memory import large_blocks_apart, return_free_memory
 from penstock.engine.runner.not_finite import NotFinite
 from penstock.engine.runner.profile import RunnerProfile
 from penstock.engine.runner.prompt_logprobs import PromptRows

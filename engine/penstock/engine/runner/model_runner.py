@@ -18,6 +18,7 @@ from penstock.engine.config import EngineConfig, SpeculativeConfig
 from penstock.engine.core.memory import Memory, measure_memory
 from penstock.engine.core.plan import NONE, Int32, SampledTokens, SampleInputs, StepPlan, StepResult
 from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS
+from penstock.engine.host_memory import return_free_memory
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.model import Model
 from penstock.engine.parallel.expert_group import ExpertGroup
@@ -28,7 +29,6 @@ from penstock.engine.runner.device.host import HostRuntime
 from penstock.engine.runner.draft_head import Following, TappedModel
 from penstock.engine.runner.draft_model import Sight
 from penstock.engine.runner.follower import Follower
-from penstock.engine.runner.host_memory import return_free_memory
 from penstock.engine.runner.host_step import HostStep
 from penstock.engine.runner.image_positions import ImagePositions
 from penstock.engine.runner.images import Images

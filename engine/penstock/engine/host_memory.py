@@ -1,4 +1,4 @@
-"""The host's memory as the runner's device."""
+"""What the C library does with memory of the host that is not needed any more."""
 
 import ctypes
 from collections.abc import Iterator
