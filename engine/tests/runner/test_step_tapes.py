@@ -156,7 +156,7 @@ def test_a_model_that_cannot_be_taped_runs_without(pair, driver, runs, caplog):
 
 @pytest.mark.parametrize("name", ["qwen3-windows", "gemma3"])
 @pytest.mark.parametrize("adapters", [False, True], ids=["", "adapters"])
-def test_chunks_of_one_length_have_tapes_from_the_second_on(pair, driver, runs, name, adapters):
+def test_chunks_of_one_length_have_tapes_once_they_have_come_a_few_times(pair, driver, runs, name, adapters):
     """Chunks in the middle of a prompt and at its end, alone and beside others."""
     taped, plain = pair(name, lora=LoraConfig(max_loras=2, max_cpu_loras=2, max_lora_rank=8) if adapters else None)
     if adapters:
@@ -177,7 +177,7 @@ def test_chunks_of_one_length_have_tapes_from_the_second_on(pair, driver, runs, 
             ([sequence.outputs for sequence in sequences], [None if it is None else it.sampled.tolist() for it in scores])
         )
     assert found[0] == found[1]
-    assert runs == {(2, 10): 3, (1, 10): 3, (4, 1): 1}
+    assert runs == {(2, 10): 1, (1, 10): 1, (4, 1): 1}
 
 
 def test_a_chunk_whose_prompt_is_scored_runs_without(pair, driver, runs):

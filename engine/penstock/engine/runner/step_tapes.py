@@ -5,6 +5,7 @@ by such a step, which it is as well. Inputs stay where they are (`StepArrays`): 
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -16,6 +17,9 @@ from penstock.kernels.cpu.tape import NotTapeable, Pool, Tape
 from penstock.kernels.ops import Ops
 
 log = logging.getLogger(__name__)
+
+_COMES_AGAIN = 3
+"""Steps of a shape that run without a tape: to record one takes about as much longer than a step as it saves in so many."""
 
 
 class TapeShape(NamedTuple):
@@ -53,8 +57,9 @@ class StepTapes:
         assert ops.tape is not None
         self._model, self._record = model, ops.tape
         self._pool = Pool()
-        self._tapes: dict[TapeShape, Tape | None] = {}
-        """None: such a step has been, and has run without."""
+        self._tapes: dict[TapeShape, Tape] = {}
+        self._seen: Counter[TapeShape] = Counter()
+        """Steps that have run without."""
         self._refused = False
 
     def logits(self, inputs: StepInputs, ctx: ForwardContext) -> torch.Tensor | None:
@@ -67,9 +72,9 @@ class StepTapes:
         if tape is not None:
             return tape.run()
         decodes = shape.tokens == 1 and shape.logits == shape.rows
-        if not decodes and shape not in self._tapes:
-            # Prompts have any length: only a shape that comes again is worth a tape.
-            self._tapes[shape] = None
+        if not decodes and self._seen[shape] < _COMES_AGAIN:
+            # Prompts have any length, and rows any number of drafts: only a shape that comes again is worth a tape.
+            self._seen[shape] += 1
             return None
 
         def step() -> torch.Tensor:

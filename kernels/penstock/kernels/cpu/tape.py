@@ -24,6 +24,12 @@ _EMPTY = {torch.empty, torch.empty_like, torch.Tensor.new_empty}
 _CONVERSIONS = {torch.Tensor.float}
 _READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__bool__}
 """What hands values to the host by no operation that torch marks."""
+_DESCRIPTIONS = {
+    *(torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.element_size),
+    *(torch.Tensor.is_contiguous, torch.Tensor.is_floating_point, torch.Tensor.storage_offset, torch.Tensor.dim),
+    *(vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "dtype", "ndim", "layout")),
+}
+"""What says how a tensor lies in memory, and nothing of what it holds: three of four questions that a model's step asks torch."""
 
 
 class NotTapeable(Exception):
@@ -173,30 +179,39 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation and takes it down."""
         kwargs = kwargs or {}
+        if func in _DESCRIPTIONS:
+            return func(*args, **kwargs)
         if func in _READS:
             raise _asks(func)
+        if func in _EMPTY:
+            return self._pool.empty_like(func(*args, **kwargs))
         with _NoQuestions(func):
             result = func(*args, **kwargs)
-        if func in _EMPTY:
-            return self._pool.empty_like(result)
-        # A step must not hold its tensors: their memory is the next ones', as in native calls, which know addresses alone.
-        given, named = self._pool.alias(args), {name: self._pool.alias(value) for name, value in kwargs.items()}
-        inputs = [x for x in (*given, *named.values()) if isinstance(x, torch.Tensor) and x.layout is torch.strided]
+        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.layout is torch.strided]
         if not isinstance(result, torch.Tensor):
             if func is torch.Tensor.__setitem__:
-                self._recording.python(lambda: func(*given, **named))
+                self._again(func, args, kwargs)
             several = result if isinstance(result, tuple | list) else ()
             if any(isinstance(one, torch.Tensor) and not _is_view(one, inputs) for one in several):
                 raise NotTapeable(f"{func.__name__} gives several new tensors, which no tape keeps")
             return result
         if _is_view(result, inputs):
             if "out" in kwargs or (func.__name__.endswith("_") and not func.__name__.endswith("__")):
-                self._recording.python(lambda: func(*given, **named))
+                self._again(func, args, kwargs)
             return result
         out = self._pool.empty_like(result)
         out.copy_(result)
-        self._take_down(func, given, named, self._pool.alias(out))
+        self._take_down(func, *self._held(args, kwargs), self._pool.alias(out))
         return out
+
+    def _held(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments as tapes may hold them: their memory is the next tensors', as in native calls, which know addresses only."""
+        return self._pool.alias(args), {name: self._pool.alias(value) for name, value in kwargs.items()}
+
+    def _again(self, func: Any, args: Any, kwargs: Any) -> None:
+        """What writes to one of its arguments."""
+        given, named = self._held(args, kwargs)
+        self._recording.python(lambda: func(*given, **named))
 
     def _take_down(self, func: Any, args: Any, kwargs: Any, out: torch.Tensor) -> None:
         """An operation whose result is a tensor of its own."""
