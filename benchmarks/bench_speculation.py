@@ -12,7 +12,8 @@ tokens at temperature 1. `heads`: a Llama of 12.6 M parameters, made so that it 
 Each method has a core of its own in this process, once with as many drafts as pay and once with a fixed number. All of them
 answer the same prompts and take turns after a few steps, so that a machine that others use too slows all alike. Of two cores
 without drafts the mean is what others are compared with, and what lies between them is noise. Answers must be equal, token by
-token. Steps that take in a prompt do not count. At the end it judges the gates.
+token. Only steps in which all streams are busy and none takes in a prompt count. Each round's ratio is one number, and the table
+shows the median of three. At the end it judges the gates.
 """
 
 import argparse
@@ -34,9 +35,9 @@ from tokenizers import Tokenizer
 
 K = 4
 STREAMS, QUICK_STREAMS = (1, 4, 16, 32), (1, 16)
-ROUNDS, QUICK_ROUNDS = 2, 1
-LEAST = 4
-"""Requests of a round."""
+ROUNDS, QUICK_ROUNDS = 3, 1
+LEAST, WAVES = 6, 3
+"""Requests of a round: at least, and for each stream. While some wait, all streams are busy; only such steps count."""
 OUTPUT, WALK_OUTPUT = 32, 36
 """A step with K accepted drafts gives five tokens: after the prompt's one, 35 are seven such steps."""
 NONE, AGAIN = "none", "none, again"
@@ -121,13 +122,13 @@ def measure(
     every = list(sides.values())
     for count in streams:  # The first steps of a shape make its tape, and take many times as long as later ones.
         for workload in workloads[:1]:
-            answer(every, workload.prompts(max(LEAST, count)), count, workload.output, workload.temperature)
+            answer(every, workload.prompts(count), count, workload.output, workload.temperature)
     for workload, count in itertools.product(workloads, streams):
         for side in every:
             side.take_drafts()
         rates: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(rounds):
-            answer(every, workload.prompts(max(LEAST, count)), count, workload.output, workload.temperature)
+            answer(every, workload.prompts(max(LEAST, WAVES * count)), count, workload.output, workload.temperature)
             for name, side in sides.items():
                 rates[name].append(side.rate)
         base = [(one + other) / 2 for one, other in zip(rates[NONE], rates[AGAIN], strict=True)]
@@ -224,8 +225,7 @@ def measure_part(part: str, streams: Sequence[int], rounds: int, console: Consol
         rows = list(measure("penstock-tiny", sides, demo_workloads(sides), streams, rounds))
     else:
         with tempfile.TemporaryDirectory() as folder:
-            # Nothing here is drawn, and no answer is like another: a round tells what several would.
-            rows = list(measure("walk", walk_sides(Path(folder)), walk_workloads(), streams, 1))
+            rows = list(measure("walk", walk_sides(Path(folder)), walk_workloads(), streams, rounds))
     show(f"{part}, bf16", rows, console)
     return {"output": OUTPUT if part == "demo" else WALK_OUTPUT, "drafts": K, "gates": judge(rows), "rows": rows}
 

@@ -32,8 +32,7 @@ class FixedDepth(DraftDepth):
     def admit(self, row: int) -> None:
         """Nothing is remembered."""
 
-    @property
-    def rests(self) -> bool:
+    def rests(self, num_rows: int) -> bool:
         """Never."""
         return False
 
@@ -97,13 +96,14 @@ class Side:
 
     @property
     def rate(self) -> float:
-        """Tokens a CPU second in steps that took in no prompt: one of prompts takes as long as many others, and has no drafts."""
+        """Tokens a CPU second in steps of all streams that took in no prompt. One of prompts takes as long as many others and has
+        no drafts. At the end no request waits, and steps of the streams that go on give less for their time."""
         return self._decoded / self._cpu_s
 
     def turn(self) -> None:
         """Goes on for some steps."""
         for _ in range(SLICE):
-            fresh = bool(self._waiting) and self._running < self._streams
+            counts = self._running == self._streams
             while self._waiting and self._running < self._streams:
                 self._core.handle(self._waiting.popleft())
                 self._running += 1
@@ -121,7 +121,7 @@ class Side:
             for at, index in enumerate(np.frombuffer(frame.indexes, np.int64).tolist()):
                 self.answers.setdefault(index - self._offset, []).extend(ids[offsets[at] : offsets[at + 1]].tolist())
             self.tokens += len(ids)
-            if not fresh:
+            if counts:
                 self._decoded, self._cpu_s = self._decoded + len(ids), self._cpu_s + took
             self._running -= len(frame.finished)
 

@@ -8,14 +8,13 @@ import pytest
 import torch
 from draft_heads import AUX, DRAFT_VOCAB, ReferenceHead, Told, save_head
 from test_core_with_runner import OUTPUTS, SCHEDULER, Engine, requests
-from test_draft_model import PAYS
+from test_draft_model import drafts_pay
 from test_drafts_in_core import K, Watched
 from tiny_models import LLAMA
 
 from penstock.engine.args import EngineArgs
 from penstock.engine.config import ConfigError, SpeculativeConfig
 from penstock.engine.models.head_config import _aux_layers
-from penstock.engine.runner import own_drafts
 from penstock.engine.runner.draft_head import HeadProposer
 
 transformers = pytest.importorskip("transformers")
@@ -58,7 +57,7 @@ def drafting(checkpoint, build_runner, monkeypatch, folder, depth=1, num_blocks=
     method = "eagle3" if (json.loads((folder / "config.json").read_text())).get("draft_vocab_size") else "eagle"
     speculative = SpeculativeConfig(method=method, num_speculative_tokens=K, model=folder)
     runner = build_runner(checkpoint("llama"), scheduler=scheduler, speculative=speculative)
-    monkeypatch.setattr(own_drafts, "measure_steps", lambda *_: PAYS)
+    drafts_pay(monkeypatch)
     return Watched(runner, depth, num_blocks)
 
 

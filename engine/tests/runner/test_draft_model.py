@@ -14,18 +14,24 @@ from penstock.engine.args import EngineArgs
 from penstock.engine.config import ConfigError, SpeculativeConfig
 from penstock.engine.runner import own_drafts
 from penstock.engine.runner.draft_model import DraftModel
-from penstock.engine.spec.depth import Timing
+from penstock.engine.spec.depth import DraftDepth, Timing
 from penstock.kernels.cpu.tape import Tape
 
-PAYS = [Timing(1, 0, 1e9), Timing(1, K, 1e9)]
+FREE = [Timing(1, 0, 1e9), Timing(1, K, 1.0)]
 DEAR = [Timing(1, 0, 1e-9), Timing(1, K, 1e9)]
 
 
-def drafting(checkpoint, build_runner, monkeypatch, target, draft, depth=1, num_blocks=100, timings=PAYS):
+def drafts_pay(monkeypatch, timings=FREE):
+    """Drafts cost what these say, whatever steps take: unless told otherwise, nothing."""
+    monkeypatch.setattr(own_drafts, "measure_steps", lambda *_: timings)
+    monkeypatch.setattr(DraftDepth, "observe_step", lambda *_: None)
+
+
+def drafting(checkpoint, build_runner, monkeypatch, target, draft, depth=1, num_blocks=100, **pay):
     scheduler = msgspec.structs.replace(SCHEDULER, num_speculative_tokens=K, num_lookahead_tokens=K)
     speculative = SpeculativeConfig(method="draft_model", num_speculative_tokens=K, model=checkpoint(draft))
     runner = build_runner(checkpoint(target), scheduler=scheduler, speculative=speculative)
-    monkeypatch.setattr(own_drafts, "measure_steps", lambda *_: timings)
+    drafts_pay(monkeypatch, **pay)
     return Watched(runner, depth, num_blocks)
 
 

@@ -15,7 +15,7 @@ from draft_heads import ReferenceHead, ReferenceMtp, save_head
 from lora_adapters import make_adapter
 from test_core_with_runner import OUTPUTS, SCHEDULER, VOCAB, requests
 from test_draft_heads import HEADS
-from test_draft_model import PAYS
+from test_draft_model import drafts_pay
 from test_drafts_in_core import K, Watched
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -23,7 +23,6 @@ from penstock.engine.commands import LoadAdapter
 from penstock.engine.config import LoraConfig, SpeculativeConfig
 from penstock.engine.grammar import Grammar
 from penstock.engine.messages import AddRequest, Control
-from penstock.engine.runner import own_drafts
 from penstock.engine.sampling import SamplingParams
 
 transformers = pytest.importorskip("transformers")
@@ -169,7 +168,7 @@ def test_each_two_values_meet():
 @pytest.mark.req("SD-03", "SD-10", "SD-11", "SD-23", "SPV-10")
 def test_drafts_change_nothing_whatever_is_asked_for(ground, monkeypatch, case):
     tokens, logprobs = ground.answers(case)
-    monkeypatch.setattr(own_drafts, "measure_steps", lambda *_: PAYS)
+    drafts_pay(monkeypatch)
     engine = ground.drafting(case)
     try:
         assert engine.run(asked(case)) == tokens

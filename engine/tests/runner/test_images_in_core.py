@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from draft_heads import ReferenceHead, Told, save_head
 from test_core_with_runner import Engine
-from test_draft_model import PAYS, K
+from test_draft_model import K, drafts_pay
 from test_drafts_in_core import Watched
 from test_offload_in_core import Engine as Offloading
 from test_tensor_parallel_core import DividedEngine, build_executor
@@ -34,7 +34,6 @@ from penstock.engine.loading.checkpoint import read_model_config
 from penstock.engine.messages import AddRequest
 from penstock.engine.multimodal.inputs import ImageInput
 from penstock.engine.multimodal.resize import resized
-from penstock.engine.runner import own_drafts
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.depth import DraftDepth
 from penstock.prompt.hashing import PromptItem
@@ -217,7 +216,7 @@ def test_a_head_sees_images_and_drafts_what_plain_torch_does(
     folder = save_head(tmp_path / "head", head.tensors())
     speculative = SpeculativeConfig(method="eagle", num_speculative_tokens=K, model=folder)
     limits = {"num_speculative_tokens": K, "num_lookahead_tokens": K, "max_num_batched_tokens": 20, "image_lookahead": 1}
-    monkeypatch.setattr(own_drafts, "measure_steps", lambda *_: PAYS)
+    drafts_pay(monkeypatch)
     told = Told(monkeypatch)
     engine = build(scheduler=msgspec.structs.replace(scheduler, **limits), speculative=speculative)
     told.seen.clear()
@@ -264,7 +263,7 @@ def drafting(build, scheduler, monkeypatch):
     """An engine with a draft model, whose drafts always pay."""
 
     def make(draft, **limits):
-        monkeypatch.setattr(own_drafts, "measure_steps", lambda *_: PAYS)
+        drafts_pay(monkeypatch)
         speculative = SpeculativeConfig(method="draft_model", num_speculative_tokens=K, model=draft)
         limits |= {"num_speculative_tokens": K, "num_lookahead_tokens": K}
         return build(of=Watched, scheduler=msgspec.structs.replace(scheduler, **limits), speculative=speculative)

@@ -11,13 +11,12 @@ from quantized_checkpoints import LATENT_LAYERS, awq, fp8
 from quantized_checkpoints import LAYERS as QUANTIZED
 from safetensors.torch import load_file, save_file
 from test_core_with_runner import SCHEDULER, Engine, requests
-from test_draft_model import PAYS
+from test_draft_model import drafts_pay
 from test_drafts_in_core import K, Watched
 
 from penstock.engine.args import EngineArgs
 from penstock.engine.config import ConfigError, SpeculativeConfig
 from penstock.engine.quant.parse import fp8 as fp8_config
-from penstock.engine.runner import own_drafts
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm  # noqa: E402
@@ -57,7 +56,7 @@ def drafting(build_runner, monkeypatch, folder, depth=1, num_blocks=100):
     scheduler = msgspec.structs.replace(SCHEDULER, num_speculative_tokens=K, num_lookahead_tokens=K)
     speculative = SpeculativeConfig(method="mtp", num_speculative_tokens=K)
     runner = build_runner(folder, scheduler=scheduler, speculative=speculative)
-    monkeypatch.setattr(own_drafts, "measure_steps", lambda *_: PAYS)
+    drafts_pay(monkeypatch)
     return Watched(runner, depth, num_blocks)
 
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from test_draft_model import PAYS
+from test_draft_model import drafts_pay
 from test_drafts_in_core import K
 
 from penstock.engine.config import SchedulerConfig, SpeculativeConfig
@@ -16,7 +16,6 @@ from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import InlineExecutor
 from penstock.engine.core.plan import StepPlan
 from penstock.engine.messages import AddRequest, FinishReason
-from penstock.engine.runner import own_drafts
 from penstock.engine.sampling import SamplingParams
 
 VOCAB, OUTPUTS = 257, 28
@@ -104,7 +103,7 @@ def test_tokens_equal_transformers(checkpoint, build_runner, monkeypatch, expect
     for depth in (1,) if drafts else (1, 2):
         runner = build_runner(checkpoint(name), **(drafting(checkpoint(name)) if drafts else {"scheduler": SCHEDULER}))
         if drafts:
-            monkeypatch.setattr(own_drafts, "measure_steps", lambda *_: PAYS)
+            drafts_pay(monkeypatch)
             runner.warm_up()
         config = msgspec.structs.replace(runner.config, depth=depth)
         executor = PoisoningExecutor(runner)

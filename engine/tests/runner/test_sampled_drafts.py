@@ -7,14 +7,13 @@ import torch
 from draft_heads import DRAFT_VOCAB, ReferenceHead, save_head
 from test_core_with_runner import OUTPUTS, SCHEDULER, requests
 from test_draft_heads import HEADS
-from test_draft_model import PAYS
+from test_draft_model import drafts_pay
 from test_drafts_in_core import K, Watched
 from test_sampler import chi_square_accepts
 
 from penstock.engine.config import ConfigError, SpeculativeConfig
 from penstock.engine.core.plan import SampleInputs, StepPlan, empty
 from penstock.engine.messages import AddRequest
-from penstock.engine.runner import own_drafts
 from penstock.engine.runner.device.host import HostRuntime
 from penstock.engine.runner.draft_sampler import DraftSampler
 from penstock.engine.runner.requests import Requests
@@ -189,7 +188,7 @@ def drafting(checkpoint, build_runner, monkeypatch, method, folder, depth=1, num
     scheduler = msgspec.structs.replace(SCHEDULER, num_speculative_tokens=K, num_lookahead_tokens=K)
     fields = {"num_speculative_tokens": K, "model": folder, "draft_sample_method": "probabilistic"}
     runner = build_runner(checkpoint("llama"), scheduler=scheduler, speculative=SpeculativeConfig(method=method, **fields))
-    monkeypatch.setattr(own_drafts, "measure_steps", lambda *_: PAYS)
+    drafts_pay(monkeypatch)
     return Watched(runner, depth, num_blocks)
 
 

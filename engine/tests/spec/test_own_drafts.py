@@ -16,6 +16,11 @@ FREE = [Timing(1, 0, 1e9), Timing(1, K, 1e9)]
 DEAR = [Timing(1, 0, 1e-9), Timing(1, K, 1e9)]
 
 
+ONE = np.ones(1, np.int32)
+GOES_ON = StepPlan(1, empty(), [], [], [], np.zeros(1, np.int32), ONE, np.ones(1, np.bool_))
+"""A step of row 0 with one token."""
+
+
 class Sevens(Proposer):
     """Always has as many drafts as there may be."""
 
@@ -62,12 +67,15 @@ class Scripted(Sevens):
 
     def __init__(self, drafts: list[int], fails: bool = False) -> None:
         self.drafts, self.fails = drafts, fails
-        self.followed = self.proposed = 0
+        self.followed = self.proposed = self.skips = 0
 
     def follow(self, table, rows, step, asked):
         self.followed += 1
         if self.fails:
             raise RuntimeError("the drafter is gone")
+
+    def skipped(self, table, rows):
+        self.skips += 1
 
     def propose(self, table, rows, known, most):
         self.proposed += 1
@@ -98,3 +106,20 @@ def test_drafts_end_before_the_first_id_outside_the_vocabulary():
         told = a_step(own, RowTable(1, 32, [4]), -1)
         assert told is not None and told[0, 0] == 7
         assert not np.isin(told, [outside, 8, 9]).any()
+
+
+def test_a_proposer_is_not_told_of_a_long_rest_and_begins_anew_with_the_next_request():
+    proposer, rows = Scripted([7] * K), RowTable(1, 1000, [4])
+    own = with_proposer(proposer, DEAR)
+    a_step(own, rows, -1)
+    followed = []
+    for _ in range(100):
+        own.propose(GOES_ON, a_read_step(), ONE, rows, rows.num_tokens[:1])
+        followed.append(proposer.followed)
+    reads = sum((1, 1 + 1, 1 + 2, 1 + 4, 1 + 8, 1 + 16))
+    assert followed[-1] == reads, "it reads on until a rest is long, and what it has missed it never reads"
+    assert proposer.skips == 1 + 100 - reads
+    while own._depth.rests(1):
+        pass
+    a_step(own, RowTable(1, 32, [4]), -1)
+    assert proposer.followed == reads + 1

@@ -5,7 +5,7 @@ import pytest
 
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.row_table import RowTable
-from penstock.engine.spec.depth import DraftDepth, Timing
+from penstock.engine.spec.depth import READ, DraftDepth, Timing
 from penstock.engine.spec.lookup import lookup_proposer
 
 
@@ -102,7 +102,7 @@ def test_after_many_steps_with_drafts_one_without_is_compared_with_them():
     depth = DraftDepth(4, 8, CHEAP)
     chosen = [depth.choose(ROWS, counts(8, 8)) for _ in range(200)]
     plain = [at for at, drafts in enumerate(chosen) if drafts == 0]
-    assert plain == [63, 127, 191] and not depth.rests
+    assert plain == [63, 127, 191] and not depth.rests(2)
 
 
 def test_one_step_that_was_held_up_teaches_nothing():
@@ -116,10 +116,54 @@ def test_one_step_that_was_held_up_teaches_nothing():
 def test_without_drafts_it_rests_longer_and_longer_and_then_tries_again():
     depth = DraftDepth(4, 8, CHEAP)
     observed(depth, [4, 4], [0, 0], 30)
-    rests = []
+    rests, idle = [], []
     while depth.most(ROWS) == 0:
-        rests.append(sum(1 for _ in iter(lambda: depth.rests, False)))
-    assert rests[:7] == [1, 2, 4, 8, 16, 32, 32]
+        idle.append(depth.idle)
+        rests.append(sum(1 for _ in iter(lambda: depth.rests(2), False)))
+    assert rests == [1, 2, 4, 8, 16, 32, 64]
+    assert idle == [rest > 16 for rest in rests], "who reads every step is spared the steps of a long rest"
+    assert not depth.idle
+
+
+def test_what_does_not_pay_for_many_rows_is_tried_again_where_few_are_left():
+    depth = DraftDepth(64, 8, CHEAP)
+    while depth.most(np.arange(64, dtype=np.int32)) == 0 and not depth.idle:
+        while depth.rests(64):
+            pass
+    assert depth.rests(64) and depth.rests(40), "no fewer by half"
+    assert not depth.rests(2) and depth.most(ROWS) > 0
+
+
+def test_what_is_found_is_soon_judged_again():
+    depth, rests = DraftDepth(4, 8, CHEAP), []
+    observed(depth, [4, 4], [0, 0], 30)
+    for _ in range(8):
+        assert depth.choose(ROWS, counts(8, 8)) == 0 and not depth.idle
+        rests.append(sum(1 for _ in iter(lambda: depth.rests(2), False)))
+    assert rests == [1, 2, 4, 8, 16, 32, 32, 32]
+
+
+def test_the_first_comparisons_outweigh_what_was_measured_at_the_start():
+    depth = DraftDepth(4, 8, CHEAP)
+    assert depth.most(ROWS) > 0
+    for drafts in depth.depths[1:].tolist():
+        for _ in range(5):
+            depth.observe_step(2, 0, 1.0)
+            depth.observe_step(2, drafts, 3.9)
+    assert depth.most(ROWS) == 0
+
+
+def test_a_step_that_is_only_read_is_no_step_without_drafts():
+    """Reading takes half a step: what is compared with such a step costs more than it seems."""
+    timings = [Timing(1, READ, 1.5), Timing(1, 0, 1.0), Timing(1, 8, 1.5)]
+    depth = DraftDepth(4, 8, timings)
+    observed(depth, [4, 4], [2, 2], 50)
+    assert depth.most(ROWS) > 0
+    for _ in range(50):
+        for drafts in depth.depths[1:].tolist():
+            depth.observe_step(2, READ, 1.5)
+            depth.observe_step(2, drafts, 4.0)
+    assert depth.most(ROWS) == 0
 
 
 def test_a_new_request_ends_the_rest_where_drafts_pay_for_most():
@@ -127,7 +171,7 @@ def test_a_new_request_ends_the_rest_where_drafts_pay_for_most():
     observed(depth, [1, 1], [0, 0], 14)  # these two are bad, which does not say much of others
     assert depth.most(ROWS) == 0
     depth.admit(2)
-    assert not depth.rests
+    assert not depth.rests(2)
 
 
 def test_a_new_request_does_not_end_the_rest_where_drafts_pay_for_nobody():
@@ -135,18 +179,18 @@ def test_a_new_request_does_not_end_the_rest_where_drafts_pay_for_nobody():
     observed(depth, [4, 4], [0, 0], 100)
     assert depth.most(ROWS) == 0
     depth.admit(2)
-    assert depth.rests
+    assert depth.rests(2)
 
 
 def test_a_proposer_that_finds_nothing_is_soon_asked_again():
     depth, waits = DraftDepth(4, 8, CHEAP), []
     for _ in range(7):
         assert depth.most(ROWS) > 0 and depth.choose(ROWS, counts(0, 0)) == 0
-        waits.append(sum(1 for _ in iter(lambda: depth.rests, False)))
+        waits.append(sum(1 for _ in iter(lambda: depth.rests(2), False)))
     assert waits == [1, 2, 4, 8, 8, 8, 8]
     assert depth.choose(ROWS, counts(3, 0)) > 0
     assert depth.choose(ROWS, counts(0, 0)) == 0
-    assert [depth.rests, depth.rests] == [True, False], "what was found begins anew"
+    assert [depth.rests(2), depth.rests(2)] == [True, False], "what was found begins anew"
 
 
 def test_each_number_of_drafts_has_its_own_time():

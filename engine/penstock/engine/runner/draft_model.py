@@ -101,6 +101,10 @@ class DraftModel(Proposer):
         self._computed[row] = num_computed
         self._written[row] = 0
 
+    def skipped(self, table: RowTable, rows: Int32) -> None:
+        """See Proposer: never to be caught up with."""
+        self._computed[rows], self._written[rows] = table.num_computed[rows], 0
+
     def follow(self, table: RowTable, rows: Int32, step: Placed, asked: Bool) -> None:
         """Catches up with rows that have filled a block, which others may find in the cache from now on, and with rows that have
         read an image."""

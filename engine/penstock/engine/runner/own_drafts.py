@@ -12,7 +12,7 @@ from penstock.engine.runner.draft_sampler import DraftSampler
 from penstock.engine.runner.input_batch import Placed
 from penstock.engine.runner.sampler.choice import Drawn
 from penstock.engine.runner.verification import choices_given
-from penstock.engine.spec.depth import DraftDepth, Timing, depths
+from penstock.engine.spec.depth import READ, DraftDepth, Timing, depths
 from penstock.engine.spec.proposer import Proposer
 
 log = logging.getLogger(__name__)
@@ -63,8 +63,10 @@ class OwnDrafts:
         """[rows]: whether the request lets itself be drafted for."""
         self._known: Int32 = np.zeros(max_num_seqs, np.int32)
         """[rows]: tokens of each row that the host has."""
+        self._behind: Bool = np.zeros(max_num_seqs, np.bool_)
+        """[rows]: of whose tokens a proposer that reads all steps has not read some; there are no more drafts for the request."""
         self._last: tuple[float, int, int] | None = None
-        """When the last step was begun, its rows and its drafts of each; None: it was no step of decodes alone."""
+        """When the last step was begun, its rows and its drafts of each, or READ; None: it was no step of decodes alone."""
 
     def apply(self, plan: StepPlan, rows: RowTable, now: float) -> None:
         """Takes in who leaves and who comes, before the plan is applied to the rows; `now` in seconds."""
@@ -76,7 +78,7 @@ class OwnDrafts:
             self._depth.admit(admission.row)
             self._proposer.begins(admission.row, admission.num_computed_tokens)
             self.drafts[admission.row], self._own[admission.row] = _PAD, False
-            self._known[admission.row] = len(admission.token_ids)
+            self._known[admission.row], self._behind[admission.row] = len(admission.token_ids), False
             if self._sampler is not None:
                 self._sampler.admit(admission.row, admission.sampling)
             self._wanted[admission.row] = admission.sampling.speculative_decoding
@@ -131,30 +133,41 @@ class OwnDrafts:
         if self._has_any:
             self.drafts[plan.rows], self._own[plan.rows] = _PAD, False
             self._has_any = bool((self.drafts != _PAD).any())
-        if self._depth.rests:
-            if not self._proposer.looks_up:
-                self._follow(rows, plan, step, np.zeros(len(plan.rows), np.bool_))
-            return None
-        asked = goes_on & self._wanted[plan.rows]
-        of = plan.rows[asked]
-        found = None
-        if self._proposer.looks_up and len(of):
-            found = self._proposed(rows, plan, step, asked, self.drafts.shape[1])
-            if found is None:
-                self._num_proposed[of] = 0
-                self._depth.found_nothing(of)
-                return None
-        most = self._depth.most(of) if len(of) else 0
-        if found is None:
-            found = self._proposed(rows, plan, step, asked if most else np.zeros_like(asked), most)
-        return None if found is None or not most else self._kept(plan, of, found, rows)
+        rests = self._depth.rests(len(plan.rows))
+        if self._proposer.looks_up:
+            return None if rests else self._looked_up(plan, rows, goes_on & self._wanted[plan.rows])
+        return self._guessed(plan, rows, step, goes_on & self._wanted[plan.rows], rests=rests)
 
-    def _proposed(self, rows: RowTable, plan: StepPlan, step: Placed | None, asked: Bool, most: int) -> Int32 | None:
-        """[m, K]: what the proposer says of the rows that are asked for, up to the first that is no token, and no more than
-        `most`; None: nothing. A step does without drafts where the proposer fails."""
-        if not (self._proposer.looks_up or self._follow(rows, plan, step, asked)) or not most:
-            return None
+    def _looked_up(self, plan: StepPlan, rows: RowTable, asked: Bool) -> Int32 | None:
+        """As `propose`, of a proposer that looks drafts up: what it finds decides whether they pay."""
         of = plan.rows[asked]
+        if not len(of):
+            return None
+        found = self._proposed(rows, of, self.drafts.shape[1])
+        if found is None:
+            self._num_proposed[of] = 0
+            self._depth.found_nothing(of)
+            return None
+        return self._kept(plan, of, found, rows)
+
+    def _guessed(self, plan: StepPlan, rows: RowTable, step: Placed | None, asked: Bool, *, rests: bool) -> Int32 | None:
+        """As `propose`, of a proposer that takes its time: it is asked only for what would pay."""
+        if rests and self._depth.idle:
+            self._behind[plan.rows] = True
+        if self._behind[plan.rows].all():
+            self._proposer.skipped(rows, plan.rows)
+            return None
+        asked &= ~self._behind[plan.rows]
+        of = plan.rows[asked]
+        most = self._depth.most(of) if len(of) and not rests else 0
+        if not self._follow(rows, plan, step, asked if most else np.zeros_like(asked)) or not most:
+            return None
+        found = self._proposed(rows, of, most)
+        return None if found is None else self._kept(plan, of, found, rows)
+
+    def _proposed(self, rows: RowTable, of: Int32, most: int) -> Int32 | None:
+        """[m, K]: what the proposer says of the rows `of`, [m], up to the first that is no token, and no more than `most`; None:
+        nothing. A step does without drafts where the proposer fails."""
         try:
             drafts = self._proposer.propose(rows, of, self._known[of], most)
         except Exception:
@@ -167,6 +180,8 @@ class OwnDrafts:
 
     def _follow(self, rows: RowTable, plan: StepPlan, step: Placed | None, asked: Bool) -> bool:
         """Lets the proposer take in the step; False: it has failed."""
+        if self._last is not None and not self._last[2]:
+            self._last = *self._last[:2], READ
         if step is None:
             return True
         try:
@@ -204,28 +219,29 @@ def measured_drafts(
     """Times steps with and without drafts, logs what it finds, and returns drafts that go by it; arguments as of `OwnDrafts` and
     `measure_steps`."""
     rows, most = scheduler.max_num_seqs, config.num_speculative_tokens
-    timings = measure_steps(run, min(rows, scheduler.max_num_batched_tokens // (1 + most)), most)
+    kinds = [*([] if proposer.looks_up else [READ]), *depths(most)]
+    timings = measure_steps(run, min(rows, scheduler.max_num_batched_tokens // (1 + most)), kinds)
     pairs = zip(*([it for it in timings if it.drafts == drafts] for drafts in (0, most)), strict=True)
     told = ", ".join(f"{after.seconds / before.seconds:.2f} at {before.rows} requests" for before, after in pairs)
     log.info("steps with %d drafts take, as multiple of those without: %s", most, told)
     return OwnDrafts(config, proposer, timings, rows, vocab_size, sampler, max_alike_tokens)
 
 
-def measure_steps(run: Callable[[int, int], float], max_num_seqs: int, num_drafts: int) -> list[Timing]:
+def measure_steps(run: Callable[[int, int], float], max_num_seqs: int, kinds: Sequence[int]) -> list[Timing]:
     """Times steps of several numbers of rows, with and without drafts; see `DraftDepth`.
 
     Args:
-        run: Runs a step of so many rows with so many drafts each; returns its seconds.
+        run: Runs a step of so many rows with so many drafts each, or as of READ; returns its seconds.
         max_num_seqs: Rows at most.
-        num_drafts: Drafts at most.
+        kinds: Numbers of drafts, READ perhaps among them.
     """
     found: list[Timing] = []
     for size in sorted({min(size, max_num_seqs) for size in (1, 4, 16, 64)}):
-        for drafts in depths(num_drafts):
+        for drafts in kinds:
             run(size, drafts)  # the first runs of a shape do more than the later ones
             run(size, drafts)
         # In turns, so that what else the machine does meanwhile falls on all numbers of drafts alike.
-        seconds, spent = dict.fromkeys(depths(num_drafts), float("inf")), 0.0
+        seconds, spent = dict.fromkeys(kinds, float("inf")), 0.0
         for repeat in range(_MOST_REPEATS):
             for drafts, least in seconds.items():
                 took = run(size, drafts)

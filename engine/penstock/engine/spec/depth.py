@@ -22,22 +22,33 @@ _RETURN: Final = 0.01
 """How far a row's acceptance goes back to what new requests have, in a step without drafts."""
 _NEWEST: Final = 0.1
 """Weight of a step's seconds in those that are usual."""
+_OFFERED: Final = 0.2
+"""Weight of a look-up in how many drafts the proposer usually has."""
 _COMPARED: Final = 0.1
-"""Weight of two neighbouring steps in what drafts cost."""
+"""Weight of two neighbouring steps in what drafts cost, at least. The first of them count for more than what was measured at the
+start, where texts were short and no row was sampled as its client wants."""
 _LONGEST_RUN: Final = 64
 """Steps with drafts, after which one without is compared with them."""
 _OUTLIER: Final = 3.0
 """Times the usual, above which a step's seconds are taken for somebody else's doing."""
-_MARGIN: Final = 1.02
+_MARGIN: Final = 1.05
 """Times the tokens a second without drafts that are wanted of drafts."""
 _LONGEST_REST: Final = 32
+_IDLE_AFTER: Final = 16
+"""Steps of a rest, after which who must read every step to propose anything is told of none: that costs more than to ask."""
+_LONGEST_IDLE: Final = 512
+"""Steps of such a rest."""
 _SHORTEST_WAIT: Final = 2
 _LONGEST_WAIT: Final = 8
 """Steps for which a proposer that has found nothing is not asked again, at most: its text may begin to repeat at any token."""
 
 
+READ: Final = -1
+"""In place of a number of drafts: a step without any, which the proposer reads all the same."""
+
+
 class Timing(NamedTuple):
-    """Measured: a step of so many rows with so many drafts each."""
+    """Measured: a step of so many rows with so many drafts each, or as of READ."""
 
     rows: int
     drafts: int
@@ -57,16 +68,23 @@ class DraftDepth:
         self._acceptance: Float64 = np.full(max_num_seqs, _HOPE)
         self._usual = _HOPE
         self.depths = np.array(depths(num_drafts))
+        self._offered = float(num_drafts)
+        """Drafts of a row that the proposer usually has."""
         self._places = {depth: at for at, depth in enumerate(self.depths.tolist())}
-        seconds = self._table(max_num_seqs, timings)
+        seconds = self._table(max_num_seqs, [it for it in timings if it.drafts != READ], self.depths)
+        reading = self._table(max_num_seqs, [it for it in timings if it.drafts in (0, READ)], np.array([READ]))
         self._usual_s: Float64 = seconds[:, 0].copy()
         """[sizes]: of a step without drafts."""
         self._measured: Float64 = seconds / seconds[:, :1]
+        self._reading: Float64 = reading[:, 0] / seconds[:, 0]
+        """[sizes]: of a step that is read, as multiple of one that is not."""
         self._costs: Float64 = self._measured.copy()
         """[sizes, depths]: of a step, as multiples of one without drafts."""
+        self._comparisons: npt.NDArray[np.int64] = np.zeros(seconds.shape, np.int64)
         self._before: tuple[int, int, float] | None = None
         """Size, place and seconds of the step that was observed last."""
         self._rest, self._rested, self._next_rest, self._run = 0, 0, 1, 0
+        self._idle = False
         self._num_rows = 1
         """Of the last choice."""
 
@@ -79,19 +97,28 @@ class DraftDepth:
         of less weight, and waits a little."""
         self._acceptance[row] = self._usual
         wait = self._num_rows // 4
-        if self._rest > wait and self._best(self._tokens(np.array([self._usual]), self.depths[None, -1:]), self._num_rows):
+        if self._rest <= wait:
+            return
+        if self._best(self._tokens(np.array([self._usual]), np.array([[self._offered]])), self._num_rows):
             self._rest = wait
             if not wait:
                 self._next_rest = 1
 
-    @property
-    def rests(self) -> bool:
-        """Whether the next choice is none, which costs nothing; to be asked once a step."""
+    def rests(self, num_rows: int) -> bool:
+        """Whether the next choice, of so many rows, is none, which costs nothing; to be asked once a step. What does not pay for
+        many rows may pay for few."""
+        if _size(num_rows) < _size(self._num_rows):
+            self._rest, self._next_rest, self._num_rows = 0, 1, num_rows
         if self._rest == 0:
             return False
         self._rest -= 1
         self._rested += 1
         return True
+
+    @property
+    def idle(self) -> bool:
+        """Whether a proposer that reads every step need not read those of this rest."""
+        return self._idle
 
     def observe(self, rows: Int32, drafted: Int32, accepted: Int32) -> None:
         """Takes in a step: [m] rows, the drafts that were verified, and how many of them were accepted."""
@@ -105,12 +132,14 @@ class DraftDepth:
             self._usual += weight * (int(accepted.sum()) / total - self._usual)
 
     def observe_step(self, num_rows: int, drafts: int, seconds: float) -> None:
-        """Takes in how long a step of decodes with so many drafts each took, all told.
+        """Takes in how long a step of decodes with so many drafts each, or as of READ, took, all told.
 
         Who else uses the machine slows steps with drafts and without alike. So what drafts cost is read from neighbours alone.
         """
-        size, place = _size(num_rows), self._places[drafts]
+        size, place = _size(num_rows), self._places[max(drafts, 0)]
         costs, before, self._before = self._costs[size], self._before, None
+        if drafts == READ:
+            seconds /= float(self._reading[size])
         plain = seconds / float(costs[place])
         if plain >= _OUTLIER * float(self._usual_s[size]):
             # A machine that has become this slow for good is believed in the end.
@@ -120,32 +149,42 @@ class DraftDepth:
         self._before = size, place, seconds
         if before is None or before[0] != size or before[1] == place:
             return
-        if place:
-            costs[place] += _COMPARED * (seconds / before[2] * float(costs[before[1]]) - float(costs[place]))
-        else:
-            costs[before[1]] += _COMPARED * (before[2] / seconds - float(costs[before[1]]))
+        of = place or before[1]
+        found = seconds / before[2] * float(costs[before[1]]) if place else before[2] / seconds
+        self._comparisons[size, of] += 1
+        costs[of] += max(_COMPARED, 1 / (1 + int(self._comparisons[size, of]))) * (found - float(costs[of]))
 
     def most(self, rows: Int32) -> int:
-        """The most drafts that can pay for these rows, [m], however many a proposer has."""
-        self._usual += min(_FORGOTTEN * self._rested, 1) * (_HOPE - self._usual)
-        self._acceptance[rows] += min(_RETURN * self._rested, 1) * (self._usual - self._acceptance[rows])
-        if self._rested:
-            costs, at = self._costs[_size(len(rows))], min(_FORGOTTEN * self._rested, 1)
-            costs += at * (self._measured[_size(len(rows))] - costs)
-        self._rested, self._num_rows = 0, len(rows)
+        """The most drafts that can pay for these rows, [m], however many a proposer has: of one that reads every step."""
+        self._forget(rows)
         best = self._best(self._tokens(self._acceptance[rows], self.depths[None, -1:]), len(rows))
         if not best:
-            self._begin_rest(_LONGEST_REST)
+            self._begin_rest(_LONGEST_IDLE)
+            self._idle = self._rest > _IDLE_AFTER
         return best
+
+    def _forget(self, rows: Int32) -> None:
+        """What was learned before a rest goes back to what was believed at first."""
+        self._idle, self._num_rows = False, len(rows)
+        if not self._rested:
+            return
+        self._usual += min(_FORGOTTEN * self._rested, 1) * (_HOPE - self._usual)
+        self._acceptance[rows] += min(_RETURN * self._rested, 1) * (self._usual - self._acceptance[rows])
+        costs, at = self._costs[_size(len(rows))], min(_FORGOTTEN * self._rested, 1)
+        costs += at * (self._measured[_size(len(rows))] - costs)
+        self._rested = 0
 
     def found_nothing(self, rows: Int32) -> None:
         """The proposer has nothing for these rows, [m], which is the same as a choice of none."""
         self._num_rows = len(rows)
+        self._offered -= _OFFERED * self._offered
         self._next_rest = max(self._next_rest, _SHORTEST_WAIT)
         self._begin_rest(_LONGEST_WAIT)
 
     def choose(self, rows: Int32, proposed: Int32) -> int:
         """How many drafts of each row make the most tokens a second, given how many the proposer has, [m]."""
+        self._forget(rows)
+        self._offered += _OFFERED * (float(proposed.mean()) - self._offered)
         best = self._best(self._tokens(self._acceptance[rows], proposed[:, None]), len(rows)) if proposed.any() else 0
         if not best:
             self._begin_rest(_LONGEST_REST if proposed.any() else _LONGEST_WAIT)
@@ -161,7 +200,7 @@ class DraftDepth:
         self._rest = min(self._next_rest, most)
         self._next_rest = min(2 * self._rest, most)
 
-    def _tokens(self, acceptance: Float64, proposed: Int32) -> Float64:
+    def _tokens(self, acceptance: Float64, proposed: Int32 | Float64) -> Float64:
         """[depths]: of a step, given the acceptance of its rows, [m], and their drafts, [m or 1, 1]."""
         acceptance = np.minimum(acceptance, 0.99)[:, None]
         return ((1 - acceptance ** (np.minimum(self.depths, proposed) + 1)) / (1 - acceptance)).sum(axis=0)
@@ -172,14 +211,14 @@ class DraftDepth:
         best = int(np.argmax(rates))
         return int(self.depths[best]) if rates[best] > _MARGIN * rates[0] else 0
 
-    def _table(self, max_num_seqs: int, timings: Sequence[Timing]) -> Float64:
-        """[sizes, depths]: seconds of a step, interpolated."""
+    def _table(self, max_num_seqs: int, timings: Sequence[Timing], drafts: Int32) -> Float64:
+        """[sizes, drafts]: seconds of a step with each number of drafts, interpolated."""
         sizes, measured = 2.0 ** np.arange(_size(max_num_seqs) + 1), sorted({it.drafts for it in timings})
         columns: list[Float64] = []
-        for drafts in measured:
-            points = [it for it in timings if it.drafts == drafts]
+        for number in measured:
+            points = [it for it in timings if it.drafts == number]
             columns.append(np.interp(sizes, [it.rows for it in points], [it.seconds for it in points]))
-        return np.array([np.interp(self.depths, measured, seconds) for seconds in zip(*columns, strict=True)])
+        return np.array([np.interp(drafts, measured, seconds) for seconds in zip(*columns, strict=True)])
 
 
 def depths(num_drafts: int) -> list[int]:

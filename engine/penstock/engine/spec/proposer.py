@@ -40,5 +40,8 @@ class Proposer(Protocol):
             asked: [r]: for which of them drafts will be asked for.
         """
 
+    def skipped(self, table: RowTable, rows: Int32) -> None:
+        """Takes in that it will not be told of a step, nor asked any more for the requests that these rows, [r], have."""
+
     def ended(self, output: Int32) -> None:
         """Takes in what a request has generated, [n], now that it has left its row."""

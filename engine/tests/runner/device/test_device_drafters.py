@@ -11,12 +11,11 @@ from draft_heads import ReferenceHead, Told, save_head
 from test_core_with_runner import Engine, requests
 from test_device_proposes import DEAR, Drafting
 from test_draft_heads import head  # noqa: F401 (a fixture)
-from test_draft_model import PAYS, greedy
 from test_draft_model import alone as alone_of  # noqa: F401 (a fixture)
+from test_draft_model import drafts_pay, greedy
 from test_drafts_in_core import K
 
 from penstock.engine.config import GraphConfig, SpeculativeConfig
-from penstock.engine.runner import own_drafts
 from penstock.engine.runner.draft_sampler import DraftSampler
 
 transformers = pytest.importorskip("transformers")
@@ -76,7 +75,7 @@ def test_drawn_drafts_are_those_of_a_cpu(checkpoint, build_device_runner, build_
     """Where their tokens depend on drafts at all, both devices draw the same drafts and accept the same."""
     batch = [msgspec.structs.replace(it, sampling=msgspec.structs.replace(it.sampling, seeded=False)) for it in requests(False)]
     drawn = []
-    monkeypatch.setattr(own_drafts, "measure_steps", lambda *_: PAYS)
+    drafts_pay(monkeypatch)
     left_of = DraftSampler.left_of
     monkeypatch.setattr(DraftSampler, "left_of", lambda *given: drawn.append(len(given[1])) or left_of(*given))
     device = drafting(build_device_runner, checkpoint("llama"), checkpoint("qwen3"), draws="probabilistic")

@@ -22,7 +22,7 @@ from penstock.engine.spec.depth import Timing
 from penstock.engine.spec.proposer import Proposer
 
 DRAFTING = msgspec.structs.replace(SCHEDULER, num_speculative_tokens=K, drafts_after_result=True)
-FREE, DEAR = ([Timing(1, 0, seconds), Timing(1, K, 1e9)] for seconds in (1e9, 1e-9))
+FREE, DEAR = ([Timing(1, 0, plain), Timing(1, K, drafts)] for plain, drafts in ((1e9, 1.0), (1e-9, 1e9)))
 
 
 class Watched:
@@ -52,6 +52,8 @@ class Drafting(Engine):
             if proposer is not None:
                 patch.setattr(device_runner, "lookup_proposer", lambda *_: proposer)
             super().__init__(runner, depth, num_blocks)
+        if timings is FREE:
+            runner._own_drafts._depth.observe_step = lambda *_: None  # free whatever steps take
         self.counts, self.in_flight, sample, submit = Counter(), Counter(), runner.sample, self.executor.submit
 
         def watched(inputs) -> Watched:

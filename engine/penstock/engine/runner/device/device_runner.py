@@ -276,9 +276,9 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
 
     @torch.inference_mode()
     def _time_decodes(self, rows: int, drafts: int) -> float:
-        """Seconds of a step of so many decodes, each with so many drafts, in the null block; its drafts are proposed."""
+        """Seconds of a step of so many decodes, each with so many drafts or as of READ, in the null block."""
         assert self._proposer is not None
-        plan, table = self._null_decodes(rows, drafts), self._requests.rows
+        plan, table = self._null_decodes(rows, max(drafts, 0)), self._requests.rows
         for row in range(rows):
             self._proposer.begins(row, 0)
         began = self._clock()
@@ -286,10 +286,10 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         self.sample(SampleInputs(plan.step_id)).result()
         table.room[plan.rows] = self.config.model.max_model_len  # the null block takes any position
         with self.runtime.main_stream():
-            if self._drafting is not None:
+            if drafts and self._drafting is not None:
                 placed = self._drafting.arrays.place(table, plan.rows, np.zeros(rows, np.int32), plan.num_new_tokens)
                 self._proposer.follow(table, plan.rows, placed, np.full(rows, drafts > 0))
-            if drafts:
+            if drafts > 0:
                 self._proposer.propose(table, plan.rows, table.num_tokens[plan.rows], drafts)
         seconds = self._clock() - began
         self._reset()
