@@ -57,8 +57,10 @@ class GeneratedFiles(BuildHookInterface):
         to = PACKAGED.relative_to(Path(self.root) / "kernels")
         for isa in ISAS:
             if isa.machine in (None, platform.machine()):
-                library = cached(isa, CACHE.expanduser(), compiler)  # from these sources, by this compiler: half a minute less
-                if not library.is_file():
+                try:  # the next build takes them from there: half a minute less
+                    library = cached(isa, CACHE.expanduser(), compiler)
+                except OSError as error:
+                    self.app.display_warning(f"{CACHE} cannot keep the CPU operations: {error}")
                     library = compile_for(isa, Path(folder), compiler)
                 build_data["force_include"][str(library)] = str(to / library.name)
         build_data["pure_python"] = False

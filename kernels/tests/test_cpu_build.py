@@ -1,6 +1,9 @@
 """Which instruction set is chosen, and what is compiled for it."""
 
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,6 +56,20 @@ def test_a_build_is_kept(native, monkeypatch, tmp_path):
     stamp = first.stat().st_mtime_ns
     assert build.library(BEST, tmp_path) == first and first.stat().st_mtime_ns == stamp
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [first]
+
+
+def test_processes_that_start_together_compile_once(native, monkeypatch, tmp_path):
+    compiled = list[Path]()
+
+    def slowly(isa, folder, compiler):
+        time.sleep(0.2)
+        compiled.append(folder / build.library_name(isa))
+        compiled[-1].touch()
+
+    monkeypatch.setattr(build, "compile_for", slowly)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: build.library(BEST, tmp_path), range(3)))
+    assert len(compiled) == 1 and found == compiled * 3
 
 
 def test_a_packaged_build_needs_no_compiler(native, monkeypatch, tmp_path):

@@ -1,7 +1,7 @@
 """Tiny random checkpoints, and a driver that plays the scheduler with hand-made plans."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import CONFIGS, LLAMA, MAX_MODEL_LEN
+from warm_workers import fork_worker, warm
 
 from penstock.engine.config import CacheConfig, EngineConfig, LoraConfig, SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.plan import Admission, SampleInputs, SlotLoad, StepPlan, StepResult
 from penstock.engine.loading.checkpoint import read_model_config
+from penstock.engine.parallel import local_node
 from penstock.engine.quant.scheme import QuantizationName
 from penstock.engine.runner import model_runner
 from penstock.engine.runner.model_runner import ModelRunner
@@ -21,6 +23,14 @@ from penstock.kernels.ops import REFERENCE
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 320
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm_workers() -> Iterator[None]:
+    """The ranks of these tests are forked from a process that has torch, one a file."""
+    with pytest.MonkeyPatch.context() as patch, warm():
+        patch.setattr(local_node, "start_worker", fork_worker)
+        yield
 
 
 @pytest.fixture(scope="session")

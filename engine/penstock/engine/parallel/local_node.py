@@ -32,17 +32,21 @@ CLOSE_S: Final = 5.0
 log = logging.getLogger(__name__)
 
 
+def start_worker(fds: tuple[int, int], passed: tuple[int, ...], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a rank's process, with its ends of the two sockets and what else it needs open."""
+    command = [sys.executable, "-m", "penstock.engine.parallel.worker", *map(str, fds)]
+    return subprocess.Popen(command, pass_fds=fds + passed, stdin=subprocess.DEVNULL, env=environment)
+
+
 class _Process:
     """One rank's process, and the two sockets to it."""
 
-    def __init__(self, number: int, name: str, fds: tuple[int, ...], environment: dict[str, str]) -> None:
+    def __init__(self, number: int, name: str, fds: tuple[int, ...], environment: Mapping[str, str]) -> None:
         self.number, self.name = number, name
         self.stream, theirs = socket.socketpair()
         self.beside, theirs_beside = socket.socketpair()
-        own = (theirs.fileno(), theirs_beside.fileno())
-        command = [sys.executable, "-m", "penstock.engine.parallel.worker", *map(str, own)]
         with theirs, theirs_beside:
-            self.popen = subprocess.Popen(command, pass_fds=own + fds, stdin=subprocess.DEVNULL, env=environment)
+            self.popen = start_worker((theirs.fileno(), theirs_beside.fileno()), fds, environment)
         self.readers = {stream.fileno(): FrameReader(stream) for stream in (self.stream, self.beside)}
 
     def obituary(self) -> str:

@@ -142,12 +142,11 @@ def answer(runner: Runner, call: Call) -> Reply:
         return Refused("OSError", str(error))
 
 
-def main() -> int:
-    """Runs the rank that its first message describes."""
+def main(main_fd: int, beside_fd: int) -> int:
+    """Runs the rank that its first message describes. Takes its ends of the two sockets, and returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()  # the core aborts a rank that hangs: its stack is in the log
-    main_fd, beside_fd = map(int, sys.argv[1:])
     bell, beside = socket.socket(fileno=main_fd), socket.socket(fileno=beside_fd)
     first = receive_frame(beside)
     if first is None:
@@ -195,4 +194,4 @@ def _beside(runner: Runner, stream: socket.socket) -> None:
 
 if __name__ == "__main__":
     sys.stdout.flush()
-    os._exit(main())
+    os._exit(main(*map(int, sys.argv[1:])))

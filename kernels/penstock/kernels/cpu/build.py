@@ -1,9 +1,13 @@
 """Finds the compiled operations: the package's, else what it compiles on first use into the user's cache."""
 
+import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock.kernels.cpu.isa import Isa
@@ -49,8 +53,7 @@ def library(isa: Isa, cache: Path) -> Path:
     if compiler is None:
         raise BuildError(f"no C++ compiler ({', '.join(COMPILERS)})")
     try:
-        built = cached(isa, cache, compiler)
-        return built if built.is_file() else compile_for(isa, built.parent, compiler)
+        return cached(isa, cache, compiler)
     except subprocess.CalledProcessError as error:
         raise _failed(compiler, error) from error
     except OSError as error:
@@ -58,12 +61,34 @@ def library(isa: Isa, cache: Path) -> Path:
 
 
 def cached(isa: Isa, cache: Path, compiler: str) -> Path:
-    """Returns where a cache has the operations of an instruction set, or will have them.
+    """Returns the cache's operations for an instruction set. Compiles them first if need be: one process does, others wait for it.
 
     Another compiler, or another system that shares the cache, has a folder of its own.
+
+    Raises:
+        BuildError: With what the compiler said.
+        OSError: The cache cannot be written.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    return cache / hashlib.sha256(version).hexdigest()[:12] / library_name(isa)
+    built = cache / hashlib.sha256(version).hexdigest()[:12] / library_name(isa)
+    if not built.is_file():
+        built.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(built.parent):
+            if not built.is_file():
+                compile_for(isa, built.parent, compiler)
+    return built
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds a folder's lock, where its file system has locks: without, each process compiles for itself."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def library_name(isa: Isa) -> str:
