@@ -275,7 +275,7 @@ def changed(draw: st.DrawFn) -> Object:
 
 
 @pytest.mark.req("XC-02")
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(made=changed())
 def test_the_api_server_and_our_own_check_agree_about_random_objects(made: Object) -> None:
     """Both forms of each rule, on objects that nobody thought of."""

@@ -87,8 +87,6 @@ LAUNCHES: list[Callable[[], None]] = [
     attention(EIGHT_B, 9, 2048, 2048),
     attention(EIGHT_B, 1, 100, 100),
     attention(EIGHT_B, 9, 2048, 2048, table=invariant_launches),
-    attention((64, 8, 64), 9, 2048, 2048, window=128, sinks=True),
-    attention((8, 4, 256), 9, 2048, 2048, window=4096, softcap=50.0),
 ]
 
 WIDE = {
@@ -108,6 +106,8 @@ FAMILIES = {
     "8 billion parameters, 8 drafts": attention(EIGHT_B, 8, 8, 64),
     "8 billion parameters, 16 drafts": attention(EIGHT_B, 8, 16, 128),
     "8 billion parameters, blocks of 64": attention(EIGHT_B, 512, 1, 512, block_size=64),
+    "gpt-oss, sinks within a window": attention((64, 8, 64), 9, 2048, 2048, window=128, sinks=True),
+    "Gemma 2 9B, softcaps within a window": attention((8, 4, 256), 9, 2048, 2048, window=4096, softcap=50.0),
     "Qwen2 7B, blocks of 128": attention((28, 4, 128), 9, 2048, 2048, block_size=128),
     "Phi 3, heads of 96": attention((32, 32, 96), 9, 2048, 2048),
 }

@@ -140,7 +140,7 @@ def live(machine: Machine, wanted: list[dict]) -> None:
 @pytest.mark.req("KV-01", "KV-08", "KV-09", "KV-14", "KV-29", "PC-10", "PC-12", "PC-15", "PC-17", "PC-19", "PC-24")
 @pytest.mark.req("PRE-06", "PRE-08", "PRE-14", "PRE-16", "AS-05", "AS-10", "AS-11", "AS-12", "AS-15", "AS-17")
 @pytest.mark.req("KV-12", "KV-22", "KV-23", "KV-25", "PC-31")
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(configs, layouts, requests)
 def test_every_stream_is_that_of_the_request_alone(config, layout, wanted):
     machine = make_machine(config, layout)
@@ -165,7 +165,7 @@ def test_every_stream_is_that_of_the_request_alone(config, layout, wanted):
 
 
 @pytest.mark.req("PRE-14", "SCH-33")
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.integers(1, 3), st.lists(st.integers(20, MAX_LEN - 1), min_size=2, max_size=6))
 def test_requests_that_do_not_fit_together_all_finish(depth, lengths):
     """Each may take the whole pool, so that they preempt one another until one is done; and never for ever."""

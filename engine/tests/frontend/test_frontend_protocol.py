@@ -338,7 +338,7 @@ def bodies(kind: type, prompts: dict[str, Any]) -> st.SearchStrategy[dict[str, A
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_no_body_is_an_error_of_ours(path: str, data: st.DataObject, model: ModelConfig, processor: PromptProcessor) -> None:
     chat = path == CHAT_PATH

@@ -87,7 +87,7 @@ def checkpoints(tmp_path_factory):
     return written(folder / "small", 1), written(folder / "large", LAYERS)
 
 
-@pytest.mark.parametrize("scheme", [None, "int4_per_group_32", "fp8_per_tensor", "fp8_per_block"])
+@pytest.mark.parametrize("scheme", [None, "int4_per_group_32", "fp8_per_block"])
 def test_a_load_takes_little_more_than_the_model_and_one_file(scheme, checkpoints):
     """At most 1.15 times the model as it is stored, and a file of the checkpoint."""
     small, large = map(str, checkpoints)

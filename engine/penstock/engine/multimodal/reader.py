@@ -56,7 +56,7 @@ class ReadImage(NamedTuple):
     grid: tuple[int, int] | None
     """Their rows and columns; None: all images have as many."""
     cost: int
-    """See `ImageInput`."""
+    """Tokens of a prompt that take as long as the tower's run, as `ImageInput.cost`."""
     fetched: Fetched | None = None
     """Its file; None: the request held it."""
 

@@ -22,7 +22,7 @@ from penstock.engine.spec.proposer import Proposer
 from penstock.kernels.ops import Ops
 
 Following = Callable[[Int32, Int32, Int32, Callable[[], torch.Tensor]], torch.Tensor | None]
-"""See `Images.following`."""
+"""`Images.following`: the embedding after each token, or None where no image has one."""
 
 
 class TappedModel:

@@ -310,7 +310,7 @@ def test_a_model_that_cannot_be_captured_is_served_without_graphs(path, build_de
 # What earlier graphs have left is spoilt, and padding computes with it.
 @pytest.mark.filterwarnings("ignore:.* encountered in multiply:RuntimeWarning")
 def test_triton_kernels_in_a_graph_give_the_tokens_of_torch(path, build_device_runner) -> None:
-    scheduler = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16)
+    scheduler = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8)
     batch = decodes(2, range(3, 5), prompt=3)
     options = {"sizes": (2, 8), "scheduler": scheduler, "num_blocks": 20, "max_model_len": 64}
     expected = Graphed(build_device_runner, path, **options).run(batch)

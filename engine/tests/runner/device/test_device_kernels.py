@@ -22,10 +22,10 @@ def test_interpreted_kernels_give_the_tokens_of_a_cpu(checkpoint, build_runner, 
     """A prompt in chunks beside decodes; a greedy and a filtered row; two steps in flight."""
     if triton_device != "cpu":
         pytest.skip("kernels are compiled in this run")
-    scheduler = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=12)
+    scheduler = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8)
     batch = []
     for index in range(2):
-        tokens = np.random.default_rng(index).integers(0, VOCAB, 4 + 10 * index).tolist()
+        tokens = np.random.default_rng(index).integers(0, VOCAB, 4 + 6 * index).tolist()
         sampling = SamplingParams(max_tokens=2, temperature=0.8 * index, top_k=20 * index, seed=index)
         batch.append(AddRequest(index, f"r{index}", tokens, sampling, float(index)))
     expected = Engine(build_runner(checkpoint("llama"), scheduler=scheduler, form="reference"), 1, 60).run(batch)

@@ -81,7 +81,7 @@ def live(engine: Engine, batch: list[AddRequest], draw: random.Random) -> set[in
 
 
 @pytest.mark.req("AS-17", "CHK-05")
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 3, 5, 6])  # each model and each mode once
 def test_everything_at_once_gives_what_a_cpu_gives(checkpoint, build_runner, seed):
     draw = random.Random(seed)
     name, mode, depth = NAMES[seed % 4], MODES[seed // 2 % 4], draw.choice([1, 2, 2, 3])

@@ -100,7 +100,12 @@ def alone(path, build_runner, asked):
     return tokens, logprobs
 
 
-@pytest.mark.parametrize(("depth", "num_blocks"), [(1, 100), (2, 22)], ids=["roomy", "preempted"])
+@pytest.mark.parametrize(
+    ("asked", "depth", "num_blocks"),
+    [(False, 1, 100), (True, 2, 22)],
+    ids=["plain-roomy", "adjusted-preempted"],
+    indirect=["asked"],
+)
 @pytest.mark.parametrize("proposer", ["ngram", "suffix", "right", "wrong", "mixed", "outside", "dies"])
 @pytest.mark.req("SD-01", "SD-03", "SD-04", "SD-11", "SD-20", "SD-22", "SD-23", "SPV-03")
 def test_drafts_change_no_token(path, build_device_runner, asked, alone, depth, num_blocks, proposer) -> None:

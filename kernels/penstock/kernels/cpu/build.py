@@ -61,7 +61,7 @@ def library(isa: Isa, cache: Path) -> Path:
 
 
 def cached(isa: Isa, cache: Path, compiler: str) -> Path:
-    """Returns the cache's operations for an instruction set. Compiles them first if need be: one process does, others wait for it.
+    """Returns the cache's operations for an instruction set. Compiles them first if need be: one process, and others wait.
 
     Another compiler, or another system that shares the cache, has a folder of its own.
 
