@@ -417,13 +417,34 @@ def test_what_cannot_be_enforced_is_refused_by_name_and_place(compiler, backend,
     assert "<state>" not in str(caught.value)
 
 
+def with_optional(count: int, letter: str = "p", **more) -> dict:
+    return {"type": "object", "properties": {f"{letter}{at}": {"type": "integer"} for at in range(count)}, **more}
+
+
+def test_an_object_may_have_a_thousand_properties_that_are_not_required(compiler, tokenizer):
+    guide = GrammarGuide(compiler.compile(schema(with_optional(1000)).source), (EOT,), compiler.eos_token_ids)
+    guide.accept(ids(tokenizer, '{"p1": 1, "p998": 2}'))
+    assert guide.error is None and EOT in allowed(guide)
+    compiler.compile(schema(with_optional(1003, required=["p1", "p2", "p3"])).source)
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["tag", "schema"])
+def test_more_of_them_are_refused_before_the_answer_begins(compiler, wrapped):
+    inner = {"items": with_optional(1003, required=["p1", "p2"])}
+    grammar = Grammar("tags", msgspec.json.encode(Tags(tags=[Tag("<a>", inner, "</a>")], free=False)).decode(), "t")
+    with pytest.raises(
+        GrammarError, match=r"^properties has 1001 that are not required, and .* 1000 .* at \$\.items\.properties$"
+    ):
+        compiler.compile((grammar if wrapped else schema(inner)).source)
+
+
 def test_an_answer_that_meets_a_limit_of_the_library_is_not_said_to_be_wrong(compiler, tokenizer):
-    """With so many properties, each of which may come next, llguidance goes on no further than the first."""
-    many = schema({"type": "object", "properties": {f"p{at}": {"type": "integer"} for at in range(510)}})
+    """Of several objects each property may come next."""
+    many = schema({"items": {"anyOf": [with_optional(900, letter) for letter in "pqrs"]}, "type": "array"})
     guide = GrammarGuide(compiler.compile(many.source), (EOT,), compiler.eos_token_ids)
-    guide.accept(ids(tokenizer, '{"p1": 1, "p2"'))
+    guide.accept(ids(tokenizer, '[{"p1": 1, "p2"'))
     assert guide.error is not None and guide.error.startswith("the grammar's limits do not allow to go on after token ")
-    assert "max is 2000" in guide.error and "<" not in guide.error
+    assert "max is 8000" in guide.error and "<" not in guide.error
 
 
 def test_a_lenient_grammar_leaves_out_what_cannot_be_enforced(compiler):

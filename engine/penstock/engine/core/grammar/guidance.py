@@ -12,7 +12,7 @@ import numpy as np
 from penstock.engine.config import ModelConfig
 from penstock.engine.core.grammar.guidance_filler import GuidanceFiller
 from penstock.engine.core.grammar.libraries import MAX_SPACES, GrammarError, GrammarsUnavailable, Prototype, without
-from penstock.engine.core.grammar.schema_errors import located
+from penstock.engine.core.grammar.schema_errors import MAX_OPTIONAL, beyond_limits, located
 from penstock.engine.core.grammar.tags import lark_of, with_options
 from penstock.engine.core.plan import Int32
 from penstock.engine.grammar import Grammar, Tags
@@ -20,6 +20,9 @@ from penstock.engine.grammar import Grammar, Tags
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+MAX_ITEMS = 8 * MAX_OPTIONAL
+"""What may come next at a place, as the library counts it: four for each optional property of an object. Its own limit would end
+an answer at the first key of an object with 500 of them."""
 WHITESPACE = rf"[ \t\r\n]{{0,{MAX_SPACES}}}"
 
 
@@ -112,7 +115,8 @@ class Guidance:
         tokenizer = self._load()
         from llguidance import LLMatcher, LLParserLimits
 
-        compiled = LLMatcher(tokenizer, _definition(grammar, tokenizer), log_level=0, limits=LLParserLimits(verbose_errors=False))
+        limits = LLParserLimits(verbose_errors=False, max_items_in_row=MAX_ITEMS)
+        compiled = LLMatcher(tokenizer, _definition(grammar, tokenizer), log_level=0, limits=limits)
         words = -(-tokenizer.vocab_size // 32)
         matcher = GuidanceMatcher(compiled, words)
         if (error := matcher.error) is None:
@@ -152,6 +156,8 @@ def _definition(grammar: Grammar, tokenizer: "LLTokenizer") -> str:
     """Return the grammar in llguidance's form."""
     from llguidance import LLMatcher, grammar_from
 
+    if (beyond := next(filter(None, map(beyond_limits, _schemas(grammar))), None)) is not None:
+        raise GrammarError(beyond)
     try:
         match grammar.kind:
             case "json_schema":
@@ -169,6 +175,16 @@ def _definition(grammar: Grammar, tokenizer: "LLTokenizer") -> str:
                 return grammar_from(grammar.kind, grammar.text)
     except ValueError as error:
         raise GrammarError(str(error)) from None
+
+
+def _schemas(grammar: Grammar) -> list[Any]:
+    """The schemas in it."""
+    if grammar.kind == "json_schema":
+        return [msgspec.json.decode(grammar.text)]
+    if grammar.kind == "tags":
+        tags = msgspec.json.decode(grammar.text, type=Tags)
+        return [*(tag.schema for tag in tags.tags), *tags.answer]
+    return []
 
 
 def _options(grammar: Grammar) -> dict[str, Any]:

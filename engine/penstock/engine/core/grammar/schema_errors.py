@@ -1,4 +1,5 @@
-"""Find the place of a keyword in a JSON schema that a grammar library refuses: the library names only the keyword."""
+"""Find the place of a keyword in a JSON schema that a grammar library refuses: the library names only the keyword, or refuses it
+only when an answer comes there."""
 
 import json
 import re
@@ -14,6 +15,21 @@ _NO_SCHEMA = frozenset({"enum", "const", "default", "examples", "example", "requ
 """Keywords whose values hold data, not schemas."""
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose values map names of any kind to schemas."""
+
+
+MAX_OPTIONAL = 1000
+"""Properties of an object that may be left out: any of them may come next, which makes the masks of its keys slow."""
+
+
+def beyond_limits(schema: Any) -> str | None:
+    """The first object with more optional properties than a grammar can have, with its path; None: there is none."""
+    for path, node in subschemas(schema):
+        properties, required = node.get("properties"), node.get("required", [])
+        if isinstance(properties, dict) and isinstance(required, list):
+            optional = len(cast("dict[str, Any]", properties).keys() - set(map(str, cast("list[Any]", required))))
+            if optional > MAX_OPTIONAL:
+                return f"properties has {optional} that are not required, and at most {MAX_OPTIONAL} can be, at {path}.properties"
+    return None
 
 
 def located(error: str, schema: Any) -> str:
