@@ -48,10 +48,13 @@ class GuidanceFiller:
             if word < words:
                 may_end |= (masks[:, word] & bits) != 0
         ends = may_end.tolist()
-        for guide, matcher, place in zip(guides, matchers, places, strict=True):
-            # Inside an answer there is nothing to do, which is cheaper to see than to do.
-            if guide.adds_stops or (ends[place] and guide.changes_ends) or matcher.inner.is_error():
-                guide.complete(masks, place, may_end=ends[place])
+        # Inside an answer there is nothing to do, which is cheaper to see than to do.
+        for guide, place in [
+            (guide, place)
+            for guide, place in zip(guides, places, strict=True)
+            if guide.adds_stops or (ends[place] and guide.changes_ends) or guide.matcher.inner.is_error()  # pyright: ignore
+        ]:
+            guide.complete(masks, place, may_end=ends[place])
 
     def _compute(self, matchers: "Sequence[GuidanceMatcher]", masks: Int32, places: Sequence[int]) -> None:
         begin, size = masks.ctypes.data, masks.strides[0]

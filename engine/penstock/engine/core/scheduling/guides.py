@@ -122,7 +122,8 @@ class Guides:
 
     def look(self, row: int, drafts: Sequence[int]) -> None:
         """The row goes on; `drafts` are what the runner will have verified in its next step."""
-        self._told[row] = drafts
+        if drafts or row in self._told:
+            self._told[row] = drafts
         if forced := self._guides[row].forced():
             self.forced[row] = list(forced[:MAX_FORCED_TOKENS])
         elif row in self.forced:
@@ -138,12 +139,19 @@ class Guides:
         at = masked[live[masked]]
         if not len(at):
             return SampleInputs(plan.step_id)
+        words = next(iter(self._guides.values())).num_words
+        if not len(plan.num_drafts):
+            # Most steps of most batches: what is done for each row here, it does for each token.
+            guides = [self._guides[row] for row in ints(plan.rows[at])]
+            if (filler := guides[0].filler) is not None and all(guide.filler is filler for guide in guides):
+                bitmask = np.full((len(guides), words), _ALL, np.int32)
+                filler.fill(guides, bitmask, range(len(guides)))
+                return SampleInputs(plan.step_id, at, bitmask)
         begins = np.zeros(len(plan.rows), np.int32)
         counts = plan.num_drafts if len(plan.num_drafts) else begins
         lengths = counts[plan.draft_rows]
         begins[plan.draft_rows] = np.cumsum(lengths) - lengths
         given, with_plan = ints(plan.draft_ids), set(ints(plan.draft_rows))
-        words = next(iter(self._guides.values())).num_words
         bitmask = np.full((int((counts[at] + 1).sum()), words), _ALL, np.int32)
         first, together = 0, dict[Filler, tuple[list[Guide], list[int]]]()
         for index, row, count, begin in zip(ints(at), ints(plan.rows[at]), ints(counts[at]), ints(begins[at]), strict=True):
@@ -153,7 +161,7 @@ class Guides:
                 guides.append(guide)
                 places.append(first)
             else:
-                drafts = given[begin : begin + count] if index in with_plan else self._told[row][:count]
+                drafts = given[begin : begin + count] if index in with_plan else self._told.get(row, ())[:count]
                 # Where the runner has fewer drafts than planned, what it fills up with is never accepted.
                 guide.fill(bitmask[first : first + 1 + len(drafts)], drafts)
             first += 1 + count
