@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.engine.lora.linear import LoraLinearMethod
 from penstock.engine.models.build import Build
 from penstock.engine.models.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
+from penstock.engine.models.layers.linear_choice import linear_method
 from penstock.engine.models.layers.linear_method import (
     NativeLinearMethod,
     PrepackedLinearMethod,
     UnquantizedLinearMethod,
-    linear_method,
 )
 from penstock.engine.models.layers.projection import LinearLayer, Projection
 from penstock.engine.models.layers.rotary import inverse_frequencies
@@ -85,12 +85,13 @@ def test_several_threads_get_our_own_kernel_where_onednn_has_none(monkeypatch, c
     monkeypatch.setattr(PrepackedLinearMethod, "finish", _refuse)
     make = linear_method(torch.bfloat16, ops_for("cpu", torch.bfloat16), threads=2)
     assert isinstance(make(linear(32, 32, torch.bfloat16)), NativeLinearMethod)
-    assert "one thread instead of 2 (no such instruction)" in caplog.text
+    assert "native-one-thread, slower than several threads (native: one thread instead of 2; onednn: no such" in caplog.text
 
 
 ASKED_OF_ONEDNN = """
 import sys, torch
-from penstock.engine.models.layers.linear_method import PrepackedLinearMethod, linear_method
+from penstock.engine.models.layers.linear_choice import linear_method
+from penstock.engine.models.layers.linear_method import PrepackedLinearMethod
 from penstock.engine.models.layers.projection import LinearLayer, Projection
 from penstock.engine.models.layers.shard import Span
 from penstock.kernels.ops import ops_for

@@ -21,7 +21,8 @@ from penstock.engine.models.build import Build
 from penstock.engine.models.config import parse_decoder_config
 from penstock.engine.models.kv import kv_layers
 from penstock.engine.models.layers.comm import Comm, OneRank
-from penstock.engine.models.layers.linear_method import CPU, DeviceLinearMethod, linear_method
+from penstock.engine.models.layers.linear_choice import linear_method
+from penstock.engine.models.layers.linear_method import CPU, DeviceLinearMethod
 from penstock.engine.models.layers.projection import LinearLayer, Projection
 from penstock.engine.models.layers.shard import Shard, Span, Stage
 from penstock.engine.models.registry import model_class

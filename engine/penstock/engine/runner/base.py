@@ -45,7 +45,8 @@ from penstock.engine.models.draft_head import DraftHead
 from penstock.engine.models.heads import draft_head
 from penstock.engine.models.kv import kv_layers
 from penstock.engine.models.layers.comm import Comm, OneRank
-from penstock.engine.models.layers.linear_method import CPU, LinearMethodFactory, linear_method
+from penstock.engine.models.layers.linear_choice import linear_method
+from penstock.engine.models.layers.linear_method import CPU, LinearMethodFactory
 from penstock.engine.models.layers.shard import Shard, Stage
 from penstock.engine.models.model import Model
 from penstock.engine.models.moe import MoeForCausalLM

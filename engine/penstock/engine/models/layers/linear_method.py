@@ -1,20 +1,14 @@
 """How a linear layer holds its weight and multiplies by it: what quantisation replaces."""
 
-import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 
 from penstock.engine.models.layers.projection import Axis, LinearLayer, Projection, TensorSpec
-from penstock.engine.models.layers.shard import Span
 from penstock.kernels.experts.table import PackedLayer
 from penstock.kernels.linear.reference import pack_weight
-from penstock.kernels.ops import Ops
-
-log = logging.getLogger(__name__)
 
 # Below four rows float32 GEMM takes other paths, with other bits, so that a lone request would differ from one in a batch.
 PLAIN_MIN_ROWS = 4
@@ -188,47 +182,6 @@ def padded_rows(rows: int) -> int:
         return rows
     step = 8 if rows <= 64 else 16 if rows <= 256 else 64
     return -(-rows // step) * step
-
-
-def linear_method(dtype: torch.dtype, ops: Ops, threads: int = 1, device: torch.device = CPU) -> LinearMethodFactory:
-    """The unquantised method for a dtype. On a CPU our own kernel, which has one thread; for several threads, and for dtypes
-    that our kernel lacks, oneDNN's, which is tried first, since it is private to torch and depends on the CPU."""
-    if device.type != "cpu":
-        return partial(DeviceLinearMethod, device=device)
-    if ops.linear is not None and threads == 1:
-        return _native(dtype, ops.linear)
-    reason = _why_not_prepacked(dtype)
-    if reason is None:
-        log.info("linear layers in %s: weights prepacked for oneDNN", dtype)
-        return PrepackedLinearMethod
-    if ops.linear is not None:
-        log.warning("linear layers in %s: one thread instead of %d (%s)", dtype, threads, reason)
-        return _native(dtype, ops.linear)
-    log.warning("linear layers in %s: plain torch, slower at small batches (%s)", dtype, reason)
-    return UnquantizedLinearMethod
-
-
-def _native(dtype: torch.dtype, linear: LinearKernel) -> LinearMethodFactory:
-    log.info("linear layers in %s: weights packed for our own kernel", dtype)
-    return partial(NativeLinearMethod, linear=linear)
-
-
-def _why_not_prepacked(dtype: torch.dtype) -> str | None:
-    projection = Projection("trial", Span(48, 0, 48), Span(32, 0, 32), offset=0)
-    layer = LinearLayer("trial", (projection,), bias=False, dtype=dtype)
-    plain, packed = UnquantizedLinearMethod(layer), PrepackedLinearMethod(layer)
-    weight = torch.linspace(-1, 1, 32 * 48).view(32, 48)
-    x = torch.linspace(-1, 1, 5 * 48).view(5, 48).to(dtype)
-    for method in (plain, packed):
-        method.load(projection, "weight", weight)
-    try:
-        packed.finish()
-        result = packed.apply(x)
-    except (RuntimeError, AttributeError) as error:
-        return str(error).partition("\n")[0]
-    if not torch.allclose(result.float(), plain.apply(x).float(), rtol=2e-2, atol=2e-2):
-        return "oneDNN's result differs from torch's"
-    return None
 
 
 def _bias(projection: Projection) -> TensorSpec:

@@ -11,9 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from penstock.engine.config import ConfigError
-
-MIN_CAPABILITY = (8, 0)
-"""Compute capability below which Triton's kernels lack bf16."""
+from penstock.engine.devices import MIN_CAPABILITY
 
 
 class DeviceFailed(RuntimeError):
