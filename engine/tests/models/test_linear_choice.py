@@ -8,8 +8,10 @@ import torch
 
 from penstock.engine.config import ConfigError
 from penstock.engine.models.layers.linear_choice import DISABLED_VARIABLE, Candidate, LinearNeeds, choose_linear, linear_method
-from penstock.engine.models.layers.linear_method import CPU, PrepackedLinearMethod, UnquantizedLinearMethod
-from penstock.kernels.ops import REFERENCE
+from penstock.engine.models.layers.linear_method import CPU, NativeLinearMethod, PrepackedLinearMethod, UnquantizedLinearMethod
+from penstock.engine.models.layers.projection import LinearLayer, Projection
+from penstock.engine.models.layers.shard import Span
+from penstock.kernels.ops import REFERENCE, ops_for
 
 
 def needs(capability: tuple[int, int] | None = (8, 0), dtype: torch.dtype = torch.bfloat16) -> LinearNeeds:
@@ -23,7 +25,7 @@ def fake(name: str, refusal: str | None = None, capability: tuple[int, int] | No
 FAKES = {"cuda": (fake("new", capability=(9, 0)), fake("odd", "no odd shapes"), fake("plain")), "cpu": (fake("slow"),)}
 
 
-@pytest.mark.req("Q-09")
+@pytest.mark.req("Q-09", "Q-11")
 @pytest.mark.parametrize(
     ("capability", "disabled", "chosen"),
     [
@@ -62,3 +64,18 @@ def test_the_environment_takes_kernels_away(monkeypatch, caplog) -> None:
     monkeypatch.setenv(DISABLED_VARIABLE, "onednn,torch")
     with pytest.raises(ConfigError, match=r"no compiled operations for this dtype; onednn: .*; torch: "):
         linear_method(torch.float32, REFERENCE)
+
+
+@pytest.mark.req("Q-10")
+def test_without_the_winner_the_next_one_computes_the_same(monkeypatch) -> None:
+    layer = LinearLayer("x", (Projection("x", Span(96, 0, 96), Span(64, 0, 64), 0),), False, torch.float32)
+    weight, x = torch.randn(64, 96), torch.randn(5, 96)
+    found = []
+    for disabled in ("", "native"):
+        monkeypatch.setenv(DISABLED_VARIABLE, disabled)
+        found.append(method := linear_method(torch.float32, ops_for("cpu", torch.float32))(layer))
+        method.load(layer.projections[0], "weight", weight)
+        method.finish()
+    winner, next_one = found
+    assert isinstance(winner, NativeLinearMethod) and isinstance(next_one, PrepackedLinearMethod)
+    torch.testing.assert_close(winner.apply(x), next_one.apply(x), rtol=1e-5, atol=1e-5)

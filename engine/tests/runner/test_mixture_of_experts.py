@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import MOE
 
 from penstock.engine.config import ConfigError
 from penstock.engine.loading.safetensors import check_weights
@@ -66,6 +67,57 @@ def fuse(tensors) -> None:
         pairs = [torch.cat((parts[f"{at}.gate_proj.weight"], parts[f"{at}.up_proj.weight"])) for at in gates]
         tensors[f"{base}.experts.gate_up_proj"] = torch.stack(pairs)
         tensors[f"{base}.experts.down_proj"] = torch.stack([parts[f"{at}.down_proj.weight"] for at in gates])
+
+
+KNOWN = 40
+"""Tokens of the vocabulary that the next test's models know, each a direction of its own."""
+
+
+def make_known(tensors: dict[str, torch.Tensor], experts: int) -> None:
+    """Makes weights of which one can tell what comes out: attention and shared experts add nothing, a token chooses the expert
+    of its number, and an expert turns it into another token. What a layer adds is many times what was there."""
+    unit, tokens = torch.eye(64), torch.arange(KNOWN)
+    for name, tensor in tensors.items():
+        part, layer = name.split(".")[-2], int(name.split(".")[2]) if ".layers." in name else 0
+        if "norm" in part:
+            tensor.fill_(1.0)
+        elif part in ("embed_tokens", "lm_head"):
+            tensor.zero_()[:KNOWN] = unit[:KNOWN]
+        elif ".experts." in name and "bias" not in name:
+            each = tensor if tensor.dim() == 3 else [tensor]
+            number = [int(part) for part in name.split(".") if part.isdigit()][1:] or range(experts)
+            for expert, weight in zip(number, each, strict=True):
+                weight.zero_()
+                after, much = (tokens + 1 + expert) % KNOWN, 300.0 ** (layer + 1)
+                if name.endswith("gate_up_proj"):  # inputs before outputs, which are in turn
+                    weight[tokens, 2 * tokens] = weight[tokens, 2 * tokens + 1] = 1.0
+                elif name.endswith("down_proj"):
+                    weight[tokens, after] = much
+                elif part in ("down_proj", "w2"):
+                    weight[after, tokens] = much
+                else:
+                    weight[tokens, tokens] = 1.0
+        elif part in ("gate", "router") and name.endswith("weight"):
+            tensor.fill_(-1.0)[tokens % experts, tokens] = 1.0
+        else:
+            tensor.zero_()
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_each_token_is_what_its_experts_make_of_the_one_before(name, checkpoint, build_runner, driver, tmp_path):
+    """Worked out by hand, from no other implementation."""
+    config = json.loads((checkpoint(name) / "config.json").read_text())
+    experts = next(config[field] for field in ("num_local_experts", "num_experts", "n_routed_experts") if field in config)
+    path = changed(checkpoint(name), tmp_path / "known", lambda tensors: make_known(tensors, experts))
+    runner = build_runner(path)
+    play, expected, token = driver(runner), [], 11
+    for _ in range(12):
+        for layer in runner.model.layers:
+            if hasattr(layer.mlp, "experts"):
+                token = (token + 1 + token % experts) % KNOWN
+        expected.append(token)
+    assert len(set(expected)) > 4
+    assert play.generate(play.admit([3, 7, 11]), 12) == expected
 
 
 def test_layers_that_predict_further_tokens_are_left_out(checkpoint, build_runner, driver, tmp_path):
