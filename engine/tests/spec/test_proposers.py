@@ -131,7 +131,9 @@ def test_what_does_not_pay_for_many_rows_is_tried_again_where_few_are_left():
         while depth.rests(64):
             pass
     assert depth.rests(64) and depth.rests(40), "no fewer by half"
-    assert not depth.rests(2) and depth.most(ROWS) > 0
+    assert all(depth.rests(2) for _ in range(7)) and depth.rests(64), "between two waves of requests"
+    assert [depth.rests(2) for _ in range(8)] == [True] * 7 + [False]
+    assert depth.most(ROWS) > 0
 
 
 def test_what_is_found_is_soon_judged_again():

@@ -34,6 +34,8 @@ _OUTLIER: Final = 3.0
 _MARGIN: Final = 1.05
 """Times the tokens a second without drafts that are wanted of drafts."""
 _LONGEST_REST: Final = 32
+_FEWER: Final = 8
+"""Steps with few rows in a row: between two waves of requests there are fewer."""
 _IDLE_AFTER: Final = 16
 """Steps of a rest, after which who must read every step to propose anything is told of none: that costs more than to ask."""
 _LONGEST_IDLE: Final = 512
@@ -84,7 +86,7 @@ class DraftDepth:
         self._before: tuple[int, int, float] | None = None
         """Size, place and seconds of the step that was observed last."""
         self._rest, self._rested, self._next_rest, self._run = 0, 0, 1, 0
-        self._idle = False
+        self._idle, self._fewer = False, 0
         self._num_rows = 1
         """Of the last choice."""
 
@@ -107,7 +109,8 @@ class DraftDepth:
     def rests(self, num_rows: int) -> bool:
         """Whether the next choice, of so many rows, is none, which costs nothing; to be asked once a step. What does not pay for
         many rows may pay for few."""
-        if _size(num_rows) < _size(self._num_rows):
+        self._fewer = self._fewer + 1 if _size(num_rows) < _size(self._num_rows) else 0
+        if self._fewer == _FEWER:
             self._rest, self._next_rest, self._num_rows = 0, 1, num_rows
         if self._rest == 0:
             return False
