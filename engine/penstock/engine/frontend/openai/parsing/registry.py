@@ -153,13 +153,18 @@ class _Chain:
 
 
 class _Forced:
-    """Calls that a grammar forces. Text that is held back at the end is a call or a marker that the length limit cut."""
+    """Calls that a grammar forces. Text that is held back at the end is a call or a marker that the length limit cut, perhaps
+    inside a character, of which the detokenizer makes a replacement character."""
 
     def __init__(self, parser: Parser) -> None:
         self._parser = parser
+        self._cut = ""
 
     def feed(self, text: str) -> list[Piece]:
-        return self._parser.feed(text)
+        text = self._cut + text
+        whole = text.rstrip("\ufffd")
+        self._cut = text[len(whole) :]
+        return self._parser.feed(whole)
 
     def finish(self) -> list[Piece]:
         return [piece for piece in self._parser.finish() if not isinstance(piece, Content)]
