@@ -1,6 +1,10 @@
 """A device runner sleeps, wakes and takes other weights, and answers as before."""
 
+from dataclasses import replace
+
 import pytest
+import torch
+from device_runners import FORMS
 from late_runtime import LateRuntime
 from lora_adapters import make_adapter
 from test_core_with_runner import SCHEDULER, requests
@@ -11,6 +15,7 @@ from penstock.engine.commands import ReloadWeights, Resume, Sleep, WakeUp
 from penstock.engine.config import GraphConfig, LoraConfig, LoraModule
 from penstock.engine.messages import Control
 from penstock.engine.runner.device.offload import HostCopy, storages_of
+from penstock.kernels.ops import triton_ops
 
 PROMPT = [5, 9, 200, 31, 77, 8, 3] * 9
 
@@ -35,6 +40,27 @@ def test_weights_go_to_the_host_at_level_1_and_come_back_by_their_tag(checkpoint
     assert device_bytes(runner) == awake and not runner.kv_caches
     runner.wake_up(["kv_cache"])
     assert answer(driver, runner) == expected
+
+
+@pytest.mark.parametrize("scheme", [None, "int4_per_group_32"])
+def test_kernels_find_experts_where_they_lie_after_sleep(scheme, checkpoint, build_device_runner):
+    ops = triton_ops(torch.float32)
+    forms = FORMS._replace(model=replace(FORMS.model, experts=ops.experts, packed_experts=ops.packed_experts))
+    runner = build_device_runner(checkpoint("qwen3-moe"), forms=forms, quantization=scheme)
+    table = runner.model.layers[1].mlp.experts._table
+
+    def known() -> list[list[int]]:
+        return [(at if at.dim() == 1 else at[:, 0]).tolist() for at in (table.gate_up_at, table.down_at)]
+
+    def there() -> list[list[int]]:
+        weights = ([layer if scheme is None else layer.weight.values for layer in each] for each in (table.gate_up, table.down))
+        return [[weight.data_ptr() for weight in each] for each in weights]
+
+    before = known()
+    runner.sleep(1)
+    taken = [torch.empty(size, dtype=torch.uint8) for size in range(1_000, 40_000, 100)]
+    runner.wake_up(["weights"])
+    assert before != known() == there() and taken
 
 
 @pytest.mark.req("MEM-07")

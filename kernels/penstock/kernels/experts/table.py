@@ -1,5 +1,6 @@
 """The weights of a layer's experts, as fused kernels find them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -12,8 +13,16 @@ from penstock.kernels.quantized_linear.rounding import Rounding
 Gate = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 
+class AddressTable(ABC):
+    """Holds addresses of tensors, which are others once a device's memory was given back."""
+
+    @abstractmethod
+    def find(self) -> None:
+        """Takes the addresses anew."""
+
+
 @dataclass
-class ExpertTable:
+class ExpertTable(AddressTable):
     """Where each expert's weights lie. They are tensors of their own: no second copy, and each is loaded when its turn comes."""
 
     gate_up: Sequence[torch.Tensor]
@@ -33,6 +42,10 @@ class ExpertTable:
     biases_at: tuple[torch.Tensor, torch.Tensor] | None = field(init=False)
 
     def __post_init__(self) -> None:
+        self.find()
+
+    def find(self) -> None:
+        """Takes the addresses anew."""
         self.gate_up_at, self.down_at = _addresses(self.gate_up), _addresses(self.down)
         self.biases_at = None if self.biases is None else (_addresses(self.biases[0]), _addresses(self.biases[1]))
 
@@ -68,7 +81,7 @@ class PackedLayer(NamedTuple):
 
 
 @dataclass
-class PackedExpertTable:
+class PackedExpertTable(AddressTable):
     """Where each expert's weights of few bits lie. The experts of a layer have one form; `alike` says whether they do."""
 
     gate_up: Sequence[PackedLayer]
@@ -88,6 +101,10 @@ class PackedExpertTable:
 
     def __post_init__(self) -> None:
         self.forms = torch.tensor([self.gate_up[0].form, self.down[0].form])
+        self.find()
+
+    def find(self) -> None:
+        """Takes the addresses anew."""
         device = self.gate_up[0].weight.values.device
         self.gate_up_at, self.down_at = (
             torch.tensor([[0 if tensor is None else tensor.data_ptr() for tensor in one.tensors] for one in layers]).to(device)

@@ -21,7 +21,7 @@ from penstock.engine.models.layers.shard import Span
 from penstock.engine.models.layers.weight import Weight, Weights
 from penstock.kernels.experts.reference import combine_rows
 from penstock.kernels.experts.routing import Routing
-from penstock.kernels.experts.table import ExpertTable, PackedExpertTable, alike
+from penstock.kernels.experts.table import AddressTable, ExpertTable, PackedExpertTable, alike
 from penstock.kernels.experts.table import Gate as GateKind
 from penstock.kernels.ops import Ops
 
@@ -141,6 +141,8 @@ class Experts:
         self._gated_mul = gate.product(build.ops)
         self._mlps = [partial(self._mlp, *methods) for methods in zip(self._gate_up, self._down, strict=True)]
         self._fused: FusedExperts | None = None
+        self._table: AddressTable | None = None
+        """Of the fused kernel; None: it takes no table of addresses."""
 
     @property
     def is_whole(self) -> bool:
@@ -181,7 +183,7 @@ class Experts:
             return None
         weights, biases = [method.kernel_weight for method in found], [it.bias for it in found if it.bias is not None]
         own = (biases[:count], biases[count:]) if self._biased else None
-        table = ExpertTable(weights[:count], weights[count:], *self._sizes, *self._gate, own)
+        self._table = table = ExpertTable(weights[:count], weights[count:], *self._sizes, *self._gate, own)
         return lambda hidden, ids, weights: kernel(hidden, ids, weights, table)
 
     def _fuse_packed(self) -> FusedExperts | None:
@@ -189,7 +191,7 @@ class Experts:
         found = [method.packed_layer() for method in methods if isinstance(method, PackedMethod)]
         if kernel is None or len(found) < len(methods) or not (alike(found[:count]) and alike(found[count:])):
             return None
-        table = PackedExpertTable(found[:count], found[count:], *self._sizes, *self._gate)
+        self._table = table = PackedExpertTable(found[:count], found[count:], *self._sizes, *self._gate)
         return lambda hidden, ids, weights: kernel(hidden, ids, weights, table)
 
     def __call__(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

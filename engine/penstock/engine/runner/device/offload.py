@@ -1,7 +1,8 @@
 """A model's tensors while it sleeps at level 1: in pinned memory of the host, and none on the device.
 
 The tensors stay the objects that they are, with every view of them and everybody who holds one; it is their storage that is given
-back and comes again. It comes at another address, as a rule: what has remembered addresses, CUDA graphs that is, must be dropped.
+back and comes again. It comes at another address, as a rule: tables of addresses are made anew, and CUDA graphs, which remember
+some too, must be dropped.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from penstock.engine.runner.device.runtime import DeviceRuntime
+from penstock.kernels.experts.table import AddressTable
 
 SLAB_BYTES = 256 << 20
 """Pinned at once; a power of two, to which torch rounds up whatever is asked for."""
@@ -27,6 +29,7 @@ class HostCopy:
     def __init__(self, runtime: DeviceRuntime, model: Any, slab_bytes: int = SLAB_BYTES) -> None:
         self._runtime, self._slab_bytes = runtime, slab_bytes
         self._storages = list(storages_of(model))
+        self._tables = [thing for thing in _parts_of(model) if isinstance(thing, AddressTable)]
         self._sizes = [storage.nbytes() for storage in self._storages]
         self.nbytes = sum(self._sizes)
         """Of the device's memory."""
@@ -43,6 +46,8 @@ class HostCopy:
             storage.resize_(size)
         for device, host in self._pairs():
             self._runtime.upload(host, device)
+        for table in self._tables:
+            table.find()
         self._runtime.synchronize()
         self._slabs = []
         self._runtime.return_free_memory()
@@ -61,21 +66,30 @@ class HostCopy:
 
 
 def storages_of(model: Any) -> Iterator[torch.UntypedStorage]:
-    """Every storage that a model's tensors lie in, once each; of what is ours and of containers, as deep as they go. Weights that
-    a CPU's library has packed hide theirs and are left out."""
+    """Every storage that a model's tensors lie in, once each. Weights that a CPU's library has packed hide theirs and are left
+    out."""
+    seen: set[int] = set()
+    for part in _parts_of(model):
+        if isinstance(part, torch.Tensor) and part.layout is torch.strided:
+            storage = part.untyped_storage()
+            if storage.data_ptr() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                yield storage
+
+
+def _parts_of(model: Any) -> Iterator[Any]:
+    """Tensors, and objects of ours once each: as deep as they and containers go."""
     seen: set[int] = set()
     stack = [model]
     while stack:
         thing = stack.pop()
-        if isinstance(thing, torch.Tensor) and thing.layout is torch.strided:
-            storage = thing.untyped_storage()
-            if storage.data_ptr() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                yield storage
+        if isinstance(thing, torch.Tensor):
+            yield thing
         elif isinstance(thing, list | tuple):
             stack.extend(thing)
         elif isinstance(thing, Mapping):
             stack.extend(thing.values())
         elif type(thing).__module__.startswith("penstock.") and id(thing) not in seen:
             seen.add(id(thing))
+            yield thing
             stack.extend(getattr(thing, "__dict__", {}).values())
