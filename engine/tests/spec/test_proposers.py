@@ -149,10 +149,19 @@ def test_the_first_comparisons_outweigh_what_was_measured_at_the_start():
     depth = DraftDepth(4, 8, CHEAP)
     assert depth.most(ROWS) > 0
     for drafts in depth.depths[1:].tolist():
-        for _ in range(5):
+        for _ in range(8):
             depth.observe_step(2, 0, 1.0)
             depth.observe_step(2, drafts, 3.9)
     assert depth.most(ROWS) == 0
+
+
+def test_drafts_that_are_too_few_are_asked_for_again_sooner_than_wrong_ones():
+    depth, waits = DraftDepth(4, 8, [Timing(1, 0, 1.0), Timing(1, 1, 2.0), Timing(1, 8, 4.0)]), []
+    observed(depth, [4, 4], [4, 4], 12)
+    for _ in range(5):
+        assert depth.choose(ROWS, counts(1, 0)) == 0
+        waits.append(sum(1 for _ in iter(lambda: depth.rests(2), False)))
+    assert waits == [1, 2, 4, 8, 8]
 
 
 def test_a_step_that_is_only_read_is_no_step_without_drafts():

@@ -25,8 +25,10 @@ _NEWEST: Final = 0.1
 _OFFERED: Final = 0.2
 """Weight of a look-up in how many drafts the proposer usually has."""
 _COMPARED: Final = 0.1
-"""Weight of two neighbouring steps in what drafts cost, at least. The first of them count for more than what was measured at the
-start, where texts were short and no row was sampled as its client wants."""
+"""Weight of two neighbouring steps in what drafts cost, at least. The first of them count for more: at the start texts were short
+and no row was sampled as its client wants."""
+_AT_START: Final = 4
+"""Comparisons that the measurement at the start is worth: the first steps of a shape have no tape, which costs more."""
 _LONGEST_RUN: Final = 64
 """Steps with drafts, after which one without is compared with them."""
 _OUTLIER: Final = 3.0
@@ -78,7 +80,7 @@ class DraftDepth:
         self._usual_s: Float64 = seconds[:, 0].copy()
         """[sizes]: of a step without drafts."""
         self._measured: Float64 = seconds / seconds[:, :1]
-        self._reading: Float64 = reading[:, 0] / seconds[:, 0]
+        self._reading: Float64 = np.maximum(reading[:, 0] / seconds[:, 0], 1)
         """[sizes]: of a step that is read, as multiple of one that is not."""
         self._costs: Float64 = self._measured.copy()
         """[sizes, depths]: of a step, as multiples of one without drafts."""
@@ -155,7 +157,7 @@ class DraftDepth:
         of = place or before[1]
         found = seconds / before[2] * float(costs[before[1]]) if place else before[2] / seconds
         self._comparisons[size, of] += 1
-        costs[of] += max(_COMPARED, 1 / (1 + int(self._comparisons[size, of]))) * (found - float(costs[of]))
+        costs[of] += max(_COMPARED, 1 / (_AT_START + int(self._comparisons[size, of]))) * (found - float(costs[of]))
 
     def most(self, rows: Int32) -> int:
         """The most drafts that can pay for these rows, [m], however many a proposer has: of one that reads every step."""
@@ -188,9 +190,12 @@ class DraftDepth:
         """How many drafts of each row make the most tokens a second, given how many the proposer has, [m]."""
         self._forget(rows)
         self._offered += _OFFERED * (float(proposed.mean()) - self._offered)
-        best = self._best(self._tokens(self._acceptance[rows], proposed[:, None]), len(rows)) if proposed.any() else 0
+        acceptance = self._acceptance[rows]
+        best = self._best(self._tokens(acceptance, proposed[:, None]), len(rows)) if proposed.any() else 0
         if not best:
-            self._begin_rest(_LONGEST_REST if proposed.any() else _LONGEST_WAIT)
+            # Where more drafts would pay, it is the proposer that has too few, and its text may begin to repeat at any token.
+            would = self._best(self._tokens(acceptance, self.depths[None, -1:]), len(rows))
+            self._begin_rest(_LONGEST_WAIT if would else _LONGEST_REST)
             return 0
         self._next_rest = 1
         self._run += 1
