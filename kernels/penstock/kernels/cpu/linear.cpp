@@ -20,7 +20,8 @@ using namespace penstock;
 
 constexpr int kPanel = 16;      // outputs
 constexpr int64_t kBlock = 96;   // rows that meet all weights before the next rows
-constexpr int64_t kChunk = 256;  // words of inputs that many rows meet at a time
+template <typename W>
+constexpr int64_t kChunk = kWord<W> == 1 ? 384 : 256;  // words of inputs that many rows meet at a time: a panel's fill most of the first cache
 constexpr int64_t kColumns = 512;  // outputs whose sums of many rows stay in the second cache from chunk to chunk
 constexpr int kAhead = 2048;     // bytes that are fetched ahead of a panel's weights
 
@@ -88,7 +89,7 @@ __attribute__((noinline)) void tile(const Pass<X, W, T>& pass, const W* weight, 
     return weight + v * kLanes / kPanel * pass.panel + v * kLanes % kPanel * kWord<W> + word * kStep;
   };
   const X* x = pass.x + row * pass.x_stride;
-  for (int64_t word = 0; word < pass.words; ++word) {
+  const auto add = [&](int64_t word) __attribute__((always_inline)) {
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; v += std::max(1, 64 / kVectorBytes))
       __builtin_prefetch(reinterpret_cast<const char*>(weights_of(v, word)) + kAhead);  // no fault past the end
@@ -133,7 +134,13 @@ __attribute__((noinline)) void tile(const Pass<X, W, T>& pass, const W* weight, 
         }
       }
     }
-  }
+  };
+  // Several words an iteration pay where sums are many, and words are not pairs.
+  if constexpr (kWord<W> == 1 && kRows > 2)
+#pragma GCC unroll 4
+    for (int64_t word = 0; word < pass.words; ++word) add(word);
+  else
+    for (int64_t word = 0; word < pass.words; ++word) add(word);
   const bool whole = column + kVectors * kLanes <= pass.outputs;
   if (pass.last && !whole) return store_rest<kRows, kVectors>(sums, pass.out + row * pass.outputs + column, pass.outputs, pass.outputs - column);
 #pragma GCC unroll 8
@@ -201,7 +208,7 @@ void linear(const T* x, const T* weight, const T* bias, T* out, int64_t rows, in
   using X = std::conditional_t<kWiden, float, T>;
   const int64_t words = (inputs + kWord<T> - 1) / kWord<T>, end = (outputs + kPanel - 1) / kPanel * kPanel;
   const int64_t blocks = (rows + kBlock - 1) / kBlock, block = (rows + blocks - 1) / std::max<int64_t>(1, blocks);
-  const int64_t chunk = block > kFewRows ? kChunk : words, columns = block > kFewRows ? std::min(kColumns, end) : end;
+  const int64_t chunk = block > kFewRows ? kChunk<T> : words, columns = block > kFewRows ? std::min(kColumns, end) : end;
   // Many rows are read side by side: rows whose distance is a power of two would meet in a few sets of the cache.
   const bool direct = !kWiden && inputs % kWord<T> == 0 && block <= kFewRows;
   const std::unique_ptr<X[]> gathered(direct ? nullptr : new X[block * chunk * kWord<T>]);

@@ -15,18 +15,24 @@ from penstock.engine.models.vision.config import TowerConfig
 
 
 def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.sigmoid(1.702 * x)
+    """In the place of `x`, some rows at a time: what three operations pass on stays in the cache."""
+    for part in x.split(_ROWS):
+        part.mul_((1.702 * part).sigmoid_())
+    return x
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+_ROWS: Final = 64
+
 ACTIVATIONS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "quick_gelu": _quick_gelu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": _gelu_tanh,
 }
+"""They may write over what they are given."""
 
 
 class PatchEmbedding:
@@ -108,5 +114,5 @@ class VisionLayer:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] → [n, hidden]."""
-        hidden = hidden + self.self_attn(self.layer_norm1(hidden))
-        return hidden + self.fc2(self._activation(self.fc1(self.layer_norm2(hidden))))
+        hidden = self.self_attn(self.layer_norm1(hidden)).add_(hidden)
+        return self.fc2(self._activation(self.fc1(self.layer_norm2(hidden)))).add_(hidden)
