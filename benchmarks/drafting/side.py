@@ -42,11 +42,11 @@ class FixedDepth(DraftDepth):
     def found_nothing(self, rows: Int32) -> None:
         """The proposer is asked again after the next step."""
 
-    def most(self, rows: Int32) -> int:
+    def most(self, rows: Int32, others: int = 0) -> int:
         """The number."""
         return self._drafts
 
-    def choose(self, rows: Int32, proposed: Int32) -> int:
+    def choose(self, rows: Int32, proposed: Int32, others: int = 0) -> int:
         """The number, where the proposer has found anything."""
         return self._drafts if proposed.any() else 0
 
@@ -66,8 +66,12 @@ class Side:
         ).config()
         executor, blocks = build_executor(config)
         self._core = build_core(config, executor, blocks, epoch=1)
+        runner: Any = executor._runner  # type: ignore[attr-defined]
         if fixed is not None:
-            executor._runner._own_drafts._depth = FixedDepth(fixed)  # type: ignore[attr-defined]
+            runner._own_drafts._depth = FixedDepth(fixed)
+        # By its clock a step that others' turns divide from the next one would take as long as all of them.
+        self._away_s, self._left = 0.0, time.process_time()
+        runner._clock = lambda: time.process_time() - self._away_s
         self._first, self._running = 0, 0
         self._waiting: deque[AddRequest] = deque()
         self._drafts = (0, 0, 0)
@@ -102,6 +106,7 @@ class Side:
 
     def turn(self) -> None:
         """Goes on for some steps."""
+        self._away_s += time.process_time() - self._left
         for _ in range(SLICE):
             counts = self._running == self._streams
             while self._waiting and self._running < self._streams:
@@ -124,6 +129,7 @@ class Side:
             if counts:
                 self._decoded, self._cpu_s = self._decoded + len(ids), self._cpu_s + took
             self._running -= len(frame.finished)
+        self._left = time.process_time()
 
     def take_drafts(self) -> tuple[int, int, int]:
         """Rows with drafts that were verified, their drafts, and how many of these were accepted, since the last call."""

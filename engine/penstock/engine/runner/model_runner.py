@@ -232,8 +232,8 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         return time.process_time()
 
     def _time_decodes(self, rows: int, drafts: int) -> float:
-        """Seconds of a step of so many decodes, each with so many drafts or as of READ, in the null block."""
-        plan = self._null_decodes(rows, max(drafts, 0))
+        """Seconds of a step of so many decodes in the null block, each with so many drafts, which are proposed."""
+        plan = self._null_decodes(rows, drafts)
         assert self._proposer is not None
         for row in range(rows):
             self._proposer.begins(row, 0)
@@ -245,8 +245,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             self.sample(SampleInputs(plan.step_id))
         table.room[plan.rows] = self.config.model.max_model_len  # the null block takes any position
         if drafts:
-            self._proposer.follow(table, plan.rows, step.placed, np.full(rows, drafts > 0))
-        if drafts > 0:
+            self._proposer.follow(table, plan.rows, step.placed, np.ones(rows, np.bool_))
             self._proposer.propose(table, plan.rows, table.num_tokens[plan.rows], drafts)
         seconds = self._clock() - began
         self._reset()

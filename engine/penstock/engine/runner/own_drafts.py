@@ -12,7 +12,7 @@ from penstock.engine.runner.draft_sampler import DraftSampler
 from penstock.engine.runner.input_batch import Placed
 from penstock.engine.runner.sampler.choice import Drawn
 from penstock.engine.runner.verification import choices_given
-from penstock.engine.spec.depth import READ, DraftDepth, Timing, depths
+from penstock.engine.spec.depth import HIGH_HOPE, HOPE, DraftDepth, Timing, depths
 from penstock.engine.spec.proposer import Proposer
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,8 @@ class OwnDrafts:
     ) -> None:
         self._proposer, self._vocab_size, self._sampler = proposer, vocab_size, sampler
         self._max_alike_tokens = max_alike_tokens
-        self._depth = DraftDepth(max_num_seqs, config.num_speculative_tokens, timings)
+        hope = HOPE if proposer.looks_up else HIGH_HOPE
+        self._depth = DraftDepth(max_num_seqs, config.num_speculative_tokens, timings, hope)
         self.drafts: Int32 = np.full((max_num_seqs, config.num_speculative_tokens), _PAD, np.int32)
         """[rows, K]: of each row's next step, -1 pads."""
         self._num_proposed: Int32 = np.zeros(max_num_seqs, np.int32)
@@ -66,7 +67,7 @@ class OwnDrafts:
         self._behind: Bool = np.zeros(max_num_seqs, np.bool_)
         """[rows]: of whose tokens a proposer that reads all steps has not read some; there are no more drafts for the request."""
         self._last: tuple[float, int, int] | None = None
-        """When the last step was begun, its rows and its drafts of each, or READ; None: it was no step of decodes alone."""
+        """When the last step was begun, its rows and its drafts of each; None: it was no step of decodes alone."""
 
     def apply(self, plan: StepPlan, rows: RowTable, now: float) -> None:
         """Takes in who leaves and who comes, before the plan is applied to the rows; `now` in seconds."""
@@ -88,7 +89,8 @@ class OwnDrafts:
         count, drafts, tokens = len(plan.rows), 0, plan.num_new_tokens
         if len(plan.num_drafts):
             drafts, tokens = int(plan.num_drafts.max(initial=0)), tokens - plan.num_drafts
-        learns = count and self._depth.learns_from(drafts)
+        # The time of a guess falls into the step before the one that verifies it: neighbours say nothing of what it costs.
+        learns = count and self._proposer.looks_up and self._depth.learns_from(drafts)
         self._last = (now, count, drafts) if learns and np.count_nonzero(tokens == 1) == count else None
 
     def drawn(self, plan: StepPlan, drafts: Int32) -> Drawn | None:
@@ -159,7 +161,7 @@ class OwnDrafts:
             return None
         asked &= ~self._behind[plan.rows]
         of = plan.rows[asked]
-        most = self._depth.most(of) if len(of) and not rests else 0
+        most = self._depth.most(of, len(plan.rows) - len(of)) if len(of) and not rests else 0
         if not self._follow(rows, plan, step, asked if most else np.zeros_like(asked)) or not most:
             return None
         found = self._proposed(rows, of, most)
@@ -180,8 +182,6 @@ class OwnDrafts:
 
     def _follow(self, rows: RowTable, plan: StepPlan, step: Placed | None, asked: Bool) -> bool:
         """Lets the proposer take in the step; False: it has failed."""
-        if self._last is not None and not self._last[2]:
-            self._last = *self._last[:2], READ
         if step is None:
             return True
         try:
@@ -194,7 +194,7 @@ class OwnDrafts:
     def _kept(self, plan: StepPlan, of: Int32, found: Int32, rows: RowTable) -> Int32 | None:
         """Keeps as many drafts of the rows `of`, [m], as pay."""
         self._num_proposed[of] = counts = (found >= 0).sum(axis=1, dtype=np.int32)
-        depth = self._depth.choose(of, counts)
+        depth = self._depth.choose(of, counts, len(plan.rows) - len(of))
         if not depth:
             return None
         found[:, depth:] = _PAD
@@ -219,29 +219,28 @@ def measured_drafts(
     """Times steps with and without drafts, logs what it finds, and returns drafts that go by it; arguments as of `OwnDrafts` and
     `measure_steps`."""
     rows, most = scheduler.max_num_seqs, config.num_speculative_tokens
-    kinds = [*([] if proposer.looks_up else [READ]), *depths(most)]
-    timings = measure_steps(run, min(rows, scheduler.max_num_batched_tokens // (1 + most)), kinds)
+    timings = measure_steps(run, min(rows, scheduler.max_num_batched_tokens // (1 + most)), most)
     pairs = zip(*([it for it in timings if it.drafts == drafts] for drafts in (0, most)), strict=True)
     told = ", ".join(f"{after.seconds / before.seconds:.2f} at {before.rows} requests" for before, after in pairs)
     log.info("steps with %d drafts take, as multiple of those without: %s", most, told)
     return OwnDrafts(config, proposer, timings, rows, vocab_size, sampler, max_alike_tokens)
 
 
-def measure_steps(run: Callable[[int, int], float], max_num_seqs: int, kinds: Sequence[int]) -> list[Timing]:
+def measure_steps(run: Callable[[int, int], float], max_num_seqs: int, num_drafts: int) -> list[Timing]:
     """Times steps of several numbers of rows, with and without drafts; see `DraftDepth`.
 
     Args:
-        run: Runs a step of so many rows with so many drafts each, or as of READ; returns its seconds.
+        run: Runs a step of so many rows with so many drafts each; returns its seconds.
         max_num_seqs: Rows at most.
-        kinds: Numbers of drafts, READ perhaps among them.
+        num_drafts: Drafts at most.
     """
     found: list[Timing] = []
     for size in sorted({min(size, max_num_seqs) for size in (1, 4, 16, 64)}):
-        for drafts in kinds:
+        for drafts in depths(num_drafts):
             run(size, drafts)  # the first runs of a shape do more than the later ones
             run(size, drafts)
         # In turns, so that what else the machine does meanwhile falls on all numbers of drafts alike.
-        seconds, spent = dict.fromkeys(kinds, float("inf")), 0.0
+        seconds, spent = dict.fromkeys(depths(num_drafts), float("inf")), 0.0
         for repeat in range(_MOST_REPEATS):
             for drafts, least in seconds.items():
                 took = run(size, drafts)

@@ -10,8 +10,9 @@ from penstock.engine.core.plan import Int32
 
 Float64 = npt.NDArray[np.float64]
 
-_HOPE: Final = 0.7
-"""Acceptance that is believed in before anything is known."""
+HOPE, HIGH_HOPE = 0.7, 0.9
+"""Acceptance that is believed in before anything is known: of what stands in text, and of what a model guesses. Guesses cost more:
+with less hope nobody would find out how good they are."""
 _SHARED: Final = 0.02
 """Weight of a draft in the acceptance that a new request is believed to have."""
 _FORGOTTEN: Final = 0.0005
@@ -35,6 +36,8 @@ _OUTLIER: Final = 3.0
 """Times the usual, above which a step's seconds are taken for somebody else's doing."""
 _MARGIN: Final = 1.05
 """Times the tokens a second without drafts that are wanted of drafts."""
+_UNLEARNED: Final = 1.15
+"""The same where what drafts cost is only known from the start."""
 _LONGEST_REST: Final = 32
 _FEWER: Final = 8
 """Steps with few rows in a row: between two waves of requests there are fewer."""
@@ -47,12 +50,8 @@ _LONGEST_WAIT: Final = 8
 """Steps for which a proposer that has found nothing is not asked again, at most: its text may begin to repeat at any token."""
 
 
-READ: Final = -1
-"""In place of a number of drafts: a step without any, which the proposer reads all the same."""
-
-
 class Timing(NamedTuple):
-    """Measured: a step of so many rows with so many drafts each, or as of READ."""
+    """Measured: a step of so many rows with so many drafts each."""
 
     rows: int
     drafts: int
@@ -66,22 +65,20 @@ class DraftDepth:
         max_num_seqs: Rows.
         num_drafts: K, drafts of a row at most.
         timings: For several numbers of rows, ascending, steps with several numbers of drafts, 0 and K among them.
+        hope: Acceptance that is believed in.
     """
 
-    def __init__(self, max_num_seqs: int, num_drafts: int, timings: Sequence[Timing]) -> None:
-        self._acceptance: Float64 = np.full(max_num_seqs, _HOPE)
-        self._usual = _HOPE
+    def __init__(self, max_num_seqs: int, num_drafts: int, timings: Sequence[Timing], hope: float = HOPE) -> None:
+        self._acceptance: Float64 = np.full(max_num_seqs, hope)
+        self._hope = self._usual = hope
         self.depths = np.array(depths(num_drafts))
         self._offered = float(num_drafts)
         """Drafts of a row that the proposer usually has."""
         self._places = {depth: at for at, depth in enumerate(self.depths.tolist())}
-        seconds = self._table(max_num_seqs, [it for it in timings if it.drafts != READ], self.depths)
-        reading = self._table(max_num_seqs, [it for it in timings if it.drafts in (0, READ)], np.array([READ]))
+        seconds = self._table(max_num_seqs, timings)
         self._usual_s: Float64 = seconds[:, 0].copy()
         """[sizes]: of a step without drafts."""
         self._measured: Float64 = seconds / seconds[:, :1]
-        self._reading: Float64 = np.maximum(reading[:, 0] / seconds[:, 0], 1)
-        """[sizes]: of a step that is read, as multiple of one that is not."""
         self._costs: Float64 = self._measured.copy()
         """[sizes, depths]: of a step, as multiples of one without drafts."""
         self._comparisons: npt.NDArray[np.int64] = np.zeros(seconds.shape, np.int64)
@@ -137,14 +134,12 @@ class DraftDepth:
             self._usual += weight * (int(accepted.sum()) / total - self._usual)
 
     def observe_step(self, num_rows: int, drafts: int, seconds: float) -> None:
-        """Takes in how long a step of decodes with so many drafts each, or as of READ, took, all told.
+        """Takes in how long a step of decodes with so many drafts each took, all told.
 
         Who else uses the machine slows steps with drafts and without alike. So what drafts cost is read from neighbours alone.
         """
-        size, place = _size(num_rows), self._places[max(drafts, 0)]
+        size, place = _size(num_rows), self._places[drafts]
         costs, before, self._before = self._costs[size], self._before, None
-        if drafts == READ:
-            seconds /= float(self._reading[size])
         plain = seconds / float(costs[place])
         if plain >= _OUTLIER * float(self._usual_s[size]):
             # A machine that has become this slow for good is believed in the end.
@@ -159,24 +154,25 @@ class DraftDepth:
         self._comparisons[size, of] += 1
         costs[of] += max(_COMPARED, 1 / (_AT_START + int(self._comparisons[size, of]))) * (found - float(costs[of]))
 
-    def most(self, rows: Int32) -> int:
-        """The most drafts that can pay for these rows, [m], however many a proposer has: of one that reads every step."""
-        self._forget(rows)
-        best = self._best(self._tokens(self._acceptance[rows], self.depths[None, -1:]), len(rows))
+    def most(self, rows: Int32, others: int = 0) -> int:
+        """The most drafts that can pay for these rows, [m], beside so many that get none, however many a proposer has. It is one
+        that reads every step, and whose time nobody observes."""
+        self._forget(rows, others)
+        best = self._best(self._tokens(self._acceptance[rows], self.depths[None, -1:]), len(rows), others, _UNLEARNED)
         if not best:
             self._begin_rest(_LONGEST_IDLE)
             self._idle = self._rest > _IDLE_AFTER
         return best
 
-    def _forget(self, rows: Int32) -> None:
+    def _forget(self, rows: Int32, others: int) -> None:
         """What was learned before a rest goes back to what was believed at first."""
-        self._idle, self._num_rows = False, len(rows)
+        self._idle, self._num_rows = False, len(rows) + others
         if not self._rested:
             return
-        self._usual += min(_FORGOTTEN * self._rested, 1) * (_HOPE - self._usual)
+        self._usual += min(_FORGOTTEN * self._rested, 1) * (self._hope - self._usual)
         self._acceptance[rows] += min(_RETURN * self._rested, 1) * (self._usual - self._acceptance[rows])
-        costs, at = self._costs[_size(len(rows))], min(_FORGOTTEN * self._rested, 1)
-        costs += at * (self._measured[_size(len(rows))] - costs)
+        size, at = _size(self._num_rows), min(_FORGOTTEN * self._rested, 1)
+        self._costs[size] += at * (self._measured[size] - self._costs[size])
         self._rested = 0
 
     def found_nothing(self, rows: Int32) -> None:
@@ -186,15 +182,15 @@ class DraftDepth:
         self._next_rest = max(self._next_rest, _SHORTEST_WAIT)
         self._begin_rest(_LONGEST_WAIT)
 
-    def choose(self, rows: Int32, proposed: Int32) -> int:
-        """How many drafts of each row make the most tokens a second, given how many the proposer has, [m]."""
-        self._forget(rows)
+    def choose(self, rows: Int32, proposed: Int32, others: int = 0) -> int:
+        """How many drafts of each row make the most tokens a second, given how many the proposer has, [m]; see `most`."""
+        self._forget(rows, others)
         self._offered += _OFFERED * (float(proposed.mean()) - self._offered)
         acceptance = self._acceptance[rows]
-        best = self._best(self._tokens(acceptance, proposed[:, None]), len(rows)) if proposed.any() else 0
+        best = self._best(self._tokens(acceptance, proposed[:, None]), len(rows), others) if proposed.any() else 0
         if not best:
             # Where more drafts would pay, it is the proposer that has too few, and its text may begin to repeat at any token.
-            would = self._best(self._tokens(acceptance, self.depths[None, -1:]), len(rows))
+            would = self._best(self._tokens(acceptance, self.depths[None, -1:]), len(rows), others)
             self._begin_rest(_LONGEST_WAIT if would else _LONGEST_REST)
             return 0
         self._next_rest = 1
@@ -213,20 +209,22 @@ class DraftDepth:
         acceptance = np.minimum(acceptance, 0.99)[:, None]
         return ((1 - acceptance ** (np.minimum(self.depths, proposed) + 1)) / (1 - acceptance)).sum(axis=0)
 
-    def _best(self, tokens: Float64, num_rows: int) -> int:
-        """The depth that makes the most tokens a second; 0: no depth makes clearly more than no drafts."""
-        rates = tokens / self._costs[_size(num_rows)]
+    def _best(self, tokens: Float64, num_rows: int, others: int = 0, margin: float = _MARGIN) -> int:
+        """The depth that makes the most tokens a second; 0: no depth makes clearly more than no drafts. What it costs goes by the
+        share of the rows that have drafts."""
+        more = (self._costs[_size(num_rows + others)] - 1) * num_rows / (num_rows + others)
+        rates = (tokens + others) / (1 + more)
         best = int(np.argmax(rates))
-        return int(self.depths[best]) if rates[best] > _MARGIN * rates[0] else 0
+        return int(self.depths[best]) if rates[best] > margin * rates[0] else 0
 
-    def _table(self, max_num_seqs: int, timings: Sequence[Timing], drafts: Int32) -> Float64:
-        """[sizes, drafts]: seconds of a step with each number of drafts, interpolated."""
+    def _table(self, max_num_seqs: int, timings: Sequence[Timing]) -> Float64:
+        """[sizes, depths]: seconds of a step, interpolated."""
         sizes, measured = 2.0 ** np.arange(_size(max_num_seqs) + 1), sorted({it.drafts for it in timings})
         columns: list[Float64] = []
         for number in measured:
             points = [it for it in timings if it.drafts == number]
             columns.append(np.interp(sizes, [it.rows for it in points], [it.seconds for it in points]))
-        return np.array([np.interp(drafts, measured, seconds) for seconds in zip(*columns, strict=True)])
+        return np.array([np.interp(self.depths, measured, seconds) for seconds in zip(*columns, strict=True)])
 
 
 def depths(num_drafts: int) -> list[int]:

@@ -276,9 +276,9 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
 
     @torch.inference_mode()
     def _time_decodes(self, rows: int, drafts: int) -> float:
-        """Seconds of a step of so many decodes, each with so many drafts or as of READ, in the null block."""
+        """Seconds of a step of so many decodes in the null block, each with so many drafts, which are proposed."""
         assert self._proposer is not None
-        plan, table = self._null_decodes(rows, max(drafts, 0)), self._requests.rows
+        plan, table = self._null_decodes(rows, drafts), self._requests.rows
         for row in range(rows):
             self._proposer.begins(row, 0)
         began = self._clock()
@@ -288,8 +288,8 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         with self.runtime.main_stream():
             if drafts and self._drafting is not None:
                 placed = self._drafting.arrays.place(table, plan.rows, np.zeros(rows, np.int32), plan.num_new_tokens)
-                self._proposer.follow(table, plan.rows, placed, np.full(rows, drafts > 0))
-            if drafts > 0:
+                self._proposer.follow(table, plan.rows, placed, np.ones(rows, np.bool_))
+            if drafts:
                 self._proposer.propose(table, plan.rows, table.num_tokens[plan.rows], drafts)
         seconds = self._clock() - began
         self._reset()
