@@ -11,7 +11,7 @@ from penstock.engine.core.plan import Int32
 Float64 = npt.NDArray[np.float64]
 
 HOPE, HIGH_HOPE = 0.7, 0.9
-"""Acceptance that is believed in before anything is known: of what stands in text, and of what a model guesses. Guesses cost more:
+"""Acceptance that is believed in before anything is known: of what stands in text, and of guesses of a model. These cost more:
 with less hope nobody would find out how good they are."""
 _SHARED: Final = 0.02
 """Weight of a draft in the acceptance that a new request is believed to have."""
