@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -11,6 +12,10 @@ from pathlib import Path
 import pytest
 from frontend_process import Server, make_llama, serving
 from openai import OpenAI
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+
+from procfs import children
 
 from penstock.engine import LLM, SamplingParams
 
@@ -26,10 +31,6 @@ def answers(server: Server) -> list[str]:
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         completion = client.completions.create(model="tiny", prompt=PROMPTS, max_tokens=12, temperature=0.0)
         return [choice.text for choice in completion.choices]
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for thread in Path(f"/proc/{pid}/task").iterdir() for child in (thread / "children").read_text().split()]
 
 
 def started_since(before: list[int]) -> list[int]:
