@@ -191,13 +191,13 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         if self.kv_offload_memory_bytes and not self.enable_prefix_caching:
             raise ConfigError("--kv-offload-memory-bytes keeps what the prefix cache finds: it needs --enable-prefix-caching")
         self._check_lower_tiers()
-        model = msgspec.structs.replace(model, images=images)
+        tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
+        model = msgspec.structs.replace(model, images=images, tokenizer=tokenizer)
         drafter = DraftCheckpoint.read(speculative, model)
         if images is not None and images.two_way:
             self._check_whole_images(images.tokens, 0 if speculative is None else speculative.num_speculative_tokens)
         if drafter is not None:
-            tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
-            check_drafter(drafter, msgspec.structs.replace(model, tokenizer=tokenizer))
+            check_drafter(drafter, model)
             if images is not None and drafter.images is not None:
                 both = msgspec.structs.replace(images, cost=drafter.tower_cost(model))
                 model = msgspec.structs.replace(model, images=both)
@@ -207,7 +207,6 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 grammars=self._grammars(),
                 logits_processors=tuple(self.logits_processors or ()),
                 source=source,
-                tokenizer=None if self.tokenizer is None else Path(self.tokenizer),
             ),
             cache=CacheConfig(
                 block_size=self.block_size,

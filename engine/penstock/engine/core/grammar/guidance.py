@@ -156,13 +156,12 @@ def _definition(grammar: Grammar, tokenizer: "LLTokenizer") -> str:
     """Return the grammar in llguidance's form."""
     from llguidance import LLMatcher, grammar_from
 
-    if (beyond := next(filter(None, map(beyond_limits, _schemas(grammar))), None)) is not None:
-        raise GrammarError(beyond)
     try:
         match grammar.kind:
             case "json_schema":
-                schema = json.dumps(with_options(msgspec.json.decode(grammar.text), _options(grammar)))
-                return LLMatcher.grammar_from_json_schema(schema)
+                schema = msgspec.json.decode(grammar.text)
+                _check_limits(schema)
+                return LLMatcher.grammar_from_json_schema(json.dumps(with_options(schema, _options(grammar))))
             case "choice":
                 words = [json.dumps(word, ensure_ascii=False) for word in json.loads(grammar.text)]
                 return LLMatcher.grammar_from_lark("start: " + " | ".join(words))
@@ -170,6 +169,7 @@ def _definition(grammar: Grammar, tokenizer: "LLTokenizer") -> str:
                 return LLMatcher.grammar_from_regex(grammar.text)
             case "tags":
                 tags = msgspec.json.decode(grammar.text, type=Tags)
+                _check_limits(*(tag.schema for tag in tags.tags), *tags.answer)
                 return LLMatcher.grammar_from_lark(lark_of(tags, tokenizer, _options(grammar)))
             case "ebnf" | "lark":
                 return grammar_from(grammar.kind, grammar.text)
@@ -177,14 +177,11 @@ def _definition(grammar: Grammar, tokenizer: "LLTokenizer") -> str:
         raise GrammarError(str(error)) from None
 
 
-def _schemas(grammar: Grammar) -> list[Any]:
-    """The schemas in it."""
-    if grammar.kind == "json_schema":
-        return [msgspec.json.decode(grammar.text)]
-    if grammar.kind == "tags":
-        tags = msgspec.json.decode(grammar.text, type=Tags)
-        return [*(tag.schema for tag in tags.tags), *tags.answer]
-    return []
+def _check_limits(*schemas: Any) -> None:
+    """Raises GrammarError for an object that only an answer would find to be too large."""
+    for schema in schemas:
+        if (beyond := beyond_limits(schema)) is not None:
+            raise GrammarError(beyond)
 
 
 def _options(grammar: Grammar) -> dict[str, Any]:

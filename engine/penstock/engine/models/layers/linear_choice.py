@@ -78,9 +78,10 @@ def choose_linear(
     Raises:
         ConfigError: With the reason for each kernel.
     """
-    if unknown := disabled - {kernel.name for platform in kernels.values() for kernel in platform}:
-        known = ", ".join(dict.fromkeys(kernel.name for platform in kernels.values() for kernel in platform))
-        raise ConfigError(f"{DISABLED_VARIABLE}: no linear kernel is called {', '.join(sorted(unknown))} (there are {known})")
+    known = dict.fromkeys(kernel.name for platform in kernels.values() for kernel in platform)
+    if unknown := disabled - known.keys():
+        wrong, right = ", ".join(sorted(unknown)), ", ".join(known)
+        raise ConfigError(f"{DISABLED_VARIABLE}: no linear kernel is called {wrong} (there are {right})")
     refused: list[str] = []
     for kernel in kernels["cpu" if needs.device.type == "cpu" else "cuda"]:
         reason = _refusal(kernel, needs, disabled)

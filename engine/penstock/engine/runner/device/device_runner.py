@@ -285,11 +285,11 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         self.execute(plan)
         self.sample(SampleInputs(plan.step_id)).result()
         table.room[plan.rows] = self.config.model.max_model_len  # the null block takes any position
-        with self.runtime.main_stream():
-            if drafts and self._drafting is not None:
-                placed = self._drafting.arrays.place(table, plan.rows, np.zeros(rows, np.int32), plan.num_new_tokens)
-                self._proposer.follow(table, plan.rows, placed, np.ones(rows, np.bool_))
-            if drafts:
+        if drafts:
+            with self.runtime.main_stream():
+                if self._drafting is not None:
+                    placed = self._drafting.arrays.place(table, plan.rows, np.zeros(rows, np.int32), plan.num_new_tokens)
+                    self._proposer.follow(table, plan.rows, placed, np.ones(rows, np.bool_))
                 self._proposer.propose(table, plan.rows, table.num_tokens[plan.rows], drafts)
         seconds = self._clock() - began
         self._reset()
