@@ -88,6 +88,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+CRASHED = pytest.StashKey[list[str]]()
+"""The tests that workers died of."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched) -> None:
+    """Notes a test that a worker died of: pytest forgets it if another worker, which takes over, passes it."""
+    sched.config.stash.setdefault(CRASHED, []).append(crashitem)
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Keeps how the run ended: only when every test was run are its failures all that is left to try (.ci/run)."""
     cache = getattr(session.config, "cache", None)  # none with "-p no:cacheprovider"
@@ -97,6 +108,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if distributed is not None and distributed.sched is not None and distributed.sched.has_pending:
         exitstatus = pytest.ExitCode.INTERRUPTED  # too many workers died; pytest itself calls that failed tests
     cache.set("penstock/exitstatus", int(exitstatus))
+    if crashed := session.config.stash.get(CRASHED, []):
+        cache.set("cache/lastfailed", {**cache.get("cache/lastfailed", {}), **dict.fromkeys(crashed, True)})
 
 
 @pytest.hookimpl(tryfirst=True)
