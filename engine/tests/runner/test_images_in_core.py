@@ -34,6 +34,7 @@ from penstock.engine.loading.checkpoint import read_model_config
 from penstock.engine.messages import AddRequest
 from penstock.engine.multimodal.inputs import ImageInput
 from penstock.engine.multimodal.resize import resized
+from penstock.engine.runner.draft_model import DraftModel
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.depth import DraftDepth
 from penstock.prompt.hashing import PromptItem
@@ -292,6 +293,24 @@ def test_a_draft_model_sees_what_the_model_does(family, drafting, request_of, ex
     assert engine.runner._draft_images.names == engine.runner._images.names
     engine.runner.sleep(1)
     assert not engine.runner._draft_images.names
+
+
+def test_a_draft_model_reads_no_image_again_to_keep_rows_alike(family, path, drafting, request_of, monkeypatch):
+    """The image of the first request has a step of its own. The next step reads that request's text, a longer prompt, and an
+    image that takes the room of these embeddings."""
+    if family is not SEEING["llava"]:
+        pytest.skip("rows are made alike by their tokens, whatever the family")
+    engine = drafting(path, max_num_batched_tokens=family.tokens, encoder_cache_size=family.tokens)
+    gone: list[bool] = []
+    propose = DraftModel.propose
+    monkeypatch.setattr(
+        DraftModel,
+        "propose",
+        lambda *given: gone.append("image 0" not in engine.runner._draft_images.names) or propose(*given),
+    )
+    engine.run([shortened(request_of(at, layout)) for at, layout in enumerate([[[0], 1], [K], [[1], 40]])])
+    assert gone[0], "the image would have been read again without harm"
+    assert engine.accepted == engine.drafted > 10
 
 
 def test_a_draft_model_without_a_tower_reads_placeholders(family, path, drafting, request_of, expected, checkpoint, caplog):
