@@ -23,7 +23,8 @@ constexpr int64_t kBlock = 96;   // rows that meet all weights before the next r
 template <typename W>
 constexpr int64_t kChunk = kWord<W> == 1 ? 384 : 256;  // words of inputs that many rows meet at a time: a panel's fill most of the first cache
 constexpr int64_t kColumns = 512;  // outputs whose sums of many rows stay in the second cache from chunk to chunk
-constexpr int kAhead = 2048;     // bytes that are fetched ahead of a panel's weights
+constexpr int kAhead = 2048;     // bytes that are fetched ahead of a panel's weights that few rows meet
+constexpr int kWordBytes = kPanel * 4;  // of a panel for one word of inputs
 
 // Inputs X and weights W in a tile. Its sums stay in registers; the others hold weights and inputs, and what it takes to widen them.
 template <typename X, typename W>
@@ -39,6 +40,7 @@ struct Tile {
     return found;
   }
 };
+constexpr int kManyRows = 5;  // of the tiles of more rows than kFewRows; the rest of many rows may make smaller ones
 constexpr int64_t kFewRows = 2 * Tile<float, BFloat16>::kRows;  // rows for which weights are widened in registers
 
 // The part of a layer's product that one pass over the weights adds: some rows and some words of their inputs.
@@ -55,7 +57,22 @@ struct Pass {
   const T* bias;       // [outputs] or null
   T* out;
   int64_t outputs;
+  const char* next;    // null: the next panels follow these; else where the next panel is, with half as many bytes for each word
 };
+
+// What a tile of many rows fetches word by word: `step` bytes further at each, in each of so many panels. It is a part of the next
+// panels: the first tile to meet them would wait for the memory.
+struct Fetch {
+  const char* at;
+  int64_t step, panel;
+};
+
+// Of the first of `tiles` tiles that meet the same weights, in so many panels.
+template <typename X, typename W, typename T>
+Fetch fetch(const Pass<X, W, T>& pass, const W* weight, int64_t panels, int64_t tiles) {
+  if (pass.next != nullptr) return {pass.next, (kWordBytes / 2 + tiles - 1) / tiles, 0};
+  return {reinterpret_cast<const char*>(weight + panels * pass.panel), (kWordBytes + tiles - 1) / tiles, pass.panel * static_cast<int64_t>(sizeof(W))};
+}
 
 // The first `count` sums of each row, fewer than there are.
 template <int kRows, int kVectors, typename T>
@@ -66,9 +83,10 @@ void store_rest(const Vec (&sums)[kRows][kVectors], T* out, int64_t stride, int6
   for (int r = 0; r < kRows; ++r) std::memcpy(out + r * stride, all[r], count * sizeof(T));
 }
 
-// The sums of kRows rows from `row` on with kVectors vectors of outputs from `column` on.
-template <int kRows, int kVectors, typename X, typename W, typename T>
-__attribute__((noinline)) void tile(const Pass<X, W, T>& pass, const W* weight, int64_t row, int64_t column) {
+// The sums of kRows rows from `row` on with kVectors vectors of outputs from `column` on. kMany: the weights stay in the first cache for
+// other tiles.
+template <int kRows, int kVectors, bool kMany, typename X, typename W, typename T>
+__attribute__((noinline)) void tile(const Pass<X, W, T>& pass, const W* weight, int64_t row, int64_t column, Fetch fetched) {
   Vec sums[kRows][kVectors];
   if (!pass.first) {
 #pragma GCC unroll 8
@@ -84,15 +102,15 @@ __attribute__((noinline)) void tile(const Pass<X, W, T>& pass, const W* weight, 
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) sums[r][v] = load(start + v * kLanes);
   }
-  constexpr int64_t kStep = kPanel * kWord<W>;  // elements of a panel for one word of inputs
   const auto weights_of = [&](int v, int64_t word) {
-    return weight + v * kLanes / kPanel * pass.panel + v * kLanes % kPanel * kWord<W> + word * kStep;
+    return weight + v * kLanes / kPanel * pass.panel + v * kLanes % kPanel * kWord<W> + word * kPanel * kWord<W>;
   };
   const X* x = pass.x + row * pass.x_stride;
   const auto add = [&](int64_t word) __attribute__((always_inline)) {
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; v += std::max(1, 64 / kVectorBytes))
-      __builtin_prefetch(reinterpret_cast<const char*>(weights_of(v, word)) + kAhead);  // no fault past the end
+      __builtin_prefetch(kMany ? fetched.at + v * kLanes / kPanel * fetched.panel + word * fetched.step
+                               : reinterpret_cast<const char*>(weights_of(v, word)) + kAhead);  // no fault past the end
     if constexpr (std::is_same_v<X, BFloat16>) {
       IntVec weights[kVectors];
       for (int v = 0; v < kVectors; ++v) weights[v] = load_words(weights_of(v, word));
@@ -154,28 +172,34 @@ __attribute__((noinline)) void tile(const Pass<X, W, T>& pass, const W* weight, 
 }
 
 // `rows` rows, in tiles of kRows or one less, with the outputs [column, end), which are whole panels.
-template <int kRows, int kVectors, typename X, typename W, typename T>
+template <int kRows, int kVectors, bool kMany, typename X, typename W, typename T>
 void tiles(const Pass<X, W, T>& pass, int64_t rows, int64_t column, int64_t end) {
   const int64_t count = (rows + kRows - 1) / kRows, whole = rows - count * (kRows - 1);  // tiles, and those of kRows rows
   for (; column + kVectors * kLanes <= end && column < pass.outputs; column += kVectors * kLanes) {
     const W* weight = pass.weight + column / kPanel * pass.panel + column % kPanel * kWord<W>;
+    Fetch part = fetch(pass, weight, std::max(1, kVectors * kLanes / kPanel), count);
     int64_t row = 0;
-    for (; row < whole * kRows; row += kRows) tile<kRows, kVectors>(pass, weight, row, column);
+    for (; row < whole * kRows; row += kRows, part.at += part.step * pass.words) tile<kRows, kVectors, kMany>(pass, weight, row, column, part);
     if constexpr (kRows > 1)
-      for (; row < rows; row += kRows - 1) tile<kRows - 1, kVectors>(pass, weight, row, column);
+      for (; row < rows; row += kRows - 1, part.at += part.step * pass.words)
+        tile<kRows - 1, kVectors, kMany>(pass, weight, row, column, part);
   }
   if constexpr (kVectors * kLanes > kPanel)
-    if (column < end) tiles<kRows, kVectors / 2>(pass, rows, column, end);
+    if (column < end) tiles<kRows, kVectors / 2, kMany>(pass, rows, column, end);
 }
 
 // The same in the fewest tiles, of kRows rows where that is what it takes.
 template <int kRows, typename X, typename W, typename T>
-void fewest_tiles(const Pass<X, W, T>& pass, int64_t rows, int64_t column, int64_t end) {
+void fewest_tiles(const Pass<X, W, T>& pass, bool many, int64_t rows, int64_t column, int64_t end) {
   const int64_t count = (rows + Tile<X, W>::kRows - 1) / Tile<X, W>::kRows;
-  if ((rows + count - 1) / count == kRows)
-    tiles<kRows, Tile<X, W>::vectors(kRows)>(pass, rows, column, end);
-  else if constexpr (kRows > 1)
-    fewest_tiles<kRows - 1>(pass, rows, column, end);
+  constexpr int kVectors = Tile<X, W>::vectors(kRows);
+  if ((rows + count - 1) / count == kRows) {
+    if constexpr (kRows >= kManyRows)
+      if (many) return tiles<kRows, kVectors, true>(pass, rows, column, end);
+    tiles<kRows, kVectors, false>(pass, rows, column, end);
+  } else if constexpr (kRows > 1) {
+    fewest_tiles<kRows - 1>(pass, many, rows, column, end);
+  }
 }
 
 // `words` words of each row's inputs from element `begin` on, as X, side by side; what is beyond the inputs is 0.
@@ -208,39 +232,43 @@ void linear(const T* x, const T* weight, const T* bias, T* out, int64_t rows, in
   using X = std::conditional_t<kWiden, float, T>;
   const int64_t words = (inputs + kWord<T> - 1) / kWord<T>, end = (outputs + kPanel - 1) / kPanel * kPanel;
   const int64_t blocks = (rows + kBlock - 1) / kBlock, block = (rows + blocks - 1) / std::max<int64_t>(1, blocks);
-  const int64_t chunk = block > kFewRows ? kChunk<T> : words, columns = block > kFewRows ? std::min(kColumns, end) : end;
+  const bool many = block > kFewRows;
+  const int64_t chunk = many ? kChunk<T> : words, columns = many ? std::min(kColumns, end) : end;
   // Many rows are read side by side: rows whose distance is a power of two would meet in a few sets of the cache.
-  const bool direct = !kWiden && inputs % kWord<T> == 0 && block <= kFewRows;
-  const std::unique_ptr<X[]> gathered(direct ? nullptr : new X[block * chunk * kWord<T>]);
+  const bool direct = !kWiden && inputs % kWord<T> == 0 && !many;
+  const std::unique_ptr<X[]> gathered(direct ? nullptr : new X[block * words * kWord<T>]);
   const std::unique_ptr<float[]> sums(words > chunk ? new float[block * columns] : nullptr);
-  const std::unique_ptr<float[]> panel(kWiden && block > kFewRows ? new float[chunk * kWord<T> * kPanel] : nullptr);
-  for (int64_t row = 0; row < rows; row += block)
+  const std::unique_ptr<float[]> panel(kWiden && many ? new float[chunk * kWord<T> * kPanel] : nullptr);
+  for (int64_t row = 0; row < rows; row += block) {
+    const int64_t count = std::min(block, rows - row);
+    for (int64_t begin = 0; begin < words && !direct; begin += chunk)
+      gather(x + row * inputs, inputs, begin * kWord<T>, std::min(chunk, words - begin), count, gathered.get() + count * begin * kWord<T>);
     for (int64_t from = 0; from < end; from += columns) {
-      const int64_t count = std::min(block, rows - row), to = std::min(from + columns, end);
+      const int64_t to = std::min(from + columns, end);
       for (int64_t begin = 0; begin < words; begin += chunk) {
         // Columns are counted from the layer's first.
         Pass<X, T, T> pass{nullptr, inputs, weight + begin * kWord<T> * kPanel, words * kWord<T> * kPanel, std::min(chunk, words - begin),
                            sums == nullptr ? nullptr : sums.get() - from, columns, begin == 0, begin + chunk >= words, bias,
-                           out + row * outputs, outputs};
+                           out + row * outputs, outputs, nullptr};
         if constexpr (!kWiden) pass.x = x + row * inputs + begin * kWord<T>;
-        if (!direct) {
-          gather(x + row * inputs, inputs, begin * kWord<T>, pass.words, count, gathered.get());
-          pass.x = gathered.get(), pass.x_stride = pass.words * kWord<T>;
-        }
+        if (!direct) pass.x = gathered.get() + count * begin * kWord<T>, pass.x_stride = pass.words * kWord<T>;
         if constexpr (kWiden) {
           if (panel != nullptr) {
-            const Pass<float, float, T> wide{pass.x, pass.x_stride, panel.get(), 0, pass.words * kWord<T>, pass.sums, pass.sums_stride,
-                                             pass.first, pass.last, bias, pass.out, outputs};
+            Pass<float, float, T> wide{pass.x, pass.x_stride, panel.get(), 0, pass.words * kWord<T>, pass.sums, pass.sums_stride,
+                                       pass.first, pass.last, bias, pass.out, outputs, nullptr};
             for (int64_t column = from; column < to; column += kPanel) {
-              widen_panel(pass.weight + column / kPanel * pass.panel, pass.words, panel.get());
-              fewest_tiles<Tile<float, float>::kRows>(wide, count, column, column + kPanel);
+              const T* weights = pass.weight + column / kPanel * pass.panel;
+              widen_panel(weights, pass.words, panel.get());
+              wide.next = reinterpret_cast<const char*>(weights + pass.panel);
+              fewest_tiles<Tile<float, float>::kRows>(wide, true, count, column, column + kPanel);
             }
             continue;
           }
         }
-        fewest_tiles<Tile<X, T>::kRows>(pass, count, from, to);
+        fewest_tiles<Tile<X, T>::kRows>(pass, many, count, from, to);
       }
     }
+  }
 }
 
 }  // namespace
