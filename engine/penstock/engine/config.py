@@ -279,6 +279,17 @@ class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes to which steps are padded, ascending: tokens, or requests if all have equally many new tokens."""
 
 
+class EplbConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """When busy experts get copies on other ranks, with the names of vLLM's `--eplb-config`; see `docs/engine/parallel.md`."""
+
+    window_size: int = 1000
+    """Steps whose loads decide where experts are."""
+    step_interval: int = 3000
+    """Steps from one decision to the next."""
+    num_redundant_experts: int = 0
+    """Slots of a layer beyond one for each expert, on all ranks together."""
+
+
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The processes that run the model; see `docs/engine/parallel.md`."""
 
@@ -290,6 +301,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Cores among which requests are distributed; each has so many stages and ranks for itself."""
     expert_parallel: bool = False
     """Whether the ranks of all cores divide the experts of a mixture, each of them whole."""
+    eplb: EplbConfig | None = None
+    """None: experts stay where they are."""
     worker_process: bool = False
     """Whether the model runs in a process of its own even where there is one rank."""
     timeout: float = 30.0

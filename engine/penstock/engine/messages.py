@@ -60,8 +60,8 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
     """`module:Class` of the model runner; None: the device's."""
     wave: WaveEnd | None = None
     """How it joins the steps of other cores; None: its steps are its own."""
-    experts: int | None = None
-    """File descriptor of the memory of all ranks that divide experts; None: none do."""
+    experts: tuple[int, int, int | None] | None = None
+    """`CoreExperts`, of ranks that divide experts; None: none do."""
     frontends_address: str | None = None
     """The path of the socket where further frontends connect, in the same folder; None: there are none."""
 

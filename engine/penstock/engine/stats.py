@@ -74,6 +74,18 @@ class EncoderStats(msgspec.Struct, frozen=True, array_like=True):
     """Embeddings of those that running requests need."""
 
 
+class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
+    """What experts have had to do, over all ranks that divide them; counts are since the start."""
+
+    served: list[int]
+    """By rank: how often one of its experts was chosen for a token."""
+    balancedness: float
+    """Mean of the ranks' work over that of the busiest one, in the newest steps; 0 without work."""
+    rebalances: int
+    moved_bytes: int
+    """Bytes of weights that ranks have taken from other ranks."""
+
+
 class Buckets(msgspec.Struct, frozen=True, array_like=True):
     """A histogram; its bounds are those of `core.measure.step_meter`."""
 
@@ -181,3 +193,5 @@ class CoreStats(msgspec.Struct, frozen=True, tag="stats"):
     """None: no request has had one."""
     waits: dict[WaitingReason, Buckets] = {}
     """Seconds that requests waited before they first ran, by reason; the bounds are those of `core.scheduling.waits`."""
+    experts: ExpertStats | None = None
+    """Of the first core; None: experts stay where they are."""

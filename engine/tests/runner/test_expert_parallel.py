@@ -26,7 +26,8 @@ def runner_of(
     path: Path, experts: ExpertGroup | None, group: Group | None = None, dtype: str = "float32", **fields: Any
 ) -> ModelRunner:
     """A loaded runner with its cache, whose steps are those of all ranks."""
-    parallel = ParallelConfig(expert_parallel=experts is not None, data_parallel_size=1 if experts is None else experts.cores)
+    cores, eplb = (1, None) if experts is None else (experts.cores, experts.eplb)
+    parallel = ParallelConfig(expert_parallel=experts is not None, data_parallel_size=cores, eplb=eplb)
     config = EngineConfig(
         model=read_model_config(path, served_names=(), dtype=dtype, max_model_len=320, **fields),  # type: ignore[arg-type]
         cache=CacheConfig(block_size=16),

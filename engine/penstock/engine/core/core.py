@@ -119,6 +119,8 @@ class EngineCore:
         self._depth = config.depth
         self._executor = executor
         self._wave = wave
+        # All ranks of all cores have counted the same.
+        self._tells_experts = config.parallel.eplb is not None and engine_index == 0
         self._epoch = epoch
         self._engine_index = engine_index
         self._step_meter = StepMeter(config.model.cost, ceilings, config.scheduler.num_speculative_tokens)
@@ -330,6 +332,7 @@ class EngineCore:
             grammars=self._grammars.stats(),
             encoder=scheduler.encoder.stats(),
             offload=None if self._offload is None else self._offload.stats(),
+            experts=self._executor.call_beside("expert_stats")[0] if self._tells_experts else None,
         )
 
     def _observe(self, submitted: _Submitted, result: StepResult) -> None:

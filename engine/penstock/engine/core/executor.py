@@ -16,6 +16,7 @@ from penstock.engine.connectors.transfer.words import Errand, News
 from penstock.engine.core.memory import Memory
 from penstock.engine.core.plan import GraphReport, SampledTokens, SampleInputs, StepPlan, StepResult
 from penstock.engine.roofline import Ceilings
+from penstock.engine.stats import ExpertStats
 
 RUNNERS: Final = {
     "cpu": "penstock.engine.runner.model_runner:ModelRunner",
@@ -112,6 +113,10 @@ class Runner(Protocol):
 
     def serve_others(self) -> None:
         """Takes part in a step of other cores, whose tokens need the experts here; nothing may be in flight."""
+        ...
+
+    def expert_stats(self) -> ExpertStats | None:
+        """What experts have had to do, over all ranks that divide them; safe beside a step. None: they stay where they are."""
         ...
 
     def capture_graph(self) -> GraphReport | None:

@@ -9,13 +9,15 @@ slot there, so that nothing of it moves.
 """
 
 from collections import deque
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.engine.models.layers.placement import Int64, Placement
+
 Float64 = npt.NDArray[np.float64]
-Int64 = npt.NDArray[np.int64]
 
 _NONE: Final = -1
 
@@ -118,24 +120,132 @@ def balancedness(loads: Float64) -> float:
     return float(loads.mean() / loads.max()) if loads.size and loads.max() > 0 else 0.0
 
 
-class LoadWindow:
-    """Tokens that chose each expert of each layer, over the newest steps.
+class Gift(NamedTuple):
+    """The weights of a slot, for ranks that have none of its expert."""
+
+    source: int
+    takers: tuple[int, ...]
+    """Slots of other ranks."""
+
+
+class Moves(NamedTuple):
+    """How the slots of a layer come to another placement. All of them are read before any is written."""
+
+    within: Sequence[tuple[int, int]]
+    """A slot, and another one of the same rank that is to have the same."""
+    rounds: Sequence[Mapping[int, Gift]]
+    """By round, what each rank gives that gives something."""
+
+
+def moves(old: Placement, new: Int64) -> Moves:
+    """What has to move. A rank with a copy of its own takes that one; the gifts of others are distributed among those who can give.
 
     Args:
-        layers: Of experts.
-        experts: Of a layer.
+        old: Whose weights are where now.
+        new: [slots]: the expert that each slot is to have.
+    """
+    rank_of, within, gifts = old.rank_of, list[tuple[int, int]](), dict[int, list[int]]()
+    given = np.zeros(len(old.starts) - 1, np.int64)
+    for slot in np.flatnonzero(new != old.expert).tolist():
+        expert, rank = int(new[slot]), int(rank_of[slot])
+        holders = old.slots[expert, : old.copies[expert]].tolist()
+        if own := [holder for holder in holders if rank_of[holder] == rank]:
+            within.append((own[0], slot))
+            continue
+        source = min(holders, key=lambda holder: (holder not in gifts, given[rank_of[holder]], holder))
+        if source not in gifts:
+            given[rank_of[source]] += 1
+        gifts.setdefault(source, []).append(slot)
+    rounds = [dict[int, Gift]() for _ in range(int(given.max()))]
+    given[:] = 0
+    for source, takers in gifts.items():
+        rank = int(rank_of[source])
+        rounds[given[rank]][rank] = Gift(source, tuple(takers))
+        given[rank] += 1
+    return Moves(within, rounds)
+
+
+def better_placement(loads: Float64, placed: Placement) -> Int64 | None:
+    """The expert of each slot, [slots], where the busiest rank then has less to do; None: nothing is to be gained.
+
+    Args:
+        loads: [experts].
+        placed: Whose weights are where now; all ranks have equally many slots.
+    """
+    old, ranks = placed.expert, len(placed.starts) - 1
+    new = keep_slots(old, rebalance(loads, len(old), ranks), ranks)
+    before, after = (loads_of_ranks(loads, of, ranks).max() for of in (old, new))
+    return new if after < before else None
+
+
+class LoadWindow:
+    """Counts of the newest steps, and their sum.
+
+    Args:
+        rows: Of a step's counts.
+        columns: The same.
         size: Steps.
     """
 
-    def __init__(self, layers: int, experts: int, size: int) -> None:
-        self._steps = np.zeros((size, layers, experts), np.int64)
+    def __init__(self, rows: int, columns: int, size: int) -> None:
+        self._steps = np.zeros((size, rows, columns), np.int32)
+        self._sum = np.zeros((rows, columns), np.int64)
         self._at = 0
 
     def add(self, counts: Int64) -> None:
-        """Takes in a step, [layers, experts]; the oldest one is forgotten."""
-        self._steps[self._at % len(self._steps)] = counts
+        """Takes in a step, [rows, columns]; the oldest one is forgotten."""
+        oldest = self._steps[self._at % len(self._steps)]
+        self._sum += counts - oldest
+        oldest[:] = counts
         self._at += 1
 
     def loads(self) -> Float64:
-        """[layers, experts]."""
-        return self._steps.sum(0).astype(np.float64)
+        """[rows, columns]."""
+        return self._sum.astype(np.float64)
+
+
+class LoadMeter:
+    """What the experts have to do, as all ranks count it alike.
+
+    Args:
+        layers: With experts.
+        experts: Of a layer.
+        ranks: That have them.
+        size: Steps that decide where experts are.
+    """
+
+    def __init__(self, layers: int, experts: int, ranks: int, size: int) -> None:
+        self._experts, self._ranks = LoadWindow(layers, experts, size), LoadWindow(1, 2, size)
+        self._chosen = np.zeros((layers, experts), np.int64)
+        self._served = np.zeros((layers, ranks), np.int64)
+        self.served = np.zeros(ranks, np.int64)
+        """[ranks]: choices that each has computed since the start."""
+
+    def count(self, layer: int, chosen: Int64, served: Int64) -> None:
+        """Takes in a layer of a step.
+
+        Args:
+            layer: Its number among those with experts.
+            chosen: Experts of the tokens of all cores.
+            served: [ranks]: choices that each rank computes.
+        """
+        self._chosen[layer] += np.bincount(chosen.reshape(-1), minlength=self._chosen.shape[1])
+        self._served[layer] += served
+
+    def end_step(self) -> None:
+        """A step is over."""
+        self._experts.add(self._chosen)
+        # Layers wait for their busiest rank, one after the other.
+        self._ranks.add(np.array([[self._served.sum(), self._served.max(1).sum()]]))
+        self.served += self._served.sum(0)
+        self._chosen[:] = self._served[:] = 0
+
+    def loads(self) -> Float64:
+        """[layers, experts]: over the window."""
+        return self._experts.loads()
+
+    @property
+    def balancedness(self) -> float:
+        """Mean of the ranks' work over that of the busiest one in each layer and step of the window; 0 without work."""
+        (total, greatest), *_ = self._ranks.loads().tolist()
+        return total / len(self.served) / greatest if greatest else 0.0

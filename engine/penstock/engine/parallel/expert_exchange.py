@@ -18,8 +18,11 @@ import torch
 from penstock.engine.models.layers.expert_ranks import ExpertLayer
 from penstock.engine.models.layers.placement import Int64, Placement
 from penstock.engine.parallel.errors import GroupFailed
+from penstock.engine.parallel.expert_balancer import ExpertBalancer
 from penstock.engine.parallel.expert_group import ExpertGroup
+from penstock.engine.parallel.expert_mover import ExpertMover, moving_bytes
 from penstock.engine.parallel.shared_comm import SharedComm
+from penstock.engine.stats import ExpertStats
 from penstock.kernels.cpu.build import BuildError
 from penstock.kernels.ops import Ops, native_collectives
 
@@ -44,8 +47,11 @@ class ExpertExchange:
             raise GroupFailed(f"{NEED}: {error}") from error
         self._group = group
         self._comm = SharedComm(group.memory, group.rank, collectives, group.timeout)
-        self.layers: Sequence[ExpertLayer] = ()
-        """Of the model, in the order of a step."""
+        self._layers: Sequence[ExpertLayer] = ()
+        self._balancer: ExpertBalancer | None = None
+        if group.moves is not None and group.eplb is not None:
+            moves = SharedComm(group.moves, group.rank, native_collectives(group.isa), group.timeout)
+            self._balancer = ExpertBalancer(group.eplb, ExpertMover(moves))
         self.is_open = False
         self._tokens = np.zeros(group.cores, np.int64)
 
@@ -56,24 +62,44 @@ class ExpertExchange:
 
     def placed(self, experts: int) -> Placement:
         """Where a layer's experts are to begin with."""
-        return Placement.linear(experts, self._group.world)
+        eplb = self._group.eplb
+        return Placement.linear(experts, self._group.world, 0 if eplb is None else eplb.num_redundant_experts)
+
+    def adopt(self, layers: Sequence[ExpertLayer]) -> None:
+        """The model's layers with experts are these, in the order of a step; all ranks come to it between the same two steps."""
+        self._layers = layers
+        if self._balancer is not None:
+            self._balancer.adopt(layers)
+
+    def moving_bytes(self) -> int:
+        """Bytes that the rank needs for weights that move; ConfigError where they cannot."""
+        layers = () if self._balancer is None else self._layers
+        return max((moving_bytes(layer, self._group.rank) for layer in layers), default=0)
 
     def open(self) -> None:
         """From now on steps are those of all ranks."""
         self.is_open = True
 
+    def stats(self) -> ExpertStats | None:
+        """What experts have had to do, on all ranks; None: nobody has them counted."""
+        return None if self._balancer is None else self._balancer.stats()
+
     def begin(self, tokens: int) -> bool:
         """Begins a step with so many tokens of this core, together with all ranks; says whether any core has tokens."""
         if not self.is_open:
             return tokens > 0
-        told = torch.tensor([tokens], dtype=torch.int64).view(torch.uint8)
-        found = self._gather(told, np.full(self._group.world, len(told)))
-        self._tokens = found.view(torch.int64).numpy()[:: self._group.each].copy()
-        return bool(self._tokens.any())
+        balancer = self._balancer
+        told = torch.tensor([tokens, 0 if balancer is None else balancer.num_ready]).view(torch.uint8)
+        found = self._gather(told, np.full(self._group.world, len(told))).view(torch.int64).view(-1, 2).numpy()
+        self._tokens = found[:: self._group.each, 0].copy()
+        some = bool(self._tokens.any())
+        if balancer is not None:
+            balancer.begin_step(int(found[:, 1].min()), some=some)
+        return some
 
     def serve(self) -> None:
         """Takes part in a step without tokens of its own: the other cores' tokens need this rank's experts."""
-        for layer in self.layers:
+        for layer in self._layers:
             nothing = torch.empty(0, layer.hidden_size, dtype=layer.dtype)
             self.run(layer, nothing, torch.empty(0, layer.top_k, dtype=torch.int32), torch.empty(0, layer.top_k))
 
@@ -98,6 +124,8 @@ class ExpertExchange:
         # A rank's results are in the order of the choices, so that those of one core's tokens follow one another.
         order = np.argsort(ranks, kind="stable")
         counts = np.bincount(ranks, minlength=group.world)
+        if self._balancer is not None:
+            self._balancer.count(layer, chosen, counts)
         ends = np.cumsum(counts)
         mine = order[ends[group.rank] - counts[group.rank] : ends[group.rank]]
         local = torch.from_numpy((slots[mine] - placement.starts[group.rank]).astype(np.int32))

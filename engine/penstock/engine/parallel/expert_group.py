@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from penstock.engine.config import ParallelConfig
+from penstock.engine.config import EplbConfig, ParallelConfig
 from penstock.engine.parallel.shared_memory import SharedMemory
 from penstock.kernels.cpu.isa import IsaName
 
@@ -20,6 +20,10 @@ class ExpertGroup(NamedTuple):
     """Seconds that a rank may keep others waiting."""
     isa: IsaName | None = None
     """The CPU's instruction set; None: the best that it has."""
+    moves: SharedMemory | None = None
+    """All ranks', for weights that move beside steps; None: experts stay where they are."""
+    eplb: EplbConfig | None = None
+    """When they move."""
 
     @property
     def world(self) -> int:
@@ -44,9 +48,18 @@ class CoreExperts(NamedTuple):
     """File descriptor of what all of them share."""
     core: int
     """Its number."""
+    moves: int | None = None
+    """File descriptor of what they share to move experts; None: experts stay where they are."""
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """To be passed on to each rank."""
+        return (self.memory,) if self.moves is None else (self.memory, self.moves)
 
 
 def expert_group(experts: CoreExperts, rank: int, parallel: ParallelConfig, timeout: float, isa: IsaName | None) -> ExpertGroup:
     """The place of a rank that divides layers with others of its core, where it is the `rank`-th."""
     each, world = parallel.tensor_parallel_size, parallel.expert_ranks
-    return ExpertGroup(experts.core * each + rank, each, SharedMemory(experts.memory, world), timeout, isa)
+    moves = None if experts.moves is None else SharedMemory(experts.moves, world)
+    memory = SharedMemory(experts.memory, world)
+    return ExpertGroup(experts.core * each + rank, each, memory, timeout, isa, moves, parallel.eplb)

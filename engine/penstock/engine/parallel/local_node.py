@@ -130,12 +130,12 @@ class LocalNode:
             incoming=[mine[wire] for wire in sorted(same) if wire.receiver == number],
             far_before=None if before is None or number - each not in far else FarLink(before.sender, far[number - each]),
             far_after=None if after is None or number not in far else FarLink(after.receiver, far[number]),
-            experts=None if self._experts is None else (self._experts.memory, self._experts.core),
+            experts=None if self._experts is None else tuple(self._experts),
         )
         ends = [end for link in (before, after) if link is not None for end in (link.sender, link.receiver)]
         fds = (self._ring.fd, memory.fd, *mine.values(), *(fd for end in ends for fd in end))
         if self._experts is not None:
-            fds += (self._experts.memory,)
+            fds += self._experts.descriptors
         name = f"rank {number}" if layout.world > 1 else "the worker"
         process = _Process(number, name, tuple(dict.fromkeys(fds)), computing(config))
         self._processes.append(process)

@@ -51,7 +51,7 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     """Wires from ranks on other nodes; this rank takes in what comes for all ranks of its node."""
     far_before: FarLink | None = None
     far_after: FarLink | None = None
-    experts: tuple[int, int] | None = None
+    experts: tuple[int, int, int | None] | None = None
     """`CoreExperts`, of ranks that divide experts."""
 
 

@@ -116,6 +116,10 @@ class PackedWeight:
         """After `finish`: what a kernel that takes all experts reads."""
         return PackedLayer(self.weight, self.bias, self._rounding, self._input_scale, self._input_zero)
 
+    def held(self) -> list[torch.Tensor]:
+        """See MovableMethod."""
+        return [tensor for tensor in self.packed_layer().tensors if tensor is not None]
+
     def widened(self) -> torch.Tensor:
         """In place of `finish`: the weight [out, in] in the layer's dtype. The method keeps nothing."""
         self.finish()

@@ -69,6 +69,7 @@ from penstock.engine.runner.sampler.scores import score_prompts
 from penstock.engine.runner.turns import Forward, Runtime, Sampled, Step, Turns
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.checkpoint import DraftCheckpoint
+from penstock.engine.stats import ExpertStats
 from penstock.kernels.ops import Ops
 
 log = logging.getLogger(__name__)
@@ -331,10 +332,18 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
     def _adopt(self, model: Model) -> None:
         """Serves with another model, whose weights are yet to come."""
         self.model = model
-        if self._exchange is not None:
-            self._exchange.layers = cast(MoeForCausalLM, model).mixtures
+        self._share_experts()
         with torch.inference_mode():
             self._lora.attach(model)
+
+    def _share_experts(self) -> None:
+        """Lets other ranks use the model's experts, if it has some to share."""
+        if self._exchange is not None:
+            self._exchange.adopt(cast(MoeForCausalLM, self.model).mixtures if hasattr(self, "model") else ())
+
+    def expert_stats(self) -> ExpertStats | None:
+        """What the experts of all ranks have had to do."""
+        return None if self._exchange is None else self._exchange.stats()
 
     def _fill(self, source: Source) -> None:
         with torch.inference_mode():

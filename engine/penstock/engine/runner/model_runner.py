@@ -146,6 +146,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         if level == 2 and hasattr(self, "model"):
             self._lora.detach()
             del self.model
+            self._share_experts()
             if self._drafter is not None:
                 del self.draft_model
         return_free_memory()
@@ -157,6 +158,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             self.initialize_kv_cache(self._num_blocks)
         if "weights" in tags and not hasattr(self, "model"):
             self.model = self._new_model()
+            self._share_experts()
             if self._drafter is not None:
                 self._load_draft_model(self._drafter)
         self._bind_drafter()
@@ -265,6 +267,8 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         self.initialize_kv_cache(1)
         self._reset()
         step = peak_activation_bytes(self._dummy_step, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        if self._exchange is not None:
+            step += self._exchange.moving_bytes()
         return step + sum(images.bytes(scheduler.encoder_cache_size) for images in self._all_images)
 
     def _begin(self, plan: StepPlan, starts: Int32, drafts: Int32 | None, asked: PromptRows | None) -> HostStep:

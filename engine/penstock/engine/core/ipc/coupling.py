@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from penstock.engine.config import ParallelConfig
 from penstock.engine.core.wave import Waves
+from penstock.engine.parallel.expert_group import CoreExperts
 from penstock.engine.parallel.shared_memory import SharedMemory
 
 
@@ -17,22 +18,33 @@ class Coupling:
     def __init__(self, parallel: ParallelConfig) -> None:
         self._each = parallel.tensor_parallel_size
         self.memory = SharedMemory.create(parallel.expert_ranks)
+        self.moves = None if parallel.eplb is None else SharedMemory.create(parallel.expert_ranks)
         self.waves = Waves(parallel.data_parallel_size)
         self._closed = False
+
+    def experts(self, core: int) -> CoreExperts:
+        """What a core inherits of the memory."""
+        return CoreExperts(self.memory.fd, core, None if self.moves is None else self.moves.fd)
 
     @property
     def descriptors(self) -> Sequence[int]:
         """To be passed on to each core."""
-        return (self.memory.fd, *self.waves.descriptors)
+        return (*self.experts(0).descriptors, *self.waves.descriptors)
 
     def core_ended(self, core: int) -> None:
         """Has the others know, within milliseconds, that no step of all will come to its end any more."""
         if not self._closed:
-            self.memory.fail(core * self._each)
+            for memory in self._memories:
+                memory.fail(core * self._each)
+
+    @property
+    def _memories(self) -> list[SharedMemory]:
+        return [memory for memory in (self.memory, self.moves) if memory is not None]
 
     def close(self) -> None:
         """Lets go of it; safe to call twice."""
         if not self._closed:
             self._closed = True
-            self.memory.close()
+            for memory in self._memories:
+                memory.close()
             self.waves.close()

@@ -15,7 +15,6 @@ from penstock.engine.core.ipc.client import CoreError
 from penstock.engine.core.ipc.coupling import Coupling
 from penstock.engine.core.ipc.process import HEARTBEAT_S, READ_POLL_MS, REPORT_INTERVAL_S, build_core, build_executor
 from penstock.engine.messages import AbortRequests, AdaptersChanged, AddRequest, Control, CoreReady, StepOutputs
-from penstock.engine.parallel.expert_group import CoreExperts
 from penstock.engine.stats import CoreStats
 
 
@@ -40,7 +39,7 @@ class InprocClient:
     async def start(self) -> CoreReady:
         """Loads the model and makes the first forward pass; raises `ConfigError` where it cannot be served."""
         boot, epoch = BootTimes(), int(time.time() * 1000)
-        experts = None if self._coupling is None else CoreExperts(self._coupling.memory.fd, 0)
+        experts = None if self._coupling is None else self._coupling.experts(0)
         executor, num_blocks = build_executor(self._config, self._runner, boot, experts)
         self._core = build_core(self._config, executor, num_blocks, epoch)
         while self._core.may_capture:  # whoever calls from Python has no idle time to give

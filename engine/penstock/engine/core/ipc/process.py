@@ -246,7 +246,7 @@ def run(start: CoreStart, port: Port, context: Context) -> None:
         publisher = EventPublisher(context, epoch, start.events_addresses, start.replay_addresses)
     floor_s = weights_floor_s(start.config)
     boot.end("bandwidth")
-    experts = None if start.experts is None else CoreExperts(start.experts, start.engine_index)
+    experts = None if start.experts is None else CoreExperts(*start.experts)
     executor, num_blocks = build_executor(start.config, start.runner, boot, experts)
     wave = None if start.wave is None else Wave(start.wave, start.engine_index)
     core = build_core(start.config, executor, num_blocks, epoch, start.engine_index, wave)

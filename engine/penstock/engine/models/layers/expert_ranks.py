@@ -15,6 +15,14 @@ class ExpertLayer(Protocol):
     top_k: int
     dtype: torch.dtype
 
+    def held(self, slot: int, /) -> list[torch.Tensor]:
+        """The tensors of one of the rank's own slots, alike in all of them; ConfigError where they cannot move."""
+        ...
+
+    def place(self, placement: Placement, /) -> None:
+        """Serves experts where they now are, in memory that may be another."""
+        ...
+
     def rows(self, x: torch.Tensor, slots: torch.Tensor, /) -> torch.Tensor:
         """[m, hidden] and, of each row, one of the rank's own slots, [m] int32 → [m, hidden]."""
         ...

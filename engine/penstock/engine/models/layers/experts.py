@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import torch
 
+from penstock.engine.config import ConfigError
 from penstock.engine.models.build import Build
 from penstock.engine.models.layers.linear import stored_weights
 from penstock.engine.models.layers.linear_method import (
     DeviceLinearMethod,
     FusableMethod,
     LinearMethod,
+    MovableMethod,
     PackedMethod,
     UnquantizedLinearMethod,
 )
@@ -148,6 +150,22 @@ class Experts:
     def is_whole(self) -> bool:
         """Whether the results are whole sums, on every rank; else each rank has a part of them."""
         return self._exchange is not None
+
+    def held(self, slot: int) -> list[torch.Tensor]:
+        """After `finish`: the tensors of one of the rank's slots, which those of another expert may replace. ConfigError where
+        they may not."""
+        methods = self._gate_up[slot], self._down[slot]
+        movable = [method for method in methods if isinstance(method, MovableMethod)]
+        if len(movable) < len(methods):
+            raise ConfigError(f"--enable-eplb: experts that {type(methods[0]).__name__} holds do not move")
+        return [tensor for method in movable for tensor in method.held()]
+
+    def place(self, placement: Placement) -> None:
+        """Serves experts where they now are: the rank's slots have other weights, or other memory."""
+        assert self._exchange is not None, "the rank has all experts"
+        self.placement, self._slots = placement, list(placement.own(self._exchange.rank))
+        if self._table is not None:
+            self._table.find()
 
     def holds(self, expert: int) -> bool:
         """Whether an expert is in one of the rank's slots."""

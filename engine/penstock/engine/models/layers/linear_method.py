@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 
+from penstock.engine.config import ConfigError
 from penstock.engine.models.layers.projection import Axis, LinearLayer, Projection, TensorSpec
 from penstock.kernels.experts.table import PackedLayer
 from penstock.kernels.linear.reference import pack_weight
@@ -73,6 +74,16 @@ class PackedMethod(LinearMethod, Protocol):
         ...
 
 
+@runtime_checkable
+class MovableMethod(Protocol):
+    """A linear method whose weights may be exchanged for those of another layer."""
+
+    def held(self) -> list[torch.Tensor]:
+        """After `finish`: all tensors that the layer consists of. Layers of one form have the same ones in the same order. Their
+        storage may be replaced."""
+        ...
+
+
 class UnquantizedLinearMethod:
     """The weight in the model's dtype, multiplied by torch on the CPU."""
 
@@ -100,6 +111,10 @@ class UnquantizedLinearMethod:
 
     def finish(self) -> None:
         """Nothing to do: torch multiplies by the weight as it is."""
+
+    def held(self) -> list[torch.Tensor]:
+        """See MovableMethod."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """[n, in] → [n, out]; a row's result does not depend on the others."""
@@ -139,6 +154,10 @@ class PrepackedLinearMethod(UnquantizedLinearMethod):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
         del self.weight
 
+    def held(self) -> list[torch.Tensor]:
+        """Refuses: only oneDNN knows what its layout is made of."""
+        raise ConfigError("--enable-eplb: experts whose weights are in oneDNN's layout do not move (use one thread)")
+
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """[n, in] → [n, out]; a row's result does not depend on the others."""
         rows = x.shape[0]
@@ -170,6 +189,10 @@ class NativeLinearMethod(UnquantizedLinearMethod):
     def kernel_weight(self) -> torch.Tensor:
         """After `finish`, as the form's linear kernel reads it."""
         return self.packed
+
+    def held(self) -> list[torch.Tensor]:
+        """See MovableMethod."""
+        return [self.packed] if self.bias is None else [self.packed, self.bias]
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """[n, in] → [n, out]; a row's result does not depend on the others."""
