@@ -14,6 +14,7 @@ _hits, _queries = (rate(it, REPLICA, by="pod") for it in (metrics.PREFIX_CACHE_H
 _DRAFT_NEEDS: Final = "an engine with --spec-method"
 _GRAMMAR_NEEDS: Final = "requests with structured output"
 _IMAGE_NEEDS: Final = "requests with images"
+_EPLB_NEEDS: Final = "an engine with --enable-eplb"
 _OFFLOAD_NEEDS: Final = "an engine with --kv-offload-memory-bytes"
 _accepted, _drafted = (rate(it, REPLICA, by="pod") for it in (metrics.SPEC_ACCEPTED_TOKENS, metrics.SPEC_DRAFT_TOKENS))
 _accepted_here, _drafted_here = (
@@ -211,6 +212,31 @@ _GRAMMARS = Row(
             "Images per second: encoded, or found in the cache of embeddings.",
             [Query(rate(metrics.ENCODER_IMAGES, REPLICA, by="result"), "{{result}}")],
             needs=_IMAGE_NEEDS,
+        ),
+        Panel(
+            "Balance of experts",
+            "Mean load of the ranks over that of the busiest one. Low for long: in --eplb-config, a shorter step_interval where "
+            "traffic changes, more num_redundant_experts where few experts have most of the load.",
+            [Query(series(metrics.EXPERT_BALANCEDNESS, REPLICA), "{{pod}}")],
+            unit="percentunit",
+            most=1,
+            needs=_EPLB_NEEDS,
+        ),
+        Panel(
+            "Load of ranks with experts",
+            "Choices of an expert for a token, a second, by the rank that computes them. One far above the others is waited for.",
+            [Query(rate(metrics.EXPERT_TOKENS, REPLICA, by="ep_rank"), "rank {{ep_rank}}")],
+            needs=_EPLB_NEEDS,
+        ),
+        Panel(
+            "Experts that move",
+            "Bytes a second between ranks, and redistributions an hour. None for hours, with a low balance: look for a warning "
+            "in the log.",
+            [
+                Query(rate(metrics.EXPERT_MOVED_BYTES, REPLICA), "bytes a second"),
+                Query(f"3600 * {rate(metrics.EXPERT_REBALANCES, REPLICA)}", "redistributions an hour"),
+            ],
+            needs=_EPLB_NEEDS,
         ),
     ],
 )

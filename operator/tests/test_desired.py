@@ -283,7 +283,9 @@ def test_data_parallel_ranks_on_cpus_have_a_port_of_events_and_memory_each(make:
     [
         ({"data": 2}, None),
         ({"pipeline": 2}, "parallelism.expert.enabled (it does not go with parallelism.pipeline)"),
-        ({"expert": {"enabled": True, "redundant": 2}}, "parallelism.expert.redundant"),
+        ({"data": 2, "expert": {"enabled": True, "redundant": 2}}, None),
+        ({"expert": {"enabled": True, "redundant": 2}}, "parallelism.expert.redundant (it needs tensor times data above 1)"),
+        ({"expert": {"enabled": True, "eplb": {}}}, "parallelism.expert.eplb (it needs tensor times data above 1)"),
     ],
 )
 def test_experts_are_spread_over_the_processes_of_a_pod(make: Any, changes: Any, refused: str | None) -> None:
@@ -292,6 +294,9 @@ def test_experts_are_spread_over_the_processes_of_a_pod(make: Any, changes: Any,
     if refused is None:
         (engine,) = by_kind(model)["Deployment"]["spec"]["template"]["spec"]["containers"]
         assert "--enable-expert-parallel" in engine["args"]
+        copies = model.spec.pools[0].parallelism.expert.redundant
+        moves = '--eplb-config={"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 2}'
+        assert ("--enable-eplb" in engine["args"]) == (moves in engine["args"]) == (copies == 2)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from penstock.engine.config import (
     CudagraphMode,
     DType,
     EngineConfig,
+    EplbConfig,
     GraphConfig,
     KVDType,
     LoadFormat,
@@ -33,6 +34,7 @@ from penstock.engine.connectors.transfer.config import transfer_config
 from penstock.engine.devices import choose_device
 from penstock.engine.grammar import GrammarSettings, is_installed
 from penstock.engine.multimodal.settings import ImageSettings
+from penstock.engine.parallel.eplb_settings import eplb_config
 from penstock.engine.parallel.nodes import placed
 from penstock.engine.quant.scheme import QuantizationName, StoredMethod
 from penstock.engine.runner.device.graphs.settings import graph_config
@@ -124,6 +126,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: Positive = 1
     data_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
     enable_expert_parallel: bool = False
+    enable_eplb: bool = False
+    eplb_config: dict[str, Any] | None = None
+    """With vLLM's keys."""
     worker_process: bool = False
     distributed_timeout_seconds: Annotated[int, msgspec.Meta(ge=1)] = 30
     nnodes: Positive | None = None
@@ -378,13 +383,17 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{flag}: several ranks run on a CPU alone so far (--device cpu)")
         config = parse_decoder_config(read_object(folder / "config.json"))
         if self.enable_expert_parallel:
-            check_experts(architecture, config, world * copies)
+            check_experts(architecture, config, world * copies, self._eplb())
             self._check_expert_parallel(stages, device)
         if world > 1:
             check_sizes(architecture, config, world, whole_experts=self.enable_expert_parallel)
         if stages > 1:
             check_stages(architecture, config, stages)
             self._check_pipeline(stages)
+
+    def _eplb(self) -> EplbConfig | None:
+        ranks, experts = self.tensor_parallel_size * self.data_parallel_size, self.enable_expert_parallel
+        return eplb_config(self.eplb_config, enabled=self.enable_eplb, experts=experts, ranks=ranks)
 
     def _check_expert_parallel(self, stages: int, device: Literal["cpu", "cuda"]) -> None:
         """Refuses what ranks that divide experts cannot do so far."""
@@ -470,6 +479,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             pipeline_parallel_size=self.pipeline_parallel_size,
             data_parallel_size=self.data_parallel_size,
             expert_parallel=self.enable_expert_parallel and self.tensor_parallel_size * self.data_parallel_size > 1,
+            eplb=self._eplb(),
             worker_process=self.worker_process,
             timeout=self.distributed_timeout_seconds,
             master_port=self.master_port,

@@ -315,6 +315,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--data-parallel-size", "-dp", type=positive, default=1, metavar="RANKS", help=what)
     what = "give each process some experts of a mixture whole, in place of a part of every expert"
     add("--enable-expert-parallel", "-ep", action="store_true", help=what)
+    add(
+        "--enable-eplb",
+        action="store_true",
+        help="move busy experts to idle ranks, with copies where there is room, while serving",
+    )
+    what = 'when experts move, with vLLM\'s keys: \'{"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 0}\''
+    add("--eplb-config", type=_object, metavar="JSON", help=what)
     what = "run the model in a process of its own, apart from the scheduler, even where there is one rank"
     add("--worker-process", action="store_true", help=what)
     what = "largest number of seconds that one process of the model may keep the others waiting"

@@ -13,6 +13,7 @@ _NO_CODE: Final = "code in checkpoints never runs; leave it out"
 _TEMPLATE: Final = "put the template into the model's folder as chat_template.jinja"
 _ALWAYS: Final = "this is always on; leave it out"
 _GRAMMARS: Final = '--structured-outputs-config, as in --structured-outputs-config \'{"backend": "xgrammar"}\''
+_EPLB: Final = '--eplb-config, as in --eplb-config \'{"num_redundant_experts": 2, "step_interval": 3000}\''
 _DOWNLOADS: Final = "set the environment variable HF_HOME"
 _LOG: Final = "the log has a line for each request; --disable-log-stats ends the line every ten seconds"
 _OPEN: Final = "methods, headers and credentials are not limited: --allowed-origins alone"
@@ -25,6 +26,7 @@ def _all(names: str, advice: str) -> dict[str, str]:
 FOREIGN: Final[Mapping[str, str]] = {
     **_all("--tp --tp-size --num-shard --sharded", "--tensor-parallel-size"),
     **_all("--expert-parallel-size --ep --ep-size", "--enable-expert-parallel"),
+    **_all("--num-redundant-experts --ep-num-redundant-experts --eplb-rebalance-num-iterations", _EPLB),
     **_all("--pp --pp-size", "--pipeline-parallel-size"),
     **_all("--distributed-executor-backend", _RANKS),
     **_all("--dp --dp-size", "--data-parallel-size"),

@@ -15,6 +15,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core.wave import WaveEnd
 from penstock.engine.grammar import Grammar
 from penstock.engine.multimodal.inputs import ImageInput
+from penstock.engine.parallel.expert_group import CoreExperts
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.stats import CoreStats
 
@@ -60,8 +61,8 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
     """`module:Class` of the model runner; None: the device's."""
     wave: WaveEnd | None = None
     """How it joins the steps of other cores; None: its steps are its own."""
-    experts: tuple[int, int, int | None] | None = None
-    """`CoreExperts`, of ranks that divide experts; None: none do."""
+    experts: CoreExperts | None = None
+    """The core's place among those whose ranks divide experts; None: none do."""
     frontends_address: str | None = None
     """The path of the socket where further frontends connect, in the same folder; None: there are none."""
 

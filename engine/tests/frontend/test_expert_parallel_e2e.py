@@ -1,4 +1,4 @@
-"""Cores that divide the experts of a mixture: the answers of one core, an idle core that serves, and a death that all notice."""
+"""Cores that divide experts, which move: the answers of one core, an idle core that serves, and a death that all notice."""
 
 import asyncio
 import os
@@ -62,7 +62,9 @@ async def answer(llm: AsyncLLM, prompt: str, rank: int, params: SamplingParams =
 
 
 async def test_two_cores_answer_as_one_while_the_other_idles_and_end_together(mixtral, expected):
-    args = EngineArgs(model=str(mixtral), data_parallel_size=2, enable_expert_parallel=True, **SIZE)
+    eplb = {"window_size": 20, "step_interval": 20, "num_redundant_experts": 1}
+    flags = {"data_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True, "eplb_config": eplb, **SIZE}
+    args = EngineArgs(model=str(mixtral), **flags)
     before = children(os.getpid())
     async with AsyncLLM.from_args(args) as llm:
         cores = started_since(before)
@@ -82,6 +84,7 @@ async def test_two_cores_answer_as_one_while_the_other_idles_and_end_together(mi
         running = [asyncio.create_task(answer(llm, PROMPTS[0], rank, long)) for rank in (0, 1)]
         await llm.call(ReloadWeights())
         assert await asyncio.gather(*running) == alone
+        await _check_moved(llm)
         started = asyncio.create_task(answer(llm, PROMPTS[0], 0, SamplingParams(max_tokens=1900, ignore_eos=True)))
         while not len(llm.ranks[0].egress):
             await asyncio.sleep(0.01)
@@ -90,6 +93,16 @@ async def test_two_cores_answer_as_one_while_the_other_idles_and_end_together(mi
             await asyncio.wait_for(started, 60)
         assert llm.unhealthy() is not None
     wait_gone(*cores)
+
+
+async def _check_moved(llm: AsyncLLM) -> None:
+    """Experts have moved meanwhile, as the first core tells for all."""
+    deadline = time.monotonic() + 60
+    while (told := llm.ranks[0].metrics.stats.experts) is None or not (told.rebalances and told.moved_bytes):
+        assert time.monotonic() < deadline, f"nothing has moved: {told}"
+        await answer(llm, PROMPTS[0], 1)
+    assert 0 < told.balancedness <= 1 and all(told.served)
+    assert llm.ranks[1].metrics.stats.experts is None
 
 
 async def _check_quiet(cores: list[int]) -> None:
@@ -112,8 +125,22 @@ def _switches(pid: int) -> int:
 def test_what_cannot_be_divided_is_refused_with_the_arithmetic(mixtral):
     def refused(words: str, **flags: object) -> None:
         with pytest.raises(ConfigError, match=words):
-            EngineArgs(model=str(mixtral), enable_expert_parallel=True, **flags).config()  # type: ignore[arg-type]
+            EngineArgs(**{"model": str(mixtral), "enable_expert_parallel": True, **flags}).config()  # type: ignore[arg-type]
 
     refused("5 experts are fewer than the 6 ranks", data_parallel_size=6)
     refused("does not go with --pipeline-parallel-size 2", data_parallel_size=2, pipeline_parallel_size=2)
+    eplb = {"enable_eplb": True, "data_parallel_size": 2}
+    words = r"5 experts \+ num_redundant_experts 2 cannot be divided among 2 ranks; possible numbers: 1, 3, 5$"
+    refused(words, **eplb, eplb_config={"num_redundant_experts": 2})
+    refused("5 experts .* 7 are more than a copy of each expert", **eplb, eplb_config={"num_redundant_experts": 7})
+    for words, config in (
+        ("--eplb-config: window_size: must be at least 1", {"window_size": 0}),
+        ("--eplb-config: step_intervall: there is no such field; did you mean step_interval", {"step_intervall": 5}),
+        ("--eplb-config: use_async: experts always move beside steps; remove it", {"use_async": False}),
+        ("--eplb-config: log_balancedness: the metric penstock_expert_balancedness", {"log_balancedness": True}),
+    ):
+        refused(words, **eplb, eplb_config=config)
+    refused("--eplb-config needs --enable-eplb", data_parallel_size=2, eplb_config={"use_async": True})
+    refused("--enable-eplb: there is one rank", enable_eplb=True)
+    refused("--enable-eplb needs --enable-expert-parallel", **eplb, enable_expert_parallel=False)
     refused("make one step after the other", data_parallel_size=2, async_scheduling=True)

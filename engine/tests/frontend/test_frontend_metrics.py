@@ -21,7 +21,7 @@ from penstock.engine.frontend.observe.metrics import EngineMetrics, Metrics
 from penstock.engine.frontend.observe.timeline import intervals, timeline
 from penstock.engine.frontend.vocabulary import Vocabulary
 from penstock.engine.messages import Finished, FinishReason, Lifecycle, LifecycleEvent, Started
-from penstock.engine.stats import Buckets, CoreStats, EncoderStats, OffloadStats, StepStats, TierStats
+from penstock.engine.stats import Buckets, CoreStats, EncoderStats, ExpertStats, OffloadStats, StepStats, TierStats
 
 QUEUED, SCHEDULED, PREEMPTED = LifecycleEvent.QUEUED, LifecycleEvent.SCHEDULED, LifecycleEvent.PREEMPTED
 
@@ -243,6 +243,18 @@ def test_what_became_of_images_is_told_where_there_can_be_any():
     assert (found["penstock_encoder_tokens_total"], found["penstock_encoder_seconds_total"]) == (75, 0.5)
     kept = [found[f"penstock_encoder_cache_tokens state={state}"] for state in ("held", "idle", "free")]
     assert kept == [25, 50, 25]
+
+
+@pytest.mark.req("DX-16")
+def test_what_experts_have_to_do_is_told_where_they_move():
+    engine = EngineMetrics("m", engine=0)
+    engine.stats = stats()
+    assert not any("expert" in name for name in scrape(engine))
+    engine.stats = msgspec.structs.replace(stats(), experts=ExpertStats([40, 10], 0.625, 3, 700))
+    found = scrape(engine)
+    assert [found[f"penstock_expert_tokens_total ep_rank={rank}"] for rank in (0, 1)] == [40, 10]
+    assert found["penstock_expert_balancedness"] == 0.625
+    assert (found["penstock_expert_rebalances_total"], found["penstock_expert_moved_bytes_total"]) == (3, 700)
 
 
 @pytest.mark.req("MET-04")

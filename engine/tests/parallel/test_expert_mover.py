@@ -126,9 +126,9 @@ def test_steps_and_moves_go_on_beside_each_other(on_ranks):
         assert balancer is not None
         gather, slow = balancer._mover._comm.gather_parts, 0.002 * (rank == 1)
         balancer._mover._comm.gather_parts = lambda *args: (time.sleep(slow), gather(*args))[1]  # type: ignore[method-assign]
-        for step in range(320):
-            one.step(busy=step // 20 * 5)
-            if step in (100, 101, 220):
+        for step in range(200):
+            one.step(busy=step // 14 * 5)
+            if step in (60, 61, 140):
                 one.adopt()
         return one.stats, sum(layer.placed for layer in one.layers), balancer._mover._num_served
 

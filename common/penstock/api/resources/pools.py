@@ -11,6 +11,15 @@ MAX_POOLS = 8
 """Most pools of a model. Its status can also hold pools that are being removed."""
 
 
+class ExpertBalancing(Part):
+    """When busy experts move to other devices."""
+
+    window_size: int = Field(default=1000, ge=1, le=1_000_000)
+    """Steps whose loads decide where experts are."""
+    step_interval: int = Field(default=3000, ge=1, le=1_000_000_000)
+    """Steps from one decision to the next."""
+
+
 class ExpertParallelism(Part):
     """Spreading a mixture-of-experts model's experts over devices."""
 
@@ -20,12 +29,25 @@ class ExpertParallelism(Part):
             "parallelism.expert: redundant needs enabled: true",
             lambda expert: expert.redundant == 0 or expert.enabled,
         ),
+        Rule(
+            "!has(self.eplb) || self.enabled",
+            "parallelism.expert: eplb needs enabled: true",
+            lambda expert: expert.eplb is None or expert.enabled,
+        ),
     )
 
     enabled: bool = False
     """Spread the experts instead of slicing each."""
     redundant: int = Field(default=0, ge=0, le=1024)
-    """Copies of busy experts, to even the load."""
+    """Copies of busy experts, to even the load; with any, experts move as `eplb` says, or as it says by default."""
+    eplb: ExpertBalancing | None = None
+    """Moves busy experts to other devices while requests run, also without copies; absent, and with `redundant: 0`: experts stay
+    where they are."""
+
+    @property
+    def balancing(self) -> ExpertBalancing | None:
+        """When experts move; None: they stay where they are."""
+        return ExpertBalancing() if self.eplb is None and self.redundant else self.eplb
 
 
 class Parallelism(Part):

@@ -138,7 +138,7 @@ class Moves(NamedTuple):
 
 
 def moves(old: Placement, new: Int64) -> Moves:
-    """What has to move. A rank with a copy of its own takes that one; the gifts of others are distributed among those who can give.
+    """What has to move. A rank with a copy of its own takes that one; what others give is distributed among those who can.
 
     Args:
         old: Whose weights are where now.

@@ -32,7 +32,7 @@ class ExpertBalancer:
 
     @property
     def num_ready(self) -> int:
-        """See ExpertMover."""
+        """How far this rank has come; see ExpertMover."""
         return self._mover.num_ready
 
     def adopt(self, layers: Sequence[ExpertLayer]) -> None:

@@ -3,9 +3,9 @@
     a thread      for each layer: computes its new placement, sends and receives weights, and keeps them beside the old ones
     a step        tells, as it begins, how many layers a rank has ready; what all ranks have ready is served from this step on
 
-The thread has a communicator of its own: no step waits for it, and it waits for none. All ranks count the same loads, so that their
-threads begin after the same step, find the same placements, and exchange the same layers in the same order. At most one layer is
-ready and not yet served.
+The thread has a communicator of its own: no step waits for it, and it waits for none. All ranks count the same loads, so that
+their threads begin after the same step, find the same placements, and exchange the same layers in the same order. At most one
+layer is ready and not yet served.
 """
 
 import hashlib
@@ -99,12 +99,12 @@ class ExpertMover:
                 # The old memory takes what comes next, so that a rank never needs more than it did for one layer.
                 self._spare.setdefault(_form(held), []).append([old.detach() for old in held])
                 for old, new in zip(held, tensors, strict=True):
-                    old.set_(new)
+                    old.set_(new.untyped_storage(), 0, new.shape, new.stride())
         now.layer.place(now.placement)
         self._turn.release()
 
     def stop(self) -> None:
-        """Ends a rebalancing: the layers that are not yet served stay as they are. All ranks call it between the same two steps."""
+        """Ends a rebalancing: layers that are not yet served stay as they are. All ranks call it between the same two steps."""
         if self._thread is not None:
             self._stopped = True
             self._join()
@@ -131,7 +131,7 @@ class ExpertMover:
                 if self._stopped:
                     return
             self._offer(None)
-        except Exception as error:  # noqa: BLE001 - raised where steps are made
+        except Exception as error:
             log.exception("experts cannot move")
             self._comm.fail()
             self._error = error
@@ -177,7 +177,6 @@ class ExpertMover:
                 slots |= {slot - first: self._taken(part, layer.held(slot - first)) for slot in takers[giver]}
             self.moved_bytes += size * sum(_takes(gift, rank_of) for gift in gifts.values())
         return _Ready(layer, Placement.of(new, old.starts, len(old.copies)), slots)
-
 
     def _taken(self, data: npt.NDArray[np.uint8], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors with these bytes."""

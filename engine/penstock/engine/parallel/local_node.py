@@ -130,7 +130,7 @@ class LocalNode:
             incoming=[mine[wire] for wire in sorted(same) if wire.receiver == number],
             far_before=None if before is None or number - each not in far else FarLink(before.sender, far[number - each]),
             far_after=None if after is None or number not in far else FarLink(after.receiver, far[number]),
-            experts=None if self._experts is None else tuple(self._experts),
+            experts=self._experts,
         )
         ends = [end for link in (before, after) if link is not None for end in (link.sender, link.receiver)]
         fds = (self._ring.fd, memory.fd, *mine.values(), *(fd for end in ends for fd in end))

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from penstock.engine.config import ConfigError
+from penstock.engine.config import ConfigError, EplbConfig
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.layers.shard import Shard, Stage
 from penstock.engine.models.registry import family, full_name, has_lm_head
@@ -47,14 +47,27 @@ def check_stages(architecture: str, config: DecoderConfig, stages: int) -> None:
         raise ConfigError(f"{flag}: {error}") from None
 
 
-def check_experts(architecture: str, config: DecoderConfig, ranks: int) -> None:
-    """ConfigError where there are no experts, or fewer than ranks."""
+def check_experts(architecture: str, config: DecoderConfig, ranks: int, eplb: EplbConfig | None = None) -> None:
+    """ConfigError where there are no experts, or fewer than ranks, or where those that move could not be distributed evenly."""
     if config.experts is None:
         raise ConfigError(f"--enable-expert-parallel: {architecture} has no experts")
     if family(architecture).reads_images:
         raise ConfigError(f"--enable-expert-parallel: {architecture} reads images, which no ranks with experts do so far")
     if config.experts.count < ranks:
         raise ConfigError(f"--enable-expert-parallel: {config.experts.count} experts are fewer than the {ranks} ranks")
+    if eplb is not None:
+        _check_slots(config.experts.count, eplb.num_redundant_experts, ranks)
+
+
+def _check_slots(experts: int, redundant: int, ranks: int) -> None:
+    """ConfigError where ranks cannot have equally many slots, or a rank would have an expert twice at any rate."""
+    whole = f"{experts} experts + num_redundant_experts {redundant}"
+    if (experts + redundant) % ranks:
+        numbers = range(-experts % ranks, experts * (ranks - 1) + 1, ranks)
+        fits = ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
+        raise ConfigError(f"--enable-eplb: {whole} cannot be divided among {ranks} ranks; possible numbers: {fits}")
+    if redundant > experts * (ranks - 1):
+        raise ConfigError(f"--enable-eplb: {whole} are more than a copy of each expert on each of {ranks} ranks")
 
 
 def size_problem(config: DecoderConfig, world: int, *, whole_experts: bool = False) -> str | None:

@@ -12,6 +12,7 @@ import msgspec
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import plan as columns
 from penstock.engine.core.plan import SampledTokens, SampleInputs, StepPlan, StepResult
+from penstock.engine.parallel.expert_group import CoreExperts
 from penstock.engine.parallel.links import LinkEnd
 
 
@@ -51,8 +52,8 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     """Wires from ranks on other nodes; this rank takes in what comes for all ranks of its node."""
     far_before: FarLink | None = None
     far_after: FarLink | None = None
-    experts: tuple[int, int, int | None] | None = None
-    """`CoreExperts`, of ranks that divide experts."""
+    experts: CoreExperts | None = None
+    """None: each rank has a part of every expert."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

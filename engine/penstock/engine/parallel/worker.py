@@ -24,7 +24,7 @@ from penstock.engine.core.plan import StepResult
 from penstock.engine.models.layers.shard import Stage
 from penstock.engine.parallel import words
 from penstock.engine.parallel.broadcast import Ring, messages
-from penstock.engine.parallel.expert_group import CoreExperts, expert_group
+from penstock.engine.parallel.expert_group import expert_group
 from penstock.engine.parallel.fingerprint import fingerprint
 from penstock.engine.parallel.frames import receive_frame, send_frame
 from penstock.engine.parallel.group import Group, Wires
@@ -79,7 +79,7 @@ class Worker:
                 start.readers,
             )
         if start.experts is not None:
-            groups["expert_group"] = expert_group(CoreExperts(*start.experts), rank, parallel, patience, config.cpu_isa)
+            groups["expert_group"] = expert_group(start.experts, rank, parallel, patience, config.cpu_isa)
         self.runner: Runner = make(config, **groups)
         self._stage, self._tells = stage, stage.last and rank == 0
         self._sampled: deque[StepResult | Pending | StepFailed] = deque()

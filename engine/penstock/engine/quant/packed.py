@@ -117,7 +117,7 @@ class PackedWeight:
         return PackedLayer(self.weight, self.bias, self._rounding, self._input_scale, self._input_zero)
 
     def held(self) -> list[torch.Tensor]:
-        """See MovableMethod."""
+        """Its tensors; see MovableMethod."""
         return [tensor for tensor in self.packed_layer().tensors if tensor is not None]
 
     def widened(self) -> torch.Tensor:

@@ -57,7 +57,14 @@ def event_ports(pool: Pool) -> list[tuple[str, int]]:
 
 
 def _experts(pool: Pool) -> list[str]:
-    return ["--enable-expert-parallel"] if pool.parallelism.expert.enabled else []
+    expert = pool.parallelism.expert
+    if not expert.enabled:
+        return []
+    if (when := expert.balancing) is None:
+        return ["--enable-expert-parallel"]
+    steps = {"window_size": when.window_size, "step_interval": when.step_interval}
+    config = json.dumps({**steps, "num_redundant_experts": expert.redundant})
+    return ["--enable-expert-parallel", "--enable-eplb", f"--eplb-config={config}"]
 
 
 def _transfer(pool: Pool) -> list[str]:

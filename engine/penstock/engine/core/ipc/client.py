@@ -145,7 +145,7 @@ class CoreClient(CoreConnection):
             runner=runner,
             frontends_address=str(self._folder / "frontends") if shared else None,
             wave=None if coupling is None else coupling.waves.end,
-            experts=None if coupling is None else tuple(coupling.experts(engine_index)),
+            experts=None if coupling is None else coupling.experts(engine_index),
         )
         self._inbox = Inbox()
         self._process: asyncio.subprocess.Process | None = None

@@ -22,7 +22,17 @@ from penstock.engine.frontend.observe.timeline import intervals
 from penstock.engine.frontend.observe.vllm_names import vllm_families
 from penstock.engine.messages import FINISH_REASONS
 from penstock.engine.sampling import SamplingParams
-from penstock.engine.stats import Buckets, CoreStats, DraftStats, EncoderStats, GraphSteps, OffloadStats, TierStats, TransferStats
+from penstock.engine.stats import (
+    Buckets,
+    CoreStats,
+    DraftStats,
+    EncoderStats,
+    ExpertStats,
+    GraphSteps,
+    OffloadStats,
+    TierStats,
+    TransferStats,
+)
 
 # Seconds. Coarse enough for a large model on a busy device, fine enough for a small one on a CPU.
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -197,6 +207,16 @@ def _encoder(encoder: EncoderStats, labels: dict[str, str]) -> Iterator[Family]:
     yield gauge(names.ENCODER_CACHE_TOKENS, "Embeddings of images in the cache, by state.", cache, "state")
 
 
+def _experts(experts: ExpertStats, labels: dict[str, str]) -> Iterator[Family]:
+    gauge, counter = partial(_samples, GaugeMetricFamily, labels), partial(_samples, CounterMetricFamily, labels)
+    served = {str(rank): tokens for rank, tokens in enumerate(experts.served)}
+    yield counter(names.EXPERT_TOKENS, "Choices of an expert for a token, by the rank that computed them.", served, "ep_rank")
+    told = "Mean load of the ranks with experts over that of the busiest one, in the newest steps; 0 without load."
+    yield gauge(names.EXPERT_BALANCEDNESS, told, experts.balancedness)
+    yield counter(names.EXPERT_REBALANCES, "Redistributions of experts among the ranks.", experts.rebalances)
+    yield counter(names.EXPERT_MOVED_BYTES, "Bytes of experts that ranks took from other ranks.", experts.moved_bytes)
+
+
 def _core(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
     report = stats.report
     waiting = {reason: report.num_requests_waiting.get(reason, 0) for reason in WAITING_REASONS}
@@ -217,6 +237,8 @@ def _core(stats: CoreStats, labels: dict[str, str]) -> Iterator[Family]:
         yield from _offload(stats.offload, labels)
     if stats.encoder is not None:
         yield from _encoder(stats.encoder, labels)
+    if stats.experts is not None:
+        yield from _experts(stats.experts, labels)
     if (grammars := stats.grammars) is not None:
         results = {"compiled": grammars.compiled, "failed": grammars.failed, "cached": grammars.cached}
         yield counter(names.GRAMMARS, "Grammars of requests by result; cached ones were compiled before.", results, "result")

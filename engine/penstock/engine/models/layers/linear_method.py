@@ -113,7 +113,7 @@ class UnquantizedLinearMethod:
         """Nothing to do: torch multiplies by the weight as it is."""
 
     def held(self) -> list[torch.Tensor]:
-        """See MovableMethod."""
+        """Its tensors; see MovableMethod."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
@@ -191,7 +191,7 @@ class NativeLinearMethod(UnquantizedLinearMethod):
         return self.packed
 
     def held(self) -> list[torch.Tensor]:
-        """See MovableMethod."""
+        """Its tensors; see MovableMethod."""
         return [self.packed] if self.bias is None else [self.packed, self.bias]
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
