@@ -7,9 +7,12 @@ The replay socket takes `[start_seq (8 bytes)]` from a DEALER and answers `[seq,
 then `[END_OF_REPLAY, b""]`. Where the buffer no longer reaches back to `start_seq`, or `start_seq` lies in the future (the
 subscriber knew another epoch), the first answer is a *snapshot*: a batch that begins with `AllBlocksCleared` and stores every
 block that is cached now, under the sequence number of the last event that it includes. Replay is therefore always complete.
+
+A block may also lie in a tier behind the KV cache: `medium` says so, and each medium is stored and removed for itself. A replica
+that has a tier says so with an empty `BlockStored` of its medium, before any other block event.
 """
 
-from typing import Final
+from typing import Final, Literal, get_args
 
 import msgspec
 
@@ -19,20 +22,29 @@ TOPIC: Final = b"penstock"
 END_OF_REPLAY: Final = b"\xff" * 8
 
 
-class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored"):
+Medium = Literal["memory", "disk", "object"]
+"""A tier behind the KV cache: the host's memory, its disk, an object store. The nearest is the first."""
+MEDIA: Final[tuple[Medium, ...]] = get_args(Medium)
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored", omit_defaults=True):
     """Full blocks became reusable. Hashes are those of `penstock.prompt.hashing`: a block's hash holds its whole prefix."""
 
     block_hashes: list[bytes]
+    medium: Medium | None = None
+    """None: they are in the KV cache."""
 
 
-class BlockRemoved(msgspec.Struct, frozen=True, tag="BlockRemoved"):
-    """Blocks were evicted."""
+class BlockRemoved(msgspec.Struct, frozen=True, tag="BlockRemoved", omit_defaults=True):
+    """Blocks were evicted, from this medium alone."""
 
     block_hashes: list[bytes]
+    medium: Medium | None = None
+    """None: from the KV cache."""
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
-    """The whole prefix cache was reset."""
+    """The whole prefix cache was reset, in every medium."""
 
 
 class RequestFinished(msgspec.Struct, frozen=True, tag="RequestFinished"):

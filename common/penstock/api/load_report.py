@@ -63,6 +63,12 @@ class LoadReport(msgspec.Struct, frozen=True, tag="LoadReport"):
     """Prompt tokens computed, averaged over the last seconds: the demand on a prefill pool."""
     generation_tokens_per_s: float = 0.0
     """Tokens sampled, averaged over the last seconds: the demand on a decode pool."""
+    memory_tier_tokens_per_s: float = 0.0
+    """How fast tokens' KV comes from host memory into the KV cache, measured over the latest loads; 0: not known."""
+    disk_tier_tokens_per_s: float = 0.0
+    """The same from the disk."""
+    object_tier_tokens_per_s: float = 0.0
+    """The same from the object store."""
     lora_slots: int = 0
     """Adapters that fit on the device at once; 0: the engine serves none."""
     lora_slots_free: int = 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from fake_runner import FakeRunner
 
-from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, RequestFinished
+from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, Medium, RequestFinished
 from penstock.engine.cache.block_pool import NULL_BLOCK
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.cache.layout import KVGroup, full_attention
@@ -162,9 +162,15 @@ class Machine:
         self.compared: set[int] = set()
         self.now = 0.0
         self.lifecycle: dict[int, list[tuple[LifecycleEvent, float]]] = {}
-        self.live_hashes: set[bytes] = set()
+        self.live: dict[Medium | None, set[bytes]] = {None: set()}
+        """Blocks by medium, as the event stream says; None: in the KV cache."""
         self._results: deque = deque()
         self.control = AdapterControl(self.scheduler, InlineExecutor(self.runner), config.model.served_names)
+
+    @property
+    def live_hashes(self) -> set[bytes]:
+        """What the event stream says of the KV cache."""
+        return self.live[None]
 
     def add(self, *requests: AddRequest) -> None:
         for request in requests:
@@ -258,14 +264,16 @@ class Machine:
     def _take_events(self) -> None:
         for event in self.scheduler.take_events():
             match event:
-                case BlockStored(hashes):
-                    assert not self.live_hashes.intersection(hashes)
-                    self.live_hashes.update(hashes)
-                case BlockRemoved(hashes):
-                    assert self.live_hashes.issuperset(hashes)
-                    self.live_hashes.difference_update(hashes)
+                case BlockStored(hashes, medium):
+                    blocks = self.live.setdefault(medium, set())
+                    assert not blocks.intersection(hashes)
+                    blocks.update(hashes)
+                case BlockRemoved(hashes, medium):
+                    assert self.live[medium].issuperset(hashes)
+                    self.live[medium].difference_update(hashes)
                 case AllBlocksCleared():
-                    self.live_hashes.clear()
+                    for blocks in self.live.values():
+                        blocks.clear()
                 case RequestFinished():
                     assert event.request_id not in self.ended
                     self.ended[event.request_id] = event
@@ -317,7 +325,9 @@ class Machine:
         assert len(free) == len(set(free)) == pool.num_free
         assert not set(free) & set(holders) and len(free) + len(holders) == pool.num_blocks - 1
         self._take_events()
-        assert self.live_hashes == set(pool.cached_hashes()), "the event stream tells another story than the cache"
+        held = {event.medium: set(event.block_hashes) for event in self.scheduler.cached_blocks()}
+        assert self.live == held, "the event stream tells another story than the cache and its tiers"
+        assert held[None] == set(pool.cached_hashes())
 
     def _check_images(self) -> None:
         """The cache's account is right, and the runner has what it says but for what the next plan drops."""

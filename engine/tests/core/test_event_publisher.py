@@ -23,9 +23,10 @@ def test_a_snapshot_can_be_asked_for_before_anything_was_published() -> None:
         asking.connect("inproc://replay")
         asking.send(events.encode_seq(FUTURE))
         assert publisher.replay_socket.poll(5000)
-        publisher.serve_replay(list)
+        stored = [BlockStored([b"a"], "memory"), BlockStored([])]
+        publisher.serve_replay(lambda: stored)
         number, payload = asking.recv_multipart()
-        assert events.decode(payload).events == [AllBlocksCleared(), BlockStored([])]
+        assert events.decode(payload).events == [AllBlocksCleared(), *stored]
         assert asking.recv_multipart()[0] == events.END_OF_REPLAY
         # What is published next is the first that the snapshot does not hold.
         publisher.publish([AllBlocksCleared()], 2.0)

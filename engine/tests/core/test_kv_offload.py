@@ -5,6 +5,7 @@ from fake_runner import FAILING_TOKEN, reference
 from harness import Machine, make_config, make_request
 from msgspec.structs import replace
 
+from penstock.api.events import BlockStored
 from penstock.engine.cache.layout import KVGroup
 from penstock.engine.core.scheduling.request import RequestStatus
 
@@ -194,3 +195,36 @@ def test_prompts_whose_every_token_is_computed_load_nothing():
     machine.add(replace(request, sampling=replace(request.sampling, prompt_logprobs=1)))
     machine.run()
     assert machine.cached_tokens[50] == 0 and stats(machine).loaded_tokens == 0
+
+
+@pytest.mark.req("KO-10")
+def test_events_tell_the_tier_of_a_block_and_each_tier_for_itself():
+    machine = make(host_pages=40)
+    assert machine.scheduler.take_events() == [BlockStored([], "memory")], "what reads the stream knows that there is a tier"
+    machine.live["memory"] = set()
+    machine.add(make_request(0, PROMPT, 6))
+    machine.run()
+    prompt = machine.live_hashes.copy()
+    machine.add(make_request(1, [1] * 8, 2))
+    machine.run()
+    assert machine.live["memory"] >= prompt, "stored with the next plan, and told when that has retired"
+    for index in range(2, 5):
+        machine.add(make_request(index, [index] * 30, 4))
+        machine.run()
+    gone = prompt - machine.live_hashes
+    assert gone and gone & machine.live["memory"], "removed from the cache, and still in the host's memory"
+    flood(machine, 10)
+    assert not prompt & machine.live["memory"] and len(machine.live["memory"]) <= 40
+    machine.check_no_leak()
+    assert machine.scheduler.kv.pool.reset()
+    machine._take_events()
+    assert machine.live == {None: set(), "memory": set()}
+
+
+def test_a_tier_of_pages_that_hold_several_hashes_tells_nothing():
+    """A page is known by its last hash alone, and a prefix could not be followed."""
+    large = (KVGroup((0,), 2 * BLOCK, None), KVGroup((1,), BLOCK, None))
+    machine = make(large)
+    machine.add(make_request(0, PROMPT, 6))
+    machine.run()
+    assert stats(machine).memory.pages_used > 0 and set(machine.live) == {None}

@@ -283,6 +283,7 @@ class Gateway:
             self._underway.sweep(time.monotonic())
             await self._pool_ports.update(self._follower.state.fleet.inference_pools)
             self._follower.state.residency.sweep(SWEPT_AT_ONCE)
+            self._follower.state.tiers.sweep(SWEPT_AT_ONCE)
             self._follower.state.beliefs.history.expire(time.monotonic())
 
     async def _drain(self) -> None:

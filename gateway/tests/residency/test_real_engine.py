@@ -75,7 +75,7 @@ def adapter_in(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.req("RT-06", "RT-10", "RT-20", "RT-21", "RT-22", "RT-43", "LO-17")
+@pytest.mark.req("RT-06", "RT-10", "RT-20", "RT-21", "RT-22", "RT-43", "LO-17", "KO-10")
 async def test_what_is_believed_of_a_real_engine_is_what_it_finds(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     port, events_port, replay_port = free_ports(3)
@@ -86,8 +86,9 @@ async def test_what_is_believed_of_a_real_engine_is_what_it_finds(tmp_path: Path
         "--metrics-compat",
         "vllm",
         "--kv-cache-memory-bytes",
-        str(16 * 2**20),
+        str(2 * 2**20),
     ]
+    flags += ["--max-model-len", "512", "--kv-offload-memory-bytes", str(64 * 2**20), "--kv-offload-loads", "always"]
     flags += ["--enable-lora", "--max-loras", "2", "--allow-runtime-lora-updating"]
     adapters = {name: adapter_in(tmp_path / name) for name in ("sql", "chat")}
     ports = ["--port", str(port), "--events-port", str(events_port), "--replay-port", str(replay_port)]
@@ -116,7 +117,7 @@ async def test_what_is_believed_of_a_real_engine_is_what_it_finds(tmp_path: Path
                 replicas, raw = state.replicas_of(MODEL), orjson.dumps(body)
                 tokens = await library.tokenize(replicas, CHAT_PATH, raw, body, tenant, adapter)
                 request = RequestView(id="", path=CHAT_PATH, model="tiny", prompts=tokens.prompts, block_size=tokens.block_size)
-                return request, int(state.slate(MODEL, request, 0.0, comparable=tokens.comparable).resident[0])
+                return request, int(state.slate(MODEL, request, 0.0, comparable=tokens.comparable).found[0])
 
             async def ask(name: str, tenant: str, adapter: str | None = None) -> None:
                 request, believed = await resident(tenant, adapter)
@@ -141,8 +142,19 @@ async def test_what_is_believed_of_a_real_engine_is_what_it_finds(tmp_path: Path
                 await ask(str(5 + 2 * list(adapters).index(name)), "a", name)
                 assert (await resident("a", name))[1] > 32
                 await ask(str(6 + 2 * list(adapters).index(name)), "a", name)
+            ((first, *_),) = [prompt.block_hashes for prompt in (await resident("a"))[0].prompts]
+            for other in "xyzuvw":
+                if not state.residency.holds(key, first):
+                    break
+                text = {"role": "user", "content": f"{other} " * 200}
+                async with session.post(url + CHAT_PATH, json=body | {"messages": [text]}) as answer:
+                    assert answer.status == 200, await answer.text()
+            await until(lambda: not state.residency.holds(key, first))
+            assert (await resident("a"))[1] > 32  # it is still in the host's memory
+            await ask("9", "a")
+            assert state.residency.holds(key, first)
             tally = state.beliefs.truth.models[MODEL.id]
-            assert tally.buckets[0] == 8  # every prediction was right to the token
+            assert tally.buckets[0] == 9  # every prediction was right to the token
             assert tally.found > 0
             assert tally.miscounted == 0
             async with session.post(f"{url}/reset_prefix_cache") as answer:

@@ -1,6 +1,6 @@
 """What the block pool has to say to the outside: which blocks can be reused now."""
 
-from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored
+from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, Medium
 
 BlockEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
@@ -14,19 +14,23 @@ class BlockEvents:
     def __init__(self) -> None:
         self._events: list[BlockEvent] = []
 
-    def stored(self, block_hash: bytes) -> None:
-        """A full block became reusable."""
-        if self._events and isinstance(last := self._events[-1], BlockStored):
-            last.block_hashes.append(block_hash)
-        else:
-            self._events.append(BlockStored([block_hash]))
+    def has(self, medium: Medium) -> None:
+        """There is this medium."""
+        self._events.append(BlockStored([], medium))
 
-    def removed(self, block_hash: bytes) -> None:
-        """The last block of this hash was evicted."""
-        if self._events and isinstance(last := self._events[-1], BlockRemoved):
+    def stored(self, block_hash: bytes, medium: Medium | None = None) -> None:
+        """A full block became reusable."""
+        if self._events and isinstance(last := self._events[-1], BlockStored) and last.medium == medium:
             last.block_hashes.append(block_hash)
         else:
-            self._events.append(BlockRemoved([block_hash]))
+            self._events.append(BlockStored([block_hash], medium))
+
+    def removed(self, block_hash: bytes, medium: Medium | None = None) -> None:
+        """The last block of this hash was evicted."""
+        if self._events and isinstance(last := self._events[-1], BlockRemoved) and last.medium == medium:
+            last.block_hashes.append(block_hash)
+        else:
+            self._events.append(BlockRemoved([block_hash], medium))
 
     def cleared(self) -> None:
         """Record that everything was forgotten. Earlier events that were not taken no longer matter."""

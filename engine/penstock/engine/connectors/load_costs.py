@@ -47,6 +47,10 @@ class TierLoads:
         fixed = max(0.0, mean - slope * mean_pages)
         return fixed + slope * pages
 
+    def pages_per_s(self, now: float) -> float:
+        """Return how fast pages have come of late, the fixed time of a load included; 0: unknown."""
+        return self._pages / self._seconds if self._is_fresh(now) and self._seconds else 0.0
+
     def _is_fresh(self, now: float) -> bool:
         return 0 <= now - self._observed_at < FORGET_S
 

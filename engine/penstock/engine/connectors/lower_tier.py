@@ -5,7 +5,7 @@ whose prefix goes on there is parked while the pages are read into the host's me
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -55,11 +55,20 @@ class LowerTier:
         num_pages: That fit.
         page_bytes: Of a page.
         loads: Learns what reads take; None: nobody asks.
+        on_change: As in `TierIndex`.
     """
 
-    def __init__(self, name: Lower, host: TierIndex, num_pages: int, page_bytes: int, loads: TierLoads | None = None) -> None:
+    def __init__(
+        self,
+        name: Lower,
+        host: TierIndex,
+        num_pages: int,
+        page_bytes: int,
+        loads: TierLoads | None = None,
+        on_change: Callable[[Key, bool], None] | None = None,
+    ) -> None:
         self.name: Lower = name
-        self.index = TierIndex(num_pages, on_evict=self._delete)
+        self.index = TierIndex(num_pages, self._delete, on_change)
         self._host = host
         self._page_bytes = page_bytes
         self._loads = loads

@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from penstock.api.events import BlockStored, Medium
 from penstock.api.load_report import WaitingReason
 from penstock.engine.cache.block_pool import NULL_BLOCK
 from penstock.engine.cache.kv_manager import CacheHit, KVCacheManager
@@ -24,6 +25,7 @@ from penstock.engine.connectors.connector import Source
 from penstock.engine.connectors.load_costs import LoadCosts
 from penstock.engine.connectors.lower_tier import LowerTier
 from penstock.engine.connectors.moves import Lower
+from penstock.engine.connectors.tier_events import TierEvents
 from penstock.engine.connectors.tier_index import Key, TierIndex
 from penstock.engine.connectors.transfer.transfer import Transfer
 from penstock.engine.core.plan import Int32, Transfers
@@ -99,10 +101,11 @@ class Offload:
         ranks: int = 1,
         costs: LoadCosts | None = None,
     ) -> None:
-        self.tier = TierIndex(num_slots)
+        self._told: dict[Medium, TierEvents] = {name: TierEvents(kv, name) for name in ("memory", *(lower_pages or ()))}
+        self.tier = TierIndex(num_slots, on_change=self._told["memory"].changed)
         self.transfer = None if transfer is None else Transfer(transfer, kv, self.tier, page_bytes, ranks)
         self.lower = [
-            LowerTier(name, self.tier, pages, page_bytes, None if costs is None else costs.lower[name])
+            LowerTier(name, self.tier, pages, page_bytes, None if costs is None else costs.lower[name], self._told[name].changed)
             for name, pages in (lower_pages or {}).items()
         ]
         self._costs = costs
@@ -334,6 +337,19 @@ class Offload:
         if held:
             self._kv.free(request)
             book.unpark(request.index, now)
+
+    def copies(self) -> Iterable[BlockStored]:
+        """Return what each tier holds, as the events before have said."""
+        tiers: dict[Medium, TierIndex] = {"memory": self.tier, **{lower.name: lower.index for lower in self.lower}}
+        return [event for name, told in self._told.items() for event in told.snapshot(tiers[name])]
+
+    def tokens_per_s(self, medium: Medium, now: float) -> float:
+        """Return how fast tokens have come from this tier into the KV cache of late; 0: unknown, or there is no such tier."""
+        if self._costs is None or medium not in self._told:
+            return 0.0
+        tiers = [self._costs.memory] if medium == "memory" else [self._costs.lower[medium], self._costs.memory]
+        speeds = [tier.pages_per_s(now) for tier in tiers]
+        return 0.0 if 0.0 in speeds else self._kv.block_size / self._kv.num_groups / sum(1 / speed for speed in speeds)
 
     def stats(self) -> OffloadStats:
         """Return the totals since the start."""

@@ -24,10 +24,17 @@ class TierIndex:
     Args:
         num_slots: Pages that fit.
         on_evict: Called with each evicted page.
+        on_change: Called with each page that can be found from now on (True) or no more (False).
     """
 
-    def __init__(self, num_slots: int, on_evict: Callable[[Key], None] | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        on_evict: Callable[[Key], None] | None = None,
+        on_change: Callable[[Key, bool], None] | None = None,
+    ) -> None:
         self._on_evict = on_evict
+        self._on_change = on_change
         self.num_slots = num_slots
         self.num_evicted = 0
         """Pages that made room for others."""
@@ -65,6 +72,10 @@ class TierIndex:
     def knows(self, key: Key) -> bool:
         """Whether the page is there or being written."""
         return key in self._ready or key in self._writing
+
+    def ready(self) -> list[Key]:
+        """Names of pages that can be found."""
+        return list(self._ready)
 
     def known(self) -> list[Key]:
         """Names of pages that are there or being written."""
@@ -105,6 +116,7 @@ class TierIndex:
             del self._writing[key]
             if ok:
                 self._ready[key] = slot
+                self._tell(key, True)
                 return
         self._forgotten.discard(slot)
         self._free.append(slot)
@@ -126,6 +138,7 @@ class TierIndex:
     def forget(self, key: Key) -> None:
         """The page is not to be found any more."""
         if (slot := self._ready.pop(key, None)) is not None:
+            self._tell(key, False)
             self._release(slot)
         elif (slot := self._writing.pop(key, None)) is not None:
             self._forgotten.add(slot)
@@ -144,6 +157,10 @@ class TierIndex:
                     self._on_evict(key)
                 return True
         return False
+
+    def _tell(self, key: Key, found: bool) -> None:
+        if self._on_change is not None:
+            self._on_change(key, found)
 
     def _release(self, slot: int) -> None:
         if slot in self._readers:

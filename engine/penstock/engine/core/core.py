@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import msgspec
 
-from penstock.api.events import Event
+from penstock.api.events import Event, Medium
 from penstock.api.load_report import LoadReport
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.cache.layout import KVGroup, full_attention
@@ -311,6 +311,9 @@ class EngineCore:
             lora_running=lora.running(),
             lora_waiting=lora.waiting(),
             adapters=scheduler.adapters.names(),
+            memory_tier_tokens_per_s=self._tier_speed("memory"),
+            disk_tier_tokens_per_s=self._tier_speed("disk"),
+            object_tier_tokens_per_s=self._tier_speed("object"),
         )
         self._seq += 1
         return CoreStats(
@@ -334,6 +337,9 @@ class EngineCore:
             offload=None if self._offload is None else self._offload.stats(),
             experts=self._executor.call_beside("expert_stats")[0] if self._tells_experts else None,
         )
+
+    def _tier_speed(self, medium: Medium) -> float:
+        return 0.0 if self._offload is None else self._offload.tokens_per_s(medium, time.time())
 
     def _observe(self, submitted: _Submitted, result: StepResult) -> None:
         now, plan = time.perf_counter(), submitted.plan

@@ -281,7 +281,7 @@ def _portions(batch: Iterable[Event]) -> Iterator[Event]:
     for event in batch:
         if isinstance(event, BlockStored | BlockRemoved):
             hashes = event.block_hashes
-            for start in range(0, len(hashes), BLOCKS_AT_ONCE):
-                yield type(event)(hashes[start : start + BLOCKS_AT_ONCE])
+            for start in range(0, max(len(hashes), 1), BLOCKS_AT_ONCE):
+                yield type(event)(hashes[start : start + BLOCKS_AT_ONCE], event.medium)
         else:
             yield event

@@ -38,7 +38,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     replica: Replica
     """The pick."""
     resident_tokens: int
-    """Prompt tokens that its prefix cache would supply."""
+    """Prompt tokens that its prefix cache and its tiers would supply."""
     endpoints: list[str]
     """The ordered list for Envoy: replicas of the pick's pool, since a list cannot cross clusters."""
     whole: Slate
@@ -167,7 +167,7 @@ def choose(
     return Choice(
         policy=policy,
         replica=replica,
-        resident_tokens=int(slate.resident[best]),
+        resident_tokens=int(slate.found[best]),
         endpoints=_endpoints(slate, ranking, limit, rows, same_layout=hop is not None),
         whole=slate,
         rows=rows,
@@ -223,7 +223,7 @@ def _candidate(slate: Slate, row: int) -> Candidate:
         running=int(f.running[row]),
         waiting=int(f.waiting[row]),
         booked=Booked(int(f.booked_requests[row]), int(f.booked_tokens[row])),
-        resident_tokens=int(slate.resident[row]),
+        resident_tokens=int(slate.found[row]),
         last_resort=slate.last_resorts is not None and bool(slate.last_resorts[row]),
     )
 

@@ -1,22 +1,75 @@
-"""A column from the bits of the residency index: how many prompt tokens each replica's cache would supply."""
+"""Columns from the bits of the residency indexes: how many prompt tokens each replica's cache and tiers would supply."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 
-from penstock.gateway.picker.candidates import ReplicaKey
+from penstock.api.events import Medium
+from penstock.gateway.picker.candidates import ReplicaKey, key_of
 from penstock.gateway.picker.columns import Columns
 from penstock.gateway.picker.figures import Bools, Floats, Rows
-from penstock.gateway.picker.request import Prompt
+from penstock.gateway.picker.request import Prompt, RequestView
 from penstock.gateway.residency.index import ResidencyIndex
+from penstock.gateway.residency.tiers import Tiers
+
+
+class Resident:
+    """What the replicas of one model hold of a prompt."""
+
+    def __init__(self, residency: ResidencyIndex, tiers: Tiers, columns: Columns) -> None:
+        self._columns = columns
+        self._cached = ResidentColumn(residency, columns)
+        self._tiers = tiers
+        self._in_tiers: dict[Medium, ResidentColumn] = {}
+
+    def cached(self, request: RequestView, comparable: Collection[ReplicaKey] | None) -> Floats:
+        """Prompt tokens by row that the KV caches would supply; see `FleetState.slate` for the arguments. float64 [rows]."""
+        return self._found(self._cached, request, comparable)
+
+    def with_tiers(
+        self,
+        cached: Floats,
+        request: RequestView,
+        comparable: Collection[ReplicaKey] | None,
+        load_cost: Callable[[ReplicaKey, Medium], float],
+    ) -> tuple[Floats, Floats]:
+        """`Slate.resident` and `Slate.found`: the tokens of the KV caches, and those of tiers that replicas would load.
+
+        Args:
+            cached: What the KV caches supply; not changed. float64 [rows].
+            request: The request.
+            comparable: As in `cached`.
+            load_cost: Returns a load's time as a share of the time to compute the same tokens; from 1 on, nothing is loaded.
+        """
+        resident = found = cached
+        for medium, index in self._tiers.indexes():
+            column = self._in_tiers.get(medium)
+            if column is None or column.residency is not index:
+                column = self._in_tiers[medium] = ResidentColumn(index, self._columns)
+            more = self._found(column, request, comparable) - found
+            rows: list[int] = np.flatnonzero(more > 0).tolist()
+            if rows and resident is cached:
+                resident, found = cached.copy(), cached.copy()
+            for row in rows:
+                replica = self._columns.replicas[row]
+                if replica is not None and (cost := load_cost(key_of(replica), medium)) < 1:
+                    resident[row] += (1 - cost) * more[row]
+                    found[row] += more[row]
+        return resident, found
+
+    def _found(self, column: "ResidentColumn", request: RequestView, comparable: Collection[ReplicaKey] | None) -> Floats:
+        tokens = column.tokens(request.prompts, request.block_size, comparable)
+        for space in request.elsewhere:
+            tokens += column.tokens(space.prompts, space.block_size, space.replicas)
+        return tokens
 
 
 class ResidentColumn:
-    """The look-up for one model. The index knows replicas by bits of its own: which row a bit means is worked out only when
+    """The look-up in one index. The index knows replicas by bits of its own: which row a bit means is worked out only when
     either side has changed."""
 
     def __init__(self, residency: ResidencyIndex, columns: Columns) -> None:
-        self._residency = residency
+        self.residency = residency
         self._columns = columns
         self._of = (-1, -1)
         self._rows: Rows = np.zeros(0, np.intp)
@@ -36,7 +89,7 @@ class ResidentColumn:
             if not prompt.block_hashes:
                 continue
             most = (prompt.tokens - 1) // block_size
-            self._residency.add_tokens(prompt.block_hashes, most, block_size, rows, tokens)
+            self.residency.add_tokens(prompt.block_hashes, most, block_size, rows, tokens)
         known = tokens[:-1]
         if among is not None and (mask := self._mask(among)) is not None:
             known *= mask
@@ -52,8 +105,8 @@ class ResidentColumn:
         return self._masked[2]
 
     def _rows_by_bit(self) -> Rows:
-        of = self._residency.version, self._columns.version
+        of = self.residency.version, self._columns.version
         if self._of != of:
             self._of = of
-            self._rows = np.array(self._residency.rows_by_bit(self._columns.rows), np.intp)
+            self._rows = np.array(self.residency.rows_by_bit(self._columns.rows), np.intp)
         return self._rows

@@ -36,7 +36,10 @@ class Slate(NamedTuple):
     candidates: int
     """How many they are."""
     resident: Floats
-    """Prompt tokens that each replica's prefix cache would supply."""
+    """Prompt tokens whose computation each replica saves: those in its prefix cache, and of those in slower tiers the share of
+    their time that a load saves."""
+    found: Floats
+    """Prompt tokens that each replica would not compute."""
     last_resorts: Bools | None
     """Rows to pick only where there is no other; None where there are none."""
     adapter: str | None
@@ -88,6 +91,7 @@ class Slate(NamedTuple):
             figures=Figures(*table),
             open=self.open[rows],
             resident=self.resident[rows],
+            found=self.found[rows],
             last_resorts=None if self.last_resorts is None else self.last_resorts[rows],
             lora_s=None if self.lora_s is None else self.lora_s[rows],
             encoder_s=None if self.encoder_s is None else self.encoder_s[rows],
@@ -99,9 +103,18 @@ class Slate(NamedTuple):
 
 
 def slate_of(
-    request: RequestView, columns: Columns, open: Bools, resident: Floats, now: float, turn: int, weights: Weights = DEFAULTS
+    request: RequestView,
+    columns: Columns,
+    open: Bools,
+    resident: Floats,
+    now: float,
+    turn: int,
+    weights: Weights = DEFAULTS,
+    *,
+    found: Floats | None = None,
 ) -> Slate:
-    """The slate of `request` among the rows `open` of `columns`."""
+    """The slate of `request` among the rows `open` of `columns`; `found`: None where no tier holds any of it."""
+    found = resident if found is None else found
     return Slate(
         request_id=request.id,
         prompt_tokens=request.prompt_tokens,
@@ -115,10 +128,11 @@ def slate_of(
         open=open,
         candidates=columns.open_count if open is columns.open else int(np.count_nonzero(open)),
         resident=resident,
+        found=found,
         last_resorts=columns.last_resorts(now),
         adapter=request.adapter,
         lora_s=None if request.adapter is None else columns.lora_s(request.adapter),
-        encoder_s=_encoder_s(request, columns, resident),
+        encoder_s=_encoder_s(request, columns, found),
         weights=weights,
         columns=columns,
         rates=columns.rates(now),
@@ -129,11 +143,11 @@ def slate_of(
     )
 
 
-def _encoder_s(request: RequestView, columns: Columns, resident: Floats) -> Floats | None:
+def _encoder_s(request: RequestView, columns: Columns, found: Floats) -> Floats | None:
     """A run at the speed of a prefill: its cost is told in tokens of text."""
     if not request.images:
         return None
-    tokens = np.zeros(len(resident))
+    tokens = np.zeros(len(found))
     for end, cost in request.images:
-        tokens += cost * (resident < end)
+        tokens += cost * (found < end)
     return tokens * columns.figures.s_per_token

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import msgspec
 import numpy as np
 
-from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, RequestFinished
+from penstock.api.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Medium, RequestFinished
 from penstock.api.fleet import LATENCY_EDGES_S, Engine, Fleet, InferencePool, Model, Replica
 from penstock.api.load_report import LoadReport
 from penstock.gateway.load.adapters import LoadedAdapters
@@ -24,11 +24,12 @@ from penstock.gateway.picker.figures import Floats
 from penstock.gateway.picker.outliers import Outliers
 from penstock.gateway.picker.pooled import takes_requests
 from penstock.gateway.picker.request import RequestView
-from penstock.gateway.picker.resident import ResidentColumn
+from penstock.gateway.picker.resident import Resident
 from penstock.gateway.picker.slate import Slate, slate_of
 from penstock.gateway.picker.subset import Subset, spelled
 from penstock.gateway.residency.beliefs import Beliefs
 from penstock.gateway.residency.index import MAX_BLOCKS, Knowledge
+from penstock.gateway.residency.tiers import Tiers, load_cost
 
 
 class FleetState:
@@ -47,6 +48,7 @@ class FleetState:
         self.reports = ReportStore()
         self._loaded = LoadedAdapters()
         self.residency = index_of(compiled, total=residency_blocks)
+        self.tiers = Tiers(self.residency, lambda: index_of(compiled, total=residency_blocks))
         self.beliefs = Beliefs(self.residency)
         self.outliers = Outliers()
         self._traits: dict[ReplicaKey, Traits] = {}
@@ -64,8 +66,8 @@ class FleetState:
         self._columns: dict[str, Columns] = {}
         """Columns of the replicas that answer requests, by model id."""
         self._prefill: dict[str, Columns] = {}
-        self._resident: dict[Columns, ResidentColumn] = {}
-        """Resident columns of the same."""
+        self._resident: dict[Columns, Resident] = {}
+        """What caches and tiers hold of prompts, at the same."""
         self._places: dict[ReplicaKey, tuple[Columns, int]] = {}
         """By replica, the columns and the row of its figures."""
         self._turns: dict[str, int] = {}
@@ -81,6 +83,7 @@ class FleetState:
         for key in [key for key in self._replicas if key not in replicas]:
             self.bookings.release_all(key, "replica_gone")
             self.beliefs.drop(key)
+            self.tiers.drop(key)
             self.reports.drop(key)
             self._loaded.forget(key)
             self._traits.pop(key, None)
@@ -109,7 +112,9 @@ class FleetState:
             self._loaded.forget(key)
             self._serve(key)
         current = {*self._columns.values(), *self._prefill.values()}
-        self._resident = {columns: self._resident.get(columns) or ResidentColumn(self.residency, columns) for columns in current}
+        self._resident = {
+            columns: self._resident.get(columns) or Resident(self.residency, self.tiers, columns) for columns in current
+        }
 
     def _placed(
         self, old: dict[str, Columns], members: dict[str, list[Replica]], before: dict[ReplicaKey, tuple[Columns, int]]
@@ -252,6 +257,7 @@ class FleetState:
         """`key` is a new process: what the old one ran and cached is gone."""
         self.bookings.release_all(key, "new_epoch")
         self.beliefs.restarted(key)
+        self.tiers.drop(key)
         self.outliers.drop(key)
         self._stand(key)
         self._loaded.forget(key)
@@ -263,7 +269,7 @@ class FleetState:
     def events_lost(self, key: ReplicaKey) -> None:
         """Block events of `key` are gone for good: what it stores from now on is all that counts."""
         if key in self._replicas:
-            self.residency.clear(key)
+            self._clear(key)
             self.residency.set_knowledge(key, Knowledge.PARTIAL)
 
     def events_complete(self, key: ReplicaKey) -> None:
@@ -276,16 +282,24 @@ class FleetState:
         if key not in self._replicas:
             return
         match event:
-            case BlockStored():
-                self.residency.store(key, event.block_hashes)
-            case BlockRemoved():
-                self.residency.remove(key, event.block_hashes)
+            case BlockStored(hashes, medium):
+                if medium is None:
+                    self.residency.store(key, hashes)
+                self.tiers.stored(key, hashes, medium)
+            case BlockRemoved(hashes, medium):
+                if medium is None:
+                    self.residency.remove(key, hashes)
+                self.tiers.removed(key, hashes, medium)
             case AllBlocksCleared():
-                self.residency.clear(key)
+                self._clear(key)
             case RequestFinished():
                 self._finished(key, event)
             case LoadReport():
                 self.reported(key, event, now)
+
+    def _clear(self, key: ReplicaKey) -> None:
+        self.residency.clear(key)
+        self.tiers.clear(key)
 
     def _finished(self, key: ReplicaKey, event: RequestFinished) -> None:
         awaited = self.beliefs.truth.awaits(key, event.request_id)
@@ -372,9 +386,9 @@ class FleetState:
             comparable: Replicas whose hash space is that of the request's hashes; residency elsewhere says nothing. None: all.
         """
         columns = self._columns.get(model.id) or Columns(self.compiled)
-        resident = self._resident_tokens(columns, request, comparable)
+        resident, found = self._resident_tokens(columns, request, comparable)
         eligible, turn = columns.eligible(subset, excluded, _loaded(model, request.adapter)), self._turns.get(model.id, 0)
-        return slate_of(request, columns, eligible, resident, now, turn, model.weights)
+        return slate_of(request, columns, eligible, resident, now, turn, model.weights, found=found)
 
     def prefill_slate(
         self,
@@ -391,9 +405,9 @@ class FleetState:
         columns, adapter = self._prefill.get(model.id), _loaded(model, request.adapter)
         if columns is None or not columns.open_count or (adapter is not None and not columns.able(adapter).any()):
             return None
-        resident = self._resident_tokens(columns, request, comparable)
+        resident, found = self._resident_tokens(columns, request, comparable)
         eligible, turn = columns.eligible(subset, (), adapter), self._turns.get(model.id, 0)
-        return slate_of(request, columns, eligible, resident, now, turn, model.weights)
+        return slate_of(request, columns, eligible, resident, now, turn, model.weights, found=found)
 
     def lacks(self, model: Model, adapter: str | None) -> bool:
         """Whether no replica that could be picked has the adapter that a request names."""
@@ -403,18 +417,23 @@ class FleetState:
         columns = self._columns.get(model.id)
         return columns is None or not columns.able(adapter).any()
 
-    def _resident_tokens(self, columns: Columns, request: RequestView, comparable: Collection[ReplicaKey] | None) -> Floats:
+    def _resident_tokens(
+        self, columns: Columns, request: RequestView, comparable: Collection[ReplicaKey] | None
+    ) -> tuple[Floats, Floats]:
+        """`Slate.resident` and `Slate.found`."""
         if columns not in self._resident:  # of a model without replicas
-            return np.zeros(0)
-        column = self._resident[columns]
-        tokens = column.tokens(request.prompts, request.block_size, comparable)
-        for space in request.elsewhere:
-            tokens += column.tokens(space.prompts, space.block_size, space.replicas)
+            return np.zeros(0), np.zeros(0)
+        of_model = self._resident[columns]
+        tokens = of_model.cached(request, comparable)
         if len(request.prompts) == 1 and self._coming:
             self._coming.add_to(tokens, request.prompts[0], request.block_size, columns.rows, comparable)
             for space in request.elsewhere:
                 self._coming.add_to(tokens, space.prompts[0], space.block_size, columns.rows, space.replicas)
-        return tokens
+        return of_model.with_tiers(tokens, request, comparable, self._load_cost)
+
+    def _load_cost(self, key: ReplicaKey, medium: Medium) -> float:
+        heard = self.reports.get(key)
+        return load_cost(medium, None if heard is None else heard.report)
 
     # --- what the autoscaler asks, besides `penstock.gateway.picker.pooled` ---
 

@@ -95,7 +95,7 @@ class CoreLoop:
                 self._changed = True
             if self._publisher is not None:
                 self._publish([])
-                self._publisher.serve_replay(self._core.scheduler.kv.cached_hashes)
+                self._publisher.serve_replay(self._core.scheduler.cached_blocks)
             self._busy_until = time.monotonic()
         elif self._core.may_capture and time.monotonic() - self._busy_until >= IDLE_S:
             self._core.capture_graph()

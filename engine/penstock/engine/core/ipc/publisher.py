@@ -78,18 +78,18 @@ class EventPublisher:
         seq = self._buffer.append(payload)
         self._pub.send_multipart([events.TOPIC, events.encode_seq(seq), payload])
 
-    def serve_replay(self, cached_hashes: Callable[[], Sequence[bytes]]) -> None:
+    def serve_replay(self, cached: Callable[[], Sequence[BlockStored]]) -> None:
         """Answers the requests that have arrived; malformed ones get no answer.
 
         Args:
-            cached_hashes: Every block cached now, for snapshots: nothing may have changed since the last `publish`.
+            cached: Every block cached now, for snapshots: nothing may have changed since the last `publish`.
         """
         while self.replay_socket.poll(0):
             peer, *frames = self.replay_socket.recv_multipart()
             # A REQ socket puts an empty frame before its request.
             if not frames or len(frames[-1]) != 8:
                 continue
-            for seq, payload in self._replay(events.decode_seq(frames[-1]), cached_hashes):
+            for seq, payload in self._replay(events.decode_seq(frames[-1]), cached):
                 self.replay_socket.send_multipart([peer, *frames[:-1], events.encode_seq(seq), payload])
             self.replay_socket.send_multipart([peer, *frames[:-1], events.END_OF_REPLAY, b""])
 
@@ -98,13 +98,13 @@ class EventPublisher:
         self._pub.close(linger=0)
         self.replay_socket.close(linger=0)
 
-    def _replay(self, start: int, cached_hashes: Callable[[], Sequence[bytes]]) -> list[tuple[int, bytes]]:
+    def _replay(self, start: int, cached: Callable[[], Sequence[BlockStored]]) -> list[tuple[int, bytes]]:
         batches = self._buffer.since(start)
         if batches is not None:
             return batches
         if not self._buffer.next_seq:  # a snapshot has the number of the batch that it follows
             self.publish([], self._time)
-        snapshot: list[Event] = [AllBlocksCleared(), BlockStored(list(cached_hashes()))]
+        snapshot: list[Event] = [AllBlocksCleared(), *cached()]
         return [(self._buffer.next_seq - 1, events.encode(EventBatch(self._epoch, self._time, snapshot)))]
 
 

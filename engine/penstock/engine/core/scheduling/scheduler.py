@@ -10,7 +10,7 @@ No torch, no clock, no input or output: time is an argument.
 
 from collections.abc import Iterable
 
-from penstock.api.events import Event
+from penstock.api.events import BlockStored, Event
 from penstock.api.load_report import WaitingReason
 from penstock.engine.cache.kv_manager import KVCacheManager, Prefix
 from penstock.engine.config import ConfigError, PoolingConfig, SchedulerConfig
@@ -333,6 +333,10 @@ class Scheduler:
     def take_events(self) -> list[Event]:
         """Events for the stream since the last call: blocks, then requests that ended."""
         return [*self.kv.events.take(), *self._book.take_ended()]
+
+    def cached_blocks(self) -> list[BlockStored]:
+        """All blocks that can be found now, as the events have said: first what lies in tiers."""
+        return [*(self._offload.copies() if self._offload is not None else ()), BlockStored(list(self.kv.cached_hashes()))]
 
 
 def _check(config: SchedulerConfig, max_model_len: int, kv: KVCacheManager) -> None:
