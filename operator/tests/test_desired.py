@@ -659,6 +659,33 @@ def test_replicas_of_both_roles_share_a_secret_and_lend_kv_pages(make: Any) -> N
     assert 14579 not in [port["containerPort"] for port in engine["ports"]]
 
 
+@pytest.mark.req("PD-29")
+def test_the_pools_of_a_pair_have_machines_of_their_own(make: Any) -> None:
+    def template(kind: str, memory: str) -> dict[str, Any]:
+        engine = {"name": "engine", "resources": {"limits": {"memory": memory}}}
+        return {"spec": {"nodeSelector": {"kind": kind}, "containers": [engine]}}
+
+    pools = [
+        {"name": "pre", "role": "Prefill", "template": template("large", "64Gi")},
+        {"name": "dec", "role": "Decode", "template": template("small", "16Gi")},
+    ]
+    found = children(make.model(engine={"connector": TRANSFER}, pools=pools), RENDERING, extra={})
+    pods = [it["spec"]["template"]["spec"] for it in found if it["kind"] == "Deployment"]
+    assert [pod["nodeSelector"]["kind"] for pod in pods] == ["large", "small"]
+    assert [pod["containers"][0]["resources"]["limits"]["memory"] for pod in pods] == ["64Gi", "16Gi"]
+
+
+def test_a_pool_that_fits_no_pool_of_the_other_role_is_refused(make: Any) -> None:
+    def refused(*tensors: int) -> list[str]:
+        names = [("p", "Prefill"), ("d", "Decode"), ("e", "Decode")]
+        pools = [{"name": n, "role": role, "parallelism": {"tensor": t}} for (n, role), t in zip(names, tensors, strict=False)]
+        return unsupported(make.model(engine={"connector": TRANSFER}, pools=pools).spec)
+
+    assert refused(2, 2) == refused(2, 2, 2) == []
+    assert refused(4, 4, 2) == ["spec.pools[e].parallelism.tensor (no pool of the other role has the same, as pairs need)"]
+    assert [it.partition(" ")[0] for it in refused(4, 1)] == [f"spec.pools[{name}].parallelism.tensor" for name in "pd"]
+
+
 @pytest.mark.parametrize(("claim", "volume"), [(None, {"emptyDir": {}}), ("kv", {"persistentVolumeClaim": {"claimName": "kv"}})])
 def test_kv_pages_have_a_disk_and_an_object_store_with_its_credentials(make: Any, claim: str | None, volume: Any) -> None:
     disk = {"size": "2Gi", **({} if claim is None else {"claimName": claim})}

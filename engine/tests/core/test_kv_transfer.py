@@ -322,6 +322,7 @@ def test_a_lease_ends_by_its_time_and_with_a_page_that_is_forgotten():
     assert all(tier.reserve(Key(0, name(number))) is not None for number in range(10, 14))
 
 
+@pytest.mark.req("PD-07")
 def test_pages_that_come_are_found_and_others_leave_their_slots_free():
     tier = TierIndex(3)
     pulls = Pulls(tier, 10, ranks=2)
@@ -339,13 +340,16 @@ def test_pages_that_come_are_found_and_others_leave_their_slots_free():
     assert (pulls.num_bytes, pulls.num_failed_pages) == (10, 1) and not pulls.is_moving
 
 
+@pytest.mark.req("PD-07")
 def test_a_request_waits_so_long_and_one_that_leaves_releases_its_lease():
-    pulls = Pulls(TierIndex(3), 10, ranks=1)
+    tier = TierIndex(3)
+    pulls = Pulls(tier, 10, ranks=1)
     for index in (7, 8):
         pulls.arrived(index, RemotePrefix(f"lease {index}", "engine", "host", 1, "same", 16, [1]))
     pulls.take(0.0)
     pulls.begin(7, [Key(0, name(1))], 0.0)
     assert pulls.take_waits(PATIENCE_S - 1) == [] and pulls.take_waits(PATIENCE_S) == [7] == [*pulls.take_waits(99.0), 7]
+    assert Key(0, name(1)) not in tier, "it goes on without the page, which has not come"
     pulls.left(8)
     assert [(it.action, it.lease) for it in pulls.take(1.0)] == [("pull", "lease 7"), ("release", "lease 8")]
 

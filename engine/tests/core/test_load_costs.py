@@ -99,8 +99,13 @@ def test_a_load_is_timed_from_the_decision_until_its_pages_are_there() -> None:
     again(machine, 50)
     machine.run()
     assert costs.memory.seconds(7, machine.now) == 1.0, "here each step takes a second"
+    offload = machine.scheduler._offload
+    assert offload is not None
+    assert offload.tokens_per_s("memory", machine.now) == 28, "seven pages of four tokens in a second"
+    assert offload.tokens_per_s("memory", machine.now + FORGET_S) == offload.tokens_per_s("disk", machine.now) == 0
 
 
+@pytest.mark.req("KO-33")
 @pytest.mark.parametrize("slow", [False, True])
 def test_the_disk_is_read_only_where_that_is_faster(slow: bool) -> None:
     costs = LoadCosts(lambda: 10.0)

@@ -120,6 +120,26 @@ def test_whoever_is_parked_has_a_status_runs_later_and_can_be_aborted(reason, st
     assert machine.streams == {0: reference([5, 6], 3)} and machine.finished[1].reason is FinishReason.ABORT
 
 
+@pytest.mark.req("PD-05")
+def test_requests_that_wait_for_pages_take_nothing_of_the_step():
+    """A hundred of them, beside one that generates and one whose prompt fills the rest of each step."""
+    machine = Machine(make_config(num_blocks=300, max_num_seqs=3, budget=16))
+    machine.add(make_request(0, [1], 20))
+    machine.step()
+    for index in range(1, 101):
+        machine.add(make_request(index, [index] * 9, 1))
+        machine.scheduler.park(index, "remote_kv", machine.now)
+    machine.add(make_request(200, list(range(1, 46)), 1))
+    for _ in range(3):
+        machine.step()
+        assert dict(zip(machine.planned, machine.plans[-1].num_new_tokens.tolist(), strict=True)) == {0: 1, 200: 15}
+        assert machine.scheduler.waiting() == {"remote_kv": 100}
+    for index in range(1, 101):
+        machine.scheduler.unpark(index, machine.now)
+    machine.run().check_no_leak()
+    assert all(machine.streams[index] == reference([index] * 9, 1) for index in range(1, 101))
+
+
 def test_only_what_waits_can_be_parked():
     machine = Machine(make_config())
     machine.add(make_request(0, [5], 3))

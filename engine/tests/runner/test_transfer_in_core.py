@@ -207,7 +207,7 @@ def test_a_hundred_pairs_that_are_aborted_anywhere_hold_nothing_afterwards(pair)
     assert prefill.told().transfer.expired_leases > 0, "those that nobody came for"
 
 
-@pytest.mark.req("PD-20", "PD-21", "PD-23", "PD-34")
+@pytest.mark.req("PD-06", "PD-20", "PD-21", "PD-23", "PD-34")
 @pytest.mark.parametrize("fault", ["gone", "expired", "stopped", "poisoned"])
 def test_pages_that_do_not_come_are_computed_and_counted(pair, monkeypatch, fault):
     prefill, decode, alone = pair(lease_s=0.2 if fault == "expired" else 30.0)
@@ -237,11 +237,24 @@ def test_pages_that_do_not_come_are_computed_and_counted(pair, monkeypatch, faul
                 send(stream, slots)
 
             monkeypatch.setattr(outlet, "send", poisoned)
+    decode.computed = 0
     decode.add(msgspec.structs.replace(request, remote=remote))
     decode.run(request.index)
     assert decode.tokens[request.index] == alone.tokens[request.index]
+    assert decode.computed == len(request.prompt_token_ids) + len(decode.tokens[request.index]) - 1, "nothing has landed"
     assert decode.told().transfer.failed_pages > 0 and decode.finished[request.index].error is None
     decode.settle()
+
+
+@pytest.mark.req("PD-19")
+def test_a_decode_replica_that_dies_holds_the_pages_until_the_lease_ends_and_no_longer(pair):
+    """A dead process renews nothing and releases nothing: here the decode side is not turned any more."""
+    prefill, decode, _ = pair(lease_s=1.0)
+    request = several(1)[0]
+    decode.add(msgspec.structs.replace(request, remote=prefill.lend(request)))
+    assert prefill.told().transfer.leases == 1
+    prefill.settle()
+    assert prefill.told().transfer.expired_leases == 1
 
 
 @pytest.mark.req("PD-22")

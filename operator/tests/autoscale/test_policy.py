@@ -373,7 +373,7 @@ def test_a_backlog_that_grows_is_demand_before_it_is_computed() -> None:
     assert pool.replicas >= 3000 / 1000 / LIMITS.target_utilization
 
 
-@pytest.mark.req("SC-08")
+@pytest.mark.req("SC-08", "PD-32")
 def test_each_role_follows_its_own_signal_and_pools_move_opposite_ways() -> None:
     limits = ModelLimits({"pre": replace(LIMITS, role="Prefill"), "dec": replace(LIMITS, role="Decode")})
     model = Model({"pre": 3, "dec": 3}, limits)

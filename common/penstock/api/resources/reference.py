@@ -37,7 +37,7 @@ def reference(kind: str) -> str:
 def refused(example: Path) -> str:
     """List the fields of an example InferenceModel that the operator refuses."""
     model = InferenceModel.parse(yaml.safe_load(example.read_text()))
-    return "\n".join(f"- {re.sub(_PATH, _without_names, line)}" for line in unsupported(model.spec))
+    return "\n".join(dict.fromkeys(f"- {re.sub(_PATH, _without_names, line)}" for line in unsupported(model.spec)))
 
 
 def _without_names(path: re.Match[str]) -> str:

@@ -30,7 +30,7 @@ def unsupported(spec: InferenceModelSpec) -> list[str]:
     """Paths of the fields that are set and that this version cannot honour, with a word on what works; empty: all is honoured."""
     transfers = spec.engine.connector.type == "transfer"
     pools = (path for pool in spec.pools for path in _pool(pool, transfers=transfers))
-    return [*_source(spec), *_engine(spec), *_rest(spec), *pools, *_pipelines(spec)]
+    return [*_source(spec), *_engine(spec), *_rest(spec), *pools, *_pairs(spec), *_pipelines(spec)]
 
 
 def _source(spec: InferenceModelSpec) -> Iterator[str]:
@@ -84,6 +84,15 @@ def _rest(spec: InferenceModelSpec) -> Iterator[str]:
                 yield f"{path}.prefix ({scheme}://; hf://, file:// and plain paths work)"
             if source.secret_ref is not None:
                 yield f"{path}.secretRef"
+
+
+def _pairs(spec: InferenceModelSpec) -> Iterator[str]:
+    """Pools of one role whose replicas could exchange KV pages with none of the other."""
+    for role, other in (("Prefill", "Decode"), ("Decode", "Prefill")):
+        ranks = {pool.parallelism.tensor for pool in spec.pools if pool.role == other}
+        for pool in spec.pools:
+            if pool.role == role and ranks and pool.parallelism.tensor not in ranks:
+                yield f"spec.pools[{pool.name}].parallelism.tensor (no pool of the other role has the same, as pairs need)"
 
 
 def _pool(pool: Pool, *, transfers: bool) -> Iterator[str]:
