@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from draft_heads import ReferenceHead, Told, save_head
+from PIL import Image
 from test_core_with_runner import Engine
 from test_draft_model import K, drafts_pay
 from test_drafts_in_core import Watched
@@ -35,6 +36,8 @@ from penstock.engine.messages import AddRequest
 from penstock.engine.multimodal.inputs import ImageInput
 from penstock.engine.multimodal.resize import resized
 from penstock.engine.runner.draft_model import DraftModel
+from penstock.engine.runner.images import whole
+from penstock.engine.runner.memory_profile import PeakMemory
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.depth import DraftDepth
 from penstock.prompt.hashing import PromptItem
@@ -177,7 +180,8 @@ def test_in_a_crowd_that_is_cached_preempted_and_planned_ahead(build, settings, 
     if not tight:  # every block that holds an image is found again, but for those of one that ends its prompt
         assert engine.core.scheduler.totals.prefix_hits > 0
         assert engine.core.scheduler.encoder.num_runs - runs <= 2
-    assert engine.runner._images.names == set(engine.core.scheduler.encoder.cache._lengths)
+    made = {name: len(found) for name, found in engine.runner._images._embeddings.items()}
+    assert made == engine.core.scheduler.encoder.cache._lengths
 
 
 def test_images_come_back_from_the_hosts_memory(family, path, build_runner, scheduler, request_of, expected):
@@ -407,8 +411,16 @@ def test_sleep_and_new_weights_drop_embeddings(build, request_of, expected):
     assert engine.core.scheduler.encoder.num_runs == 2
 
 
-def test_the_memory_of_images_is_counted(build_runner, path):
+@pytest.mark.req("MM-23")
+def test_the_memory_of_images_is_counted(build_runner, path, family, settings):
+    """Of a full cache, and of the tower for the largest image, though a smaller one is measured."""
     runner = build_runner(path, scheduler=SCHEDULER)
+    shapes = [Image.new("RGB", (width, height)) for width, height in ((16, 16), (12, 76), (76, 12), (32, 40))]
+    pixels = max((resized(image, settings.resize) for image in shapes), key=settings.tokens_of)
+    with torch.inference_mode(), PeakMemory() as memory:
+        assert len(whole(runner._images.encoding(pixels))) == settings.tokens
+    assert len(runner._images.blank()) < settings.tokens or family.tokens
+    assert memory.peak <= runner._images.bytes(0)
     with_images = runner.profile_memory()
     plain = msgspec.structs.replace(SCHEDULER, encoder_cache_size=0)
     assert with_images - build_runner(path, scheduler=plain).profile_memory() == 100 * runner._images.blank()[0].nbytes

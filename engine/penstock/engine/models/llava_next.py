@@ -35,18 +35,25 @@ class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
         """The embeddings that take the places of an image's placeholders: those of the square, then the rows of the tiles."""
         assert original is not None, "embeddings depend on the size of the image in the file"
         size = self._size
-        pieces, found = image.split(size.tile), list[torch.Tensor]()
-        for piece in pieces:
-            run = super().encode_image(piece, None)
-            found.append((yield from _within(run, len(found), len(pieces))))
-        square, *tiles = found
+        square, *tiles = image.split(size.tile)
+        first = yield from _within(super().encode_image(square, None), 0, 1 + len(tiles))
+        width = first.shape[1]
         high, wide = (pixels // size.tile for pixels in size.resolution(*original))
-        whole = torch.stack(tiles).view(high, wide, size.side, size.side, -1).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        # A tile is put in its place as soon as it is there, so that memory grows with the embeddings and by no more.
+        whole = first.new_empty(high, size.side, wide, size.side, width)
+        for at, tile in enumerate(tiles):
+            run = super().encode_image(tile, None)
+            features = yield from _within(run, 1 + at, 1 + len(tiles))
+            whole[at // wide, :, at % wide] = features.view(size.side, size.side, width)
+        whole = whole.view(high * size.side, wide * size.side, width)
         rows, columns = size.grid(*original)
         top, left = (len(whole) - rows) // 2, (whole.shape[1] - columns) // 2
-        inside = whole[top : top + rows, left : left + columns]
-        ends = self._newline.expand(rows, 1, -1)
-        return torch.cat([square, torch.cat([inside, ends], dim=1).flatten(0, 1)])
+        found = first.new_empty(size.tokens(*original), width)
+        found[: len(first)] = first
+        lines = found[len(first) :].view(rows, columns + 1, width)
+        lines[:, :columns] = whole[top : top + rows, left : left + columns]
+        lines[:, columns] = self._newline
+        return found
 
 
 def _within(run: Encoding, number: int, count: int) -> Encoding:
