@@ -36,6 +36,8 @@ class _Ready(NamedTuple):
     placement: Placement
     slots: dict[int, list[torch.Tensor]]
     """By slot of the rank, its tensors."""
+    moved_bytes: int
+    """That ranks have taken from other ranks, all of them together."""
 
 
 class ExpertMover:
@@ -59,7 +61,7 @@ class ExpertMover:
         self.num_rebalances = 0
         """That have come to their end."""
         self.moved_bytes = 0
-        """Bytes of weights that ranks have taken from other ranks, all of them together."""
+        """Bytes of the weights that are served and that ranks have taken from other ranks, all of them together."""
 
     @property
     def is_moving(self) -> bool:
@@ -101,6 +103,7 @@ class ExpertMover:
                 for old, new in zip(held, tensors, strict=True):
                     old.set_(new.untyped_storage(), 0, new.shape, new.stride())
         now.layer.place(now.placement)
+        self.moved_bytes += now.moved_bytes
         self._turn.release()
 
     def stop(self) -> None:
@@ -175,8 +178,8 @@ class ExpertMover:
             for giver in sorted(giver for giver, own in takers.items() if own):
                 part = next(parts)
                 slots |= {slot - first: self._taken(part, layer.held(slot - first)) for slot in takers[giver]}
-            self.moved_bytes += size * sum(_takes(gift, rank_of) for gift in gifts.values())
-        return _Ready(layer, Placement.of(new, old.starts, len(old.copies)), slots)
+        moved = size * sum(_takes(gift, rank_of) for gifts in plan.rounds for gift in gifts.values())
+        return _Ready(layer, Placement.of(new, old.starts, len(old.copies)), slots, moved)
 
     def _taken(self, data: npt.NDArray[np.uint8], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors with these bytes."""
