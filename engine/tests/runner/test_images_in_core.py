@@ -32,7 +32,7 @@ from penstock.engine.config import (
 )
 from penstock.engine.core.plan import SampleInputs
 from penstock.engine.loading.checkpoint import read_model_config
-from penstock.engine.messages import AddRequest
+from penstock.engine.messages import AbortRequests, AddRequest, FinishReason
 from penstock.engine.multimodal.inputs import ImageInput
 from penstock.engine.multimodal.resize import resized
 from penstock.engine.runner.draft_model import DraftModel
@@ -182,6 +182,24 @@ def test_in_a_crowd_that_is_cached_preempted_and_planned_ahead(build, settings, 
         assert engine.core.scheduler.encoder.num_runs - runs <= 2
     made = {name: len(found) for name, found in engine.runner._images._embeddings.items()}
     assert made == engine.core.scheduler.encoder.cache._lengths
+
+
+def test_a_run_goes_on_without_the_request_that_has_gone(build, family, request_of, scheduler, expected):
+    """In the runner as the scheduler says: the next request for the image gets its embeddings, which were made once."""
+    if family is not SEEING["qwen3_vl"]:
+        pytest.skip("runs are divided alike, whatever the family")
+    engine = build(scheduler=msgspec.structs.replace(scheduler, max_encoder_tokens=3))
+    engine.core.handle(request_of(0, LAYOUTS[0]))
+    engine.core.step()
+    assert engine.runner._images._under_way
+    engine.core.handle(AbortRequests([0]))
+    assert [one.reason for one in engine.core.step().finished] == [FinishReason.ABORT]
+    assert engine.runner._images._under_way, "the run was over before the request had gone"
+    check(engine, [request_of(1, LAYOUTS[1])], expected)
+    encoder = engine.core.scheduler.encoder
+    assert (encoder.num_runs, encoder.cache.held) == (1, 0)
+    assert engine.runner._images.names == set(encoder.cache._lengths) == {"image 0"}
+    assert not engine.runner._images._under_way
 
 
 def test_images_come_back_from_the_hosts_memory(family, path, build_runner, scheduler, request_of, expected):
