@@ -73,6 +73,16 @@ def test_a_prefix_hit_runs_no_tower_and_other_images_never_hit():
     assert machine.cached_tokens[3] == 0
 
 
+def test_salts_and_tenants_share_embeddings_and_no_blocks():
+    machine = Machine(make_config(images=(16, 16), budget=40))
+    prompt = [1, 2, ("a", 9), 3, 4, 5, 6]
+    for at, whose in enumerate(({}, {"salt": "s"}, {"tenant": "t"})):
+        for again in range(2):
+            ran(machine, seen(2 * at + again, prompt, **whose))
+            assert machine.cached_tokens[2 * at + again] == 12 * again, whose
+    assert machine.runner.encoded == ["a"]
+
+
 @pytest.mark.req("MM-13", "MM-12")
 def test_a_chunk_ends_before_an_image_that_has_no_room():
     machine = Machine(make_config(images=(6, 12), budget=40))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from frontend_process import serving
+from lora_adapters import make_adapter, merged
 from openai import BadRequestError, OpenAI
 from PIL import Image
 from tokenizers import Tokenizer
@@ -57,10 +58,17 @@ def ask(client: OpenAI, *content, **fields):
     return client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=OUTPUTS, **fields)
 
 
+def reference(checkpoint: Path) -> transformers.LlavaForConditionalGeneration:
+    return transformers.LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path):
     """`expected(prompt, *seeds)`: transformers' answer to a text with one `<image>` for each of the pictures."""
-    model = transformers.LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    return answers_of(reference(checkpoint), checkpoint)
+
+
+def answers_of(model, checkpoint: Path):
     processor = CLIPImageProcessorPil.from_pretrained(checkpoint)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
 
@@ -207,13 +215,19 @@ def test_the_bundle_says_how_prompts_show_images(server):
     assert tower > 0
 
 
-def test_python_reads_images_too(checkpoint, expected):
-    with LLM(str(checkpoint), dtype="float32", kv_cache_memory_bytes=2**22, in_process=True) as llm:
+def test_python_reads_images_too(checkpoint, expected, tmp_path):
+    # Modules of the decoder alone.
+    path = make_adapter(tmp_path / "adapter", reference(checkpoint), modules=("o_proj", "gate_proj", "down_proj"))
+    changed = answers_of(merged(reference(checkpoint), path), checkpoint)
+    options: dict = {"dtype": "float32", "kv_cache_memory_bytes": 2**22, "enable_lora": True, "lora_modules": [f"other={path}"]}
+    with LLM(str(checkpoint), in_process=True, **options) as llm:
         messages = [{"role": "user", "content": [text("see "), image(4)]}]
         params = SamplingParams(temperature=0.0, max_tokens=OUTPUTS)
         [output] = llm.chat(messages, params, progress=False)
         assert output.outputs[0].text == expected("<s><|user|>see <image>\n<|end|><|assistant|>", 4)
         assert len(output.prompt_token_ids) > TOKENS
+        [adapted] = llm.chat(messages, params, progress=False, adapter="other")
+        assert adapted.outputs[0].text == changed("<s><|user|>see <image>\n<|end|><|assistant|>", 4) != output.outputs[0].text
         with pytest.raises(ValueError, match="not an image"):
             llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}])
 

@@ -6,6 +6,7 @@ import io
 import os
 import ssl
 import sys
+import threading
 from contextlib import asynccontextmanager
 
 import pytest
@@ -17,8 +18,9 @@ from penstock.engine.frontend.http.prefill import _messages
 from penstock.engine.frontend.images import with_files
 from penstock.engine.multimodal.addresses import is_public
 from penstock.engine.multimodal.clip import MEAN, STD
+from penstock.engine.multimodal.decode import decode_image
 from penstock.engine.multimodal.fetch import Fetcher
-from penstock.engine.multimodal.reader import ImageReader
+from penstock.engine.multimodal.reader import WORKERS, ImageReader
 from penstock.engine.multimodal.settings import ClipSettings, ImageSettings, Normalization
 from penstock.prompt.data_url import MAX_IMAGE_BYTES
 from penstock.prompt.errors import PromptError
@@ -193,6 +195,28 @@ async def test_images_are_read_in_order_and_equal_ones_once(certificates):
         if sys.platform == "linux":  # those who read images yield to those who run requests
             assert reader._pool.submit(os.getpriority, os.PRIO_PROCESS, 0).result() == os.getpriority(os.PRIO_PROCESS, 0) + 10
         reader.close()
+
+
+async def test_images_are_decoded_two_at_a_time_beside_the_event_loop(monkeypatch):
+    begun, go = [], threading.Event()
+
+    def decode(data, param):
+        begun.append(param)
+        assert go.wait(10), "the event loop stood still"
+        return decode_image(data, param)
+
+    monkeypatch.setattr("penstock.engine.multimodal.reader.decode_image", decode)
+    reader = ImageReader(SETTINGS, Fetcher([]))
+    url = "data:image/png;base64," + base64.b64encode(picture()).decode()
+    reads = [asyncio.create_task(reader.read([ImagePart(url, str(number))])) for number in range(5)]
+    while len(begun) < WORKERS:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert len(begun) == WORKERS == 2
+    go.set()
+    assert len({image.identifier for [image] in await asyncio.gather(*reads)}) == 1
+    assert sorted(begun) == ["0", "1", "2", "3", "4"]
+    reader.close()
 
 
 async def test_the_memory_of_large_images_goes_back_to_the_system(monkeypatch):
