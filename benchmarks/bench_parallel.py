@@ -8,7 +8,8 @@ Parts, each in turn with what it is compared to, several times over:
 - the share of a step that two ranks spend in exchanges, waits included;
 - a small model in the core's process, and in a worker process;
 - a plan's way to eight ranks that compute nothing and back, all on one core;
-- how evenly a skewed load of experts lies on ranks: expert after expert, and packed with redundant copies.
+- how evenly a skewed load of experts lies on ranks: expert after expert, and packed with redundant copies;
+- a mixture on two ranks that serve requests: how evenly their load lies before experts have moved, and afterwards.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from rich.table import Table
 from penstock.engine.args import EngineArgs
 from penstock.engine.cache.layout import full_attention
 from penstock.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from penstock.engine.core.ipc.coupling import Coupling
 from penstock.engine.core.ipc.process import build_core, build_executor
 from penstock.engine.core.plan import SampleInputs, StepPlan, StepResult, empty
 from penstock.engine.messages import AddRequest
@@ -39,10 +41,19 @@ from penstock.engine.parallel.eplb import balancedness, loads_of_ranks, rebalanc
 from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.process_executor import ProcessExecutor
 from penstock.engine.sampling import SamplingParams
+from penstock.engine.stats import ExpertStats
 
 PROMPT, OUTPUT = 16, 40
 LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 8192}
 HALF = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096}
+MIXTURE = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 512, "intermediate_size": 512}
+MIXTURE |= {
+    "num_local_experts": 16,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+}
 SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096}
 
 
@@ -64,7 +75,7 @@ class EmptyRunner:
 class Engine:
     """A core turned by hand, over made-up weights."""
 
-    def __init__(self, folder: Path, name: str, shape: dict[str, int], layers: int, **flags: Any) -> None:
+    def __init__(self, folder: Path, name: str, shape: dict[str, Any], layers: int, **flags: Any) -> None:
         path = folder / f"{name}"
         path.mkdir(exist_ok=True)
         fixed = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 64, "num_hidden_layers": layers}
@@ -79,16 +90,17 @@ class Engine:
             **flags,
         }
         config = EngineArgs(model=str(path), **given).config()
-        self.executor, blocks = build_executor(config)
+        coupling = Coupling(config.parallel) if config.parallel.expert_ranks > 1 else None
+        self.executor, blocks = build_executor(config, experts=None if coupling is None else coupling.experts(0))
         self._core = build_core(config, self.executor, blocks, epoch=1)
         self._vocabulary, self._count = shape["vocab_size"], 0
 
-    def decode(self, streams: int = 1) -> float:
-        """Seconds of a decode step of so many requests: the median of a run."""
+    def decode(self, streams: int = 1, prompt: int = PROMPT, output: int = OUTPUT, kinds: int | None = None) -> float:
+        """Seconds of a decode step of so many requests: the median of a run. `kinds` of tokens are in the prompts; None: all."""
         draw = np.random.default_rng(0)
         for _ in range(streams):
-            tokens = draw.integers(2, self._vocabulary, PROMPT).tolist()
-            sampling = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
+            tokens = draw.integers(2, self._vocabulary if kinds is None else 2 + kinds, prompt).tolist()
+            sampling = SamplingParams(max_tokens=output, temperature=0.0)
             self._core.handle(AddRequest(self._count, f"r{self._count}", tokens, sampling, arrival_time=time.time()))
             self._count += 1
         found = list[float]()
@@ -205,6 +217,36 @@ def packing(experts: int = 256, ranks: int = 8, seeds: int = 20) -> list[dict[st
     return rows
 
 
+def experts_that_move(folder: Path, stack: ExitStack) -> dict[str, object]:
+    """Two ranks with a mixture, whose prompts repeat few tokens, so that few experts have most of the work."""
+    eplb = {"window_size": OUTPUT, "step_interval": 8 * OUTPUT, "num_redundant_experts": 4}
+    flags = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True, "eplb_config": eplb}
+    engine = Engine(folder, "mixture", MIXTURE, 4, **flags)
+    stack.callback(engine.executor.close)
+
+    def told() -> ExpertStats:
+        return engine.executor.call_beside("expert_stats")[0]
+
+    def round_() -> float:
+        return engine.decode(streams=8, prompt=64, output=OUTPUT // 2, kinds=3)
+
+    seconds: dict[str, list[float]] = {"before": [], "meanwhile": [], "after": []}
+    for _ in range(3):
+        seconds["before"].append(round_())
+    before = told()
+    assert not before.rebalances, "the first redistribution has come too early"
+    while not told().rebalances:
+        seconds["meanwhile"].append(round_())
+    for _ in range(3):
+        seconds["after"].append(round_())
+    after = told()
+    return {
+        "max_over_mean": {"before": 1 / before.balancedness, "after": 1 / after.balancedness},
+        "seconds_a_step": {name: statistics.median(each) for name, each in seconds.items()},
+        "moved_bytes": after.moved_bytes,
+    }
+
+
 def show(figures: dict[str, Any]) -> None:
     """Prints a table of each part."""
     console = Console()
@@ -222,6 +264,18 @@ def show(figures: dict[str, Any]) -> None:
     console.print(table)
     for one in figures["host_time"]:
         console.print(f"a plan to {one['ranks']} ranks on one core and back: {1e6 * one['seconds_a_step']:.0f} µs")
+    show_experts(figures, console)
+
+
+def show_experts(figures: dict[str, Any], console: Console) -> None:
+    """Prints the tables of the parts on experts."""
+    moved = figures["experts_that_move"]
+    table = Table("", "before", "meanwhile", "after", title="A mixture on two ranks, 8 streams")
+    loads = (f"{moved['max_over_mean'][when]:.3f}" if when != "meanwhile" else "" for when in ("before", "meanwhile", "after"))
+    table.add_row("greatest load of a rank over the mean", *loads)
+    table.add_row("ms a step", *(f"{1000 * each:.2f}" for each in moved["seconds_a_step"].values()))
+    console.print(table)
+    console.print(f"moved: {moved['moved_bytes']:,} bytes")
     columns = list(figures["packing"][0])
     table = Table(*columns, title="Experts with skewed loads: the greatest load of a rank over the mean")
     for row in figures["packing"]:
@@ -229,23 +283,31 @@ def show(figures: dict[str, Any]) -> None:
     console.print(table)
 
 
-def main(rounds: int, streams: Sequence[int], save: bool) -> None:
-    """Runs all parts."""
-    figures: dict[str, Any] = {"host_time": [host_time(world, 300) for world in (1, 2, 8)], "packing": packing()}
+def main(rounds: int, streams: Sequence[int], save: bool, only_experts: bool) -> None:
+    """Runs all parts, or those on experts."""
+    figures: dict[str, Any] = {"packing": packing()}
     with tempfile.TemporaryDirectory() as folder:
         with ExitStack() as stack:
-            figures["tensor_parallel"] = speed_up(Path(folder), stack, rounds)
-        with ExitStack() as stack:
-            figures["worker_process"] = worker_process(Path(folder), stack, rounds, streams)
-    show(figures)
+            figures["experts_that_move"] = experts_that_move(Path(folder), stack)
+        if not only_experts:
+            figures["host_time"] = [host_time(world, 300) for world in (1, 2, 8)]
+            with ExitStack() as stack:
+                figures["tensor_parallel"] = speed_up(Path(folder), stack, rounds)
+            with ExitStack() as stack:
+                figures["worker_process"] = worker_process(Path(folder), stack, rounds, streams)
+    if only_experts:
+        show_experts(figures, Console())
+    else:
+        show(figures)
     if save:
-        Console().print(f"written to {write_results('parallel', figures)}")
+        Console().print(f"written to {write_results('parallel-experts' if only_experts else 'parallel', figures)}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--experts", action="store_true", help="only the parts on experts")
     parser.add_argument("--no-save", action="store_true", help="writes no file")
     arguments = parser.parse_args()
-    main(arguments.rounds, arguments.streams, not arguments.no_save)
+    main(arguments.rounds, arguments.streams, not arguments.no_save, arguments.experts)

@@ -7,10 +7,13 @@ import pytest
 
 from penstock.engine.models.layers.placement import Placement
 from penstock.engine.parallel.eplb import (
+    Gift,
     LoadWindow,
     balancedness,
+    better_placement,
     keep_slots,
     loads_of_ranks,
+    moves,
     pack,
     rebalance,
     replicate,
@@ -89,6 +92,36 @@ def test_an_expert_that_stays_on_its_rank_keeps_its_slot():
             assert sorted(after) == sorted(wanted)
             common = sum(min(before.count(expert), wanted.count(expert)) for expert in set(before))
             assert sum(a == b for a, b in zip(before, after, strict=True)) == common, "nothing else moves"
+
+
+def test_what_moves_is_what_a_rank_lacks_and_each_is_given_once():
+    old = Placement.of(np.array([0, 1, 2, 0, 3, 4]), np.array([0, 2, 4, 6]), 5)
+    # Rank 0 gets a second copy of its own, rank 1 two of an expert, and rank 2 what both others have.
+    found = moves(old, np.array([0, 0, 3, 3, 0, 4]))
+    assert found.within == [(0, 1)]
+    assert found.rounds == [{2: Gift(4, (2, 3)), 0: Gift(0, (4,))}]
+    for seed in range(20):
+        new = rebalance(skewed(seed, 12), 18, 3)
+        old = Placement.of(rebalance(skewed(seed + 50, 12), 18, 3), np.array([0, 6, 12, 18]), 12)
+        found, held = moves(old, new), old.expert.copy()
+        for source, slot in found.within:
+            assert old.rank_of[source] == old.rank_of[slot]
+            held[slot] = old.expert[source]
+        for gifts in found.rounds:
+            for rank, gift in gifts.items():
+                assert old.rank_of[gift.source] == rank
+                held[list(gift.takers)] = old.expert[gift.source]
+        assert (held == new).all()
+        sources = [gift.source for gifts in found.rounds for gift in gifts.values()]
+        assert len(sources) == len(set(sources)) and len(found.rounds) <= 6
+
+
+def test_nothing_moves_where_nothing_is_gained():
+    placed = Placement.linear(8, 4)
+    assert better_placement(np.full(8, 3.0), placed) is None
+    assert better_placement(np.zeros(8), placed) is None
+    new = better_placement(np.array([40.0, 30, 1, 1, 1, 1, 1, 1]), placed)
+    assert new is not None and loads_of_ranks(np.array([40.0, 30, 1, 1, 1, 1, 1, 1]), new, 4).max() == 41
 
 
 def test_old_steps_are_forgotten():

@@ -9,8 +9,11 @@ import pytest
 import torch
 from forked_ranks import Ranks
 
-from penstock.engine.config import EplbConfig
+from penstock.engine.config import ConfigError, EplbConfig
+from penstock.engine.models.layers.linear_method import PrepackedLinearMethod
 from penstock.engine.models.layers.placement import Placement
+from penstock.engine.models.layers.projection import LinearLayer, Projection
+from penstock.engine.models.layers.shard import Span
 from penstock.engine.parallel.expert_exchange import ExpertExchange
 from penstock.engine.parallel.expert_group import ExpertGroup
 from penstock.engine.parallel.shared_memory import SharedMemory
@@ -164,3 +167,10 @@ def test_a_skewed_load_becomes_even_while_steps_run(on_ranks):
     (before, served), (after, _) = found[0]
     assert before < 0.65 and after > before + 0.15, (before, after)
     assert max(served) > 1.5 * min(served)
+
+
+def test_weights_whose_layout_is_not_known_are_refused_by_name():
+    projection = Projection("down_proj", Span(16, 0, 16), Span(8, 0, 8), 0)
+    method = PrepackedLinearMethod(LinearLayer("down_proj", (projection,), bias=False, dtype=torch.bfloat16))
+    with pytest.raises(ConfigError, match="--enable-eplb: experts whose weights are in oneDNN's layout do not move"):
+        method.held()

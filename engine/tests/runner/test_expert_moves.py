@@ -71,7 +71,9 @@ def test_streams_keep_their_bits_while_experts_move(name, redundant, cut, dtype,
             play.step([(sequence, 1)])
         streams.append(stream(runner))
         held.append(contents(runner))
+        served = stats and stats.served
         runner.sleep(2)
+        assert (asleep := runner.expert_stats()) is not None and served and min(asleep.served) >= min(served) > 0
         runner.wake_up(["weights", "kv_cache"])
         runner.reload_weights(None)
         held.append(contents(runner))

@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Sequence
 
+import numpy as np
+
 from penstock.engine.config import EplbConfig
 from penstock.engine.models.layers.expert_ranks import ExpertLayer
 from penstock.engine.models.layers.placement import Int64
@@ -28,6 +30,8 @@ class ExpertBalancer:
         self._layers: Sequence[ExpertLayer] = ()
         self._numbers = dict[int, int]()
         self._meter: LoadMeter | None = None
+        self._before = list[int]()
+        """What ranks had served when there were layers last."""
         self._left = max(1, config.step_interval // 4)
 
     @property
@@ -40,12 +44,14 @@ class ExpertBalancer:
         these."""
         self._mover.stop()
         self._layers, self._numbers = layers, {id(layer): number for number, layer in enumerate(layers)}
-        before, self._meter, self._left = self._meter, None, max(1, self._config.step_interval // 4)
+        if self._meter is not None:
+            self._before = self._meter.served.tolist()
+        self._meter, self._left = None, max(1, self._config.step_interval // 4)
         if layers:
             placement, window = layers[0].placement, self._config.window_size
             self._meter = LoadMeter(len(layers), len(placement.copies), len(placement.starts) - 1, window)
-            if before is not None:
-                self._meter.served += before.served
+            if self._before:
+                self._meter.served += np.array(self._before)
 
     def count(self, layer: ExpertLayer, chosen: Int64, served: Int64) -> None:
         """Counts a layer of a step; see `LoadMeter`."""
@@ -76,5 +82,5 @@ class ExpertBalancer:
     def stats(self) -> ExpertStats:
         """What has been counted."""
         meter, mover = self._meter, self._mover
-        served, balancedness = ([], 0.0) if meter is None else (meter.served.tolist(), meter.balancedness)
+        served, balancedness = (self._before, 0.0) if meter is None else (meter.served.tolist(), meter.balancedness)
         return ExpertStats(served, balancedness, mover.num_rebalances, mover.moved_bytes)
