@@ -29,6 +29,7 @@ from penstock.engine.config import (
     SchedulingPolicy,
     TransferConfig,
 )
+from penstock.engine.connectors.eviction import PolicyName
 from penstock.engine.connectors.page_objects import bucket_and_path
 from penstock.engine.connectors.transfer.config import transfer_config
 from penstock.engine.devices import choose_device
@@ -96,6 +97,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     """Of the object store, that this replica uses."""
     kv_offload_loads: Literal["cost", "always"] = "cost"
     """When pages come back from there: where that is faster than to compute their tokens, or always."""
+    kv_offload_eviction_policy: PolicyName = "lru"
+    """Which page leaves a tier that is full."""
     kv_transfer_config: dict[str, Any] | None = None
     """vLLM's keys; None: no pages go to other replicas."""
     kv_transfer_secret_file: str | None = None
@@ -226,6 +229,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 bucket=self.kv_offload_bucket,
                 bucket_bytes=self.kv_offload_bucket_bytes,
                 loads_by_cost=self.kv_offload_loads == "cost",
+                eviction_policy=self.kv_offload_eviction_policy,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,

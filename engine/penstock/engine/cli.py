@@ -290,6 +290,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--kv-offload-bucket-bytes", type=count, default=0, help="pages in --kv-offload-bucket that this replica uses")
     what = "when to load KV pages from these tiers: cost (where that is faster than to compute their tokens) or always"
     add("--kv-offload-loads", choices=["cost", "always"], default="cost", help=what)
+    what = "which page leaves a tier that is full: lru (the least recently used one) or arc (adaptive)"
+    add("--kv-offload-eviction-policy", choices=["lru", "arc"], default="lru", help=what)
     what = 'lend KV pages to other replicas or read theirs: \'{"kv_connector": "transfer", "kv_role": "kv_both"}\''
     add("--kv-transfer-config", type=_object, metavar="JSON", help=what)
     what = "file with a secret that all replicas of the model share (with --kv-transfer-config)"

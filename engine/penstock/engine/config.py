@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.engine.connectors.eviction import PolicyName
 from penstock.engine.cost import ModelCost
 from penstock.engine.grammar import GrammarSettings
 from penstock.engine.multimodal.settings import ImageSettings
@@ -148,6 +149,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the objects that this replica knows there, on each rank."""
     loads_by_cost: bool = False
     """Whether pages come back from both only where that is faster than to compute their tokens; else they always do."""
+    eviction_policy: PolicyName = "lru"
+    """Which page leaves a tier that is full."""
 
 
 TransferRole = Literal["kv_producer", "kv_consumer", "kv_both"]

@@ -262,7 +262,8 @@ def test_drafts_on_a_gpu_come_after_the_result() -> None:
 
 def test_pages_in_the_hosts_memory_need_a_prefix_cache_on_a_cpu() -> None:
     cache = EngineArgs(model=TINY, device="cpu", kv_offload_memory_bytes=1 << 20).config().cache
-    assert cache.offload_bytes == 1 << 20 and cache.loads_by_cost
+    assert cache.offload_bytes == 1 << 20 and cache.loads_by_cost and cache.eviction_policy == "lru"
+    assert EngineArgs(model=TINY, device="cpu", kv_offload_eviction_policy="arc").config().cache.eviction_policy == "arc"
     assert not EngineArgs(model=TINY, device="cpu", kv_offload_loads="always").config().cache.loads_by_cost
     with pytest.raises(ConfigError, match=r"--kv-offload-memory-bytes .* needs --enable-prefix-caching"):
         EngineArgs(model=TINY, device="cpu", kv_offload_memory_bytes=1 << 20, enable_prefix_caching=False).config()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from penstock.engine.connectors.eviction import PolicyName
 from penstock.engine.connectors.load_costs import TierLoads
 from penstock.engine.connectors.moves import Lower, Move, Moved, PageFile
 from penstock.engine.connectors.tier_index import Key, TierIndex
@@ -56,6 +57,7 @@ class LowerTier:
         page_bytes: Of a page.
         loads: Learns what reads take; None: nobody asks.
         on_change: As in `TierIndex`.
+        policy: Which page is evicted.
     """
 
     def __init__(
@@ -66,9 +68,10 @@ class LowerTier:
         page_bytes: int,
         loads: TierLoads | None = None,
         on_change: Callable[[Key, bool], None] | None = None,
+        policy: PolicyName = "lru",
     ) -> None:
         self.name: Lower = name
-        self.index = TierIndex(num_pages, self._delete, on_change)
+        self.index = TierIndex(num_pages, self._delete, on_change, policy)
         self._host = host
         self._page_bytes = page_bytes
         self._loads = loads

@@ -22,6 +22,7 @@ from penstock.engine.cache.kv_manager import CacheHit, KVCacheManager
 from penstock.engine.cache.pins import Owner
 from penstock.engine.config import TransferConfig
 from penstock.engine.connectors.connector import Source
+from penstock.engine.connectors.eviction import PolicyName
 from penstock.engine.connectors.load_costs import LoadCosts
 from penstock.engine.connectors.lower_tier import LowerTier
 from penstock.engine.connectors.moves import Lower
@@ -89,6 +90,7 @@ class Offload:
         transfer: How pages go to other replicas and come from there; None: they do not.
         ranks: Of the model.
         costs: Decides whether a load pays; None: each does.
+        policy: Which page leaves a tier that is full.
     """
 
     def __init__(
@@ -100,12 +102,15 @@ class Offload:
         transfer: TransferConfig | None = None,
         ranks: int = 1,
         costs: LoadCosts | None = None,
+        policy: PolicyName = "lru",
     ) -> None:
         self._told: dict[Medium, TierEvents] = {name: TierEvents(kv, name) for name in ("memory", *(lower_pages or ()))}
-        self.tier = TierIndex(num_slots, on_change=self._told["memory"].changed)
+        self.tier = TierIndex(num_slots, on_change=self._told["memory"].changed, policy=policy)
         self.transfer = None if transfer is None else Transfer(transfer, kv, self.tier, page_bytes, ranks)
         self.lower = [
-            LowerTier(name, self.tier, pages, page_bytes, None if costs is None else costs.lower[name], self._told[name].changed)
+            LowerTier(
+                name, self.tier, pages, page_bytes, None if costs is None else costs.lower[name], self._told[name].changed, policy
+            )
             for name, pages in (lower_pages or {}).items()
         ]
         self._costs = costs

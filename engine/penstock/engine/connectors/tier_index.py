@@ -4,9 +4,11 @@ A slot is free, being written, ready or forgotten. Only a ready one is found. A 
 is free again only when the reader has released it.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
+
+from penstock.engine.connectors.eviction import Arc, Lru, Policy, PolicyName
 
 
 class Key(NamedTuple):
@@ -19,12 +21,13 @@ class Key(NamedTuple):
 
 
 class TierIndex:
-    """Slots of one page each. The least recently used is evicted first.
+    """Slots of one page each.
 
     Args:
         num_slots: Pages that fit.
         on_evict: Called with each evicted page.
         on_change: Called with each page that can be found from now on (True) or no more (False).
+        policy: Which page is evicted.
     """
 
     def __init__(
@@ -32,13 +35,15 @@ class TierIndex:
         num_slots: int,
         on_evict: Callable[[Key], None] | None = None,
         on_change: Callable[[Key, bool], None] | None = None,
+        policy: PolicyName = "lru",
     ) -> None:
+        self._policy: Policy[Key] = Lru() if policy == "lru" else Arc(num_slots)
         self._on_evict = on_evict
         self._on_change = on_change
         self.num_slots = num_slots
         self.num_evicted = 0
         """Pages that made room for others."""
-        self._ready = OrderedDict[Key, int]()
+        self._ready: dict[Key, int] = {}
         self._writing: dict[Key, int] = {}
         self._free: list[int] = []
         self._num_touched = 0
@@ -97,11 +102,11 @@ class TierIndex:
         """Pages are used: they are evicted last, the first of them last of all."""
         for key in reversed(list(keys)):
             if key in self._ready:
-                self._ready.move_to_end(key)
+                self._policy.used(key)
 
     def reserve(self, key: Key) -> int | None:
         """A slot for a page to be written, evicting another if need be; None where it is here already, or nothing can go."""
-        if self.knows(key) or not (self._num_free or self._evict()):
+        if self.knows(key) or not (self._num_free or self._evict(key)):
             return None
         if self._free:
             slot = self._free.pop()
@@ -116,6 +121,7 @@ class TierIndex:
             del self._writing[key]
             if ok:
                 self._ready[key] = slot
+                self._policy.stored(key)
                 self._tell(key, True)
                 return
         self._forgotten.discard(slot)
@@ -137,9 +143,9 @@ class TierIndex:
 
     def forget(self, key: Key) -> None:
         """The page is not to be found any more."""
-        if (slot := self._ready.pop(key, None)) is not None:
-            self._tell(key, False)
-            self._release(slot)
+        if key in self._ready:
+            self._policy.forgotten(key)
+            self._remove(key)
         elif (slot := self._writing.pop(key, None)) is not None:
             self._forgotten.add(slot)
 
@@ -148,15 +154,20 @@ class TierIndex:
         for key in self.known():
             self.forget(key)
 
-    def _evict(self) -> bool:
-        for key, slot in self._ready.items():
-            if slot not in self._readers:
-                self.forget(key)
-                self.num_evicted += 1
-                if self._on_evict is not None:
-                    self._on_evict(key)
-                return True
-        return False
+    def _evict(self, incoming: Key) -> bool:
+        key = self._policy.victim(incoming, lambda key: self._ready[key] in self._readers)
+        if key is None:
+            return False
+        self._remove(key)
+        self.num_evicted += 1
+        if self._on_evict is not None:
+            self._on_evict(key)
+        return True
+
+    def _remove(self, key: Key) -> None:
+        slot = self._ready.pop(key)
+        self._tell(key, False)
+        self._release(slot)
 
     def _tell(self, key: Key, found: bool) -> None:
         if self._on_change is not None:

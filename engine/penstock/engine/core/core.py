@@ -105,7 +105,7 @@ class EngineCore:
             # Another replica has computed what it lends so that this one need not: such pages are always loaded.
             by_cost = cache.loads_by_cost and config.transfer is None
             costs = LoadCosts(lambda: self._meter.prefill_tokens_per_s) if by_cost else None
-            self._offload = Offload(kv, *sizes, config.transfer, config.parallel.world, costs)
+            self._offload = Offload(kv, *sizes, config.transfer, config.parallel.world, costs, cache.eviction_policy)
         self.scheduler = Scheduler(
             config.scheduler, config.model.max_model_len, kv, hasher, table, config.model.pooling, self._offload
         )
