@@ -75,8 +75,8 @@ test: setup ## every test that needs no GPU and no cluster, files side by side (
 e2e-build: setup ## build the Kubernetes control plane and the LeaderWorkerSet manager from their Go modules (once, about ten minutes)
 	@$(BIN)/python -m e2e.cluster build
 
-e2e: e2e-build ## the cluster tier: a real Kubernetes control plane, pods as processes
-	@$(BIN)/python -m pytest --timeout=900 e2e charts $(ARGS)
+e2e: e2e-build ## the cluster tier: a real Kubernetes control plane, pods as processes; two clusters side by side
+	@$(BIN)/python -m pytest --timeout=900 -n 2 --dist loadfile --no-loadscope-reorder e2e charts $(ARGS)
 
 wheelhouse: setup ## the wheels that an offline GPU machine lacks, into build/wheelhouse (docs/kernels.md)
 	@$(BIN)/python requirements/wheelhouse.py $(ARGS)

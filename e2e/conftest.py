@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from uuid import uuid4
 
@@ -18,13 +19,18 @@ Write = Callable[[str], None]
 
 @pytest.fixture(scope="session")
 def report(request: pytest.FixtureRequest) -> Write:
-    """Writes a line to the terminal at once, past pytest's capture: what takes long shows its progress."""
+    """Writes a line to the terminal at once, past pytest's capture: what takes long shows its progress. Where several clusters
+    stand side by side, each line says whose it is."""
     reporter = request.config.pluginmanager.get_plugin("terminalreporter")
     capture = request.config.pluginmanager.get_plugin("capturemanager")
-    assert reporter and capture
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    assert capture and (reporter or worker)
 
     def write(line: str) -> None:
         with capture.global_and_fixture_disabled():
+            if worker is not None:
+                print(f"\n{worker}: {line}", end="", file=sys.stderr, flush=True)
+                return
             reporter.ensure_newline()
             reporter.write_line(line)
 

@@ -84,10 +84,16 @@ def build(console: Console, programs: Mapping[str, Program] = PROGRAMS) -> Path:
 
 def compile_python(sources: Iterable[Path]) -> None:
     """Byte code of the environment and of those folders, as an image would have it: what a container compiles by itself goes with
-    it, and compiling torch at every start takes longer than starting."""
-    for folder in (Path(sysconfig.get_path("purelib")), *sources):
-        # The result says whether all could be compiled; some packages carry files that are not for this Python.
-        compileall.compile_dir(folder, quiet=2, workers=0)  # one a core
+    it, and compiling torch at every start takes longer than starting. Of several clusters that start together one compiles."""
+    packages = Path(sysconfig.get_path("purelib"))
+    lock = os.open(packages, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for folder in (packages, *sources):
+            # The result says whether all could be compiled; some packages carry files that are not for this Python.
+            compileall.compile_dir(folder, quiet=2, workers=0)  # one a core
+    finally:
+        os.close(lock)
 
 
 def _is_built(name: str, program: Program) -> bool:
