@@ -12,7 +12,7 @@ def answer(ttft: float, gap: float, tokens: int = 11) -> Record:
     return Record(10.0, 10.0, stamps, [1] * tokens, prompt_tokens=100)
 
 
-@pytest.mark.req("MET-11")
+@pytest.mark.req("MET-11", "PD-28")
 def test_an_answer_is_good_only_if_every_bound_holds() -> None:
     records = [answer(0.1, 0.04), answer(0.19, 0.05), answer(0.1, 0.06)]  # the last breaks TPOT alone
     report = summarize(records, 4.0, [50], {"ttft": 200.0, "tpot": 50.1}, Cost(1))

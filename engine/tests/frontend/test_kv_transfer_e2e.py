@@ -102,7 +102,7 @@ def prefiller(server):
     return {"x-prefiller-host-port": server.url.removeprefix("http://")}
 
 
-@pytest.mark.req("PD-01", "PD-08")
+@pytest.mark.req("PD-01", "PD-08", "PD-33")
 @pytest.mark.parametrize("transport", ["shm", pytest.param("nixl", marks=needs_nixl)])
 def test_a_pair_answers_as_one_replica_and_the_decode_replica_computes_nothing_that_it_was_sent(start, transport, seeing):
     prefill, decode = (start(role, model=seeing, transports=[transport]) for role in ("kv_producer", "kv_consumer"))
@@ -111,6 +111,8 @@ def test_a_pair_answers_as_one_replica_and_the_decode_replica_computes_nothing_t
     expected_chat = ask(prefill, **chat)
     # As llm-d's sidecar does it.
     params = lend(prefill, prompt=PROMPT)
+    remote = {f"remote_{name}" for name in ("engine_id", "block_ids", "request_id", "host", "port")}
+    assert remote | {"do_remote_prefill", "do_remote_decode", "tp_size"} <= set(params) and not params["do_remote_decode"]
     assert params["do_remote_prefill"] and params["remote_num_tokens"] == sent(expected["usage"]["prompt_tokens"]) > 0
     answer = ask(decode, prompt=PROMPT, kv_transfer_params=params)
     assert answer["choices"][0]["text"] == expected["choices"][0]["text"]

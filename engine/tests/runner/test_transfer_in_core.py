@@ -207,11 +207,11 @@ def test_a_hundred_pairs_that_are_aborted_anywhere_hold_nothing_afterwards(pair)
     assert prefill.told().transfer.expired_leases > 0, "those that nobody came for"
 
 
-@pytest.mark.req("PD-06", "PD-20", "PD-21", "PD-23", "PD-34")
+@pytest.mark.req("PD-03", "PD-06", "PD-20", "PD-21", "PD-23", "PD-34")
 @pytest.mark.parametrize("fault", ["gone", "expired", "stopped", "poisoned"])
 def test_pages_that_do_not_come_are_computed_and_counted(pair, monkeypatch, fault):
     prefill, decode, alone = pair(lease_s=0.2 if fault == "expired" else 30.0)
-    request = several(1)[0]
+    request, other = several(2)
     alone.add(request)
     alone.run(request.index)
     remote = prefill.lend(request)
@@ -239,6 +239,11 @@ def test_pages_that_do_not_come_are_computed_and_counted(pair, monkeypatch, faul
             monkeypatch.setattr(outlet, "send", poisoned)
     decode.computed = 0
     decode.add(msgspec.structs.replace(request, remote=remote))
+    if fault == "stopped":
+        decode.add(other)
+        decode.run(other.index)
+        assert not decode.tokens[request.index], "steps go on, however long the transfer takes"
+        decode.computed = 0
     decode.run(request.index)
     assert decode.tokens[request.index] == alone.tokens[request.index]
     assert decode.computed == len(request.prompt_token_ids) + len(decode.tokens[request.index]) - 1, "nothing has landed"
