@@ -40,19 +40,19 @@ class Lru(Generic[K]):
         self._keys = OrderedDict[K, None]()
 
     def stored(self, key: K) -> None:
-        """See Policy."""
+        """The key is the newest."""
         self._keys[key] = None
 
     def used(self, key: K) -> None:
-        """See Policy."""
+        """The key is the newest again."""
         self._keys.move_to_end(key)
 
     def forgotten(self, key: K) -> None:
-        """See Policy."""
+        """The key has no place any more."""
         del self._keys[key]
 
     def victim(self, incoming: K, stays: Callable[[K], bool]) -> K | None:
-        """See Policy."""
+        """Take out the oldest key that may go."""
         found = _first(self._keys, stays)
         if found is not None:
             del self._keys[found]
@@ -77,7 +77,7 @@ class Arc(Generic[K]):
         self._gone_once, self._gone_again = OrderedDict[K, None](), OrderedDict[K, None]()
 
     def stored(self, key: K) -> None:
-        """See Policy."""
+        """The key came once, or it has come back: then its kind gets more room."""
         once, again = len(self._gone_once), len(self._gone_again)
         if key in self._gone_once:
             self._target = min(float(self._size), self._target + max(1.0, again / once))
@@ -95,17 +95,17 @@ class Arc(Generic[K]):
             self._gone_again.popitem(last=False)
 
     def used(self, key: K) -> None:
-        """See Policy."""
+        """The key came again."""
         self._once.pop(key, None)
         self._again[key] = None
         self._again.move_to_end(key)
 
     def forgotten(self, key: K) -> None:
-        """See Policy. What is forgotten is not remembered as gone: its content must not come back."""
+        """The key is not remembered as one that went: its content must not come back."""
         (self._once if key in self._once else self._again).pop(key)
 
     def victim(self, incoming: K, stays: Callable[[K], bool]) -> K | None:
-        """See Policy."""
+        """Take out the oldest key of the kind that has more than its room, else of the other."""
         ahead = len(self._once) - self._target
         first = ahead > 0 or (ahead == 0 and incoming in self._gone_again)
         sides = [(self._once, self._gone_once), (self._again, self._gone_again)]
