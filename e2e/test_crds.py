@@ -99,6 +99,7 @@ REFUSED_MODELS: dict[str, tuple[Object, str]] = {
         "engine: speculative: model must be an absolute path",
     ),
     "experts": ({"pools": [{"name": "a", "parallelism": {"expert": {"redundant": 1}}}]}, "parallelism.expert: redundant needs"),
+    "moving experts": ({"pools": [{"name": "a", "parallelism": {"expert": {"eplb": {}}}}]}, "parallelism.expert: eplb needs"),
     "nodes": (
         {"pools": [{"name": "a", "parallelism": {"tensor": 3, "nodes": 2}}]},
         "parallelism: nodes must divide tensor * pipel",
