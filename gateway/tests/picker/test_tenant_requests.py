@@ -158,6 +158,25 @@ async def test_budgets_are_charged_for_answers_too_and_refused_requests_cost_not
         assert line in text
 
 
+async def test_an_image_is_charged_as_the_tokens_that_it_is(world: Any) -> None:
+    """Not as its file, for whose bytes ten times the budget would be gone until the prompt is read."""
+    await world.ready()
+    key, file = bearer("sk-poor-0001"), "data:image/png;base64," + "A" * 40_000
+    content = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": file}}]
+    body = orjson.dumps({"model": "tiny", "messages": [{"role": "user", "content": content}]})
+    stream = world.stream()
+    answer = await stream.ask(body, path="/v1/chat/completions", **key, **{headers.REQUEST_ID: "seen"})
+    picked = world.destinations(answer)[0]
+    account = world.gateway._tenants.registry.account(world.gateway._tenants.registry.find("sk-poor-0001"))
+    assert 900 < account._tokens._level < 1000
+    await stream.respond()
+    await stream.end()
+    [replica] = [r for r in world.replicas if r.endpoint == picked]
+    finished = RequestFinished("seen", "stop", prompt_tokens=700, cached_tokens=0, output_tokens=5)
+    world.gateway._follower.event(key_of(replica), finished)
+    assert 250 < account._tokens._level < 400, "what the engine says is what counts"
+
+
 async def test_requests_under_one_id_are_all_paid_for(world: Any) -> None:
     """The id is the client's: to give one to several requests must not make their answers free."""
     await world.ready()

@@ -18,6 +18,7 @@ from penstock.api.load_report import LoadReport
 from penstock.gateway.load import prompts
 from penstock.gateway.load.prompts import PromptLibrary
 from penstock.gateway.load.replica_client import ReplicaClient
+from penstock.gateway.load.tokenized import guessed_tokens
 from penstock.gateway.load.traits import Traits
 from penstock.gateway.picker.candidates import key_of
 from penstock.gateway.picker.request import RequestView
@@ -236,3 +237,18 @@ async def test_many_replicas_of_one_bundle_are_one_download_and_one_processor(
     await fleet.learnt(12)
     assert built == read == [False]
     assert fleet.downloads == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        (b'{"prompt": "' + b"x" * 400 + b'"}', 104),
+        (b'{"url": "data:image/png;base64,' + b"A" * 4000 + b'", "text": "' + b"x" * 400 + b'"}', 106),
+        (b'["data:image/png;base64,' + b"A" * 4000 + b'", "data:;base64,' + b"A" * 800 + b'"]', 2),
+        (b'{"prompt": "data: ' + b"word " * 80 + b'"}', 106),
+        (b'{"url": "data:' + b"A" * 400, 104),
+    ],
+    ids=["text", "an image and text", "two images", "text that only begins like a file", "cut off"],
+)
+def test_files_in_a_body_are_no_text_of_its_prompt(body: bytes, tokens: int) -> None:
+    assert guessed_tokens(body) == tokens

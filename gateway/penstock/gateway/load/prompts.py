@@ -20,7 +20,7 @@ import aiohttp
 from penstock.api.fleet import Replica
 from penstock.gateway.load.compiled_hasher import CompiledHasher
 from penstock.gateway.load.replica_client import ReplicaClient
-from penstock.gateway.load.tokenized import BYTES_PER_TOKEN, TokenizedPrompts, by_bytes, exact, extra_keys, space_of
+from penstock.gateway.load.tokenized import TokenizedPrompts, by_bytes, exact, extra_keys, guessed_tokens, space_of
 from penstock.gateway.load.traits import FOREIGN_SEED
 from penstock.gateway.picker.candidates import ReplicaKey, key_of
 from penstock.gateway.picker.request import HashSpace, Prompt
@@ -133,14 +133,14 @@ class PromptLibrary:
             try:
                 prompts = await self._work(inline, lambda: by_bytes(body, extra))
             except (PromptError, TimeoutError):  # megabytes: not worth the wait
-                prompts = (_guess(raw),)
+                prompts = (Prompt(guessed_tokens(raw)),)
             return TokenizedPrompts(prompts=prompts, comparable=silent, unknown="no replica has given its prompt bundle yet")
         memos = [self._memos[space] for space in spaces]
         try:
             hashed = await self._work(inline, lambda: [exact(memo, path, body, extra) for memo in memos])
         except (PromptError, TimeoutError) as error:
             why = str(error) or f"tokenising took more than {TOKENIZE_TIMEOUT_S} s"
-            return TokenizedPrompts(prompts=(_guess(raw),), unknown=f"its prompt cannot be tokenised: {why}")
+            return TokenizedPrompts(prompts=(Prompt(guessed_tokens(raw)),), unknown=f"its prompt cannot be tokenised: {why}")
         sizes = [memo.processor.bundle.block_size for memo in memos]
         each = [
             HashSpace(prompts=prompts, block_size=size, replicas=keys)
@@ -294,7 +294,3 @@ def _many(body: Mapping[str, Any]) -> bool:
     """Whether the prompt is a list of many prompts, and not one of token ids."""
     prompt = body.get("prompt")
     return isinstance(prompt, list) and len(prompt) > INLINE_PROMPTS and not isinstance(prompt[0], int)
-
-
-def _guess(raw: bytes) -> Prompt:
-    return Prompt(len(raw) // BYTES_PER_TOKEN + 1)

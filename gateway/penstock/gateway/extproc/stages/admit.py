@@ -12,7 +12,7 @@ from penstock.gateway.extproc.stages.resolve import Resolve
 from penstock.gateway.flow.gate import FleetMoved, FlowGate, TurnedAway
 from penstock.gateway.flow.ticket import Ticket
 from penstock.gateway.http.flow_metrics import FlowMetrics
-from penstock.gateway.load.prompts import BYTES_PER_TOKEN
+from penstock.gateway.load.tokenized import guessed_tokens
 
 
 class Admit:
@@ -31,7 +31,7 @@ class Admit:
         now = time.monotonic()
         passage.charged = 0
         passage.patience_s = _patience_s(passage.call)
-        tokens = len(passage.call.body) // BYTES_PER_TOKEN + 1
+        tokens = guessed_tokens(passage.call.body)
         ordinal: int | None = None
         while not self._gate.enter(passage.model, tokens, now, passage.adapter):
             if passage.subset is not None and not self._gate.anybody(passage.model):

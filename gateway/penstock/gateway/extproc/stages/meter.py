@@ -11,7 +11,7 @@ from penstock.gateway.extproc.call import Refused
 from penstock.gateway.extproc.passage import Passage
 from penstock.gateway.flow.gate import FlowGate
 from penstock.gateway.load.follower import FleetFollower
-from penstock.gateway.load.prompts import BYTES_PER_TOKEN
+from penstock.gateway.load.tokenized import guessed_tokens
 from penstock.gateway.picker.bookings import Booking
 from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.tenants.account import Account, OverBudget
@@ -31,7 +31,7 @@ _WORDS = {
 class _Bill:
     """One request's."""
 
-    __slots__ = ("account", "band", "booking", "came", "charged", "finishes", "model", "tenant", "tokens", "weight")
+    __slots__ = ("account", "band", "booking", "came", "charged", "finishes", "guessed", "model", "tenant", "tokens", "weight")
 
     def __init__(self, passage: Passage, account: Account | None, tokens: int) -> None:
         self.account = account
@@ -44,6 +44,8 @@ class _Bill:
         self.came = passage.came
         self.booking: Booking | None = None
         self.finishes = 1
+        self.guessed = False
+        """Whether `tokens` is what its bytes make likely, and its end will tell better."""
 
 
 class TenantMetrics:
@@ -84,7 +86,7 @@ class Meter:
         if self._registry is None:
             return None
         account = self._registry.account(passage.tenant)
-        tokens = len(passage.call.body) // BYTES_PER_TOKEN + 1
+        tokens = guessed_tokens(passage.call.body)
         if account is not None:
             try:
                 account.open(tokens, time.monotonic())
@@ -115,6 +117,7 @@ class Meter:
                 bill.account.spend(known - bill.tokens, time.monotonic())
             bill.tokens = known
         bill.finishes = passage.finishes
+        bill.guessed = passage.tokens.unknown is not None and passage.finishes == 1
         self._open[booking] = bill
         self._unsettled[bill] = None
         self._same.setdefault(booking.request_id, []).append(bill)
@@ -156,9 +159,11 @@ class Meter:
         bill.finishes -= 1
         if bill.finishes <= 0:
             self._settled(bill)
+        more = event.prompt_tokens - bill.tokens if bill.guessed and event.prompt_tokens else 0
         if bill.account is not None:
-            bill.account.spend(event.output_tokens, time.monotonic())
+            bill.account.spend(event.output_tokens + more, time.monotonic())
         counted = self._metrics.tokens
+        counted.labels(tenant=bill.tenant, kind="prompt").inc(max(more, 0))
         counted.labels(tenant=bill.tenant, kind="output").inc(event.output_tokens)
         counted.labels(tenant=bill.tenant, kind="cached").inc(event.cached_tokens)
         cost = OUTPUT_COST * event.output_tokens
