@@ -64,7 +64,9 @@ class EndpointsDiscovery:
             models = await served_by(client, _replica(address, pool="", ready=True))
         except (TimeoutError, *UNREADABLE) as error:
             if known is None or known.ready:
-                log.warning("endpoint %s does not say which models it serves: %r", address.text, error)
+                log.warning(
+                    "endpoint %s does not say which models it serves: %s", address.text, str(error) or type(error).__name__
+                )
             if known is not None:
                 self._answers[address] = msgspec.structs.replace(known, ready=False)
             return

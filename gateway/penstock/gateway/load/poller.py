@@ -75,10 +75,10 @@ class LoadPoller:
             try:
                 await ask(client, replica)
             except (aiohttp.ClientConnectorError, TimeoutError) as error:  # nobody there, or stopped
-                log.info("%s cannot be reached: %r", replica.name, error)
+                log.info("%s cannot be reached: %s", replica.name, str(error) or type(error).__name__)
                 self._state.unreachable(key_of(replica), time.monotonic())
             except UNREADABLE as error:
-                log.info("no load report of %s: %r", replica.name, error)
+                log.info("no load report of %s: %s", replica.name, str(error) or type(error).__name__)
 
     async def _report(self, client: ReplicaClient, replica: Replica) -> None:
         """Asks a replica of ours."""

@@ -239,7 +239,7 @@ class PromptLibrary:
             else:
                 digest = await self._read(replica)
         except Exception as error:  # noqa: BLE001 - a tokenizer is a program of others: whatever it does, one replica has no bundle
-            log.warning("no prompt bundle from %s: %r", replica.name, error)
+            log.warning("no prompt bundle from %s: %s", replica.name, str(error) or type(error).__name__)
             digest = None
         if digest is None:
             self._retry_at[key] = time.monotonic() + RETRY_S

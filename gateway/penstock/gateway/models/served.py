@@ -108,7 +108,7 @@ class ServedNames:
             self._names[key] = {served.id: served for served in await served_by(client, replica)}
         except (TimeoutError, *UNREADABLE) as error:
             # What it said last stays: a replica that is too busy to answer still serves.
-            log.warning("%s does not say which models it serves: %r", replica.name, error)
+            log.warning("%s does not say which models it serves: %s", replica.name, str(error) or type(error).__name__)
             self._due[key] = self._asked[key] + RETRY_S
 
 
