@@ -26,6 +26,7 @@ TENANTS = "a gateway with --tenants"
 DRAFTS = "an engine with --spec-method"
 GRAMMARS = "requests with structured output"
 OFFLOAD = "an engine with --kv-offload-memory-bytes"
+EPLB = "an engine with --enable-eplb"
 NEEDS = {
     "GPU busy": GPU,
     "GPU memory": GPU,
@@ -41,6 +42,9 @@ NEEDS = {
     "Time to compile a grammar, p99": GRAMMARS,
     "KV pages to and from the host's memory and the disk": OFFLOAD,
     "Images": "requests with images",
+    "Balance of experts": EPLB,
+    "Load of ranks with experts": EPLB,
+    "Experts that move": EPLB,
     "PenstockGpuErrors": GPU,
     "PenstockAuditLinesLost": "an audit log",
     "Requests by tenant": TENANTS,

@@ -16,6 +16,7 @@ from penstock.engine.stats import (
     CoreStats,
     DraftStats,
     EncoderStats,
+    ExpertStats,
     GrammarStats,
     GraphSteps,
     OffloadStats,
@@ -43,7 +44,9 @@ def test_the_table_names_every_metric_with_its_type_and_labels():
         engine.stats, waits={"capacity": Buckets([0] * 17, 0.0)}, grammars=GrammarStats(1, 0, 0, 0.1)
     )
     tiers = OffloadStats(TierStats(*[0] * 8), {"disk": TierStats(*[0] * 8)}, 0, 0, TransferStats(*[0] * 7))
-    engine.stats = msgspec.structs.replace(engine.stats, offload=tiers, encoder=EncoderStats(*[0] * 7))
+    engine.stats = msgspec.structs.replace(
+        engine.stats, offload=tiers, encoder=EncoderStats(*[0] * 7), experts=ExpertStats([0, 0], 0.0, 0, 0)
+    )
     base = {"model_name", "engine", "le"}
     told = {
         family.name: (family.type, {label for sample in family.samples for label in sample.labels} - base)
