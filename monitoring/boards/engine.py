@@ -214,6 +214,13 @@ _GRAMMARS = Row(
             needs=_IMAGE_NEEDS,
         ),
         Panel(
+            "Images that wait for the tower",
+            "Images of unfinished requests that no tower has begun with. Many for long: more replicas, or a larger "
+            "--max-num-batched-tokens.",
+            [Query(series(metrics.ENCODER_WAITING_IMAGES, REPLICA), "{{pod}}")],
+            needs=_IMAGE_NEEDS,
+        ),
+        Panel(
             "Balance of experts",
             "Mean load of the ranks over that of the busiest one. Low for long: in --eplb-config, a shorter step_interval where "
             "traffic changes, more num_redundant_experts where few experts have most of the load.",

@@ -26,6 +26,7 @@ TENANTS = "a gateway with --tenants"
 DRAFTS = "an engine with --spec-method"
 GRAMMARS = "requests with structured output"
 OFFLOAD = "an engine with --kv-offload-memory-bytes"
+IMAGES = "requests with images"
 EPLB = "an engine with --enable-eplb"
 NEEDS = {
     "GPU busy": GPU,
@@ -41,7 +42,8 @@ NEEDS = {
     "Grammars": GRAMMARS,
     "Time to compile a grammar, p99": GRAMMARS,
     "KV pages to and from the host's memory and the disk": OFFLOAD,
-    "Images": "requests with images",
+    "Images": IMAGES,
+    "Images that wait for the tower": IMAGES,
     "Balance of experts": EPLB,
     "Load of ranks with experts": EPLB,
     "Experts that move": EPLB,

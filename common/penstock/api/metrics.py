@@ -56,6 +56,7 @@ REMOTE_PREFILLS: Final = "penstock_remote_prefills"  # label result: lent, nothi
 ENCODER_IMAGES: Final = "penstock_encoder_images"  # label result: encoded, cached
 ENCODER_TOKENS: Final = "penstock_encoder_tokens"
 ENCODER_SECONDS: Final = "penstock_encoder_seconds"
+ENCODER_WAITING_IMAGES: Final = "penstock_encoder_waiting_images"
 ENCODER_CACHE_TOKENS: Final = "penstock_encoder_cache_tokens"  # label state: held, idle, free
 EXPERT_TOKENS: Final = "penstock_expert_tokens"  # label ep_rank
 EXPERT_BALANCEDNESS: Final = "penstock_expert_balancedness"

@@ -72,6 +72,8 @@ class EncoderStats(msgspec.Struct, frozen=True, array_like=True):
     """Embeddings of those that are in the cache."""
     held: int
     """Embeddings of those that running requests need."""
+    waiting: int
+    """Images of requests that no tower has begun with, and whose embeddings are not there."""
 
 
 class ExpertStats(msgspec.Struct, frozen=True, array_like=True):

@@ -46,6 +46,27 @@ def chunks(machine: Machine) -> list[list[int]]:
     return [plan.num_new_tokens.tolist() for plan in machine.plans]
 
 
+def test_images_wait_until_a_tower_begins_with_them():
+    """Equal ones count once; those before the computed tokens, or with embeddings, do not wait."""
+    machine = Machine(make_config(images=(4, 16), budget=40, max_num_seqs=2))
+
+    def waiting() -> int:
+        found = machine.scheduler.encoder_stats()
+        assert found is not None
+        return found.waiting
+
+    assert waiting() == 0
+    asked = [seen(0, [("a", 4), 1, ("b", 4), 2]), seen(1, [("b", 4), ("c", 4), 3]), seen(2, [("a", 4), ("d", 4), 4])]
+    for request, _ in asked:
+        machine.add(request)
+    assert waiting() == 4, "a and b once each"
+    counts = []
+    while machine.scheduler.has_work:
+        machine.step()
+        counts.append(waiting())
+    assert counts[:3] == [3, 2, 1] and counts[-1] == 0
+
+
 @pytest.mark.req("MM-06", "MM-10", "MM-15")
 def test_equal_images_are_encoded_once():
     machine = Machine(make_config(images=(16, 16), budget=40))

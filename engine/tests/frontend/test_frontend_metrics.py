@@ -237,12 +237,12 @@ def test_what_became_of_images_is_told_where_there_can_be_any():
     engine = EngineMetrics("m", engine=0)
     engine.stats = stats()
     assert not any("encoder" in name for name in scrape(engine))
-    engine.stats = msgspec.structs.replace(stats(), encoder=EncoderStats(3, 2, 75, 0.5, 100, 75, 25))
+    engine.stats = msgspec.structs.replace(stats(), encoder=EncoderStats(3, 2, 75, 0.5, 100, 75, 25, 4))
     found = scrape(engine)
     assert (found["penstock_encoder_images_total result=encoded"], found["penstock_encoder_images_total result=cached"]) == (3, 2)
     assert (found["penstock_encoder_tokens_total"], found["penstock_encoder_seconds_total"]) == (75, 0.5)
     kept = [found[f"penstock_encoder_cache_tokens state={state}"] for state in ("held", "idle", "free")]
-    assert kept == [25, 50, 25]
+    assert kept == [25, 50, 25] and found["penstock_encoder_waiting_images"] == 4
 
 
 @pytest.mark.req("DX-16")

@@ -45,7 +45,7 @@ def test_the_table_names_every_metric_with_its_type_and_labels():
     )
     tiers = OffloadStats(TierStats(*[0] * 8), {"disk": TierStats(*[0] * 8)}, 0, 0, TransferStats(*[0] * 7))
     engine.stats = msgspec.structs.replace(
-        engine.stats, offload=tiers, encoder=EncoderStats(*[0] * 7), experts=ExpertStats([0, 0], 0.0, 0, 0)
+        engine.stats, offload=tiers, encoder=EncoderStats(*[0] * 8), experts=ExpertStats([0, 0], 0.0, 0, 0)
     )
     base = {"model_name", "engine", "le"}
     told = {

@@ -333,7 +333,7 @@ class EngineCore:
             command=self.next_command,
             waits=scheduler.totals.waits.buckets(),
             grammars=self._grammars.stats(),
-            encoder=scheduler.encoder.stats(),
+            encoder=scheduler.encoder_stats(),
             offload=None if self._offload is None else self._offload.stats(),
             experts=self._executor.call_beside("expert_stats")[0] if self._tells_experts else None,
         )

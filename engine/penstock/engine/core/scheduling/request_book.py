@@ -110,6 +110,10 @@ class RequestBook:
         """Return all live requests, in the order of arrival."""
         return list(self._live)
 
+    def live(self) -> list[Request]:
+        """Return the live requests themselves."""
+        return list(self._live.values())
+
     def is_waiting(self, index: int) -> bool:
         """Whether the request is live and has not begun."""
         return (request := self._live.get(index)) is not None and not request.has_started

@@ -42,6 +42,7 @@ from penstock.engine.core.scheduling.token_counters import TokenCounters
 from penstock.engine.core.scheduling.totals import Totals
 from penstock.engine.core.scheduling.waiting_room import WaitingRoom
 from penstock.engine.messages import AddRequest, ExtendPrompt
+from penstock.engine.stats import EncoderStats
 from penstock.prompt.hashing import BlockHasher, ExtraKeys
 
 
@@ -333,6 +334,11 @@ class Scheduler:
     def take_events(self) -> list[Event]:
         """Events for the stream since the last call: blocks, then requests that ended."""
         return [*self.kv.events.take(), *self._book.take_ended()]
+
+    def encoder_stats(self) -> EncoderStats | None:
+        """What became of images; None: there can be none."""
+        computed = self.table.num_computed
+        return self.encoder.stats((it, int(computed[it.row]) if it.row >= 0 else 0) for it in self._book.live() if it.images)
 
     def cached_blocks(self) -> list[BlockStored]:
         """All blocks that can be found now, as the events have said: first what lies in tiers."""

@@ -202,6 +202,8 @@ def _encoder(encoder: EncoderStats, labels: dict[str, str]) -> Iterator[Family]:
     yield counter(names.ENCODER_IMAGES, "Images of requests: encoded, or found in the cache of embeddings.", images, "result")
     yield counter(names.ENCODER_TOKENS, "Embeddings of images that were computed.", encoder.tokens)
     yield counter(names.ENCODER_SECONDS, "Seconds spent on encoding images.", encoder.seconds)
+    what = "Images of unfinished requests that no tower has begun with, equal ones once; a prefix hit may spare some of them."
+    yield gauge(names.ENCODER_WAITING_IMAGES, what, encoder.waiting)
     idle = encoder.used - encoder.held
     cache = {"held": encoder.held, "idle": idle, "free": encoder.size - encoder.used}
     yield gauge(names.ENCODER_CACHE_TOKENS, "Embeddings of images in the cache, by state.", cache, "state")

@@ -72,13 +72,19 @@ class Encoder:
         """What the runner holds."""
         return self._cache
 
-    def stats(self) -> EncoderStats | None:
-        """What became of images; None: there can be none."""
+    def stats(self, requests: Iterable[tuple[Request, int]]) -> EncoderStats | None:
+        """What became of images; None: there can be none.
+
+        Args:
+            requests: Those that have not ended, each with its computed tokens.
+        """
         cache = self._cache
         if not cache.size:
             return None
         counts = self.num_runs, self.num_hits, self.num_embeddings
-        return EncoderStats(*counts, self.seconds, cache.size, cache.used, cache.held)
+        images = [image for request, computed in requests for image in request.images if image.end > computed]
+        waiting = {image.item.identifier for image in images if image.item.identifier not in cache}
+        return EncoderStats(*counts, self.seconds, cache.size, cache.used, cache.held, len(waiting))
 
     @property
     def is_busy(self) -> bool:
