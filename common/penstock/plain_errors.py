@@ -1,4 +1,4 @@
-"""msgspec's errors in words for people."""
+"""Errors in words for people, msgspec's above all."""
 
 import re
 from collections.abc import Sequence
@@ -22,6 +22,11 @@ _LIMITS: Final = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 _WRONG_TYPE: Final = re.compile(r"Expected `([^`]+)`, got `([^`]+)`")
 _LENGTH: Final = re.compile(r"Expected `(\w+)` of length (>=|<=)? ?(\d+)(?:, got \d+)?")
 _LIMIT: Final = re.compile(r"Expected `(?:int|float)` (>=|<=|>|<) (\S+)")
+
+
+def words_of(error: BaseException) -> str:
+    """What an error says; its name where it says nothing, as a timeout does."""
+    return str(error) or type(error).__name__
 
 
 class Wrong(NamedTuple):

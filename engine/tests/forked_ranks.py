@@ -40,6 +40,14 @@ class Ranks:
             told.append(pickle.loads(data) if data else None)
         return told
 
+    def successes(self) -> list[Any]:
+        """The same; raises what the first rank raised that did."""
+        found = self.results()
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+        return found
+
     @staticmethod
     def _live(rank: int, function: Callable[[int], Any], writing: int) -> None:
         # What other tests have left behind, such as gRPC's event loops, can hang where it is collected in a forked process.

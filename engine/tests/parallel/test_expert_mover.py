@@ -106,14 +106,10 @@ def on_ranks() -> Callable[..., list[Any]]:
     def run(life: Callable[[int, tuple[SharedMemory, SharedMemory]], Any]) -> list[Any]:
         memories = SharedMemory.create(RANKS, 1 << 12), SharedMemory.create(RANKS, 1 << 8)
         try:
-            found = Ranks(RANKS, lambda rank: life(rank, memories)).results()
+            return Ranks(RANKS, lambda rank: life(rank, memories)).successes()
         finally:
             for memory in memories:
                 memory.close()
-        for result in found:
-            if isinstance(result, BaseException):
-                raise result
-        return found
 
     return run
 

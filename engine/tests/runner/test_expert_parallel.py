@@ -46,14 +46,10 @@ def on_ranks(world: int, life: Callable[[int, SharedMemory, SharedMemory], Any])
     """What each rank gives, with the memory of the experts' group and another of a tensor-parallel one."""
     memory, other = SharedMemory.create(world, 1 << 14), SharedMemory.create(world, 1 << 14)
     try:
-        found = Ranks(world, lambda rank: life(rank, memory, other)).results()
+        return Ranks(world, lambda rank: life(rank, memory, other)).successes()
     finally:
         memory.close()
         other.close()
-    for result in found:
-        if isinstance(result, BaseException):
-            raise result
-    return found
 
 
 def expert_bytes(runner: ModelRunner) -> int:

@@ -99,13 +99,9 @@ def on_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
         memory = SharedMemory.create(world, 1 << 14)
         meeting = f"file://{tmp_path}/meeting"
         try:
-            found = Ranks(world, lambda rank: function(Group(rank, world, memory, meeting, 60.0))).results()
+            return Ranks(world, lambda rank: function(Group(rank, world, memory, meeting, 60.0))).successes()
         finally:
             memory.close()
-        for result in found:
-            if isinstance(result, BaseException):
-                raise result
-        return found
 
     return run
 

@@ -12,6 +12,7 @@ from penstock.http.replica_answers import UNREADABLE, body_of
 from penstock.http.replica_tls import CurrentContext, ReplicaTls
 from penstock.operator.adapters.plan import Action, Origin
 from penstock.operator.observed import LoadTimes
+from penstock.plain_errors import words_of
 
 LOAD_S: Final = 2.0
 LIST_S: Final = 5.0
@@ -112,7 +113,7 @@ class Replicas:
                     raise ReplicaError(_sentence(answer, response.status))
                 return answer
         except UNREADABLE as error:
-            raise ReplicaError(str(error) or type(error).__name__) from error
+            raise ReplicaError(words_of(error)) from error
 
 
 def _sentence(answer: Any, status: int) -> str:

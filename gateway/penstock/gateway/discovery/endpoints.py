@@ -16,6 +16,7 @@ from penstock.gateway.load.replica_client import ReplicaClient, ReplicaTlsStates
 from penstock.gateway.models.served import Served, served_by
 from penstock.http.replica_answers import UNREADABLE
 from penstock.http.replica_tls import ReplicaTls
+from penstock.plain_errors import words_of
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +65,7 @@ class EndpointsDiscovery:
             models = await served_by(client, _replica(address, pool="", ready=True))
         except (TimeoutError, *UNREADABLE) as error:
             if known is None or known.ready:
-                log.warning(
-                    "endpoint %s does not say which models it serves: %s", address.text, str(error) or type(error).__name__
-                )
+                log.warning("endpoint %s does not say which models it serves: %s", address.text, words_of(error))
             if known is not None:
                 self._answers[address] = msgspec.structs.replace(known, ready=False)
             return

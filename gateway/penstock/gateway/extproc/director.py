@@ -18,6 +18,7 @@ from penstock.gateway.extproc.stages.respond import Respond
 from penstock.gateway.extproc.stages.tokenise import Tokenise
 from penstock.gateway.extproc.underway import Underway
 from penstock.gateway.http.metrics import PickerMetrics
+from penstock.gateway.load.tokenized import guessed_tokens
 from penstock.prompt.processor import PROMPT_PATHS
 
 _DIGITS = 20
@@ -82,7 +83,7 @@ class PickDirector:
             self._identify.run(passage)
             if self._listing.answers(call.path):
                 return self._listing.run(call, passage.tenant)
-            passage.body = parse_body(call.body)
+            passage.body, passage.guess = parse_body(call.body), guessed_tokens(call.body)
             await self._resolve.first(passage)
             passage.priority = priority_of(passage)
             return await self._serve(passage)

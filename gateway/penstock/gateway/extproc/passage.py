@@ -24,6 +24,7 @@ class Passage:
         "charged",
         "conceals",
         "entered",
+        "guess",
         "identified",
         "model",
         "name",
@@ -47,6 +48,8 @@ class Passage:
     """Set by `identify`: whether replicas must not see the client's key."""
     body: Body
     """Set by `read`."""
+    guess: int
+    """Set with `body`: about how many tokens the prompt has."""
     model: Model
     """Set by `resolve`, again after a change of the fleet."""
     adapter: str | None

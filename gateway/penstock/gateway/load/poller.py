@@ -18,6 +18,7 @@ from penstock.gateway.load.traits import Traits
 from penstock.gateway.picker.candidates import ReplicaKey, key_of
 from penstock.gateway.picker.state import FleetState
 from penstock.http.replica_answers import UNREADABLE, body_of
+from penstock.plain_errors import words_of
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +76,10 @@ class LoadPoller:
             try:
                 await ask(client, replica)
             except (aiohttp.ClientConnectorError, TimeoutError) as error:  # nobody there, or stopped
-                log.info("%s cannot be reached: %s", replica.name, str(error) or type(error).__name__)
+                log.info("%s cannot be reached: %s", replica.name, words_of(error))
                 self._state.unreachable(key_of(replica), time.monotonic())
             except UNREADABLE as error:
-                log.info("no load report of %s: %s", replica.name, str(error) or type(error).__name__)
+                log.info("no load report of %s: %s", replica.name, words_of(error))
 
     async def _report(self, client: ReplicaClient, replica: Replica) -> None:
         """Asks a replica of ours."""

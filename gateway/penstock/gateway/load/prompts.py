@@ -26,6 +26,7 @@ from penstock.gateway.picker.candidates import ReplicaKey, key_of
 from penstock.gateway.picker.request import HashSpace, Prompt
 from penstock.gateway.picker.state import FleetState
 from penstock.http.replica_answers import body_of
+from penstock.plain_errors import words_of
 from penstock.prompt.bundle import PromptBundle
 from penstock.prompt.errors import PromptError
 from penstock.prompt.memo import PrefixMemo
@@ -239,7 +240,7 @@ class PromptLibrary:
             else:
                 digest = await self._read(replica)
         except Exception as error:  # noqa: BLE001 - a tokenizer is a program of others: whatever it does, one replica has no bundle
-            log.warning("no prompt bundle from %s: %s", replica.name, str(error) or type(error).__name__)
+            log.warning("no prompt bundle from %s: %s", replica.name, words_of(error))
             digest = None
         if digest is None:
             self._retry_at[key] = time.monotonic() + RETRY_S

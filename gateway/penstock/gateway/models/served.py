@@ -14,6 +14,7 @@ from penstock.gateway.load.replica_client import ReplicaClient
 from penstock.gateway.picker.candidates import ReplicaKey, key_of
 from penstock.gateway.picker.state import FleetState
 from penstock.http.replica_answers import UNREADABLE, body_of
+from penstock.plain_errors import words_of
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class ServedNames:
             self._names[key] = {served.id: served for served in await served_by(client, replica)}
         except (TimeoutError, *UNREADABLE) as error:
             # What it said last stays: a replica that is too busy to answer still serves.
-            log.warning("%s does not say which models it serves: %s", replica.name, str(error) or type(error).__name__)
+            log.warning("%s does not say which models it serves: %s", replica.name, words_of(error))
             self._due[key] = self._asked[key] + RETRY_S
 
 

@@ -110,9 +110,9 @@ class RequestBook:
         """Return all live requests, in the order of arrival."""
         return list(self._live)
 
-    def live(self) -> list[Request]:
-        """Return the live requests themselves."""
-        return list(self._live.values())
+    def live(self) -> Iterable[Request]:
+        """Return the live requests themselves; for use before anything changes."""
+        return self._live.values()
 
     def is_waiting(self, index: int) -> bool:
         """Whether the request is live and has not begun."""

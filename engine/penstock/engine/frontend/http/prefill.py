@@ -20,6 +20,7 @@ from penstock.engine.frontend.images import with_files
 from penstock.engine.frontend.openai.kv_transfer import FIELD, KVTransfer
 from penstock.engine.frontend.openai.protocol import ChatRequest, CompletionRequest
 from penstock.engine.frontend.spec import GenerationSpec
+from penstock.plain_errors import words_of
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH
 from penstock.prompt.responses import as_chat
 
@@ -89,7 +90,7 @@ class Prefill:
             self._llm.metrics.prefills.add(1, "failed")
             _log.warning(
                 "request_id=%s prefill replica %s failed after %.1f s, so the prompt is computed here: %s",
-                *(spec.request_id, address, time.monotonic() - begin, str(error) or type(error).__name__),
+                *(spec.request_id, address, time.monotonic() - begin, words_of(error)),
             )
             return spec
         self._llm.metrics.prefills.add(1, "nothing" if remote is None else "lent")

@@ -12,7 +12,6 @@ from penstock.gateway.extproc.stages.resolve import Resolve
 from penstock.gateway.flow.gate import FleetMoved, FlowGate, TurnedAway
 from penstock.gateway.flow.ticket import Ticket
 from penstock.gateway.http.flow_metrics import FlowMetrics
-from penstock.gateway.load.tokenized import guessed_tokens
 
 
 class Admit:
@@ -31,7 +30,7 @@ class Admit:
         now = time.monotonic()
         passage.charged = 0
         passage.patience_s = _patience_s(passage.call)
-        tokens = guessed_tokens(passage.call.body)
+        tokens = passage.guess
         ordinal: int | None = None
         while not self._gate.enter(passage.model, tokens, now, passage.adapter):
             if passage.subset is not None and not self._gate.anybody(passage.model):

@@ -11,7 +11,6 @@ from penstock.gateway.extproc.call import Refused
 from penstock.gateway.extproc.passage import Passage
 from penstock.gateway.flow.gate import FlowGate
 from penstock.gateway.load.follower import FleetFollower
-from penstock.gateway.load.tokenized import guessed_tokens
 from penstock.gateway.picker.bookings import Booking
 from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.tenants.account import Account, OverBudget
@@ -86,7 +85,7 @@ class Meter:
         if self._registry is None:
             return None
         account = self._registry.account(passage.tenant)
-        tokens = guessed_tokens(passage.call.body)
+        tokens = passage.guess
         if account is not None:
             try:
                 account.open(tokens, time.monotonic())
