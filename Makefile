@@ -56,8 +56,8 @@ $(NATIVE): gateway/native/Cargo.toml gateway/native/Cargo.lock gateway/native/py
 	@touch $@
 
 .PHONY: kv-parts
-kv-parts: setup ## what the tests of KV tiers and transfer need beside the lock: NIXL (240 MB, without torch), an S3 server
-	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --require-hashes -r requirements/nixl.txt
+kv-parts: setup ## what the tests of KV tiers and transfer need beside the lock: NIXL (240 MB, without torch), Mooncake, an S3 server
+	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --require-hashes -r requirements/nixl.txt -r requirements/mooncake.txt
 	@$(UV) venv --quiet --allow-existing .tools/s3
 	@$(UV) pip install --quiet --python .tools/s3/bin/python --require-hashes -r requirements/s3.txt
 
@@ -289,7 +289,7 @@ COMPILE := $(UV) pip compile --quiet --upgrade --generate-hashes --no-emit-index
 lock: | $(UV) ## pin and hash the dependencies anew
 	@for extra in engine gateway operator client dev; do $(COMPILE) --extra $$extra pyproject.toml -o requirements/$$extra.txt; done
 	@for name in build native protogen s3; do $(COMPILE) requirements/$$name.in -o requirements/$$name.txt; done
-	@$(COMPILE) --no-deps requirements/nixl.in -o requirements/nixl.txt
+	@for name in nixl mooncake; do $(COMPILE) --no-deps requirements/$$name.in -o requirements/$$name.txt; done
 
 # Its overrides take torch as it is on PyPI and leave out what has no build for a CPU.
 lock-peers: | $(UV) ## pin and hash the engines to compare with anew

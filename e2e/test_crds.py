@@ -49,7 +49,7 @@ REFUSED_MODELS: dict[str, tuple[Object, str]] = {
     ),
     "copies": (
         {"engine": {"connector": {"type": "nixl", "disk": {"size": "1Gi"}}}},
-        "engine: connector: disk and bucket keep copies of what is in memory",
+        "engine: connector: disk, store and bucket keep copies of what is in memory",
     ),
     "secrets": (
         {

@@ -195,7 +195,7 @@ def test_what_may_not_change_keeps_its_value(before: Object, after: Object) -> N
 
 WORDS = [
     "/m", "hf://a/b", "file:///a", "file:///a/..", "pvc://claim/m", "pvc://claim", "pvc://-", "s3://b/k", "m", "ngram", "suffix",
-    "eagle", "draft_model", "none", "nixl", "--port=1", "--dtype", "--kv-cache-memory-bytes=1G",
+    "mooncake://m:1", "eagle", "draft_model", "none", "nixl", "--port=1", "--dtype", "--kv-cache-memory-bytes=1G",
     "--num-gpu-blocks-override", "--seed=1", "a", "b", "tiny", "old", "default",
     "2026-01-31T12:00:00Z", "100",
 ]  # fmt: skip

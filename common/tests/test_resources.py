@@ -49,7 +49,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"pools": [PREFILL, DECODE]}, "engine.connector"),
     ({"engine": {"connector": {"type": "offload"}}}, "memory goes with the types offload and transfer"),
     ({"engine": {"connector": {"memory": "1Gi"}}}, "memory goes with the types offload and transfer"),
-    ({"engine": {"connector": {"disk": {"size": "1Gi"}}}}, "disk and bucket keep copies of what is in memory"),
+    ({"engine": {"connector": {"disk": {"size": "1Gi"}}}}, "disk, store and bucket keep copies of what is in memory"),
     ({"engine": {"connector": {**MEMORY, "bucket": {"uri": "s3://b", "size": "1Gi"}}}}, "engine.connector.bucket.uri"),
     ({"engine": {"connector": {**MEMORY, "bucket": BUCKET}}, **FROM_S3}, "a replica has the credentials of one Secret"),
     ({"engine": {"connector": {"type": "transfer", "memory": "1Gi"}}}, "secretRef goes with the type transfer"),

@@ -208,6 +208,12 @@ _GRAMMARS = Row(
             needs=_OFFLOAD_NEEDS,
         ),
         Panel(
+            "Failures of the memory behind the KV cache",
+            "Per second: pages that could not be stored, and look-ups without an answer. The tier is down, full or slow.",
+            [Query(rate(metrics.KV_OFFLOAD_FAILURES, REPLICA, by="tier, operation"), "{{tier}} {{operation}}")],
+            needs=_OFFLOAD_NEEDS,
+        ),
+        Panel(
             "Images",
             "Images per second: encoded, or found in the cache of embeddings.",
             [Query(rate(metrics.ENCODER_IMAGES, REPLICA, by="result"), "{{result}}")],

@@ -42,6 +42,7 @@ NEEDS = {
     "Grammars": GRAMMARS,
     "Time to compile a grammar, p99": GRAMMARS,
     "KV pages to and from the host's memory and the disk": OFFLOAD,
+    "Failures of the memory behind the KV cache": OFFLOAD,
     "Images": IMAGES,
     "Images that wait for the tower": IMAGES,
     "Balance of experts": EPLB,

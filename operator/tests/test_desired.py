@@ -690,12 +690,16 @@ def test_a_pool_that_fits_no_pool_of_the_other_role_is_refused(make: Any) -> Non
 def test_kv_pages_have_a_disk_and_an_object_store_with_its_credentials(make: Any, claim: str | None, volume: Any) -> None:
     disk = {"size": "2Gi", **({} if claim is None else {"claimName": claim})}
     bucket = {"uri": "s3://b/kv", "size": "1Ti", "secretRef": {"name": "aws"}}
-    model = make.model(engine={"connector": {"type": "offload", "memory": "1Gi", "disk": disk, "bucket": bucket}})
+    store = {"uri": "mooncake://master:50051", "size": "3Gi"}
+    connector = {"type": "offload", "memory": "1Gi", "disk": disk, "store": store, "bucket": bucket}
+    model = make.model(engine={"connector": connector})
     (pod,) = [it["spec"]["template"]["spec"] for it in children(model, RENDERING, extra={}) if it["kind"] == "Deployment"]
     (engine,) = pod["containers"]
     assert [it for it in engine["args"] if it.startswith("--kv-")] == [
         "--kv-offload-memory-bytes=1073741824",
         "--kv-offload-disk-bytes=2147483648",
+        "--kv-offload-store=mooncake://master:50051",
+        "--kv-offload-store-bytes=3221225472",
         "--kv-offload-bucket=s3://b/kv",
         "--kv-offload-bucket-bytes=1099511627776",
         "--kv-offload-directory=/var/cache/penstock/kv",

@@ -60,6 +60,8 @@ OTHER: Object = {
     "spec.pools[].metadata.annotations": {},
     "spec.engine.connector.memory": "9Gi",
     "spec.engine.connector.disk.size": "9Gi",
+    "spec.engine.connector.store.uri": "mooncake://other:50051",
+    "spec.engine.connector.store.size": "9Gi",
     "spec.engine.connector.bucket.size": "9Gi",
     "spec.rollout.maxSurge": 3,
     "spec.rollout.maxUnavailable": "10%",

@@ -22,8 +22,9 @@ TOPIC: Final = b"penstock"
 END_OF_REPLAY: Final = b"\xff" * 8
 
 
-Medium = Literal["memory", "disk", "object"]
-"""A tier behind the KV cache: the host's memory, its disk, an object store. The nearest is the first."""
+Medium = Literal["memory", "disk", "store", "object"]
+"""A tier behind the KV cache: the host's memory, its disk, a store that replicas share, an object store. The nearest comes
+first."""
 MEDIA: Final[tuple[Medium, ...]] = get_args(Medium)
 
 

@@ -67,6 +67,8 @@ class LoadReport(msgspec.Struct, frozen=True, tag="LoadReport"):
     """How fast tokens' KV comes from host memory into the KV cache, measured over the latest loads; 0: not known."""
     disk_tier_tokens_per_s: float = 0.0
     """The same from the disk."""
+    store_tier_tokens_per_s: float = 0.0
+    """The same from a store that replicas share."""
     object_tier_tokens_per_s: float = 0.0
     """The same from the object store."""
     lora_slots: int = 0

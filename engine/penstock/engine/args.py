@@ -31,6 +31,7 @@ from penstock.engine.config import (
 )
 from penstock.engine.connectors.eviction import PolicyName
 from penstock.engine.connectors.page_objects import bucket_and_path
+from penstock.engine.connectors.page_store import store_address
 from penstock.engine.connectors.transfer.config import transfer_config
 from penstock.engine.devices import choose_device
 from penstock.engine.grammar import GrammarSettings, is_installed
@@ -91,6 +92,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     kv_offload_directory: str | None = None
     kv_offload_disk_bytes: Count = 0
     """Of the disk, for copies of these pages."""
+    kv_offload_store: str | None = None
+    """`mooncake://HOST:PORT` of a store for copies of these pages that other replicas find, too."""
+    kv_offload_store_bytes: Count = 0
+    """Of the pages there that this replica knows."""
     kv_offload_bucket: str | None = None
     """`s3://BUCKET/PATH` for copies of these pages that other replicas find, too."""
     kv_offload_bucket_bytes: Count = 0
@@ -226,6 +231,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 offload_bytes=self.kv_offload_memory_bytes,
                 disk_folder=None if self.kv_offload_directory is None else Path(self.kv_offload_directory).absolute(),
                 disk_bytes=self.kv_offload_disk_bytes,
+                store=self.kv_offload_store,
+                store_bytes=self.kv_offload_store_bytes,
                 bucket=self.kv_offload_bucket,
                 bucket_bytes=self.kv_offload_bucket_bytes,
                 loads_by_cost=self.kv_offload_loads == "cost",
@@ -327,9 +334,11 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_lower_tiers(self) -> None:
         folder = self.kv_offload_directory, self.kv_offload_disk_bytes
+        store = self.kv_offload_store, self.kv_offload_store_bytes
         bucket = self.kv_offload_bucket, self.kv_offload_bucket_bytes
         for place, what, size, (given, count) in (
             ("--kv-offload-directory", "the folder of the files", "--kv-offload-disk-bytes", folder),
+            ("--kv-offload-store", "where the store is", "--kv-offload-store-bytes", store),
             ("--kv-offload-bucket", "where the objects are", "--kv-offload-bucket-bytes", bucket),
         ):
             if given is None and not count:
@@ -340,6 +349,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{place} needs {size}: how much its pages may take")
             if not self.kv_offload_memory_bytes:
                 raise ConfigError(f"{place} keeps copies of what is in host memory: it needs --kv-offload-memory-bytes")
+        if self.kv_offload_store is not None:
+            store_address(self.kv_offload_store)
         if self.kv_offload_bucket is not None:
             bucket_and_path(self.kv_offload_bucket)
 

@@ -143,6 +143,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder for copies of the pages in host memory. None: no copies."""
     disk_bytes: int = 0
     """Bytes of the files in it, on each rank."""
+    store: str | None = None
+    """`mooncake://HOST:PORT` of a store for copies of the pages in host memory, too. None: no copies."""
+    store_bytes: int = 0
+    """Bytes of the pages that this replica knows there, on each rank."""
     bucket: str | None = None
     """`s3://BUCKET/PATH` for copies of the pages in host memory, too. None: no copies."""
     bucket_bytes: int = 0

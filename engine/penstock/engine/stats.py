@@ -9,7 +9,7 @@ from penstock.engine.roofline import Ceilings
 
 
 class TierStats(msgspec.Struct, frozen=True, array_like=True):
-    """KV pages in the host's memory, on the disk or in the object store; counts are since the start."""
+    """KV pages in the host's memory, on the disk or in a store; counts are since the start."""
 
     pages: int
     """That fit."""
@@ -23,6 +23,10 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     """Pages of failed loads, whose tokens were computed."""
     declined_tokens: int = 0
     """Tokens that were computed because a load would have taken longer."""
+    failed_stores: int = 0
+    """Pages that could not be stored."""
+    failed_lookups: int = 0
+    """Questions for pages that found no answer in time."""
 
 
 class TransferStats(msgspec.Struct, frozen=True, array_like=True):
@@ -46,7 +50,7 @@ class OffloadStats(msgspec.Struct, frozen=True, array_like=True):
 
     memory: TierStats
     lower: dict[str, TierStats]
-    """By name, what lies behind the host's memory: `disk`, `object`."""
+    """By name, what lies behind the host's memory: `disk`, `store`, `object`."""
     queried_tokens: int
     """Looked for, beyond what the KV cache held."""
     loaded_tokens: int

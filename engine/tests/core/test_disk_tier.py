@@ -5,6 +5,7 @@ from fake_runner import reference
 from harness import make_request
 from test_kv_offload import PROMPT, flood, make
 
+from penstock.engine.connectors import lookups
 from penstock.engine.connectors.lower_tier import MAX_WRITES, PATIENCE_S, PAUSE_S, LowerTier
 from penstock.engine.connectors.moves import Moved, PageFile
 from penstock.engine.connectors.tier_index import Key, TierIndex
@@ -161,3 +162,68 @@ def test_pages_of_adapters_stay_in_memory():
     machine.add(make_request(2, [9], 2))
     machine.run()
     assert offload.tier.num_ready > len(disk._wanted) > 0 and not from_adapter
+
+
+def asking():
+    """A machine with a request that waits for what a shared store says of the seven pages of its prompt."""
+    machine = make(depth=2)
+    offload = machine.scheduler._offload
+    assert offload is not None
+    store = LowerTier("store", offload.tier, 100, 1)
+    offload.lower.append(store)
+    machine.add(make_request(0, PROMPT, 6))
+    machine.step()
+    [find] = store.take(machine.now)
+    return machine, offload, store, find
+
+
+def test_a_shared_store_is_asked_for_each_request_and_what_it_has_is_read():
+    machine, offload, store, find = asking()
+    assert find.action == "find" and len(find.pages) == 7
+    assert machine.scheduler.waiting() == {"remote_kv": 1} and machine.scheduler.kv.pool.num_used == 0
+    lost = Key(0, find.pages[6].block_hash)
+    store._take_in(find.pages)  # known from before, and evicted by the store meanwhile
+    store.moved(find.number, Moved(0.0, None, find.pages[:6]), machine.now)
+    assert lost not in store.index and store.index.num_ready == 6
+    offload.resume(machine.scheduler, machine.now)
+    machine.step()
+    reads = [move for move in store.take(machine.now) if move.action == "read"]
+    assert [move.block_hash for move in reads] == [page.block_hash for page in find.pages[:6]]
+    for move in reads:
+        store.moved(move.number, Moved(0.0), machine.now)
+    offload.resume(machine.scheduler, machine.now)
+    machine.step()
+    plan = machine.plans[-1]
+    assert plan.transfers is not None and len(plan.transfers.load_blocks) == 6
+    assert not any(move.action == "find" for move in store.take(machine.now)), "once for each time that it waits"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_store_without_an_answer_holds_up_one_request_and_is_left_alone(late: bool):
+    machine, offload, store, find = asking()
+    now = machine.now
+    if late:
+        offload.resume(machine.scheduler, now + lookups.PATIENCE_S - 0.1)
+        assert machine.scheduler.waiting() == {"remote_kv": 1}
+        offload.resume(machine.scheduler, now + lookups.PATIENCE_S)
+    else:
+        store.moved(find.number, Moved(0.1, "refused"), now)
+        offload.resume(machine.scheduler, now)
+    assert store.stats().failed_lookups == 1
+    machine.run()
+    assert machine.streams[0] == reference(PROMPT, 6) and machine.cached_tokens[0] == 0
+    if late:
+        store.moved(find.number, Moved(9.0, None, find.pages), now)
+        assert store.index.num_ready == 7, "what came too late is known now"
+    key = Key(0, b"other")
+    assert not store.look(1, [key], now + lookups.SHUT_S - 1) and store.is_shut(now + lookups.SHUT_S - 1)
+    assert store.look(1, [key], now + lookups.PATIENCE_S + lookups.SHUT_S)
+
+
+def test_what_a_replica_loses_sight_of_stays_in_a_shared_store():
+    host = TierIndex(9)
+    for name, deleted in (("store", []), ("disk", [key(1).block_hash])):
+        tier = LowerTier(name, host, 1, 10)
+        tier.open([PageFile(*key(1))])
+        assert tier.index.reserve(key(2)) is not None
+        assert [move.block_hash for move in tier.take(0.0)] == deleted

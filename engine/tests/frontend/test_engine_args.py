@@ -277,6 +277,8 @@ def test_pages_in_an_object_store_need_an_address_a_size_and_a_tier_in_front() -
     assert (cache.bucket, cache.bucket_bytes) == ("s3://b/kv", 5)
     for given, words in (
         ({**memory, "kv_offload_bucket_bytes": 5}, "--kv-offload-bucket-bytes needs --kv-offload-bucket"),
+        ({**memory, "kv_offload_store": "mooncake://h:5"}, "--kv-offload-store needs --kv-offload-store-bytes"),
+        ({**memory, "kv_offload_store": "h:5", "kv_offload_store_bytes": 5}, "expected mooncake://HOST:PORT"),
         ({**memory, "kv_offload_bucket": "s3://b/kv"}, "--kv-offload-bucket needs --kv-offload-bucket-bytes"),
         ({**memory, "kv_offload_bucket": "b/kv", "kv_offload_bucket_bytes": 5}, "expected s3://BUCKET/PATH"),
         ({"model": TINY, "kv_offload_bucket": "s3://b/kv", "kv_offload_bucket_bytes": 5}, "needs --kv-offload-memory-bytes"),

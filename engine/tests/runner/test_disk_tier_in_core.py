@@ -20,11 +20,12 @@ def start(checkpoint, build_runner):
     """Starts engines whose KV cache has room for about two of ten requests."""
     cores = []
 
-    def started(folder, family="llama", pages=400, disk=400, worker=False, bucket=None, **model):
+    def started(folder, family="llama", pages=400, disk=400, worker=False, bucket=None, store=None, **model):
         runner = build_runner(checkpoint(family), scheduler=SCHEDULER)
         config, page = runner.config, runner.kv_layout().page_bytes
         sizes = {"num_blocks": 24 if family == "llama" else 44, "offload_bytes": pages * page, "disk_folder": folder}
         sizes |= {"disk_bytes": disk * file_bytes(page), "bucket": bucket, "bucket_bytes": 400 * file_bytes(page)}
+        sizes |= {"store": store, "store_bytes": 400 * file_bytes(page)}
         cache = msgspec.structs.replace(config.cache, **sizes)
         model = msgspec.structs.replace(config.model, **model)
         parallel = msgspec.structs.replace(config.parallel, worker_process=worker)

@@ -41,7 +41,7 @@ TYPED_FLAGS = (
     r"|long-prefill-token-threshold|block-size|gpu-memory-utilization|limit-mm-per-prompt"
     r"|mm-processor-kwargs|speculative-config"
     r"|spec-method|spec-model|spec-tokens|kv-transfer-config|kv-transfer-secret-file"
-    r"|kv-offload-(memory-bytes|directory|disk-bytes|bucket|bucket-bytes)|device"
+    r"|kv-offload-(memory-bytes|directory|disk-bytes|store|store-bytes|bucket|bucket-bytes)|device"
     r"|enable-lora|allow-runtime-lora-updating|lora-modules|max-loras|max-cpu-loras|max-lora-rank"
     r"|(tensor|pipeline|data)-parallel-size|enable-expert-parallel|num-redundant-experts|enable-eplb|eplb-config)(=.*)?$"
 )
@@ -207,6 +207,15 @@ class ConnectorDisk(Part):
     """PersistentVolumeClaim, whose pages outlive the replicas. Absent: a volume that goes with the pod."""
 
 
+class ConnectorStore(Part):
+    """A Mooncake store for copies of KV pages, which all replicas of a model share."""
+
+    uri: Annotated[str, Field(pattern=r"^mooncake://[^/:]+:[1-9][0-9]{0,4}$", max_length=512), Flag("--kv-offload-store")]
+    """`mooncake://HOST:PORT`, where its master listens."""
+    size: Annotated[Size, Flag("--kv-offload-store-bytes", _bytes)]
+    """Of the pages there that a replica knows, on each rank."""
+
+
 class ConnectorBucket(Part):
     """An object store for copies of KV pages, which all replicas of a model share."""
 
@@ -223,9 +232,11 @@ class Connector(Part):
 
     RULES = (
         Rule(
-            "has(self.memory) || !(has(self.disk) || has(self.bucket))",
-            "engine: connector: disk and bucket keep copies of what is in memory, and need it",
-            lambda connector: connector.memory is not None or (connector.disk is None and connector.bucket is None),
+            "has(self.memory) || !(has(self.disk) || has(self.store) || has(self.bucket))",
+            "engine: connector: disk, store and bucket keep copies of what is in memory, and need it",
+            lambda connector: (
+                connector.memory is not None or (connector.disk is None and connector.store is None and connector.bucket is None)
+            ),
         ),
         Rule(
             "(self.type in ['offload', 'transfer']) == has(self.memory)",
@@ -246,6 +257,8 @@ class Connector(Part):
     """Memory of the host, on each rank, for these pages."""
     disk: ConnectorDisk | None = None
     """Copies of them on a disk. Absent: none."""
+    store: ConnectorStore | None = None
+    """Copies of them in a store that replicas share. Absent: none."""
     bucket: ConnectorBucket | None = None
     """Copies of them in an object store. Absent: none."""
     secret_ref: LocalReference | None = None

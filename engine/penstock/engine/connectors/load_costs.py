@@ -5,7 +5,7 @@ loads before it. So a short prefix is computed and a long one loaded.
 """
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, get_args
 
 from penstock.engine.connectors.moves import Lower
 
@@ -64,7 +64,7 @@ class LoadCosts:
 
     def __init__(self, prefill_tokens_per_s: Callable[[], float]) -> None:
         self.memory = TierLoads()
-        self.lower: dict[Lower, TierLoads] = {"disk": TierLoads(), "object": TierLoads()}
+        self.lower: dict[Lower, TierLoads] = {name: TierLoads() for name in get_args(Lower)}
         self._prefill_tokens_per_s = prefill_tokens_per_s
 
     def pays(self, tokens: int, pages: int, now: float, lower: Lower | None = None) -> bool:

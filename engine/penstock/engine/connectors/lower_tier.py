@@ -1,7 +1,8 @@
-"""Pages on a disk or in an object store, as the scheduler sees them: copies of what the host's memory holds, which outlive it.
+"""Pages on a disk, in a shared store or in an object store, as the scheduler sees them: copies of what the host's memory holds.
 
 Every page that comes to the host's memory is written there, too, as long as it is still in memory when its turn comes. A request
-whose prefix goes on there is parked while the pages are read into the host's memory; it then loads them from there.
+whose prefix goes on there is parked while the pages are read into the host's memory; it then loads them from there. A
+shared store is asked for each request what it has of it.
 """
 
 import logging
@@ -11,6 +12,7 @@ import msgspec
 
 from penstock.engine.connectors.eviction import PolicyName
 from penstock.engine.connectors.load_costs import TierLoads
+from penstock.engine.connectors.lookups import SHUT_S, SLOW_S, LookUps
 from penstock.engine.connectors.moves import Lower, Move, Moved, PageFile
 from penstock.engine.connectors.tier_index import Key, TierIndex
 from penstock.engine.stats import TierStats
@@ -24,7 +26,7 @@ PATIENCE_S = 10.0
 REFRESH_S = 60.0
 """Between two looks at what other replicas have stored, where they store in one place."""
 
-_WORDS: dict[Lower, str] = {"disk": "disk", "object": "object store"}
+_WORDS: dict[Lower, str] = {"disk": "disk", "store": "shared store", "object": "object store"}
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +73,9 @@ class LowerTier:
         policy: PolicyName = "lru",
     ) -> None:
         self.name: Lower = name
-        self.index = TierIndex(num_pages, self._delete, on_change, policy)
+        # A shared store evicts by itself: what this replica loses sight of stays there for the others.
+        self.index = TierIndex(num_pages, None if name == "store" else self._delete, on_change, policy)
+        self._looks = LookUps() if name == "store" else None
         self._host = host
         self._page_bytes = page_bytes
         self._loads = loads
@@ -83,7 +87,7 @@ class LowerTier:
         self._number = 0
         self._paused_until = 0.0
         self._listed_at: float | None = None
-        self._written = self._read = self._failed = 0
+        self._written = self._read = self._failed = self._failed_writes = 0
         self._seconds = {"write": 0.0, "read": 0.0}
 
     @property
@@ -108,6 +112,21 @@ class LowerTier:
     def has(self, key: Key) -> bool:
         """Whether the page is in the host's memory, or can be read into it."""
         return key in self._host or key in self.index
+
+    def is_shut(self, now: float) -> bool:
+        """Whether it is left alone for a while: it has not answered."""
+        return self._looks is not None and self._looks.is_shut(now)
+
+    def look(self, index: int, keys: Iterable[Key], now: float) -> bool:
+        """Begins to ask a shared store which of these pages it has, for a request; False: there is nothing to ask."""
+        if self._looks is None or self._looks.is_shut(now) or not (asked := [key for key in keys if key not in self._host]):
+            return False
+        self._number += 1
+        move = Move(self._number, "find", pages=[PageFile(*key) for key in asked])
+        self._under[self._number] = _Under(move, Key(0, b""), -1, -1)
+        self._due.append(move)
+        self._looks.asked(self._number, index, asked, now)
+        return True
 
     def begin(self, index: int, keys: Sequence[Key], now: float) -> bool:
         """Begins to read what the host's memory lacks of these pages, for a request; False: nothing is on its way."""
@@ -173,11 +192,11 @@ class LowerTier:
         due, self._due = self._due, []
         return due
 
-    def _take_in(self, found: Sequence[PageFile]) -> None:
-        """Others have stored these pages. They take free places alone: what this replica has used stays."""
+    def _take_in(self, found: Sequence[PageFile], *, evict: bool = False) -> None:
+        """Others have stored these pages. Those of a list take free places alone: what this replica has used stays."""
         for page in found:
             key = Key(page.group, page.block_hash)
-            if self.index.has_free and (slot := self.index.reserve(key)) is not None:
+            if (evict or self.index.has_free) and (slot := self.index.reserve(key)) is not None:
                 self.index.written(key, slot, ok=True)
 
     def _begin_write(self, key: Key) -> bool:
@@ -199,12 +218,16 @@ class LowerTier:
             if not ok:
                 _log.warning("KV pages that other replicas have stored are not known: %s", moved.error)
             return
+        if action == "find":
+            self._looked(number, moved, now)
+            return
         self._seconds[action] += moved.seconds
         if action == "write":
             self._host.unpin([under.host_slot])
             self.index.written(key, under.disk_slot, ok=ok)
             self._written += ok
             if not ok:
+                self._failed_writes += 1
                 self._paused_until = now + PAUSE_S
                 self._wanted.clear()
                 _log.warning("KV pages are not written to the %s for %g seconds: %s", _WORDS[self.name], PAUSE_S, moved.error)
@@ -216,18 +239,34 @@ class LowerTier:
         if not ok:
             self._failed += 1
             self.forget(key)
+            if self._looks is not None and moved.seconds >= SLOW_S:
+                self._looks.shut(now)
             _log.warning("a KV page could not be read from the %s, and is computed again: %s", _WORDS[self.name], moved.error)
         for wait in self._waits:
             wait.keys.discard(key)
 
+    def _looked(self, number: int, moved: Moved, now: float) -> None:
+        """A shared store has said what it has, or nothing."""
+        assert self._looks is not None, "nobody asks"
+        asked = self._looks.answered(number, now, ok=moved.error is None)
+        if moved.error is not None:
+            _log.warning("the shared store for KV pages is left alone for %g seconds: %s", SHUT_S, moved.error)
+            return
+        found = {Key(page.group, page.block_hash) for page in moved.found}
+        for key in asked:
+            if key not in found and key in self.index:
+                self.index.forget(key)
+        self._take_in(moved.found, evict=True)
+
     def take_waits(self, now: float) -> list[int]:
         """Requests that need wait no longer: their pages are there, or do not come."""
+        looked = [] if self._looks is None else self._looks.take_waits(now)
         over = [wait for wait in self._waits if not wait.keys or now >= wait.began + PATIENCE_S]
         self._waits = [wait for wait in self._waits if wait not in over]
         if self._loads is not None:
             for wait in over:
                 self._loads.observe(wait.pages, now - wait.began, now)
-        return [wait.index for wait in over]
+        return [*looked, *(wait.index for wait in over)]
 
     def stats(self) -> TierStats:
         """Return the totals since the start."""
@@ -241,4 +280,6 @@ class LowerTier:
             evicted_pages=self.index.num_evicted,
             failed_pages=self._failed,
             declined_tokens=0 if self._loads is None else self._loads.declined_tokens,
+            failed_stores=self._failed_writes,
+            failed_lookups=0 if self._looks is None else self._looks.num_failed,
         )

@@ -1,4 +1,4 @@
-"""What the scheduler's half of a disk or an object store asks of a rank, and what it hears back."""
+"""What the scheduler's half of a disk, a shared store or an object store asks of a rank, and what it hears back."""
 
 from typing import Literal
 
@@ -8,19 +8,8 @@ _BLOCK = 4096
 """Files are read and written past the page cache: in whole blocks."""
 
 
-Lower = Literal["disk", "object"]
+Lower = Literal["disk", "store", "object"]
 """What can lie behind the host's memory, in the order in which it is asked."""
-
-
-class Move(msgspec.Struct, frozen=True, array_like=True):
-    """One page, between a slot of the host's memory and its file or object; or a look at what others have stored."""
-
-    number: int
-    """Number by which its end is reported."""
-    action: Literal["write", "read", "delete", "list"]
-    group: int = 0
-    block_hash: bytes = b""
-    slot: int = -1
 
 
 class PageFile(msgspec.Struct, frozen=True, array_like=True):
@@ -30,6 +19,19 @@ class PageFile(msgspec.Struct, frozen=True, array_like=True):
     block_hash: bytes
 
 
+class Move(msgspec.Struct, frozen=True, array_like=True):
+    """One page, between a slot of the host's memory and its file or object; or a look at what others have stored."""
+
+    number: int
+    """Number by which its end is reported."""
+    action: Literal["write", "read", "delete", "list", "find"]
+    """`list` looks at all that is there, `find` for the `pages`."""
+    group: int = 0
+    block_hash: bytes = b""
+    slot: int = -1
+    pages: list[PageFile] = []
+
+
 class Moved(msgspec.Struct, frozen=True, array_like=True):
     """How a move has ended on one rank."""
 
@@ -37,7 +39,7 @@ class Moved(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
     """Why the file was not written, or the slot does not have the page."""
     found: list[PageFile] = []
-    """Pages that a look has found, the least recently stored first."""
+    """Pages that a look has found; those of a `list` the least recently stored first."""
 
 
 def file_bytes(page_bytes: int) -> int:

@@ -5,7 +5,8 @@ and the page can be found when that plan has retired. A request whose prefix goe
 pages are copied into blocks of its own. They are published then, and the request waits for its turn like any other that finds its
 prefix cached: so nothing is held by a request that waits, and a copy that fails costs nothing but the computation.
 
-A disk and an object store may stand behind the host's memory (`lower_tier`), and other replicas (`transfer`).
+A disk, a store that replicas share and an object store may stand behind the host's memory (`lower_tier`), and other replicas
+(`transfer`).
 """
 
 import logging
@@ -86,7 +87,7 @@ class Offload:
         kv: The cache, of which it hears.
         num_slots: Pages that fit into the host's memory.
         page_bytes: Of a page, on each rank.
-        lower_pages: That fit on the disk and into the object store, where there are these.
+        lower_pages: That fit on the disk and into the stores, where there are these.
         transfer: How pages go to other replicas and come from there; None: they do not.
         ranks: Of the model.
         costs: Decides whether a load pays; None: each does.
@@ -226,12 +227,26 @@ class Offload:
         if since != request.num_preemptions:
             asked = 0
         for number, lower in enumerate(self.lower[asked:], asked + 1):
+            if self._look(lower, request, num_tokens, local, now):
+                return True
             request.asked_tiers = request.num_preemptions, number
+            if lower.is_shut(now):
+                continue
             pays = self._pays(lower, request, num_tokens, local, now)
             # What comes from a disk goes on in an object store perhaps: that is asked when this is here.
             if pays and self._bring(lower, request, num_tokens, local, lower.has, now):
                 return True
         return False
+
+    def _look(self, lower: LowerTier, request: Request, num_tokens: int, local: CacheHit, now: float) -> bool:
+        """Begins to ask a shared store for what goes on where the local prefix ends, once for each time that it waits."""
+        if request.looked_up_at == request.num_preemptions:
+            return False
+        names = request.block_hashes[local.num_tokens // self._kv.block_size : (num_tokens - 1) // self._kv.block_size]
+        if not lower.look(request.index, [Key(group, name) for group in range(self._kv.num_groups) for name in names], now):
+            return False
+        request.looked_up_at = request.num_preemptions
+        return True
 
     def _pays(self, lower: LowerTier, request: Request, num_tokens: int, local: CacheHit, now: float) -> bool:
         """Whether reading what a tier has beyond the host's memory is faster than computing it."""

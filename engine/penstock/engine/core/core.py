@@ -313,6 +313,7 @@ class EngineCore:
             adapters=scheduler.adapters.names(),
             memory_tier_tokens_per_s=self._tier_speed("memory"),
             disk_tier_tokens_per_s=self._tier_speed("disk"),
+            store_tier_tokens_per_s=self._tier_speed("store"),
             object_tier_tokens_per_s=self._tier_speed("object"),
         )
         self._seq += 1

@@ -226,6 +226,7 @@ def offload_size(config: EngineConfig, layout: KVLayout) -> OffloadSize | None:
     lower: dict[Lower, int] = {}
     places: list[tuple[Lower, str, object, int]] = [
         ("disk", "--kv-offload-disk-bytes", cache.disk_folder, cache.disk_bytes),
+        ("store", "--kv-offload-store-bytes", cache.store, cache.store_bytes),
         ("object", "--kv-offload-bucket-bytes", cache.bucket, cache.bucket_bytes),
     ]
     for name, flag, place, size in places:

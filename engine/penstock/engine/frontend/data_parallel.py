@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.api.events import MEDIA
 from penstock.api.headers import DATA_PARALLEL_RANK
 from penstock.api.load_report import LoadReport, WaitingReason
 from penstock.engine.commands import Command, PinPrefix, UnpinPrefix
@@ -17,7 +18,7 @@ _WAITING_WEIGHT = 4
 _SUMS = (
     *("num_requests_running", "max_num_seqs", "kv_blocks_total", "kv_blocks_reclaimable", "prefill_backlog_tokens"),
     *("prefill_tokens_per_s", "prompt_tokens_per_s", "generation_tokens_per_s", "lora_slots", "lora_slots_free"),
-    *("memory_tier_tokens_per_s", "disk_tier_tokens_per_s", "object_tier_tokens_per_s"),
+    *(f"{medium}_tier_tokens_per_s" for medium in MEDIA),
 )
 
 

@@ -28,6 +28,7 @@ from penstock.engine.connectors.namespace import Namespace, weights_digest
 from penstock.engine.connectors.page_files import PageFiles
 from penstock.engine.connectors.page_mover import PageMover
 from penstock.engine.connectors.page_objects import PageObjects
+from penstock.engine.connectors.page_store import PageStore
 from penstock.engine.connectors.transfer.agent import Agent
 from penstock.engine.connectors.transfer.words import Errand, News
 from penstock.engine.core.executor import AdapterRead
@@ -443,6 +444,10 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
             files = PageFiles(cache.disk_folder, namespace, slots, cache.disk_bytes, self._shard.world)
             self._movers[name] = files
             return files.found
+        if name == "store":
+            assert cache.store is not None, "there is no shared store"
+            self._movers[name] = PageStore(cache.store, namespace, slots)
+            return []
         assert cache.bucket is not None, "there is no object store"
         self._movers[name] = PageObjects(cache.bucket, namespace, slots)
         return []

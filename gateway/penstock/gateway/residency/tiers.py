@@ -1,4 +1,4 @@
-"""What replicas hold behind their KV caches: blocks in host memory, on disks and in object stores, as their events say.
+"""What replicas hold behind their KV caches: blocks in host memory, on disks and in stores, as their events say.
 
 A prefix may begin in the KV cache and go on in a tier, or be in both by turns. So for each tier an index holds what its replica
 can find there or nearer: the longest prefix in that index, less the longest in the one before, is what would be loaded.
@@ -11,7 +11,7 @@ from penstock.api.load_report import LoadReport
 from penstock.gateway.picker.candidates import ReplicaKey
 from penstock.gateway.residency.index import MAX_BLOCKS_PER_REPLICA, ResidencyIndex
 
-PRIOR_COSTS: dict[Medium, float] = {"memory": 0.1, "disk": 0.5, "object": 0.5}
+PRIOR_COSTS: dict[Medium, float] = {"memory": 0.1, "disk": 0.5, "store": 0.3, "object": 0.5}
 """A load's time as a share of the time to compute the same tokens, while a replica has not measured either."""
 
 

@@ -74,6 +74,7 @@ class Request:
         "index",
         "key",
         "lends",
+        "looked_up_at",
         "num_cached_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -124,6 +125,8 @@ class Request:
         """`num_preemptions` when KV was last looked for beyond the local cache."""
         self.asked_tiers: tuple[int, int] = (-1, 0)
         """`num_preemptions` at the time, and how many of the tiers behind the host's memory have been asked since."""
+        self.looked_up_at = -1
+        """`num_preemptions` when a shared store was last asked for its pages."""
         self.first_token_at = 0.0
         """Unix time in seconds; 0 before."""
         self.block_hashes: list[bytes] = []

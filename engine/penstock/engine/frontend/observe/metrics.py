@@ -194,6 +194,8 @@ def _tier(tier: TierStats, labels: dict[str, str]) -> Iterator[Family]:
     yield counter(names.KV_OFFLOAD_LOST_PAGES, "KV pages that were evicted, or whose load failed.", lost, "reason")
     what = "Tokens that were computed because a load of their KV pages would have taken longer."
     yield counter(names.KV_OFFLOAD_DECLINED_TOKENS, what, tier.declined_tokens)
+    failures = {"store": tier.failed_stores, "lookup": tier.failed_lookups}
+    yield counter(names.KV_OFFLOAD_FAILURES, "Pages not stored, and questions for pages not answered.", failures, "operation")
 
 
 def _encoder(encoder: EncoderStats, labels: dict[str, str]) -> Iterator[Family]:

@@ -1,0 +1,187 @@
+"""Pages in a real Mooncake store with a real model: replicas share them, and a store that fails costs computation alone."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+from test_core_with_runner import requests
+from test_disk_tier_in_core import run, start  # noqa: F401  a fixture
+
+from penstock.engine.config import ConfigError
+from penstock.engine.connectors import lookups, lower_tier, page_mover, page_store
+from penstock.engine.connectors.page_store import PageStore, store_address
+from testing.ports import free_ports
+
+FAMILY = "gemma2"
+"""It has windows: two groups of pages."""
+MASTER, HOLDER = (Path(sys.executable).with_name(f"mooncake_{part}") for part in ("master", "client"))
+
+
+class Store:
+    """A master, and a process that gives the store memory."""
+
+    def __init__(self) -> None:
+        port, metrics, holder = free_ports(3)
+        self.uri = f"mooncake://127.0.0.1:{port}"
+        self.master = self._start(MASTER, f"--rpc_port={port}", f"--metrics_port={metrics}")
+        self._wait(port)
+        master = ("--metadata_server=P2PHANDSHAKE", "--protocol=tcp", f"--master_server_address=127.0.0.1:{port}")
+        self.holder = self._start(HOLDER, "--host=127.0.0.1", *master, "--global_segment_size=64MB", f"--port={holder}")
+        self._wait(holder)
+
+    def _start(self, program: Path, *arguments: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def _wait(self, port: int) -> None:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                return
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+    def close(self) -> None:
+        for process in (self.holder, self.master):
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """A store for all tests that leave it whole."""
+    if not MASTER.exists():
+        pytest.skip("Mooncake is not installed: make kv-parts")
+    store = Store()
+    yield store
+    store.close()
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch):
+    """What was read and written in full: CRC-32 of the pages by name."""
+    pages: dict[str, dict[tuple[int, bytes], int]] = {"write": {}, "read": {}}
+
+    def fill(mover, move, page):
+        pages["read"][move.group, move.block_hash] = zlib.crc32(page)
+        filled(mover, move, page)
+
+    def write(mover, move):
+        pages["write"][move.group, move.block_hash] = zlib.crc32(mover.slots[move.slot].tobytes())
+        written(mover, move)
+
+    filled, written = page_mover.PageMover.fill, PageStore._write
+    monkeypatch.setattr(PageStore, "fill", fill)
+    monkeypatch.setattr(PageStore, "_write", write)
+    return pages
+
+
+@pytest.fixture
+def open_store(start):  # noqa: F811
+    """Starts engines, and waits until their client is connected to the store."""
+
+    def opened(*arguments, **options):
+        core = start(*arguments, **options)
+        core.step()
+        mover, deadline = core._executor._runner._movers["store"], time.monotonic() + 60
+        while mover._client is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return core
+
+    return opened
+
+
+def told(core):
+    return core.stats().offload.lower["store"]
+
+
+@pytest.mark.req("KO-26", "KO-30")
+def test_another_replica_loads_from_a_real_store_what_one_has_stored(open_store, shared, counted, tmp_path):
+    batch = requests(adjusted=False)[:6]
+    first = open_store(None, FAMILY, store=shared.uri)
+    expected = run(first, batch)
+    stored = told(first)
+    assert stored.stored_bytes > 0 == stored.loaded_bytes == stored.failed_pages == stored.failed_stores
+    second = open_store(tmp_path, FAMILY, store=shared.uri)  # with a disk in front, which is empty
+    assert run(second, batch) == expected
+    found = second.stats().offload
+    assert found.lower["store"].loaded_bytes > 0 and found.loaded_tokens > 0 and found.lower["store"].failed_pages == 0
+    assert counted["read"].items() <= counted["write"].items() and counted["read"], "bytes equal, page by page"
+    assert found.lower["disk"].pages_used > 0, "what came from afar is on the disk now"
+    assert second.scheduler.kv.reset()
+    while second.is_reading:
+        second.step()
+    last = open_store(None, FAMILY, store=shared.uri)
+    run(last, batch[:2])
+    assert told(last).loaded_bytes == 0, "what is forgotten is forgotten for others, too"
+
+
+@pytest.mark.req("KO-31")
+def test_other_bytes_in_the_store_are_computed_again_and_replaced(open_store, shared, caplog):
+    batch = requests(adjusted=False)[:4]
+    first = open_store(None, store=shared.uri)
+    expected = run(first, batch)
+    client = first._executor._runner._movers["store"]._opened()
+    [key, *_] = names = [f"{first._executor._runner._movers['store']._folder}/{it.hex()}_g0" for it in first._offload.names()]
+    half = client.get(key)[:-7]
+    assert half and client.remove(key, True) == 0 == client.put(key, half)
+    for name in names[1:]:
+        if body := client.get(name):
+            assert client.remove(name, True) == 0 == client.put(name, body[:-1] + bytes([body[-1] ^ 1]))
+    second = open_store(None, store=shared.uri)
+    assert run(second, batch) == expected
+    assert told(second).failed_pages > 0 == told(second).loaded_bytes
+    assert "could not be read from the shared store, and is computed again" in caplog.text
+    third = open_store(None, store=shared.uri)
+    assert run(third, batch) == expected and told(third).loaded_bytes > 0 == told(third).failed_pages
+    assert third.scheduler.kv.reset()
+
+
+@pytest.mark.req("KO-31")
+def test_a_store_that_hangs_or_dies_costs_computation_and_is_told(start, open_store, monkeypatch, caplog):  # noqa: F811
+    if not MASTER.exists():
+        pytest.skip("Mooncake is not installed: make kv-parts")
+    for name in ("PATIENCE_S", "SLOW_S"):
+        monkeypatch.setattr(lookups, name, 0.2)
+    monkeypatch.setattr(page_store, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(lower_tier, "PAUSE_S", 0.2)
+    batch = requests(adjusted=False)[:4]
+    store = Store()
+    try:
+        core = open_store(None, store=store.uri)
+        expected = run(core, batch)
+        assert told(core).stored_bytes > 0
+        late = open_store(None, store=store.uri)
+        os.kill(store.master.pid, signal.SIGSTOP)
+        assert run(late, batch) == expected and told(late).failed_lookups > 0 == told(late).loaded_bytes
+        os.kill(store.master.pid, signal.SIGCONT)
+        store.close()
+        down = start(None, store=store.uri)
+        assert run(down, batch) == expected and told(down).failed_lookups > 0 < told(down).failed_stores
+        assert "the shared store for KV pages is left alone for 30 seconds" in caplog.text
+        assert "not written to the shared store for 0.2 seconds" in caplog.text
+        assert all(it.scheduler.kv.pool.num_used == 0 for it in (late, down))
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize(
+    "uri", ["127.0.0.1:5", "mooncake://", "mooncake://h", "mooncake://h:0", "mooncake://h:70000", "s3://h:5"]
+)
+def test_an_address_that_is_none_is_refused(uri):
+    with pytest.raises(ConfigError, match=r"--kv-offload-store .*: expected mooncake://HOST:PORT"):
+        store_address(uri)
+
+
+def test_a_client_that_is_missing_is_named_at_the_start(start, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(ConfigError, match=r"--kv-offload-store: the client of Mooncake is missing .*pip install"):
+        start(None, store="mooncake://127.0.0.1:5")
