@@ -36,8 +36,20 @@ class FixedDepth(DraftDepth):
         """Never."""
         return False
 
-    def observe(self, rows: Int32, drafted: Int32, accepted: Int32) -> None:
+    @property
+    def idle(self) -> bool:
+        """Never."""
+        return False
+
+    def observe(self, rows: Int32, drafted: Int32, accepted: Int32, others: int = 0) -> None:
         """Nothing is learned."""
+
+    def followed(self, num_rows: int, seconds: float) -> None:
+        """Nothing is learned."""
+
+    def at_most(self, drafts: int) -> int:
+        """As many as the requests still have use for."""
+        return max(drafts, 0)
 
     def found_nothing(self, rows: Int32) -> None:
         """The proposer is asked again after the next step."""

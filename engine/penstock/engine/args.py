@@ -207,6 +207,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
         model = msgspec.structs.replace(model, images=images, tokenizer=tokenizer)
         drafter = DraftCheckpoint.read(speculative, model)
+        depth = self._depth(device, has_drafter=drafter is not None)
         if images is not None and images.two_way:
             self._check_whole_images(images.tokens, 0 if speculative is None else speculative.num_speculative_tokens)
         if drafter is not None:
@@ -248,7 +249,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 watermark=self.watermark,
                 num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
                 num_lookahead_tokens=0 if drafter is None or speculative is None else speculative.num_speculative_tokens,
-                drafts_after_result=speculative is not None and device == "cuda",
+                drafts_after_result=speculative is not None and (device == "cuda" or depth == 1),
                 pipeline_stages=self.pipeline_parallel_size,
                 tenant_weights=self.tenant_weights,
                 max_encoder_tokens=0 if images is None else self.max_num_batched_tokens,
@@ -264,7 +265,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             attention_backend=self.attention_backend,
             cpu_isa=self._cpu_isa(device),
             graphs=self._graphs(cuda=device == "cuda"),
-            depth=self._depth(device, has_drafter=drafter is not None),
+            depth=depth,
             seed=self.seed,
             profile_dir=Path(self.profile_dir) if self.profile_dir is not None else None,
             watchdog_timeout=self.watchdog_timeout,

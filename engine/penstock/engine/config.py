@@ -211,8 +211,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_lookahead_tokens: int = 0
     """Tokens beyond a step's own for which it gets blocks: a draft model writes keys and values of what it proposes."""
     drafts_after_result: bool = False
-    """Whether the runner proposes drafts of a row's next step once the host has the row's last token, as on a device; else as
-    soon as that is sampled."""
+    """Whether the next plan waits for a result that brings drafts, as on a device and wherever one plan is in flight; else it
+    reckons with as many as there may be."""
     max_encoder_tokens: int = 0
     """Work of a vision tower in a step at most, in tokens of text that take as long, an embedding counting one at least; 0: the
     model reads text alone."""

@@ -248,11 +248,12 @@ def test_several_ranks_on_a_gpu_are_refused(monkeypatch) -> None:
         EngineArgs(model=str(TINY), tensor_parallel_size=2).config()
 
 
-def test_drafts_on_a_gpu_come_after_the_result() -> None:
+def test_drafts_come_after_the_result_where_a_plan_can_wait_for_it() -> None:
     for method in ("ngram", "suffix"):
         scheduler = EngineArgs(model=TINY, spec_method=method, spec_tokens=3).config(device="cuda").scheduler
         assert (scheduler.num_speculative_tokens, scheduler.drafts_after_result) == (3, True)
-        assert not EngineArgs(model=TINY, spec_method=method).config(device="cpu").scheduler.drafts_after_result
+        on_cpu = {ahead: EngineArgs(model=TINY, spec_method=method, async_scheduling=ahead) for ahead in (False, True)}
+        assert [args.config(device="cpu").scheduler.drafts_after_result for args in on_cpu.values()] == [True, False]
     beside = {"model": TINY, "spec_method": "draft_model", "spec_model": TINY}
     config = EngineArgs(**beside).config(device="cuda")
     assert (config.depth, config.scheduler.num_lookahead_tokens, EngineArgs(model=TINY).config(device="cuda").depth) == (1, 4, 2)

@@ -24,7 +24,8 @@ DEAR = [Timing(1, 0, 1e-9), Timing(1, K, 1e9)]
 def drafts_pay(monkeypatch, timings=FREE):
     """Drafts cost what these say, whatever steps take: unless told otherwise, nothing."""
     monkeypatch.setattr(own_drafts, "measure_steps", lambda *_: timings)
-    monkeypatch.setattr(DraftDepth, "observe_step", lambda *_: None)
+    for learns in ("observe_step", "followed"):
+        monkeypatch.setattr(DraftDepth, learns, lambda *_: None)
 
 
 def drafting(checkpoint, build_runner, monkeypatch, target, draft, depth=1, num_blocks=100, **pay):

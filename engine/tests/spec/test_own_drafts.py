@@ -6,7 +6,7 @@ from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.plan import Admission, StepPlan, empty
 from penstock.engine.core.row_table import RowTable
 from penstock.engine.runner.input_batch import Placed
-from penstock.engine.runner.own_drafts import OwnDrafts
+from penstock.engine.runner.own_drafts import Clock, OwnDrafts
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.depth import Timing
 from penstock.engine.spec.proposer import Proposer
@@ -16,6 +16,7 @@ FREE = [Timing(1, 0, 1e9), Timing(1, K, 1e9)]
 DEAR = [Timing(1, 0, 1e-9), Timing(1, K, 1e9)]
 
 
+STOPPED = Clock(lambda: 0.0, lambda value: value)
 ONE = np.ones(1, np.int32)
 GOES_ON = StepPlan(1, empty(), [], [], [], np.zeros(1, np.int32), ONE, np.ones(1, np.bool_))
 """A step of row 0 with one token."""
@@ -40,10 +41,10 @@ def a_step(own: OwnDrafts, rows: RowTable, before: int):
     admission = Admission(0, np.array([1, 2, 3], np.int32), 3, 0, sampling)
     plan = StepPlan(0, empty(), [admission], [empty()], [empty()], empty(1), np.array([3], np.int32), np.ones(1, np.bool_))
     plan.rows[0] = 0
-    own.apply(plan, rows, 0.0)
+    own.apply(plan, rows)
     rows.apply(plan)
     own.drafts[0], own._has_any = before, True
-    return own.propose(plan, a_read_step(), np.ones(1, np.int32), rows, rows.num_tokens[plan.rows])
+    return own.propose(plan, a_read_step(), np.ones(1, np.int32), rows)
 
 
 def owner(timings) -> OwnDrafts:
@@ -83,7 +84,8 @@ class Scripted(Sevens):
 
 
 def with_proposer(proposer: Proposer, timings=FREE) -> OwnDrafts:
-    return OwnDrafts(SpeculativeConfig(method="ngram", num_speculative_tokens=K), proposer, timings, 1, VOCAB)
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=K)
+    return OwnDrafts(config, proposer, timings, 1, VOCAB, STOPPED)
 
 
 def test_where_no_draft_pays_the_proposer_follows_and_is_not_asked():
@@ -114,12 +116,12 @@ def test_a_proposer_is_not_told_of_a_long_rest_and_begins_anew_with_the_next_req
     a_step(own, rows, -1)
     followed = []
     for _ in range(100):
-        own.propose(GOES_ON, a_read_step(), ONE, rows, rows.num_tokens[:1])
+        own.propose(GOES_ON, a_read_step(), ONE, rows)
         followed.append(proposer.followed)
     reads = sum((1, 1 + 1, 1 + 2, 1 + 4, 1 + 8, 1 + 16))
     assert followed[-1] == reads, "it reads on until a rest is long, and what it has missed it never reads"
-    assert proposer.skips == 1 + 100 - reads
+    assert proposer.skips == 0, "what it has missed is of interest once it reads again"
     while own._depth.rests(1):
         pass
     a_step(own, RowTable(1, 32, [4]), -1)
-    assert proposer.followed == reads + 1
+    assert (proposer.followed, proposer.skips) == (reads + 1, 1)

@@ -116,6 +116,7 @@ def test_one_step_that_was_held_up_teaches_nothing():
 def test_without_drafts_it_rests_longer_and_longer_and_then_tries_again():
     depth = DraftDepth(4, 8, CHEAP)
     observed(depth, [4, 4], [0, 0], 30)
+    depth._credit = 6.0
     rests, idle = [], []
     while depth.most(ROWS) == 0:
         idle.append(depth.idle)
@@ -123,6 +124,36 @@ def test_without_drafts_it_rests_longer_and_longer_and_then_tries_again():
     assert rests[:7] == [1, 2, 4, 8, 16, 32, 64]
     assert idle == [rest > 16 for rest in rests], "who reads every step is spared the steps of a long rest"
     assert not depth.idle
+
+
+@pytest.mark.req("SD-28")
+def test_drafts_that_cost_more_than_they_gain_have_a_credit_that_plain_steps_earn_back():
+    """Though each single choice is promising: hope is renewed all the time."""
+    depth = DraftDepth(4, 8, CHEAP)
+
+    def step() -> tuple[int, float]:
+        depth._acceptance[:], depth._usual = 0.9, 0.9
+        drafts = 0 if depth.rests(2) else depth.choose(ROWS, counts(8, 8))
+        if drafts:
+            observed(depth, [drafts, drafts], [0, 0], 1)
+        place = depth.depths.tolist().index(drafts)
+        return drafts, float(depth._costs[1, place]) - 1
+
+    spent = [step()[1] for _ in range(4000)]
+    assert 6 < sum(spent) < 7 + 0.005 * 4000
+    assert sum(spent[2000:]) > 0.8 * 0.005 * 2000, "it goes on to try"
+    while not step()[0]:
+        pass
+    observed(depth, [8, 8], [8, 8], 1)
+    assert all(step()[0] for _ in range(3)), "what pays has credit at once"
+
+
+def test_a_head_that_costs_more_than_it_gains_rests_at_once():
+    depth = DraftDepth(4, 8, CHEAP)
+    assert depth.most(ROWS) > 0
+    for _ in range(20):
+        depth.followed(2, float(depth._usual_s[1]) / 2)
+    assert depth.most(ROWS) == 0 and depth.idle
 
 
 def test_what_does_not_pay_for_many_rows_is_tried_again_where_few_are_left():

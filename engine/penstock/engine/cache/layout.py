@@ -11,7 +11,7 @@ layers that see everything.
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -148,13 +148,23 @@ def kv_layout(layers: Sequence[KVLayer], block_size: int) -> KVLayout:
     for index, layer in enumerate(layers):
         kinds.setdefault((layer.window or 0, _times(layer, block_size, slot_bytes)), []).append(index)
     fewest, most = min(map(len, kinds.values())), max(map(len, kinds.values()))
-    slots = most if 4 * most <= 5 * fewest else fewest
+    slots = most if 4 * most <= 5 * fewest or _fits_all(kinds, most, fewest) else fewest
     groups = [
         KVGroup(tuple(members[first : first + slots]), block_size * times, window or None)
         for (window, times), members in sorted(kinds.items())
         for first in range(0, len(members), slots)
     ]
     return KVLayout(tuple(groups), slot_bytes)
+
+
+def _fits_all(kinds: Mapping[tuple[int, int], Sequence[int]], most: int, fewest: int) -> bool:
+    """Whether a group for each kind takes no more bytes a token than smaller groups; what is in a window goes by other rules. A
+    model and its draft model are such kinds."""
+
+    def size(slots: int) -> float:
+        return sum(-(-len(members) // slots) * slots / times for (_, times), members in kinds.items())
+
+    return not any(window for window, _ in kinds) and size(most) <= size(fewest)
 
 
 def _times(layer: KVLayer, block_size: int, slot_bytes: int) -> int:

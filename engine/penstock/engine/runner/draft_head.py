@@ -188,7 +188,7 @@ class HeadProposer(Proposer):
     def _logits(self, run: _Runs, step: StepInputs, given: torch.Tensor | None = None) -> torch.Tensor:
         """[m, draft vocabulary]: of the step's rows of logits, of which there may be none. `given`: in place of its tokens."""
         assert self._bound is not None
-        ctx = ForwardContext(self._ops, self._bound.kv_caches, [step.groups[number] for number in self._layer_groups])
+        ctx = ForwardContext(self._ops, self._bound.kv_caches, step.groups.of_layers(self._layer_groups))
         given = step.input_ids if given is None else given
         logits = run.tapes.logits(step, ctx) if run.tapes is not None and given is step.input_ids else None
         if logits is not None:

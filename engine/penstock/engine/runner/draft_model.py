@@ -207,17 +207,16 @@ class DraftModel(Proposer):
         last = placed.query_start_loc[1:] - 1 if wanted else NONE
         ids = table.token_ids[placed.token_rows, placed.positions] if tokens is None else tokens
         step = self._arrays.inputs(placed, ids, last)
-        given, positions, groups = step.input_ids, step.positions, step.groups
+        given, positions, ends = step.input_ids, step.positions, None
         if sight.positions is not None:
             three = sight.positions.apply(rows, starts, counts, positions.numpy())
             positions = positions if three is None else torch.from_numpy(three)
         if sees and sight.images is not None:
             merged, _ = sight.images.merge(rows, starts, counts, lambda: model.embed(step.input_ids))
             given = given if merged is None else merged
-            if (ends := sight.images.ends(rows, starts, counts)) is not None:
-                groups = [group.seeing(ends) for group in groups]
-        ctx = ForwardContext(self._ops, kv_caches, [groups[number] for number in self._layer_groups])
-        plain = given is step.input_ids and positions is step.positions and groups is step.groups
+            ends = sight.images.ends(rows, starts, counts)
+        ctx = ForwardContext(self._ops, kv_caches, step.groups.of_layers(self._layer_groups, ends))
+        plain = given is step.input_ids and positions is step.positions and ends is None
         logits = tapes.logits(step, ctx) if tapes is not None and plain else None
         if logits is not None:
             return logits

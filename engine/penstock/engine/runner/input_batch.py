@@ -1,6 +1,6 @@
 """The tensors of a step on a CPU, derived from its plan and the rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +18,30 @@ MAX_TAPED_TOKENS = 64
 """Tokens of a step from a tape at most: the arithmetic of more takes far longer than what a tape saves."""
 
 
+class LazyGroups:
+    """The inputs of KV groups, made when they are first asked for: a draft model's are of no use to the target, and the other way
+    round.
+
+    Args:
+        make: Of a group's number.
+    """
+
+    def __init__(self, make: Callable[[int], GroupInputs]) -> None:
+        self._make = make
+        self._made: dict[int, GroupInputs] = {}
+
+    def __getitem__(self, number: int) -> GroupInputs:
+        found = self._made.get(number)
+        if found is None:
+            found = self._made[number] = self._make(number)
+        return found
+
+    def of_layers(self, numbers: Sequence[int], ends: Int32 | None = None) -> list[GroupInputs]:
+        """Of layers with these groups' numbers, which see others after them where there are `ends`; see `GroupInputs.seeing`."""
+        seen = {number: self[number] if ends is None else self[number].seeing(ends) for number in set(numbers)}
+        return [seen[number] for number in numbers]
+
+
 @dataclass(frozen=True)
 class StepInputs:
     """A step of n tokens of r requests, m of which sample; views of `StepArrays`."""
@@ -26,7 +50,7 @@ class StepInputs:
     """[n], int64."""
     positions: torch.Tensor
     """[n], int64."""
-    groups: list[GroupInputs]
+    groups: LazyGroups
     """Per KV group, where its layers find and put the tokens."""
     logits_indices: torch.Tensor
     """[m], int64: the tokens whose hidden states go through the LM head."""
@@ -51,8 +75,8 @@ class Placed(NamedTuple):
     """[n]: the row of each token."""
     positions: Int32
     """[n]: of each token in its row."""
-    groups: list[GroupInputs]
-    """Per KV group."""
+    groups: LazyGroups
+    """Per KV group, to be asked for before the rows' blocks change."""
     tokens_a_row: int | None
     """Tokens of each row, if all rows have equally many, as in `StepInputs`."""
 
@@ -103,16 +127,18 @@ class StepArrays:
             token_rows = rows[request]
             positions = starts[request] + np.arange(total) - query_start_loc[request]
         longest = int(seq_lens.max(initial=0))
-        groups: list[GroupInputs] = []
-        for group, blocks, slots, place in zip(self._groups, table.block_tables, self._slots, self._tables, strict=True):
-            size = group.block_size
-            place = place[:count, : -(-longest // size)]
-            place[:] = blocks[rows, : place.shape[1]]
+
+        def group_inputs(number: int) -> GroupInputs:
+            group, size = self._groups[number], self._groups[number].block_size
+            place = self._tables[number][:count, : -(-longest // size)]
+            place[:] = table.block_tables[number][rows, : place.shape[1]]
             columns, offsets = np.divmod(positions, size)
-            slots = slots[:total]
+            slots = self._slots[number][:total]
             np.multiply(place[request, columns], np.int64(size), out=slots)
             slots += offsets
-            groups.append(GroupInputs(torch.from_numpy(slots), PagedBatch(size, query_start_loc, seq_lens, place, group.window)))
+            return GroupInputs(torch.from_numpy(slots), PagedBatch(size, query_start_loc, seq_lens, place, group.window))
+
+        groups = LazyGroups(group_inputs)
         return Placed(rows, query_start_loc, seq_lens, token_rows, positions, groups, each if uniform else None)
 
     def inputs(

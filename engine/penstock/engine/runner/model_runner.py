@@ -189,7 +189,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         if (config := self.config.speculative) is not None and self._stage.last:
             self._proposer = self._make_proposer(config)
             self._bind_drafter()
-            sizes = self.config.scheduler, self.decoder_config.vocab_size, MAX_TAPED_TOKENS
+            sizes = self.config.scheduler, self.decoder_config.vocab_size, MAX_TAPED_TOKENS, self._draft_clock
             sampler = None if self._drafting is None else self._drafting.sampler
             self._own_drafts = measured_drafts(config, self._proposer, self._time_decodes, *sizes, sampler)
         if self._exchange is not None:
@@ -285,10 +285,8 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             self._positions.take_in(plan)
             if (three := self._positions.apply(plan.rows, starts, plan.num_new_tokens, inputs.positions.numpy())) is not None:
                 inputs = dataclasses.replace(inputs, positions=torch.from_numpy(three))
-        groups = inputs.groups
-        if (ends := self._images.ends(plan.rows, starts, plan.num_new_tokens)) is not None:
-            groups = [group.seeing(ends) for group in groups]
-        of_layers, scales = [groups[number] for number in self._layer_groups], self._kv_scales
+        ends = self._images.ends(plan.rows, starts, plan.num_new_tokens)
+        of_layers, scales = inputs.groups.of_layers(self._layer_groups[: self.decoder_config.num_layers], ends), self._kv_scales
         ctx = ForwardContext(self.ops, self.kv_caches, of_layers, kv_scales=scales)
         if (group := self._group) is not None and group.world == 1:
             ctx = TickingContext(ctx.ops, ctx.kv_caches, of_layers, partial(group.memory.tick, 0), kv_scales=scales)
@@ -367,8 +365,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             if plan.transfers is not None or plan.encoder_runs:
                 result = msgspec.structs.replace(result, transfer_s=step.transfer_s, encoder_s=step.encoder_s)
             if own is not None:
-                rows = self._requests.rows
-                drafts = own.propose(plan, step.inputs.placed, result.counts, rows, rows.num_tokens[plan.rows])
+                drafts = own.propose(plan, step.inputs.placed, result.counts, self._requests.rows)
                 result = result if drafts is None else msgspec.structs.replace(result, drafts=drafts)
             return result
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,26 @@ _PATIENCE_S = 0.5
 """A step that takes longer is the largest that is measured."""
 
 
+class Clock(NamedTuple):
+    """How a runner measures time."""
+
+    now: Callable[[], float]
+    """Seconds, of this rank."""
+    agree: Callable[[float], float]
+    """Rank 0's number, on all ranks."""
+
+
+class _Begun(NamedTuple):
+    """A step of decodes alone."""
+
+    at: float
+    rows: int
+    drafts: int
+    """Of each row."""
+    guessed_s: float
+    """Seconds that a draft model or head took for these drafts, before the step began."""
+
+
 class OwnDrafts:
     """Proposals, as many of them as pay.
 
@@ -34,6 +55,8 @@ class OwnDrafts:
         timings: As `DraftDepth` takes them.
         max_num_seqs: Rows.
         vocab_size: A draft outside is none.
+        clock: Compares steps.
+        apart: Whether the host has tokens later than the rows count them, and says how many it has.
         sampler: Of a proposer that may draw its drafts; None: it never does.
         max_alike_tokens: Of a step whose rows shall all have as many drafts, at most.
     """
@@ -45,10 +68,13 @@ class OwnDrafts:
         timings: Sequence[Timing],
         max_num_seqs: int,
         vocab_size: int,
+        clock: Clock,
         sampler: DraftSampler | None = None,
         max_alike_tokens: int = 0,
+        *,
+        apart: bool = False,
     ) -> None:
-        self._proposer, self._vocab_size, self._sampler = proposer, vocab_size, sampler
+        self._proposer, self._vocab_size, self._clock, self._sampler = proposer, vocab_size, clock, sampler
         self._max_alike_tokens = max_alike_tokens
         hope = HOPE if proposer.looks_up else HIGH_HOPE
         self._depth = DraftDepth(max_num_seqs, config.num_speculative_tokens, timings, hope)
@@ -62,36 +88,57 @@ class OwnDrafts:
         """[rows, K]: which of `drafts` these are."""
         self._wanted: Bool = np.ones(max_num_seqs, np.bool_)
         """[rows]: whether the request lets itself be drafted for."""
-        self._known: Int32 = np.zeros(max_num_seqs, np.int32)
-        """[rows]: tokens of each row that the host has."""
+        self._limits: Int32 = np.zeros(max_num_seqs, np.int32)
+        """[rows]: tokens at which the request ends."""
+        self._known: Int32 | None = np.zeros(max_num_seqs, np.int32) if apart else None
+        """[rows]: tokens of each row that the host has; None: as the rows count them."""
         self._behind: Bool = np.zeros(max_num_seqs, np.bool_)
         """[rows]: of whose tokens a proposer that reads all steps has not read some; there are no more drafts for the request."""
-        self._last: tuple[float, int, int] | None = None
-        """When the last step was begun, its rows and its drafts of each; None: it was no step of decodes alone."""
+        self._has_skipped = False
+        """Whether the proposer has yet to be told of such rows."""
+        self._last: _Begun | None = None
+        """The last step; None: nothing is learned from it."""
+        self._guess_s: float | None = None
+        """Seconds that a draft model or head has taken since the last step began; None: it was not asked."""
 
-    def apply(self, plan: StepPlan, rows: RowTable, now: float) -> None:
-        """Takes in who leaves and who comes, before the plan is applied to the rows; `now` in seconds."""
+    def apply(self, plan: StepPlan, rows: RowTable) -> None:
+        """Takes in who leaves and who comes, before the plan is applied to the rows."""
         for row in plan.released.tolist():
-            self._proposer.ended(rows.token_ids[row, rows.num_prompt_tokens[row] : self._known[row]])
+            self._proposer.ended(rows.token_ids[row, rows.num_prompt_tokens[row] : self._tokens(rows)[row]])
             if self._sampler is not None:
                 self._sampler.release(row)
         for admission in plan.admissions:
             self._depth.admit(admission.row)
             self._proposer.begins(admission.row, admission.num_computed_tokens)
             self.drafts[admission.row], self._own[admission.row] = _PAD, False
-            self._known[admission.row], self._behind[admission.row] = len(admission.token_ids), False
+            self._behind[admission.row] = False
+            limit = admission.num_prompt_tokens + admission.sampling.max_tokens
+            self._limits[admission.row] = min(limit, rows.token_ids.shape[1])
+            if self._known is not None:
+                self._known[admission.row] = len(admission.token_ids)
             if self._sampler is not None:
                 self._sampler.admit(admission.row, admission.sampling)
             self._wanted[admission.row] = admission.sampling.speculative_decoding
-        if self._last is not None:
-            began, count, drafts = self._last
-            self._depth.observe_step(count, drafts, now - began)
-        count, drafts, tokens = len(plan.rows), 0, plan.num_new_tokens
-        if len(plan.num_drafts):
-            drafts, tokens = int(plan.num_drafts.max(initial=0)), tokens - plan.num_drafts
-        # The time of a guess falls into the step before the one that verifies it: neighbours say nothing of what it costs.
-        learns = count and self._proposer.looks_up and self._depth.learns_from(drafts)
-        self._last = (now, count, drafts) if learns and np.count_nonzero(tokens == 1) == count else None
+        self._learn(plan)
+
+    def _learn(self, plan: StepPlan) -> None:
+        """Takes in how long the last step took, now that the next one begins."""
+        last, guess_s, self._last, self._guess_s = self._last, self._guess_s, None, None
+        now = None if last is None else self._clock.now()
+        if last is not None and now is not None:
+            spent_s = now - last.at - (guess_s or 0.0)
+            self._depth.observe_step(last.rows, last.drafts, self._clock.agree(spent_s + last.guessed_s))
+            if guess_s is not None and not last.drafts:
+                self._depth.followed(last.rows, self._clock.agree(guess_s))
+        drafts = int(plan.num_drafts.max()) if len(plan.num_drafts) else 0
+        follows = not (drafts or self._proposer.looks_up or self._depth.idle)
+        if not follows and not self._depth.learns_from(drafts):
+            return
+        tokens = plan.num_new_tokens - plan.num_drafts if drafts else plan.num_new_tokens
+        if len(tokens) and np.count_nonzero(tokens == 1) == len(tokens):
+            # A guess falls into the step before the one that verifies it.
+            guessed_s = guess_s or 0.0 if drafts else 0.0
+            self._last = _Begun(self._clock.now() if now is None else now, len(tokens), drafts, guessed_s)
 
     def drawn(self, plan: StepPlan, drafts: Int32) -> Drawn | None:
         """What the sampler must know of a step's drafts, [r, most of a row], as of `planned_drafts`; None: none was drawn."""
@@ -110,7 +157,13 @@ class OwnDrafts:
             at[owners, places], drafts[owners, places], self._sampler.left_of(plan.rows[owners], places.astype(np.int32))
         )
 
-    def propose(self, plan: StepPlan, step: Placed | None, counts: Int32, rows: RowTable, known: Int32) -> Int32 | None:
+    def _tokens(self, rows: RowTable) -> Int32:
+        """[rows]: tokens of each row that the host has."""
+        return rows.num_tokens if self._known is None else self._known
+
+    def propose(
+        self, plan: StepPlan, step: Placed | None, counts: Int32, rows: RowTable, known: Int32 | None = None
+    ) -> Int32 | None:
         """Makes the drafts of the next step, once the tokens of this one are in their rows.
 
         Args:
@@ -118,27 +171,43 @@ class OwnDrafts:
             step: Where the tokens stand that the model has read; None: the proposer looks at text alone.
             counts: [r]: new tokens of each row; 0 where it does not sample, has an error, or has come to another request since.
             rows: With these tokens.
-            known: [r]: how many tokens each row with new ones has by now.
+            known: [r]: how many tokens each row with new ones has by now; None: as the rows count them.
 
         Returns:
             [r, K]: -1 pads; None: there are none.
         """
+        rests = self._depth.rests(len(plan.rows))
+        if rests and not self._has_any and known is None and self._all_rest(plan):
+            return None
         goes_on = counts > 0
-        self._known[plan.rows[goes_on]] = known[goes_on]
+        if known is not None and self._known is not None:
+            self._known[plan.rows[goes_on]] = known[goes_on]
         if len(plan.num_drafts):
             own = goes_on.copy()
             own[plan.draft_rows] = False  # what a guide forces says nothing of the proposer
             of = plan.rows[own]
             drafted = np.minimum(plan.num_drafts[own], self._num_proposed[of])
-            self._depth.observe(of, drafted, np.minimum(counts[own] - 1, drafted))
+            self._depth.observe(of, drafted, np.minimum(counts[own] - 1, drafted), len(plan.rows) - len(of))
         # The host knows of no drafts but those that it is told of: masks are for these alone.
         if self._has_any:
             self.drafts[plan.rows], self._own[plan.rows] = _PAD, False
             self._has_any = bool((self.drafts != _PAD).any())
-        rests = self._depth.rests(len(plan.rows))
         if self._proposer.looks_up:
             return None if rests else self._looked_up(plan, rows, goes_on & self._wanted[plan.rows])
-        return self._guessed(plan, rows, step, goes_on & self._wanted[plan.rows], rests=rests)
+        began = self._clock.now()
+        try:
+            return self._guessed(plan, rows, step, goes_on & self._wanted[plan.rows], rests=rests)
+        finally:
+            self._guess_s = self._clock.now() - began
+
+    def _all_rest(self, plan: StepPlan) -> bool:
+        """Takes in a step of a rest, if it had no drafts and nobody reads it. A small model's step takes so little time that each
+        operation on arrays shows."""
+        if len(plan.num_drafts) or not (self._proposer.looks_up or self._depth.idle):
+            return False
+        if not self._proposer.looks_up:
+            self._behind[plan.rows] = self._has_skipped = True
+        return True
 
     def _looked_up(self, plan: StepPlan, rows: RowTable, asked: Bool) -> Int32 | None:
         """As `propose`, of a proposer that looks drafts up: what it finds decides whether they pay."""
@@ -156,10 +225,14 @@ class OwnDrafts:
         """As `propose`, of a proposer that takes its time: it is asked only for what would pay."""
         if rests and self._depth.idle:
             self._behind[plan.rows] = True
-        if self._behind[plan.rows].all():
-            self._proposer.skipped(rows, plan.rows)
+        behind = self._behind[plan.rows]
+        if behind.all():
+            self._has_skipped = True
             return None
-        asked &= ~self._behind[plan.rows]
+        if self._has_skipped:
+            self._proposer.skipped(rows, self._behind.nonzero()[0].astype(np.int32))
+            self._has_skipped = False
+        asked &= ~behind
         of = plan.rows[asked]
         most = self._depth.most(of, len(plan.rows) - len(of)) if len(of) and not rests else 0
         if not self._follow(rows, plan, step, asked if most else np.zeros_like(asked)) or not most:
@@ -171,7 +244,7 @@ class OwnDrafts:
         """[m, K]: what the proposer says of the rows `of`, [m], up to the first that is no token, and no more than `most`; None:
         nothing. A step does without drafts where the proposer fails."""
         try:
-            drafts = self._proposer.propose(rows, of, self._known[of], most)
+            drafts = self._proposer.propose(rows, of, self._tokens(rows)[of], most)
         except Exception:
             log.exception("no drafts: the proposer failed")
             return None
@@ -197,11 +270,17 @@ class OwnDrafts:
         depth = self._depth.choose(of, counts, len(plan.rows) - len(of))
         if not depth:
             return None
+        alike, known = len(of) * (1 + depth) <= self._max_alike_tokens, self._tokens(rows)[of]
+        if alike:
+            # Rows that are alike run from a tape or a graph, and a request at its end has no use for many drafts.
+            depth = self._depth.at_most(min(depth, int((self._limits[of] - known).min()) - 1))
+            if not depth:
+                return None
         found[:, depth:] = _PAD
         self._own[of], self._has_any = found >= 0, True
-        if len(of) * (1 + depth) <= self._max_alike_tokens:
-            # Rows that are alike run from a tape or a graph. What they are filled up with is a guess like any other.
-            last = rows.token_ids[of, self._known[of] - 1]
+        if alike:
+            # What they are filled up with is a guess like any other.
+            last = rows.token_ids[of, known - 1]
             found[:, :depth] = np.where(found[:, :depth] < 0, last[:, None], found[:, :depth])
         self.drafts[of] = found
         return self.drafts[plan.rows]
@@ -214,7 +293,10 @@ def measured_drafts(
     scheduler: SchedulerConfig,
     vocab_size: int,
     max_alike_tokens: int,
+    clock: Clock,
     sampler: DraftSampler | None = None,
+    *,
+    apart: bool = False,
 ) -> OwnDrafts:
     """Times steps with and without drafts, logs what it finds, and returns drafts that go by it; arguments as of `OwnDrafts` and
     `measure_steps`."""
@@ -223,7 +305,7 @@ def measured_drafts(
     pairs = zip(*([it for it in timings if it.drafts == drafts] for drafts in (0, most)), strict=True)
     told = ", ".join(f"{after.seconds / before.seconds:.2f} at {before.rows} requests" for before, after in pairs)
     log.info("steps with %d drafts take, as multiple of those without: %s", most, told)
-    return OwnDrafts(config, proposer, timings, rows, vocab_size, sampler, max_alike_tokens)
+    return OwnDrafts(config, proposer, timings, rows, vocab_size, clock, sampler, max_alike_tokens, apart=apart)
 
 
 def measure_steps(run: Callable[[int, int], float], max_num_seqs: int, num_drafts: int) -> list[Timing]:

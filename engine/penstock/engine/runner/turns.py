@@ -18,7 +18,7 @@ from penstock.engine.models.layers.comm import Comm
 from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.runner.device.runtime import StepRuntime, Transfer
 from penstock.engine.runner.not_finite import Again, NotFinite, Suspect
-from penstock.engine.runner.own_drafts import OwnDrafts
+from penstock.engine.runner.own_drafts import Clock, OwnDrafts
 from penstock.engine.runner.pending import PendingStep
 from penstock.engine.runner.pooling import PooledStep
 from penstock.engine.runner.prompt_logprobs import PromptRows, prompt_rows
@@ -160,6 +160,10 @@ class Turns(ABC, Generic[Runtime, Step, Sampled]):
         """Seconds, by which steps are compared."""
         return time.perf_counter()
 
+    @property
+    def _draft_clock(self) -> Clock:
+        return Clock(lambda: self._clock(), self._comm.agree)
+
     # --- what does not ---
 
     def _execute(self, plan: StepPlan) -> Launched[Step]:
@@ -178,7 +182,7 @@ class Turns(ABC, Generic[Runtime, Step, Sampled]):
         """The drafts that a step verifies, those of the plan and of the runner: [r, K], as of `planned_drafts`."""
         own = self._own_drafts
         if own is not None:
-            own.apply(plan, self._requests.rows, self._comm.agree(self._clock()))
+            own.apply(plan, self._requests.rows)
         if not len(plan.num_drafts):
             return None
         number, most = int((plan.num_drafts + 1)[plan.samples].sum()), self._max_logits_rows

@@ -45,6 +45,13 @@ _IDLE_AFTER: Final = 16
 """Steps of a rest, after which who must read every step to propose anything is told of none: that costs more than to ask."""
 _LONGEST_IDLE: Final = 512
 """Steps of such a rest."""
+_MOST_CREDIT: Final = 6.0
+"""Steps without drafts that drafts may have cost, all told, beyond what they have gained. What they gain
+beyond is not saved up: they cost no more than this where texts change for the worse."""
+_EARNED: Final = 0.005
+"""Credit of a step without drafts: to find out whether drafts pay again costs no more than this."""
+_WELCOME: Final = 0.125
+"""Credit of a request, among all rows: its text may be another than those before."""
 _SHORTEST_WAIT: Final = 2
 _LONGEST_WAIT: Final = 8
 """Steps for which a proposer that has found nothing is not asked again, at most: its text may begin to repeat at any token."""
@@ -88,17 +95,24 @@ class DraftDepth:
         self._idle, self._fewer = False, 0
         self._num_rows = 1
         """Of the last choice."""
+        self._credit = _MOST_CREDIT
+        """What drafts may still cost, in steps without drafts."""
 
     def learns_from(self, drafts: int) -> bool:
-        """Whether the time of a step with so many drafts is to be observed; of a rest the first and the last are enough."""
-        return drafts in self._places and (drafts > 0 or self._rested <= 1 or self._rest == 0)
+        """Whether the time of a step with so many drafts is to be observed; of one without any only behind one that had some."""
+        return drafts in self._places if drafts else self._before is not None and self._before[1] > 0
+
+    def at_most(self, drafts: int) -> int:
+        """The largest depth that is not above so many drafts."""
+        return max((depth for depth in self._places if depth <= drafts), default=0)
 
     def admit(self, row: int) -> None:
         """Another request has the row, which ends the rest if drafts pay for requests like the last ones. Among many rows it is
         of less weight, and waits a little."""
         self._acceptance[row] = self._usual
-        wait = self._num_rows // 4
-        if self._rest <= wait:
+        self._earn(_WELCOME / self._num_rows)
+        wait = 0 if self._idle else self._num_rows // 4  # who misses its first step never makes up for it
+        if self._rest <= wait or self._credit <= 0:
             return
         if self._best(self._tokens(np.array([self._usual]), np.array([[self._offered]])), self._num_rows):
             self._rest = wait
@@ -122,8 +136,13 @@ class DraftDepth:
         """Whether a proposer that reads every step need not read those of this rest."""
         return self._idle
 
-    def observe(self, rows: Int32, drafted: Int32, accepted: Int32) -> None:
-        """Takes in a step: [m] rows, the drafts that were verified, and how many of them were accepted."""
+    def observe(self, rows: Int32, drafted: Int32, accepted: Int32, others: int = 0) -> None:
+        """Takes in a step: [m] rows, the drafts that were verified, and how many of them were accepted. There were so many others
+        beside them."""
+        if len(rows):
+            count = len(rows) + others
+            cost = self._costs[_size(count), np.searchsorted(self.depths[:-1], int(drafted.max()))]
+            self._earn((int(accepted.sum()) - (float(cost) - 1) * len(rows)) / count)
         # A draft after a rejected one says nothing.
         judged = np.minimum(accepted + 1, drafted)
         kept = (1 - _WEIGHT) ** judged
@@ -154,11 +173,20 @@ class DraftDepth:
         self._comparisons[size, of] += 1
         costs[of] += max(_COMPARED, 1 / (_AT_START + int(self._comparisons[size, of]))) * (found - float(costs[of]))
 
+    def followed(self, num_rows: int, seconds: float) -> None:
+        """Takes in what a proposer that reads every step took for one without drafts."""
+        self._earn(-seconds / float(self._usual_s[_size(num_rows)]))
+
+    def _earn(self, steps: float) -> None:
+        self._credit = max(min(self._credit + steps, _MOST_CREDIT), -_MOST_CREDIT)
+
     def most(self, rows: Int32, others: int = 0) -> int:
         """The most drafts that can pay for these rows, [m], beside so many that get none, however many a proposer has. It is one
-        that reads every step, and whose time nobody observes."""
+        that reads every step, which is not free either."""
         self._forget(rows, others)
         best = self._best(self._tokens(self._acceptance[rows], self.depths[None, -1:]), len(rows), others, _UNLEARNED)
+        if self._credit <= 0:
+            best, self._next_rest = 0, _LONGEST_IDLE
         if not best:
             self._begin_rest(_LONGEST_IDLE)
             self._idle = self._rest > _IDLE_AFTER
@@ -173,6 +201,7 @@ class DraftDepth:
         self._acceptance[rows] += min(_RETURN * self._rested, 1) * (self._usual - self._acceptance[rows])
         size, at = _size(self._num_rows), min(_FORGOTTEN * self._rested, 1)
         self._costs[size] += at * (self._measured[size] - self._costs[size])
+        self._earn(_EARNED * self._rested)
         self._rested = 0
 
     def found_nothing(self, rows: Int32) -> None:
@@ -192,6 +221,10 @@ class DraftDepth:
             # Where more drafts would pay, it is the proposer that has too few, and its text may begin to repeat at any token.
             would = self._best(self._tokens(acceptance, self.depths[None, -1:]), len(rows), others)
             self._begin_rest(_LONGEST_WAIT if would else _LONGEST_REST)
+            return 0
+        if self._credit <= 0:
+            self._next_rest = _LONGEST_REST
+            self._begin_rest(_LONGEST_REST)
             return 0
         self._next_rest = 1
         self._run += 1

@@ -52,8 +52,10 @@ class Drafting(Engine):
             if proposer is not None:
                 patch.setattr(device_runner, "lookup_proposer", lambda *_: proposer)
             super().__init__(runner, depth, num_blocks)
+        depth = runner._own_drafts._depth
+        depth.followed = lambda *_: None
         if timings is FREE:
-            runner._own_drafts._depth.observe_step = lambda *_: None  # free whatever steps take
+            depth.observe_step = lambda *_: None  # free whatever steps take
         self.counts, self.in_flight, sample, submit = Counter(), Counter(), runner.sample, self.executor.submit
 
         def watched(inputs) -> Watched:

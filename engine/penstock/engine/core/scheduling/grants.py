@@ -75,10 +75,12 @@ class Grants:
         if step.num_drafts is not None:
             ends = own + step.num_drafts
         if self._num_lookahead_tokens:
-            ends = np.maximum(np.minimum(ends + self._num_lookahead_tokens, self._table.token_ids.shape[1]), own)
+            ends = ends + self._num_lookahead_tokens
         crossing = (ends > self._table.room[rows]).nonzero()[0]
         if not len(crossing):
             return
+        if self._num_lookahead_tokens:
+            ends = np.maximum(np.minimum(ends, self._table.token_ids.shape[1]), own)
         for row, known, end in zip(ints(rows[crossing]), ints(own[crossing]), ints(ends[crossing]), strict=True):
             if request := self._tenancy.requests[row]:
                 self._grow(step, request, known, end - known)
@@ -90,6 +92,9 @@ class Grants:
             # What is forced follows the last token of all, which a row in flight does not have yet.
             ready = np.array([row not in forced for row in ints(rows)], np.bool_)
             rows = rows[ready | ~self._in_flight.holds(rows)]
+        if not forced and not self._tenancy.has_proposed:
+            step.grant_decodes(rows)
+            return
         wanted = self._tenancy.num_proposed[rows]
         if not forced and not np.count_nonzero(wanted):
             step.grant_decodes(rows)

@@ -116,13 +116,14 @@ class Retirement:
         tenancy = self._tenancy
         self.brought_drafts = result.drafts is not None
         if self._proposes and result.drafts is None and not self._in_flight:
-            tenancy.num_proposed[rows] = 0
+            if tenancy.has_proposed:
+                tenancy.propose(rows, 0)
         elif self._proposes:
             goes_on = tokens.counts > 0
             # A row in flight has drafts by then that nobody has been told of.
             goes_on &= ~self._in_flight.holds(rows)
             proposed = 0 if result.drafts is None else (result.drafts[goes_on] >= 0).sum(axis=1)
-            tenancy.num_proposed[rows[goes_on]] = proposed
+            tenancy.propose(rows[goes_on], proposed)
         if not tenancy.guides:
             return
         ended = {ending.request.row for ending in endings}

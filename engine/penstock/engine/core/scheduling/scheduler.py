@@ -277,8 +277,10 @@ class Scheduler:
         self.table.apply(plan)
         if self.config.num_speculative_tokens:
             # Drafts after the tokens of this step, should the next one be planned before its result is there.
-            ahead = 0 if self.config.drafts_after_result else self.config.num_speculative_tokens
-            self._tenancy.num_proposed[plan.rows[plan.samples]] = ahead
+            if not self.config.drafts_after_result:
+                self._tenancy.propose(plan.rows[plan.samples], self.config.num_speculative_tokens)
+            elif self._tenancy.has_proposed:
+                self._tenancy.propose(plan.rows[plan.samples], 0)
         self._in_flight.submit(plan)
         return plan
 

@@ -56,6 +56,8 @@ class Tenancy:
         """[rows]: tokens at which the request ends. Always more than its prompt."""
         self.num_proposed: Int32 = np.zeros(max_num_seqs, np.int32)
         """[rows]: drafts at most that the runner has for the row's next step."""
+        self.has_proposed = False
+        """Whether it has any, which costs less to look up."""
         self.guides = Guides()
         self.slots: Int64 = np.zeros(max_num_seqs, np.int64)
         """[rows]: whose the request is, as `TokenCounters` numbers tenants."""
@@ -92,6 +94,11 @@ class Tenancy:
         insort(self.running, request, key=order)
         self._rows = None
         return row
+
+    def propose(self, rows: Int64 | Int32, counts: Int32 | int) -> None:
+        """Takes in how many drafts the next step may verify of each of these rows, [m]."""
+        self.num_proposed[rows] = counts
+        self.has_proposed = bool(np.any(counts)) or bool(self.num_proposed.any())
 
     def move_out(self, request: Request) -> None:
         """Frees the request's row."""

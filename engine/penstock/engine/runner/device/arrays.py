@@ -11,7 +11,7 @@ from penstock.engine.cache.layout import KVGroup
 from penstock.engine.core.plan import NONE, Int32
 from penstock.engine.runner.device.runtime import Copies
 from penstock.engine.runner.device.uploads import upload
-from penstock.engine.runner.input_batch import Placed, StepArrays, StepInputs
+from penstock.engine.runner.input_batch import LazyGroups, Placed, StepArrays, StepInputs
 from penstock.kernels.paged_attention.device_batch import DeviceBatch
 
 
@@ -46,7 +46,7 @@ class DeviceArrays(StepArrays):
     ) -> StepInputs:
         """The step of tokens that have been placed, which may be on the device; its tensors are there."""
         lengths = StepLengths(placed.rows, placed.query_start_loc, placed.seq_lens)
-        wide = [placed.positions, logits_indices, *(group.slot_mapping.numpy() for group in placed.groups)]
+        wide = [placed.positions, logits_indices, *(placed.groups[at].slot_mapping.numpy() for at in range(len(self._groups)))]
         here = [lengths.rows, lengths.query_start_loc, lengths.seq_lens, *(array.astype(np.int64) for array in wide)]
         if not isinstance(token_ids, torch.Tensor):
             here.append(token_ids)
@@ -70,4 +70,4 @@ class DeviceArrays(StepArrays):
             for number, (group, slots) in enumerate(zip(self._groups, rest, strict=False))
         ]
         ids = token_ids if isinstance(token_ids, torch.Tensor) else rest[-1]
-        return StepInputs(ids, positions, groups, wanted, None, sampled_rows, placed)
+        return StepInputs(ids, positions, LazyGroups(groups.__getitem__), wanted, None, sampled_rows, placed)

@@ -247,9 +247,9 @@ class DeviceRunner(RunnerBase[DeviceRuntime, LaunchedStep, Pending]):
         if (config := self.config.speculative) is not None:
             self._proposer = self._make_proposer(config)
             self._bind_drafter()
-            sizes = scheduler, self.decoder_config.vocab_size, 0
+            sizes = scheduler, self.decoder_config.vocab_size, 0, self._draft_clock
             sampler = None if self._drafting is None else self._drafting.sampler
-            self._own_drafts = measured_drafts(config, self._proposer, self._time_decodes, *sizes, sampler)
+            self._own_drafts = measured_drafts(config, self._proposer, self._time_decodes, *sizes, sampler, apart=True)
 
     def _make_proposer(self, config: SpeculativeConfig) -> Proposer:
         if self._drafter is None:
