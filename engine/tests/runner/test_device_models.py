@@ -65,6 +65,7 @@ class DeviceModel:
             shard=shard,
             comm=comm or OneRank(),
             stage=stage,
+            layers=stage.layers([1.0] * self.config.num_layers),
             device=device,
         )
         self.model = model_class(raw["architectures"][0])(self.config, build)

@@ -13,7 +13,7 @@ from penstock.engine.config import CacheConfig, EngineConfig, ParallelConfig, Sc
 from penstock.engine.loading.checkpoint import read_model_config
 from penstock.engine.loading.json_files import read_object
 from penstock.engine.models.config import DecoderConfig, parse_decoder_config
-from penstock.engine.models.cost import embedding_bytes, layer_weights, lm_head_bytes
+from penstock.engine.models.cost import embedding_bytes, layer_weights, lm_head_bytes, stage_sizes
 from penstock.engine.models.layers.shard import Shard, Stage
 from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.shared_memory import SharedMemory
@@ -114,10 +114,22 @@ def test_the_pages_are_those_of_a_rank(name, ranks, stages, checkpoint):
     if name == "deepseek-v3" and ranks > 1:
         ranks = 3  # its heads
     stage = Stage(0, stages)
-    rank = _Rank(engine, config, Shard(0, ranks), stage.layers(config.num_layers), None, stage)
+    sizes = stage_sizes(config, engine.model.dtype, engine.model.stored_quantization)
+    rank = _Rank(engine, config, Shard(0, ranks), stage.layers(sizes), None, stage)
     memory = SharedMemory.create(ranks)
     runner = ModelRunner(msgspec.structs.replace(engine, device="cpu"), Group(0, ranks, memory, "", 1.0, stage=stage))
     assert rank.layout == runner.kv_layout()
+
+
+def test_pipeline_stages_are_divided_by_bytes(tmp_path, checkpoint):
+    """The LM head counts: a large one leaves the last stage a single layer of four."""
+    raw = read_object(checkpoint("llama") / "config.json")
+    path = written(tmp_path / "model", raw | {"num_hidden_layers": 4, "vocab_size": 20_000})
+    engine, config = settings(path, pipeline_parallel_size=2)
+    assert lm_head_bytes(config, "float32") > 2 * sum(layer_weights(config, 0, "float32"))
+    engine, memory = msgspec.structs.replace(engine, device="cpu"), SharedMemory.create(1)
+    runners = [ModelRunner(engine, Group(0, 1, memory, "", 1.0, stage=Stage(number, 2))) for number in range(2)]
+    assert [[layer for group in runner.kv_layout().groups for layer in group.layers] for runner in runners] == [[0, 1, 2], [3]]
 
 
 @pytest.mark.req("DX-22")

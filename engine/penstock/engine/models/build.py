@@ -24,6 +24,8 @@ class Build:
     comm: Comm = field(default_factory=OneRank)
     """Of the group that `shard` is a part of."""
     stage: Stage = field(default_factory=Stage)
+    layers: range | None = None
+    """The stage's decoder layers; None: the model's."""
     device: torch.device = CPU
     """Where weights and tables lie; `meta`: nowhere, to compile without a device."""
     lm_head: bool = True

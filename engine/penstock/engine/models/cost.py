@@ -110,6 +110,15 @@ def layer_weights(
     return LayerWeights(dense * each + plain * _BYTES[dtype], routed * each)
 
 
+def stage_sizes(
+    config: DecoderConfig, dtype: DType, quantization: QuantizationName | CheckpointQuantization | None = None
+) -> list[float]:
+    """Bytes of weights that a step reads in each layer, with the LM head behind the last: what pipeline stages divide."""
+    sizes = [sum(layer_weights(config, layer, dtype, quantization)) for layer in range(config.num_layers)]
+    sizes[-1] += lm_head_bytes(config, dtype)
+    return sizes
+
+
 def embedding_bytes(config: DecoderConfig, dtype: DType) -> int:
     """Bytes of the embedding, which every rank of the first stage has."""
     return config.vocab_size * config.hidden_size * _BYTES[dtype]

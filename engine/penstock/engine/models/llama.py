@@ -204,7 +204,7 @@ class LlamaForCausalLM:
         ropes, body = list(dict.fromkeys(config.ropes)), build.within("model")
         self._rotaries = [RotaryEmbedding(rope, build.max_model_len, build.ops, build.device) for rope in ropes]
         self._rotary_of = [ropes.index(rope) for rope in config.ropes]
-        self._indices = build.stage.layers(config.num_layers)
+        self._indices = range(config.num_layers) if build.layers is None else build.layers
         has_head = build.lm_head and build.stage.last
         embeds = build.stage.first or (has_head and config.tie_word_embeddings)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build) if embeds else None

@@ -42,7 +42,7 @@ def check_stages(architecture: str, config: DecoderConfig, stages: int) -> None:
     if not has_lm_head(architecture):
         raise ConfigError(f"{flag}: {architecture} embeds, which no stages do so far")
     try:
-        Stage(0, stages).layers(config.num_layers)
+        Stage(0, stages).layers([1.0] * config.num_layers)  # their number alone decides
     except ValueError as error:
         raise ConfigError(f"{flag}: {error}") from None
 

@@ -15,7 +15,7 @@ from penstock.engine.config import ConfigError, DType, EngineConfig
 from penstock.engine.core.memory import Memory, num_kv_blocks
 from penstock.engine.cost import StepCost
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.cost import embedding_bytes, layer_weights, lm_head_bytes
+from penstock.engine.models.cost import embedding_bytes, layer_weights, lm_head_bytes, stage_sizes
 from penstock.engine.models.kv import kv_layers
 from penstock.engine.models.layers.shard import Shard, Stage
 from penstock.engine.parallel.sizes import size_problem
@@ -109,7 +109,8 @@ def estimate(
         return Refusal(parallelism, problem)
     try:
         stages = [Stage(rank, parallelism.pipeline) for rank in range(parallelism.pipeline)]
-        spans = [stage.layers(config.num_layers) for stage in stages]
+        sizes = stage_sizes(config, model.dtype, model.stored_quantization or model.quantization)
+        spans = [stage.layers(sizes) for stage in stages]
     except ValueError as error:
         return Refusal(parallelism, str(error))
     held = _held_experts(config, parallelism, redundant)

@@ -42,6 +42,7 @@ from penstock.engine.loading.stream import Uploader
 from penstock.engine.lora.runner import lora_runner
 from penstock.engine.models.build import Build
 from penstock.engine.models.config import DecoderConfig, parse_decoder_config
+from penstock.engine.models.cost import stage_sizes
 from penstock.engine.models.draft_head import DraftHead
 from penstock.engine.models.heads import draft_head
 from penstock.engine.models.kv import kv_layers
@@ -126,9 +127,8 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
             self._kv_layers += kv_layers(self._drafter.config, whole, kv_dtype, model.max_model_len)
         whole = kv_layout(self._kv_layers, config.cache.block_size)
         self._layer_groups = whole.layer_groups
-        # A draft model is in no stage of a pipeline.
-        is_whole = self._stage.world == 1
-        self._layout = whole if is_whole else whole.part(self._stage.layers(self.decoder_config.num_layers))
+        self._stage_layers = self._layers_of_stage()
+        self._layout = whole if self._stage_layers is None else whole.part(self._stage_layers)
         self._lora = self._make_lora()
 
     # --- what differs ---
@@ -138,6 +138,13 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         scheduler = self.config.scheduler
         tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
         return lora_runner(self.config.lora, scheduler.max_num_seqs, tokens)
+
+    def _layers_of_stage(self) -> range | None:
+        """The layers of a pipeline stage; None: all of them, and a draft model's, which is in no stage."""
+        if self._stage.world == 1:
+            return None
+        model = self.config.model
+        return self._stage.layers(stage_sizes(self.decoder_config, model.dtype, model.stored_quantization or model.quantization))
 
     @abstractmethod
     def _make_ops(self) -> Ops:
@@ -324,6 +331,7 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
             shard=self._shard,
             comm=self._comm,
             stage=self._stage,
+            layers=self._stage_layers,
             device=self._device,
             lm_head=self.config.model.pooling is None,
             plain_method=self._plain_method,

@@ -1,5 +1,9 @@
 """Which part of a weight a rank of a tensor-parallel group holds. Light to import: refusals need the arithmetic alone."""
 
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -86,8 +90,40 @@ class Stage:
         """Whether it ends with logits."""
         return self.rank == self.world - 1
 
-    def layers(self, total: int) -> range:
-        """The stage's layers; ValueError where there are fewer layers than stages."""
-        if total < self.world:
-            raise ValueError(f"num_hidden_layers {total} cannot be divided among {self.world} pipeline stages")
-        return range(self.rank * total // self.world, (self.rank + 1) * total // self.world)
+    def layers(self, sizes: Sequence[float]) -> range:
+        """The stage's layers: a pipeline is as slow as its largest stage, which is as small as can be.
+
+        Args:
+            sizes: Of every layer of the model, in any unit.
+
+        Raises:
+            ValueError: There are fewer layers than stages.
+        """
+        if len(sizes) < self.world:
+            raise ValueError(f"num_hidden_layers {len(sizes)} cannot be divided among {self.world} pipeline stages")
+        return divided(sizes, self.world)[self.rank]
+
+
+def divided(sizes: Sequence[float], parts: int) -> list[range]:
+    """Consecutive parts of a list, none of them empty. The largest is as small as can be, and the others are as even as it allows."""
+    sums = [0.0, *itertools.accumulate(sizes)]
+    largest = _least(sums, parts, max, lambda size: size)[0]
+    _, ends = _least(sums, parts, operator.add, lambda size: size * size if size <= largest else math.inf)
+    return [range(start, end) for start, end in itertools.pairwise((0, *ends))]
+
+
+def _least(
+    sums: list[float], parts: int, joined: Callable[[float, float], float], cost: Callable[[float], float]
+) -> tuple[float, tuple[int, ...]]:
+    """The least joined cost of consecutive parts of a list, and where they end; `sums` are those of the list's beginnings."""
+    total = len(sums) - 1
+    best = [(cost(sums[end]), (end,)) for end in range(1, total + 1)]  # [i]: of the first i + part entries
+    for part in range(2, parts + 1):
+        best = [
+            min(
+                (joined(best[before - part + 1][0], cost(sums[end] - sums[before])), (*best[before - part + 1][1], end))
+                for before in range(part - 1, end)
+            )
+            for end in range(part, total + 1)
+        ]
+    return best[-1]
