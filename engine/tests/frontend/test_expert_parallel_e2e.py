@@ -122,11 +122,17 @@ def _switches(pid: int) -> int:
     return int(next(line for line in lines if line.startswith("voluntary_ctxt_switches")).split()[1])
 
 
+@pytest.mark.req("DX-11")
 def test_what_cannot_be_divided_is_refused_with_the_arithmetic(mixtral):
     def refused(words: str, **flags: object) -> None:
         with pytest.raises(ConfigError, match=words):
             EngineArgs(**{"model": str(mixtral), "enable_expert_parallel": True, **flags}).config()  # type: ignore[arg-type]
 
+    refused(
+        "LlamaForCausalLM has no experts",
+        data_parallel_size=2,
+        model=str(Path(__file__).parents[3] / "examples/models/penstock-tiny"),
+    )
     refused("5 experts are fewer than the 6 ranks", data_parallel_size=6)
     refused("does not go with --pipeline-parallel-size 2", data_parallel_size=2, pipeline_parallel_size=2)
     eplb = {"enable_eplb": True, "data_parallel_size": 2}

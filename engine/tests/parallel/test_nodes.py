@@ -26,6 +26,7 @@ from test_process_executor import RUNNER, Engine, gone, importable
 from penstock.engine.config import ConfigError, EngineConfig, ParallelConfig
 from penstock.engine.parallel import node_words
 from penstock.engine.parallel.errors import GroupFailed
+from penstock.engine.parallel.expert_group import CoreExperts, expert_group
 from penstock.engine.parallel.fingerprint import fingerprint
 from penstock.engine.parallel.frames import receive_frame, send_frame
 from penstock.engine.parallel.layout import Layout, Wire
@@ -123,6 +124,20 @@ def test_consecutive_ranks_share_a_node_and_wires_join_the_nodes():
         ConfigError, match="--nnodes 2: 3 tensor parallel x 1 pipeline parallel = 3 ranks cannot be divided among"
     ):
         Layout.of(ParallelConfig(tensor_parallel_size=3, nnodes=2))
+
+
+@pytest.mark.req("DX-01", "DX-02")
+def test_ranks_of_a_stage_follow_one_another_and_those_of_a_pipeline_stride():
+    """16 ranks in four stages, each on a node; and ranks of two cores, which come before those of a stage."""
+    layout = Layout(tensor=4, stages=4, nodes=4)
+    assert [layout.stage(rank) for rank in range(16)] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    groups = [[*layout.of_stage(stage)] for stage in range(4)]
+    assert groups[:2] == [[0, 1, 2, 3], [4, 5, 6, 7]] and sum(groups, []) == [*range(16)]
+    assert layout.wires() == [Wire(rank, rank + 4) for rank in range(12)]
+    parallel, memory = ParallelConfig(tensor_parallel_size=2, data_parallel_size=2, expert_parallel=True), SharedMemory.create(4)
+    places = [(core, rank) for core in range(2) for rank in range(2)]
+    found = [expert_group(CoreExperts(os.dup(memory.fd), core), rank, parallel, 1.0, None) for core, rank in places]
+    assert [group.rank for group in found] == [0, 1, 2, 3] and [group.core for group in found] == [0, 0, 1, 1]
 
 
 def test_a_pods_group_says_which_nodes_there_are():
