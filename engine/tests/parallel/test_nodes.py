@@ -1,5 +1,6 @@
 """An engine on several nodes: here, groups of processes that share nothing but TCP."""
 
+import itertools
 import os
 import re
 import signal
@@ -132,7 +133,7 @@ def test_ranks_of_a_stage_follow_one_another_and_those_of_a_pipeline_stride():
     layout = Layout(tensor=4, stages=4, nodes=4)
     assert [layout.stage(rank) for rank in range(16)] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
     groups = [[*layout.of_stage(stage)] for stage in range(4)]
-    assert groups[:2] == [[0, 1, 2, 3], [4, 5, 6, 7]] and sum(groups, []) == [*range(16)]
+    assert groups[:2] == [[0, 1, 2, 3], [4, 5, 6, 7]] and [*itertools.chain(*groups)] == [*range(16)]
     assert layout.wires() == [Wire(rank, rank + 4) for rank in range(12)]
     parallel, memory = ParallelConfig(tensor_parallel_size=2, data_parallel_size=2, expert_parallel=True), SharedMemory.create(4)
     places = [(core, rank) for core in range(2) for rank in range(2)]

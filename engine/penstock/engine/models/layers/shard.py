@@ -105,7 +105,7 @@ class Stage:
 
 
 def divided(sizes: Sequence[float], parts: int) -> list[range]:
-    """Consecutive parts of a list, none of them empty. The largest is as small as can be, and the others are as even as it allows."""
+    """Consecutive parts of a list, none empty. The largest is as small as can be, and the others are as even as that allows."""
     sums = [0.0, *itertools.accumulate(sizes)]
     largest = _least(sums, parts, max, lambda size: size)[0]
     _, ends = _least(sums, parts, operator.add, lambda size: size * size if size <= largest else math.inf)
