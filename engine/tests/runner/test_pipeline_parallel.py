@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock.engine.config import CacheConfig, EngineConfig, ParallelConfig, Sp
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.executor import Executor
 from penstock.engine.core.ipc.process import build_executor
+from penstock.engine.core.plan import SampledTokens, SampleInputs
 from penstock.engine.grammar import Grammar
 from penstock.engine.loading.checkpoint import read_model_config
 from penstock.engine.loading.safetensors import check_weights
@@ -28,6 +30,7 @@ from penstock.engine.parallel.process_executor import ProcessExecutor
 from penstock.engine.parallel.shared_memory import SharedMemory
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.sampling import SamplingParams
+from penstock.kernels.cpu.tape import Tape
 
 NUM_BLOCKS = 100
 NAMES = ["llama", "qwen3-windows", "gemma3", "llama-7to1-llama3-tied", "cohere2", "qwen3-moe", "gpt-oss", "deepseek-v3"]
@@ -195,10 +198,41 @@ def test_a_stage_loads_its_own_layers_and_keeps_their_pages(checkpoint, build_ru
     assert sorted(layers[1] + layers[2]) == layers[0]
 
 
-def runner_of(path: Path, stage: Stage) -> ModelRunner:
-    """The runner of one stage, which no other one is connected to."""
+def test_stages_run_from_tapes(checkpoint, build_runner, driver, monkeypatch):
+    """Two stages in one process, whose decode steps are recorded and done again: with the tokens of one runner."""
+    path, link, runs = checkpoint("qwen3"), Link(), Counter[int]()
+    stages = [runner_of(path, Stage(number, 2), link) for number in range(2)]
+    if stages[0].ops.tape is None:
+        pytest.skip("no compiled operations")
+    tape_run = Tape.run
+    monkeypatch.setattr(Tape, "run", lambda self: runs.update([id(self)]) or tape_run(self))
+
+    def outputs(runners: list[ModelRunner]) -> list[int]:
+        for runner in runners:
+            runner.initialize_kv_cache(NUM_BLOCKS)
+            runner.warm_up()
+        runs.clear()
+        drive = driver(runners[0], poison=False)
+        sequence = drive.admit([5, 6, 7, 8, 9])
+        for _ in range(10):
+            plan = drive.plan([(sequence, len(sequence.tokens) - sequence.computed)])
+            for runner in runners:
+                runner.execute(plan)
+                result = runner.sample(SampleInputs(plan.step_id))
+            for runner in runners[:-1]:
+                runner.follow(SampledTokens(plan.step_id, result.token_ids, result.counts, None))
+            sequence.tokens += result.token_ids[0].tolist()
+        return sequence.tokens
+
+    found = outputs(stages)
+    assert list(runs.values()) == [8, 8], "each stage records its first decode step"
+    assert found == outputs([build_runner(path, "float32")])
+
+
+def runner_of(path: Path, stage: Stage, link: Link | None = None) -> ModelRunner:
+    """The runner of one stage; without a link no other one is connected to it."""
     memory = SharedMemory.create(1)
-    link = Link()
+    link = link or Link()
     ends = (None, link.sender) if stage.first else (link.receiver, None)
     runner = ModelRunner(config_of(path, 2), Group(0, 1, memory, "", 1.0, None, stage, *ends))
     runner.load()

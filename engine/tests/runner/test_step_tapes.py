@@ -33,7 +33,7 @@ def pair(build_runner, checkpoint):
 def runs(monkeypatch):
     """How many steps ran from tapes, by rows and tokens of each."""
     counts: dict[tuple[int, int], int] = {}
-    original = StepTapes.logits
+    original = StepTapes.run
 
     def counted(self, inputs, ctx):
         found = original(self, inputs, ctx)
@@ -42,7 +42,7 @@ def runs(monkeypatch):
             counts[shape] = counts.get(shape, 0) + 1
         return found
 
-    monkeypatch.setattr(StepTapes, "logits", counted)
+    monkeypatch.setattr(StepTapes, "run", counted)
     return counts
 
 

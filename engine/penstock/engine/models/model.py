@@ -21,6 +21,15 @@ class Carry(NamedTuple):
     deep: tuple[torch.Tensor, ...] = ()
     """[n, hidden] each: what is added to the stream after each of the next layers (DeepStack, Meng et al., 2024)."""
 
+    @classmethod
+    def of(cls, parts: torch.Tensor) -> "Carry":
+        """Without `deep`, from [1 or 2, n, hidden]."""
+        return cls(parts[0], parts[1] if len(parts) > 1 else None)
+
+    def parts(self) -> list[torch.Tensor]:
+        """What `of` takes, one by one."""
+        return [self.hidden] if self.residual is None else [self.hidden, self.residual]
+
     def stream(self) -> torch.Tensor:
         """[n, hidden]: the whole residual stream."""
         return self.hidden if self.residual is None else self.hidden + self.residual

@@ -60,6 +60,10 @@ class Relay:
         self._before, self._from = self._open(before)
         self._after, self._to = self._open(after)
         self._received = self._sent = 0
+        self._arrived = torch.empty(self._slot_bytes, dtype=torch.uint8)
+        """Of a step's beginning: the layers may write to it, and tapes know it by its address."""
+        self.carry: Carry | None = None
+        """What the step under way begins with; None: it begins with tokens."""
         self._alone = False
         if self._before is not None:
             self._before.settimeout(timeout)
@@ -129,17 +133,19 @@ class Relay:
             raise
 
     def receive(self, step_id: int, num_tokens: int) -> Carry | None:
-        """What a step begins with; None: it begins with tokens.
+        """What a step begins with, which `carry` is from then on.
 
         Raises:
             StageLost: The stage before has lost the step.
             GroupFailed: It keeps this one waiting, or is at another step.
         """
-        if self._stage.first:
-            return None
+        if not self._stage.first:
+            self.carry = self._received_carry(step_id, num_tokens)
+        return self.carry
+
+    def _received_carry(self, step_id: int, num_tokens: int) -> Carry:
         if self._alone:
-            hidden = torch.zeros(num_tokens, self._shape[1], dtype=self._dtype)
-            return Carry(hidden, torch.zeros_like(hidden))
+            return Carry.of(self._place(num_tokens, self._dtype, 2).zero_())
         assert self._before is not None, "a later stage has a link from the one before"
         try:
             step, tokens, number, has_residual = _HEAD.unpack(self._before.recv(_HEAD.size))
@@ -155,9 +161,12 @@ class Relay:
             )
         if number == _LOST:
             raise StageLost(f"pipeline stage {self._stage.rank - 1} has lost it")
-        # Copied: the layers may write to it.
-        parts = [part.clone() for part in self._parts(self._from, at, tokens, _DTYPES[number], 1 + has_residual)]
-        return Carry(parts[0], parts[1] if has_residual else None)
+        dtype, count = _DTYPES[number], 1 + has_residual
+        return Carry.of(self._place(tokens, dtype, count).copy_(self._parts(self._from, at, tokens, dtype, count)))
+
+    def _place(self, tokens: int, dtype: torch.dtype, number: int) -> torch.Tensor:
+        """[number, tokens, hidden]: where the parts of a step lie."""
+        return self._arrived.view(dtype)[: number * tokens * self._shape[1]].view(number, tokens, -1)
 
     def send(self, step_id: int, carry: Carry) -> None:
         """Passes on what a step's next stage begins with."""
@@ -165,7 +174,7 @@ class Relay:
             return
         assert self._after is not None, "an earlier stage has a link to the next one"
         assert not carry.deep, "what images add to layers stays within a stage"
-        parts = [part for part in (carry.hidden, carry.residual) if part is not None]
+        parts = carry.parts()
         at = self._sent % self._slots * self._slot_bytes
         self._sent += 1
         count, dtype = len(carry.hidden), carry.hidden.dtype
@@ -173,8 +182,7 @@ class Relay:
             place.copy_(part)
         self._after.send(_HEAD.pack(step_id, count, _DTYPES.index(dtype), len(parts) > 1))
 
-    def _parts(self, memory: mmap.mmap, at: int, tokens: int, dtype: torch.dtype, number: int) -> list[torch.Tensor]:
-        """Hidden state and residual stream of one step in the memory."""
-        size = tokens * self._shape[1]
-        whole = torch.frombuffer(memory, dtype=dtype, count=number * size, offset=at)
-        return list(whole.view(number, tokens, -1).unbind())
+    def _parts(self, memory: mmap.mmap, at: int, tokens: int, dtype: torch.dtype, number: int) -> torch.Tensor:
+        """[number, tokens, hidden]: hidden state and residual stream of one step in the memory."""
+        whole = torch.frombuffer(memory, dtype=dtype, count=number * tokens * self._shape[1], offset=at)
+        return whole.view(number, tokens, -1)

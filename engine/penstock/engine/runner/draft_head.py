@@ -190,7 +190,7 @@ class HeadProposer(Proposer):
         assert self._bound is not None
         ctx = ForwardContext(self._ops, self._bound.kv_caches, step.groups.of_layers(self._layer_groups))
         given = step.input_ids if given is None else given
-        logits = run.tapes.logits(step, ctx) if run.tapes is not None and given is step.input_ids else None
+        logits = run.tapes.run(step, ctx) if run.tapes is not None and given is step.input_ids else None
         if logits is not None:
             return logits
         hidden = run.model.forward(given, step.positions, ctx)

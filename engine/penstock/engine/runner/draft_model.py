@@ -217,7 +217,7 @@ class DraftModel(Proposer):
             ends = sight.images.ends(rows, starts, counts)
         ctx = ForwardContext(self._ops, kv_caches, step.groups.of_layers(self._layer_groups, ends))
         plain = given is step.input_ids and positions is step.positions and ends is None
-        logits = tapes.logits(step, ctx) if tapes is not None and plain else None
+        logits = tapes.run(step, ctx) if tapes is not None and plain else None
         if logits is not None:
             return logits
         hidden = model.forward(given, positions, ctx)

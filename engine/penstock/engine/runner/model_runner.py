@@ -20,7 +20,7 @@ from penstock.engine.core.plan import NONE, Int32, SampledTokens, SampleInputs, 
 from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS
 from penstock.engine.host_memory import return_free_memory
 from penstock.engine.models.layers.attention import Attention
-from penstock.engine.models.model import Model
+from penstock.engine.models.model import Carry, Model
 from penstock.engine.parallel.expert_group import ExpertGroup
 from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.relay import Relay
@@ -40,6 +40,7 @@ from penstock.engine.runner.pooling import Pooler
 from penstock.engine.runner.prompt_logprobs import PromptRows
 from penstock.engine.runner.proposers import Drafter, new_drafter, states_of_target, tapped
 from penstock.engine.runner.sampler.sampler import Sampler
+from penstock.engine.runner.staged_model import StagedModel
 from penstock.engine.runner.step_tapes import StepTapes
 from penstock.engine.runner.turns import Forward, Launched
 from penstock.engine.spec.lookup import lookup_proposer
@@ -320,7 +321,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             return Forward(pooled=self._pooler.pool(plan, step.starts, hidden))
         samples = len(inputs.sampled_rows) > 0
         tapes = self._step_tapes() if step.asked is None and given is inputs.input_ids else None
-        if tapes is not None and (taped := tapes.logits(inputs, ctx)) is not None:
+        if tapes is not None and (taped := tapes.run(inputs, ctx)) is not None:
             return Forward(taped if samples else None)
         if not len(plan.rows):
             return Forward()
@@ -329,16 +330,26 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
 
     def _stage_states(self, step: HostStep, relay: Relay) -> Forward:
         """Runs the layers of a pipeline stage."""
-        plan, inputs, where = step.plan, step.inputs, (step.inputs.positions, step.ctx)
+        plan, inputs = step.plan, step.inputs
         if not len(plan.rows):
             return Forward()
         with relay.passing(plan.step_id):
             step.carry = relay.receive(plan.step_id, len(inputs.input_ids))
-            if not self._stage.last:
-                relay.send(plan.step_id, self.model.advance(inputs.input_ids, *where, step.carry))
-                return Forward()
-            hidden = self.model.forward(inputs.input_ids, *where, step.carry)
-            return self._score(hidden, inputs.logits_indices if len(inputs.sampled_rows) else None, step.asked)
+            tapes = self._step_tapes() if step.asked is None and not relay.is_alone else None
+            taped = None if tapes is None else tapes.run(inputs, step.ctx)
+            samples = len(inputs.sampled_rows) > 0
+            if taped is not None and self._stage.last:
+                return Forward(taped if samples else None)
+            hidden = taped
+            if hidden is None:
+                hidden = self._staged(relay).forward(inputs.input_ids, inputs.positions, step.ctx)
+            if self._stage.last:
+                return self._score(hidden, inputs.logits_indices if samples else None, step.asked)
+            relay.send(plan.step_id, Carry.of(hidden))
+            return Forward()
+
+    def _staged(self, relay: Relay) -> StagedModel:
+        return StagedModel(self.model, lambda: relay.carry, last=self._stage.last)
 
     def _sample(self, launched: Launched[HostStep], inputs: SampleInputs) -> StepResult:
         """See Turns. An earlier stage of a pipeline passes the step on in place of sampling it."""
@@ -375,10 +386,11 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
 
     def _step_tapes(self) -> StepTapes | None:
         """Where the step can run from a tape: a profile wants to see the parts."""
-        if self.ops.tape is None or self._relay is not None or self._profile is not None or not self._warm:
+        if self.ops.tape is None or self._profile is not None or not self._warm:
             return None
         if self._exchange is not None:  # sizes follow from what routers choose
             return None
         if self._tapes is None:
-            self._tapes = StepTapes(self._target(), self.ops)
+            target = self._target() if self._relay is None else self._staged(self._relay)
+            self._tapes = StepTapes(target, self.ops, has_logits=self._stage.last)
         return self._tapes

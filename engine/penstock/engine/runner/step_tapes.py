@@ -36,7 +36,7 @@ class Taped(Protocol):
     """What a step asks of a model."""
 
     def forward(self, inputs: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext, /) -> torch.Tensor:
-        """Hidden states after the final norm, of the last stage."""
+        """Hidden states after the final norm, or what an earlier pipeline stage passes on."""
         ...
 
     @property
@@ -51,27 +51,28 @@ class StepTapes:
     Args:
         model: `forward` and `compute_logits`.
         ops: Whose `tape` records.
+        has_logits: Whether a step ends with them; otherwise with what `forward` returns.
     """
 
-    def __init__(self, model: Taped, ops: Ops) -> None:
+    def __init__(self, model: Taped, ops: Ops, *, has_logits: bool = True) -> None:
         assert ops.tape is not None
-        self._model, self._record = model, ops.tape
+        self._model, self._record, self._has_logits = model, ops.tape, has_logits
         self._pool = Pool()
         self._tapes: dict[TapeShape, Tape] = {}
         self._seen: Counter[TapeShape] = Counter()
         """Steps that have run without."""
         self._refused = False
 
-    def logits(self, inputs: StepInputs, ctx: ForwardContext) -> torch.Tensor | None:
-        """[m, vocab], float32; the next step overwrites them. None: the step must run without a tape."""
+    def run(self, inputs: StepInputs, ctx: ForwardContext) -> torch.Tensor | None:
+        """[m, vocab], float32, where there are logits; the next step overwrites them. None: the step must run without a tape."""
         tokens, each = len(inputs.input_ids), inputs.tokens_a_row
         if self._refused or not each:
             return None
-        shape = TapeShape(tokens // each, each, len(inputs.logits_indices))
+        shape = TapeShape(tokens // each, each, len(inputs.logits_indices) if self._has_logits else 0)
         tape = self._tapes.get(shape)
         if tape is not None:
             return tape.run()
-        decodes = shape.tokens == 1 and shape.logits == shape.rows
+        decodes = shape.tokens == 1 and (shape.logits == shape.rows or not self._has_logits)
         if not decodes and self._seen[shape] < _COMES_AGAIN:
             # Prompts have any length, and rows any number of drafts: only a shape that comes again is worth a tape.
             self._seen[shape] += 1
@@ -79,6 +80,8 @@ class StepTapes:
 
         def step() -> torch.Tensor:
             hidden = self._model.forward(inputs.input_ids, inputs.positions, ctx)
+            if not self._has_logits:
+                return hidden
             if not shape.logits:
                 return hidden[:0]
             wanted = hidden if shape.logits == tokens else hidden.index_select(0, inputs.logits_indices)
