@@ -68,9 +68,14 @@ up: setup ## start the local system and show it working; Ctrl-C stops it
 demo: setup ## the same, ask one question through the gateway, and stop
 	@$(BIN)/penstock demo -f examples/tiny.yaml
 
-.PHONY: test e2e e2e-build gpu requirements wheelhouse
-test: setup ## every test that needs no GPU and no cluster, files side by side (ARGS="-n 0": one after another)
-	@$(BIN)/python -m pytest -m "not gpu" -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+.PHONY: test test-slow e2e e2e-build gpu requirements wheelhouse
+SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder
+test: setup ## the tests that need no GPU and no cluster, without the slow ones; files side by side (ARGS="-n 0": one after another)
+	@$(BIN)/python -m pytest -m "not gpu and not slow" $(SIDE_BY_SIDE) $(ARGS)
+
+test-slow: setup ## the slow tests: builds, emulators, real compilers, statistics, and whole grids of what `make test` samples
+	@$(BIN)/python -m pytest -m "slow and not gpu" $(SIDE_BY_SIDE) $(ARGS) \
+		$$(git grep --untracked --files-with-matches --word-regexp mark.slow -- '*/test_*.py')
 
 e2e-build: setup ## build the Kubernetes control plane and the LeaderWorkerSet manager from their Go modules (once, about ten minutes)
 	@$(BIN)/python -m e2e.cluster build

@@ -7,6 +7,7 @@ Parts, each in turn with what it is compared to, several times over:
   of every layer each, at the same time: what two ranks would reach if exchanging cost nothing;
 - the share of a step that two ranks spend in exchanges, waits included;
 - a small model in the core's process, and in a worker process;
+- two pipeline stages with twice the streams of one process: what keeping both busy gains;
 - a plan's way to eight ranks that compute nothing and back, all on one core;
 - how evenly a skewed load of experts lies on ranks: expert after expert, and packed with redundant copies;
 - a mixture on two ranks that serve requests: how evenly their load lies before experts have moved, and afterwards.
@@ -95,6 +96,12 @@ class Engine:
         self._core = build_core(config, self.executor, blocks, epoch=1)
         self._vocabulary, self._count = shape["vocab_size"], 0
 
+    def rate(self, streams: int, output: int = OUTPUT) -> float:
+        """Tokens per second of so many requests that begin together, prompts included."""
+        began = time.perf_counter()
+        self.decode(streams, output=output)
+        return streams * output / (time.perf_counter() - began)
+
     def decode(self, streams: int = 1, prompt: int = PROMPT, output: int = OUTPUT, kinds: int | None = None) -> float:
         """Seconds of a decode step of so many requests: the median of a run. `kinds` of tokens are in the prompts; None: all."""
         draw = np.random.default_rng(0)
@@ -141,6 +148,23 @@ def speed_up(folder: Path, stack: ExitStack, rounds: int) -> dict[str, object]:
         "share_of_the_speed_up_of_halves": statistics.median(reached),
         "share_of_a_step_in_exchanges": statistics.median(shares),
     }
+
+
+def pipeline(folder: Path, stack: ExitStack, rounds: int) -> dict[str, object]:
+    """Two stages with 16 streams beside one process with 8, for a large model and a small one."""
+    found: dict[str, object] = {}
+    for name, shape, layers in (("large", LARGE, 12), ("small", SMALL, 4)):
+        one, two = Engine(folder, name, shape, layers), Engine(folder, name, shape, layers, pipeline_parallel_size=2)
+        for engine in (one, two):
+            stack.callback(engine.executor.close)
+            engine.rate(8)  # warms up
+        rates = [(one.rate(8), two.rate(16)) for _ in range(rounds)]
+        found[name] = {
+            "one process, 8 streams": statistics.median(single for single, _ in rates),
+            "two stages, 16 streams": statistics.median(double for _, double in rates),
+            "ratio": statistics.median(double / single for single, double in rates),
+        }
+    return found
 
 
 def worker_process(folder: Path, stack: ExitStack, rounds: int, streams: Sequence[int]) -> dict[str, object]:
@@ -262,6 +286,10 @@ def show(figures: dict[str, Any]) -> None:
     for streams, seconds in figures["worker_process"].items():
         table.add_row(streams, *(f"{1000 * each:.3f}" for each in seconds.values()))
     console.print(table)
+    table = Table("", *figures["pipeline"]["large"], title="Two pipeline stages, tokens per second")
+    for name, row in figures["pipeline"].items():
+        table.add_row(f"the {name} model", *(f"{value:.2f}" for value in row.values()))
+    console.print(table)
     for one in figures["host_time"]:
         console.print(f"a plan to {one['ranks']} ranks on one core and back: {1e6 * one['seconds_a_step']:.0f} µs")
     show_experts(figures, console)
@@ -295,6 +323,8 @@ def main(rounds: int, streams: Sequence[int], save: bool, only_experts: bool) ->
                 figures["tensor_parallel"] = speed_up(Path(folder), stack, rounds)
             with ExitStack() as stack:
                 figures["worker_process"] = worker_process(Path(folder), stack, rounds, streams)
+            with ExitStack() as stack:
+                figures["pipeline"] = pipeline(Path(folder), stack, rounds)
     if only_experts:
         show_experts(figures, Console())
     else:

@@ -290,6 +290,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         of_layers, scales = inputs.groups.of_layers(self._layer_groups[: self.decoder_config.num_layers], ends), self._kv_scales
         ctx = ForwardContext(self.ops, self.kv_caches, of_layers, kv_scales=scales)
         if (group := self._group) is not None and group.world == 1:
+            group.memory.tick(0)  # a tape says nothing at its layers
             ctx = TickingContext(ctx.ops, ctx.kv_caches, of_layers, partial(group.memory.tick, 0), kv_scales=scales)
         return HostStep(plan, self.runtime, requests.rows, self.model, inputs, ctx, inputs.input_ids, starts, asked)
 
