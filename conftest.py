@@ -39,7 +39,7 @@ LONGEST = frozenset(
         "kv_transfer_e2e",
         "masked_distribution",
         "device_graphs",
-        "pipeline_parallel",
+        "device_proposes",
         "data_parallel",
         "warm",
     )

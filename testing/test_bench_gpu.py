@@ -217,6 +217,7 @@ def test_the_engines_share_is_compared_with_the_profilers():
     assert row["own_share"] > 1.9 * row["profilers_share"] and found["value"] == row["off_percent"] > 90
 
 
+@pytest.mark.slow
 def test_a_start_is_measured_from_outside(tmp_path):
     found = start.started(MODELS / MODEL, "cpu", tmp_path)
     assert found["process_s"] > found["load_s"] + found["first_token_s"] > 0

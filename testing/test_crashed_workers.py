@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 CRASH_ONCE = """
 import os, pathlib
 def test_that_crashes():

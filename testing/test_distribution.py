@@ -23,6 +23,8 @@ from penstock.kernels.cpu.isa import ISAS, choose
 from testing.ports import free_ports
 from testing.sources import ROOT, clone, package_index
 
+pytestmark = pytest.mark.slow
+
 UV = Path(sys.executable).with_name("uv")
 TINY = ROOT / "examples/models/penstock-tiny"
 START_S = 120.0

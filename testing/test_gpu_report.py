@@ -20,6 +20,8 @@ from gpu_report import Item, Report, run_item, run_items, summary  # noqa: E402
 
 from penstock.kernels.sampling.ops import CPU  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 HEAD = {"machine": {"device": "one"}, "source": "abc", "dry_run": False, "began": "now"}
 
 

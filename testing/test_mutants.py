@@ -10,6 +10,8 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import mutants  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 CODE = """from dataclasses import dataclass
 
 def larger(a: int | None, *, b: int) -> bool:

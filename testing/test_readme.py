@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from penstock.operator.acceptance import accept
@@ -31,6 +32,7 @@ def test_its_make_targets_exist() -> None:
     assert named <= {name for line in targets for name in line.split()}
 
 
+@pytest.mark.slow
 def test_its_python_answers() -> None:
     done = subprocess.run([sys.executable, "-c", block("python")], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

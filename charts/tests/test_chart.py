@@ -25,6 +25,8 @@ from penstock.operator import cli as operator_cli
 from penstock.operator.acceptance import accept
 from penstock.operator.desired.network_policy import OPERATOR, PICKERS
 
+pytestmark = pytest.mark.slow
+
 # Labels that only Helm's objects have, besides those that name a component.
 HELMS = {f"app.kubernetes.io/{name}" for name in ("name", "part-of", "instance", "version", "managed-by")} | {"helm.sh/chart"}
 

@@ -71,6 +71,7 @@ def test_shared_prefixes_come_from_the_engines_cache(engine: str, tmp_path: Path
     assert found["total_cached_tokens"] == 6 * 64  # all but the first of each
 
 
+@pytest.mark.slow
 @pytest.mark.req("MET-13")
 def test_the_reading_follows_the_load(engine: str, tmp_path: Path) -> None:
     """128 blocks of 16 tokens hold six sequences of 320: two a second leave room, two dozen at once pile up."""

@@ -15,6 +15,8 @@ import yaml
 from penstock.kernels.cpu.isa import ISAS
 from testing.sources import package_index
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 IMAGES = ("operator", "gateway", "engine")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

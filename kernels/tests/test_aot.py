@@ -10,6 +10,8 @@ import pytest
 
 from penstock.kernels.compile_only import ARCHITECTURES, compile_only
 
+pytestmark = pytest.mark.slow
+
 REGISTERS = {
     "_rms_norm_kernel": 64,
     "_gated_mul_kernel": 64,

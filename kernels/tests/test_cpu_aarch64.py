@@ -14,10 +14,13 @@ CROSS, EMULATOR, ROOT = "aarch64-linux-gnu-g++", "qemu-aarch64-static", "/usr/aa
 DRIVER = Path(__file__).with_name("every_op.cpp")
 PORTABLE = next(isa for isa in ISAS if isa.name == "portable")
 
-pytestmark = pytest.mark.skipif(
-    not (shutil.which(CROSS) and shutil.which(EMULATOR) and shutil.which("g++")),
-    reason="no cross compiler or no emulator: apt-get install g++-aarch64-linux-gnu qemu-user-static",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not (shutil.which(CROSS) and shutil.which(EMULATOR) and shutil.which("g++")),
+        reason="no cross compiler or no emulator: apt-get install g++-aarch64-linux-gnu qemu-user-static",
+    ),
+    pytest.mark.slow,
+]
 
 
 def outputs(library: Path, folder: Path, compiler: str, *emulator: str) -> list[tuple[str, float]]:

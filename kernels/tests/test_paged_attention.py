@@ -108,6 +108,7 @@ def test_equals_dense_attention(ops_in, case):
         torch.testing.assert_close(out.double(), case.dense(i), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(cases, st.integers(0, 4), st.integers(0, 130))
 def test_bits_depend_on_the_request_alone(ops_in, case, which, skip):

@@ -7,6 +7,8 @@ from penstock.kernels.sampling import reference, triton
 from penstock.kernels.sampling.buffers import RESULT, Column, Path, SamplingBuffers
 from penstock.kernels.sampling.params import pack
 
+pytestmark = pytest.mark.slow
+
 # Probabilities that are no ratios of small numbers: of equal tokens, rounding would decide which is the last.
 FILTERS = {
     "greedy": {"temperature": 0.0},

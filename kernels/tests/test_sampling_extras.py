@@ -10,6 +10,7 @@ from penstock.kernels.sampling.ops import triton_sampling_ops
 OPS = triton_sampling_ops()
 
 
+@pytest.mark.slow
 @pytest.mark.req("LP-02", "LP-03")
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize(

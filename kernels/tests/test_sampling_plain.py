@@ -107,6 +107,7 @@ def sample(
     return form.sample(logits, rows, at, table(params[::-1], seeds[::-1]), buffers, Path.FILTERED, masked, **masks), buffers, rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vocab", "spread"), [(11, 3.0), (257, 3.0), (700, 3.0), (9_000, 3.0), (9_000, 0.2)])
 def test_a_row_s_token_and_what_its_filters_leave_are_those_of_the_definition(
     form: SamplingOps, vocab: int, spread: float

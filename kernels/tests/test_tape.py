@@ -167,6 +167,7 @@ def test_a_choice_of_rows_by_number_is_taped(native):
     assert torch.equal(tape.run(), ops.rms_norm(x, torch.ones(16), 1e-6)[at] * 2)
 
 
+@pytest.mark.slow
 def test_a_recording_does_not_import_torchs_compiler():
     """It takes seconds and hundreds of megabytes, and the first recording is in a client's first request."""
     program = """

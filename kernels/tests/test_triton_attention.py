@@ -86,6 +86,7 @@ def test_decoding_equals_dense_attention(triton_device, case, splits):
     check(case, triton_device, small(splits))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -115,6 +116,7 @@ def test_invariant_launches_equal_dense_attention(triton_device, case):
     check(case, triton_device, FIXED)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     case=st.builds(
@@ -157,6 +159,7 @@ def exact_rows(monkeypatch):
     monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None] * b[None]).sum(1, dtype=dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 21])
 def test_invariant_launches_give_the_same_bits_in_any_company(triton_device, exact_rows, window):
     """Alone, in a crowd, and in two chunks."""
@@ -254,6 +257,7 @@ def test_a_short_prompt_behind_a_long_prefix_is_split(tokens, keys, splits):
     assert long.splits == splits and long.least_tiles == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

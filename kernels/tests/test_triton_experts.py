@@ -29,6 +29,7 @@ def layer(dtype: torch.dtype, device: str, clamp: tuple[float, float] | None = N
     return ExpertTable(own[0], own[1], HIDDEN, INNER, "clamped_swiglu", clamp, (own[2], own[3])), mlps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("tokens", "k"), [(0, 2), (1, 1), (3, 2), (40, 3), (20, EXPERTS)])
 @pytest.mark.parametrize("clamp", [None, (1.7, 0.6)], ids=["plain", "clamped-biased"])

@@ -91,6 +91,7 @@ def test_launches_go_by_the_rows_and_by_the_group():
     assert [block_of(FEW, group) for group in (2, 32, 48, 128, 4096)] == [LEAST_BLOCK, 32, 64, 128, 128]
 
 
+@pytest.mark.slow
 @pytest.mark.req("Q-26")
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize(("tokens", "k"), [(0, 2), (2, 1), (21, 3)])

@@ -17,6 +17,7 @@ from testing import patient
 pytestmark = [
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus (Debian's package has it)"),
     pytest.mark.timeout(600),
+    pytest.mark.slow,
 ]
 WITHIN_S = 180.0
 LORA = "an engine with --enable-lora"

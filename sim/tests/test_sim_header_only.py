@@ -14,6 +14,8 @@ from penstock.sim.replica import ReplicaConfig
 from penstock.sim.router import GatewayRouter
 from penstock.sim.traces import Trace, TraceRequest
 
+pytestmark = pytest.mark.slow
+
 BLOCK, REPLICAS = 64, 4
 
 

@@ -128,6 +128,7 @@ def agents(count: int, seed: int) -> Trace:
     return Trace("agents", BLOCK, requests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speed", [1.0, 0.1])
 def test_agents_in_a_rush_do_not_have_their_prefixes_computed_until_all_are_late(speed: float) -> None:
     """At any speed of the replicas: with all times stretched alike the same is right."""

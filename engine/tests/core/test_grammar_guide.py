@@ -270,6 +270,7 @@ def byte_fallback(tmp_path_factory):
     return folder, made
 
 
+@pytest.mark.slow
 def test_a_character_without_a_token_comes_byte_by_byte(byte_fallback, guide_of):
     folder, made = byte_fallback
     compiler = Compiler(msgspec.structs.replace(model(None, folder), eos_token_ids=(1,)))
@@ -384,6 +385,7 @@ def test_a_model_that_may_think_may_also_answer_at_once(tokenizer, guide_of):
     assert guide.ended and guide.error is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [None, 4000, 4100])
 def test_masks_have_the_models_size(vocab_size, guide_of):
     compiler = Compiler(model(vocab_size))
@@ -461,6 +463,7 @@ def test_a_grammar_that_is_none_is_refused(compiler, backend, kind, text):
         compiler.compile(Grammar(kind, text, "g", backend=backend))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "backend", "extra"), [("llguidance", "guidance", "engine"), ("xgrammar", "xgrammar", "xgrammar")]
 )

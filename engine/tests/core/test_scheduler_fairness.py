@@ -115,6 +115,7 @@ arrivals = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.req("LIM-04")
 @settings(max_examples=25)
 @given(arrivals, st.integers(1, 4), st.sampled_from([{}, {"a": 2.0, "c": 0.5}]), st.integers(1, 2))

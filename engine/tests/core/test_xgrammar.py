@@ -15,6 +15,8 @@ from penstock.engine.core.grammar.xgrammar_process import CompileProcess, Work
 from penstock.engine.core.grammar.xgrammar_tags import structural_tag
 from penstock.engine.grammar import Tag, Tags
 
+pytestmark = pytest.mark.slow
+
 MODEL = Path(__file__).parents[3] / "examples/models/penstock-tiny"
 
 

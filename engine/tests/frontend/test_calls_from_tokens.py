@@ -279,6 +279,7 @@ def test_a_strict_call_among_text_is_valid(serve: Serve, parsers: ParserConfig, 
     check_calls(message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parsers", "prompt_end", "special"), SHAPED)
 def test_a_format_beside_tools_gives_valid_calls_or_an_instance(
     serve: Serve, parsers: ParserConfig, prompt_end: str, special: bool
@@ -308,6 +309,7 @@ def test_a_call_that_the_model_writes_by_itself_is_found(
     assert [(called, json.loads(arguments)) for called, arguments in message.calls] == calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parsers", "prompt_end", "special"), configs())
 def test_without_tools_the_same_answer_is_text(serve: Serve, parsers: ParserConfig, prompt_end: str, special: bool) -> None:
     """Special tokens have no text then, and what is left of the markup is content to the last character."""

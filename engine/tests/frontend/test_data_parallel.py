@@ -23,6 +23,8 @@ from penstock.engine.commands import PinPrefix, ResetPrefixCache
 from penstock.engine.core.ipc.calls import CommandRefused
 from penstock.engine.frontend.data_parallel import busyness, check_ports, combined, merged, pick
 
+pytestmark = pytest.mark.slow
+
 LONG = 3000
 """Tokens of a stream that takes seconds."""
 

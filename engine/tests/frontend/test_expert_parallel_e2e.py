@@ -61,6 +61,7 @@ async def answer(llm: AsyncLLM, prompt: str, rank: int, params: SamplingParams =
     return text
 
 
+@pytest.mark.slow
 async def test_two_cores_answer_as_one_while_the_other_idles_and_end_together(mixtral, expected):
     eplb = {"window_size": 20, "step_interval": 20, "num_redundant_experts": 1}
     flags = {"data_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True, "eplb_config": eplb, **SIZE}

@@ -375,6 +375,7 @@ def test_the_cores_death_ends_streams_with_an_error_and_the_process(llama: Path,
         assert server.process.wait(timeout=60) == 1
 
 
+@pytest.mark.slow
 def test_two_interrupts_end_at_once(llama: Path, tmp_path: Path) -> None:
     with serving(llama, tmp_path / "log", "--enable-control-endpoints") as server:
         with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -389,6 +390,7 @@ def test_two_interrupts_end_at_once(llama: Path, tmp_path: Path) -> None:
         assert server.process.wait(timeout=60) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("break_it", "flags", "words"),
     [

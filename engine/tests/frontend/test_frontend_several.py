@@ -19,6 +19,8 @@ from frontend_process import Server, command, make_llama, serving
 from testing import patient
 from testing.ports import free_ports
 
+pytestmark = pytest.mark.slow
+
 STREAMS = 16
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "the wheel", "temperature": 0, "ignore_eos": True, "stream": True}
 

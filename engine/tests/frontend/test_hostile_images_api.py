@@ -13,6 +13,8 @@ from hostile_images import HOST, Case, base, draw
 from PIL import Image
 from vision_models import data_url, with_tokenizer
 
+pytestmark = pytest.mark.slow
+
 NUMBER, AT_ONCE = 300, 8
 
 

@@ -15,6 +15,8 @@ from vision_models import TOKENS, data_url, picture, with_tokenizer
 from penstock.engine.connectors.transfer import nixl
 from testing.ports import free_ports
 
+pytestmark = pytest.mark.slow
+
 needs_nixl = pytest.mark.skipif(nixl.installed() is None, reason="NIXL is not installed: make kv-parts")
 BLOCK = 16
 PROMPT = "the river turns the wheel of the mill and the mill turns the stone that grinds the corn of the valley"

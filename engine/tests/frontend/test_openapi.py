@@ -45,6 +45,7 @@ def embedder(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) ->
 DESCRIBED = schemathesis.openapi.from_dict(document("0"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [endpoint.path for endpoint in ENDPOINTS])
 @settings(
     max_examples=20,

@@ -19,6 +19,8 @@ from procfs import children
 
 from penstock.engine import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["the river turns the wheel", "a mill", "water and stone and water and stone"]
 
 

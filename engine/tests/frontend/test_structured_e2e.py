@@ -200,6 +200,7 @@ def test_free_and_structured_requests_share_steps(server: Server) -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.slow
 def test_python_takes_the_same() -> None:
     llm = LLM(str(MODEL), kv_cache_memory_bytes=2**22, max_model_len=256)
     params = SamplingParams(max_tokens=40, structured_outputs={"choice": ["mill", "wheel"]})  # type: ignore[arg-type]
@@ -209,6 +210,7 @@ def test_python_takes_the_same() -> None:
         llm.generate("x", SamplingParams(structured_outputs={}))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.req("SO-21")
 def test_drafts_change_no_answer_under_a_grammar() -> None:
     """Drafts are accepted only as far as the grammar goes, and the streams are those without drafts."""

@@ -107,6 +107,7 @@ for make, dtype in ((chosen, torch.bfloat16), (PrepackedLinearMethod, torch.floa
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "threads"), [*zip([name for name in ISAS if choose(name).environment], cycle((2, 1)))])
 def test_a_process_on_a_lesser_set_asks_onednn_for_no_bfloat16(name, threads):
     """With the environment that the engine gives its core."""

@@ -23,6 +23,8 @@ from penstock.engine.multimodal.settings import ClipSettings, ImageSettings, Nor
 from penstock.prompt.errors import PromptError
 from penstock.prompt.images import ImagePart
 
+pytestmark = pytest.mark.slow
+
 NUMBER, AT_ONCE = 1000, 8
 SQUARE = ClipSettings(size=28, shortest_edge=28, resample=3)
 SETTINGS = ImageSettings(token_id=0, tokens=4, normalization=Normalization(1 / 255, MEAN, STD), resize=SQUARE)

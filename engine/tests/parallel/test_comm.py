@@ -205,6 +205,7 @@ def test_memory_that_is_not_there_is_refused_with_its_size(collectives):
     assert told == f"4 ranks need {group_bytes(4):,} bytes of shared memory: File too large"
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind_by_many_groups(collectives):
     def left() -> tuple[int, set[str]]:
         return len(list(Path("/proc/self/fd").iterdir())), {path.name for path in Path("/dev/shm").glob("*penstock*")}

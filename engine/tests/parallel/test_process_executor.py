@@ -184,6 +184,7 @@ def test_a_forward_pass_begins_before_its_masks_are_there(start, eventually, tmp
     eventually(begun.exists)
 
 
+@pytest.mark.slow
 def test_many_starts_leave_nothing_behind(monkeypatch):
     # A folder of the test's own: ranks of other tests come and go meanwhile. A short one, as sockets lie in it.
     folder = tempfile.TemporaryDirectory(prefix="own-")

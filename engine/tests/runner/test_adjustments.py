@@ -229,6 +229,7 @@ def test_a_row_is_adjusted_as_if_it_were_alone_and_new(data):
             rows.admit(row, *requests[row])
 
 
+@pytest.mark.slow
 @pytest.mark.req("SMP-16", "SMP-20")
 @pytest.mark.parametrize(
     "fields",

@@ -91,6 +91,7 @@ def expected(runner, driver, params, traces) -> Trace:
     return traces[key]
 
 
+@pytest.mark.slow
 @pytest.mark.req("CHK-05", "CHK-06")
 @in_every_case
 @pytest.mark.parametrize("chunk", [1, 16, 77])
@@ -156,6 +157,7 @@ def test_every_family(name, dtype, loaded, driver):
     assert trace == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [7, 64])
 def test_prompt_logprobs(runner, driver, chunk):
     """In one chunk alone, and in several beside a neighbour."""

@@ -209,6 +209,7 @@ def check_dense_kernels(name, device, checkpoint, play, tolerance):
     torch.testing.assert_close(torch.log_softmax(logits, -1), expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.req("PERF-09")
 @pytest.mark.parametrize("name", ["qwen3-windows", "gemma3", "phi3-longrope", "olmo2"])
 def test_logits_are_the_same_with_tritons_dense_kernels(name, checkpoint, loaded, driver):

@@ -69,6 +69,7 @@ def alone(checkpoint, build_runner):
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("crowded", [False, True], ids=["room", "crowded"])
 @pytest.mark.req("SD-16")

@@ -164,6 +164,7 @@ def test_each_two_values_meet():
             assert ((one, a), (other, b)) in met
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 @pytest.mark.req("SD-03", "SD-10", "SD-11", "SD-23", "SPV-10")
 def test_drafts_change_nothing_whatever_is_asked_for(ground, monkeypatch, case):

@@ -37,6 +37,7 @@ def contents(runner: ModelRunner) -> dict[tuple[int, int], set[bytes]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.req("DX-14", "DX-20", "DX-21")
 @pytest.mark.parametrize(
     ("name", "redundant", "cut", "dtype", "quantization"),

@@ -17,6 +17,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from penstock.engine import AsyncLLM, EngineArgs
 from penstock.engine.frontend.http.server import ApiServer
 
+pytestmark = pytest.mark.slow
+
 OUTPUTS, TOP, TOLERANCE = 5, 3, 3e-5
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 

@@ -166,6 +166,7 @@ def test_alone_and_in_chunks(build, request_of, scheduler, expected, budget, tow
     assert len(different) == len(LAYOUTS), "the images make no difference"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_in_a_crowd_that_is_cached_preempted_and_planned_ahead(build, settings, request_of, expected, depth, tight):
@@ -476,6 +477,7 @@ def test_pages_on_a_disk_are_not_found_where_images_are_read_in_another_size(bui
     assert pages(other) != pages(settings) != pages(None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_decoder_with_experts_sees_images(build_runner, tmp_path, turned):
     """In files that transformers has written, and in those of the Hub, whose experts have inputs before outputs."""

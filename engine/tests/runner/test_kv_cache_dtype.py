@@ -18,6 +18,7 @@ SIZES = {"bfloat16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8_per_to
 """Bytes of a number, with its part of a scale of four bytes in rows of 16."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["best", "reference"])
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),

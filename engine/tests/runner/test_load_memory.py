@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 from procfs import memory_bytes
 
+pytestmark = pytest.mark.slow
+
 LAYERS, HIDDEN, INNER, VOCAB = 8, 1024, 4096, 256
 LOAD = """
 import sys

@@ -85,6 +85,7 @@ def expected_logprobs(model, tokens: list[int]) -> torch.Tensor:
     return torch.log_softmax(model(torch.tensor([tokens])).logits[0, -1].float(), -1)
 
 
+@pytest.mark.slow
 @pytest.mark.req("LO-01", "LO-02", "LO-03", "LO-10", "LO-13")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_mixed_batch_is_each_adapter_merged_into_the_weights(name, lora_runner, reference, driver, tmp_path):

@@ -53,6 +53,7 @@ def test_a_real_step_takes_no_more_than_was_foretold(build_runner, checkpoint):
         assert rows == 1 or memory.peak > foretold / 2
 
 
+@pytest.mark.slow
 def test_a_start_does_not_import_torchs_compiler(checkpoint):
     script = """
 import sys

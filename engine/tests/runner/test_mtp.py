@@ -23,6 +23,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Decod
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 LAYERS = {
     "llama": (LlamaDecoderLayer, LlamaRMSNorm),
     "glm4-moe": (Glm4MoeDecoderLayer, Glm4MoeRMSNorm),

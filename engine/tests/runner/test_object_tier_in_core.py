@@ -90,6 +90,7 @@ def test_another_replica_finds_in_a_real_object_store_what_one_has_stored(start,
     assert objects(ready(start(None, bucket=REAL))).pages_used == 0, "what is forgotten is forgotten for others, too"
 
 
+@pytest.mark.slow
 @pytest.mark.req("KO-31")
 @pytest.mark.parametrize("fault", ["403", "404", "500", "slow", "half", "other"])
 def test_a_store_that_refuses_loses_cuts_delays_or_changes_pages_costs_computation_and_is_told(

@@ -182,6 +182,7 @@ def test_a_stage_that_is_killed_or_stopped_ends_the_group_by_name(number, stage,
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.slow
 def test_a_stage_loads_its_own_layers_and_keeps_their_pages(checkpoint, build_runner):
     """Of tensors and pages that are there, not of what was asked for."""
     path = checkpoint("qwen3-windows")

@@ -27,6 +27,8 @@ from penstock.kernels.sampling.buffers import Column
 from penstock.kernels.sampling.ops import CPU
 from penstock.kernels.sampling.rejection import draw_drafts, settle
 
+pytestmark = pytest.mark.slow
+
 DRAWS = 100_000
 TARGET = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -8.0])
 VOCAB = len(TARGET)

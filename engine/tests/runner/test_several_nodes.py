@@ -23,6 +23,8 @@ from penstock.engine.parallel.group import Group, Wires
 from penstock.engine.parallel.layout import Layout, Wire
 from penstock.engine.parallel.shared_memory import SharedMemory
 
+pytestmark = pytest.mark.slow
+
 
 def test_ranks_on_two_nodes_have_the_bits_of_one_node(checkpoint, driver):
     """The same model among the same number of ranks, which share memory or do not; steps run from tapes where they can."""

@@ -33,6 +33,7 @@ from penstock.engine.sampling import SamplingParams
 VOCAB = 257
 ALL_LOGPROBS = SamplingParams(max_tokens=100, temperature=0.0, logprobs=VOCAB, prompt_logprobs=3)
 SEEDED = SamplingParams(max_tokens=100, temperature=0.9, top_p=0.95, seed=3, logprobs=VOCAB)
+QUICK = {"llama", "qwen3-windows", "gemma3", "deepseek-v3", "qwen3-moe"}
 WORLDS = {
     "llama": (2, 4),
     "llama-7to1-llama3-tied": (7,),
@@ -146,7 +147,7 @@ def in_a_crowd(play: Any, tokens: list[int], sampling: SamplingParams, outputs: 
 
 
 @pytest.mark.req("DX-04", "DX-05", "DX-06")
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WORLDS])
 def test_ranks_answer_as_one_does_and_with_the_same_bits_in_any_batch(name, checkpoint, driver, on_ranks):
     path, tokens = checkpoint(name), prompt(1, 40)
 
@@ -217,6 +218,7 @@ def config_of(path: Path) -> DecoderConfig:
     return parse_decoder_config(read_object(path / "config.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [ALL_LOGPROBS, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize(("world", "dtype"), [(2, "bfloat16"), (4, "bfloat16"), (2, "float16")])
 def test_half_precision_keeps_its_bits_in_any_batch_and_chunk(world, dtype, sampling, checkpoint, driver, on_ranks):
@@ -346,6 +348,7 @@ def wide_model(name: str, folder: Path) -> None:
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 @pytest.mark.parametrize("scheme", ["int8_per_channel_weight_only", "int4_per_group_32", "fp8_per_block"])
 def test_quantized_weights_are_divided_too(scheme, name, driver, on_ranks, tmp_path):
@@ -365,6 +368,7 @@ def test_quantized_weights_are_divided_too(scheme, name, driver, on_ranks, tmp_p
     assert not np.allclose(plain.scores, expected.scores, atol=1e-3), "nothing was quantized"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 @pytest.mark.parametrize("scheme", ["fp8_per_tensor", "fp8_per_channel"])
 def test_ranks_round_their_own_parts_of_a_tokens_inputs(scheme, name, driver, on_ranks, tmp_path):

@@ -74,6 +74,7 @@ def test_sleep_and_reload_reach_every_rank(config, executor):
         assert answers() == expected
 
 
+@pytest.mark.slow
 def test_a_profile_has_a_file_of_each_rank(config, executor, tmp_path):
     executor.call("start_profile")
     DividedEngine(config, executor, NUM_BLOCKS).run(requests(adjusted=False)[:1])

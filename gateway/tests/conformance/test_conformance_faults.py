@@ -13,6 +13,8 @@ from penstock.gateway.conformance.suite import GROUPS
 from penstock.gateway.conformance.target import Target
 from testing.ports import free_ports
 
+pytestmark = pytest.mark.slow
+
 ENDPOINTS = ["127.0.0.1:7001", "127.0.0.1:7002", "127.0.0.2:7001"]
 SLOW = ["envoy", "stream-many", "stream-concurrent", "duplex-body-*"]
 

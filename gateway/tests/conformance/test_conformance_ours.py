@@ -3,6 +3,8 @@
 import pytest
 from conformance_of_ours import judge
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.req("RT-41")
 @pytest.mark.parametrize("front_end", ["grpc", "lean"])

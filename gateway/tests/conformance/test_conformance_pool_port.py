@@ -13,6 +13,8 @@ from penstock.api.fleet import Fleet, InferencePool, Model, Pool, open_id
 from penstock.gateway.conformance.cli import main
 from testing.ports import free_ports
 
+pytestmark = pytest.mark.slow
+
 CHECKS = ("duplex-*", "buffered-*", "pick-*", "subset-*", "health-*", "envoy-picked", "envoy-original-dst")
 
 

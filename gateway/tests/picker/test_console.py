@@ -22,7 +22,7 @@ ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Chromium: apt-get install chromium")
+pytestmark = [pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Chromium: apt-get install chromium"), pytest.mark.slow]
 
 EVIL = "<img src=x onerror=\"document.title='taken'\">"
 

@@ -11,6 +11,8 @@ import msgspec
 import pytest
 from wire_waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 TINY = Path(__file__).parents[3] / "examples" / "models" / "penstock-tiny"
 AGREED_S = 0.2
 

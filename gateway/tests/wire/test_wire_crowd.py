@@ -18,6 +18,8 @@ from penstock.api import events, headers, metrics
 from penstock.api.events import EventBatch, RequestFinished
 from penstock.api.fleet import Fleet
 
+pytestmark = pytest.mark.slow
+
 STREAMS, CHUNKS, PAUSE_S = 1_000, 4, 0.5
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 

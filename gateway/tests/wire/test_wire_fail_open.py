@@ -14,6 +14,8 @@ from penstock.api import headers
 from penstock.api.fleet import Model, Pool
 from penstock.gateway.cli import gateway as gateway_command
 
+pytestmark = pytest.mark.slow
+
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 PATH = "/v1/chat/completions"
 

@@ -274,6 +274,7 @@ async def test_a_held_request_is_served_when_a_replica_gets_ready(
         assert (response.status, (await response.json())["id"]) == (200, "late")
 
 
+@pytest.mark.slow
 async def test_a_killed_gateway_cuts_no_answer_and_its_successor_serves(
     own: Stack, engine: Any, fleet_of: Any, client: aiohttp.ClientSession
 ) -> None:

@@ -17,6 +17,8 @@ from wire_waiting import eventually
 from penstock.api import headers
 from penstock.api.fleet import Fleet
 
+pytestmark = pytest.mark.slow
+
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 PATH = "/v1/chat/completions"
 PADDING = "x" * 60_000

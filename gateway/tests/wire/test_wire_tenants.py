@@ -271,6 +271,7 @@ async def test_tenants_get_shares_by_weight_and_the_urgent_goes_first(site: Site
     assert shares["heavy"] == pytest.approx(30, abs=4)
 
 
+@pytest.mark.slow
 async def test_a_hundred_requests_are_held_from_zero_and_none_is_lost(site: Site) -> None:
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=200), timeout=60) as http:
         client = site.client("sk-light-001", http_client=http)

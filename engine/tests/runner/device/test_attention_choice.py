@@ -51,6 +51,7 @@ def test_an_attention_that_cannot_serve_ends_the_start(loaded):
         ModelRunner(config).load()
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_give_the_tokens_of_torch(checkpoint, build_device_runner, loaded, driver):
     forms = FORMS._replace(model=replace(FORMS.model, paged_attention=paged_attention))
     runner = build_device_runner(checkpoint("gemma3"), forms=forms)

@@ -13,6 +13,8 @@ from test_device_runner import Engine
 from penstock.engine.config import GraphConfig
 from penstock.engine.messages import AddRequest, FinishReason
 
+pytestmark = pytest.mark.slow
+
 GRAPHS = GraphConfig(mode="FULL_AND_PIECEWISE", capture_sizes=(1, 2, 4, 8, 16, 48))
 Found = tuple[float, int, list[int], list[float]]
 """Of one token: its logprob, its rank, the likeliest ids and theirs."""

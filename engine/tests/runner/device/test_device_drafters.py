@@ -18,6 +18,8 @@ from test_drafts_in_core import K
 from penstock.engine.config import GraphConfig, SpeculativeConfig
 from penstock.engine.runner.draft_sampler import DraftSampler
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 

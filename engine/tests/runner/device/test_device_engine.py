@@ -44,6 +44,7 @@ def engine(runners, depth: int, num_blocks: int = 100) -> Engine:
     return Engine(runners[depth], depth, num_blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-windows", "phi3-longrope", "olmo2"])
 def test_families_and_groups_of_windows_give_the_tokens_of_a_cpu(checkpoint, build_runner, build_device_runner, name):
     """Greedy and random, in a crowd that is chunked and preempted; windows give blocks back while steps are in flight."""
@@ -98,6 +99,7 @@ def lives(found: Engine, batch: list[AddRequest], aborted: dict[int, int]) -> No
         step += 1
 
 
+@pytest.mark.slow
 @pytest.mark.req("AS-10", "AS-12", "AS-15", "AS-17")
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(3))

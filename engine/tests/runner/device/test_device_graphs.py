@@ -23,6 +23,8 @@ from penstock.engine.sampling import SamplingParams
 from penstock.kernels.ops import triton_ops
 from penstock.kernels.step_state.ops import triton_step_ops
 
+pytestmark = pytest.mark.slow
+
 SIZES = (1, 2, 4, 8, 16, 48)
 
 

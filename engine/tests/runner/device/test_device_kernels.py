@@ -16,6 +16,8 @@ from penstock.kernels.ops import triton_ops
 from penstock.kernels.sampling.ops import triton_sampling_ops
 from penstock.kernels.step_state.ops import triton_step_ops
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.req("PERF-09")
 def test_interpreted_kernels_give_the_tokens_of_a_cpu(checkpoint, build_runner, build_device_runner, triton_device):

@@ -16,6 +16,8 @@ from penstock.engine.core.memory import max_blocks
 from penstock.engine.messages import AbortRequests, AddRequest, Control, FinishReason
 from penstock.engine.sampling import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["llama-7to1-llama3-tied", "gemma2", "qwen3-windows", "phi3-longrope"]
 MODES: list[CudagraphMode] = ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"]
 COMMANDS: list[tuple[Any, ...]] = [

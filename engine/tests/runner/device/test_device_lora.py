@@ -30,6 +30,7 @@ def run(runner, depth: int, modules: list[LoraModule]) -> dict[int, list[int]]:
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.req("LO-01", "LO-03")
 @pytest.mark.parametrize("max_loras", [1, 2])
 def test_each_request_gets_its_adapters_tokens(checkpoint, build_runner, build_device_runner, tmp_path, max_loras):

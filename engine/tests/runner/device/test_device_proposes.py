@@ -21,6 +21,8 @@ from penstock.engine.sampling import SamplingParams
 from penstock.engine.spec.depth import Timing
 from penstock.engine.spec.proposer import Proposer
 
+pytestmark = pytest.mark.slow
+
 DRAFTING = msgspec.structs.replace(SCHEDULER, num_speculative_tokens=K, drafts_after_result=True)
 FREE, DEAR = ([Timing(1, 0, plain), Timing(1, K, drafts)] for plain, drafts in ((1e9, 1.0), (1e-9, 1e9)))
 

@@ -18,6 +18,8 @@ from penstock.engine.quant.online import QuantizedLinearMethod
 from penstock.engine.runner.device.offload import storages_of
 from penstock.kernels.ops import triton_ops
 
+pytestmark = pytest.mark.slow
+
 KERNELS = FORMS._replace(
     model=replace(
         FORMS.model,

@@ -12,6 +12,8 @@ from penstock.engine.messages import Control
 from penstock.engine.runner import base
 from penstock.engine.runner.device.offload import storages_of
 
+pytestmark = pytest.mark.slow
+
 GRAPHS = GraphConfig(mode="FULL_AND_PIECEWISE", capture_sizes=(1, 2, 8, 48))
 
 

@@ -91,6 +91,7 @@ class MirroredRunner(FakeRunner):
         assert np.array_equal(found, sampled)
 
 
+@pytest.mark.slow
 @pytest.mark.req("IB-01", "IB-04", "IB-08", "IB-11", "MR-04", "MR-05", "AS-06", "AS-08", "AS-15")
 @settings(max_examples=30)
 @given(configs, layouts, requests)

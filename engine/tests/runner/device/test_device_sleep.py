@@ -17,6 +17,8 @@ from penstock.engine.messages import Control
 from penstock.engine.runner.device.offload import HostCopy, storages_of
 from penstock.kernels.ops import triton_ops
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 9, 200, 31, 77, 8, 3] * 9
 
 

@@ -14,6 +14,8 @@ from penstock.engine.config import ConfigError, GraphConfig
 from penstock.engine.messages import AddRequest, FinishReason
 from penstock.engine.sampling import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def path(checkpoint):

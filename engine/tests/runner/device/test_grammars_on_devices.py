@@ -49,6 +49,7 @@ def runner(request, path, build_runner, build_device_runner):
     return build_device_runner(path, scheduler=ROOMY, depth=int(request.param.split("-")[1]), graphs=graphs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [400, 22])
 def test_forced_tokens_change_no_stream_and_save_steps(runner, one_by_one, num_blocks, monkeypatch):
     forced, execute = [], runner.execute

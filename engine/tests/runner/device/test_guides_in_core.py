@@ -10,6 +10,8 @@ from penstock.engine.config import GraphConfig
 from penstock.engine.core.scheduling.guides import MAX_FORCED_TOKENS, most_forced
 from penstock.engine.runner.device.device_runner import DeviceRunner
 
+pytestmark = pytest.mark.slow
+
 WORDS = -(-VOCAB // 32)
 FORCED = MAX_FORCED_TOKENS + 4
 

@@ -11,6 +11,8 @@ from penstock.engine.core.plan import SampleInputs
 from penstock.engine.sampling import SamplingParams
 from penstock.kernels.sampling.buffers import Column
 
+pytestmark = pytest.mark.slow
+
 SEEDS = 1000
 PROMPT, OUTPUT = [3, 3, 8], [8, 9, 9]
 ALLOWED = {3, 8, 9, *range(20, 60), 64, VOCAB - 1}

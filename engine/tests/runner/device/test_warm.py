@@ -12,6 +12,8 @@ import pytest
 from penstock.engine.runner.device.warm import shapes
 from penstock.engine.warm import warm
 
+pytestmark = pytest.mark.slow
+
 FLAGS = ["--max-num-seqs", "6", "--max-num-batched-tokens", "48", "--max-model-len", "200", "--block-size", "16"]
 FLAGS += ["--enable-lora", "--max-lora-rank", "8"]
 CONFIG = {
