@@ -201,6 +201,18 @@ async def test_what_went_while_nothing_was_heard_is_soon_known(make: Any, faults
         assert not server.writes, "nothing is written on users' objects"
 
 
+async def test_however_often_a_life_of_kopf_is_cancelled_its_thread_has_ended_with_it(make: Any) -> None:
+    """As when an event loop ends: it cancels every task, those that clean up among them."""
+    server = Server(*named(make, "only"))
+    async with watching(server):
+        await until(lambda: server.watched)
+        for _ in range(3):
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+            await asyncio.sleep(0.05)
+    await asyncio.wait_for(asyncio.get_running_loop().shutdown_default_executor(), 30)
+
+
 async def test_the_end_of_the_last_object_is_known_after_a_minute_at_most(make: Any) -> None:
     async with watching(Server(*named(make, "only")), sweep_s=0.5) as it:
         await until(lambda: it.server.watched)

@@ -48,8 +48,10 @@ async def live(api: ApiClient, kinds: Iterable[str], namespaces: Sequence[str], 
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     logging.getLogger("kopf").setLevel(logging.WARNING)
-    life = _Life(asyncio.get_running_loop(), heard)
-    thread = asyncio.ensure_future(asyncio.to_thread(asyncio.run, life.run(api, kinds, namespaces)))
+    ours = asyncio.get_running_loop()
+    life = _Life(ours, heard)
+    # No task: when an event loop ends it cancels all tasks, and a cancelled one would say that its thread has ended.
+    thread = ours.run_in_executor(None, asyncio.run, life.run(api, kinds, namespaces))
     ending = asyncio.ensure_future(life.ending.wait())
     try:
         await asyncio.wait([thread, ending], return_when=asyncio.FIRST_COMPLETED)
@@ -58,10 +60,21 @@ async def live(api: ApiClient, kinds: Iterable[str], namespaces: Sequence[str], 
             thread.result()
     finally:
         ending.cancel()
-        while not thread.done():
-            life.cancel()
-            await asyncio.wait([thread], timeout=1.0)
+        await _ended(thread, life)
         _ = thread.cancelled() or thread.exception()  # raised above, or of no interest any more
+
+
+async def _ended(thread: asyncio.Future[None], life: "_Life") -> None:
+    """Waits until kopf's thread has ended, however often this is cancelled meanwhile."""
+    again: asyncio.CancelledError | None = None
+    while not thread.done():
+        life.cancel()
+        try:
+            await asyncio.wait([thread], timeout=1.0)
+        except asyncio.CancelledError as error:
+            again = error
+    if again is not None:
+        raise again
 
 
 class _Life:

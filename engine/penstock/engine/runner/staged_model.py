@@ -22,7 +22,7 @@ class StagedModel:
 
     @property
     def compute_logits(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See Model."""
+        """See `Model`: of the last stage alone."""
         return self._model.compute_logits
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
