@@ -44,6 +44,9 @@ class FixedDepth(DraftDepth):
     def observe(self, rows: Int32, drafted: Int32, accepted: Int32, others: int = 0) -> None:
         """Nothing is learned."""
 
+    def observe_step(self, num_rows: int, drafts: int, seconds: float) -> None:
+        """Nothing is learned."""
+
     def followed(self, num_rows: int, seconds: float) -> None:
         """Nothing is learned."""
 

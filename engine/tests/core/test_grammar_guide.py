@@ -440,11 +440,30 @@ def test_more_of_them_are_refused_before_the_answer_begins(compiler, wrapped):
         compiler.compile((grammar if wrapped else schema(inner)).source)
 
 
+@pytest.mark.parametrize("keyword", ["anyOf", "oneOf"])
+def test_several_objects_with_too_many_of_them_are_refused_before_the_answer_begins(compiler, tokenizer, keyword):
+    """Of several objects each property may come next. A property that comes first and tells them apart leaves one."""
+    inner = {keyword: [{"$ref": f"#/$defs/{letter}"} for letter in "pqr"]}
+
+    def among(**more):
+        named = {letter: with_optional(900, letter, **more) for letter in "pqr"}
+        for letter, it in named.items() if more else ():
+            it["properties"] = {"kind": {"const": letter}, **it["properties"]}
+        return schema({"$defs": named, "type": "array", "items": inner})
+
+    with pytest.raises(GrammarError, match=rf"^{keyword} has objects with 2700 .* about 2000 can be, at \$\.items\.{keyword}$"):
+        compiler.compile(among().source)
+    guide = GrammarGuide(compiler.compile(among(required=["kind"]).source), (EOT,), compiler.eos_token_ids)
+    guide.accept(ids(tokenizer, '[{"kind": "q", "q1": 1, "q2": 2}]'))
+    assert guide.error is None and EOT in allowed(guide)
+
+
 def test_an_answer_that_meets_a_limit_of_the_library_is_not_said_to_be_wrong(compiler, tokenizer):
-    """Of several objects each property may come next."""
-    many = schema({"items": {"anyOf": [with_optional(900, letter) for letter in "pqrs"]}, "type": "array"})
-    guide = GrammarGuide(compiler.compile(many.source), (EOT,), compiler.eos_token_ids)
-    guide.accept(ids(tokenizer, '[{"p1": 1, "p2"'))
+    """What references into properties name is not counted before."""
+    named = {letter: with_optional(900, letter) for letter in "pqrs"}
+    many = {"properties": {"a": {"anyOf": [{"$ref": f"#/properties/{letter}"} for letter in "pqrs"]}, **named}}
+    guide = GrammarGuide(compiler.compile(schema(many).source), (EOT,), compiler.eos_token_ids)
+    guide.accept(ids(tokenizer, '{"a": {"p1": 1, "p2"'))
     assert guide.error is not None and guide.error.startswith("the grammar's limits do not allow to go on after token ")
     assert "max is 8000" in guide.error and "<" not in guide.error
 

@@ -1,5 +1,6 @@
 """Grammars by llguidance, which is imported with the first one."""
 
+import itertools
 import json
 import threading
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import numpy as np
 from penstock.engine.config import ModelConfig
 from penstock.engine.core.grammar.guidance_filler import GuidanceFiller
 from penstock.engine.core.grammar.libraries import MAX_SPACES, GrammarError, GrammarsUnavailable, Prototype, without
-from penstock.engine.core.grammar.schema_errors import MAX_OPTIONAL, beyond_limits, located
+from penstock.engine.core.grammar.schema_errors import MAX_OPTIONAL, LargeChoice, beyond_limits, large_choices, located
 from penstock.engine.core.grammar.tags import lark_of, with_options
 from penstock.engine.core.plan import Int32
 from penstock.engine.grammar import Grammar, Tags
@@ -116,7 +117,10 @@ class Guidance:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(verbose_errors=False, max_items_in_row=MAX_ITEMS)
-        compiled = LLMatcher(tokenizer, _definition(grammar, tokenizer), log_level=0, limits=limits)
+        definition = _definition(grammar, tokenizer)
+        for choice in itertools.chain.from_iterable(map(large_choices, _schemas(grammar))):
+            _check_choice(choice, LLMatcher(tokenizer, _json(choice.schema, grammar), log_level=0, limits=limits), tokenizer)
+        compiled = LLMatcher(tokenizer, definition, log_level=0, limits=limits)
         words = -(-tokenizer.vocab_size // 32)
         matcher = GuidanceMatcher(compiled, words)
         if (error := matcher.error) is None:
@@ -159,22 +163,57 @@ def _definition(grammar: Grammar, tokenizer: "LLTokenizer") -> str:
     try:
         match grammar.kind:
             case "json_schema":
-                schema = msgspec.json.decode(grammar.text)
+                (schema,) = _schemas(grammar)
                 _check_limits(schema)
-                return LLMatcher.grammar_from_json_schema(json.dumps(with_options(schema, _options(grammar))))
+                return _json(schema, grammar)
             case "choice":
                 words = [json.dumps(word, ensure_ascii=False) for word in json.loads(grammar.text)]
                 return LLMatcher.grammar_from_lark("start: " + " | ".join(words))
             case "regex":
                 return LLMatcher.grammar_from_regex(grammar.text)
             case "tags":
+                _check_limits(*_schemas(grammar))
                 tags = msgspec.json.decode(grammar.text, type=Tags)
-                _check_limits(*(tag.schema for tag in tags.tags), *tags.answer)
                 return LLMatcher.grammar_from_lark(lark_of(tags, tokenizer, _options(grammar)))
             case "ebnf" | "lark":
                 return grammar_from(grammar.kind, grammar.text)
     except ValueError as error:
         raise GrammarError(str(error)) from None
+
+
+def _json(schema: Any, grammar: Grammar) -> str:
+    """A schema in llguidance's form, with the grammar's options."""
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(json.dumps(with_options(schema, _options(grammar))))
+
+
+def _schemas(grammar: Grammar) -> list[Any]:
+    """The JSON schemas in a grammar."""
+    match grammar.kind:
+        case "json_schema":
+            return [msgspec.json.decode(grammar.text)]
+        case "tags":
+            tags = msgspec.json.decode(grammar.text, type=Tags)
+            return [*(tag.schema for tag in tags.tags), *tags.answer]
+        case _:
+            return []
+
+
+def _check_choice(choice: LargeChoice, matcher: "LLMatcher", tokenizer: "LLTokenizer") -> None:
+    """Raises GrammarError where an object of the choice cannot begin: an answer would only find out when it comes there."""
+    if not matcher.is_error() and matcher.consume_tokens(tokenizer.tokenize_str("{")):
+        matcher.compute_bitmask()
+    if _is_too_large(GuidanceMatcher(matcher, 0).error):
+        keyword = choice.path.rpartition(".")[2]
+        raise GrammarError(
+            f"{keyword} has objects with {choice.optional} properties that are not required between them, any of which may be "
+            f"next, and about {2 * MAX_OPTIONAL} can be, at {choice.path}"
+        )
+
+
+def _is_too_large(error: str | None) -> bool:
+    return error is not None and "items" in error
 
 
 def _check_limits(*schemas: Any) -> None:

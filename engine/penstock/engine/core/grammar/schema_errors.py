@@ -4,7 +4,7 @@ only when an answer comes there."""
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 _UNIMPLEMENTED = re.compile(r"^Unimplemented keys: (\[.*\])")
 _FORMAT = re.compile(r"^Unknown format: (.+)")
@@ -13,6 +13,8 @@ _RESOURCE = re.compile(r"^(?:Resource|Pointer) '([^']+)'")
 _LIMIT = re.compile(r"^Unsatisfiable schema: (\w+) \(")
 _NO_SCHEMA = frozenset({"enum", "const", "default", "examples", "example", "required"})
 """Keywords whose values hold data, not schemas."""
+_CHOICES = frozenset({"anyOf", "oneOf"})
+"""Keywords whose values are schemas of which an answer follows one."""
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose values map names of any kind to schemas."""
 
@@ -21,14 +23,66 @@ MAX_OPTIONAL = 1000
 """Properties of an object that may be left out: any of them may come next, which makes the masks of its keys slow."""
 
 
+class LargeChoice(NamedTuple):
+    """Objects of which an answer may be any, with many properties that may be left out between them."""
+
+    path: str
+    """Of the keyword."""
+    optional: int
+    """Of these properties."""
+    schema: dict[str, Any]
+    """The choice as a schema of its own."""
+
+
+def large_choices(schema: Any) -> Iterator[LargeChoice]:
+    """Choices between objects that have more than twice `MAX_OPTIONAL` such properties between them. Whether an answer comes to a
+    place where any of them is next, only the library can tell."""
+    root = cast("dict[str, Any]", schema) if isinstance(schema, dict) else {}
+    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    for path, node in subschemas(schema):
+        for keyword in _CHOICES & node.keys():
+            if (optional := _optional_among(node[keyword], root)) > 2 * MAX_OPTIONAL:
+                yield LargeChoice(f"{path}.{keyword}", optional, {**shared, keyword: node[keyword]})
+
+
+def _optional_among(alternatives: Any, root: dict[str, Any]) -> int:
+    found, waiting, referred = 0, [alternatives], set[str]()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting += cast("list[Any]", node)
+        elif isinstance(node, dict):
+            members = cast("dict[str, Any]", node)
+            found += _num_optional(members)
+            waiting += [members[keyword] for keyword in (_CHOICES | {"allOf"}) & members.keys()]
+            if isinstance(ref := members.get("$ref"), str) and ref not in referred:
+                referred.add(ref)
+                waiting.append(_local(ref, root))
+    return found
+
+
+def _local(ref: str, root: dict[str, Any]) -> Any:
+    """What a reference to `$defs` or `definitions` names; None: it is another one."""
+    match ref.split("/"):
+        case ["#", "$defs" | "definitions" as kind, name] if isinstance(named := root.get(kind), dict):
+            return cast("dict[str, Any]", named).get(name)
+        case _:
+            return None
+
+
+def _num_optional(node: dict[str, Any]) -> int:
+    """Properties of an object that may be left out."""
+    properties, required = node.get("properties"), node.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return 0
+    return len(cast("dict[str, Any]", properties).keys() - set(map(str, cast("list[Any]", required))))
+
+
 def beyond_limits(schema: Any) -> str | None:
     """The first object with more optional properties than a grammar can have, with its path; None: there is none."""
     for path, node in subschemas(schema):
-        properties, required = node.get("properties"), node.get("required", [])
-        if isinstance(properties, dict) and isinstance(required, list):
-            optional = len(cast("dict[str, Any]", properties).keys() - set(map(str, cast("list[Any]", required))))
-            if optional > MAX_OPTIONAL:
-                return f"properties has {optional} that are not required, and at most {MAX_OPTIONAL} can be, at {path}.properties"
+        if (optional := _num_optional(node)) > MAX_OPTIONAL:
+            return f"properties has {optional} that are not required, and at most {MAX_OPTIONAL} can be, at {path}.properties"
     return None
 
 
