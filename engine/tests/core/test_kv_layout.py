@@ -69,6 +69,11 @@ def test_layers_that_keep_less_have_longer_blocks():
     ]
 
 
+def test_a_draft_model_does_not_split_its_targets_layers_where_a_page_of_each_is_no_larger():
+    assert shape(kv_layout([layer()] * 4 + [layer(heads=4)] * 3, 16)) == [(None, 16, (0, 1, 2, 3)), (None, 32, (4, 5, 6))]
+    assert len(kv_layout([layer()] * 32 + [layer(heads=4)] * 6, 16).groups) == 7, "26 of 32 slots would stay empty"
+
+
 @pytest.mark.req("KV-23")
 def test_slots_are_padded_where_bytes_do_not_divide():
     layout = kv_layout([layer(), layer(heads=5), layer(heads=3), LATENT], 16)

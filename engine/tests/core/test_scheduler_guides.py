@@ -36,6 +36,10 @@ class Numbered:
             assert token in allowed(self.count), "the guide is told of a token that its mask excludes"
             self.count += 1
 
+    def take(self, token_id: int) -> bool:
+        self.accept([token_id])
+        return False
+
     def fill(self, masks: Int32, drafts) -> None:
         assert (masks == -1).all() and len(masks) == len(drafts) + 1
         for number in range(len(masks)):

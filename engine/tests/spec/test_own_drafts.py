@@ -125,3 +125,44 @@ def test_a_proposer_is_not_told_of_a_long_rest_and_begins_anew_with_the_next_req
         pass
     a_step(own, RowTable(1, 32, [4]), -1)
     assert (proposer.followed, proposer.skips) == (reads + 1, 1)
+
+
+class Slow(Sevens):
+    """Takes its time, which a clock shows."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def propose(self, table, rows, known, most):
+        self.now += 2.0
+        return super().propose(table, rows, known, most)
+
+
+def test_a_step_costs_what_it_took_and_the_guess_that_it_verifies():
+    """A guess that came with a prompt had the prompt to read as well: nothing is learned from the step that verifies it."""
+    proposer, rows, seen = Slow(), RowTable(1, 1000, [4]), []
+    clock = Clock(lambda: proposer.now, lambda value: value)
+    own = OwnDrafts(SpeculativeConfig(method="draft_model", num_speculative_tokens=K), proposer, FREE, 1, VOCAB, clock)
+    own._depth.observe_step = lambda *given: seen.append(given)
+    a_step(own, rows, -1)
+    drafts = np.array([K], np.int32)
+    verifies = StepPlan(1, empty(), [], [], [], np.zeros(1, np.int32), 1 + drafts, np.ones(1, np.bool_), num_drafts=drafts)
+    for took in (10.0, 20.0, 30.0):
+        own.apply(verifies, rows)
+        proposer.now += took
+        own.propose(verifies, a_read_step(), 1 + drafts, rows)
+    own.apply(GOES_ON, rows)
+    assert seen == [(1, K, 20.0 + 2.0), (1, K, 30.0 + 2.0)]
+
+
+def test_a_request_at_its_end_leaves_the_rows_of_a_step_alike():
+    """It may end with 12 tokens."""
+    config, rows = SpeculativeConfig(method="ngram", num_speculative_tokens=K), RowTable(1, 32, [4])
+    own = OwnDrafts(config, Sevens(), FREE, 1, VOCAB, STOPPED, max_alike_tokens=64)
+    a_step(own, rows, -1)
+    found = {}
+    for known in (6, 8, 9, 10, 11):
+        rows.num_tokens[0] = known
+        told = own.propose(GOES_ON, a_read_step(), ONE, rows)
+        found[known] = 0 if told is None else int((told >= 0).sum())
+    assert found == {6: 4, 8: 2, 9: 2, 10: 1, 11: 0}

@@ -98,6 +98,8 @@ class OwnDrafts:
         """Whether the proposer has yet to be told of such rows."""
         self._last: _Begun | None = None
         """The last step; None: nothing is learned from it."""
+        self._alone = False
+        """Whether it is known to have been one of decodes alone."""
         self._guess_s: float | None = None
         """Seconds that a draft model or head has taken since the last step began; None: it was not asked."""
 
@@ -123,7 +125,8 @@ class OwnDrafts:
 
     def _learn(self, plan: StepPlan) -> None:
         """Takes in how long the last step took, now that the next one begins."""
-        last, guess_s, self._last, self._guess_s = self._last, self._guess_s, None, None
+        last, guess_s, alone = self._last, self._guess_s, self._alone
+        self._last, self._guess_s, self._alone = None, None, False
         now = None if last is None else self._clock.now()
         if last is not None and now is not None:
             spent_s = now - last.at - (guess_s or 0.0)
@@ -135,8 +138,9 @@ class OwnDrafts:
         if not follows and not self._depth.learns_from(drafts):
             return
         tokens = plan.num_new_tokens - plan.num_drafts if drafts else plan.num_new_tokens
-        if len(tokens) and np.count_nonzero(tokens == 1) == len(tokens):
-            # A guess falls into the step before the one that verifies it.
+        self._alone = len(tokens) > 0 and np.count_nonzero(tokens == 1) == len(tokens)
+        # A guess falls into the step before the one that verifies it, and may come with a prompt that is read.
+        if self._alone and (alone or not drafts or self._proposer.looks_up):
             guessed_s = guess_s or 0.0 if drafts else 0.0
             self._last = _Begun(self._clock.now() if now is None else now, len(tokens), drafts, guessed_s)
 

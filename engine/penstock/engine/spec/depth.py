@@ -32,6 +32,8 @@ _AT_START: Final = 4
 """Comparisons that the measurement at the start is worth: the first steps of a shape have no tape, which costs more."""
 _LONGEST_RUN: Final = 64
 """Steps with drafts, after which one without is compared with them."""
+_FIRST_RUNS: Final = 8
+"""The same, while less was compared than the measurement at the start is worth."""
 _OUTLIER: Final = 3.0
 """Times the usual, above which a step's seconds are taken for somebody else's doing."""
 _MARGIN: Final = 1.05
@@ -228,7 +230,8 @@ class DraftDepth:
             return 0
         self._next_rest = 1
         self._run += 1
-        if self._run == _LONGEST_RUN:
+        known = self._comparisons[_size(self._num_rows)].sum() >= _AT_START
+        if self._run >= (_LONGEST_RUN if known else _FIRST_RUNS):
             self._run = 0
             return 0
         return best

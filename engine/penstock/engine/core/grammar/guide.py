@@ -70,9 +70,22 @@ class GrammarGuide:
                 if not of_answer:
                     continue
             if self.error is None and not self.matcher.accept(token):
-                why = self.matcher.error or "the answer was complete before"
-                what = "the grammar's limits do not allow to go on after" if _is_limit(why) else "the grammar does not allow"
-                self.error = f"{what} token {token}, which was sampled: {why}"
+                self._refuse(token)
+
+    def take(self, token_id: int) -> bool:
+        """See `Guide`. Inside an answer, which most tokens are, it is one call."""
+        if self.filler is None or self.error is not None:
+            self.accept((token_id,))
+            return self.error is not None or self.ended
+        if self.matcher.accept(token_id):
+            return self.matcher.is_stopped
+        self._refuse(token_id)
+        return True
+
+    def _refuse(self, token: int) -> None:
+        why = self.matcher.error or "the answer was complete before"
+        what = "the grammar's limits do not allow to go on after" if _is_limit(why) else "the grammar does not allow"
+        self.error = f"{what} token {token}, which was sampled: {why}"
 
     def fill(self, masks: Int32, drafts: Sequence[int]) -> None:
         """Writes the masks of a step that verifies drafts; the guide stays where it is."""

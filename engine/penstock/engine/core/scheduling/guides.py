@@ -72,6 +72,10 @@ class Guide(Protocol):
         """Advances: these tokens are the request's now."""
         ...
 
+    def take(self, token_id: int) -> bool:
+        """`accept` of one token; returns whether the request ends with it, for what reason ever."""
+        ...
+
     def fill(self, masks: Int32, drafts: Sequence[int]) -> None:
         """Writes the masks of a step that verifies drafts; the guide stays where it is.
 
@@ -95,9 +99,6 @@ class Guides:
     def __bool__(self) -> bool:
         return bool(self._guides)
 
-    def __contains__(self, row: int) -> bool:
-        return row in self._guides
-
     def move_in(self, row: int, guide: Guide | None) -> None:
         """A request takes the row."""
         if guide is not None:
@@ -109,12 +110,17 @@ class Guides:
         for of in (self._guides, self.forced, self._told):
             of.pop(row, None)
 
-    def advance(self, row: int, token_id: int) -> Guide | None:
-        """The row's guide, which has taken in its next token; None: it has none."""
-        guide = self._guides.get(row)
-        if guide is not None:
-            guide.accept((token_id,))
-        return guide
+    def advance(self, rows: Sequence[int], token_ids: Sequence[int], stopped: Sequence[bool]) -> dict[int, str | None]:
+        """Has the rows' guides take in their next tokens, but for those that stop their requests: [m] each.
+
+        Returns:
+            Which of the m end their requests with these tokens, and the error of each, if any.
+        """
+        found: dict[int, str | None] = {}
+        for at, (row, token, stops) in enumerate(zip(rows, token_ids, stopped, strict=True)):
+            if not stops and (guide := self._guides.get(row)) is not None and guide.take(token):
+                found[at] = guide.error
+        return found
 
     def is_open(self, row: int) -> bool:
         """Whether the row has a guide by which its output would be cut short if it ended here."""
@@ -128,6 +134,17 @@ class Guides:
             self.forced[row] = list(forced[:MAX_FORCED_TOKENS])
         elif row in self.forced:
             del self.forced[row]
+
+    def look_on(self, rows: Sequence[int], drafts: Int32 | None) -> None:
+        """All these rows go on, [m]; `drafts`, [m, K], are what the runner will have verified, -1 pads; None: nothing."""
+        for at, row in enumerate(rows):
+            guide = self._guides.get(row)
+            if guide is None:
+                continue
+            if drafts is not None or row in self._told or row in self.forced:
+                self.look(row, told_drafts(drafts, at))
+            elif forced := guide.forced():
+                self.forced[row] = list(forced[:MAX_FORCED_TOKENS])
 
     def masked(self, plan: StepPlan) -> Int32:
         """Indexes of the plan's rows that sample under a mask."""

@@ -7,7 +7,6 @@ import numpy as np
 from penstock.engine.cache.kv_manager import KVCacheManager
 from penstock.engine.core.plan import Bool, Int32, Int64, Pooled, StepPlan, StepResult, ints
 from penstock.engine.core.row_table import RowTable, first_of
-from penstock.engine.core.scheduling.guides import told_drafts
 from penstock.engine.core.scheduling.in_flight import Flight, InFlight
 from penstock.engine.core.scheduling.outputs import (
     RequestOutputs,
@@ -126,10 +125,10 @@ class Retirement:
             tenancy.propose(rows[goes_on], proposed)
         if not tenancy.guides:
             return
-        ended = {ending.request.row for ending in endings}
-        for at, (row, count) in enumerate(zip(rows.tolist(), tokens.counts.tolist(), strict=True)):
-            if count and row in tenancy.guides and row not in ended:
-                tenancy.guides.look(row, told_drafts(result.drafts, at))
+        goes_on = tokens.counts > 0
+        if endings:
+            goes_on &= ~np.isin(rows, [ending.request.row for ending in endings])
+        tenancy.guides.look_on(ints(rows[goes_on]), None if result.drafts is None else result.drafts[goes_on])
 
     def _end_pooled(self, pooled: Pooled | None, plan: StepPlan, live: Bool) -> None:
         """Ends the requests whose embeddings are there."""

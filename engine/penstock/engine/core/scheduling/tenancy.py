@@ -154,7 +154,7 @@ class Tenancy:
         capped: Bool = positions + 1 >= self.limits[rows]
         repeats = self._repetition.trips(rows, positions, all_token_ids)
         ended = stopped | capped | repeats
-        guided = self._guided(rows, tokens, stopped) if self.guides else {}
+        guided = self.guides.advance(rows.tolist(), tokens.tolist(), stopped.tolist()) if self.guides else {}
         ended[list(guided)] = True
         found: list[tuple[int, Ending]] = []
         for at in ended.nonzero()[0].tolist():
@@ -170,14 +170,6 @@ class Tenancy:
                 reason = FinishReason.LENGTH if capped[at] else FinishReason.REPETITION
                 ending = Ending(request, reason, stop_reason=GRAMMAR_OPEN if self.guides.is_open(row) else None)
             found.append((at, ending))
-        return found
-
-    def _guided(self, rows: Int64, tokens: Int32, stopped: Bool) -> dict[int, str | None]:
-        """Return which of the rows' guides end their requests with these tokens, and the error of each, if any."""
-        found: dict[int, str | None] = {}
-        for at, (row, token, stops) in enumerate(zip(rows.tolist(), tokens.tolist(), stopped.tolist(), strict=True)):
-            if not stops and (guide := self.guides.advance(row, token)) is not None and (guide.ended or guide.error is not None):
-                found[at] = guide.error
         return found
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
