@@ -122,7 +122,7 @@ def test_one_step_that_was_held_up_teaches_nothing():
 def test_without_drafts_it_rests_longer_and_longer_and_then_tries_again():
     depth = DraftDepth(4, 8, CHEAP)
     observed(depth, [4, 4], [0, 0], 30)
-    depth._credit = 6.0
+    depth._credit[:] = 6.0
     rests, idle = [], []
     while depth.most(ROWS) == 0:
         idle.append(depth.idle)

@@ -50,6 +50,8 @@ _LONGEST_IDLE: Final = 512
 _MOST_CREDIT: Final = 6.0
 """Steps without drafts that drafts may have cost, all told, beyond what they have gained. What they gain
 beyond is not saved up: they cost no more than this where texts change for the worse."""
+_MOST_DEBT: Final = 1.0
+"""Beyond it, of a step that was held up, say: it is tried again some time."""
 _EARNED: Final = 0.005
 """Credit of a step without drafts: to find out whether drafts pay again costs no more than this."""
 _WELCOME: Final = 0.125
@@ -91,14 +93,16 @@ class DraftDepth:
         self._costs: Float64 = self._measured.copy()
         """[sizes, depths]: of a step, as multiples of one without drafts."""
         self._comparisons: npt.NDArray[np.int64] = np.zeros(seconds.shape, np.int64)
+        self._plain_s: dict[int, float] = {}
+        """By size: seconds of the last step without drafts."""
         self._before: tuple[int, int, float] | None = None
         """Size, place and seconds of the step that was observed last."""
         self._rest, self._rested, self._next_rest, self._run = 0, 0, 1, 0
         self._idle, self._fewer = False, 0
         self._num_rows = 1
         """Of the last choice."""
-        self._credit = _MOST_CREDIT
-        """What drafts may still cost, in steps without drafts."""
+        self._credit: Float64 = np.full(len(seconds), _MOST_CREDIT)
+        """[sizes]: what drafts may still cost, in steps without drafts: what costs too much for many rows may pay for few."""
 
     def learns_from(self, drafts: int) -> bool:
         """Whether the time of a step with so many drafts is to be observed; of one without any only behind one that had some."""
@@ -112,9 +116,9 @@ class DraftDepth:
         """Another request has the row, which ends the rest if drafts pay for requests like the last ones. Among many rows it is
         of less weight, and waits a little."""
         self._acceptance[row] = self._usual
-        self._earn(_WELCOME / self._num_rows)
+        self._earn(self._num_rows, _WELCOME / self._num_rows)
         wait = 0 if self._idle else self._num_rows // 4  # who misses its first step never makes up for it
-        if self._rest <= wait or self._credit <= 0:
+        if self._rest <= wait or not self._has_credit:
             return
         if self._best(self._tokens(np.array([self._usual]), np.array([[self._offered]])), self._num_rows):
             self._rest = wait
@@ -144,7 +148,7 @@ class DraftDepth:
         if len(rows):
             count = len(rows) + others
             cost = self._costs[_size(count), np.searchsorted(self.depths[:-1], int(drafted.max()))]
-            self._earn((int(accepted.sum()) - (float(cost) - 1) * len(rows)) / count)
+            self._earn(count, (int(accepted.sum()) - (float(cost) - 1) * len(rows)) / count)
         # A draft after a rejected one says nothing.
         judged = np.minimum(accepted + 1, drafted)
         kept = (1 - _WEIGHT) ** judged
@@ -168,6 +172,11 @@ class DraftDepth:
             return
         self._usual_s[size] += _NEWEST * (plain - float(self._usual_s[size]))
         self._before = size, place, seconds
+        if not place:
+            self._plain_s[size] = seconds
+        elif (before is None or before[0] != size or before[1]) and size in self._plain_s:
+            # Among prompts that are read, steps of decodes alone are rare: an earlier one will do.
+            before = size, 0, self._plain_s[size]
         if before is None or before[0] != size or before[1] == place:
             return
         of = place or before[1]
@@ -177,17 +186,22 @@ class DraftDepth:
 
     def followed(self, num_rows: int, seconds: float) -> None:
         """Takes in what a proposer that reads every step took for one without drafts."""
-        self._earn(-seconds / float(self._usual_s[_size(num_rows)]))
+        self._earn(num_rows, -seconds / float(self._usual_s[_size(num_rows)]))
 
-    def _earn(self, steps: float) -> None:
-        self._credit = max(min(self._credit + steps, _MOST_CREDIT), -_MOST_CREDIT)
+    @property
+    def _has_credit(self) -> bool:
+        return float(self._credit[_size(self._num_rows)]) > 0
+
+    def _earn(self, num_rows: int, steps: float) -> None:
+        size = _size(num_rows)
+        self._credit[size] = min(max(float(self._credit[size]) + steps, -_MOST_DEBT), _MOST_CREDIT)
 
     def most(self, rows: Int32, others: int = 0) -> int:
         """The most drafts that can pay for these rows, [m], beside so many that get none, however many a proposer has. It is one
         that reads every step, which is not free either."""
         self._forget(rows, others)
         best = self._best(self._tokens(self._acceptance[rows], self.depths[None, -1:]), len(rows), others, _UNLEARNED)
-        if self._credit <= 0:
+        if not self._has_credit:
             best, self._next_rest = 0, _LONGEST_IDLE
         if not best:
             self._begin_rest(_LONGEST_IDLE)
@@ -203,7 +217,7 @@ class DraftDepth:
         self._acceptance[rows] += min(_RETURN * self._rested, 1) * (self._usual - self._acceptance[rows])
         size, at = _size(self._num_rows), min(_FORGOTTEN * self._rested, 1)
         self._costs[size] += at * (self._measured[size] - self._costs[size])
-        self._earn(_EARNED * self._rested)
+        self._earn(self._num_rows, _EARNED * self._rested)
         self._rested = 0
 
     def found_nothing(self, rows: Int32) -> None:
@@ -224,7 +238,7 @@ class DraftDepth:
             would = self._best(self._tokens(acceptance, self.depths[None, -1:]), len(rows), others)
             self._begin_rest(_LONGEST_WAIT if would else _LONGEST_REST)
             return 0
-        if self._credit <= 0:
+        if not self._has_credit:
             self._next_rest = _LONGEST_REST
             self._begin_rest(_LONGEST_REST)
             return 0
