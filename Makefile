@@ -177,6 +177,10 @@ bench-images: setup ## images: the tower beside transformers', first tokens, the
 bench-kv: setup ## the second turn of a prompt: computed, or loaded from the host's memory or a disk (ARGS=--quick)
 	@$(BIN)/python benchmarks/bench_kv.py $(ARGS)
 
+.PHONY: bench-disaggregation
+bench-disaggregation: setup ## what 10,000 aborted pairs of a prefill and a decode replica still hold (ARGS=--quick)
+	@$(BIN)/python benchmarks/bench_disaggregation.py $(ARGS)
+
 .PHONY: bench-quantization
 bench-quantization: setup ## what weights of eight and four bits save and cost on a CPU (ARGS=--quick)
 	@$(BIN)/python benchmarks/bench_quantization.py $(ARGS)

@@ -1,5 +1,7 @@
 """Pages on the disk as the scheduler sees them, with moves that end when the test says so."""
 
+from typing import get_args
+
 import pytest
 from fake_runner import reference
 from harness import make_request
@@ -7,7 +9,7 @@ from test_kv_offload import PROMPT, flood, make
 
 from penstock.engine.connectors import lookups
 from penstock.engine.connectors.lower_tier import MAX_WRITES, PATIENCE_S, PAUSE_S, LowerTier
-from penstock.engine.connectors.moves import Moved, PageFile
+from penstock.engine.connectors.moves import Lower, Moved, PageFile
 from penstock.engine.connectors.tier_index import Key, TierIndex
 from penstock.engine.core.scheduling.request import RequestStatus
 
@@ -227,3 +229,41 @@ def test_what_a_replica_loses_sight_of_stays_in_a_shared_store():
         tier.open([PageFile(*key(1))])
         assert tier.index.reserve(key(2)) is not None
         assert [move.block_hash for move in tier.take(0.0)] == deleted
+
+
+@pytest.mark.req("KO-28")
+def test_of_several_tiers_all_save_and_the_first_that_has_the_pages_loads():
+    machine = make(depth=2)
+    offload = machine.scheduler._offload
+    assert offload is not None
+    tiers = [LowerTier(name, offload.tier, 100, 1) for name in get_args(Lower)]
+    offload.lower.extend(tiers)
+    disk, store, bucket = tiers
+
+    def answered(*pages):
+        [find] = [move for move in store.take(machine.now) if move.action == "find"]
+        store.moved(find.number, Moved(0.0, None, list(pages)), machine.now)
+        offload.resume(machine.scheduler, machine.now)
+
+    machine.add(make_request(0, [9] * 30, 2))
+    machine.step()
+    answered()
+    machine.run()
+    writes = [[move for move in tier.take(machine.now) if move.action == "write"] for tier in tiers]
+    saved = [{move.block_hash for move in moves} for moves in writes]
+    assert len(saved[0]) == 7 and saved[0] == saved[1] == saved[2]
+    for tier, moves in zip(tiers, writes, strict=True):
+        for move in moves:
+            tier.moved(move.number, Moved(0.0), machine.now)
+    names = [PageFile(0, name) for name in offload.names()][:7]
+    offload.lower.clear()
+    flood(machine, 1)
+    offload.lower.extend(tiers)
+    offload.tier.clear()
+    disk.index.clear()
+    machine.add(make_request(50, [9] * 30, 2))
+    machine.step()
+    answered(*names)
+    machine.step()
+    reads = [[move.action for move in tier.take(machine.now)].count("read") for tier in (disk, store, bucket)]
+    assert reads == [0, 7, 0]
