@@ -57,7 +57,7 @@ def made(weight: torch.Tensor, scheme) -> tuple[QuantizedWeight, torch.Tensor]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_quantized_linear(ops_in, dtype, scheme, shape, biased):
     form = ops_in(dtype).quantized_linear
     packed, weight = made(torch.randn(shape), scheme)

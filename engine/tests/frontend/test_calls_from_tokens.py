@@ -235,6 +235,7 @@ def configs() -> list[Any]:
     return [pytest.param(*one, id=f"{one[0].tools}-{one[0].reasoning}-{one[1].strip()}-{one[2]}") for one in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parsers", "prompt_end", "special"), configs())
 def test_a_forced_call_is_valid_and_nothing_but_a_call(
     serve: Serve, parsers: ParserConfig, prompt_end: str, special: bool

@@ -86,6 +86,7 @@ async def figure(client: aiohttp.ClientSession, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
 
 
+@pytest.mark.slow
 async def test_answers_are_valid_and_nothing_is_left_behind(server: Server) -> None:
     dice = random.Random(5)
     timeout = aiohttp.ClientTimeout(total=200)

@@ -52,6 +52,7 @@ def alone(checkpoint, build_runner):
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("crowded", [False, True], ids=["room", "crowded"])
 @pytest.mark.parametrize("adjusted", [False, True], ids=["plain", "adjusted"])

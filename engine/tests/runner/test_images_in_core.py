@@ -153,6 +153,7 @@ def check(engine, batch, expected):
         assert engine.logprobs[one.index] == pytest.approx(scores, abs=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.req("MM-01", "MM-06", "MM-07", "MM-20")
 @pytest.mark.parametrize(("budget", "tower"), [(64, 64), (9, 5)])
 def test_alone_and_in_chunks(build, request_of, scheduler, expected, budget, tower):

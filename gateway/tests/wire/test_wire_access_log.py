@@ -74,6 +74,7 @@ async def all_ended(its: Silent, client: aiohttp.ClientSession, before: tuple[fl
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ext_proc", ["lean", "grpc"])
 async def test_the_end_of_a_stream_ends_its_booking(
     tmp_path: Path, processes: Any, ports: Any, engine: Any, fleet_of: Any, client: aiohttp.ClientSession, ext_proc: str

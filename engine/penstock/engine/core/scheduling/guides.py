@@ -73,7 +73,7 @@ class Guide(Protocol):
         ...
 
     def take(self, token_id: int) -> bool:
-        """`accept` of one token; returns whether the request ends with it, for what reason ever."""
+        """`accept` of one token; returns whether the request ends with it, for whatever reason."""
         ...
 
     def fill(self, masks: Int32, drafts: Sequence[int]) -> None:
