@@ -303,7 +303,9 @@ def test_a_draft_model_sees_what_the_model_does(family, drafting, request_of, ex
         pytest.skip("the others have what these have: a square, two-way attention, positions in rows and columns")
     engine = drafting(path, max_num_batched_tokens=30, encoder_cache_size=40)
     # What the runner fills rows up with is no draft of the model's.
-    monkeypatch.setattr(DraftDepth, "observe", lambda _, rows, drafted, accepted: judged.append((drafted.sum(), accepted.sum())))
+    monkeypatch.setattr(
+        DraftDepth, "observe", lambda _, rows, drafted, accepted, others: judged.append((drafted.sum(), accepted.sum()))
+    )
     judged: list[tuple[int, int]] = []
     batch = [shortened(request_of(at, layout)) for at, layout in enumerate(LAYOUTS)]
     expected = {at: [found[:SHORT] for found in expected[at]] for at in expected}
@@ -313,7 +315,7 @@ def test_a_draft_model_sees_what_the_model_does(family, drafting, request_of, ex
     assert engine.core.scheduler.totals.prefix_hits > 0
     assert engine.core.scheduler.encoder.num_runs > 7, "no embeddings were dropped"
     drafted, accepted = np.sum(judged, axis=0)
-    assert accepted == drafted > 50
+    assert accepted == drafted > 30
     assert engine.runner._draft_images.names == engine.runner._images.names
     engine.runner.sleep(1)
     assert not engine.runner._draft_images.names
