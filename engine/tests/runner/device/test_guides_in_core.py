@@ -36,6 +36,10 @@ class Pattern:
     def accept(self, token_ids):
         self.at += len(token_ids)
 
+    def take(self, token_id):
+        self.accept((token_id,))
+        return False
+
     def fill(self, masks, drafts):
         for place, mask in enumerate(masks, self.at):
             allowed = np.zeros(WORDS * 32, np.uint8)
