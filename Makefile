@@ -75,7 +75,7 @@ test: setup ## the tests that need no GPU and no cluster, without the slow ones;
 
 test-slow: setup ## the slow tests: builds, emulators, real compilers, statistics, and whole grids of what `make test` samples
 	@$(BIN)/python -m pytest -m "slow and not gpu" $(SIDE_BY_SIDE) $(ARGS) \
-		$$(git grep --untracked --files-with-matches --word-regexp mark.slow -- '*/test_*.py')
+		$$(git grep --untracked --files-with-matches --extended-regexp 'mark\.slow|mostly_slow' -- '*/test_*.py')
 
 e2e-build: setup ## build the Kubernetes control plane and the LeaderWorkerSet manager from their Go modules (once, about ten minutes)
 	@$(BIN)/python -m e2e.cluster build

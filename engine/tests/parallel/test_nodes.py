@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from grids import mostly_slow
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 
@@ -210,7 +211,9 @@ def test_ranks_on_two_nodes_answer_as_one_process_and_end_in_good_order(two_node
 
 
 @pytest.mark.req("DX-24")
-@pytest.mark.parametrize("how", ["killed", "stopped", "dies", "disagrees", "node", "node stopped"])
+@pytest.mark.parametrize(
+    "how", mostly_slow(["killed", "stopped", "dies", "disagrees", "node", "node stopped"], ("killed", "node"))
+)
 def test_a_rank_on_another_node_ends_the_group_by_name(two_nodes, how):
     engine = two_nodes(2)
     pid, pids, began = engine.executor.pids[1], engine.executor.pids, time.monotonic()

@@ -140,6 +140,7 @@ def test_resumes_after_preemption(runner, driver, params, expected):
     assert all(np.array_equal(a, b) for a, b in zip(trace.logprobs + resumed.logprobs, expected.logprobs, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_every_family(name, dtype, loaded, driver):

@@ -4,6 +4,7 @@ gets alone and without drafts."""
 import msgspec
 import numpy as np
 import pytest
+from grids import mostly_slow
 from test_core_with_runner import OUTPUTS, SCHEDULER, VOCAB, Engine, requests
 
 from penstock.engine.config import SpeculativeConfig
@@ -100,7 +101,9 @@ def drafting(checkpoint, build_runner, depth, num_blocks, config, proposer=None)
 
 
 @pytest.mark.parametrize(("depth", "num_blocks"), [(1, 22), (2, 100)], ids=["preempted", "roomy"])
-@pytest.mark.parametrize("proposer", ["ngram", "suffix", "right", "wrong", "mixed", "outside", "dies"])
+@pytest.mark.parametrize(
+    "proposer", mostly_slow(["ngram", "suffix", "right", "wrong", "mixed", "outside", "dies"], ("ngram", "mixed", "dies"))
+)
 @pytest.mark.req("SD-01", "SD-03", "SD-04", "SD-11", "SD-20", "SD-21", "SD-22", "SD-23", "SPV-03", "SPV-12")
 def test_drafts_change_no_token(checkpoint, build_runner, asked, alone, depth, num_blocks, proposer):
     tokens, logprobs = alone

@@ -93,6 +93,7 @@ def expected(checkpoint):
     return generate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_blocks", "drafts"), [("llama", 22, False), ("qwen3-windows", 60, False), ("llama", 22, True)]
 )

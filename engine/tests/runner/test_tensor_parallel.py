@@ -13,6 +13,7 @@ import pytest
 import torch
 from embedding_models import MODES, write_modules
 from forked_ranks import Ranks
+from grids import mostly_slow
 from lora_adapters import ALL, make_adapter
 from tiny_models import CONFIGS, LATENT, LLAMA
 
@@ -147,7 +148,7 @@ def in_a_crowd(play: Any, tokens: list[int], sampling: SamplingParams, outputs: 
 
 
 @pytest.mark.req("DX-04", "DX-05", "DX-06")
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WORLDS])
+@pytest.mark.parametrize("name", mostly_slow(WORLDS, QUICK))
 def test_ranks_answer_as_one_does_and_with_the_same_bits_in_any_batch(name, checkpoint, driver, on_ranks):
     path, tokens = checkpoint(name), prompt(1, 40)
 
