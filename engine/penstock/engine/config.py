@@ -118,6 +118,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Logits of a row; None: as many as the tokenizer has tokens."""
 
     @property
+    def weight_quantization(self) -> CheckpointQuantization | QuantizationName | None:
+        """How the weights are kept: as the checkpoint has them, or as `--quantization` says; None: in the model's dtype."""
+        return self.stored_quantization or self.quantization
+
+    @property
     def quantization_name(self) -> str:
         """The scheme of `--quantization`, or the checkpoint's `quant_method`, or `none`."""
         stored = None if self.stored_quantization is None else self.stored_quantization.method

@@ -82,13 +82,19 @@ def test_two_requests_wait_for_one_read():
     assert tier.take_waits(0.0) == [7, 8] and key(1) in host
 
 
+def with_tiers(machine, *names: Lower):
+    """Puts tiers behind the machine's host memory: its offload, and these tiers."""
+    offload = machine.scheduler._offload
+    assert offload is not None
+    tiers = [LowerTier(name, offload.tier, 100, 1) for name in names]
+    offload.lower.extend(tiers)
+    return offload, tiers
+
+
 def parked(host_pages: int = 200):
     """A machine with a request that waits for the seven pages of its prompt, which are on the disk alone."""
     machine = make(host_pages=host_pages, depth=2)
-    offload = machine.scheduler._offload
-    assert offload is not None
-    disk = LowerTier("disk", offload.tier, 100, 1)
-    offload.lower.append(disk)
+    offload, [disk] = with_tiers(machine, "disk")
     machine.add(make_request(0, PROMPT, 6))
     machine.run()
     names = [name for name in offload.names() if Key(0, name) in offload.tier][:7]
@@ -151,10 +157,7 @@ def test_as_many_of_the_first_pages_are_read_as_memory_can_take():
 def test_pages_of_adapters_stay_in_memory():
     """Another process may have another adapter under the name."""
     machine = make(loras=(1, 1))
-    offload = machine.scheduler._offload
-    assert offload is not None
-    disk = LowerTier("disk", offload.tier, 100, 1)
-    offload.lower.append(disk)
+    offload, [disk] = with_tiers(machine, "disk")
     assert machine.load("a", "/first") is None
     machine.ask(0, PROMPT, 6, "a")
     machine.run()
@@ -169,10 +172,7 @@ def test_pages_of_adapters_stay_in_memory():
 def asking():
     """A machine with a request that waits for what a shared store says of the seven pages of its prompt."""
     machine = make(depth=2)
-    offload = machine.scheduler._offload
-    assert offload is not None
-    store = LowerTier("store", offload.tier, 100, 1)
-    offload.lower.append(store)
+    offload, [store] = with_tiers(machine, "store")
     machine.add(make_request(0, PROMPT, 6))
     machine.step()
     [find] = store.take(machine.now)
@@ -234,10 +234,7 @@ def test_what_a_replica_loses_sight_of_stays_in_a_shared_store():
 @pytest.mark.req("KO-28")
 def test_of_several_tiers_all_save_and_the_first_that_has_the_pages_loads():
     machine = make(depth=2)
-    offload = machine.scheduler._offload
-    assert offload is not None
-    tiers = [LowerTier(name, offload.tier, 100, 1) for name in get_args(Lower)]
-    offload.lower.extend(tiers)
+    offload, tiers = with_tiers(machine, *get_args(Lower))
     disk, store, bucket = tiers
 
     def answered(*pages):

@@ -109,7 +109,7 @@ def estimate(
         return Refusal(parallelism, problem)
     try:
         stages = [Stage(rank, parallelism.pipeline) for rank in range(parallelism.pipeline)]
-        sizes = stage_sizes(config, model.dtype, model.stored_quantization or model.quantization)
+        sizes = stage_sizes(config, model.dtype, model.weight_quantization)
         spans = [stage.layers(sizes) for stage in stages]
     except ValueError as error:
         return Refusal(parallelism, str(error))
@@ -163,8 +163,7 @@ class _Rank:
     ) -> None:
         self._config, self._layers, self._shard, self._last = config, layers, shard, stage.last
         model = engine.model
-        quantization = model.stored_quantization or model.quantization
-        weights = [layer_weights(config, layer, model.dtype, quantization, shard, experts) for layer in layers]
+        weights = [layer_weights(config, layer, model.dtype, model.weight_quantization, shard, experts) for layer in layers]
         self._dense, self._experts = sum(it.dense for it in weights), sum(it.experts for it in weights)
         self._head = lm_head_bytes(config, model.dtype, shard) if stage.last else 0
         embedding = embedding_bytes(config, model.dtype) if stage.first else 0

@@ -144,7 +144,7 @@ class RunnerBase(Turns[Runtime, Step, Sampled]):
         if self._stage.world == 1:
             return None
         model = self.config.model
-        return self._stage.layers(stage_sizes(self.decoder_config, model.dtype, model.stored_quantization or model.quantization))
+        return self._stage.layers(stage_sizes(self.decoder_config, model.dtype, model.weight_quantization))
 
     @abstractmethod
     def _make_ops(self) -> Ops:
