@@ -339,18 +339,13 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
             tapes = self._step_tapes() if step.asked is None and not relay.is_alone else None
             taped = None if tapes is None else tapes.run(inputs, step.ctx)
             samples = len(inputs.sampled_rows) > 0
-            if taped is not None and self._stage.last:
+            given = inputs.input_ids, inputs.positions, step.ctx, step.carry
+            if not self._stage.last:
+                relay.send(plan.step_id, self.model.advance(*given) if taped is None else Carry.of(taped))
+                return Forward()
+            if taped is not None:
                 return Forward(taped if samples else None)
-            hidden = taped
-            if hidden is None:
-                hidden = self._staged(relay).forward(inputs.input_ids, inputs.positions, step.ctx)
-            if self._stage.last:
-                return self._score(hidden, inputs.logits_indices if samples else None, step.asked)
-            relay.send(plan.step_id, Carry.of(hidden))
-            return Forward()
-
-    def _staged(self, relay: Relay) -> StagedModel:
-        return StagedModel(self.model, lambda: relay.carry, last=self._stage.last)
+            return self._score(self.model.forward(*given), inputs.logits_indices if samples else None, step.asked)
 
     def _sample(self, launched: Launched[HostStep], inputs: SampleInputs) -> StepResult:
         """See Turns. An earlier stage of a pipeline passes the step on in place of sampling it."""
@@ -392,6 +387,7 @@ class ModelRunner(RunnerBase[HostRuntime, HostStep, StepResult]):
         if self._exchange is not None:  # sizes follow from what routers choose
             return None
         if self._tapes is None:
-            target = self._target() if self._relay is None else self._staged(self._relay)
-            self._tapes = StepTapes(target, self.ops, has_logits=self._stage.last)
+            relay, last = self._relay, self._stage.last
+            target = self._target() if relay is None else StagedModel(self.model, lambda: relay.carry, last=last)
+            self._tapes = StepTapes(target, self.ops, has_logits=last)
         return self._tapes
