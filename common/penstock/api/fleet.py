@@ -247,7 +247,7 @@ class PoolsView(msgspec.Struct, frozen=True, kw_only=True):
     gateway: str
     """Name of the gateway process, so that the autoscaler can sum over several."""
     version: int
-    """Rises when a hold begins or the set of replicas changes: the things that must wake an autoscaler."""
+    """Rises when a hold begins, or the set of replicas or a port in `inference_pools` changes: what must wake an operator."""
     pools: list[PoolLoad]
     conflicts: list[NameConflict] = []
     """Claims to names that lost, for the conditions of those who made them."""
@@ -255,3 +255,5 @@ class PoolsView(msgspec.Struct, frozen=True, kw_only=True):
     """Differs between gateway processes, also between two of one name. A new epoch restarts all counts."""
     models: list[ModelOutcomes] = []
     """The models that have had requests."""
+    inference_pools: dict[str, int] = {}
+    """The port on which this gateway process serves each InferencePool, by `InferencePool.id`."""

@@ -22,6 +22,9 @@ CORDONED: Final = "penstock.dev/cordoned"
 """Annotation on a pod, `"true"`: a victim of scale-in that must not be picked any more."""
 DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
 """Kubernetes' annotation on a pod: of those that are alike the cheapest goes first. Ours on victims alone."""
+PICKER: Final = "penstock.dev/picker"
+"""On a Service without a selector, `"true"`: the operator lets it lead to the active gateway, on the ports of the InferencePools
+that name it as their picker."""
 KV_LAYOUT: Final = "penstock.dev/kv-layout"
 """Annotation on a pod of a model with separate prefill: fingerprint of what decides the content and layout of its KV cache."""
 

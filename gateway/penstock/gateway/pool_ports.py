@@ -112,10 +112,13 @@ class PoolPorts:
         """What serves them."""
         return [service for _, _, service in self._servers.values()]
 
-    async def update(self, pools: Iterable[InferencePool]) -> None:
-        """Give ports to exactly these pools. A port that is taken is tried again at the next call."""
+    async def update(self, pools: Iterable[InferencePool]) -> bool:
+        """Give ports to exactly these pools; whether `ports` differs afterwards. A port that is taken is tried again at the next
+        call."""
         async with self._lock:
+            before = self.ports
             await self._update(list(pools))
+            return self.ports != before
 
     async def _update(self, pools: Collection[InferencePool]) -> None:
         for pool in self._servers.keys() - {pool.id for pool in pools}:

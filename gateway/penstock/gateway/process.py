@@ -6,7 +6,7 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -17,7 +17,7 @@ from aiohttp import web
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from prometheus_client import CollectorRegistry
 
-from penstock.api.fleet import Fleet
+from penstock.api.fleet import Fleet, InferencePool
 from penstock.gateway._pb.envoy.data.accesslog.v3.accesslog_pb2 import HTTPAccessLogEntry
 from penstock.gateway._pb.envoy.service.accesslog.v3.als_pb2_grpc import add_AccessLogServiceServicer_to_server
 from penstock.gateway._pb.envoy.service.discovery.v3.ads_pb2_grpc import add_AggregatedDiscoveryServiceServicer_to_server
@@ -271,17 +271,21 @@ class Gateway:
             if not await self._ads.applied(APPLY_LIMIT_S):
                 log.warning("an Envoy has not confirmed the fleet within %.0f s", APPLY_LIMIT_S)
             self._follower.update(fleet)
-            await self._pool_ports.update(fleet.inference_pools)
+            await self._serve_pools(fleet.inference_pools)
             known = frozenset((replica.pool, replica.endpoint) for replica in fleet.replicas)
             await self._health.ready(True)
         raise RuntimeError("discovery has ended by itself")
+
+    async def _serve_pools(self, pools: Sequence[InferencePool]) -> None:
+        if await self._pool_ports.update(pools):
+            self._follower.ports_changed()
 
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(EXPIRY_TICK_S)
             self._follower.state.bookings.expire(time.monotonic())
             self._underway.sweep(time.monotonic())
-            await self._pool_ports.update(self._follower.state.fleet.inference_pools)
+            await self._serve_pools(self._follower.state.fleet.inference_pools)
             self._follower.state.residency.sweep(SWEPT_AT_ONCE)
             self._follower.state.tiers.sweep(SWEPT_AT_ONCE)
             self._follower.state.beliefs.history.expire(time.monotonic())

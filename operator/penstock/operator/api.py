@@ -26,6 +26,7 @@ PODS: Final = Resource("", "v1", "pods")
 AUTOSCALERS: Final = Resource("autoscaling", "v2", "horizontalpodautoscalers")
 EVENTS: Final = Resource("", "v1", "events")
 NODES: Final = Resource("", "v1", "nodes")
+ENDPOINT_SLICES: Final = Resource("discovery.k8s.io", "v1", "endpointslices")
 LEASES: Final = Resource("coordination.k8s.io", "v1", "leases")
 CRDS: Final = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions")
 
@@ -43,6 +44,7 @@ RESOURCES: Final = {
     "InferencePool": INFERENCE_POOLS,
     "HTTPRoute": HTTP_ROUTES,
     "LeaderWorkerSet": LEADER_WORKER_SETS,
+    "EndpointSlice": ENDPOINT_SLICES,
     "Pod": PODS,
     "Event": EVENTS,
     "Lease": LEASES,

@@ -34,6 +34,7 @@ from penstock.operator.nodes import Nodes, trimmed_node
 from penstock.operator.objects import as_pods
 from penstock.operator.observe import Reports
 from penstock.operator.other_scalers import OtherScalers, trimmed_autoscaler
+from penstock.operator.pickers.sync import Pickers
 from penstock.operator.pods import base_url, is_live
 from penstock.operator.queue import KeyedQueue
 from penstock.operator.reconciler import Reconciler
@@ -159,6 +160,7 @@ class Operator:
         nodes = Nodes(lambda name: self._look_at(observed.on_node(name)))
         nodes.follow(self._nodes)
         self._gateways = Cache(api, PODS, namespace=options.system_namespace, label_selector=GATEWAY_SELECTOR)
+        self._pickers = Pickers(api, server, options.namespaces, self._groups, self._gateways)
         self._replicas = replicas
         self._actuator = KubernetesActuator(
             api=server,
@@ -208,11 +210,12 @@ class Operator:
     async def run(self, stop: asyncio.Event) -> None:
         """Reconciles until `stop`."""
         caches = [cache.run() for cache in (*self._caches.values(), self._autoscalers, self._nodes, self._gateways)]
-        await run_until(stop, self._users.run(), *caches, self._work(), self._resync(), self._autoscale())
+        await run_until(stop, self._users.run(), *caches, self._work(), self._resync(), self._autoscale(), self._pickers.run())
 
     def _told(self, views: Sequence[PoolsView], asked: int) -> None:
         self._routes.told(views, asked)
         self._judges.told(views, asked)
+        self._pickers.told(views, asked)
 
     async def _gateway_urls(self) -> Sequence[str]:
         pods = as_pods(self._gateways.objects.values())

@@ -94,7 +94,8 @@ class GatewayHttp:
                     await self._follower.changed()
             except TimeoutError:
                 break
-        return _json(pools_view(self._follower.state, self._name, time.monotonic(), self._ads.refused_pools()))
+        state, refused = self._follower.state, self._ads.refused_pools()
+        return _json(pools_view(state, self._name, time.monotonic(), refused, self._pool_ports.ports))
 
     async def _last_decisions(self, request: web.Request) -> web.Response:
         """The last decisions, newest first. `?n=COUNT&model=NAME&request=ID`."""

@@ -58,6 +58,11 @@ class FleetFollower:
         self.synced.set()
         self.notify()
 
+    def ports_changed(self) -> None:
+        """An InferencePool is served on another port, or no more: those who wait at `/pools` are answered."""
+        self.state.version += 1
+        self.notify()
+
     def learned(self, key: ReplicaKey) -> None:
         """What `key` runs has become known."""
         replica = self.state.replicas().get(key)

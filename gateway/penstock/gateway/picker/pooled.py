@@ -30,7 +30,7 @@ class Known(Protocol):
         ...
 
 
-def pools_view(of: Known, gateway: str, now: float, refused: Mapping[str, str] = {}) -> PoolsView:
+def pools_view(of: Known, gateway: str, now: float, refused: Mapping[str, str] = {}, ports: Mapping[str, int] = {}) -> PoolsView:
     """The pooled load.
 
     Args:
@@ -38,6 +38,7 @@ def pools_view(of: Known, gateway: str, now: float, refused: Mapping[str, str] =
         gateway: The name of this process.
         now: Monotonic seconds.
         refused: Envoy's words on pools whose configuration it refused, by pool.
+        ports: Where each InferencePool is served.
     """
     by_pool: dict[str, list[ReplicaLoad]] = {pool.id: [] for pool in of.fleet.pools}
     for key, replica in of.replicas().items():
@@ -62,6 +63,7 @@ def pools_view(of: Known, gateway: str, now: float, refused: Mapping[str, str] =
         conflicts=of.names.conflicts,
         epoch=of.outcomes.epoch,
         models=of.outcomes.view(of.names),
+        inference_pools=dict(ports),
     )
 
 
