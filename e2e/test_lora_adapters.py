@@ -12,7 +12,7 @@ from e2e import adapters, models
 from e2e.cluster.cluster import Cluster
 from e2e.cluster.phases import Phases
 from e2e.system import System
-from e2e.traffic import Client, answers_of, clients, expect_no_loss
+from e2e.traffic import answers_of, clients, expect_answers_of, expect_no_loss
 from e2e.waiting import eventually
 from testing import patient
 
@@ -139,9 +139,3 @@ def expect_listed(system: System, name: str) -> None:
     """The gateway knows the name, whether or not any replica does."""
     listed = patient.get(f"{system.url}/v1/models").json()["data"]
     assert name in [it["id"] for it in listed]
-
-
-def expect_answers_of(asked: list[Client], replicas: set[str]) -> None:
-    """All of them have answered something."""
-    seen = {answer.replica for client in asked for answer in list(client.answers)}
-    assert replicas <= seen, f"only {seen} of {replicas} have answered"

@@ -131,3 +131,9 @@ def expect_no_loss(answers: list[Answer], tokens: int) -> None:
     for answer in answers:
         texts.setdefault(answer.prompt, set()).add(answer.text)
     assert all(len(variants) == 1 for variants in texts.values()), f"the replicas disagree: {texts}"
+
+
+def expect_answers_of(asking: list[Client], replicas: set[str]) -> None:
+    """All of these pods have answered something."""
+    seen = {answer.replica for client in asking for answer in list(client.answers)}
+    assert replicas <= seen, f"only {seen} of {replicas} have answered"

@@ -32,7 +32,7 @@ def open_id(namespace: str, name: str) -> str:
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine process; known by (`uid`, `port`), never by its address, which may be given out again."""
+    """One engine process, or one data-parallel rank of it; known by `id`, never by its address, which may be given out again."""
 
     uid: str
     """Pod UID."""
@@ -55,11 +55,24 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     kv_layout: str = ""
     """Fingerprint of the content and layout of its KV cache: blocks travel between equal ones only; empty: never."""
+    rank: int | None = None
+    """Which data-parallel rank of the process it is. The ranks share an address, and each has a cache and an event stream of its
+    own; None: the whole process."""
+
+    @property
+    def process(self) -> str:
+        """`uid:port`: the same for all ranks of a process."""
+        return f"{self.uid}:{self.port}"
 
     @property
     def id(self) -> str:
-        """`uid:port`, what it is known by."""
-        return f"{self.uid}:{self.port}"
+        """`uid:port`, or `uid:port:rank`: what it is known by."""
+        return self.process if self.rank is None else f"{self.process}:{self.rank}"
+
+    @property
+    def title(self) -> str:
+        """What people call it: its name, with its rank where there are several."""
+        return self.name if self.rank is None else f"{self.name} rank {self.rank}"
 
     @property
     def open(self) -> bool:

@@ -59,7 +59,8 @@ TIMEOUT: Final = "x-penstock-timeout-ms"
 ends with a retriable 503, one that runs with 504."""
 
 DATA_PARALLEL_RANK: Final = "x-data-parallel-rank"
-"""Request header, by vLLM's name: which of a replica's data-parallel ranks is to run the request."""
+"""Request header, by vLLM's name: which of a replica's data-parallel ranks is to run the request. An answer has it too where the
+request named a rank; the load report beside it is that rank's own. The picker sets it; it is removed from what clients send."""
 
 # --- ORCA load reports ---
 LOAD_FORMAT: Final = "endpoint-load-metrics-format"
@@ -80,7 +81,7 @@ PEER_HEADERS: Final = (
 """llm-d's sidecars connect to whatever these name."""
 
 CONTROL_HEADERS: Final = (
-    *(DESTINATION, POOL, TENANT, PRIORITY, LOAD_FORMAT),
+    *(DESTINATION, POOL, TENANT, PRIORITY, LOAD_FORMAT, DATA_PARALLEL_RANK),
     *(DESTINATION_SERVED, DESTINATION_FALLBACK, SUBSET),
     *PEER_HEADERS,
 )

@@ -33,3 +33,8 @@ HTTP_PORT: Final = "http"
 EVENTS_PORT: Final = "events"
 REPLAY_PORT: Final = "replay"
 ADMIN_PORT: Final = "admin"
+
+
+def rank_port(name: str, rank: int) -> str:
+    """Return the name of a data-parallel rank's container port; the first rank has the plain names."""
+    return f"{name}-{rank}" if rank else name

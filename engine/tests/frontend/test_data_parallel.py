@@ -18,10 +18,11 @@ from test_parallel_e2e import PROMPTS, answers, children, started_since, wait_go
 from penstock.api import events
 from penstock.api.events import BlockStored, EventBatch
 from penstock.api.load_report import LoadReport
+from penstock.api.merged_load import merged
 from penstock.engine import LLM, ConfigError, SamplingParams
 from penstock.engine.commands import PinPrefix, ResetPrefixCache
 from penstock.engine.core.ipc.calls import CommandRefused
-from penstock.engine.frontend.data_parallel import busyness, check_ports, combined, merged, pick
+from penstock.engine.frontend.data_parallel import busyness, check_ports, combined, pick
 
 pytestmark = pytest.mark.slow
 

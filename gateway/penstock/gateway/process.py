@@ -246,7 +246,7 @@ class Gateway:
             status=status,
             reason="replica_error",
             message=entry.response.response_code_details,
-            replica=replica.name if replica is not None else routed.booking.key.uid,
+            replica=replica.title if replica is not None else routed.booking.key.uid,
         )
 
     async def _work(self, stop: asyncio.Event, client: ReplicaClient) -> None:

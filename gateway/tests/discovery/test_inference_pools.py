@@ -10,6 +10,7 @@ from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import ApiClient, Configuration
 
 from penstock.api.fleet import Fleet
+from penstock.gateway.discovery.check import check
 from penstock.gateway.discovery.kubernetes import KubernetesDiscovery
 from penstock.gateway.discovery.objects import fleet_of, trimmed_pod
 from penstock.kube import cache as cache_module
@@ -92,6 +93,17 @@ def test_a_pool_over_an_inference_model_names_its_replicas() -> None:
     assert [(it.models, it.members) for it in scaled_to_zero.inference_pools] == [(["d/m"], [])]
     of_a_model_that_is_gone = fleet((pool("all", {"penstock.dev/model": "m"}), [mine]))
     assert of_a_model_that_is_gone.replicas == []
+
+
+def test_a_pool_over_data_parallel_pods_names_all_their_ranks() -> None:
+    pods = [pod("a", "10.0.0.1", MODEL_LABELS, ports=OURS | {"events-1": 5559, "replay-1": 5560})]
+    found = fleet((pool("all", {"penstock.dev/model": "m"}), pods), models=[MODEL], pods=pods)
+    assert found.inference_pools[0].members == ["u-a:8000:0", "u-a:8000:1"]
+    assert [(it.endpoint, it.rank, it.events_port, it.replay_port) for it in found.replicas] == [
+        ("10.0.0.1:8000", 0, 5557, 5558),
+        ("10.0.0.1:8000", 1, 5559, 5560),
+    ]
+    check(found)
 
 
 def test_a_pool_without_pods_is_there_and_an_endpoint_belongs_to_the_older_of_two() -> None:

@@ -50,6 +50,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.report = LoadReport(epoch=1, seq=1, max_num_seqs=32, prefill_tokens_per_s=1000.0, decode_step_s=0.01)
+        self.ranks: list[LoadReport] = []
+        """Reports of its data-parallel ranks, where it has several."""
         self.bundles = 0
         self.going = asyncio.Event()
         """Cleared: as a process that was stopped, it takes connections and answers nothing."""
@@ -66,7 +68,8 @@ class Engine:
 
     async def _load(self, _: web.Request) -> web.Response:
         await self.going.wait()
-        return web.Response(body=msgspec.json.encode(self.report))
+        told = msgspec.to_builtins(self.report)
+        return web.Response(body=msgspec.json.encode({**told, "data_parallel_ranks": self.ranks} if self.ranks else told))
 
     async def _bundle(self, request: web.Request) -> web.Response:
         self.bundles += 1

@@ -2,6 +2,7 @@
 
 import socket
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +59,12 @@ def test_what_must_not_be_picked_stays_a_member_but_is_kept_from_the_fallback() 
     replicas = [replica("1"), replica("2", ready=False), replica("3", terminating=True), replica("4", cordoned=True)]
     healths = [it.health_status for it in load_assignment(POOL, replicas).endpoints[0].lb_endpoints]
     assert healths == [HealthStatus.HEALTHY, HealthStatus.UNHEALTHY, HealthStatus.DRAINING, HealthStatus.DRAINING]
+
+
+def test_the_ranks_of_a_process_are_one_endpoint() -> None:
+    ranks = [msgspec.structs.replace(replica(host), rank=rank) for host in ("1", "2") for rank in range(2)]
+    made = load_assignment(POOL, ranks).endpoints[0].lb_endpoints
+    assert [it.endpoint.address.socket_address.address for it in made] == ["1", "2"]
 
 
 def test_a_vanished_node_is_noticed_whether_or_not_something_was_sent() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from penstock.api.load_report import LoadReport
+from penstock.api.merged_load import merged
 from penstock.engine import sampling
 from penstock.engine.args import EngineArgs
 from penstock.engine.commands import Command, Pause, ReloadWeights, Resume, Sleep, SyncAdapters
@@ -21,7 +22,7 @@ from penstock.engine.core.ipc.client import CoreError
 from penstock.engine.core.ipc.inproc import InprocClient
 from penstock.engine.frontend.core_link import Core, CoreLink
 from penstock.engine.frontend.cores import core_clients
-from penstock.engine.frontend.data_parallel import combined, header_rank, merged, pick
+from penstock.engine.frontend.data_parallel import combined, header_rank, pick
 from penstock.engine.frontend.detokenizer import Detokenizer
 from penstock.engine.frontend.errors import ApiError, unavailable
 from penstock.engine.frontend.generation import Choice, Generation, PromptLogprob

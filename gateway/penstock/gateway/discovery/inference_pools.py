@@ -45,11 +45,12 @@ EVENT_PORTS = (labels.EVENTS_PORT, "kv-events")
 
 @dataclass
 class Selected:
-    """A fleet to which InferencePools are added, the oldest first. Keyed by id."""
+    """A fleet to which InferencePools are added, the oldest first. Models and pools are keyed by id."""
 
     models: dict[str, Model]
     pools: dict[str, Pool]
-    replicas: dict[str, Replica]
+    replicas: dict[str, list[Replica]]
+    """By `Replica.process`: the process, or each of its ranks."""
     inference_pools: list[InferencePool] = field(default_factory=list)
 
 
@@ -66,12 +67,13 @@ def select(item: Object, pods: Iterable[Object], into: Selected) -> None:
     strangers: list[Replica] = []
     for pod in pods:
         for replica in _replicas(pod, [port["number"] for port in spec["targetPorts"]], open_model):
-            known = into.replicas.get(replica.id)
-            if known is not None and not known.open:
-                members.append(known.id)
-                models[into.pools[known.pool].model] = None
-            elif known is not None:
-                log.warning("InferencePool %s/%s: %s belongs to %s, which is older", namespace, name, replica.name, known.pool)
+            known = into.replicas.get(replica.process, [])
+            if known and not known[0].open:
+                members.extend(it.id for it in known)
+                models[into.pools[known[0].pool].model] = None
+            elif known:
+                pool = known[0].pool
+                log.warning("InferencePool %s/%s: %s belongs to %s, which is older", namespace, name, replica.name, pool)
             elif labels.MODEL not in pod["metadata"].get("labels", {}):  # one of ours, of a model that is gone
                 strangers.append(replica)
     wanted = f"{namespace}/{spec['selector']['matchLabels'].get(labels.MODEL, '')}"
@@ -82,7 +84,7 @@ def select(item: Object, pods: Iterable[Object], into: Selected) -> None:
         models[open_model] = None
         into.models[open_model] = Model(id=open_model, served_names=[], created=made, hold_timeout_s=OPEN_HOLD_S)
         into.pools.update({pool: Pool(id=pool, model=open_model, role=role) for pool, role in _pools(open_model, strangers)})
-        into.replicas.update({replica.id: replica for replica in strangers})
+        into.replicas.update({replica.process: [replica] for replica in strangers})
         members.extend(replica.id for replica in strangers)
     reference = spec.get("endpointPickerRef") or {}
     port = reference.get("port", {}).get("number")

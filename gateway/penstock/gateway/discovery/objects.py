@@ -49,8 +49,9 @@ def fleet_of(
     pods = list(pods)
     pools.extend(_leaving(pods, {model.id for model in known}, {pool.id for pool in pools}))
     names = {pool.id for pool in pools}
-    found = [replica for pod in pods if (replica := _replica(pod)) is not None and replica.pool in names]
-    replicas = {replica.id: replica for replica in found}
+    replicas: dict[str, list[Replica]] = {}
+    for replica in (it for pod in pods for it in _replicas(pod) if it.pool in names):
+        replicas.setdefault(replica.process, []).append(replica)
     selected = Selected(models={model.id: model for model in known}, pools={pool.id: pool for pool in pools}, replicas=replicas)
     given = sorted((inference_pools or {}).values(), key=lambda it: (it[0]["metadata"]["creationTimestamp"], id_of(it[0])))
     for item, its_pods in given:
@@ -59,7 +60,7 @@ def fleet_of(
     return Fleet(
         models=sorted(selected.models.values(), key=lambda it: it.id),
         pools=sorted(selected.pools.values(), key=lambda it: it.id),
-        replicas=sorted(selected.replicas.values(), key=lambda it: (it.pool, it.name)),
+        replicas=sorted((it for its in selected.replicas.values() for it in its), key=lambda it: (it.pool, it.name)),
         scaling=scaling,
         adapters=sorted(_readable("LoraAdapter", adapters, _adapter), key=lambda it: it.id),
         inference_pools=sorted(selected.inference_pools, key=lambda it: it.id),
@@ -149,18 +150,19 @@ def _adapter(item: Object) -> Adapter:
     )
 
 
-def _replica(pod: Object) -> Replica | None:
-    """The pod as a replica, or None while it has no address or no named ports, and once it has ended."""
+def _replicas(pod: Object) -> list[Replica]:
+    """The pod as a replica for each of its data-parallel ranks; none while it has no address or no named ports, and once it has
+    ended."""
     metadata, status = pod["metadata"], pod["status"]
     marks = metadata.get("labels", {})
     ports = {port.get("name"): port["containerPort"] for container in pod["spec"]["containers"] for port in container["ports"]}
     if status.get("phase") in ("Succeeded", "Failed") or not status.get("podIP") or labels.POOL not in marks:
-        return None
+        return []
     if missing := [name for name in PORTS if name not in ports]:
         log.error("pod %s/%s is left out: no container port named %s", metadata["namespace"], metadata["name"], missing)
-        return None
+        return []
     conditions = {condition["type"]: condition["status"] for condition in status.get("conditions", [])}
-    return Replica(
+    whole = Replica(
         uid=metadata["uid"],
         name=metadata["name"],
         pool=pool_id(metadata["namespace"], marks[labels.MODEL], marks[labels.POOL]),
@@ -173,3 +175,12 @@ def _replica(pod: Object) -> Replica | None:
         kv_layout=metadata.get("annotations", {}).get(labels.KV_LAYOUT, ""),
         cordoned=metadata.get("annotations", {}).get(labels.CORDONED) == "true",
     )
+    streams = [(whole.events_port, whole.replay_port)]
+    while (events := ports.get(labels.rank_port(labels.EVENTS_PORT, len(streams)))) is not None:
+        streams.append((events, ports.get(labels.rank_port(labels.REPLAY_PORT, len(streams)), 0)))
+    if len(streams) == 1:
+        return [whole]
+    return [
+        msgspec.structs.replace(whole, events_port=events, replay_port=replay, rank=rank)
+        for rank, (events, replay) in enumerate(streams)
+    ]

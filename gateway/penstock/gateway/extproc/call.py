@@ -13,7 +13,7 @@ READ = frozenset(
     (
         *(":method", ":path", "authorization", *headers.API_KEYS, "content-encoding", "content-length"),
         *(headers.REQUEST_ID, headers.DECISION, headers.TIMEOUT, TRACEPARENT),
-        *(":status", "content-type", *headers.LOADS, headers.RETRIABLE),
+        *(":status", "content-type", *headers.LOADS, headers.RETRIABLE, headers.DATA_PARALLEL_RANK),
     )
 )
 """The headers that anybody here looks at, of requests and of responses: our own Envoy sends no others, and no others are read."""

@@ -88,13 +88,13 @@ class StateCollector(Collector):
         age = GaugeMetricFamily(metrics.REPORT_AGE, "Age of the latest load report in seconds", labels=["replica"])
         for key, replica in state.replicas().items():
             if (heard := state.reports.get(key)) is not None:
-                age.add_metric([replica.name], now - heard.at)
+                age.add_metric([replica.title], now - heard.at)
         yield age
         corrections = GaugeMetricFamily(
             metrics.TTFT_CORRECTION, "Correction factor on the estimated time to the first token of a replica", labels=["replica"]
         )
         for key, replica in state.replicas().items():
-            corrections.add_metric([replica.name], state.correction(key))
+            corrections.add_metric([replica.title], state.correction(key))
         yield corrections
         held = GaugeMetricFamily(metrics.REQUESTS_HELD, "Requests held for lack of a ready replica or of room", labels=["model"])
         for model, count in state.held.items():

@@ -79,7 +79,7 @@ class FleetFollower:
         self._stop(key)
         self._addresses[key] = address
         made = partial(wire, partial(self.state.residency.holds, key))
-        self._tasks[key] = asyncio.create_task(self._follow(key, replica, made), name=f"events {replica.name}")
+        self._tasks[key] = asyncio.create_task(self._follow(key, replica, made), name=f"events {replica.title}")
 
     async def _follow(self, key: ReplicaKey, replica: Replica, wire: Callable[[], EventWire]) -> None:
         """One subscriber after another: what breaks one is forgotten with all that it knew."""
@@ -87,7 +87,7 @@ class FleetFollower:
             try:
                 await EventSubscriber(self._context, replica, self, wire()).run()
             except Exception:
-                log.exception("the events of %s broke what reads them; they are read anew in %g s", replica.name, AFRESH_S)
+                log.exception("the events of %s broke what reads them; they are read anew in %g s", replica.title, AFRESH_S)
             self.lost(key)
             await asyncio.sleep(AFRESH_S)
 

@@ -32,6 +32,12 @@ MAX_BYTES = 8 * 2**20
 """Largest page in bytes. Large pages have a few hundred kB."""
 
 
+class _RankReports(msgspec.Struct):
+    """What `/load` says of each data-parallel rank."""
+
+    data_parallel_ranks: list[LoadReport]
+
+
 class LoadPoller:
     """Polls ready replicas that report no load themselves.
 
@@ -76,16 +82,16 @@ class LoadPoller:
             try:
                 await ask(client, replica)
             except (aiohttp.ClientConnectorError, TimeoutError) as error:  # nobody there, or stopped
-                log.info("%s cannot be reached: %s", replica.name, words_of(error))
+                log.info("%s cannot be reached: %s", replica.title, words_of(error))
                 self._state.unreachable(key_of(replica), time.monotonic())
             except UNREADABLE as error:
-                log.info("no load report of %s: %s", replica.name, words_of(error))
+                log.info("no load report of %s: %s", replica.title, words_of(error))
 
     async def _report(self, client: ReplicaClient, replica: Replica) -> None:
         """Asks a replica of ours."""
         asked_at = time.monotonic()
         try:
-            report = msgspec.json.decode(await _get(client, replica, "/load"), type=LoadReport)
+            report = _report_of(replica, await _get(client, replica, "/load"))
         except (aiohttp.ClientResponseError, ValueError) as error:
             if not isinstance(error, aiohttp.ClientResponseError) or error.status < 500:  # else it may have one later
                 self._state.mute(key_of(replica))
@@ -101,9 +107,9 @@ class LoadPoller:
         if engine == "auto":
             found = engine_of(page)
             if found is None:
-                log.info("%s runs an engine that its metrics do not tell", replica.name)
+                log.info("%s runs an engine that its metrics do not tell", replica.title)
                 return
-            log.info("%s runs %s", replica.name, found)
+            log.info("%s runs %s", replica.title, found)
             engine = found
         if engine == "penstock":
             self._learn(key, Traits(engine=engine))
@@ -125,6 +131,16 @@ class LoadPoller:
         if traits != self._state.traits(key):
             self._state.learned(key, traits)
             self._learned(key)
+
+
+def _report_of(replica: Replica, page: bytes) -> LoadReport:
+    """The report of a process, or of a rank of it; raises `ValueError` where the page has none."""
+    if replica.rank is None:
+        return msgspec.json.decode(page, type=LoadReport)
+    ranks = msgspec.json.decode(page, type=_RankReports).data_parallel_ranks
+    if replica.rank >= len(ranks):
+        raise ValueError(f"it has {len(ranks)} data-parallel ranks, and none of number {replica.rank}")
+    return ranks[replica.rank]
 
 
 async def _get(client: ReplicaClient, replica: Replica, path: str) -> bytes:

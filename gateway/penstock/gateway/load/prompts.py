@@ -240,7 +240,7 @@ class PromptLibrary:
             else:
                 digest = await self._read(replica)
         except Exception as error:  # noqa: BLE001 - a tokenizer is a program of others: whatever it does, one replica has no bundle
-            log.warning("no prompt bundle from %s: %s", replica.name, words_of(error))
+            log.warning("no prompt bundle from %s: %s", replica.title, words_of(error))
             digest = None
         if digest is None:
             self._retry_at[key] = time.monotonic() + RETRY_S

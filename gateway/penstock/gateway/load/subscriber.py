@@ -66,7 +66,7 @@ class EventSubscriber:
     def __init__(self, context: zmq.asyncio.Context, replica: Replica, sink: EventSink, wire: EventWire | None = None) -> None:
         self._context = context
         self._key = key_of(replica)
-        self._name = replica.name
+        self._name = replica.title
         host = f"[{replica.host}]" if ":" in replica.host else replica.host
         self._stream = f"tcp://{host}:{replica.events_port}"
         self._replay = f"tcp://{host}:{replica.replay_port}" if replica.replay_port else None

@@ -14,11 +14,12 @@ class ReplicaKey(NamedTuple):
 
     uid: str
     port: int
+    rank: int | None = None
 
 
 def key_of(replica: Replica) -> ReplicaKey:
     """The key of a replica of the fleet."""
-    return ReplicaKey(replica.uid, replica.port)
+    return ReplicaKey(replica.uid, replica.port, replica.rank)
 
 
 class Booked(msgspec.Struct, frozen=True):

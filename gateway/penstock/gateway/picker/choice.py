@@ -89,7 +89,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         for replica, could in zip(self.whole.replicas, self.whole.open.tolist(), strict=True):
             if replica is not None and not could:
                 why = why_not(replica, self.subset, self.excluded)
-                rejected.append(Rejected(replica.name, why or f"not known to have adapter {self.whole.adapter!r}"))
+                rejected.append(Rejected(replica.title, why or f"not known to have adapter {self.whole.adapter!r}"))
         return rejected
 
     @property
@@ -99,7 +99,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
             return None
         replica = self.whole.replicas[self.rows[1]]
         assert replica is not None
-        return replica.name, self.scores[1]
+        return replica.title, self.scores[1]
 
     @property
     def reasons(self) -> list[str]:
@@ -124,7 +124,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         if self.hop is not None:
             hop = self.hop
             reasons.append(
-                f"{hop.replica.name} computes the prompt: {hop.prefill_s:.3g} s and {hop.transfer_s:.3g} s of transfer"
+                f"{hop.replica.title} computes the prompt: {hop.prefill_s:.3g} s and {hop.transfer_s:.3g} s of transfer"
                 f" against {hop.local_s:.3g} s at {pick.name}"
             )
         elif self.joint is not None:
@@ -216,7 +216,7 @@ def _candidate(slate: Slate, row: int) -> Candidate:
     age = slate.now - float(f.heard_at[row])
     return Candidate(
         key=key_of(replica),
-        name=replica.name,
+        name=replica.title,
         pool=replica.pool,
         endpoint=replica.endpoint,
         report_age_s=None if np.isinf(age) else age,

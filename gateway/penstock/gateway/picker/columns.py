@@ -73,7 +73,9 @@ class Columns:
         self.replicas: Sequence[Replica | None] = ()
         """Replicas by row. Never changed in place, so that a decision may keep it."""
         self.endpoints: Sequence[str] = ()
-        self.pools: list[str] = []
+        self.pools: list[tuple[str, int]] = []
+        """Pools by name and data-parallel rank: where one replica cannot be reached, another of its pool may answer in its place,
+        on the rank that the request names."""
         self.rows: dict[ReplicaKey, int] = {}
         self.version = 0
         """Rises when `rows` changes."""
@@ -135,11 +137,11 @@ class Columns:
         self.seeds = np.array([_seed(replica) for replica in by_row], np.uint64)
         order = sorted(range(len(by_row)), key=lambda row: _place(by_row[row]))
         self.by_name = np.array(order, np.intp)
-        self.pools = sorted({replica.pool for replica in by_row if replica})
+        self.pools = sorted({_pool(replica) for replica in by_row if replica})
         self._able, self._rows_at, self._rows_on = {}, {}, {}
         for row, replica in enumerate(by_row):
             if replica:
-                self.figures.pool[row] = self.pools.index(replica.pool)
+                self.figures.pool[row] = self.pools.index(_pool(replica))
                 self.figures.kv_layout[row] = _layout(replica)
                 host = canonical(replica.host)
                 self._rows_at.setdefault((host, replica.port), []).append(row)
@@ -334,7 +336,7 @@ def _blank(count: int) -> Floats:
 def _seed(replica: Replica | None) -> int:
     if replica is None:
         return 0
-    text = f"{replica.uid}/{replica.port}".encode()
+    text = f"{replica.uid}/{replica.port}{'' if replica.rank is None else f'/{replica.rank}'}".encode()
     return crc32(text) << 32 | crc32(text, 0x9E3779B9)
 
 
@@ -343,8 +345,12 @@ def _layout(replica: Replica) -> float:
     return float(int.from_bytes(blake2b(replica.kv_layout.encode(), digest_size=6).digest())) if replica.kv_layout else 0.0
 
 
-def _place(replica: Replica | None) -> tuple[bool, str, str, int]:
-    return (False, replica.name, replica.uid, replica.port) if replica else (True, "", "", 0)
+def _pool(replica: Replica) -> tuple[str, int]:
+    return replica.pool, replica.rank or 0
+
+
+def _place(replica: Replica | None) -> tuple[bool, str, str, int, int]:
+    return (False, replica.name, replica.uid, replica.port, replica.rank or 0) if replica else (True, "", "", 0, 0)
 
 
 def _median(values: Floats, prior: float) -> float:

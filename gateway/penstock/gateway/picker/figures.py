@@ -26,7 +26,7 @@ class Figures(NamedTuple):
     known it is 0."""
 
     pool: Floats
-    """Number of the replica's pool in `Columns.pools`."""
+    """Number of the replica's pool and rank in `Columns.pools`."""
     heard_at: Floats
     """When the newest report came; -inf without one."""
     running: Floats

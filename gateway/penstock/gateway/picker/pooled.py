@@ -1,9 +1,10 @@
 """The pooled load of a fleet: what the autoscaler asks a gateway, at `/pools`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from penstock.api.fleet import Fleet, Pool, PoolLoad, PoolsView, Replica, ReplicaLoad
+from penstock.api.merged_load import merged
 from penstock.gateway.load.reports import ReportStore
 from penstock.gateway.models.names import Names
 from penstock.gateway.models.outcomes import Outcomes
@@ -40,10 +41,14 @@ def pools_view(of: Known, gateway: str, now: float, refused: Mapping[str, str] =
         refused: Envoy's words on pools whose configuration it refused, by pool.
         ports: Where each InferencePool is served.
     """
-    by_pool: dict[str, list[ReplicaLoad]] = {pool.id: [] for pool in of.fleet.pools}
+    processes: dict[str, list[ReplicaKey]] = {}
     for key, replica in of.replicas().items():
+        processes.setdefault(replica.process, []).append(key)
+    by_pool: dict[str, list[ReplicaLoad]] = {pool.id: [] for pool in of.fleet.pools}
+    for keys in processes.values():
+        replica = of.replicas()[keys[0]]
         if replica.pool in by_pool:
-            by_pool[replica.pool].append(_load(of, key, replica, now))
+            by_pool[replica.pool].append(_load(of, keys, replica, now))
     held = dict(of.held)  # by model: its first pool shows them
     loads = [
         PoolLoad(
@@ -72,17 +77,19 @@ def takes_requests(pool: Pool) -> bool:
     return pool.role != "Prefill"
 
 
-def _load(of: Known, key: ReplicaKey, replica: Replica, now: float) -> ReplicaLoad:
-    heard = of.reports.get(key)
+def _load(of: Known, keys: Sequence[ReplicaKey], replica: Replica, now: float) -> ReplicaLoad:
+    """The load of a process: `keys` are its ranks. It is scaled as a whole, so nothing is known until each has been heard."""
+    heard = [it for it in map(of.reports.get, keys) if it is not None]
+    complete = len(heard) == len(keys)
     return ReplicaLoad(
         uid=replica.uid,
         name=replica.name,
         port=replica.port,
         ready=replica.ready and not replica.terminating,
         cordoned=replica.cordoned,
-        report=heard.report if heard else None,
-        report_age_s=now - heard.at if heard else None,
-        pending=of.bookings.count(key, State.PENDING),
-        in_flight=of.bookings.count(key),
-        resident_blocks=of.residency.blocks(key),
+        report=merged([it.report for it in heard]) if complete else None,
+        report_age_s=now - min(it.at for it in heard) if complete else None,
+        pending=sum(of.bookings.count(key, State.PENDING) for key in keys),
+        in_flight=sum(of.bookings.count(key) for key in keys),
+        resident_blocks=sum(of.residency.blocks(key) for key in keys),
     )

@@ -95,7 +95,7 @@ class FleetState:
         self.fleet, self._replicas = fleet, replicas
         # A terminating replica's address may have been given to a new one already: the new one owns it.
         order = sorted(replicas.items(), key=lambda item: not item[1].terminating)
-        self._by_endpoint = {spelled(replica.endpoint): key for key, replica in order}
+        self._by_endpoint = {spelled(replica.endpoint): key._replace(rank=None) for key, replica in order}
         self.names = Names(fleet)
         self._inference_pools = {pool.id: pool for pool in fleet.inference_pools}
         pools = {pool.id: pool for pool in fleet.pools}
@@ -175,9 +175,18 @@ class FleetState:
         replica = self._replicas.get(key)
         return replica is not None and replica.events_port != 0
 
-    def key_at(self, endpoint: str) -> ReplicaKey | None:
-        """The replica at an `ip:port`, however the address is written."""
-        return self._by_endpoint.get(endpoint) or self._by_endpoint.get(spelled(endpoint))
+    def key_at(self, endpoint: str, rank: int | None = None) -> ReplicaKey | None:
+        """The replica at an `ip:port`, however the address is written.
+
+        Args:
+            endpoint: The address.
+            rank: The data-parallel rank that is meant, where the replica there is one of several.
+        """
+        whole = self._by_endpoint.get(endpoint) or self._by_endpoint.get(spelled(endpoint))
+        if whole is None or whole in self._replicas:
+            return whole
+        key = whole._replace(rank=rank)
+        return key if key in self._replicas else None
 
     def picked(self, model: Model) -> None:
         """Counts the picks of a model."""

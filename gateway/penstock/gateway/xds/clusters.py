@@ -77,12 +77,12 @@ def cluster(pool: Pool, tls: ReplicaTls | None = None) -> Cluster:
 
 
 def load_assignment(pool: Pool, replicas: Iterable[Replica]) -> ClusterLoadAssignment:
-    """The pool's endpoints, with or without any, ordered by address.
+    """The pool's endpoints, with or without any, ordered by address. The ranks of a process are one.
 
     Replicas that are not to be picked stay members, since a destination must be one when the request arrives; their health keeps
     the fallback away from them.
     """
-    members = sorted(replicas, key=lambda replica: (replica.host, replica.port))
+    members = sorted((it for it in replicas if not it.rank), key=lambda replica: (replica.host, replica.port))
     endpoints = [
         LbEndpoint(endpoint=_endpoint(replica), health_status=_health(replica), metadata=_uid(replica)) for replica in members
     ]

@@ -53,7 +53,7 @@ def event_ports(pool: Pool) -> list[tuple[str, int]]:
     """The ports of the event streams and their replays, named by data-parallel rank; the first one's have the plain names."""
     ranks = range(pool.parallelism.data)
     told = ((labels.EVENTS_PORT, EVENTS), (labels.REPLAY_PORT, REPLAY))
-    return [(f"{name}-{rank}" if rank else name, port + A_RANK * rank) for rank in ranks for name, port in told]
+    return [(labels.rank_port(name, rank), port + A_RANK * rank) for rank in ranks for name, port in told]
 
 
 def _experts(pool: Pool) -> list[str]:

@@ -7,12 +7,12 @@ from typing import Any, Final, TypeVar
 
 from aiohttp import web
 
-from penstock.api.headers import DATA_PARALLEL_RANK, PREFILLER
+from penstock.api.headers import PREFILLER
 from penstock.engine.frontend.async_llm import AsyncLLM
-from penstock.engine.frontend.data_parallel import header_rank
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.http.exchange import (
     ASKED_KEY,
+    RANK_KEY,
     REQUEST_ID_KEY,
     Asked,
     deadline,
@@ -140,7 +140,7 @@ class Intake:
             grammar=grammar,
             reasoning=self._reasoning(chat, parsers, token_ids[0]) if chat is not None and grammar is not None else None,
             images=prompts[0].images if chat is not None else (),
-            data_parallel_rank=header_rank(request.headers.get(DATA_PARALLEL_RANK), len(self._llm.ranks)),
+            data_parallel_rank=request.get(RANK_KEY),
         )
 
     async def chat_or_completion(

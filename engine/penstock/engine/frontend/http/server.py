@@ -8,12 +8,13 @@ import msgspec
 from aiohttp import web
 
 from penstock.api import load_report
-from penstock.api.headers import LOAD, LOAD_FORMAT, REQUEST_ID
+from penstock.api.headers import DATA_PARALLEL_RANK, LOAD, LOAD_FORMAT, REQUEST_ID
 from penstock.engine.frontend.async_llm import AsyncLLM, State
+from penstock.engine.frontend.data_parallel import header_rank
 from penstock.engine.frontend.errors import ApiError, internal_error
 from penstock.engine.frontend.http.connection import Runner
 from penstock.engine.frontend.http.cors import Cors
-from penstock.engine.frontend.http.exchange import MAX_BODY_BYTES, REQUEST_ID_KEY, Active, header_request_id
+from penstock.engine.frontend.http.exchange import MAX_BODY_BYTES, RANK_KEY, REQUEST_ID_KEY, Active, header_request_id
 from penstock.engine.frontend.http.keys import ApiKeys
 from penstock.engine.frontend.http.prefill import Prefill
 from penstock.engine.frontend.http.routes.adapters import AdapterRoutes
@@ -119,6 +120,8 @@ class ApiServer:
         try:
             request[REQUEST_ID_KEY] = header_request_id(request)
             request[_LOAD_FORMAT_KEY] = _load_format(request)
+            if (rank := header_rank(request.headers.get(DATA_PARALLEL_RANK), len(self._llm.ranks))) is not None:
+                request[RANK_KEY] = rank
             if self._asks_certificates:
                 check_certificate(request)
             if (response := request.app[_CORS_KEY].preflight(request)) is not None:
@@ -142,7 +145,9 @@ class ApiServer:
         if (request_id := request.get(REQUEST_ID_KEY)) is not None:
             response.headers[REQUEST_ID] = request_id
         request.app[_CORS_KEY].add_headers(request, response)
-        form, report = request.get(_LOAD_FORMAT_KEY), self._llm.load
+        form, rank, report = request.get(_LOAD_FORMAT_KEY), request.get(RANK_KEY), self._llm.load
+        if rank is not None:
+            response.headers[DATA_PARALLEL_RANK], report = str(rank), self._llm.ranks[rank].load
         if form and report is not None:
             response.headers[LOAD] = load_report.encode(report, msgspec.convert(form, load_report.Format))
 

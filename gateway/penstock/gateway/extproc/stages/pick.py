@@ -82,7 +82,7 @@ class Pick:
             explanation=explanation,
             request_id=None if call.headers.get(headers.REQUEST_ID) else request.id,
             log={} if name is None else _for_the_log(name, passage, request, choice, explanation, decided),
-            sets=_for_the_replica(passage, decided),
+            sets=_for_the_replica(passage, choice.key.rank, decided),
             removes=("authorization", *headers.API_KEYS) if passage.conceals else (),
             body=body,
         )
@@ -98,9 +98,9 @@ class Pick:
         return self._state.book_pair(request, choice.key, choice.resident_tokens, prefill, now, answers=answers)
 
 
-def _for_the_replica(passage: Passage, now: float) -> list[tuple[str, str]]:
-    """Return the headers that tell the replica the tenant and the rest of the client's time limit."""
-    sets: list[tuple[str, str]] = []
+def _for_the_replica(passage: Passage, rank: int | None, now: float) -> list[tuple[str, str]]:
+    """Return the headers that tell the replica its data-parallel rank, the tenant and the rest of the client's time limit."""
+    sets: list[tuple[str, str]] = [] if rank is None else [(headers.DATA_PARALLEL_RANK, str(rank))]
     if passage.tenant.name:
         sets += [(headers.TENANT, passage.tenant.name), (headers.PRIORITY, str(passage.priority))]
     if passage.charged and passage.patience_s is not None:

@@ -37,7 +37,7 @@ class Respond:
             return []
         if routed.prefill_booking is not None:  # what it computed has arrived
             state.bookings.release(routed.prefill_booking, "prefilled")
-        served = self._served(head)
+        served = self._served(head, booking.key.rank)
         # Somebody else's words would be taken for the pick's.
         stranger = bool(head.served) and served is None
         if served is not None and served != booking.key:
@@ -74,7 +74,7 @@ class Respond:
             return []
         if not counted:
             self._metrics.answered(noted.get("model", ""), status)
-        key = self._served(head)
+        key = self._served(head, None)
         if key is None:
             return []
         if (report := self._report(key, head)) is not None:
@@ -84,7 +84,9 @@ class Respond:
         return [(headers.REPLICA, key.uid), (headers.MODEL, noted.get(headers.NAME, ""))]
 
     def _report(self, key: ReplicaKey, head: ResponseHead) -> LoadReport | None:
-        """The load report on a response; None where there is none that can be read."""
+        """The load report on a response; None where there is none that can be read, or none of this data-parallel rank."""
+        if key.rank is not None and _rank(head) != key.rank:
+            return None
         packed = head.headers.get(headers.LOAD_BIN)
         value = head.headers.get(headers.LOAD) if packed is None else f"BIN {packed}"
         if value is None:
@@ -102,9 +104,15 @@ class Respond:
             log.info("unreadable load report of %s: %s", head.served, error)
             return None
 
-    def _served(self, head: ResponseHead) -> ReplicaKey | None:
-        """Return the replica that answered. None if the gateway does not say, or names an unknown endpoint."""
-        return self._state.key_at(head.served.strip()) if head.served else None
+    def _served(self, head: ResponseHead, asked: int | None) -> ReplicaKey | None:
+        """Return the replica that answered. None if the gateway does not say, or names an unknown endpoint.
+
+        Args:
+            head: Of the response.
+            asked: The data-parallel rank that the request named, where that is known.
+        """
+        rank = _rank(head)
+        return self._state.key_at(head.served.strip(), asked if rank is None else rank) if head.served else None
 
     def _judge(self, key: ReplicaKey, head: ResponseHead, reached: bool, now: float) -> None:
         """What the answer says of the replica's health."""
@@ -139,6 +147,12 @@ class Respond:
             if booking is not None:
                 self._state.bookings.release(booking, "access_log")
         self._gate.wake()
+
+
+def _rank(head: ResponseHead) -> int | None:
+    """The data-parallel rank that says to have answered."""
+    value = head.headers.get(headers.DATA_PARALLEL_RANK, "")
+    return int(value) if value.isascii() and value.isdigit() else None
 
 
 def _informs(status: str) -> bool:

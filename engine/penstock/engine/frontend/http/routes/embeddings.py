@@ -8,12 +8,10 @@ from typing import Final
 
 from aiohttp import web
 
-from penstock.api.headers import DATA_PARALLEL_RANK
 from penstock.engine.core.plan import Float32
 from penstock.engine.frontend.async_llm import AsyncLLM
-from penstock.engine.frontend.data_parallel import header_rank
 from penstock.engine.frontend.generation import Generation
-from penstock.engine.frontend.http.exchange import REQUEST_ID_KEY, Active, deadline, name_request, priority, tenant
+from penstock.engine.frontend.http.exchange import RANK_KEY, REQUEST_ID_KEY, Active, deadline, name_request, priority, tenant
 from penstock.engine.frontend.http.intake import Intake
 from penstock.engine.frontend.observe.traces import Traces
 from penstock.engine.frontend.openai.embeddings import (
@@ -84,7 +82,7 @@ class EmbeddingRoutes:
             tenant=tenant(request),
             granted_priority=priority(request),
             deadline=deadline(request, arrival),
-            data_parallel_rank=header_rank(request.headers.get(DATA_PARALLEL_RANK), len(self._llm.ranks)),
+            data_parallel_rank=request.get(RANK_KEY),
         )
 
     async def _pooled(self, request: web.Request, spec: GenerationSpec) -> list[Float32]:
