@@ -4,6 +4,8 @@ import os
 import signal
 from typing import Any
 
+import pytest
+
 from e2e import models
 from e2e.cluster import lws
 from e2e.cluster.cluster import Cluster
@@ -33,6 +35,7 @@ def wide(replicas: int, **rollout: Any) -> Object:
     return models.small(NAME, engine=EXACT, pools=[pool], replicas=replicas, rollout=rollout)
 
 
+@pytest.mark.timeout(600)
 def test_replicas_that_span_nodes(system: System, namespace: str, phases: Phases) -> None:
     cluster = system.cluster
     with lws.installed(cluster), models.applied(cluster, namespace, wide(1)):

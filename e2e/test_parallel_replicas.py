@@ -1,7 +1,8 @@
-"""A replica of several ranks in one pod: it answers as one process does, and comes back whole when a rank dies."""
+"""Replicas of several ranks in one pod: they answer as one process does, and come back whole when a rank dies."""
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from e2e import models
 from e2e.cluster.phases import Phases
 from e2e.system import System
 from e2e.waiting import eventually
+from penstock.api import headers
 
 Object = dict[str, Any]
 ALONE, PAIR = "alone", "pair"
@@ -63,3 +65,24 @@ def test_two_ranks_in_a_pod_answer_as_one_process_and_fall_together(
                 assert answer(system, PAIR) == said
 
             eventually(expect_again, seconds=120)
+
+
+def test_requests_go_to_the_data_parallel_rank_that_holds_their_prefix(system: System, namespace: str, phases: Phases) -> None:
+    texts = [f"{number} " + "What does json.loads do? " * 20 for number in range(6)]
+
+    def asked(text: str) -> tuple[str, int]:
+        """Which rank answered, and how much of the prompt it had."""
+        raw = system.openai().completions.with_raw_response.create(model=PAIR, prompt=text, max_tokens=4)
+        usage = raw.parse().usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        return raw.headers[headers.DATA_PARALLEL_RANK], usage.prompt_tokens_details.cached_tokens or 0
+
+    with models.applied(system.cluster, namespace, models.small(PAIR, pools=[{"name": "cpu", "parallelism": {"data": 2}}])):
+        with phases("a replica of two data-parallel ranks → Ready"):
+            models.wait_until_ready(system.cluster, namespace, PAIR)
+        first = [eventually(lambda text=text: asked(text), seconds=120) for text in texts]
+        assert {rank for rank, _ in first} == {"0", "1"}
+        time.sleep(1.0)  # until the events of the last blocks are there
+        again = [asked(text) for text in texts]
+    assert [rank for rank, _ in again] == [rank for rank, _ in first]
+    assert all(cached > 0 for _, cached in again)

@@ -5,10 +5,12 @@ The same types are the file format of local discovery (`penstock gateway --disco
 `penstock.gateway.discovery.document`) and of the gateway's `/pools`.
 """
 
+from collections.abc import Mapping
 from typing import Final, Literal
 
 import msgspec
 
+from penstock.api import labels
 from penstock.api.load_report import LoadReport
 
 Role = Literal["Both", "Prefill", "Decode"]
@@ -83,6 +85,24 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def endpoint(self) -> str:
         """`ip:port`, IPv6 in brackets."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def ranks_of(whole: Replica, ports: Mapping[str, int]) -> list[Replica]:
+    """Return the data-parallel ranks of a process, or the process itself where it has one rank.
+
+    Args:
+        whole: The process, with the event stream of its first rank.
+        ports: Numbers of its container ports, by name; they tell how many ranks there are.
+    """
+    streams = [(whole.events_port, whole.replay_port)]
+    while (events := ports.get(labels.rank_port(labels.EVENTS_PORT, len(streams)))) is not None:
+        streams.append((events, ports.get(labels.rank_port(labels.REPLAY_PORT, len(streams)), 0)))
+    if len(streams) == 1:
+        return [whole]
+    return [
+        msgspec.structs.replace(whole, events_port=events, replay_port=replay, rank=rank)
+        for rank, (events, replay) in enumerate(streams)
+    ]
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

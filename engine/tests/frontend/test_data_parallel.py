@@ -15,7 +15,7 @@ import zmq
 from frontend_process import Server, make_llama, serving
 from test_parallel_e2e import PROMPTS, answers, children, started_since, wait_gone
 
-from penstock.api import events
+from penstock.api import events, load_report
 from penstock.api.events import BlockStored, EventBatch
 from penstock.api.load_report import LoadReport
 from penstock.api.merged_load import merged
@@ -158,10 +158,24 @@ def _check_ports_and_load(server: Server) -> None:
     assert load["max_num_seqs"] == sum(rank["max_num_seqs"] for rank in load["data_parallel_ranks"]) == 512
     for rank in (0, 1):
         assert on_rank(server, rank, f"{rank} water and stone " * 20)[0] == 200
+    _check_report_on_answers(server)
     context = zmq.Context()
     stored = [_stored(context, rank["replay_port"]) for rank in ports]
     context.destroy(linger=0)
     assert stored[0] - stored[1] and stored[1] - stored[0]
+
+
+def _check_report_on_answers(server: Server) -> None:
+    """The load report on an answer is of all ranks, or of the one that the request has named; that one is named again."""
+
+    def asked(**headers: str) -> tuple[str | None, int]:
+        request = urllib.request.Request(f"{server.url}/health", headers={"endpoint-load-metrics-format": "JSON", **headers})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            report = load_report.decode(answer.headers["endpoint-load-metrics"])
+            return answer.headers["x-data-parallel-rank"], report.max_num_seqs
+
+    assert asked() == (None, 512)
+    assert asked(**{"X-data-parallel-rank": "1"}) == ("1", 256)
 
 
 def _check_commands(server: Server) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 import msgspec
 
 from penstock.api import labels
-from penstock.api.fleet import Adapter, Canary, Fleet, Model, Pool, Replica, Role, Weights, pool_id
+from penstock.api.fleet import Adapter, Canary, Fleet, Model, Pool, Replica, Role, Weights, pool_id, ranks_of
 from penstock.api.resources import seconds
 from penstock.gateway.discovery.inference_pools import Selected, select
 from penstock.kube.cache import Key
@@ -175,12 +175,4 @@ def _replicas(pod: Object) -> list[Replica]:
         kv_layout=metadata.get("annotations", {}).get(labels.KV_LAYOUT, ""),
         cordoned=metadata.get("annotations", {}).get(labels.CORDONED) == "true",
     )
-    streams = [(whole.events_port, whole.replay_port)]
-    while (events := ports.get(labels.rank_port(labels.EVENTS_PORT, len(streams)))) is not None:
-        streams.append((events, ports.get(labels.rank_port(labels.REPLAY_PORT, len(streams)), 0)))
-    if len(streams) == 1:
-        return [whole]
-    return [
-        msgspec.structs.replace(whole, events_port=events, replay_port=replay, rank=rank)
-        for rank, (events, replay) in enumerate(streams)
-    ]
+    return ranks_of(whole, ports)

@@ -78,7 +78,12 @@ class Pod:
 
     def port(self, name: str) -> int:
         """The number of a named container port."""
-        return next(port["containerPort"] for port in self.container["ports"] if port["name"] == name)
+        return self.ports[name]
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """The numbers of the named container ports."""
+        return {port["name"]: port["containerPort"] for port in self.container["ports"]}
 
     def command(self) -> tuple[list[str], dict[str, str]]:
         """The command line and the environment, `$(VAR)` and field references resolved; ValueError for what means nothing

@@ -21,7 +21,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.api import labels
-from penstock.api.fleet import Fleet, Model, PoolsView, Replica
+from penstock.api.fleet import Fleet, Model, PoolsView, Replica, ranks_of
 from penstock.operator.autoscale.coldstart import Starting
 from penstock.operator.autoscale.limits import Settings
 from penstock.operator.autoscale.loop import Autoscaler, ModelScale, PoolScale, Record
@@ -179,9 +179,10 @@ class LocalRuntime:
     def _observe(self) -> Fleet:
         models = [self._weighed(local) for local in self.models]
         replicas = [
-            replica(pool_id, pod)
+            replica
             for pool_id, deployment in self.deployments.items()
             for pod in [*deployment.pods, *deployment.leaving]
+            for replica in replicas_of(pool_id, pod)
         ]
         adapters = [adapter for local in self.models for adapter in local.adapters]
         return Fleet(
@@ -352,9 +353,9 @@ class _PoolCollector(Collector):
         yield family
 
 
-def replica(pool_id: str, pod: Pod) -> Replica:
-    """The pod as the gateway's discovery sees it."""
-    return Replica(
+def replicas_of(pool_id: str, pod: Pod) -> list[Replica]:
+    """The pod as the gateway's discovery sees it: each of its data-parallel ranks."""
+    whole = Replica(
         uid=pod.uid,
         name=pod.name,
         pool=pool_id,
@@ -366,6 +367,7 @@ def replica(pool_id: str, pod: Pod) -> Replica:
         terminating=pod.phase is Phase.TERMINATING,
         cordoned=pod.cordoned,
     )
+    return ranks_of(whole, pod.ports)
 
 
 def run_folder() -> Path:
