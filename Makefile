@@ -81,7 +81,11 @@ e2e-build: setup ## build the Kubernetes control plane and the LeaderWorkerSet m
 	@$(BIN)/python -m e2e.cluster build
 
 e2e: e2e-build ## the cluster tier: a real Kubernetes control plane, pods as processes; two clusters side by side
-	@$(BIN)/python -m pytest --timeout=900 -n 2 --dist loadfile --no-loadscope-reorder e2e charts $(ARGS)
+	@$(BIN)/python -m pytest --timeout=900 -n 2 --dist loadfile --no-loadscope-reorder --ignore=e2e/neighbours e2e charts $(ARGS)
+
+.PHONY: neighbours
+neighbours: setup ## other projects' engines and pickers beside ours, as far as they are installed here (docs/gateway/gateway-api.md)
+	@$(BIN)/python -m pytest -n 0 --timeout=1200 e2e/neighbours $(ARGS)
 
 wheelhouse: setup ## the wheels that an offline GPU machine lacks, into build/wheelhouse (docs/kernels.md)
 	@$(BIN)/python requirements/wheelhouse.py $(ARGS)

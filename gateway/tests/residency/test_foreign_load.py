@@ -43,11 +43,11 @@ vllm:generation_tokens_total{engine="0",model_name="m"} %(generation)s
 vllm:inter_token_latency_seconds_sum{engine="0",model_name="m"} %(itl_s)s
 vllm:inter_token_latency_seconds_count{engine="0",model_name="m"} %(itl_n)s
 vllm:request_prefill_time_seconds_sum{engine="0",model_name="m"} %(prefill)s
-vllm:request_prompt_tokens_sum{engine="0",model_name="m"} 500.0
+vllm:request_prompt_tokens_sum{engine="0",model_name="m"} %(ended)s
 vllm:request_prompt_tokens_count{engine="0",model_name="m"} 5.0
 """
-FIRST = {"prompt": 1000, "generation": 100, "itl_s": 1.0, "itl_n": 100, "prefill": 2.0}
-LATER = {"prompt": 3000, "generation": 300, "itl_s": 5.0, "itl_n": 300, "prefill": 2.5}
+FIRST = {"prompt": 1000, "generation": 100, "itl_s": 1.0, "itl_n": 100, "prefill": 2.0, "ended": 500}
+LATER = {"prompt": 3000, "generation": 300, "itl_s": 5.0, "itl_n": 300, "prefill": 2.5, "ended": 2500}
 
 
 def page(figures: dict[str, float] = FIRST, started: float | None = 1000.0) -> bytes:
@@ -78,6 +78,21 @@ def test_rates_are_how_counters_move_and_stand_while_they_do_not() -> None:
     assert (third.decode_step_s, third.prefill_tokens_per_s) == (second.decode_step_s, second.prefill_tokens_per_s)
     assert third.prompt_tokens_per_s == 0
     assert [r.seq for r in (first, second, third)] == [1, 2, 3]
+
+
+def test_the_speed_of_prefill_is_that_of_the_requests_that_ended() -> None:
+    """vLLM counts a prompt as its request begins and the time that it took as it ends: an answer of seconds lies between."""
+    load = ForeignLoad("vllm")
+    load.read(page(), 0.0)
+    begun, _ = load.read(page(FIRST | {"prompt": 3000}), 2.0)
+    ended, _ = load.read(page(FIRST | {"prompt": 3000, "ended": 2500, "prefill": 2.5}), 4.0)
+    others, _ = load.read(page(FIRST | {"prompt": 9000, "ended": 2600, "prefill": 2.6}), 6.0)
+    assert [it.prefill_tokens_per_s for it in (begun, ended, others)] == [0, 4000, pytest.approx(1000)]
+    old = page().replace(b"vllm:request_prefill_time", b"vllm:nothing")
+    computed = b"vllm:request_prefill_kv_computed_tokens_sum %d\nvllm:request_prefill_time_seconds_sum %d\n"
+    newer = ForeignLoad("vllm")
+    newer.read(old + computed % (100, 1), 0.0)
+    assert newer.read(old + computed % (400, 2), 2.0)[0].prefill_tokens_per_s == 300
 
 
 @pytest.mark.parametrize("started", [(1000.0, 2000.0), (None, None)])

@@ -122,12 +122,19 @@ def test_garbage_is_an_error_of_the_value(payload: bytes) -> None:
 
 
 class Vllm:
-    """The publisher's side, with its bounded buffer and no snapshots."""
+    """The publisher's side, with its bounded buffer and no snapshots.
 
-    def __init__(self, context: zmq.asyncio.Context, memory: int) -> None:
+    Args:
+        context: Of its sockets.
+        memory: Batches that it replays.
+        topics: Whether replays name the topic before the number, as those of vLLM 0.32 do.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, memory: int, topics: bool = False) -> None:
         self._pub, self._router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
         self.ports = self._pub.bind_to_random_port("tcp://127.0.0.1"), self._router.bind_to_random_port("tcp://127.0.0.1")
         self._memory = memory
+        self._topic, self._no_topic = ([b"kv"], [b""]) if topics else ([], [])
         self.restart()
         self._task = asyncio.create_task(self._serve())
 
@@ -157,8 +164,8 @@ class Vllm:
             peer, empty, start = await self._router.recv_multipart()
             for seq, payload in list(self._buffer):
                 if seq >= events.decode_seq(start):
-                    await self._router.send_multipart([peer, empty, events.encode_seq(seq), payload])
-            await self._router.send_multipart([peer, empty, events.END_OF_REPLAY, b""])
+                    await self._router.send_multipart([peer, empty, *self._topic, events.encode_seq(seq), payload])
+            await self._router.send_multipart([peer, empty, *self._no_topic, events.END_OF_REPLAY, b""])
 
     async def close(self) -> None:
         self._task.cancel()
@@ -210,8 +217,11 @@ async def joined(state: FleetState, engine: Vllm) -> None:
 
 
 @pytest.mark.req("RT-11", "RT-19", "RT-23")
-async def test_the_stream_and_its_replay_are_followed(context: zmq.asyncio.Context, follower: FleetFollower) -> None:
-    engine = Vllm(context, memory=10_000)
+@pytest.mark.parametrize("topics", [False, True])
+async def test_the_stream_and_its_replay_are_followed(
+    context: zmq.asyncio.Context, follower: FleetFollower, topics: bool
+) -> None:
+    engine = Vllm(context, memory=10_000, topics=topics)
     for n in range(100, 120):
         await engine.store(n)
     state = follow(follower, engine)

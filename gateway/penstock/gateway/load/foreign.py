@@ -31,6 +31,8 @@ class _Names(NamedTuple):
     generation_tokens: str = ""
     itl: tuple[str, ...] = ()
     prefill_time: str = ""
+    prefill_tokens: tuple[str, ...] = ()
+    """What was computed in that time. Both are counted as a request ends; `prompt_tokens` are as it begins, an answer earlier."""
     prompt_lengths: str = ""
 
 
@@ -45,6 +47,7 @@ _NAMES: dict[Engine, _Names] = {
         generation_tokens="vllm:generation_tokens_total",
         itl=("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
         prefill_time="vllm:request_prefill_time_seconds_sum",
+        prefill_tokens=("vllm:request_prefill_kv_computed_tokens_sum", "vllm:request_prompt_tokens_sum"),
         prompt_lengths="vllm:request_prompt_tokens",
     ),
     "sglang": _Names(
@@ -103,6 +106,7 @@ class ForeignLoad:
             "itl_s": total(page, *(f"{name}_sum" for name in names.itl)),
             "itl_n": total(page, *(f"{name}_count" for name in names.itl)),
             "prefill_s": total(page, names.prefill_time),
+            "prefill_n": total(page, *names.prefill_tokens),
         }
         self._count({name: value for name, value in counters.items() if value is not None}, page, now)
         self._seq += 1
@@ -147,8 +151,8 @@ class ForeignLoad:
         # What has not moved says nothing: the last measurement stands.
         if rise.get("itl_n", 0) > 0:
             self._rates["step"] = rise.get("itl_s", 0.0) / rise["itl_n"]
-        if rise.get("prefill_s", 0) > 0 and rise.get("prompt", 0) > 0:
-            self._rates["prefill"] = rise["prompt"] / rise["prefill_s"]
+        if rise.get("prefill_s", 0) > 0 and rise.get("prefill_n", 0) > 0:
+            self._rates["prefill"] = rise["prefill_n"] / rise["prefill_s"]
 
     def _traits(self, page: bytes) -> Traits:
         names = self._names

@@ -92,11 +92,11 @@ class VllmWire:
 
     def replayed(self, frames: list[bytes]) -> Replayed | None:
         """What a message of the replay holds; None for its end."""
-        if len(frames) != 3 or len(frames[1]) != 8:
-            raise ValueError(f"{len(frames)} frames in place of 3")
-        if frames[1] == events.END_OF_REPLAY:
+        if len(frames) not in (3, 4) or len(frames[-2]) != 8:  # newer versions put the topic before the number
+            raise ValueError(f"{len(frames)} frames in place of 3 or 4")
+        if frames[-2] == events.END_OF_REPLAY:
             return None
-        return Replayed(events.decode_seq(frames[1]), frames[2])
+        return Replayed(events.decode_seq(frames[-2]), frames[-1])
 
     def decode(self, payload: bytes) -> Batch:
         """The batch of a message; raises `ValueError` on anything else."""
