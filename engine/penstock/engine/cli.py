@@ -78,6 +78,7 @@ def _config(args: argparse.Namespace) -> "ServeConfig":
     """The typed tree that the flags are a view of; raises `ConfigError` for a model that cannot be served."""
     from penstock.engine.config import ConfigError
     from penstock.engine.frontend.processes.serve import ServeConfig
+    from penstock.engine.kv_events_config import kv_events_config
 
     engine = _engine_args(args)
     for flag in ("port", "events_port", "replay_port"):
@@ -95,6 +96,7 @@ def _config(args: argparse.Namespace) -> "ServeConfig":
         admin_port=args.admin_port,
         events_port=args.events_port,
         replay_port=args.replay_port,
+        kv_events=kv_events_config(args.kv_events_config),
         shutdown_timeout=args.shutdown_timeout,
         metrics_compat=args.metrics_compat,
         log_stats=not args.disable_log_stats,
@@ -174,6 +176,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--admin-port", type=port, help="HTTP port for endpoints that change the engine: adapters, /sleep … (None: --port)")
     add("--events-port", type=port, help="port of the event stream, ZMQ PUB (None: 5557, or a free port if that is taken)")
     add("--replay-port", type=port, help="port for the replay of events, ZMQ ROUTER (None: 5558, or a free port)")
+    what = "also publish KV events in vLLM's form, with vLLM's keys (None: no)"
+    add("--kv-events-config", type=_object, metavar="JSON", help=what)
     add("--served-model-name", nargs="+", metavar="NAME", help="names that requests can use (None: MODEL); answers use the first")
     add("--metrics-compat", choices=["vllm"], help="also publish the metrics under the names of this engine")
     add("--disable-log-stats", action="store_true", help="do not log a summary every ten seconds")

@@ -74,7 +74,6 @@ FOREIGN: Final[Mapping[str, str]] = {
     **_all("--max-loras-per-batch", "--max-loras"),
     **_all("--enable-sleep-mode", "--enable-control-endpoints"),
     **_all("--otlp-endpoint --trace-endpoint", "--otlp-traces-endpoint"),
-    **_all("--kv-events-config", "--events-port and --replay-port; events are always published"),
     **_all("--tool-server --enable-auto-tools", "--enable-auto-tool-choice"),
 }
 """By flag: our flag for it, or what to do instead."""

@@ -14,6 +14,7 @@ from penstock.engine.commands import Command
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.wave import WaveEnd
 from penstock.engine.grammar import Grammar
+from penstock.engine.kv_events_config import KVEventsConfig
 from penstock.engine.multimodal.inputs import ImageInput
 from penstock.engine.parallel.expert_group import CoreExperts
 from penstock.engine.sampling import SamplingParams
@@ -59,6 +60,8 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses of the replay of batches: the first free one is used."""
     runner: str | None
     """`module:Class` of the model runner; None: the device's."""
+    kv_events: KVEventsConfig | None = None
+    """Where it publishes KV events in vLLM's form too; None: nowhere."""
     wave: WaveEnd | None = None
     """How it joins the steps of other cores; None: its steps are its own."""
     experts: CoreExperts | None = None

@@ -25,9 +25,10 @@ from penstock.engine.commands import ResetPrefixCache
 from penstock.engine.config import ConfigError
 from penstock.engine.core.ipc.calls import CommandRefused
 from penstock.engine.core.ipc.client import CoreClient, CoreError
+from penstock.engine.kv_events_config import KVEventsConfig
 from penstock.engine.messages import QUEUE_FULL, QUEUE_TIMEOUT, ExtendPrompt, FinishReason, StepOutputs
 from penstock.engine.stats import CoreStats
-from penstock.prompt.hashing import BlockHasher
+from penstock.prompt.hashing import BlockHasher, ExtraKeys
 
 RUNNER = "fake_runner:FakeRunner"
 
@@ -344,12 +345,47 @@ class Subscriber:
                     self.reports.append(event)
 
 
+def told_by_vllms(batches: list) -> set[bytes]:
+    """What batches of vLLM's form leave cached, by hashes made anew of their tokens, as readers do."""
+    own: dict[int, bytes] = {}
+    for _, found, rank in batches:
+        assert rank == 0
+        for event in found:
+            if event["type"] == "BlockStored":
+                assert (event["block_size"], event["medium"], event["lora_name"]) == (4, "GPU", None)
+                parent = event["parent_block_hash"]
+                keys = event["extra_keys"]
+                salt = keys[0][0] if keys and keys[0] else None
+                assert not keys or (keys[1:] == [None] * (len(keys) - 1) and parent is None)
+                chain = BlockHasher(4, "penstock").chain(
+                    None if parent is None else own[parent], event["token_ids"], ExtraKeys(cache_salt=salt), 0
+                )
+                own.update(zip(event["block_hashes"], chain, strict=True))
+            elif event["type"] == "BlockRemoved":
+                for name in event["block_hashes"]:
+                    del own[name]
+            else:
+                own.clear()
+    return set(own.values())
+
+
+async def vllms_replay(socket: zmq.asyncio.Socket) -> list:
+    """All batches that the socket answers, decoded."""
+    await socket.send_multipart([b"", events.encode_seq(0)])
+    batches = []
+    while (message := await asyncio.wait_for(socket.recv_multipart(), 60)) != [b"", b"", events.END_OF_REPLAY, b""]:
+        assert message[:3] == [b"", b"kv@pod@tiny", events.encode_seq(len(batches))]
+        batches.append(msgspec.msgpack.decode(message[3]))
+    return batches
+
+
 @pytest.mark.req("PC-14", "PC-07")
 async def test_the_event_stream_tells_what_is_cached_and_replays_it(tmp_path):
     addresses = {"events_addresses": [f"ipc://{tmp_path}/events"], "replay_addresses": [f"ipc://{tmp_path}/replay"]}
+    told = {"endpoint": f"ipc://{tmp_path}/vllm", "replay_endpoint": f"ipc://{tmp_path}/again", "topic": "kv@pod@tiny"}
     context = zmq.asyncio.Context()
     try:
-        async with running(**addresses) as client:
+        async with running(kv_events=KVEventsConfig(**told), **addresses) as client:
             live, frontend = Subscriber(context, *(address for (address,) in addresses.values())), Frontend()
             await live.follow(lambda one: one.reports)
             prompt = list(range(20))
@@ -377,7 +413,12 @@ async def test_the_event_stream_tells_what_is_cached_and_replays_it(tmp_path):
             (snapshot,) = await lost.replay(10**6)
             assert lost.blocks == live.blocks and snapshot >= live.seqs[-1]
             assert all(seq > snapshot for seq in await lost.replay(snapshot + 1))
+            # vLLM's form of it: names that mean nothing by themselves, and the tokens.
+            theirs = context.socket(zmq.DEALER)
+            theirs.connect(told["replay_endpoint"])
+            assert told_by_vllms(await vllms_replay(theirs)) == live.blocks
             cleared = asyncio.create_task(client.call(ResetPrefixCache()))
             await asyncio.gather(live.follow(lambda one: not one.blocks), consume(client, cleared))
+            assert not told_by_vllms(await vllms_replay(theirs))
     finally:
         context.destroy(linger=0)

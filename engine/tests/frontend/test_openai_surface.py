@@ -362,6 +362,11 @@ async def test_tokens_and_back(start: Start, byte_level: Tokenizer) -> None:
     await site.openai.chat.completions.create(model="m", messages=MESSAGES, tools=[WEATHER])
     _, chat = await post("/tokenize", messages=MESSAGES, tools=[WEATHER])
     assert chat["tokens"] == site.core.added[-1].prompt_token_ids
+    # As pickers ask that have no tokenizer: with the request as it came.
+    asked = {"model": "m", "messages": MESSAGES, "tools": [WEATHER], "max_tokens": 3, "stream": True}
+    assert await post("/v1/chat/completions/render", **asked) == (200, {"model": "m", "token_ids": chat["tokens"]})
+    status, both = await post("/v1/completions/render", model="m", prompt=["naïve 水車", "naïve"], max_tokens=1)
+    assert (status, [it["token_ids"] for it in both]) == (200, [ids, byte_level.encode("naïve").ids])
     for path, body, param in (
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": []}, "prompt"),
@@ -374,6 +379,7 @@ async def test_tokens_and_back(start: Start, byte_level: Tokenizer) -> None:
         status, answer = await post(path, **body)
         assert (status, answer["error"]["param"]) == (400, param)
     assert (await post("/tokenize", prompt="x", model="y"))[0] == 404
+    assert (await post("/v1/completions/render", prompt="x", model="y"))[0] == 404
 
 
 async def test_models_that_generate_do_not_embed(start: Start) -> None:

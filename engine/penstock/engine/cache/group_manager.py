@@ -85,6 +85,10 @@ class GroupManager:
             self._pool.cache(self._number, table[at], block_hashes[first : first + self._hashes_per_block], lasting=lasting)
             self._num_cached[request] = at + 1
 
+    def num_published(self, request: int) -> int:
+        """Hashes of the request's blocks that are found already, from the first one on."""
+        return self._num_cached[request] * self._hashes_per_block
+
     def free(self, request: int) -> None:
         """Gives the request's blocks back, tail first, so that shared roots are evicted last."""
         self._pool.free(block for block in reversed(self._tables.pop(request)) if block != NULL_BLOCK)

@@ -258,6 +258,10 @@ class KVCacheManager:
                 group.publish(request.index, request.block_hashes, upto, lasting=lasting)
             group.retire(request.index, upto)
 
+    def num_published(self, request: CachedSequence) -> int:
+        """How many of the request's `block_hashes`, from the first one on, were published or found already."""
+        return self._groups[0].num_published(request.index)
+
     def tables(self, request: CachedSequence) -> list[Sequence[int]]:
         """Per group, the request's blocks in the order of its tokens."""
         return [group.table(request.index) for group in self._groups]

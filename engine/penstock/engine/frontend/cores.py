@@ -6,6 +6,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core.ipc.client import CoreClient
 from penstock.engine.core.ipc.coupling import Coupling
 from penstock.engine.frontend.data_parallel import rank_config
+from penstock.engine.kv_events_config import KVEventsConfig
 
 Addresses = Callable[[int], Sequence[str]]
 """By rank, where its core publishes: the first address that is free."""
@@ -16,7 +17,12 @@ def _nowhere(_rank: int) -> Sequence[str]:
 
 
 def core_clients(
-    config: EngineConfig, events: Addresses = _nowhere, replay: Addresses = _nowhere, *, shared: bool = False
+    config: EngineConfig,
+    events: Addresses = _nowhere,
+    replay: Addresses = _nowhere,
+    *,
+    kv_events: KVEventsConfig | None = None,
+    shared: bool = False,
 ) -> list[CoreClient]:
     """The clients of all ranks' cores, to be started.
 
@@ -24,6 +30,7 @@ def core_clients(
         config: The replica's.
         events: Where the event streams are published.
         replay: Where their replays are.
+        kv_events: Where they are published in vLLM's form.
         shared: Whether several frontends will join each of them.
     """
     coupling = Coupling(config.parallel) if config.parallel.expert_ranks > 1 else None
@@ -32,6 +39,7 @@ def core_clients(
             rank_config(config, rank),
             events_addresses=events(rank),
             replay_addresses=replay(rank),
+            kv_events=kv_events,
             engine_index=rank,
             shared=shared,
             coupling=coupling,

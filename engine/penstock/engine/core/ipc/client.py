@@ -21,6 +21,7 @@ from penstock.engine.core.ipc.coupling import Coupling
 from penstock.engine.core.ipc.framing import framed
 from penstock.engine.core.ipc.inbox import Inbox
 from penstock.engine.environment import computing
+from penstock.engine.kv_events_config import KVEventsConfig
 from penstock.engine.messages import (
     AbortRequests,
     AdaptersChanged,
@@ -115,6 +116,7 @@ class CoreClient(CoreConnection):
         events_addresses: Where the core publishes its event stream, such as `tcp://127.0.0.1:5557`: the first that is free;
             empty: nowhere.
         replay_addresses: Where it answers requests for replay: the first that is free.
+        kv_events: Where it publishes KV events in vLLM's form; None: nowhere.
         engine_index: The core's number among those of this frontend.
         runner: `module:Class` of the model runner; None: the device's.
         shared: Whether further frontends may join, at `frontends_address`.
@@ -127,6 +129,7 @@ class CoreClient(CoreConnection):
         *,
         events_addresses: Sequence[str] = (),
         replay_addresses: Sequence[str] = (),
+        kv_events: KVEventsConfig | None = None,
         engine_index: int = 0,
         runner: str | None = None,
         shared: bool = False,
@@ -142,6 +145,7 @@ class CoreClient(CoreConnection):
             address=str(self._folder / "core"),
             events_addresses=list(events_addresses),
             replay_addresses=list(replay_addresses),
+            kv_events=kv_events,
             runner=runner,
             frontends_address=str(self._folder / "frontends") if shared else None,
             wave=None if coupling is None else coupling.waves.end,

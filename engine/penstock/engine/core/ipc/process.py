@@ -28,6 +28,7 @@ from penstock.engine.core.ipc.framing import LENGTH_BYTES
 from penstock.engine.core.ipc.ports import Port, SharedPort, SinglePort
 from penstock.engine.core.ipc.publisher import EventPublisher
 from penstock.engine.core.ipc.sockets import Context
+from penstock.engine.core.ipc.vllm_publisher import VllmEventPublisher
 from penstock.engine.core.memory import check_weights_fit, least, measure_memory, num_kv_blocks, offload_size, stored_bytes
 from penstock.engine.core.wave import Wave
 from penstock.engine.loading.bandwidth import load_floor_s
@@ -56,6 +57,7 @@ class CoreLoop:
         core: What is turned.
         port: To the frontend, or to several.
         publisher: Of the event stream, if anybody may subscribe to it.
+        vllm_publisher: Of the same in vLLM's form, if it was asked for.
         watchdog_timeout: Seconds of silence after which the log gets every thread's stack.
         wave: Its bell, if any, wakes the core for the steps of others.
     """
@@ -67,6 +69,7 @@ class CoreLoop:
         publisher: EventPublisher | None,
         watchdog_timeout: float,
         wave: Wave | None = None,
+        vllm_publisher: VllmEventPublisher | None = None,
     ) -> None:
         self._watchdog_timeout = watchdog_timeout
         self._core = core
@@ -75,6 +78,11 @@ class CoreLoop:
         self._publisher = publisher
         if publisher is not None:
             port.watch(publisher.replay_socket)
+        self._vllm_publisher = vllm_publisher
+        if vllm_publisher is not None:
+            vllm_publisher.contents = core.scheduler.record_contents()
+            if vllm_publisher.replay_socket is not None:
+                port.watch(vllm_publisher.replay_socket)
         self._wave = wave
         if wave is not None:
             port.watch(wave.bell)
@@ -96,6 +104,8 @@ class CoreLoop:
             if self._publisher is not None:
                 self._publish([])
                 self._publisher.serve_replay(self._core.scheduler.cached_blocks)
+            if self._vllm_publisher is not None:
+                self._vllm_publisher.serve_replay()
             self._busy_until = time.monotonic()
         elif self._core.may_capture and time.monotonic() - self._busy_until >= IDLE_S:
             self._core.capture_graph()
@@ -154,6 +164,8 @@ class CoreLoop:
         batch = [*self._core.take_events(), *news]
         if batch and self._publisher is not None:
             self._publisher.publish(batch, time.time())
+        if batch and self._vllm_publisher is not None:
+            self._vllm_publisher.publish(batch, time.time())
 
 
 def build_executor(
@@ -244,12 +256,15 @@ def run(start: CoreStart, port: Port, context: Context) -> None:
     if start.events_addresses and start.replay_addresses:
         # Bound before the weights are loaded: a port that is taken should not cost the wait.
         publisher = EventPublisher(context, epoch, start.events_addresses, start.replay_addresses)
+    vllm_publisher = None
+    if start.kv_events is not None:
+        vllm_publisher = VllmEventPublisher(context, start.kv_events.of_rank(start.engine_index), start.engine_index)
     floor_s = weights_floor_s(start.config)
     boot.end("bandwidth")
     executor, num_blocks = build_executor(start.config, start.runner, boot, start.experts)
     wave = None if start.wave is None else Wave(start.wave, start.engine_index)
     core = build_core(start.config, executor, num_blocks, epoch, start.engine_index, wave)
-    loop = CoreLoop(core, port, publisher, start.config.watchdog_timeout, wave)
+    loop = CoreLoop(core, port, publisher, start.config.watchdog_timeout, wave, vllm_publisher)
     boot.end("adapters")
     ready = CoreReady(
         epoch,

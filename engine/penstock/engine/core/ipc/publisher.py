@@ -37,6 +37,10 @@ class ReplayBuffer:
             return None
         return [(seq, self._payloads[seq - first]) for seq in range(start, self.next_seq)]
 
+    def newest(self, start: int) -> list[tuple[int, bytes]]:
+        """Those batches from number `start` on that are still there."""
+        return self.since(max(start, self.next_seq - len(self._payloads))) or []
+
 
 class EventPublisher:
     """The PUB and ROUTER sockets of events. Single-threaded: the step loop publishes, polls `replay_socket` and calls

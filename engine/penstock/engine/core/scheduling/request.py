@@ -144,6 +144,11 @@ class Request:
         return max(self.first_token_at - self.key[1], 0.0)
 
     @property
+    def extra_keys(self) -> ExtraKeys:
+        """What forks the chain of its blocks besides their tokens."""
+        return self._extra_keys
+
+    @property
     def has_started(self) -> bool:
         """Whether it has ever had a row."""
         return self.num_cached_tokens >= 0

@@ -18,6 +18,7 @@ from penstock.engine.core.scheduling.outputs import (
 )
 from penstock.engine.core.scheduling.request_book import RequestBook
 from penstock.engine.core.scheduling.tenancy import Ending, Tenancy
+from penstock.engine.core.vllm_events import BlockContents
 from penstock.engine.messages import FinishReason
 from penstock.prompt.hashing import BlockHasher
 
@@ -53,6 +54,8 @@ class Retirement:
         self._book = book
         self._hasher = hasher
         self._proposes = proposes
+        self.contents: BlockContents | None = None
+        """What blocks hold, for who publishes it; None: nobody does."""
         self.brought_drafts = False
         """Whether the last result did."""
 
@@ -146,6 +149,9 @@ class Retirement:
             request = self._tenancy.requests[row]
             assert request is not None
             if self._kv.enable_prefix_caching:
-                request.extend_hashes(self._hasher, self._table.token_ids[row, :upto].data)
+                tokens = self._table.token_ids[row, :upto].data
+                request.extend_hashes(self._hasher, tokens)
+                if self.contents is not None:
+                    self.contents.add(request.block_hashes, tokens, self._kv.num_published(request), request.extra_keys)
             # An adapter is known by a name, under which another process may have another one.
             self._kv.commit(request, upto, lasting=request.adapter is None)

@@ -41,6 +41,7 @@ from penstock.engine.core.scheduling.tenancy import Tenancy
 from penstock.engine.core.scheduling.token_counters import TokenCounters
 from penstock.engine.core.scheduling.totals import Totals
 from penstock.engine.core.scheduling.waiting_room import WaitingRoom
+from penstock.engine.core.vllm_events import BlockContents
 from penstock.engine.messages import AddRequest, ExtendPrompt
 from penstock.engine.stats import EncoderStats
 from penstock.prompt.hashing import BlockHasher, ExtraKeys
@@ -341,6 +342,11 @@ class Scheduler:
         """What became of images; None: there can be none."""
         computed = self.table.num_computed
         return self.encoder.stats((it, int(computed[it.row]) if it.row >= 0 else 0) for it in self._book.live() if it.images)
+
+    def record_contents(self) -> BlockContents:
+        """Have the content of blocks recorded from now on, for who publishes it: take it out with each `take_events`."""
+        self._retirement.contents = contents = BlockContents(self.kv.block_size)
+        return contents
 
     def cached_blocks(self) -> list[BlockStored]:
         """All blocks that can be found now, as the events have said: first what lies in tiers."""

@@ -6,7 +6,13 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from penstock.engine.frontend.http.keys import OPEN_PATHS
-from penstock.engine.frontend.http.routes.tokens import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from penstock.engine.frontend.http.routes.tokens import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    RenderAnswer,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
 from penstock.engine.frontend.openai import answers
 from penstock.engine.frontend.openai.embeddings import EmbeddingRequest
 from penstock.engine.frontend.openai.protocol import ChatRequest, CompletionRequest
@@ -36,6 +42,8 @@ class Endpoint(NamedTuple):
     request: type[msgspec.Struct]
     answer: type[msgspec.Struct]
     streams: bool = False
+    lists: bool = False
+    """It answers a list of them."""
 
 
 ENDPOINTS: Final = (
@@ -45,6 +53,8 @@ ENDPOINTS: Final = (
     Endpoint(EMBEDDINGS_PATH, "Texts to vectors", EmbeddingRequest, answers.Embeddings),
     Endpoint("/tokenize", "Text to tokens", TokenizeRequest, TokenizeAnswer),
     Endpoint("/detokenize", "Tokens to text", DetokenizeRequest, DetokenizeAnswer),
+    Endpoint(f"{CHAT_PATH}/render", "A conversation's prompt as tokens", ChatRequest, RenderAnswer),
+    Endpoint(f"{COMPLETIONS_PATH}/render", "Texts as tokens", CompletionRequest, RenderAnswer, lists=True),
 )
 
 _OPEN_SUMMARIES: Final = {
@@ -132,7 +142,8 @@ def document(version: str, defaults: Mapping[str, Any] | None = None) -> dict[st
 
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": _ref(endpoint.answer)}}
+    schema = {"type": "array", "items": _ref(endpoint.answer)} if endpoint.lists else _ref(endpoint.answer)
+    content: dict[str, Any] = {"application/json": {"schema": schema}}
     if endpoint.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     return {

@@ -26,6 +26,7 @@ from penstock.engine.frontend.observe.shared_counts import SharedCounts
 from penstock.engine.frontend.observe.traces import Traces
 from penstock.engine.frontend.openai.kv_transfer import KVTransfer
 from penstock.engine.frontend.python.prompts import load_processor
+from penstock.engine.kv_events_config import KVEventsConfig
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None: `EVENTS_PORT`, or a free one where that is taken."""
     replay_port: int | None = None
     """None: `REPLAY_PORT`, or a free one where that is taken."""
+    kv_events: KVEventsConfig | None = None
+    """Where KV events are published in vLLM's form too; None: nowhere."""
     admin_port: int | None = None
     """Port on which alone adapters are loaded and the engine is controlled; None: on `port`."""
     shutdown_timeout: float
@@ -95,7 +98,7 @@ def clients(config: ServeConfig, shared: bool = False) -> list[CoreClient]:
     def replay(rank: int) -> list[str]:
         return _addresses(host, config.replay_port, REPLAY_PORT, rank)
 
-    return core_clients(config.engine, events, replay, shared=shared)
+    return core_clients(config.engine, events, replay, kv_events=config.kv_events, shared=shared)
 
 
 def _addresses(host: str, port: int | None, default: int, rank: int) -> list[str]:

@@ -1,6 +1,6 @@
-"""`/tokenize` and `/detokenize`, as vLLM has them."""
+"""`/tokenize`, `/detokenize` and `…/render`, as vLLM has them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -10,8 +10,9 @@ from penstock.engine.frontend.async_llm import AsyncLLM
 from penstock.engine.frontend.errors import ApiError
 from penstock.engine.frontend.http.exchange import json_response
 from penstock.engine.frontend.http.intake import Intake
+from penstock.engine.frontend.images import Placed
 from penstock.engine.frontend.openai.parsing.registry import ParserConfig
-from penstock.engine.frontend.openai.protocol import convert
+from penstock.engine.frontend.openai.protocol import ChatRequest, CompletionRequest, convert, parse_chat, parse_completion
 from penstock.prompt.processor import CHAT_PATH, COMPLETIONS_PATH
 
 MAX_TOKENS: Final = 2**18
@@ -57,6 +58,28 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
 
 
+class Placeholder(msgspec.Struct, frozen=True):
+    """Where an image stands in a prompt, in tokens."""
+
+    offset: int
+    length: int
+
+
+class RenderFeatures(msgspec.Struct, frozen=True):
+    """The images of a prompt, each list under `image`."""
+
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[Placeholder]]
+
+
+class RenderAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the engine would be given for a request: of vLLM's answer what pickers read to compare prompts."""
+
+    model: str
+    token_ids: list[int]
+    features: RenderFeatures | None = None
+
+
 class TokenRoutes:
     """Text to tokens and back, by the same code that reads prompts.
 
@@ -70,7 +93,12 @@ class TokenRoutes:
 
     def routes(self) -> list[web.RouteDef]:
         """Paths and handlers."""
-        return [web.post("/tokenize", self.tokenize), web.post("/detokenize", self.detokenize)]
+        return [
+            web.post("/tokenize", self.tokenize),
+            web.post("/detokenize", self.detokenize),
+            web.post(f"{CHAT_PATH}/render", self.render_chat),
+            web.post(f"{COMPLETIONS_PATH}/render", self.render_completion),
+        ]
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """`POST /tokenize`."""
@@ -97,9 +125,35 @@ class TokenRoutes:
         text = self._llm.processor.tokenizer.decode(params.tokens, skip_special_tokens=False)
         return json_response(msgspec.to_builtins(DetokenizeAnswer(prompt=text)))
 
+    async def render_chat(self, request: web.Request) -> web.Response:
+        """`POST /v1/chat/completions/render`: the prompt of a chat."""
+        (answer,) = await self._render(request, CHAT_PATH, parse_chat)
+        return json_response(answer)
+
+    async def render_completion(self, request: web.Request) -> web.Response:
+        """`POST /v1/completions/render`: a list of the completion's prompts."""
+        return json_response(await self._render(request, COMPLETIONS_PATH, parse_completion))
+
+    async def _render(
+        self, request: web.Request, path: str, parse: Callable[[dict[str, Any]], ChatRequest | CompletionRequest]
+    ) -> list[Any]:
+        params, body, size = await self._intake.read_generation(request, parse)
+        await self._intake.served(params.model)
+        prompts = await self._intake.prompts(request, path, body, size)
+        return [msgspec.to_builtins(_rendered(params.model, prompt)) for prompt in prompts]
+
     async def _served(self, model: str | None) -> None:
         if model is not None:
             await self._intake.served(model)
+
+
+def _rendered(model: str, prompt: Placed) -> RenderAnswer:
+    features = None
+    if prompt.images:
+        items = [image.item for image in prompt.images]
+        places = [Placeholder(item.start, item.length) for item in items]
+        features = RenderFeatures({"image": [item.identifier for item in items]}, {"image": places})
+    return RenderAnswer(model=model, token_ids=prompt.token_ids, features=features)
 
 
 def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
