@@ -7,7 +7,7 @@ import pytest
 
 from e2e.neighbours import engines
 from e2e.neighbours.engines import NAME, Engine
-from e2e.neighbours.llmd.picker import Picker, program
+from e2e.neighbours.llmd.picker import Picker, precise, program
 from e2e.neighbours.programs import Programs
 from e2e.traffic import answers_of, clients
 from e2e.waiting import eventually
@@ -29,7 +29,7 @@ def two(programs: Programs, events: int) -> list[Engine]:
 
 @pytest.fixture(scope="module")
 def picker(programs: Programs, two: list[Engine], events: int) -> Picker:
-    return Picker(programs, two, events)
+    return Picker(programs, {it.name: (it.port, {}) for it in two}, precise(two[0].url, events))
 
 
 def _ours(programs: Programs, name: str, events: int) -> Engine:

@@ -1,1 +1,1 @@
-"""llm-d's router, built from its Go module with the pins in this folder."""
+"""llm-d's router, built from its Go module with the pins in `module`."""

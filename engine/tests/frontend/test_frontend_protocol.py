@@ -152,7 +152,8 @@ def test_bad_chat_parameters_are_named(fields: dict, param: str) -> None:
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"top_logprobs": 1}, "top_logprobs"),
-        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 5, "max_tokens": 6}, "max_tokens"),
         ({"messages": []}, "messages"),
     ],
 )
@@ -267,6 +268,8 @@ def test_the_output_is_capped_by_the_context(model: ModelConfig) -> None:
     assert limit(parse_completion(COMPLETION), 10) == 16
     assert limit(parse_completion(COMPLETION), 60) == 4
     assert limit(parse_chat({**CHAT, "max_completion_tokens": 5}), 10) == 5
+    assert limit(parse_completion({**COMPLETION, "max_completion_tokens": 5, "max_tokens": 5}), 10) == 5
+    assert limit(parse_completion({**COMPLETION, "max_completion_tokens": 5}), 10) == 5
     assert sampling_params(parse_chat(CHAT), 10, model, 100, seed=77).seed == 77
 
 

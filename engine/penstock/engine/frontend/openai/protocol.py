@@ -210,6 +210,8 @@ class CompletionRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fiel
     prompt: Any
     max_tokens: Annotated[int, Meta(ge=0)] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """None: 16, as OpenAI has it, or what fits. 0 with `echo`: the prompt alone, with its logprobs."""
+    max_completion_tokens: TokenCount | None = None
+    """The same, by the name that chats have for it: llm-d's sidecar sets both."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool = False
     """The prompt begins the answer."""
@@ -219,12 +221,14 @@ class CompletionRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def output_limit(self) -> int | None:
         """Tokens at most; the engine always generates one."""
-        return self.max_tokens if self.max_tokens != 0 else 1
+        if self.max_tokens == 0:
+            return 1
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def limit_field(self) -> str:
         """What the client calls its limit."""
-        return "max_tokens"
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def generated(self) -> int:
@@ -287,8 +291,7 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
     request = convert(read_guided(body), ChatRequest, _NEUTRAL_CHAT)
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    if None not in (request.max_tokens, request.max_completion_tokens) and request.max_tokens != request.max_completion_tokens:
-        raise ApiError(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
+    _check_limits(request)
     check_tool_choice(request.tool_choice, request.tools)
     _check_stream(request, body)
     return request
@@ -297,6 +300,7 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
 def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
     """Checks everything but the prompt; `ApiError` 400 names the field."""
     request = convert(read_guided(body), CompletionRequest, _NEUTRAL_COMPLETION)
+    _check_limits(request)
     _check_stream(request, body)
     if request.max_tokens == 0 and not request.echo:
         raise ApiError(400, "max_tokens of 0 needs echo: true", param="max_tokens")
@@ -314,6 +318,11 @@ def check_tool_choice(choice: ToolChoice, tools: Any) -> None:
     if choice not in (None, "none") and not tools:
         given = choice if isinstance(choice, str) else "of a function"
         raise ApiError(400, f"tool_choice {given} needs tools", param="tool_choice")
+
+
+def _check_limits(request: ChatRequest | CompletionRequest) -> None:
+    if None not in (request.max_tokens, request.max_completion_tokens) and request.max_tokens != request.max_completion_tokens:
+        raise ApiError(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
 
 
 def _check_stream(request: _Request, body: Mapping[str, Any]) -> None:
