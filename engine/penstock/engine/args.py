@@ -104,6 +104,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     """When pages come back from there: where that is faster than to compute their tokens, or always."""
     kv_offload_eviction_policy: PolicyName = "lru"
     """Which page leaves a tier that is full."""
+    kv_offload_threshold: Count = 0
+    """Requests that must have shown a block in their prompts before it is copied there."""
     kv_transfer_config: dict[str, Any] | None = None
     """vLLM's keys; None: no pages go to other replicas."""
     kv_transfer_secret_file: str | None = None
@@ -238,6 +240,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 bucket_bytes=self.kv_offload_bucket_bytes,
                 loads_by_cost=self.kv_offload_loads == "cost",
                 eviction_policy=self.kv_offload_eviction_policy,
+                offload_threshold=self.kv_offload_threshold,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
@@ -350,6 +353,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{place} needs {size}: how much its pages may take")
             if not self.kv_offload_memory_bytes:
                 raise ConfigError(f"{place} keeps copies of what is in host memory: it needs --kv-offload-memory-bytes")
+        if self.kv_offload_threshold and not self.kv_offload_memory_bytes:
+            raise ConfigError(
+                "--kv-offload-threshold says which blocks are copied to host memory: it needs --kv-offload-memory-bytes"
+            )
         if self.kv_offload_store is not None:
             store_address(self.kv_offload_store)
         if self.kv_offload_bucket is not None:

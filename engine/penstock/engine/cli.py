@@ -299,6 +299,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--kv-offload-loads", choices=["cost", "always"], default="cost", help=what)
     what = "which page leaves a tier that is full: lru (the least recently used one) or arc (adaptive)"
     add("--kv-offload-eviction-policy", choices=["lru", "arc"], default="lru", help=what)
+    what = "requests that must have shown a block in their prompts before it is copied to host memory; 0 and 1: every block is"
+    add("--kv-offload-threshold", type=count, default=0, metavar="REQUESTS", help=what)
     what = 'lend KV pages to other replicas or read theirs: \'{"kv_connector": "transfer", "kv_role": "kv_both"}\''
     add("--kv-transfer-config", type=_object, metavar="JSON", help=what)
     what = "file with a secret that all replicas of the model share (with --kv-transfer-config)"

@@ -160,6 +160,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether pages come back from both only where that is faster than to compute their tokens; else they always do."""
     eviction_policy: PolicyName = "lru"
     """Which page leaves a tier that is full."""
+    offload_threshold: int = 0
+    """Requests that must have shown a block in their prompts before it is copied to host memory; 0 and 1: each block is."""
 
 
 TransferRole = Literal["kv_producer", "kv_consumer", "kv_both"]

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from penstock.api.events import BlockStored
 from penstock.engine.cache.layout import KVGroup
+from penstock.engine.connectors.sightings import Sightings
 from penstock.engine.core.scheduling.request import RequestStatus
 
 BLOCK = 4
@@ -15,8 +16,9 @@ PROMPT = list(range(1, 30))
 MACHINES = [pytest.param((), id="full"), pytest.param(HYBRID, id="windows")]
 
 
-def make(groups=(), *, host_pages: int = 200, num_blocks: int = 30, **config) -> Machine:
+def make(groups=(), *, host_pages: int = 200, num_blocks: int = 30, threshold: int = 0, **config) -> Machine:
     config = make_config(num_blocks=num_blocks, block_size=BLOCK, max_model_len=48, max_num_seqs=3, budget=64, **config)
+    config = replace(config, cache=replace(config.cache, offload_threshold=threshold))
     return Machine(config, groups, host_pages)
 
 
@@ -64,6 +66,36 @@ def test_what_the_cache_has_lost_comes_back_from_the_hosts_memory(groups, depth)
         and found.memory.failed_pages == 0
     )
     machine.check_no_leak()
+
+
+@pytest.mark.req("KO-05")
+@pytest.mark.parametrize("groups", MACHINES)
+def test_with_a_threshold_only_what_several_prompts_have_shown_is_copied(groups):
+    """Of the window's group, only the blocks that the last tokens see are in the cache still."""
+    machine = make(groups, threshold=2)
+    machine.add(make_request(0, PROMPT, 9))
+    machine.run()
+    assert stats(machine).memory.pages_used == 0, "neither a prompt that came once, nor what was generated"
+    machine.add(make_request(1, PROMPT, 9))
+    machine.run()
+    machine.add(make_request(2, [99] * 9, 2))  # a step that carries the copies
+    machine.run()
+    prompt = set(machine.scheduler._book._hasher.hash(PROMPT))
+    copied = machine.scheduler._offload.tier.ready()
+    assert {key.block_hash for key in copied} == prompt and {key.group for key in copied} == set(range(len(groups) or 1))
+    flood(machine, 10)
+    again(machine, 50)
+    machine.run().check_no_leak()
+    assert machine.cached_tokens[50] == 28 and machine.streams[50] == machine.streams[0][:6]
+
+
+def test_the_blocks_that_were_shown_last_are_remembered():
+    sightings = Sightings(2, most=2)
+    for names in ([b"a", b"b"], [b"a"], [b"c"], [b"b"]):
+        sightings.saw(names)
+    assert [sightings.enough(name) for name in (b"a", b"b", b"c")] == [False, False, False], "a went for b, which came anew"
+    sightings.saw([b"c"])
+    assert sightings.enough(b"c")
 
 
 def test_without_room_in_the_hosts_memory_everything_is_computed():

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.connectors.eviction import PolicyName
+from penstock.engine.connectors.moves import PageFile, page_name, page_of
 from penstock.engine.connectors.tier_index import Key, TierIndex
 
 POLICIES = get_args(PolicyName)
@@ -141,3 +142,16 @@ def test_in_any_order_a_slot_has_one_use_at_a_time(num_slots, steps, policy):
     tier.unpin(list(read.elements()))
     tier.clear()
     assert tier.num_ready == 0 and sum(tier.reserve(key(number)) is not None for number in range(8)) == num_slots
+
+
+@pytest.mark.req("KO-03")
+@given(st.binary(min_size=1, max_size=32), st.integers(0, 2**32 - 1))
+def test_a_pages_name_is_its_hash_and_its_group(block_hash, group):
+    name = page_name(PageFile(group, block_hash))
+    assert bytes.fromhex(name) == block_hash + group.to_bytes(4, "big")
+    assert page_of(name) == PageFile(group, block_hash), "so no two groups, and no two blocks, share one"
+
+
+def test_what_is_no_pages_name_is_nobodys():
+    for name in ("", "about.json", "0011223", "00112233", "AABBCCDDEE", "0011223344.part"):
+        assert page_of(name) is None

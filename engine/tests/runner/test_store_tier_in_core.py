@@ -15,6 +15,7 @@ from test_disk_tier_in_core import run, start  # noqa: F401  a fixture
 
 from penstock.engine.config import ConfigError
 from penstock.engine.connectors import lookups, lower_tier, page_mover, page_store
+from penstock.engine.connectors.moves import PageFile, page_name
 from penstock.engine.connectors.page_store import PageStore, store_address
 from testing.ports import free_ports
 
@@ -130,7 +131,9 @@ def test_other_bytes_in_the_store_are_computed_again_and_replaced(open_store, sh
     first = open_store(None, store=shared.uri)
     expected = run(first, batch)
     client = first._executor._runner._movers["store"]._opened()
-    [key, *_] = names = [f"{first._executor._runner._movers['store']._folder}/{it.hex()}_g0" for it in first._offload.names()]
+    [key, *_] = names = [
+        f"{first._executor._runner._movers['store']._folder}/{page_name(PageFile(0, it))}" for it in first._offload.names()
+    ]
     half = client.get(key)[:-7]
     assert half and client.remove(key, True) == 0 == client.put(key, half)
     for name in names[1:]:

@@ -1,9 +1,12 @@
 """What the scheduler's half of a disk, a shared store or an object store asks of a rank, and what it hears back."""
 
-from typing import Literal
+import re
+from typing import Final, Literal
 
 import msgspec
 
+_GROUP_BYTES: Final = 4
+_NAME: Final = re.compile(r"(?:[0-9a-f]{2}){5,}")
 _BLOCK = 4096
 """Files are read and written past the page cache: in whole blocks."""
 
@@ -17,6 +20,19 @@ class PageFile(msgspec.Struct, frozen=True, array_like=True):
 
     group: int
     block_hash: bytes
+
+
+def page_name(page: "PageFile | Move") -> str:
+    """Return the name of a page's file or object: its hash, and its group as four bytes (big-endian), in hexadecimal."""
+    return (page.block_hash + page.group.to_bytes(_GROUP_BYTES, "big")).hex()
+
+
+def page_of(name: str) -> PageFile | None:
+    """Return the page of that name; None: it is no page's."""
+    if _NAME.fullmatch(name) is None:
+        return None
+    named = bytes.fromhex(name)
+    return PageFile(int.from_bytes(named[-_GROUP_BYTES:], "big"), named[:-_GROUP_BYTES])
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True):

@@ -27,6 +27,7 @@ from penstock.engine.connectors.eviction import PolicyName
 from penstock.engine.connectors.load_costs import LoadCosts
 from penstock.engine.connectors.lower_tier import LowerTier
 from penstock.engine.connectors.moves import Lower
+from penstock.engine.connectors.sightings import Sightings
 from penstock.engine.connectors.tier_events import TierEvents
 from penstock.engine.connectors.tier_index import Key, TierIndex
 from penstock.engine.connectors.transfer.transfer import Transfer
@@ -92,6 +93,7 @@ class Offload:
         ranks: Of the model.
         costs: Decides whether a load pays; None: each does.
         policy: Which page leaves a tier that is full.
+        sightings: Which blocks requests have shown often enough to be copied; None: all blocks are copied.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Offload:
         ranks: int = 1,
         costs: LoadCosts | None = None,
         policy: PolicyName = "lru",
+        sightings: Sightings | None = None,
     ) -> None:
         self._told: dict[Medium, TierEvents] = {name: TierEvents(kv, name) for name in ("memory", *(lower_pages or ()))}
         self.tier = TierIndex(num_slots, on_change=self._told["memory"].changed, policy=policy)
@@ -115,6 +118,7 @@ class Offload:
             for name, pages in (lower_pages or {}).items()
         ]
         self._costs = costs
+        self._sightings = sightings
         self._kv = kv
         self._page_bytes = page_bytes
         self._published: dict[Key, tuple[int, bool]] = {}
@@ -138,6 +142,8 @@ class Offload:
 
     def published(self, group: int, block: int, block_hash: bytes, *, lasting: bool) -> None:
         """The block can be found from now on."""
+        if self._sightings is not None and not self._sightings.enough(block_hash):
+            return
         self._published[Key(group, block_hash)] = block, lasting
 
     def forgotten(self, block_hash: bytes) -> None:
@@ -180,6 +186,8 @@ class Offload:
 
     def finished(self, request: Request, reason: FinishReason) -> Lent | None:
         """A request ends that still holds its blocks. Returns what of its prompt is lent, where it asked for that."""
+        if self._sightings is not None:
+            self._store_seen(request, self._sightings)
         if self.transfer is None:
             return None
         self.transfer.pulls.left(request.index)
@@ -194,6 +202,15 @@ class Offload:
         self.store()
         return self.transfer.lend(request, request.num_prompt_tokens)
 
+    def _store_seen(self, request: Request, sightings: Sightings) -> None:
+        """Has blocks of a prompt copied that were seen too seldom when they were published, and are in the cache still."""
+        for name in request.block_hashes[: request.num_prompt_tokens // self._kv.block_size]:
+            for key in (Key(group, name) for group in range(self._kv.num_groups) if sightings.enough(name)):
+                block = self._kv.pool.lookup(key.group, name)
+                if block is not None and not self.tier.knows(key):
+                    self._published.setdefault(key, (block, request.adapter is None))
+        self.store()
+
     # --- the step ---
 
     def store(self) -> None:
@@ -207,6 +224,9 @@ class Offload:
     def refuses(self, candidate: Candidate) -> WaitingReason | None:
         """The rule by which a request waits for pages that are in the host's memory: once for each time that it waits."""
         request, local = candidate.request, candidate.hit
+        if self._sightings is not None and not request.sighted:
+            self._sightings.saw(request.block_hashes[: request.num_prompt_tokens // self._kv.block_size])
+            request.sighted = True
         if not candidate.uses_cache or request.asked_elsewhere_at == request.num_preemptions:
             return None
         if self._fetch(request, candidate.num_tokens, local, candidate.now):

@@ -8,21 +8,21 @@ import errno
 import logging
 import mmap
 import os
-import re
 import threading
 import time
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.engine.config import ConfigError
-from penstock.engine.connectors.moves import Move, PageFile, file_bytes, header_bytes
+from penstock.engine.connectors.moves import Move, PageFile, file_bytes, header_bytes, page_name, page_of
 from penstock.engine.connectors.namespace import Namespace
 from penstock.engine.connectors.page_mover import PageMover, page_header
 
 THREADS = 4
-_NAME = re.compile(r"([0-9a-f]+)_g(\d+)\.page")
+SUFFIX: Final = ".page"
 _ABANDONED_S = 600.0
 """Age in seconds at which an unfinished file counts as abandoned: its writer is gone."""
 
@@ -66,8 +66,8 @@ class PageFiles(PageMover):
         _log.info("KV pages in %s: %d found; written %s", self._folder, len(self.found), how)
 
     def _path(self, move: Move) -> Path:
-        name = move.block_hash.hex()
-        return self._folder / name[:2] / f"{name}_g{move.group}.page"
+        name = page_name(move)
+        return self._folder / name[:2] / f"{name}{SUFFIX}"
 
     def _buffer(self) -> mmap.mmap:
         """The thread's own, aligned as direct I/O wants it."""
@@ -140,9 +140,9 @@ class PageFiles(PageMover):
         for entry in (entry for folder in os.scandir(self._folder) if folder.is_dir() for entry in os.scandir(folder.path)):
             with contextlib.suppress(FileNotFoundError):  # another replica evicts
                 status = entry.stat()
-                name = _NAME.fullmatch(entry.name)
-                if name is not None and status.st_size == self._size:
-                    found.append((status.st_mtime, PageFile(int(name[2]), bytes.fromhex(name[1]))))
-                elif name is not None or time.time() - status.st_mtime > _ABANDONED_S:
+                page = page_of(entry.name.removesuffix(SUFFIX))
+                if page is not None and status.st_size == self._size:
+                    found.append((status.st_mtime, page))
+                elif page is not None or time.time() - status.st_mtime > _ABANDONED_S:
                     Path(entry.path).unlink()
         return [page for _, page in sorted(found, key=lambda it: it[0])]

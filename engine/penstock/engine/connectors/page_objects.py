@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.engine.config import ConfigError
-from penstock.engine.connectors.moves import Move, PageFile
+from penstock.engine.connectors.moves import Move, PageFile, page_name, page_of
 from penstock.engine.connectors.namespace import Namespace
 from penstock.engine.connectors.page_mover import PageMover, page_header
 
@@ -26,7 +26,6 @@ THREADS: Final = 8
 TIMEOUT_S: Final = 5.0
 """Of one request; a read that takes longer is a miss."""
 _ADDRESS: Final = re.compile(r"s3://([^/]+)/(.*[^/])/*")
-_NAME: Final = re.compile(r"([0-9a-f]+)_g(\d+)\.page")
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class PageObjects(PageMover):
         )
 
     def _path(self, move: Move) -> str:
-        return f"{self._folder}/{move.block_hash.hex()}_g{move.group}.page"
+        return f"{self._folder}/{page_name(move)}"
 
     def _write(self, move: Move) -> None:
         import obstore
@@ -94,5 +93,4 @@ class PageObjects(PageMover):
 
         listed = obstore.list(self._store, prefix=self._folder).collect()
         names = sorted((it["last_modified"], it["path"].rpartition("/")[2]) for it in listed)
-        read = [_NAME.fullmatch(name) for _, name in names]
-        return [PageFile(int(name[2]), bytes.fromhex(name[1])) for name in read if name is not None]
+        return [page for _, name in names if (page := page_of(name)) is not None]

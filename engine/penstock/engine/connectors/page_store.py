@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.engine.config import ConfigError
-from penstock.engine.connectors.moves import Move, PageFile
+from penstock.engine.connectors.moves import Move, PageFile, page_name
 from penstock.engine.connectors.namespace import Namespace
 from penstock.engine.connectors.page_mover import PageMover, page_header
 
@@ -102,7 +102,7 @@ class PageStore(PageMover):
             raise OSError(f"{self._uri}: {what}: error {code} of the store")
 
     def _name(self, page: Move | PageFile) -> str:
-        return f"{self._folder}/{page.block_hash.hex()}_g{page.group}"
+        return f"{self._folder}/{page_name(page)}"
 
     def _write(self, move: Move) -> None:
         page = self.slots[move.slot].tobytes()  # the slot may be another page's, should this come too late

@@ -82,6 +82,7 @@ class Request:
         "request_id",
         "row",
         "sampling",
+        "sighted",
         "status",
         "tenant",
         "token_ids",
@@ -127,6 +128,8 @@ class Request:
         """`num_preemptions` at the time, and how many of the tiers behind the host's memory have been asked since."""
         self.looked_up_at = -1
         """`num_preemptions` when a shared store was last asked for its pages."""
+        self.sighted = False
+        """Whether the blocks of its prompt were counted (`Sightings`)."""
         self.first_token_at = 0.0
         """Unix time in seconds; 0 before."""
         self.block_hashes: list[bytes] = []
