@@ -283,6 +283,7 @@ def test_pages_in_an_object_store_need_an_address_a_size_and_a_tier_in_front() -
         ({**memory, "kv_offload_bucket": "s3://b/kv"}, "--kv-offload-bucket needs --kv-offload-bucket-bytes"),
         ({**memory, "kv_offload_bucket": "b/kv", "kv_offload_bucket_bytes": 5}, "expected s3://BUCKET/PATH"),
         ({"model": TINY, "kv_offload_bucket": "s3://b/kv", "kv_offload_bucket_bytes": 5}, "needs --kv-offload-memory-bytes"),
+        ({"model": TINY, "kv_offload_threshold": 2}, "--kv-offload-threshold .* needs --kv-offload-memory-bytes"),
     ):
         with pytest.raises(ConfigError, match=words):
             EngineArgs(**{"device": "cpu", **given}).config()

@@ -60,6 +60,36 @@ def test_prompts_that_left_the_cache_come_back_with_the_same_tokens(checkpoint, 
         engine.core.close()
 
 
+@pytest.mark.req("KO-14")
+def test_copies_precede_the_rows_of_their_step_and_a_step_that_breaks_holds_nothing(checkpoint, build_runner, monkeypatch):
+    runner = build_runner(checkpoint("llama"), scheduler=SCHEDULER)
+    engine, batch = Engine(runner, 2, 24, 400), requests(adjusted=False)
+    expected = dict(engine.run(batch))
+    order: list[tuple[int, str]] = []
+    copy, states, broken = runner._transfer, runner._states_of, list[int]()
+
+    def copied(plan):
+        order.append((plan.step_id, "copies"))
+        return copy(plan)
+
+    def ran(step):
+        order.append((step.plan.step_id, "rows"))
+        if not broken and step.plan.transfers is not None and len(step.plan.transfers.load_blocks) and len(step.plan.rows):
+            broken.append(step.plan.step_id)
+            raise RuntimeError("an operator is missing")
+        return states(step)
+
+    monkeypatch.setattr(runner, "_transfer", copied)
+    monkeypatch.setattr(runner, "_states_of", ran)
+    again = engine.run(batch)
+    assert broken, "a step with loads and rows has failed"
+    assert order == [(step, what) for step, _ in order[::2] for what in ("copies", "rows")]
+    lost = [index for index, tokens in again.items() if tokens != expected[index]]
+    assert 0 < len(lost) < len(batch) and engine.core.stats().offload.memory.failed_pages > 0
+    assert engine.core.scheduler.kv.num_pinned_blocks == 0
+    assert engine.run(batch) == expected, "nothing of the broken step is in a cache"
+
+
 def test_each_page_that_comes_back_is_the_one_that_went(checkpoint, build_runner):
     """Byte by byte, whatever was in the block meanwhile."""
     runner = build_runner(checkpoint("llama"), scheduler=SCHEDULER)
