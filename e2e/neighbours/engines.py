@@ -1,6 +1,8 @@
 """Engines, each a process on the demo model: ours and those of others, which `make bench-peers` installs."""
 
+import json
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +92,15 @@ def penstock(programs: Programs, name: str, *flags: str | int, port: int | None 
     command = ["serve", MODEL, "--served-model-name", NAME, "--host", "127.0.0.1", "--port", port, "--device", "cpu"]
     command += ["--events-port", events, "--replay-port", replay, "--kv-cache-memory-bytes", 2**25, "--block-size", 16]
     programs.penstock(name, *command, *flags)
+    return Engine(name, port, events_port=events, replay_port=replay)
+
+
+def sglang_shaped(programs: Programs, name: str) -> Engine:
+    """Ours behind a server with SGLang's metrics and listing, and with KV events in the form that it shares with vLLM."""
+    port, own, events, replay = free_ports(4)
+    told = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://127.0.0.1:{replay}"}
+    penstock(programs, f"{name}-engine", "--metrics-compat", "vllm", "--kv-events-config", json.dumps(told), port=own)
+    programs.start(name, [sys.executable, "-m", "e2e.neighbours.sglang_shaped", port, f"http://127.0.0.1:{own}"])
     return Engine(name, port, events_port=events, replay_port=replay)
 
 

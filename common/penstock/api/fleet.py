@@ -16,7 +16,7 @@ from penstock.api.load_report import LoadReport
 Role = Literal["Both", "Prefill", "Decode"]
 LATENCY_EDGES_S: Final = tuple(0.01 * 1.2**step for step in range(56))
 """10 ms to 226 s, each a fifth above the one before."""
-Engine = Literal["penstock", "vllm", "sglang", "trtllm", "auto"]
+Engine = Literal["penstock", "vllm", "sglang", "trtllm", "llamacpp", "auto"]
 """What a replica runs, which decides how it says its load; `auto`: to be found out."""
 
 

@@ -71,7 +71,7 @@ async def test_endpoints_say_what_they_serve_and_come_and_go(monkeypatch: pytest
     [
         (["--endpoint", "example.org:8000"], "'example.org' is not an IP address"),
         (["--endpoint", "10.0.0.1"], "'10.0.0.1' is not IP:PORT"),
-        (["--endpoint", "10.0.0.1:8000=tgi"], "'tgi' is not an engine; there are penstock, vllm, sglang, trtllm, auto"),
+        (["--endpoint", "10.0.0.1:8000=tgi"], "'tgi' is not an engine; there are penstock, vllm, sglang, trtllm, llamacpp, auto"),
         (["--endpoint", "10.0.0.1:8000", "--discovery", "file:x"], "not allowed with argument"),
         (["--endpoint", "10.0.0.1:8000", "--namespace", "n"], "--namespace and --endpoint exclude each other"),
         (["--log-level", "LOUD"], "invalid choice: 'LOUD'"),

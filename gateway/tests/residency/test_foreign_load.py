@@ -80,6 +80,16 @@ def test_rates_are_how_counters_move_and_stand_while_they_do_not() -> None:
     assert [r.seq for r in (first, second, third)] == [1, 2, 3]
 
 
+def test_llama_cpps_counters_become_rates() -> None:
+    text = "llamacpp:prompt_tokens_total %d\nllamacpp:prompt_seconds_total %g\n"
+    text += "llamacpp:tokens_predicted_total %d\nllamacpp:tokens_predicted_seconds_total %g\n"
+    load = ForeignLoad("llamacpp")
+    load.read((text % (100, 1.0, 50, 1.0)).encode(), 0.0)
+    report, _ = load.read((text % (300, 1.5, 150, 3.0)).encode(), 2.0)
+    assert (report.prefill_tokens_per_s, report.decode_step_s) == (400, 0.02)
+    assert (report.prompt_tokens_per_s, report.generation_tokens_per_s) == (100, 50)
+
+
 def test_the_speed_of_prefill_is_that_of_the_requests_that_ended() -> None:
     """vLLM counts a prompt as its request begins and the time that it took as it ends: an answer of seconds lies between."""
     load = ForeignLoad("vllm")
@@ -114,11 +124,18 @@ def test_a_restart_is_a_new_epoch(started: tuple[float | None, float | None]) ->
             (5, 1, 0.3, 64, 100),
         ),
         (
+            "sglang",  # 0.5.23, which has no cache_config_info
+            'sglang:num_running_reqs{tp_rank="0"} 5\nsglang:num_queue_reqs{tp_rank="0"} 1\nsglang:token_usage{tp_rank="0"} 0.3\n'
+            'sglang:page_size{tp_rank="0"} 1\nsglang:num_pages{tp_rank="0"} 9000\n',
+            (5, 1, 0.3, 1, 9000),
+        ),
+        (
             "trtllm",
             "trtllm_num_requests_running 5\ntrtllm_num_requests_waiting 1\ntrtllm_kv_cache_utilization 0.3\n"
             "trtllm_kv_cache_tokens_per_block 64\ntrtllm_kv_cache_max_blocks 100\n",
             (5, 1, 0.3, 64, 100),
         ),
+        ("llamacpp", "llamacpp:requests_processing 5\nllamacpp:requests_deferred 1\n", (5, 1, 0.0, 16, 0)),
         ("vllm", "vllm:num_requests_running 5\nvllm:gpu_cache_usage_perc 0.3\n", (5, 0, 0.3, 16, 0)),
     ],
 )
@@ -142,7 +159,7 @@ def test_lines_are_found_whole_and_broken_ones_left_out() -> None:
 
 
 @settings(max_examples=30)
-@given(st.binary(max_size=200), st.sampled_from(["vllm", "sglang", "trtllm"]))
+@given(st.binary(max_size=200), st.sampled_from(["vllm", "sglang", "trtllm", "llamacpp"]))
 def test_no_page_breaks_the_reader(noise: bytes, engine: Engine) -> None:
     for text in (noise, page()[:-50] + noise, b"vllm:num_requests_running{" + noise, b"vllm:kv_cache_usage_perc " + noise):
         ForeignLoad(engine).read(text, 1.0)

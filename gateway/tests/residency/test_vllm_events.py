@@ -90,7 +90,9 @@ def test_adapters_and_salts_fork_the_hashes_as_in_prompts() -> None:
     wire = VllmWire(FOREIGN_SEED)
     salted = stored([1], None, TOKENS[:4], extra_keys=[["salt"]])
     adapted = stored([2], None, TOKENS[:4], lora_name="sql", extra_keys=[["sql", "salt"]])
-    assert told(wire, packed(salted)) == [BlockStored(HASHER.hash(TOKENS[:4], ExtraKeys(cache_salt="salt")))]
+    sglangs = stored([3], None, TOKENS[:4], cache_salt="salt", session_id="s")
+    for event in (salted, sglangs):
+        assert told(wire, packed(event)) == [BlockStored(HASHER.hash(TOKENS[:4], ExtraKeys(cache_salt="salt")))]
     assert told(wire, packed(adapted)) == [BlockStored(HASHER.hash(TOKENS[:4], ExtraKeys(lora="sql", cache_salt="salt")))]
 
 

@@ -28,6 +28,7 @@ _ENGINES: dict[str, Engine] = {
     "sglang": "sglang",
     "trtllm": "trtllm",
     "trtllm-serve": "trtllm",
+    "llamacpp": "llamacpp",
 }
 ROLE_LABELS = (labels.ROLE, "llm-d.ai/role", "inference.networking.k8s.io/role")
 _ROLES: dict[str, Role] = {

@@ -1,7 +1,8 @@
 """The load of engines that are not ours, in a load report: from their `/metrics`, or from ORCA response headers.
 
-vLLM, SGLang and TensorRT-LLM name the same things differently. What they do not measure is derived from how their counters move
-between two looks. Several engines behind one endpoint count together: queues are added up, memory is as full as the fullest.
+vLLM, SGLang, TensorRT-LLM and llama.cpp name the same things differently. What they do not measure is derived from how their
+counters move between two looks. Several engines behind one endpoint count together: queues are added up, memory is as full as
+the fullest.
 """
 
 import math
@@ -29,7 +30,9 @@ class _Names(NamedTuple):
     blocks: str = ""
     prompt_tokens: str = ""
     generation_tokens: str = ""
-    itl: tuple[str, ...] = ()
+    itl_seconds: tuple[str, ...] = ()
+    """Of the time between two tokens of one answer, the sum; what it is divided by:"""
+    itl_tokens: tuple[str, ...] = ()
     prefill_time: str = ""
     prefill_tokens: tuple[str, ...] = ()
     """What was computed in that time. Both are counted as a request ends; `prompt_tokens` are as it begins, an answer earlier."""
@@ -45,7 +48,8 @@ _NAMES: dict[Engine, _Names] = {
         config_labels=("block_size", "num_gpu_blocks"),
         prompt_tokens="vllm:prompt_tokens_total",
         generation_tokens="vllm:generation_tokens_total",
-        itl=("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+        itl_seconds=("vllm:inter_token_latency_seconds_sum", "vllm:time_per_output_token_seconds_sum"),
+        itl_tokens=("vllm:inter_token_latency_seconds_count", "vllm:time_per_output_token_seconds_count"),
         prefill_time="vllm:request_prefill_time_seconds_sum",
         prefill_tokens=("vllm:request_prefill_kv_computed_tokens_sum", "vllm:request_prompt_tokens_sum"),
         prompt_lengths="vllm:request_prompt_tokens",
@@ -56,9 +60,13 @@ _NAMES: dict[Engine, _Names] = {
         usage=("sglang:token_usage",),
         config="sglang:cache_config_info",
         config_labels=("page_size", "num_pages"),
+        block_size="sglang:page_size",
+        blocks="sglang:num_pages",
         prompt_tokens="sglang:prompt_tokens_total",
         generation_tokens="sglang:generation_tokens_total",
-        itl=("sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds"),
+        itl_seconds=("sglang:inter_token_latency_seconds_sum", "sglang:time_per_output_token_seconds_sum"),
+        itl_tokens=("sglang:inter_token_latency_seconds_count", "sglang:time_per_output_token_seconds_count"),
+        prompt_lengths="sglang:prompt_tokens_histogram",
     ),
     "trtllm": _Names(
         running=("trtllm_num_requests_running",),
@@ -66,6 +74,17 @@ _NAMES: dict[Engine, _Names] = {
         usage=("trtllm_kv_cache_utilization",),
         block_size="trtllm_kv_cache_tokens_per_block",
         blocks="trtllm_kv_cache_max_blocks",
+    ),
+    "llamacpp": _Names(
+        running=("llamacpp:requests_processing",),
+        waiting=("llamacpp:requests_deferred",),
+        usage=(),
+        prompt_tokens="llamacpp:prompt_tokens_total",
+        generation_tokens="llamacpp:tokens_predicted_total",
+        itl_seconds=("llamacpp:tokens_predicted_seconds_total",),
+        itl_tokens=("llamacpp:tokens_predicted_total",),
+        prefill_time="llamacpp:prompt_seconds_total",
+        prefill_tokens=("llamacpp:prompt_tokens_total",),
     ),
 }
 # By what the same is called in ORCA headers, without the engine's name before it.
@@ -77,6 +96,7 @@ _MARKS: tuple[tuple[bytes, Engine], ...] = (
     (b"vllm:", "vllm"),
     (b"sglang:", "sglang"),
     (b"trtllm_", "trtllm"),
+    (b"llamacpp:", "llamacpp"),
 )
 
 
@@ -103,8 +123,8 @@ class ForeignLoad:
         counters = {
             "prompt": total(page, names.prompt_tokens),
             "generation": total(page, names.generation_tokens),
-            "itl_s": total(page, *(f"{name}_sum" for name in names.itl)),
-            "itl_n": total(page, *(f"{name}_count" for name in names.itl)),
+            "itl_s": total(page, *names.itl_seconds),
+            "itl_n": total(page, *names.itl_tokens),
             "prefill_s": total(page, names.prefill_time),
             "prefill_n": total(page, *names.prefill_tokens),
         }

@@ -52,6 +52,8 @@ class _Stored(_Removed, kw_only=True):
     parent_block_hash: _Name | None = None
     lora_name: str | None = None
     extra_keys: list[list[Any] | None] | None = None
+    cache_salt: str | None = None
+    """SGLang's, which has no `extra_keys`."""
     kv_cache_spec_kind: str | None = None
 
 
@@ -181,7 +183,7 @@ def _extra_keys(event: _NATIVE, first: bool) -> ExtraKeys | None:
     lora = event.get("lora_name")
     if lora is None and event.get("lora_id") is not None:
         return None  # an old engine, which does not say the name
-    salt = None
+    salt = event.get("cache_salt")
     each: Sequence[Any] = event.get("extra_keys") or ()
     for at, keys in enumerate(each):
         rest: Sequence[Any] = [key for key in keys or () if key != lora]
