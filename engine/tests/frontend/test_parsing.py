@@ -208,6 +208,15 @@ def test_harmony_has_channels() -> None:
     check(config, "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>", "b", [], "a")
     named = recipient.replace("Paris", 'a<|call|> \\"<|end|>')
     check(config, named, "", [("get_weather", {"city": 'a<|call|> "<|end|>'})])
+    for empty in ("", " \n"):
+        nothing = recipient.replace('{"city": "Paris"}', empty)
+        check(config, nothing, "", [("get_weather", {})])
+        check(config, nothing.removesuffix("<|call|>"), "", [("get_weather", {})])
+    built_in = (
+        "<|channel|>analysis to=python code<|message|>print(1)<|call|><|start|>assistant<|channel|>final<|message|>b<|return|>"
+    )
+    check(config, built_in, "b", [], "print(1)")
+    check(config, recipient.replace("commentary", "analysis"), "", [PARIS])
     check(config, "plain words", "plain words", [])
     check(config, "<|channel|>final" + "x" * 600, "<|channel|>final" + "x" * 600, [])
     without = take(config, [GPT_OSS], tools=None)

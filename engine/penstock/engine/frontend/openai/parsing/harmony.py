@@ -16,20 +16,26 @@ _OPENINGS = ("<|start|>", "<|channel|>", "to=")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([\w.-]+)")
 _HEADER_LIMIT = 512
+_FUNCTIONS = "functions."
+_NONE = "{}"
+"""The arguments of a call that has none: clients read JSON."""
 
 
 class Harmony(Machine):
-    """`analysis` is reasoning, a recipient makes a call, everything else is content.
+    """`analysis` is reasoning, a recipient makes a call, everything else is content. On `analysis`, only a recipient among the
+    `functions` does: the model calls its built-in tools there, such as `python`, and no client has offered those.
 
     Args:
         tools: Whether calls are wanted; they are content otherwise.
+        forced: Whether a grammar writes the calls: one without arguments was then cut by the length limit.
     """
 
-    def __init__(self, tools: bool) -> None:
+    def __init__(self, tools: bool, forced: bool = False) -> None:
         super().__init__(self._header)
-        self._tools = tools
+        self._tools, self._forced = tools, forced
         self._piece: type[Content] | type[Reasoning] | type[CallArguments] = Content
         self._end = JsonEnd()
+        self._has_arguments = False
 
     def _header(self, final: bool) -> bool:
         text = self.buffer.lstrip()
@@ -53,18 +59,23 @@ class Harmony(Machine):
 
     def _enter(self, header: str) -> None:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-        if recipient is not None and self._tools:
-            self.put(CallStart(recipient[1].removeprefix("functions.") or recipient[1]))
+        analysis = channel is not None and channel[1] == "analysis"
+        if recipient is not None and self._tools and (not analysis or recipient[1].startswith(_FUNCTIONS)):
+            self.put(CallStart(recipient[1].removeprefix(_FUNCTIONS) or recipient[1]))
             self._piece, self._end, self.state = CallArguments, JsonEnd(stop="<"), self._arguments
+            self._has_arguments = False
         else:
-            analysis = recipient is None and channel is not None and channel[1] == "analysis"
             self._piece, self.state = Reasoning if analysis else Content, self._body
 
     def _arguments(self, final: bool) -> bool:
         """Arguments up to their end, or to a marker that is not part of a string in them."""
-        del final
         end = self._end.find(self.buffer)
-        self.put(CallArguments(self.buffer[:end]))
+        given = self.buffer[:end] if self._has_arguments else self.buffer[:end].lstrip()
+        self._has_arguments = self._has_arguments or bool(given)
+        self.put(CallArguments(given))
+        if (final or end is not None) and not self._has_arguments and not self._forced:
+            self.put(CallArguments(_NONE))
+            self._has_arguments = True
         self.buffer = "" if end is None else self.buffer[end:]
         if end is not None:
             self.state = self._body

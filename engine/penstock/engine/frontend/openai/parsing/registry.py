@@ -91,7 +91,7 @@ class ParserConfig(NamedTuple):
 
     def _parser(self, names: frozenset[str], tools: bool, prompt_end: str) -> Parser | None:
         if self.reasoning == _GPT_OSS or self.tools == HARMONY:
-            return harmony.Harmony(tools)
+            return harmony.Harmony(tools, self.forced)
         calls = TOOL_FORMATS[self.tools].parser(names.__contains__) if tools and self.tools is not None else None
         if self.reasoning is None:
             return calls
