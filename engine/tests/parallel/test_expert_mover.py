@@ -1,5 +1,6 @@
 """Experts that move between ranks while these compute with them."""
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from penstock.engine.models.layers.linear_method import PrepackedLinearMethod
 from penstock.engine.models.layers.placement import Placement
 from penstock.engine.models.layers.projection import LinearLayer, Projection
 from penstock.engine.models.layers.shard import Span
+from penstock.engine.parallel.errors import GroupFailed
 from penstock.engine.parallel.expert_exchange import ExpertExchange
 from penstock.engine.parallel.expert_group import ExpertGroup
 from penstock.engine.parallel.shared_memory import SharedMemory
@@ -163,6 +165,42 @@ def test_a_skewed_load_becomes_even_while_steps_run(on_ranks):
     (before, served), (after, _) = found[0]
     assert before < 0.65 and after > before + 0.15, (before, after)
     assert max(served) > 1.5 * min(served)
+
+
+@pytest.mark.req("DX-20")
+def test_a_move_that_fails_on_one_rank_ends_all_of_them_and_no_step_computes_with_half_of_it(on_ranks):
+    """Each step before has the right results; afterwards each slot still has what its placement says."""
+
+    def life(rank: int, memories: tuple[SharedMemory, SharedMemory]) -> tuple[str, int]:
+        one = Rank(rank, memories, EplbConfig(window_size=8, step_interval=3, num_redundant_experts=REDUNDANT))
+        balancer = one.exchange._balancer
+        assert balancer is not None
+        mover = balancer._mover
+        gather, calls = mover._comm.gather_parts, itertools.count()
+
+        def broken(*args: Any) -> torch.Tensor:
+            if rank == 1 and next(calls) == 2:  # after the forms, and one round of a layer
+                raise MemoryError("no room for an expert")
+            return gather(*args)
+
+        mover._comm.gather_parts = broken  # type: ignore[method-assign]
+        with pytest.raises(GroupFailed) as failed:
+            while True:
+                one.step(busy=0)
+        for layer in one.layers:
+            for slot, expert in enumerate(layer.placement.own(rank)):
+                assert torch.equal(layer.slots[slot], layer.weights[expert])
+        thread = mover._thread
+        assert thread is not None
+        thread.join(20.0)
+        assert not thread.is_alive()
+        return str(failed.value), one.stats.rebalances
+
+    found = on_ranks(life)
+    assert found[1][0] == "experts cannot move: no room for an expert"
+    assert len({rebalances for _, rebalances in found}) == 1, "the one that failed has come to its end nowhere"
+    # Who computes a step already when it happens hears of it there: that rank 1 keeps it waiting.
+    assert all("rank 1 has" in told for told, _ in (found[0], found[2])), found
 
 
 def test_weights_whose_layout_is_not_known_are_refused_by_name():
