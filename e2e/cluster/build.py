@@ -34,6 +34,8 @@ class Program:
 
     package: str
     module: Path = TOOLS
+    tests: bool = False
+    """It is the program of the package's tests."""
 
 
 PROGRAMS = {
@@ -145,7 +147,8 @@ def _compile(go: list[str], name: str, program: Program, console: Console) -> No
     fresh = folder / f".{name}.new"
     environment = os.environ | {"CGO_ENABLED": "0", "GOTOOLCHAIN": "local"}
     said: deque[str] = deque(maxlen=20)
-    command = [*go, "build", "-v", "-o", str(fresh), *_build_flags(program)]  # -v names each package as it is compiled
+    verb = ["test", "-c", "-vet=off"] if program.tests else ["build", "-v"]  # -v names each package as it is compiled
+    command = [*go, *verb, "-o", str(fresh), *_build_flags(program)]
     with (
         console.status(f"building {name}") as status,
         subprocess.Popen(command, cwd=program.module, env=environment, stderr=subprocess.PIPE, text=True) as compiler,

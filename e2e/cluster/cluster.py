@@ -23,6 +23,7 @@ from e2e.cluster.processes import Processes
 from e2e.waiting import eventually
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PROGRAMS = "programs.json"
 KUBELET = "kubelet-"  # what the processes of nodes are called, before the node's name
 
 
@@ -119,12 +120,18 @@ class Cluster:
         command = [sys.executable, "-m", "e2e.cluster.kubelet", f"--kubeconfig={kubeconfig}", f"--node={name}"]
         command += [f"--folder={self.state / 'pods' / name}", f"--logs={self.processes.logs / 'pods'}"]
         command += [f"--netns-prefix={self.name}@{name}@", f"--kubernetes-version={build.kubernetes_version()}"]
+        command += [f"--programs={self.state / PROGRAMS}"]
         command += [f"--capacity={resource}={amount}" for resource, amount in (capacity or {}).items()]
         command += [f"--label={key}={value}" for key, value in (labels or {}).items()]
         self.processes.start(KUBELET + name, command, cwd=REPOSITORY, env=self._node_environment())
         self.processes.wait_until_ready(KUBELET + name, lambda: self._is_ready(name))
         if "kube-proxy" not in self.processes.names():
             self._start_proxy(name)
+
+    def run_for_images(self, programs: Mapping[str, Sequence[str | Path]]) -> None:
+        """From now on containers of these images (named without a tag) that say no command run this instead, with their args."""
+        said = {image: [str(word) for word in command] for image, command in programs.items()}
+        (self.state / PROGRAMS).write_text(json.dumps(said))
 
     def lose_node(self, name: str) -> None:
         """As a machine without power: its pods fall silent, not even a connection is closed, and nobody tells the API server."""

@@ -22,6 +22,7 @@ def main() -> None:
         "--capacity", action="append", default=[], metavar="RESOURCE=N", help="say nvidia.com/gpu=8; may be repeated"
     )
     parser.add_argument("--label", action="append", default=[], metavar="KEY=VALUE", help="a label of the node; may be repeated")
+    parser.add_argument("--programs", required=True, type=Path, help="JSON file: commands by the images that they stand in for")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     config = NodeConfig(
@@ -33,6 +34,7 @@ def main() -> None:
         capacity=dict(item.split("=", 1) for item in args.capacity),
         labels=dict(item.split("=", 1) for item in args.label),
         environment=dict(os.environ),
+        programs=args.programs,
     )
     node = Node(Api(args.kubeconfig), config)
     signal.signal(signal.SIGTERM, lambda *_: node.stop())

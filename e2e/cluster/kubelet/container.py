@@ -79,7 +79,8 @@ class Container:
     def _start_process(self) -> Process:
         self._environment = self.pod.inputs.environment(self.spec)
         self._base = self.pod.folder / "roots" / f"{self.name}-{self.restarts}-{time.time_ns()}"
-        command = container_command(self.pod.netns, self._base, self.spec, self.pod.volumes, self.pod.inputs, self._environment)
+        where, programs = (self.pod.netns, self._base), self.pod.node.config.programs
+        command = container_command(*where, self.spec, self.pod.volumes, self.pod.inputs, self._environment, programs)
         with self._log.open("ab") as log:
             self._log_start = log.tell()
             return subprocess.Popen(

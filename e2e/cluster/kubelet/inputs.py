@@ -1,6 +1,7 @@
 """What a pod is given: the environment of its containers and the files of its volumes."""
 
 import base64
+import os
 import re
 from collections.abc import Mapping
 
@@ -94,6 +95,8 @@ class Inputs:
             return expand(variable.get("value", ""), environment)
         if "fieldRef" in source:
             return self.field(source["fieldRef"]["fieldPath"])
+        if "resourceFieldRef" in source:
+            return _own_resource(source["resourceFieldRef"])
         plural, reference = _reference(source, "configMapKeyRef", "secretKeyRef")
         optional = reference.get("optional", False)
         data = self._data(plural, reference["name"], optional)
@@ -134,6 +137,17 @@ class Inputs:
         return {key: value.encode() for key, value in plain.items()} | {
             key: base64.b64decode(value) for key, value in encoded.items()
         }
+
+
+def _own_resource(reference: Object) -> str:
+    """What a resourceFieldRef gives a container without limits, as there are none here: what the machine has."""
+    match reference["resource"].rpartition(".")[2]:
+        case "cpu":
+            return str(os.cpu_count())
+        case "memory":
+            return str(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        case other:
+            raise ValueError(f"resourceFieldRef {other} is not supported by this node")
 
 
 def _reference(source: Object, config_map: str, secret: str) -> tuple[str, Object]:

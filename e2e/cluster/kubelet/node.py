@@ -38,6 +38,8 @@ class NodeConfig:
     labels: Mapping[str, str]
     environment: Mapping[str, str]
     """What every container's environment starts from, as an image's would."""
+    programs: Path
+    """A JSON file with the commands that stand in for images (`sandbox.program_of`)."""
 
 
 class Node:

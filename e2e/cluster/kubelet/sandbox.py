@@ -1,5 +1,6 @@
 """Where a container runs: a root of its own under overlayfs, the pod's volumes in it, and the script that goes there."""
 
+import json
 import shlex
 import shutil
 import threading
@@ -82,15 +83,25 @@ class Volumes:
         self.host_paths[name] = path
 
 
+def program_of(image: str, programs: Path) -> list[str]:
+    """What runs in place of an image whose container says no command: by the image's name without tag and digest, as the JSON
+    file `programs` has it. Empty: none."""
+    name = image.partition("@")[0]
+    name = name.rpartition(":")[0] if ":" in name.rpartition("/")[2] else name
+    known: dict[str, list[str]] = json.loads(programs.read_text()) if programs.exists() else {}
+    return known.get(name, [])
+
+
 def container_command(
-    netns: str, base: Path, spec: Object, volumes: Volumes, inputs: Inputs, environment: dict[str, str]
+    netns: str, base: Path, spec: Object, volumes: Volumes, inputs: Inputs, environment: dict[str, str], programs: Path
 ) -> list[str]:
     """The command that runs a container in the pod's network namespace, with its own root under `base` (made here).
 
     Each step replaces itself with the next, so that the container's first process has the id of what was started.
     """
-    argv = [expand(word, environment) for word in [*spec.get("command", []), *spec.get("args", [])]]
-    if not argv:
+    command = spec.get("command") or program_of(spec.get("image", ""), programs)
+    argv = [expand(word, environment) for word in [*command, *spec.get("args", [])]]
+    if not command and not argv:
         raise ValueError("no command: images are not run here, so every container must say what to run")
     root, upper, work = base / "root", base / "upper", base / "work"
     for folder in (root, upper / "etc", upper / ".volumes", work):
