@@ -19,9 +19,10 @@ class Gateway:
         programs: Starts it.
         engines: Its fleet.
         named: By a fleet file, which names the model and the ports of KV events; else by addresses alone.
+        poll_s: Seconds between two looks at their metrics; 0: none.
     """
 
-    def __init__(self, programs: Programs, engines: list[Engine], named: bool) -> None:
+    def __init__(self, programs: Programs, engines: list[Engine], named: bool, poll_s: float = 0.5) -> None:
         port, grpc, self._http = free_ports(3)
         self.url = f"http://127.0.0.1:{port}"
         self.programs = programs
@@ -33,7 +34,7 @@ class Gateway:
             flags += ["--discovery", f"file:{file}", "--tokenizer", f"{NAME}={MODEL}"]
         else:
             flags += [flag for engine in engines for flag in ("--endpoint", engine.endpoint)]
-        programs.penstock(self.name, "gateway", *flags, "--name", "test", "--poll-period", 0.5)
+        programs.penstock(self.name, "gateway", *flags, "--name", "test", "--poll-period", poll_s)
         programs.penstock(envoy, "envoy", "--gateway", f"127.0.0.1:{grpc}", "--concurrency", 1, "--node-id", "test")
         programs.wait(self.name, lambda: answers(f"http://127.0.0.1:{self._http}/readyz"), 120)
         programs.wait(envoy, lambda: answers(f"{self.url}/v1/models"), 120)

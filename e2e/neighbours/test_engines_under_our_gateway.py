@@ -1,7 +1,7 @@
 """Engines of others, two replicas each, behind our gateway and a real Envoy."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 import pytest
@@ -98,13 +98,18 @@ def test_the_load_is_that_of_its_metrics(stage: Stage, gateway: Gateway) -> None
 
 
 def test_its_load_comes_with_its_answers_too(stage: Stage) -> None:
-    """By the request header with which our Envoy asks, under names that the picker reads."""
+    """In ORCA headers, for which our Envoy asks: a gateway that never looks at metrics knows who has answered, and no other."""
     if not stage.kind.orca:
         pytest.skip("it has no ORCA headers")
-    asked = {"model": NAME, "prompt": "import ", "max_tokens": 1}
-    asks = {"endpoint-load-metrics-format": "TEXT"}
-    said = httpx.post(f"{stage.two[0].url}/v1/completions", json=asked, headers=asks, timeout=60)
-    assert "kv_cache_usage_perc" in said.headers["endpoint-load-metrics"]
+    told = [replace(engine, kind="vllm") for engine in stage.two]
+    blind = Gateway(stage.programs, told, named=True, poll_s=0)
+    assert not any(it["report"] for it in blind.replicas().values())
+    replica, _ = blind.ask("import ")
+
+    def known() -> None:
+        assert {name for name, it in blind.replicas().items() if it["report"]} == {replica}
+
+    eventually(known)
 
 
 def test_a_prefix_is_found_where_it_was_computed(stage: Stage, gateway: Gateway) -> None:
