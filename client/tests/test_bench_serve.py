@@ -15,7 +15,7 @@ from PIL import Image
 from penstock.client.bench import serve
 from penstock.client.bench.datasets import DatasetError
 from penstock.client.bench.flags import parser
-from penstock.client.server import ServerError
+from penstock.client.server import ServerError, unreachable
 from testing.ports import free_ports
 
 SMALL = ["--random-input-len", "20", "--random-output-len", "5"]
@@ -137,6 +137,10 @@ async def test_a_server_that_is_not_there_is_named() -> None:
 async def test_an_address_without_http_is_no_broken_connection() -> None:
     with pytest.raises(ServerError, match="'localhost:8000' is not an address like http://localhost:8000"):
         await bench("localhost:8000", "--num-prompts", "1")
+
+
+def test_a_failure_without_words_is_named() -> None:
+    assert str(unreachable("http://host", ConnectionResetError())) == "the connection to http://host broke: ConnectionResetError"
 
 
 async def test_where_the_result_goes_is_tried_before_anything_is_measured(script: Script, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import aiohttp
 import msgspec
 
 from penstock.client.stream import error_message
+from penstock.plain_errors import words_of
 
 CONNECT_S = 30.0
 
@@ -114,4 +115,4 @@ def unreachable(base_url: str, error: Exception) -> ServerError:
         return ServerError("connection", f"cannot reach {base_url}: {reason}")
     if isinstance(error, TimeoutError):
         return ServerError("timeout", f"{base_url} did not answer in time")
-    return ServerError("connection", f"the connection to {base_url} broke: {error or type(error).__name__}")
+    return ServerError("connection", f"the connection to {base_url} broke: {words_of(error)}")

@@ -15,6 +15,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from penstock.engine.multimodal.addresses import is_public
+from penstock.plain_errors import words_of
 from penstock.prompt.data_url import MAX_IMAGE_BYTES
 from penstock.prompt.errors import PromptError
 
@@ -71,7 +72,7 @@ class Fetcher:
             except TimeoutError:
                 message = f"{param} was not fetched within {self._timeout.total:g} s"
             except (aiohttp.ClientError, OSError) as error:
-                message = f"{param} could not be fetched: {error or type(error).__name__}"
+                message = f"{param} could not be fetched: {words_of(error)}"
         raise PromptError(message, param)
 
     def _checked(self, url: str, param: str) -> URL:
