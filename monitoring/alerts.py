@@ -16,6 +16,7 @@ from penstock.api import metrics
 POOL: Final = "namespace, model, pool"
 POD: Final = "namespace, model, pod"
 GPU_ENGINE: Final = "an engine on a GPU"
+EPLB_ENGINE: Final = "an engine with --enable-eplb"
 
 
 def _has(*selectors: str) -> str:
@@ -166,6 +167,16 @@ GRAPHS_MISSING = Alert(
     lasting="15m",
     needs=GPU_ENGINE,
 )
+EXPERTS_UNEVEN = Alert(
+    "PenstockExpertsUneven",
+    "warning",
+    f"avg by ({POD}) ({metrics.EXPERT_BALANCEDNESS} > 0)",
+    "< 0.5",
+    summary="The ranks of {{ $labels.pod }} have {{ $value | humanizePercentage }} of the busiest rank's work, on average",
+    description="For 15 minutes it has had more than twice its share. Each layer waits for it, while the others are idle.",
+    lasting="15m",
+    needs=EPLB_ENGINE,
+)
 REPORTS_STALE = Alert(
     "PenstockLoadReportsStale",
     "warning",
@@ -289,7 +300,7 @@ GPU_ERRORS = Alert(
 CLIENTS: Final = Group("penstock.clients", [ERRORS_FAST, ERRORS_SLOWLY, FIRST_TOKEN_FAST, FIRST_TOKEN_SLOWLY])
 MODELS: Final = Group("penstock.models", [NO_READY_REPLICA, NOT_ROUTED, ROLLOUT_STUCK, REPLICAS_MISSING])
 ENGINES: Final = Group(
-    "penstock.engines", [QUEUE_GROWS, KV_PRESSURE, PREEMPTIONS, HIT_RATE, CORRUPTED, GRAPHS_MISSING, GPU_ERRORS]
+    "penstock.engines", [QUEUE_GROWS, KV_PRESSURE, PREEMPTIONS, HIT_RATE, CORRUPTED, GRAPHS_MISSING, EXPERTS_UNEVEN, GPU_ERRORS]
 )
 GATEWAY: Final = Group("penstock.gateway", [REPORTS_STALE, EVENT_GAPS, PICKER_DOWN, NO_ENVOY, ENVOY_REFUSES, AUDIT_LINES_LOST])
 OPERATOR: Final = Group(

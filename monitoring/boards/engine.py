@@ -14,7 +14,6 @@ _hits, _queries = (rate(it, REPLICA, by="pod") for it in (metrics.PREFIX_CACHE_H
 _DRAFT_NEEDS: Final = "an engine with --spec-method"
 _GRAMMAR_NEEDS: Final = "requests with structured output"
 _IMAGE_NEEDS: Final = "requests with images"
-_EPLB_NEEDS: Final = "an engine with --enable-eplb"
 _OFFLOAD_NEEDS: Final = "an engine with --kv-offload-memory-bytes"
 _accepted, _drafted = (rate(it, REPLICA, by="pod") for it in (metrics.SPEC_ACCEPTED_TOKENS, metrics.SPEC_DRAFT_TOKENS))
 _accepted_here, _drafted_here = (
@@ -233,13 +232,13 @@ _GRAMMARS = Row(
             [Query(series(metrics.EXPERT_BALANCEDNESS, REPLICA), "{{pod}}")],
             unit="percentunit",
             most=1,
-            needs=_EPLB_NEEDS,
+            needs=alerts.EPLB_ENGINE,
         ),
         Panel(
             "Load of ranks with experts",
             "Choices of an expert for a token, a second, by the rank that computes them. One far above the others is waited for.",
             [Query(rate(metrics.EXPERT_TOKENS, REPLICA, by="ep_rank"), "rank {{ep_rank}}")],
-            needs=_EPLB_NEEDS,
+            needs=alerts.EPLB_ENGINE,
         ),
         Panel(
             "Experts that move",
@@ -249,7 +248,7 @@ _GRAMMARS = Row(
                 Query(rate(metrics.EXPERT_MOVED_BYTES, REPLICA), "bytes a second"),
                 Query(f"3600 * {rate(metrics.EXPERT_REBALANCES, REPLICA)}", "redistributions an hour"),
             ],
-            needs=_EPLB_NEEDS,
+            needs=alerts.EPLB_ENGINE,
         ),
     ],
 )

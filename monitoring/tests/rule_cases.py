@@ -104,6 +104,7 @@ def xid(value: str) -> dict[str, str]:
 _MODEL = {"model": "default/tiny"}
 _PREEMPTED = named("penstock_num_preemptions_total", **CPU, pod="tiny-cpu-0")
 _CORRUPTED = named("penstock_corrupted_requests_total", **CPU, pod="tiny-cpu-0")
+_EVENNESS = named("penstock_expert_balancedness", **POD, engine="0")
 _AGE = named("penstock_picker_load_report_age_seconds", replica="tiny-cpu-0")
 _COLD = named("penstock_autoscaler_cold_start_seconds", **CPU)
 _GPU = {"Hostname": "node-1", "gpu": "0"}
@@ -188,6 +189,12 @@ CASES: Final[dict[str, list[Case]]] = {
         Case("to 49 % of yesterday", prefixes("0+600x288 172800+294x30"), TINY, "25h30m", "5m"),
         Case("to 51 % of yesterday", prefixes("0+600x288 172800+306x30"), None, "25h30m", "5m"),
         Case("it was just good enough", prefixes("0+110x288 31680+10x30"), TINY, "25h30m", "5m"),
+    ],
+    "PenstockExpertsUneven": [
+        Case("the busiest rank has four times its share", {_EVENNESS: "0.25x40"}, POD, "30m"),
+        Case("for ten minutes", {_EVENNESS: "0.9x10 0.25x10 0.9x20"}, None, "30m"),
+        Case("there is no load", {_EVENNESS: "0x40"}, None, "30m"),
+        Case("nearly even", {_EVENNESS: "0.9x40"}, None, "30m"),
     ],
     "PenstockCorruptedRequests": [
         Case("one", {_CORRUPTED: "0x10 1x20"}, POD, "15m"),

@@ -49,6 +49,7 @@ NEEDS = {
     "Balance of experts": EPLB,
     "Load of ranks with experts": EPLB,
     "Experts that move": EPLB,
+    "PenstockExpertsUneven": EPLB,
     "PenstockGpuErrors": GPU,
     "PenstockAuditLinesLost": "an audit log",
     "Requests by tenant": TENANTS,

@@ -143,7 +143,7 @@ def test_steps_and_moves_go_on_beside_each_other(on_ranks):
     assert stats.rebalances > 2 and placed and stats.moved_bytes
 
 
-@pytest.mark.req("DX-14", "DX-15", "DX-16")
+@pytest.mark.req("DX-14", "DX-15", "DX-16", "OB-39")
 def test_a_skewed_load_becomes_even_while_steps_run(on_ranks):
     """Counted by the tokens that ranks really compute."""
 
